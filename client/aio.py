@@ -402,11 +402,11 @@ class AsyncClient:
         await self._run(self._operations.release_holds(holds))
 
     async def finish_request(self, request_id: str, *, wait: float = 0.0) -> RequestOutcome:
-        """Ends a request: releases its leases, and waits up to `wait` seconds for its last store."""
+        """Ends a request: releases its leases, waits up to `wait` seconds for its last store."""
         return await self._run(self._operations.finish_request(request_id, wait=wait))
 
     async def reset(self, *, wait: float = 0.0) -> int:
-        """Empties the CPU tier of the namespace, for all engines; secondary tiers keep their blocks.
+        """Empties the CPU tier of the namespace, for all engines. Secondary tiers are unchanged.
 
         Blocks in use are removed when their last use ends; until then all lookups miss. Waits up to
         `wait` seconds for that and returns the number of blocks still in use. Call again until 0.
@@ -418,7 +418,7 @@ class AsyncClient:
         return await self._run(self._operations.status())
 
     async def close(self) -> None:
-        """Ends the session, which releases its leases. Takes up to two seconds, even if cancelled."""
+        """Ends the session and so its leases. Takes up to two seconds, even if cancelled."""
         try:
             await self._transport.close()
         finally:

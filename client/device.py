@@ -34,7 +34,7 @@ class KvBuffers:
     def __init__(
         self, driver: Driver, groups: Mapping[int, tuple[BlockLayout, Sequence[int]]], *, events: int = _EVENTS
     ) -> None:
-        """`groups` has per KV cache group the block layout and the addresses of its buffers (tensors).
+        """`groups`: per KV cache group the block layout and the addresses of its buffers (tensors).
 
         Raises:
             DeviceUnavailable: the memory cannot be shared; `reason` is a

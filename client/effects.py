@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Get the session; wait up to `timeout` seconds for the first attempt. Result: `ClientSession`."""
+    """Get the session, after up to `timeout` seconds. Result: `ClientSession`."""
 
     timeout: float
     patient: bool = False

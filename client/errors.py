@@ -42,9 +42,9 @@ __all__ = [
     "KVTierError",
     "LeaseLost",
     "LimitExceeded",
-    "NobodyAnswers",
     "NotConnected",
     "NotOwner",
+    "PeerUnreachable",
     "ServerError",
     "SessionLost",
     "Unavailable",
@@ -184,5 +184,5 @@ class BreakEvenError(Exception):
     """The measurement is impossible; the one-line message gives the cause and a remedy."""
 
 
-class NobodyAnswers(BreakEvenError):
+class PeerUnreachable(BreakEvenError):
     """The server or the engine does not respond."""

@@ -40,7 +40,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """All properties that define the meaning of a block's bytes. Only equal namespaces share blocks.
+    """All properties that define the meaning of a block. Only equal namespaces share blocks.
 
     Attributes:
         model: name of the model in the engine.
@@ -104,7 +104,7 @@ def is_hold_key(key: bytes) -> bool:
 
 
 def make_hold_key(engine_id: str, request_id: str, group: int, position: int, content: bytes = b"") -> bytes:
-    """Returns the key of a block without content hash: the last, partial block of a handed-over request.
+    """Returns the key of a block without content hash: the last, partial one of a hand-off.
 
     Only a claim of the hold finds the block. It is not written to secondary tiers and is removed
     with the hold (`kvtier/v1/handoff.proto`). Pass as `content` the hash of the previous block and

@@ -76,7 +76,7 @@ class PartSender:
         return transfer_pb2.PushRequest(session=self._ref, store_id=self._store_id, complete=complete)
 
     def pieces(self, start: int, step: int) -> Iterator[tuple[int, int, list[memoryview]]]:
-        """Yields offset, xxh3-64 and memory of each frame. Only for the thread that owns the memory."""
+        """Yields offset, xxh3-64 and memory of each frame, for the thread that owns the memory."""
         for offset in range(start, self.total_bytes, step):
             pieces = list(self._parts.locate(offset, min(step, self.total_bytes - offset)))
             views = views_of([place for place, _ in pieces], [size for _, size in pieces])
@@ -136,13 +136,13 @@ class PartReceiver:
         return views_of([place for place, _ in pieces], [size for _, size in pieces])
 
     def verify(self, head: FrameHead, views: Sequence[memoryview]) -> None:
-        """Verifies and records a frame that was received into `views`. Raises `ChecksumMismatch`."""
+        """Verifies and records a frame received into `views`. Raises `ChecksumMismatch`."""
         if checksum(views) != head.xxh3_64:
             raise ChecksumMismatch(f"the frame at byte {head.offset} arrived damaged")
         self._arrived.append((head.offset, head.offset + head.nbytes))
 
     def end_stream(self) -> None:
-        """Updates `missing` after a stream has ended; later frames belong to a retry of those parts."""
+        """Updates `missing` after a stream; later frames belong to a retry of those parts."""
         gaps, end = [], 0
         for start, stop in [*sorted(self._arrived), (self._parts.total_bytes, self._parts.total_bytes)]:
             if start > end:

@@ -87,7 +87,7 @@ class Medium(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TierFilter:
-    """Tiers that a lookup leaves out: those that match any attribute. The CPU tier always takes part.
+    """Tiers that a lookup leaves out: those that match any attribute; never the CPU tier.
 
     Attributes:
         names: names of tiers; an unknown name raises `InvalidRequest`.

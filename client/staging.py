@@ -27,7 +27,7 @@ class StagingPool:
     """Pool of page-aligned buffers that keeps the largest `keep`. Any thread may use it."""
 
     def __init__(self, pin: Pin | None = None, keep: int = 4) -> None:
-        """`pin` pins each buffer before its first use, or as soon afterwards as pinning is allowed."""
+        """`pin` pins each buffer before its first use, or as soon as pinning is allowed."""
         self._pin = pin
         self._keep = keep
         self._lock = threading.Lock()
@@ -35,7 +35,7 @@ class StagingPool:
 
     @contextlib.contextmanager
     def lend(self, nbytes: int) -> Iterator[memoryview]:
-        """Lends a buffer of at least `nbytes` with undefined content. All copies must end before exit."""
+        """Lends a buffer of at least `nbytes`. All copies must end before exit."""
         buffer = self._take(nbytes)
         try:
             if buffer is None:
@@ -75,7 +75,7 @@ class StagingPool:
 
 @dataclass(frozen=True, slots=True)
 class _Pages:
-    """Address range of a buffer. The pinning refers to it instead of the buffer, to avoid a cycle."""
+    """Address range of a buffer, for the pinning, which must not keep the buffer alive."""
 
     address: int
     size_bytes: int

@@ -395,11 +395,11 @@ class Client:
         self._run(self._operations.release_holds(holds))
 
     def finish_request(self, request_id: str, *, wait: float = 0.0) -> RequestOutcome:
-        """Ends a request: releases its leases, and waits up to `wait` seconds for its last store."""
+        """Ends a request: releases its leases, waits up to `wait` seconds for its last store."""
         return self._run(self._operations.finish_request(request_id, wait=wait))
 
     def reset(self, *, wait: float = 0.0) -> int:
-        """Empties the CPU tier of the namespace, for all engines; secondary tiers keep their blocks.
+        """Empties the CPU tier of the namespace, for all engines. Secondary tiers are unchanged.
 
         Blocks in use are removed when their last use ends; until then all lookups miss. Waits up to
         `wait` seconds for that and returns the number of blocks still in use. Call again until 0.
@@ -411,7 +411,7 @@ class Client:
         return self._run(self._operations.status())
 
     def close(self) -> None:
-        """Ends the session, which releases its leases."""
+        """Ends the session and so its leases."""
         try:
             self._transport.close()
         finally:

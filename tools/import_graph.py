@@ -40,16 +40,7 @@ GENERATED = "kvtier.protos.v1"
 
 MIRRORED_CLASSES = frozenset(
     {
-        *(
-            "DurableStatus",
-            "HandoffDirection",
-            "KeyStatus",
-            "Lease",
-            "LimitExceeded",
-            "Medium",
-            "NotOwner",
-            "OffloadPolicy",
-        ),
+        *("DurableStatus", "HandoffDirection", "KeyStatus", "LimitExceeded", "Medium", "NotOwner", "OffloadPolicy"),
         *("PublishStatus", "StoreStatus", "TierFilter"),
     }
 )

@@ -1,10 +1,11 @@
-"""From how many tokens on it is worth having KV from another engine instead of computing it: ``kvtier bench --break-even``.
+"""Break-even measurement: prompt length from which a KV transfer is faster than recomputation.
 
-``measure`` is the door: it plays an engine against a running server (``transfer``), asks a prefill engine for prompts that nobody
-knows (``compute``), and draws the conclusion (``fit``, which is pure). Everything that it puts on the server goes with its hold.
+Used by `kvtier bench --break-even`. `measure` acts as an engine of a running server (`transfer`),
+times new prompts on a prefill engine (`compute`) and proposes a threshold (`fit`). All blocks that
+it stores on the server are removed with their hold.
 """
 
-from ..errors import BreakEvenError, NobodyAnswers
+from ..errors import BreakEvenError, PeerUnreachable
 from .compute import PrefillEngine
 from .fit import Proposal, RegressionLine, Samples, fit, propose, worst_miss
 from .geometry import Geometry, geometry_of_engines, lengths_up_to
@@ -16,7 +17,7 @@ __all__ = [
     "ComputeTimes",
     "Geometry",
     "MeasurementPlan",
-    "NobodyAnswers",
+    "PeerUnreachable",
     "PrefillEngine",
     "Proposal",
     "RegressionLine",

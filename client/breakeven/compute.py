@@ -1,4 +1,4 @@
-"""How long an engine takes to compute a prompt: asked over its OpenAI API, with prompts that no cache knows."""
+"""Timing of prompts on an engine, over its OpenAI API. Prompts are random, so no cache has them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from ..errors import BreakEvenError, NobodyAnswers
+from ..errors import BreakEvenError, PeerUnreachable
 
 __all__ = ["PrefillEngine"]
 
 _ANSWER_SECONDS = 600.0
-"""How long the engine may take for one prompt."""
 
 _TOKEN_IDS = range(10, 256)
-"""Ids that every vocabulary has. 16 of them, the least that engines cache, are never the same twice: 246^16 is 10^38."""
+"""Ids that every vocabulary has. Engines cache at least 16 tokens, and 16 random ids are unique:
+246^16 is 10^38."""
 
 
 class PrefillEngine:
-    """An OpenAI completions API that computes prompts of token ids.
+    """Engine with an OpenAI completions API that accepts prompts of token ids.
 
     Raises:
-        ValueError: the URL is none of HTTP.
+        ValueError: the URL is not an HTTP URL.
     """
 
     def __init__(
@@ -40,15 +40,15 @@ class PrefillEngine:
         self._timeout = timeout
         self._clock = clock
         self._random = random.SystemRandom()
-        # A proxy that is meant for the web has no business between us and the engine.
+        # HTTP proxies of the environment are not meant for the engine.
         self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
         self._model = ""
 
-    def look(self) -> int | None:
-        """Learns which model the engine serves; returns the most tokens that it takes, if it says. Call it first.
+    def find_model(self) -> int | None:
+        """Asks for the served model; returns its maximum number of tokens, if known. Call it first.
 
         Raises:
-            BreakEvenError: it does not say, or does not answer (`NobodyAnswers`).
+            BreakEvenError: the engine names no model, or does not respond (`PeerUnreachable`).
         """
         answer = self._ask("/v1/models")
         models = answer.get("data")
@@ -59,10 +59,11 @@ class PrefillEngine:
         return most if isinstance(most, int) else None
 
     def prefill(self, tokens: int) -> float:
-        """Has a new prompt of so many tokens computed; returns the seconds until its first token is here.
+        """Sends a new prompt of this many tokens; returns the seconds until its first token.
 
         Raises:
-            BreakEvenError: it refuses, had some of the prompt cached, or does not answer (`NobodyAnswers`).
+            BreakEvenError: the engine refuses, had part of the prompt cached, or does not respond
+                (`PeerUnreachable`).
         """
         prompt = self._random.choices(_TOKEN_IDS, k=tokens)
         question = {"model": self._model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
@@ -93,7 +94,7 @@ class PrefillEngine:
         except (OSError, http.client.HTTPException) as error:
             cause = error.reason if isinstance(error, urllib.error.URLError) else error
             why = (isinstance(cause, OSError) and cause.strerror) or cause
-            raise NobodyAnswers(f"no engine answers at {self.url}: {why}") from None
+            raise PeerUnreachable(f"no engine answers at {self.url}: {why}") from None
         except ValueError as error:
             raise BreakEvenError(f"{self.url}{path} answers with something else than JSON: {error}") from None
         if not isinstance(found, dict):

@@ -1,4 +1,4 @@
-"""What follows from timings: lines through them, the threshold, and how sure that is. Pure."""
+"""Regression lines through timings, and the break-even threshold with its confidence interval."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ Samples = Mapping[int, Sequence[float]]
 
 _RESAMPLES = 1000
 _TAIL = 0.05
-"""What of the resamples lies beyond either end of the interval."""
+"""Fraction of the resamples beyond either end of the interval."""
 
 
 @dataclass(frozen=True, slots=True)
 class RegressionLine:
-    """`fixed` seconds, and `per_token` seconds for each token."""
+    """Time of `fixed` seconds plus `per_token` seconds for each token."""
 
     fixed: float
     per_token: float
 
     def at(self, tokens: int) -> float:
-        """Returns seconds."""
         return self.fixed + self.per_token * tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A threshold in tokens, and between which it lies in nine of ten resamples; 0 is always worth it, None never."""
+    """Threshold in tokens with its 90 % interval. 0: always transfer; None: never transfer."""
 
     threshold: int | None
     low: int | None
@@ -42,7 +41,8 @@ class Proposal:
 def fit(samples: Samples) -> RegressionLine:
     """Returns the line through the medians with the least squares of relative errors.
 
-    Relative, because what disturbs a timing grows with it: otherwise the longest prompts would decide what the shortest cost.
+    Relative errors, because the noise of a timing grows with it. Otherwise the longest prompts
+    would dominate the fixed costs.
 
     Raises:
         ValueError: there are fewer than two lengths.
@@ -61,19 +61,19 @@ def fit(samples: Samples) -> RegressionLine:
 
 
 def worst_miss(line: RegressionLine, samples: Samples) -> float:
-    """Returns how far the line is from a median at most, as a part of that median."""
+    """Returns the maximum relative distance of the line from a median."""
     medians = {tokens: statistics.median(seconds) for tokens, seconds in samples.items()}
     return max(abs(line.at(tokens) - seconds) / max(seconds, 1e-9) for tokens, seconds in medians.items())
 
 
 def propose(transfer: Samples, compute: Samples | float, block_tokens: int, *, seed: int = 0) -> Proposal:
-    """Returns the fewest tokens whose transfer takes less time than what computing them adds, rounded up to whole blocks.
+    """Returns the minimum number of tokens whose transfer is faster than their computation.
 
     Args:
         transfer: timings of transfers.
-        compute: timings of prompts; or seconds per token, where they are known.
-        block_tokens: what to round up to.
-        seed: of the resamples: the same timings give the same interval.
+        compute: timings of prompts, or the known seconds per token.
+        block_tokens: the result is rounded up to a multiple of this.
+        seed: seed of the resamples, so that equal timings give equal intervals.
     """
     draws = random.Random(seed)  # noqa: S311 - nothing secret
 
@@ -90,10 +90,10 @@ def propose(transfer: Samples, compute: Samples | float, block_tokens: int, *, s
 
 
 def _least(transfer: Samples, compute: Samples | float) -> float:
-    """Returns the smallest number of tokens that is worth a transfer; infinity if none is.
+    """Returns the minimum number of tokens that is worth a transfer, or infinity.
 
-    What a prompt costs before its first token (the request, a step of the engine) is paid in either case: an engine that pulls
-    most of a prompt still computes the rest. So only what each token adds counts for computing.
+    The fixed costs of a prompt (request, one step of the engine) arise in both cases, because an
+    engine that transfers most of a prompt computes the rest. So only the costs per token count.
     """
     line = fit(transfer)
     gain = (fit(compute).per_token if isinstance(compute, Mapping) else compute) - line.per_token

@@ -1,4 +1,4 @@
-"""Which blocks a prefix has, and how large they are."""
+"""Block geometry of a prefix: groups, block sizes and lengths."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ..namespace import Group, GroupKind
 __all__ = ["CLIENT_NAME", "Geometry", "geometry_of_engines", "lengths_up_to"]
 
 CLIENT_NAME = "kvtier bench"
-"""What people see in `kvtier status`, as the client and as the model."""
+"""Name of client and model in `kvtier status`."""
 
 _MOST_LENGTHS = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The KV cache groups of an engine, as one of its ranks has them.
+    """KV cache groups of one rank of an engine.
 
     Attributes:
-        groups: at least one of them is not of states.
-        world_size: ranks that each read their own part, at the same time.
-        model: of the engine that it was learned from; empty where it was given.
+        groups: at least one is not of kind STATE.
+        world_size: number of ranks that read their parts at the same time.
+        model: model of the engine; empty if the geometry was given.
     """
 
     groups: tuple[Group, ...]
@@ -33,42 +33,41 @@ class Geometry:
 
     @classmethod
     def given(cls, bytes_per_token: int, block_tokens: int) -> Geometry:
-        """Returns that of an engine with a single group."""
+        """Returns the geometry of an engine with a single group."""
         return cls((Group(bytes_per_token * block_tokens, block_tokens),))
 
     @property
     def step_tokens(self) -> int:
-        """Tokens after which the blocks of all groups end."""
+        """Number of tokens after which blocks of all groups end."""
         return math.lcm(*(group.block_tokens for group in self.groups))
 
     @property
     def step_bytes(self) -> int:
-        """What that many more tokens add; states add nothing, since only the last one travels."""
+        """Bytes per step; state groups add none, because only their last block is transferred."""
         return sum(count * self.groups[index].part_bytes for index, count in self.step_blocks())
 
     @property
     def bytes_per_token(self) -> float:
-        """What each token adds, in bytes."""
         return self.step_bytes / self.step_tokens
 
     def step_blocks(self) -> list[tuple[int, int]]:
-        """Returns each group whose blocks grow with the tokens, and how many one step has of it.
+        """Returns (group, blocks per step) for each group whose blocks grow with the tokens.
 
-        Sliding windows count as if they were whole, which they are for prefixes that fit into them.
+        Sliding windows count in full, which is exact for prefixes that fit into the window.
         """
         groups = enumerate(self.groups)
         return [(i, self.step_tokens // g.block_tokens) for i, g in groups if g.kind is not GroupKind.STATE]
 
     def states(self) -> list[int]:
-        """Returns the groups of which one block travels, however long the prefix is."""
+        """Returns the groups of which one block is transferred for any length."""
         return [index for index, group in enumerate(self.groups) if group.kind is GroupKind.STATE]
 
 
 def geometry_of_engines(status: admin_pb2.GetStatusResponse, model: str | None) -> Geometry:
-    """Returns the geometry of the engines that a server has sessions of; of `model`'s, where it has several.
+    """Returns the geometry of the connected engines, or of those with `model`.
 
     Raises:
-        BreakEvenError: there is none, or more than one to choose from.
+        BreakEvenError: there is no such geometry, or more than one.
     """
     found = {_geometry(session): None for session in status.sessions if session.client_name != CLIENT_NAME}
     known = [geometry for geometry in found if geometry.groups and geometry.step_bytes]
@@ -94,6 +93,6 @@ def _geometry(session: admin_pb2.SessionStatus) -> Geometry:
 
 
 def lengths_up_to(tokens: int, step: int) -> list[int]:
-    """Returns some lengths to measure in whole steps, each about half of the next, the shortest first."""
+    """Returns the lengths to measure: ascending multiples of `step`, each about half the next."""
     halves = (tokens >> number for number in range(_MOST_LENGTHS))
     return sorted({half // step * step for half in halves if half >= step})

@@ -1,4 +1,4 @@
-"""One run: transfers, prompts, and what follows."""
+"""One break-even measurement: timings of transfers and prompts, and the proposed threshold."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...protos.v1 import admin_pb2
-from ..errors import BreakEvenError, KVTierError, NobodyAnswers, Unavailable
+from ..errors import BreakEvenError, KVTierError, PeerUnreachable, Unavailable
 from ..session.connection import TransportName
 from ..sync import Client
 from ..timeouts import Timeouts
@@ -21,24 +21,24 @@ from .transfer import TransferRig
 __all__ = ["ComputeTimes", "MeasurementPlan", "Report", "TransferTimes", "measure"]
 
 _CPU_TIER_PART = 8
-"""An eighth of the CPU tier at most is taken from the engines for a while."""
+"""The measurement uses at most this fraction, an eighth, of the CPU tier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasurementPlan:
-    """What to measure.
+    """Parameters of a measurement.
 
     Attributes:
-        endpoint: of the server.
-        status: what the server said of itself.
+        endpoint: endpoint of the server.
+        status: status of the server.
+        compute: the engine to measure, or its known seconds per token.
         transport: as for `Client`.
         timeout: seconds to wait for the server.
-        geometry: what a prefix consists of; None to learn it from the engines that are connected.
-        model: of which engine, where there are several.
-        compute: the engine to ask, or its seconds per token where they are known.
-        max_bytes: what may lie on the server at once.
-        max_tokens: the longest prefix, and the longest prompt.
-        rounds: how often each length is measured.
+        geometry: block geometry; None: that of the connected engines.
+        model: model of the engine, if engines of several are connected.
+        max_bytes: maximum bytes on the server at once.
+        max_tokens: maximum length of prefix and prompt.
+        rounds: number of measurements per length.
     """
 
     endpoint: str
@@ -66,13 +66,13 @@ class TransferTimes:
 
     @property
     def bytes_per_second(self) -> float | None:
-        """The rate without what each transfer costs before its first token; None if it is lost in the noise."""
+        """Rate without the fixed costs of a transfer; None if noise hides it."""
         return self.geometry.bytes_per_token / self.line.per_token if self.line.per_token > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
 class ComputeTimes:
-    """Timings of prompts; without samples where the engine's rate was given."""
+    """Timings of prompts; without samples if the engine's rate was given."""
 
     samples: Samples
     line: RegressionLine
@@ -81,7 +81,7 @@ class ComputeTimes:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was measured, and what follows."""
+    """Result of a measurement."""
 
     transferred: TransferTimes
     computed: ComputeTimes
@@ -89,29 +89,29 @@ class Report:
 
     @property
     def longest(self) -> int:
-        """The longest length in tokens that all of this was measured up to."""
+        """Maximum length in tokens that both transfers and prompts were measured for."""
         lengths = [max(self.transferred.samples), *([max(self.computed.samples)] if self.computed.samples else [])]
         return min(lengths)
 
 
 def measure(plan: MeasurementPlan) -> Report:
-    """Measures and proposes a threshold; leaves nothing on the server.
+    """Measures and proposes a threshold. Removes its blocks from the server.
 
     Raises:
-        BreakEvenError: it cannot be measured.
-        NobodyAnswers: neither can it, because there is no server or no engine.
+        BreakEvenError: the measurement is impossible.
+        PeerUnreachable: the server or the engine does not respond.
     """
     try:
         return _measure(plan)
     except Unavailable as error:
-        raise NobodyAnswers(f"{plan.endpoint} does not answer (any more): {error}") from None
+        raise PeerUnreachable(f"{plan.endpoint} does not answer (any more): {error}") from None
     except KVTierError as error:
         raise BreakEvenError(f"{plan.endpoint} refuses: {error}") from None
 
 
 def _measure(plan: MeasurementPlan) -> Report:
-    # The engine first: if it is not there, the server is not bothered.
-    most = plan.compute.look() if isinstance(plan.compute, PrefillEngine) else None
+    # The engine first: if it does not respond, the server gets no load.
+    most = plan.compute.find_model() if isinstance(plan.compute, PrefillEngine) else None
     transferred = _transfers(plan)
     step = transferred.geometry.step_tokens
     if isinstance(plan.compute, PrefillEngine):
@@ -167,7 +167,7 @@ def _prompts(engine: PrefillEngine, max_tokens: int, step: int, rounds: int) -> 
 def _interleaved(
     lengths: list[int], rounds: int, action: Callable[[int], float], between: Callable[[], object] = lambda: None
 ) -> Samples:
-    """Times each length once per round, so that what else happens befalls all alike; the first round is to warm up."""
+    """Times each length once per round, so disturbances affect all equally. Round 0 warms up."""
     samples: dict[int, list[float]] = defaultdict(list)
     for number in range(rounds + 1):
         between()

@@ -1,4 +1,4 @@
-"""How long it takes to have a prefix handed over: as an engine does it, with blocks that go with their hold."""
+"""Timing of the hand-over of a prefix, with blocks that are removed with their hold."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from ...cuda.host.copy import address_of, copy_batch
@@ -21,10 +20,10 @@ from .geometry import CLIENT_NAME, Geometry, lengths_up_to
 __all__ = ["TransferRig"]
 
 _HOLD_SECONDS = 60.0
-"""How long the blocks stay on the server if this process is killed."""
+"""Time after which the server removes the blocks if this process is killed."""
 
 _STORE_BYTES = 32 << 20
-"""What is stored with one call: a server that is busy with others does not pause for us."""
+"""Maximum bytes per store call, so that a busy server is not blocked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +34,9 @@ class _Block:
 
 
 class TransferRig:
-    """Holds a prefix on a server while it is open, and reads pieces of it; afterwards the server has nothing of it.
+    """Holds a prefix on a server and reads pieces of it. A context manager that removes the prefix.
 
-    The blocks have keys that only their hold knows (`make_hold_key`): they go to no tier below, and with their hold.
+    The keys are those of `make_hold_key`: the blocks stay in the CPU tier and end with their hold.
     """
 
     def __init__(self, client: Client, geometry: Geometry, *, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -46,17 +45,17 @@ class TransferRig:
         self._clock = clock
         self._base = HoldName(client.engine_id, f"everything {uuid.uuid4().hex}")
         self._part = self._base
-        """What is being read, or was last."""
+        """Hold of the current or last read."""
         self._steps: list[list[_Block]] = []
         self._states: list[_Block] = []
         self._buffer = mmap.mmap(-1, mmap.PAGESIZE)
         self._reads = 0
         self.lengths: list[int] = []
-        """The lengths in tokens that can be read."""
+        """Lengths in tokens that can be read."""
 
     @staticmethod
     def namespace(geometry: Geometry) -> Namespace:
-        """Returns the namespace of all break-even runs with this geometry: nobody's but theirs."""
+        """Returns the namespace of all break-even measurements with this geometry."""
         return Namespace(
             CLIENT_NAME,
             "uint8",
@@ -67,15 +66,15 @@ class TransferRig:
 
     @property
     def nbytes(self) -> int:
-        """What lies on the server."""
+        """Bytes on the server."""
         return sum(block.nbytes for block in self._blocks(0, len(self._steps)))
 
     def fill(self, max_tokens: int, max_bytes: int) -> None:
-        """Has a prefix held and stores it: the longest that fits, or that the server takes.
+        """Publishes and stores the longest prefix that fits and that the server accepts.
 
         Raises:
-            BreakEvenError: that is too short to tell anything.
-            KVTierError: the server is gone.
+            BreakEvenError: the prefix is too short for a measurement.
+            KVTierError: the server does not respond.
         """
         tokens = min(max_tokens, self._fitting(max_bytes))
         while True:
@@ -94,17 +93,17 @@ class TransferRig:
         self._buffer = mmap.mmap(-1, max(self.nbytes, mmap.PAGESIZE))
 
     def read(self, tokens: int) -> float:
-        """Has so many tokens handed over; returns the seconds from the claim until the bytes are here and confirmed.
+        """Hands over a prefix; returns the seconds from the claim to the confirmed copy.
 
-        Publication and release are not in it: whoever computed the request, and whoever reads it, do them in the background.
+        Publication and release are not included, because engines do them in the background.
 
         Raises:
-            BreakEvenError: the server has dropped our blocks meanwhile.
-            KVTierError: the server is gone.
+            BreakEvenError: the server has removed the blocks.
+            KVTierError: the server does not respond.
         """
         count = tokens // self._geometry.step_tokens
         self._reads += 1
-        # Another piece each time: a short one would come out of the processor's caches otherwise.
+        # A different piece each time, because a short one would stay in the processor's caches.
         start = self._reads * count % (len(self._steps) - count + 1)
         blocks = self._blocks(start, count)
         self._part = HoldName(self._client.engine_id, f"{tokens} tokens {self._reads}")
@@ -116,7 +115,7 @@ class TransferRig:
             self._release(self._part)
 
     def copy(self) -> float:
-        """Copies within this process what is the limit of any transfer; returns seconds per byte."""
+        """Copies within this process, the limit of any transfer; returns seconds per byte."""
         half, (address, _) = len(self._buffer) // 2, address_of(self._buffer)
         began = self._clock()
         copy_batch([address], [address + half], [half])
@@ -136,7 +135,7 @@ class TransferRig:
             raise BreakEvenError(f"a hold was lost before it was read: {gone}") from None
 
     def _fitting(self, max_bytes: int) -> int:
-        """Returns the most tokens that fit into so many bytes, and into one call."""
+        """Returns the maximum number of tokens that fit into `max_bytes` and into one call."""
         geometry, states = self._geometry, self._geometry.states()
         steps = (max_bytes - sum(geometry.groups[index].part_bytes for index in states)) // geometry.step_bytes
         keys = sum(count for _, count in geometry.step_blocks())
@@ -158,7 +157,7 @@ class TransferRig:
         return [block for step in self._steps[start : start + count] for block in step] + self._states
 
     def _publish(self, hold: HoldName, blocks: Sequence[_Block]) -> bool:
-        """Returns whether the server holds these blocks; not if they are too many bytes."""
+        """Returns whether the server holds the blocks; False if they exceed its limit in bytes."""
         found = self._client.publish(
             hold.request_id,
             [block.key for block in blocks],
@@ -185,10 +184,8 @@ class TransferRig:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # Both, and whether or not we know of them: Ctrl-C may have come between a publication and its answer, or a release.
+    def __exit__(self, *_: object) -> None:
+        # Always both: Ctrl-C may have interrupted a publication or a release.
         self._release(self._base, self._part)
 
     def _release(self, *holds: HoldName) -> None:

@@ -37,7 +37,7 @@ class Base:
         invalidate: Callable[[ClientSession], None],
         pin: Pin | None = None,
     ) -> None:
-        """`invalidate` ends a session that the server no longer knows; `pin` pins staging buffers."""
+        """`invalidate` ends a session unknown to the server; `pin` pins staging buffers."""
         self._namespace = namespace
         self._timeouts = timeouts
         self._invalidate = invalidate
@@ -59,8 +59,8 @@ class Base:
     def _call_or_end_session(self, session: ClientSession, method: str, request: Any) -> Operation[Any]:
         """Performs a call that grants or returns slots.
 
-        If its outcome is unknown (no response in time, or a cancelled caller), the session could own
-        slots without knowing them. So the session is ended, which returns all its slots.
+        If its outcome is unknown (no response in time, or a cancelled caller), the client ends the
+        session. Otherwise the session could own slots that the client does not know.
         """
         try:
             return (yield from self._call(session, method, request))
@@ -87,7 +87,7 @@ class Base:
     def _addresses_and_sizes(
         self, keys: Sequence[bytes], buffers: Sequence[HostBuffer], *, writable: bool
     ) -> tuple[list[int], list[int]]:
-        """Returns addresses and sizes of buffers; raises `InvalidRequest` if they do not fit the keys."""
+        """Returns addresses and sizes; raises `InvalidRequest` if they do not fit the keys."""
         if len(keys) != len(buffers):
             raise InvalidRequest(f"{len(keys)} keys, but {len(buffers)} buffers")
         try:
@@ -113,7 +113,7 @@ def message(make: type[M], **fields: Any) -> M:
 
 
 def key_fields(session: ClientSession, keys: Sequence[bytes]) -> dict[str, Any]:
-    """Returns the key fields of a request: packed if the server accepts it and lengths are equal."""
+    """Returns the key fields of a request; packed if the server allows it and lengths are equal."""
     try:
         lengths = set(map(len, keys)) if session.packs_keys else set()
         if len(lengths) == 1 and (length := lengths.pop()):

@@ -19,7 +19,7 @@ from .lookups import LookupOperations
 __all__ = ["DeviceOperations"]
 
 _START_SECONDS = 30.0
-"""Additional time of the first registration, because the server starts a process and a CUDA context."""
+"""Additional time of the first registration: the server starts a process and a CUDA context."""
 _RETRY_SECONDS = 10.0
 """Pause after a refused registration; meanwhile calls fail at once."""
 _SETTLE_SECONDS = 1.0
@@ -126,7 +126,7 @@ class DeviceOperations(LookupOperations):
             yield from self._move(session, "TransferService/LoadToDevice", request)
         except BaseException as error:
             if not (isinstance(error, KVTierError) and error.reason):
-                # The server may still be writing, so the blocks are returned only after the deadline.
+                # The server may still write, so the blocks stay reserved until the deadline.
                 over = request.give_up_at_nanoseconds / 1e9 + _SETTLE_SECONDS
                 yield Copy(lambda: time.sleep(max(0.0, over - time.monotonic())))
             raise

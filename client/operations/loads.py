@@ -116,7 +116,7 @@ class LoadOperations(LookupOperations):
         *,
         complete: bool = False,
     ) -> Operation[bool]:
-        """Receives parts, with retries; returns whether the stream also confirmed and released the lease."""
+        """Receives parts, with retries; returns whether the stream also ended the lease."""
         sink = PartReceiver(addresses, sizes)
         attempt = 0
         while sink.missing:

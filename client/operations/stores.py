@@ -45,7 +45,7 @@ class StoreOperations(Base):
     ) -> Operation[Writing]:
         """Makes slots or staging memory writable until `held` is closed; `end_write` must follow.
 
-        Without `staged` there is no staging memory. `sizes` are the part sizes of the keys, if known.
+        Without `staged` there is no staging memory. `sizes` are the part sizes, if known.
         """
         session: ClientSession = yield Connect(self._timeouts.connect)
         request = message(
@@ -94,7 +94,7 @@ class StoreOperations(Base):
             try:
                 if (yield from self._push(writing, sources)):
                     return
-            except BaseException:  # also a cancellation; otherwise the store stays open until it expires
+            except BaseException:  # also a cancellation: the store must not stay open
                 request.abort = True
                 yield from self._ignore_errors(
                     self._call_or_end_session(session, "CacheService/CompleteStore", request)

@@ -33,7 +33,7 @@ TransportName = Literal["auto", "shm", "tcp", "grpc", "cuda_ipc"]
 
 PROTOCOL_VERSION = 1
 _SILENT_INTERVALS = 5
-"""Heartbeat intervals without a heartbeat until the session ends; a busy server may pause for 1-2 s."""
+"""Missing heartbeats until the session ends. A busy server may pause for 1-2 s."""
 _NOT_SHARED = "the server does not share its memory with these credentials (shared_memory)"
 _FIRST_RETRY_SECONDS = 0.05
 _LAST_RETRY_SECONDS = 1.0
@@ -206,7 +206,7 @@ class SessionConnection:
             attachment = Attachment.connect(capabilities.region.attach_path, first.session, self._identity.pin)
         except AttachError as error:
             if self._asked_for("shm"):
-                # Probably the server was killed a moment ago, so the request itself is not at fault.
+                # Probably the server was killed a moment ago: the request is not at fault.
                 raise NotConnected(f"transport shm: {error}") from error
             return ClientSession(first.session, capabilities, None, f"shm failed: {error}")
         calls = SocketCalls(capabilities.region.attach_path, first.session) if capabilities.region.takes_calls else None

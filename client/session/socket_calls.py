@@ -1,6 +1,7 @@
-"""Unary calls over a socket instead of gRPC (`protos/wire/call_frames.py`), for the synchronous client.
+"""Unary calls over a socket instead of gRPC, for the synchronous client.
 
-The socket is the Unix socket of a local server, or the TCP port of the bulk process of a remote one.
+The socket is the Unix socket of a local server, or the TCP port of a remote bulk process. For the
+format of the messages see `protos/wire/call_frames.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ __all__ = ["MAX_IDLE", "AnswerReader", "SocketCalls", "SocketPool", "enable_keep
 _CONNECT_SECONDS = 2.0
 _CHUNK_BYTES = 64 << 10
 _LATE_SECONDS = 0.01
-"""Tolerated lateness of a deadline: the socket's time-out is updated only if more time has passed."""
+"""Tolerated lateness of a deadline: the socket's time-out is updated after this time."""
 MAX_IDLE = 8
 """Maximum number of idle connections; each uses a file descriptor of the server."""
 
@@ -69,7 +70,7 @@ class SocketPool:
             raise SessionLost("the session has ended")
 
     def _put(self, connection: socket.socket, *, intact: bool) -> None:
-        """Ends the use of a connection; keeps it if it is `intact`, so no response is outstanding."""
+        """Returns a connection to the pool. `intact`: no response is outstanding."""
         with self._lock:
             self._busy.discard(connection)
             if intact and not self._closed and len(self._idle) < MAX_IDLE:
@@ -107,7 +108,7 @@ class SocketCalls(SocketPool):
         return connection
 
     def prepare(self) -> bool:
-        """Connects for the first call; returns whether the server accepts calls over this socket."""
+        """Connects for the first call; returns whether the server accepts calls here."""
         try:
             connection = self._connect(_CONNECT_SECONDS)
         except TimeoutError:

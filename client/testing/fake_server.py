@@ -88,7 +88,7 @@ class FakeServer:
         return Client(namespace=namespace, engine_id=backend.engine_id, rank=rank, backend=backend)
 
     def restart(self) -> None:
-        """Restarts the server: sessions, leases, stores and holds end; blocks stay, as in a durable tier."""
+        """Restarts the server: sessions, leases, stores and holds end; blocks stay."""
         self._start()
 
     def expire_holds(self) -> None:

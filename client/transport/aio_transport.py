@@ -127,7 +127,7 @@ class AsyncGrpcTransport:
         session = self._connection.session
         if session is None:
             session = await asyncio.to_thread(self._connection.wait, timeout, patient=patient)
-        self._bulk.streams(session)  # starts the search, so that it has ended before the first stream
+        self._bulk.streams(session)  # starts the search before the first stream
         return session
 
     async def _call(self, method: str, request: Message, timeout: float) -> Any:
@@ -180,7 +180,7 @@ class AsyncGrpcTransport:
     async def _close(self) -> None:
         with ThreadPoolExecutor(1, "kvtier-close") as closer:
             loop = asyncio.get_running_loop()
-            await loop.run_in_executor(closer, self._connection.close)  # ends the session and its streams
+            await loop.run_in_executor(closer, self._connection.close)  # ends its streams, too
             await loop.run_in_executor(closer, self._bulk.close)
             self._stream_threads.shutdown(wait=False)
         if self._socket_calls is not None:

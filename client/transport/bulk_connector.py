@@ -94,7 +94,7 @@ class BulkConnector:
         return self._streams is not None
 
     def streams(self, session: ClientSession) -> BulkStreams | None:
-        """Returns the connection to the bulk process; if there is none, starts a search."""
+        """Returns the connection to the bulk process, or starts a search and returns None."""
         if session.region is not None:
             return None
         streams = self._streams
@@ -154,7 +154,7 @@ class BulkConnector:
                 return
             old, self._streams = self._streams, None
             thread = threading.Thread(target=self._run_search, args=(session,), name="kvtier-bulk", daemon=True)
-            with contextlib.suppress(RuntimeError):  # out of threads: streams use the channel of the calls
+            with contextlib.suppress(RuntimeError):  # out of threads
                 thread.start()
                 self._search = thread
         if old is not None:
@@ -165,7 +165,7 @@ class BulkConnector:
         delay = _FIRST_RETRY_SECONDS
         while not session.ended:
             answer, error = self._outcome(self._locate, transfer_pb2.LocateRequest(session=session.ref))
-            if error is not None and error.code() is grpc.StatusCode.UNIMPLEMENTED:  # an older server
+            if error is not None and error.code() is grpc.StatusCode.UNIMPLEMENTED:  # old server
                 delay = _LAST_RETRY_SECONDS
             if answer is not None and (self._connect_tcp(session, answer) or self._connect_grpc(session, answer)):
                 return
@@ -195,7 +195,7 @@ class BulkConnector:
             return False
         try:
             channel = self._credentials.channel(endpoint, CHANNEL_OPTIONS)
-        except CredentialsError as error:  # a certificate file was removed after the client was constructed
+        except CredentialsError as error:  # a certificate file is gone
             _log.warning("kvtier: streams do not use the bulk process: %s", error)
             return False
         if not self._is_reachable(channel):
@@ -214,7 +214,7 @@ class BulkConnector:
         return True
 
     def _is_reachable(self, channel: grpc.Channel) -> bool:
-        """Waits for a connection. The bulk process serves streams only, so it replies UNIMPLEMENTED."""
+        """Waits for a connection. The bulk process serves no calls: it replies UNIMPLEMENTED."""
         error = self._outcome(channel.unary_unary(path_of(LOCATE)), b"", wait_for_ready=True)[1]
         return error is None or error.code() is grpc.StatusCode.UNIMPLEMENTED
 

@@ -25,7 +25,7 @@ CHANNEL_OPTIONS = (
     # Despite its name, the minimum time-out of one attempt: a busy or distant host is slow to
     # complete the handshake.
     ("grpc.min_reconnect_backoff_ms", 5_000),
-    # Otherwise channels of one process share a connection, and a stream delays other clients' calls.
+    # Otherwise channels of a process share a connection, and streams delay other clients' calls.
     ("grpc.use_local_subchannel_pool", 1),
     # Detects a dead host. A server that hangs is detected by its heartbeats.
     ("grpc.keepalive_time_ms", 10_000),

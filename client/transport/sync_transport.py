@@ -75,7 +75,7 @@ class GrpcTransport:
         match effect:
             case Connect(timeout, patient):
                 session = self._connection.wait(timeout, patient=patient)
-                self._bulk.streams(session)  # starts the search, so that it has ended before the first stream
+                self._bulk.streams(session)  # starts the search before the first stream
                 return session
             case Call(method, request, timeout):
                 return self._call(method, request, timeout)

@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
             report = breakeven.measure(_plan(options))
     except (UsageError, EndpointError) as error:
         return refuse([f"{error}"], EXIT_USAGE)
-    except (admin_client.UnreachableError, breakeven.NobodyAnswers) as error:
+    except (admin_client.UnreachableError, breakeven.PeerUnreachable) as error:
         return refuse([f"{error}"], EXIT_UNREACHABLE)
     except (admin_client.AdminClientError, breakeven.BreakEvenError) as error:
         return refuse([f"{error}"], EXIT_FAILURE)

@@ -12,7 +12,7 @@ from kvtier.client import Group, GroupKind
 from kvtier.client.breakeven import (
     BreakEvenError,
     Geometry,
-    NobodyAnswers,
+    PeerUnreachable,
     PrefillEngine,
     Proposal,
     RegressionLine,
@@ -173,7 +173,7 @@ class TestPrefillEngine:
         """An engine whose clock goes by what it computes: the line is its own, to the last digit that counts."""
         with StandInEngine(seconds_per_request=0.25, seconds_per_token=2**-10) as stand_in:
             engine = PrefillEngine(stand_in.url, clock=stand_in.clock)
-            assert engine.look() == 512
+            assert engine.find_model() == 512
             line = fit({tokens: [engine.prefill(tokens)] for tokens in (16, 64, 256)})
         assert line.fixed == pytest.approx(0.25)
         assert line.per_token == pytest.approx(2**-10)
@@ -182,7 +182,7 @@ class TestPrefillEngine:
         """No two begin alike, so that no block of one is found for another; and one token is all that is asked for."""
         with StandInEngine() as stand_in:
             engine = PrefillEngine(f"{stand_in.url}/v1/")
-            engine.look()
+            engine.find_model()
             for tokens in (16, 16, 64, 64):
                 engine.prefill(tokens)
         assert [len(prompt) for prompt in stand_in.prompts] == [16, 16, 64, 64]
@@ -204,7 +204,7 @@ class TestPrefillEngine:
         """A prompt that was cut, cached or refused was not computed."""
         with StandInEngine(**said) as stand_in:  # type: ignore[arg-type]
             engine = PrefillEngine(stand_in.url)
-            engine.look()
+            engine.find_model()
             with pytest.raises(BreakEvenError, match=why):
                 engine.prefill(16)
 
@@ -213,17 +213,19 @@ class TestPrefillEngine:
         for usage in ({}, {"prompt_tokens": 17, "prompt_tokens_details": None}):
             with StandInEngine(usage=usage, max_model_len=None) as stand_in:
                 engine = PrefillEngine(stand_in.url, clock=stand_in.clock)
-                assert engine.look() is None
+                assert engine.find_model() is None
                 assert engine.prefill(16) == 0
 
     def test_no_engine(self) -> None:
         """Nobody there, not HTTP, or not an engine: each is said."""
         with StandInEngine() as gone:
             pass
-        with pytest.raises(NobodyAnswers, match=r"^no engine answers at http://127\.0\.0\.1:\d+: Connection refused$"):
-            PrefillEngine(gone.url).look()
+        with pytest.raises(
+            PeerUnreachable, match=r"^no engine answers at http://127\.0\.0\.1:\d+: Connection refused$"
+        ):
+            PrefillEngine(gone.url).find_model()
         with StandInEngine() as stand_in, pytest.raises(BreakEvenError, match="does not say which model"):
-            PrefillEngine(f"{stand_in.url}/elsewhere").look()
+            PrefillEngine(f"{stand_in.url}/elsewhere").find_model()
         for url in ("127.0.0.1:8000", "file:///etc/passwd", "http://"):
             with pytest.raises(ValueError, match="is no URL of an engine"):
                 PrefillEngine(url)
