@@ -18,7 +18,7 @@ from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.eviction.admission import ADMISSION
 from kvtier.tiers.negotiation import vote
-from kvtier.tiers.types import NamespaceSpec, Session
+from kvtier.tiers.types import EngineSession, NamespaceSpec
 
 from .policies import BLOCK_BYTES, FOREVER, GROUP, Trace, read_trace
 
@@ -67,7 +67,7 @@ def replay(trace: Trace, admission: str, cpu_blocks: int, disk_blocks: int) -> t
     return hits / max(1, asked), written / max(1, asked)
 
 
-def _serve(core: TierManager, session: Session, request_id: str, keys: list[bytes]) -> tuple[int, int]:
+def _serve(core: TierManager, session: EngineSession, request_id: str, keys: list[bytes]) -> tuple[int, int]:
     core.begin_request(session, RequestInfo(request_id, session.namespace.id))
     lease = core.lookup(session, keys, prefix=True, request_id=request_id, expires_at=FOREVER).lease
     written = _finish_jobs(core)

@@ -129,7 +129,7 @@ def _of_the_catalog(count: int) -> list[_Figure]:
     """Returns the memory per key in the catalog of a tier below."""
     before = _resident_bytes()
     capacity = count * SLOT_ALIGNMENT
-    catalog = Catalog(capacity, TierSettings().new_queues("below", capacity, 0.0), EvictionHistory().record)
+    catalog = Catalog(capacity, TierSettings().new_queues("below", capacity, 0.0), EvictionHistory())
     for first in range(0, count, CHAIN):
         keys = _keys(first, min(CHAIN, count - first))
         for key in keys:

@@ -21,7 +21,7 @@ from kvtier.tiers.base import NamespaceId, RequestInfo
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import CPU_TIER, TierSettings
 from kvtier.tiers.eviction import DEFAULT_POLICY, POLICIES
-from kvtier.tiers.types import SLOT_ALIGNMENT, NamespaceSpec, Session
+from kvtier.tiers.types import SLOT_ALIGNMENT, EngineSession, NamespaceSpec
 
 from .traces import MADE_UP, Trace, variants_of
 
@@ -48,7 +48,7 @@ class Replay:
         self.core = TierManager(region, region, (), settings=TierSettings(eviction={CPU_TIER: policy}))
         self.core.add_memory(0, region)
         spec = NamespaceSpec(NamespaceId(bytes(16)), world_size=1, part_bytes=(BLOCK_BYTES,))
-        self.session: Session = self.core.open_session(b"replay", "engine", 0, spec)
+        self.session: EngineSession = self.core.open_session(b"replay", "engine", 0, spec)
         self.asked = self.hits = 0
 
     def run(self, trace: Trace) -> float:

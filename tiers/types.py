@@ -20,6 +20,7 @@ __all__ = [
     "TENANT_TAG_BYTES",
     "DurableStatus",
     "EngineKey",
+    "EngineSession",
     "HandoffDirection",
     "HoldEnd",
     "HoldName",
@@ -31,7 +32,6 @@ __all__ = [
     "Negotiation",
     "Owner",
     "PublishStatus",
-    "Session",
     "ShareStats",
     "StoreAnswer",
     "StoreId",
@@ -61,7 +61,7 @@ class DurableStatus(enum.IntEnum):
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class EngineSession:
     """One client process, as far as the core cares."""
 
     id: bytes

@@ -17,7 +17,7 @@ from prometheus_client import Counter
 
 from ...protos.v1 import common_pb2
 from ...tiers.errors import CoreError, LeaseNotFound
-from ...tiers.types import LeaseId, Session, StoreId
+from ...tiers.types import EngineSession, LeaseId, StoreId
 from ..auth.audit_log import AuditLog
 from ..auth.authenticator import Authenticator
 from ..auth.rate_limits import RateLimiter
@@ -147,7 +147,7 @@ class BulkBroker:
         opened.transport = "grpc" if message.transport == "grpc-bulk" else message.transport
         self._send(granted)
 
-    def _admit(self, message: Begin, session: OpenSession) -> Session:
+    def _admit(self, message: Begin, session: OpenSession) -> EngineSession:
         """Checks the role and tenant of the stream's client, and the tenant's rate limit.
 
         Raises `Refused`.
@@ -165,12 +165,12 @@ class BulkBroker:
             session.meter.stream()
         return session.core
 
-    def _grant_push(self, stream: _Stream, session: Session) -> Granted:
+    def _grant_push(self, stream: _Stream, session: EngineSession) -> Granted:
         store = self._core.renew_store(session, StoreId(stream.target), self._renewed())
         stream.writing.enter_context(self.writers.writing(store))
         return Granted(stream.number, store.slots(), [block.part_bytes for block in store.blocks])
 
-    def _grant_pull(self, message: Begin, session: Session) -> Granted:
+    def _grant_pull(self, message: Begin, session: EngineSession) -> Granted:
         lease = self._core.lease(session, LeaseId(message.target))
         items = self._validator.numbers(message.items, "items")
         slots = lease.slots(items, session.own_rank())

@@ -17,7 +17,7 @@ from ...cuda.device.exports import DeviceExport, ExportedAllocation, Origin, oth
 from ...cuda.device.layout import BlockLayout, LayoutError, LayoutRun
 from ...protos.v1 import devices_pb2, session_pb2, transfer_pb2
 from ...tiers.core.stores import Store
-from ...tiers.types import Session
+from ...tiers.types import EngineSession
 from ..refused import Refused
 from ..rpc.sessions import SessionRegistry
 from ..rpc.writers import Writers
@@ -77,7 +77,7 @@ class DeviceRegistry:
     def capabilities(self) -> session_pb2.Devices:
         return session_pb2.Devices(offered=not self.unavailable, why_not=self.unavailable)
 
-    async def register(self, session: Session, export: DeviceExport) -> Registration:
+    async def register(self, session: EngineSession, export: DeviceExport) -> Registration:
         """Opens a session's blocks, and closes its earlier registrations. Raises Refused.
 
         An identical registration is kept. The work continues if the caller is cancelled: starting
@@ -92,7 +92,7 @@ class DeviceRegistry:
         registration: Registration = await self._to_its_end(self._register(session, export))
         return registration
 
-    async def _register(self, session: Session, export: DeviceExport) -> Registration:
+    async def _register(self, session: EngineSession, export: DeviceExport) -> Registration:
         self._sessions.check(session)
         async with self._opening.setdefault(session.id, asyncio.Lock()):
             earlier = self._of_session(session.id)
@@ -113,7 +113,7 @@ class DeviceRegistry:
                 raise
             return registration
 
-    def get(self, session: Session, number: int) -> Registration:
+    def get(self, session: EngineSession, number: int) -> Registration:
         """Returns a registration of this session, or raises Refused."""
         registration = self._registered.get(number)
         if registration is None:
@@ -170,7 +170,7 @@ class DeviceRegistry:
             raise Refused("DEVICE_UNAVAILABLE", f"too_many: {_MAX_DEVICES} devices have a process")
         del self._workers[idle]
 
-    def _check_parts(self, session: Session, export: DeviceExport) -> None:
+    def _check_parts(self, session: EngineSession, export: DeviceExport) -> None:
         """Raises Refused unless blocks have the same size on the device as in their slots."""
         parts = session.namespace.part_bytes
         for group, layout in export.layouts.items():

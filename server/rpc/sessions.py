@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ...protos.v1 import common_pb2, session_pb2
 from ...tiers.base import NamespaceId
-from ...tiers.types import Session
+from ...tiers.types import EngineSession
 from ..auth.rate_limits import RateLimiter, RateLimiters
 from ..auth.roles import CALLER, OWNER, Identity
 from ..config.schema import RateConfig
@@ -33,7 +33,7 @@ _MAX_SHOWN_GROUPS = 32
 class OpenSession:
     """One client process: what the core knows of it, and what people want to know."""
 
-    core: Session
+    core: EngineSession
     ref: common_pb2.SessionRef
     opened_at: float
     client_name: str
@@ -152,7 +152,7 @@ class SessionRegistry:
         self._runtime.pump()
         self._runtime.notify()
 
-    def get(self, ref: common_pb2.SessionRef, *, gives_back: bool = False) -> Session:
+    def get(self, ref: common_pb2.SessionRef, *, gives_back: bool = False) -> EngineSession:
         """Returns the session that a call belongs to, and counts the call; or raises `Refused`.
 
         A call that `gives_back` slots or pins is let through where others have to wait: nobody else would give them back.
@@ -181,7 +181,7 @@ class SessionRegistry:
             raise Refused("STALE_EPOCH", "the session is of another life of this server; open a new one")
         raise Refused("UNKNOWN_SESSION", "there is no such session: it fell, or was never opened")
 
-    def check(self, session: Session) -> None:
+    def check(self, session: EngineSession) -> None:
         """Raises `Refused` if a session has fallen while somebody waited on its behalf."""
         if session.id not in self._sessions:
             raise Refused("UNKNOWN_SESSION", "the session fell meanwhile")
@@ -191,7 +191,7 @@ class SessionRegistry:
         session = self._sessions.get(session_id)
         return session.identity.name if session is not None else "unknown"
 
-    def meter(self, session: Session) -> RateLimiter | None:
+    def meter(self, session: EngineSession) -> RateLimiter | None:
         """Returns what a session's tenant may ask for, where that has a bound and the session is still open."""
         known = self._sessions.get(session.id)
         return known.meter if known is not None else None
@@ -207,7 +207,7 @@ class SessionRegistry:
                 for hang_up in session.hang_ups:
                     hang_up()
 
-    def set_transport(self, session: Session, transport: str) -> None:
+    def set_transport(self, session: EngineSession, transport: str) -> None:
         """Takes note of how a session's bytes move, for people and metrics."""
         self.check(session)
         self._sessions[session.id].transport = transport

@@ -11,7 +11,7 @@ import grpc
 from ...protos.v1 import admin_pb2, admin_pb2_grpc
 from ...tiers.base import NamespaceId
 from ...tiers.core.bulk_eviction import EvictionRequest
-from ...tiers.core.leases import Lease
+from ...tiers.core.leases import BlockLease
 from ...tiers.core.stores import Store
 from ...tiers.storage.fsck import NAMESPACE_BYTES
 from ..config.tenants import tenant_tag
@@ -67,7 +67,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.ListLeasesRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.ListLeasesResponse:
         now, clients = self._runtime.now(), {session.core.id: session for session in self._sessions.all()}
-        held: list[Lease | Store] = [*self._runtime.core.leases(), *self._runtime.core.stores()]
+        held: list[BlockLease | Store] = [*self._runtime.core.leases(), *self._runtime.core.stores()]
         held.sort(key=_since)
         return admin_pb2.ListLeasesResponse(
             leases=[
@@ -184,5 +184,5 @@ def _eviction_request(request: admin_pb2.EvictRequest, tiers: list[str], now: fl
     )
 
 
-def _since(lease: Lease | Store) -> float:
-    return lease.granted_at if isinstance(lease, Lease) else lease.begun_at
+def _since(lease: BlockLease | Store) -> float:
+    return lease.granted_at if isinstance(lease, BlockLease) else lease.begun_at

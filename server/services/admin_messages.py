@@ -11,7 +11,7 @@ from ...protos.v1 import admin_pb2, cache_pb2, handoff_pb2
 from ...tiers.base import OffloadPolicy
 from ...tiers.core.bulk_eviction import EvictionTask
 from ...tiers.core.holds import Hold
-from ...tiers.core.leases import Lease
+from ...tiers.core.leases import BlockLease
 from ...tiers.core.stores import Store
 from ...tiers.stats.request_log import HoldRecord, LookupRecord, OutcomeRun, RequestRecord
 from ...tiers.stats.snapshots import HandoffStats, TierStats
@@ -83,9 +83,9 @@ def miss_counts(misses: Mapping[MissReason, int]) -> list[admin_pb2.MissCount]:
     ]
 
 
-def session_status(session: OpenSession, held: Sequence[Lease | Store], now: float) -> admin_pb2.SessionStatus:
+def session_status(session: OpenSession, held: Sequence[BlockLease | Store], now: float) -> admin_pb2.SessionStatus:
     """`held` are the session's leases and stores."""
-    leases = [each for each in held if isinstance(each, Lease)]
+    leases = [each for each in held if isinstance(each, BlockLease)]
     stores = [each for each in held if isinstance(each, Store)]
     return admin_pb2.SessionStatus(
         client_name=session.client_name,
@@ -138,7 +138,7 @@ def evict_step(task: EvictionTask, tiers: Sequence[str]) -> admin_pb2.EvictRespo
     )
 
 
-def lease_status(held: Lease | Store, session: OpenSession | None, now: float) -> admin_pb2.LeaseStatus:
+def lease_status(held: BlockLease | Store, session: OpenSession | None, now: float) -> admin_pb2.LeaseStatus:
     status = admin_pb2.LeaseStatus(
         lease_id=held.id,
         engine_id=held.owner.engine_id,
@@ -147,7 +147,7 @@ def lease_status(held: Lease | Store, session: OpenSession | None, now: float) -
     )
     if session is not None:
         status.client_name, status.pid = session.client_name, session.pid
-    if isinstance(held, Lease):
+    if isinstance(held, BlockLease):
         blocks = [block for block in held.items if block is not None]
         status.kind = admin_pb2.LEASE_KIND_READ
         status.age.CopyFrom(_duration(now - held.granted_at))

@@ -13,9 +13,9 @@ import grpc
 from ...protos.v1 import cache_pb2, cache_pb2_grpc
 from ...protos.wire.packed_keys import pack_offsets
 from ...tiers.base import RequestInfo, TierFilter
-from ...tiers.core.leases import Lease
+from ...tiers.core.leases import BlockLease
 from ...tiers.errors import CoreError, LeaseNotFound, StoreNotFound
-from ...tiers.types import DurableStatus, KeyStatus, LeaseId, Session, StoreId
+from ...tiers.types import DurableStatus, EngineSession, KeyStatus, LeaseId, StoreId
 from ..refused import Refused
 from ..rpc.request_checks import RequestValidator
 from ..rpc.sessions import SessionRegistry
@@ -184,7 +184,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             self._runtime.notify()
         return cache_pb2.CompleteStoreResponse()
 
-    async def _end_streams(self, session: Session, store_id: StoreId) -> None:
+    async def _end_streams(self, session: EngineSession, store_id: StoreId) -> None:
         """Ends the bulk streams that still write to a store."""
         with contextlib.suppress(StoreNotFound):
             # raises for another engine's store: its streams go on
@@ -198,13 +198,13 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         session = self._sessions.get(request.session)
         keys = self._validator.keys(request.keys, session.namespace)
         deadline = self._runtime.now() + self._validator.wait(request.wait)
-        statuses = bytearray(self._core.durability(session, keys))
+        statuses = bytearray(self._core.durability.flush(session.namespace.id, keys))
         self._runtime.pump()
         pending = [number for number, status in enumerate(statuses) if status == DurableStatus.PENDING]
         while pending and (remaining := deadline - self._runtime.now()) > 0:
             await self._runtime.changed(remaining)
             for number in pending:
-                statuses[number] = self._core.durability_of(session.namespace.id, keys[number])
+                statuses[number] = self._core.durability.of(session.namespace.id, keys[number])
             pending = [number for number in pending if statuses[number] == DurableStatus.PENDING]
         return cache_pb2.FlushResponse(statuses=bytes(statuses))
 
@@ -236,7 +236,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         return cache_pb2.ResetResponse(pending_blocks=pending)
 
     def _lookup_options(
-        self, session: Session, request: cache_pb2.BeginRequestRequest | cache_pb2.LookupRequest
+        self, session: EngineSession, request: cache_pb2.BeginRequestRequest | cache_pb2.LookupRequest
     ) -> _LookupOptions:
         """Raises `Refused` or a `CoreError`."""
         tiers = self._validator.tiers(request.exclude)
@@ -253,7 +253,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         )
 
     async def _look_up(
-        self, session: Session, options: _LookupOptions, *, want_slots: bool = False
+        self, session: EngineSession, options: _LookupOptions, *, want_slots: bool = False
     ) -> cache_pb2.LookupResponse:
         rank = session.own_rank() if want_slots else 0  # may refuse: before a lease is granted
         await self._ask_tiers(session, options)
@@ -281,14 +281,14 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             answer.slot_offsets = pack_offsets(lease.slots(range(hits), rank))
         return answer
 
-    def _retain_until(self, session: Session, request_id: str, retain_for: float) -> float:
+    def _retain_until(self, session: EngineSession, request_id: str, retain_for: float) -> float:
         """Returns until when the blocks are retained, in the core's time; 0 for no retention."""
         seconds = retain_for or self._core.retention_of(session, request_id)
         return self._runtime.now() + seconds if seconds else 0.0
 
-    async def _ask_tiers(self, session: Session, options: _LookupOptions) -> None:
+    async def _ask_tiers(self, session: EngineSession, options: _LookupOptions) -> None:
         """Waits until shared tiers have answered, or the time is over."""
-        while self._core.ask(session, options.keys, prefix=options.prefix, tiers=options.tiers):
+        while self._core.query_shared_tiers(session, options.keys, prefix=options.prefix, tiers=options.tiers):
             self._runtime.pump()
             remaining = options.deadline - self._runtime.now()
             if remaining <= 0:
@@ -296,7 +296,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             await self._runtime.changed(remaining)
             self._sessions.check(session)
 
-    async def _wait_ready(self, session: Session, lease: Lease, seconds: float) -> Lease | None:
+    async def _wait_ready(self, session: EngineSession, lease: BlockLease, seconds: float) -> BlockLease | None:
         """Waits until all blocks of a lease are in the CPU tier, or the time is over.
 
         Returns None if nothing of the lease is left.
@@ -309,7 +309,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             raise
         return self._still_held(session, lease)
 
-    def _still_held(self, session: Session, lease: Lease) -> Lease | None:
+    def _still_held(self, session: EngineSession, lease: BlockLease) -> BlockLease | None:
         """Returns the lease, or None if it has ended or has no block left."""
         try:
             self._core.lease(session, lease.id)

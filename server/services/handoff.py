@@ -11,7 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 from ...protos.v1 import handoff_pb2, handoff_pb2_grpc
 from ...tiers.core.holds import Hold
 from ...tiers.errors import HoldExpired
-from ...tiers.types import HandoffDirection, HoldName, PublishStatus, Session
+from ...tiers.types import EngineSession, HandoffDirection, HoldName, PublishStatus
 from ..refused import Refused
 from ..rpc.request_checks import RequestValidator
 from ..rpc.sessions import SessionRegistry
@@ -100,7 +100,7 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         self._runtime.pump()
         return handoff_pb2.ReleaseHoldsResponse()
 
-    async def _wait_ready(self, session: Session, name: HoldName, seconds: float) -> None:
+    async def _wait_ready(self, session: EngineSession, name: HoldName, seconds: float) -> None:
         """Waits until a hold is published and complete, or time is over; raises `HoldExpired`."""
         deadline = self._runtime.now() + seconds
         while (remaining := deadline - self._runtime.now()) > 0:
@@ -115,11 +115,11 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         duration.FromNanoseconds(int(max(0.0, hold.expires_at - self._runtime.now()) * 1e9))
         return duration
 
-    def _name(self, session: Session, hold: handoff_pb2.HoldRef) -> HoldName:
+    def _name(self, session: EngineSession, hold: handoff_pb2.HoldRef) -> HoldName:
         engine_id = self._required(hold.engine_id, "hold.engine_id")
         return (session.namespace.id, engine_id, self._required(hold.request_id, "hold.request_id"))
 
-    def _names(self, session: Session, holds: Sequence[handoff_pb2.HoldRef]) -> list[HoldName]:
+    def _names(self, session: EngineSession, holds: Sequence[handoff_pb2.HoldRef]) -> list[HoldName]:
         self._validator.numbers(range(len(holds)), "holds")
         return [self._name(session, hold) for hold in holds]
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 from ... import __version__
 from ...protos.v1 import admin_pb2
-from ...tiers.core.leases import Lease
+from ...tiers.core.leases import BlockLease
 from ...tiers.core.stores import Store
 from ..rpc.sessions import PROTOCOL_VERSIONS, SessionRegistry
 from ..runtime import TierRuntime
@@ -31,7 +31,7 @@ class StatusBuilder:
         """Called on the event loop."""
         runtime, sessions = self._runtime, self._sessions
         stats, now = runtime.stats(), runtime.now()
-        held: dict[bytes, list[Lease | Store]] = defaultdict(list)
+        held: dict[bytes, list[BlockLease | Store]] = defaultdict(list)
         for lease in runtime.core.leases():
             held[lease.owner.session_id].append(lease)
         for store in runtime.core.stores():

@@ -18,7 +18,7 @@ import xxhash
 from ...protos.v1 import common_pb2, transfer_pb2
 from ...protos.wire.grpc_frames import decode_push_frame, encode_pull_frame
 from ...protos.wire.part_sequence import PartSequence
-from ...tiers.types import LeaseId, Session, StoreId
+from ...tiers.types import EngineSession, LeaseId, StoreId
 from ..bulk.supervisor import BulkProcess
 from ..refused import Refused
 from ..rpc.request_checks import RequestValidator
@@ -75,7 +75,7 @@ class TransferService:
         calls.add_registered_method_handlers("kvtier.v1.TransferService", {"Locate": self._locate})
 
     async def Push(self, frames: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> transfer_pb2.PushResponse:
-        session: Session | None = None
+        session: EngineSession | None = None
         ref = common_pb2.SessionRef()
         store_id = StoreId(0)
         parts = PartSequence((), ())

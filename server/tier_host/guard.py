@@ -1,7 +1,7 @@
 """Wrapper that checks that a tier keeps its contract, whichever class it is.
 
 It checks exceptions, numbers of outcomes and listed entries, so that the core and the runtime can
-rely on them. What is wrong is reported in `trouble`, and logged.
+rely on them. What is wrong is reported in `last_error`, and logged.
 """
 
 from __future__ import annotations

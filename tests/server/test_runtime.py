@@ -19,7 +19,7 @@ from kvtier.server.runtime import TierRuntime
 from kvtier.server.services.cache import CacheService
 from kvtier.tiers.base import BlockBytes, Entry, NamespaceId, Outcome, RequestInfo, SecondaryTier, Vote
 from kvtier.tiers.negotiation import vote
-from kvtier.tiers.types import NamespaceSpec, Session, StoreStatus
+from kvtier.tiers.types import EngineSession, NamespaceSpec, StoreStatus
 
 REGION = 64 << 10
 PART = 4096
@@ -82,7 +82,7 @@ def keys(first: int, count: int) -> list[bytes]:
     return [number.to_bytes(4, "big") + bytes(4) for number in range(first, first + count)]
 
 
-async def store_beside_a_finished_job(runtime: TierRuntime, tier: Gated) -> Session:
+async def store_beside_a_finished_job(runtime: TierRuntime, tier: Gated) -> EngineSession:
     """Fills the region: a part with blocks whose job has ended without the loop knowing, the rest with a store in flight."""
     core = runtime.core
     session = core.open_session(b"s", "e", None, SPEC)
@@ -240,7 +240,7 @@ def test_a_slice_that_fails_is_no_end_of_a_reset(monkeypatch: pytest.MonkeyPatch
         core.reset(session)
         runtime.pump()
         for _ in range(100):  # other events, which ask for slices as well
-            core._slices.ask(left=True)
+            core._sliced_work.continue_if(more=True)
             runtime.pump()
         while core.resetting(session):
             await runtime.changed(0.02)

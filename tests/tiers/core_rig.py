@@ -6,7 +6,7 @@ from kvtier.tiers.base import NamespaceId, Outcome
 from kvtier.tiers.core.commands import LoadFromTier, StoreInTier
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import TierSettings
-from kvtier.tiers.types import KeyStatus, NamespaceSpec, Session, StoreStatus
+from kvtier.tiers.types import EngineSession, KeyStatus, NamespaceSpec, StoreStatus
 
 SPEC = NamespaceSpec(NamespaceId(b"n" * 16), world_size=1, part_bytes=(4096, 16384))
 
@@ -33,7 +33,7 @@ class Rig:
         self.core.add_memory(0, extents * EXTENT)
         self.session = self.open("engine")
 
-    def open(self, engine: str, spec: NamespaceSpec = SPEC, rank: int | None = None) -> Session:
+    def open(self, engine: str, spec: NamespaceSpec = SPEC, rank: int | None = None) -> EngineSession:
         session = self.core.open_session(engine.encode(), engine, rank, spec)
         self.core.writer_attached(session.id, hash(engine) & 0xFFFF)
         return session

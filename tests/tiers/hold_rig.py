@@ -9,7 +9,14 @@ from kvtier.tiers.core.holds import Hold, HoldClaim
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.stats.snapshots import HandoffStats
-from kvtier.tiers.types import HOLD_ONLY_KEY_PREFIX, HandoffDirection, HoldName, NamespaceSpec, PublishStatus, Session
+from kvtier.tiers.types import (
+    HOLD_ONLY_KEY_PREFIX,
+    EngineSession,
+    HandoffDirection,
+    HoldName,
+    NamespaceSpec,
+    PublishStatus,
+)
 
 NO_STATUS = b"\0"
 
@@ -44,7 +51,7 @@ class HoldRig(Rig):
         now: float = 0.0,
         duration: float = 30.0,
         direction: HandoffDirection = P2D,
-        session: Session | None = None,
+        session: EngineSession | None = None,
     ) -> Hold | PublishStatus:
         return self.core.handoffs.publish(
             session or self.session,

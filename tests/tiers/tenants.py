@@ -11,7 +11,7 @@ from kvtier.tiers.core.commands import LoadFromTier, RemoveFromTier, StoreInTier
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import CPU_TIER, TierSettings
 from kvtier.tiers.eviction.quotas import Tenant, TenantShare
-from kvtier.tiers.types import KeyStatus, NamespaceSpec, Session
+from kvtier.tiers.types import EngineSession, KeyStatus, NamespaceSpec
 
 PAGE = 4096
 ROOMY = 64 * EXTENT
@@ -49,9 +49,9 @@ class Rig:
         settings = TierSettings(tenants=tenants, ttl=ttl or {})
         self.core = TierManager(extents * EXTENT, EXTENT, self.tiers, settings=settings, now=now)
         self.core.add_memory(0, extents * EXTENT)
-        self.sessions: dict[NamespaceId, Session] = {}
+        self.sessions: dict[NamespaceId, EngineSession] = {}
 
-    def session(self, namespace: NamespaceSpec) -> Session:
+    def session(self, namespace: NamespaceSpec) -> EngineSession:
         if namespace.id not in self.sessions:
             rank = 0 if namespace.world_size > 1 else None
             self.sessions[namespace.id] = self.core.open_session(namespace.id, namespace.id.hex(), rank, namespace)

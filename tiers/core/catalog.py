@@ -14,7 +14,7 @@ from typing import Any
 from ..base import Entry, NamespaceId
 from ..eviction.queues import EvictionQueue, EvictionQueues
 from ..eviction.quotas import TenantShare, pick_victims
-from ..stats.eviction_history import OnEvicted
+from ..stats.eviction_history import EvictionHistory
 from ..types import MissReason
 
 __all__ = ["Catalog", "CatalogEntry", "EntryState"]
@@ -99,13 +99,13 @@ class Catalog:
     An entry exists from the moment when its store is submitted, so that the room is taken and no block is stored twice.
     """
 
-    def __init__(self, capacity_bytes: int, queues: EvictionQueues[CatalogEntry], left: OnEvicted) -> None:
+    def __init__(self, capacity_bytes: int, queues: EvictionQueues[CatalogEntry], history: EvictionHistory) -> None:
         """`left` is told of every block that had to go, and why."""
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.evictions = 0
         self.queues = queues
-        self._on_evicted = left
+        self._history = history
         self._entries: dict[NamespaceId, dict[bytes, CatalogEntry]] = defaultdict(dict)
         self._count = 0
         self._queue_of: dict[NamespaceId, EvictionQueue[CatalogEntry]] = {}
@@ -330,7 +330,7 @@ class Catalog:
     def _leave(self, entry: CatalogEntry, reason: MissReason) -> None:
         """The one place where a block goes because the tier parts with it."""
         self.drop(entry)
-        self._on_evicted(entry.namespace, entry.key, reason)
+        self._history.record(entry.namespace, entry.key, reason)
 
 
 _nbytes = attrgetter("nbytes")

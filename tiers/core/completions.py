@@ -5,7 +5,7 @@ Clients write blocks, and tiers load them; readers, holds and requests wait for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 from ..base import NamespaceId, Outcome
@@ -63,13 +63,14 @@ class CompletionHandler:
 
     def __init__(
         self,
+        *,
         cpu_tier: CpuTier,
         transfers: TransferScheduler,
         requests: RequestTable,
         lookups: LookupHandler,
         handoffs: HandoffHandler,
         history: EvictionHistory,
-        command: Callable[[Command], None],
+        commands: list[Command],
     ) -> None:
         self._cpu_tier = cpu_tier
         self._transfers = transfers
@@ -77,7 +78,7 @@ class CompletionHandler:
         self._lookups = lookups
         self._handoffs = handoffs
         self._history = history
-        self._command = command
+        self._commands = commands
 
     def settle(self, blocks: Sequence[Block]) -> None:
         """Tells who waited for blocks that may not be pending any more."""
@@ -85,7 +86,7 @@ class CompletionHandler:
             if block.pending:
                 continue
             for lease in self._lookups.settle(block):
-                self._command(LeaseSettled(lease.id))
+                self._commands.append(LeaseSettled(lease.id))
             self._handoffs.settle(block)
             for request in self._requests.settled(block):
                 if block.ready:

@@ -8,7 +8,7 @@ from operator import attrgetter
 from ..base import NamespaceId
 from ..eviction.queues import EvictionQueue, EvictionQueues, by_queue
 from ..eviction.quotas import TenantShare
-from ..stats.eviction_history import OnEvictedTogether
+from ..stats.eviction_history import EvictionHistory
 from ..stats.snapshots import TierStats
 from ..types import MissReason, NamespaceSpec
 from .block import Block
@@ -16,10 +16,7 @@ from .block_index import BlockIndex
 from .slot_allocator import SlotAllocator
 from .slot_reclaim import SlotReclaimer
 
-__all__ = ["SPARE_PART", "CpuTier"]
-
-SPARE_PART = 1 / 64
-"""Of the memory: what is made free ahead at most, for the next store."""
+__all__ = ["CpuTier"]
 
 MAX_SPARE = 1024
 """Slots that are made free ahead at most: more would hold the loop up."""
@@ -39,7 +36,12 @@ class CpuTier:
     """
 
     def __init__(
-        self, extent_bytes: int, queues: EvictionQueues[Block], left: OnEvictedTogether, spare_part: float = SPARE_PART
+        self,
+        *,
+        extent_bytes: int,
+        queues: EvictionQueues[Block],
+        history: EvictionHistory,
+        spare_part: float,
     ) -> None:
         """`left` is told of the ready blocks that go, and why; of the memory, `spare_part` at most is made free ahead."""
         self.memory = SlotAllocator(extent_bytes)
@@ -47,7 +49,7 @@ class CpuTier:
         self.evictions = 0
         self.no_room = 0
         """Slots that were asked for and could not be had."""
-        self._on_evicted = left
+        self._history = history
         self._index = BlockIndex()
         self._owners: dict[int, Block] = {}
         self._detached: dict[int, TenantShare] = {}
@@ -203,7 +205,7 @@ class CpuTier:
         taken = self._index.take_invalidated(SLICE)
         for block in taken:
             if block.ready:
-                self._on_evicted(block.namespace, (block.key,), MissReason.RESET)
+                self._history.record_all(block.namespace, (block.key,), MissReason.RESET)
             self.queues.remove(block)
         self.drop([block for block in taken if not block.pins])
         return self._index.resetting
@@ -239,7 +241,7 @@ class CpuTier:
             block.clear()
         self.queues.remove_all(in_line)
         for namespace, why, keys in gone:
-            self._on_evicted(namespace, keys, why)
+            self._history.record_all(namespace, keys, why)
         for slot in freed:
             del self._owners[slot]
         self.memory.release(freed)

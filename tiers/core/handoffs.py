@@ -7,7 +7,7 @@ waited for by an empty one that is pinned; so whoever stores it finds the hold, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..base import NamespaceId
@@ -25,7 +25,17 @@ from ..stats.request_log import (
     outcome_runs,
 )
 from ..stats.snapshots import HandoffStats
-from ..types import EngineKey, HandoffDirection, HoldEnd, HoldName, KeyStatus, MissReason, Owner, PublishStatus, Session
+from ..types import (
+    EngineKey,
+    EngineSession,
+    HandoffDirection,
+    HoldEnd,
+    HoldName,
+    KeyStatus,
+    MissReason,
+    Owner,
+    PublishStatus,
+)
 from .block import Block
 from .commands import Command, HoldChanged
 from .cpu_tier import CpuTier
@@ -57,22 +67,23 @@ class HandoffHandler:
 
     def __init__(
         self,
+        *,
         cpu_tier: CpuTier,
         lookups: LookupHandler,
         settings: TierSettings,
-        capacity_bytes: int,
-        command: Callable[[Command], None],
-        notes: HandoffLog,
+        region_bytes: int,
+        commands: list[Command],
+        log: HandoffLog,
     ) -> None:
         self._cpu_tier = cpu_tier
         self._lookups = lookups
         self._max_holds = settings.max_holds
-        self._command = command
-        self._log = notes
-        self._table = HoldTable(self._unpin_held)
+        self._commands = commands
+        self._log = log
+        self._table = HoldTable(unpin=self._unpin_held)
         self._pins: dict[Block, int] = {}
         """Per held block how many pins of holds there are on it."""
-        self._budgets = _budgets(list(cpu_tier.queues.shares), capacity_bytes, settings.held_part)
+        self._budgets = _budgets(list(cpu_tier.queues.shares), region_bytes, settings.held_part)
         self._over: dict[HoldName, HoldEnd | PublishStatus] = {}
         self._claims_missed: Counter[ClaimOutcome] = Counter()
         self._stats = {direction: HandoffStats() for direction in HandoffDirection}
@@ -103,7 +114,7 @@ class HandoffHandler:
 
     def publish(
         self,
-        session: Session,
+        session: EngineSession,
         request_id: str,
         keys: Sequence[bytes],
         positions: Sequence[int],
@@ -137,7 +148,7 @@ class HandoffHandler:
             self._stats[direction].declined += 1
             self._unpin_held(blocks)
             self._note_over(name, refused)
-            self._command(HoldChanged(name))
+            self._commands.append(HoldChanged(name))
             return refused
         self._lookups.fetch(session.namespace.id, blocks)
         self._cpu_tier.queues.protect(blocks)
@@ -150,7 +161,7 @@ class HandoffHandler:
         record.pending = hold.awaited
         self._over.pop(name, None)
         self._stats[direction].published += 1
-        self._command(HoldChanged(name))
+        self._commands.append(HoldChanged(name))
         return hold
 
     def find(self, name: HoldName, now: float) -> Hold | None:
@@ -172,7 +183,7 @@ class HandoffHandler:
 
     def claim(
         self,
-        session: Session,
+        session: EngineSession,
         name: HoldName,
         *,
         first_positions: Sequence[int],
@@ -252,7 +263,7 @@ class HandoffHandler:
             if hold.engine == engine and hold.awaited:
                 self._table.orphan(hold)
                 if not hold.awaited:
-                    self._command(HoldChanged(hold.name))
+                    self._commands.append(HoldChanged(hold.name))
 
     def awaited(self, blocks: Sequence[Block]) -> list[Block]:
         """Returns those of these blocks that a hold waits for."""
@@ -261,9 +272,9 @@ class HandoffHandler:
     def settle(self, block: Block) -> None:
         """Takes note that nobody writes a block any more, be it ready or not."""
         for hold in self._table.settle(block):
-            self._command(HoldChanged(hold.name))
+            self._commands.append(HoldChanged(hold.name))
 
-    def _pin(self, session: Session, keys: Sequence[bytes]) -> list[Block]:
+    def _pin(self, session: EngineSession, keys: Sequence[bytes]) -> list[Block]:
         blocks = self._cpu_tier.find_or_add(session.namespace, keys)
         for block in blocks:
             block.pins += 1
@@ -285,7 +296,7 @@ class HandoffHandler:
         self._log.ended(hold, how, now)
         self._stats[hold.direction].held_seconds += max(0.0, now - hold.published_at)
         self._unpin_held([block for block in hold.items if block is not None])
-        self._command(HoldChanged(hold.name))
+        self._commands.append(HoldChanged(hold.name))
 
     def _note_over(self, name: HoldName, why: HoldEnd | PublishStatus) -> None:
         self._over.setdefault(name, why)  # one that has expired has, whatever was declined under its name since

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ..stats.request_log import HoldRecord
 from ..types import EngineKey, HandoffDirection, HoldName
 from .block import Block
-from .leases import Lease
+from .leases import BlockLease
 
 __all__ = ["Hold", "HoldClaim", "HoldTable"]
 
@@ -64,7 +64,7 @@ class HoldClaim:
     """What a claim was granted: a lease on the hits, None where there are none, and a status per key (0: not wanted)."""
 
     hold: Hold
-    lease: Lease | None
+    lease: BlockLease | None
     statuses: bytes
 
 

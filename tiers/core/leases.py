@@ -6,19 +6,20 @@ A lease belongs to an engine, falls with the session that it was granted to, and
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import InvalidItem, LeaseNotFound, NotOwner, NotReady
 from ..types import EngineKey, KeyStatus, LeaseId, Owner
 from .block import Block
+from .cpu_tier import CpuTier
 
 if TYPE_CHECKING:
     from ..stats.request_log import LookupRecord
 
 
-__all__ = ["Lease", "LeaseTable", "LookupAnswer"]
+__all__ = ["BlockLease", "LeaseTable", "LookupAnswer"]
 
 
 K = TypeVar("K")
@@ -29,7 +30,7 @@ SLICE = 8192
 
 
 @dataclass(slots=True, eq=False)
-class Lease:
+class BlockLease:
     """A pin on what a lookup found.
 
     Attributes:
@@ -95,7 +96,7 @@ class LookupAnswer:
     """
 
     keys: int
-    lease: Lease | None
+    lease: BlockLease | None
     retries: Sequence[int] = ()
     not_retained: int = 0
 
@@ -113,13 +114,13 @@ class LookupAnswer:
 class LeaseTable:
     """The leases that are held, by id, and who waits for which block."""
 
-    def __init__(self, unpin: Callable[[Iterable[Block]], None], first_id: int = 1) -> None:
-        self._unpin = unpin
-        self._leases: dict[LeaseId, Lease] = {}
-        self._waiting: dict[Block, dict[Lease, list[int]]] = {}
+    def __init__(self, cpu_tier: CpuTier, first_id: int) -> None:
+        self._cpu_tier = cpu_tier
+        self._leases: dict[LeaseId, BlockLease] = {}
+        self._waiting: dict[Block, dict[BlockLease, list[int]]] = {}
         """Per pending block the leases that it is in, and which of their items it is."""
-        self._by_session: dict[bytes, dict[Lease, None]] = defaultdict(dict)
-        self._by_request: dict[tuple[EngineKey, str], dict[Lease, None]] = defaultdict(dict)
+        self._by_session: dict[bytes, dict[BlockLease, None]] = defaultdict(dict)
+        self._by_request: dict[tuple[EngineKey, str], dict[BlockLease, None]] = defaultdict(dict)
         self._items: dict[bytes, int] = defaultdict(int)
         self._pending_unpins: list[Block] = []
         """Blocks of leases that have ended, whose pins are still to fall."""
@@ -139,12 +140,12 @@ class LeaseTable:
         now: float,
         record: LookupRecord | None = None,
         all_ready: bool = False,
-    ) -> Lease:
+    ) -> BlockLease:
         """Grants a lease on blocks that are pinned already; the pins are the lease's from now on.
 
         `all_ready` says that all of them are known to be ready, which saves looking at each.
         """
-        lease = Lease(LeaseId(self._next_id), owner, expires_at, items, keys, sources, now, record=record)
+        lease = BlockLease(LeaseId(self._next_id), owner, expires_at, items, keys, sources, now, record=record)
         self._next_id += 1
         for item, block in enumerate(() if all_ready else items):
             if block is not None and not block.ready:
@@ -156,7 +157,7 @@ class LeaseTable:
         self._items[owner.session_id] += len(items)
         return lease
 
-    def get(self, lease_id: LeaseId, engine: EngineKey) -> Lease:
+    def get(self, lease_id: LeaseId, engine: EngineKey) -> BlockLease:
         """Returns a lease of this engine.
 
         Raises:
@@ -170,12 +171,12 @@ class LeaseTable:
             raise NotOwner(f"lease {lease_id} belongs to another engine")
         return lease
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: BlockLease) -> None:
         """Ends a lease: its pins fall."""
         self._forget(lease)
-        self._unpin(filter(None, lease.items))
+        self._cpu_tier.unpin(filter(None, lease.items))
 
-    def end(self, lease: Lease) -> None:
+    def end(self, lease: BlockLease) -> None:
         """Ends a lease whose pins fall with `let_fall`."""
         self._forget(lease)
         self._pending_unpins.extend(filter(None, lease.items))
@@ -184,10 +185,10 @@ class LeaseTable:
         """Lets a slice of the pins of leases that have ended fall; returns whether there are more."""
         pins = self._pending_unpins[-SLICE:]
         del self._pending_unpins[-SLICE:]
-        self._unpin(pins)
+        self._cpu_tier.unpin(pins)
         return bool(self._pending_unpins)
 
-    def _forget(self, lease: Lease) -> None:
+    def _forget(self, lease: BlockLease) -> None:
         del self._leases[lease.id]
         owner = lease.owner
         self._items[owner.session_id] -= len(lease.items)
@@ -197,7 +198,7 @@ class LeaseTable:
         if lease.pending:
             self._stop_waiting(lease)
 
-    def _stop_waiting(self, lease: Lease) -> None:
+    def _stop_waiting(self, lease: BlockLease) -> None:
         for block in lease.items:
             waiting = self._waiting.get(block) if block is not None else None
             if block is None or waiting is None:
@@ -210,7 +211,7 @@ class LeaseTable:
         """Returns those of these blocks that a lease waits for."""
         return [block for block in blocks if block in self._waiting] if self._waiting else []
 
-    def settle(self, block: Block) -> list[tuple[Lease, int]]:
+    def settle(self, block: Block) -> list[tuple[BlockLease, int]]:
         """Takes note that a block is not pending any more; returns the leases, and their items, that waited for it.
 
         If the block did not become ready it is a miss for them.
@@ -221,18 +222,18 @@ class LeaseTable:
             lease.pending -= 1
             if not block.ready:
                 lease.items[item] = None
-                self._unpin([block])
+                self._cpu_tier.unpin([block])
         return waited
 
-    def __iter__(self) -> Iterator[Lease]:
+    def __iter__(self) -> Iterator[BlockLease]:
         """Iterates over all leases, the oldest first."""
         return iter(self._leases.values())
 
-    def of_session(self, session_id: bytes) -> list[Lease]:
+    def of_session(self, session_id: bytes) -> list[BlockLease]:
         """Returns the leases of a session."""
         return list(self._by_session.get(session_id, ()))
 
-    def of_request(self, engine: EngineKey, request_id: str) -> list[Lease]:
+    def of_request(self, engine: EngineKey, request_id: str) -> list[BlockLease]:
         """Returns the leases of a request."""
         return list(self._by_request.get((engine, request_id), ()))
 
@@ -245,12 +246,12 @@ class LeaseTable:
         """Returns how many items the leases of a session add up to."""
         return self._items.get(session_id, 0)
 
-    def expired(self, now: float) -> list[Lease]:
+    def expired(self, now: float) -> list[BlockLease]:
         """Returns the leases whose time is over."""
         return [lease for lease in self._leases.values() if lease.expires_at <= now]
 
 
-def _discard(index: dict[K, dict[Lease, None]], key: K, lease: Lease) -> bool:
+def _discard(index: dict[K, dict[BlockLease, None]], key: K, lease: BlockLease) -> bool:
     """Takes a lease out of an index; returns whether it was the last one under its key."""
     leases = index[key]
     del leases[lease]

@@ -13,10 +13,10 @@ from ..stats.counters import HitCounters
 from ..stats.eviction_history import EvictionHistory
 from ..stats.miss_ratio_curve import MissRatioCurves
 from ..stats.request_log import LookupOutcome, LookupRecord, OutcomeRun, RequestLog, bounded, outcome_runs
-from ..types import MissReason, NamespaceSpec, Owner, Session
+from ..types import EngineSession, MissReason, NamespaceSpec, Owner
 from .block import Block
 from .cpu_tier import CpuTier
-from .leases import Lease, LeaseTable, LookupAnswer
+from .leases import BlockLease, LeaseTable, LookupAnswer
 from .secondary import Presence, SecondaryTierState
 from .transfers import TransferScheduler
 
@@ -62,15 +62,16 @@ class LookupHandler:
 
     def __init__(
         self,
+        *,
         cpu_tier: CpuTier,
         transfers: TransferScheduler,
         history: EvictionHistory,
         request_log: RequestLog,
         counters: HitCounters,
+        miss_ratio_curves: MissRatioCurves | None,
         first_id: int,
-        miss_ratio_curves: MissRatioCurves | None = None,
     ) -> None:
-        self.leases = LeaseTable(cpu_tier.unpin, first_id)
+        self.leases = LeaseTable(cpu_tier, first_id)
         self.counters = counters
         self._cpu_tier = cpu_tier
         self._transfers = transfers
@@ -90,7 +91,7 @@ class LookupHandler:
 
     def look_up(
         self,
-        session: Session,
+        session: EngineSession,
         keys: Sequence[bytes],
         *,
         request_id: str,
@@ -124,7 +125,7 @@ class LookupHandler:
         not_retained = self._use(match, owner.user, retain_until)
         return LookupAnswer(len(keys), self._grant(owner, keys, match, expires_at, record), match.retries, not_retained)
 
-    def ask_ahead(
+    def query_shared_tiers(
         self, namespace: NamespaceSpec, keys: Sequence[bytes], *, prefix: bool, excluded: Collection[int] = ()
     ) -> bool:
         """Asks shared tiers what a lookup of these keys would have to know; returns whether anything is open (B3.17).
@@ -169,25 +170,25 @@ class LookupHandler:
         self._transfers.promote([(secondary, block) for secondary, block in found if block.promoting], None)
         self._residency.send_queries()
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: BlockLease) -> None:
         """Ends a lease. What was on its way to it counts as a hit: it was there."""
         self._count_pending(lease)
         self.leases.release(lease)
 
-    def end(self, leases: Iterable[Lease]) -> bool:
+    def end(self, leases: Iterable[BlockLease]) -> bool:
         """Ends several leases, however many; returns whether there are pins that are still to fall (`LeaseTable.let_fall`)."""
         for lease in leases:
             self._count_pending(lease)
             self.leases.end(lease)
         return self.leases.unpin_slice()
 
-    def _count_pending(self, lease: Lease) -> None:
+    def _count_pending(self, lease: BlockLease) -> None:
         if lease.pending:
             for block, source in zip(lease.items, lease.sources, strict=False):
                 if block is not None and not block.ready:
                     self.counters.hit(block.namespace, source)
 
-    def settle(self, block: Block) -> list[Lease]:
+    def settle(self, block: Block) -> list[BlockLease]:
         """Takes note that a block is not pending any more; returns the leases that have nothing pending left."""
         waited = self.leases.settle(block)
         for lease, item in waited:
@@ -311,7 +312,7 @@ class LookupHandler:
 
     def _grant(
         self, owner: Owner, keys: Sequence[bytes], match: _Match, expires_at: float, record: LookupRecord
-    ) -> Lease | None:
+    ) -> BlockLease | None:
         if not any(match.items):
             return None
         sources = bytes(match.sources) + bytes(len(keys) - len(match.sources))
@@ -332,7 +333,7 @@ class LookupHandler:
         return lease
 
     def _explain(
-        self, session: Session, keys: Sequence[bytes], match: _Match, *, prefix: bool
+        self, session: EngineSession, keys: Sequence[bytes], match: _Match, *, prefix: bool
     ) -> tuple[tuple[OutcomeRun, ...], bytes | None]:
         """Returns what the keys met, and the first that missed.
 
@@ -356,7 +357,7 @@ class LookupHandler:
         return outcome_runs(outcomes), keys[missed[0]]
 
     def _default_reason(
-        self, session: Session, keys: Sequence[bytes], match: _Match, missed: Sequence[int], *, prefix: bool
+        self, session: EngineSession, keys: Sequence[bytes], match: _Match, missed: Sequence[int], *, prefix: bool
     ) -> MissReason:
         """Returns the reason for misses of which nothing is known: what breaks a chain, or never stored."""
         broken_at = len(match.items)
@@ -366,7 +367,7 @@ class LookupHandler:
         why = None if unexplained is None else self._why(session, keys[unexplained])
         return MissReason.FORMAT_MISMATCH if why is MissReason.FORMAT_MISMATCH else MissReason.NEVER_STORED
 
-    def _why(self, session: Session, key: bytes) -> MissReason:
+    def _why(self, session: EngineSession, key: bytes) -> MissReason:
         """Returns why a block is nowhere."""
         known = self._history.reason_for(session.namespace.id, key)
         if known is not None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ..base import OffloadPolicy
+from ..base import OffloadPolicy, RequestInfo, SecondaryTier
 from ..errors import LimitExceeded
-from ..types import EngineKey, Negotiation, Session
+from ..types import EngineKey, EngineSession, Negotiation
 from .block import Block
 
 __all__ = ["MAX_REQUESTS", "Request", "RequestTable"]
@@ -35,7 +35,7 @@ class Request:
         ended: whether its tiers have been told.
     """
 
-    session: Session
+    session: EngineSession
     id: str
     negotiation: Negotiation
     request_level_tiers: frozenset[int]
@@ -61,9 +61,10 @@ class Request:
 class RequestTable:
     """The requests that are not over yet."""
 
-    def __init__(self, ended: Callable[[Request], None]) -> None:
-        """`ended` is told of each request once, when it is settled; before its state is dropped (B3.11)."""
-        self._ended = ended
+    def __init__(self, *, tiers: Sequence[SecondaryTier], on_end: Callable[[Request], None]) -> None:
+        """`on_end` is called once per request: when it has settled, before its state is dropped (B3.11)."""
+        self._tiers = tiers
+        self._on_end = on_end
         self._requests: dict[tuple[EngineKey, str], Request] = {}
         self._waiting: dict[Block, list[Request]] = {}
 
@@ -74,21 +75,22 @@ class RequestTable:
         """Returns a request that was begun, and is not over."""
         return self._requests.get((engine, request_id))
 
-    def check_room(self, session: Session) -> None:
+    def check_room(self, session: EngineSession) -> None:
         """Raises LimitExceeded if a session has begun too many that it never finished."""
         if len(session.requests) >= MAX_REQUESTS:
             raise LimitExceeded(f"the session has {MAX_REQUESTS} requests that it has not finished")
 
-    def add(self, session: Session, request_id: str, negotiation: Negotiation, retain_for: float = 0.0) -> Request:
-        """Registers a request."""
+    def negotiate(self, session: EngineSession, info: RequestInfo) -> Request:
+        """Registers a request and asks every tier for its vote."""
+        votes = tuple((tier.name, tier.on_new_request(info)) for tier in self._tiers)
+        policy = max((vote.policy for _, vote in votes), default=OffloadPolicy.BLOCK_LEVEL)
         request_level_tiers = frozenset(
-            number + 1
-            for number, (_, vote) in enumerate(negotiation.votes)
-            if vote.policy is OffloadPolicy.REQUEST_LEVEL
+            index for index, (_, vote) in enumerate(votes, start=1) if vote.policy is OffloadPolicy.REQUEST_LEVEL
         )
-        request = Request(session, request_id, negotiation, request_level_tiers, retain_for)
-        self._requests[session.engine, request_id] = request
-        session.requests.add(request_id)
+        negotiation = Negotiation(policy, votes)
+        request = Request(session, info.request_id, negotiation, request_level_tiers, info.retain_for)
+        self._requests[session.engine, request.id] = request
+        session.requests.add(request.id)
         return request
 
     def wait_for(self, request: Request, block: Block) -> None:
@@ -126,7 +128,7 @@ class RequestTable:
         if not request.settled or request.ended:
             return
         request.ended = True
-        self._ended(request)
+        self._on_end(request)
         key = (request.session.engine, request.id)
         if self._requests.get(key) is request:  # its engine may have begun another one of that name
             del self._requests[key]

@@ -17,13 +17,13 @@ class ResidencyIndex:
     """Looks for blocks in the tiers below the CPU tier, in lookup order. Moves none of them."""
 
     def __init__(
-        self, secondaries: Sequence[SecondaryTierState], new_id: Callable[[], JobId], command: Callable[[Command], None]
+        self, secondaries: Sequence[SecondaryTierState], *, new_id: Callable[[], JobId], commands: list[Command]
     ) -> None:
         """`new_id` names questions, which are told from jobs by their ids."""
         self.has_shared_tiers = any(secondary.tier.shared for secondary in secondaries)
         self._lanes = secondaries
         self._new_id = new_id
-        self._command = command
+        self._commands = commands
         self._queries: dict[JobId, tuple[SecondaryTierState, Sequence[Name]]] = {}
 
     def excluded(self, tiers: TierFilter) -> frozenset[int]:
@@ -88,7 +88,7 @@ class ResidencyIndex:
             if names:
                 job_id = self._new_id()
                 self._queries[job_id] = (secondary, names)
-                self._command(LookupInTier(job_id, secondary.index, names))
+                self._commands.append(LookupInTier(job_id, secondary.index, names))
 
     def record_answers(self, job_id: JobId, answers: Sequence[bool], now: float) -> None:
         """Takes in what a shared tier said. A job that is not known is ignored."""

@@ -11,7 +11,7 @@ from operator import attrgetter
 from ..base import NamespaceId, SecondaryTier, TierFilter
 from ..eviction.admission import Admission
 from ..eviction.queues import EvictionQueues
-from ..stats.eviction_history import OnEvicted
+from ..stats.eviction_history import EvictionHistory
 from ..stats.snapshots import TierStats
 from .block import Block
 from .catalog import Catalog, CatalogEntry, EntryState, UsedElsewhere
@@ -99,17 +99,18 @@ class SecondaryTierState:
 
     def __init__(
         self,
+        *,
         index: int,
         tier: SecondaryTier,
         queues: EvictionQueues[CatalogEntry],
         max_queued_bytes: int,
-        left: OnEvicted,
-        admission: Callable[[], Admission] | None = None,
+        history: EvictionHistory,
+        new_admission: Callable[[], Admission] | None,
     ) -> None:
         self.index = index
         """Position in the lookup order; the CPU tier is 0."""
         self.tier = tier
-        self.catalog = Catalog(tier.capacity_bytes, queues, left)
+        self.catalog = Catalog(tier.capacity_bytes, queues, history)
         self.max_queued_bytes = max_queued_bytes
         self.write_back_queue: deque[Block] = deque()
         """Blocks that wait to be stored; each is pinned, and has its entry in the catalog."""
@@ -127,7 +128,7 @@ class SecondaryTierState:
         """What a shared tier was asked."""
         self.misses = 0
         """Keys that were asked of it and not found in it."""
-        self.admission = admission() if admission else None
+        self.admission = new_admission() if new_admission else None
         """What chooses the blocks that it takes in; None where it takes all."""
         self.declined = 0
         """Uses of blocks that were not taken in for that reason."""

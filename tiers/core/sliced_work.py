@@ -1,6 +1,7 @@
-"""What is too much to be done at once goes in slices, and other events have their turn between them.
+"""Runs long operations (reset, expiry, bulk eviction) in bounded slices so that the event loop stays responsive.
 
-A slice that leaves something asks for the next one by a command, `ContinueWork`; there is never more than one of it on its way.
+A slice that leaves work behind requests the next one with a `ContinueWork` command. At most one such
+command is outstanding.
 """
 
 from __future__ import annotations
@@ -19,78 +20,78 @@ __all__ = ["IncrementalWork"]
 
 
 class IncrementalWork:
-    """Resets, leases of fallen sessions, what expires, and evictions on demand, as far as they are not done yet."""
+    """Unfinished resets, unpins of ended leases, expiries and operator evictions."""
 
     def __init__(
-        self, cpu_tier: CpuTier, transfers: TransferScheduler, leases: LeaseTable, command: Callable[[Command], None]
+        self, *, cpu_tier: CpuTier, transfers: TransferScheduler, leases: LeaseTable, commands: list[Command]
     ) -> None:
         self._cpu_tier = cpu_tier
         self._transfers = transfers
         self._leases = leases
-        self._command = command
+        self._commands = commands
         self._eviction_tasks: deque[EvictionTask] = deque()
-        self._asked_for = False
+        self._continue_requested = False
 
-    def ask(self, left: bool) -> None:  # noqa: FBT001 - what a slice returns
-        """Asks for the next slice, if there is something left to be done in it."""
-        if left and not self._asked_for:
-            self._asked_for = True
-            self._command(ContinueWork())
+    def continue_if(self, more: bool) -> None:  # noqa: FBT001 - the return value of a slice
+        """Requests the next slice if there is more work."""
+        if more and not self._continue_requested:
+            self._continue_requested = True
+            self._commands.append(ContinueWork())
 
     def work(self, now: float) -> None:
-        """Does the next slice of everything. Called once for each `ContinueWork`.
+        """Runs the next slice of every operation. Called once for each `ContinueWork`.
 
-        Where some of it raises, the rest is done all the same, and what is left is asked for again: not what was begun by the part
-        that raised, nor an eviction on demand, which ends. What it raised is raised then.
+        If one operation raises, the others still run and the next slice is requested. An operator
+        eviction that raises ends. The error is raised afterwards.
         """
-        self._asked_for = False
+        self._continue_requested = False
         slices = (
             self._make_spare_room,
             self._cpu_tier.reset_slice,
             self._leases.unpin_slice,
             partial(self._drop_expired, now),
-            self._clear,
+            self._evict_requested,
         )
         errors: list[Exception] = []
-        left = [_done(slice_, errors) for slice_ in slices]
-        self.ask(any(left))
+        more = [_run(slice_, errors) for slice_ in slices]
+        self.continue_if(any(more))
         if len(errors) > 1:
             raise ExceptionGroup("several slices", errors)
         if errors:
             raise errors[0]
 
     def expire(self, now: float) -> None:
-        """Begins to drop the blocks that were not used for too long."""
-        self.ask(self._drop_expired(now))
+        """Starts to drop the blocks whose time to live has passed."""
+        self.continue_if(self._drop_expired(now))
 
     def evict(self, wanted: EvictionRequest, now: float) -> EvictionTask:
-        """Begins to evict what somebody wants gone, behind what others want gone."""
+        """Queues an operator's eviction behind the earlier ones."""
         sources: list[EvictionSource] = [self._cpu_tier, *self._transfers.sources(self._cpu_tier.used_at)]
-        clearing = EvictionTask(wanted, sources, now)
-        self._eviction_tasks.append(clearing)
-        self.ask(True)
-        return clearing
+        task = EvictionTask(wanted, sources, now)
+        self._eviction_tasks.append(task)
+        self.continue_if(True)
+        return task
 
     def _make_spare_room(self) -> bool:
         self._cpu_tier.make_spare_room()
         return False
 
-    def _clear(self) -> bool:
-        """Does a slice of the first eviction on demand; returns whether there is more of that one, or another."""
+    def _evict_requested(self) -> bool:
+        """Runs a slice of the first operator eviction; returns whether any is unfinished."""
         if self._eviction_tasks and not self._eviction_tasks[0].work():
             self._eviction_tasks.popleft()
         return bool(self._eviction_tasks)
 
     def _drop_expired(self, now: float) -> bool:
-        """Drops blocks that were not used for too long, a slice in each tier; returns whether there are more."""
-        left = [self._cpu_tier.tick(now), self._transfers.tick(now, self._cpu_tier.used_at)]
-        return any(left)
+        """Drops expired blocks, one slice per tier; returns whether there are more."""
+        more = [self._cpu_tier.tick(now), self._transfers.tick(now, self._cpu_tier.used_at)]
+        return any(more)
 
 
-def _done(slice_: Callable[[], bool], errors: list[Exception]) -> bool:
-    """Does a slice of something; returns whether there is more of it. That is not known of one that raises, so there may be."""
+def _run(slice_: Callable[[], bool], errors: list[Exception]) -> bool:
+    """Runs a slice; returns whether there is more work, True if the slice raises."""
     try:
         return slice_()
-    except Exception as error:  # noqa: BLE001 - what others wait for has nothing to do with it
+    except Exception as error:  # noqa: BLE001 - the other operations must run
         errors.append(error)
         return True

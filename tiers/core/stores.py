@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from ..errors import InvalidItem, NotOwner, StoreNotFound
 from ..stats.eviction_history import EvictionHistory
 from ..stats.miss_ratio_curve import MissRatioCurves
-from ..types import EngineKey, MissReason, Owner, Session, StoreAnswer, StoreId, StoreStatus
+from ..types import EngineKey, EngineSession, MissReason, Owner, StoreAnswer, StoreId, StoreStatus
 from .block import Block
+from .completions import CompletionHandler
 from .cpu_tier import CpuTier
 from .requests import Request, RequestTable
 from .transfers import TransferScheduler
 
 __all__ = ["InFlightStores", "Store", "StoreHandler"]
-
-
-if TYPE_CHECKING:
-    from .requests import Request
 
 
 @dataclass(slots=True, eq=False)
@@ -60,8 +56,8 @@ class InFlightStores:
     session had is gone.
     """
 
-    release_slots: Callable[[Iterable[int]], None]
-    next_id: int = 1
+    cpu_tier: CpuTier
+    next_id: int
     _stores: dict[StoreId, Store] = field(default_factory=dict)
     _quarantine: dict[StoreId, _Quarantine] = field(default_factory=dict)
 
@@ -139,7 +135,7 @@ class InFlightStores:
 
     def _lift_if_free(self, store_id: StoreId) -> None:
         if not self._quarantine[store_id].writers:
-            self.release_slots(self._quarantine.pop(store_id).offsets)
+            self.cpu_tier.release(self._quarantine.pop(store_id).offsets)
 
 
 class StoreHandler:
@@ -147,26 +143,26 @@ class StoreHandler:
 
     def __init__(
         self,
+        *,
         cpu_tier: CpuTier,
         transfers: TransferScheduler,
         requests: RequestTable,
+        completions: CompletionHandler,
         history: EvictionHistory,
-        settle: Callable[[Sequence[Block]], None],
+        miss_ratio_curves: MissRatioCurves | None,
         first_id: int,
-        miss_ratio_curves: MissRatioCurves | None = None,
     ) -> None:
-        """`settle` is told of blocks that may not be pending any more."""
-        self.table = InFlightStores(cpu_tier.release, first_id)
+        self.table = InFlightStores(cpu_tier, first_id)
         self._cpu_tier = cpu_tier
         self._transfers = transfers
         self._requests = requests
         self._history = history
-        self._settle = settle
+        self._completions = completions
         self._miss_ratio_curves = miss_ratio_curves
 
     def prepare(
         self,
-        session: Session,
+        session: EngineSession,
         keys: Sequence[bytes],
         *,
         request_id: str,
@@ -212,7 +208,7 @@ class StoreHandler:
         store = self.table.begin(owner, rank, expires_at, granted, request, now=now)
         return StoreAnswer(store.id, bytes(statuses), slots, not_retained)
 
-    def complete(self, session: Session, store_id: StoreId, failed: Collection[int] = ()) -> None:
+    def complete(self, session: EngineSession, store_id: StoreId, failed: Collection[int] = ()) -> None:
         """Ends a store; `failed` numbers the granted blocks that were not written. Raises like `InFlightStores.get`.
 
         Raises:
@@ -235,7 +231,7 @@ class StoreHandler:
         if request is not None:
             self._transfers.cascade_for(request, complete)
         self._transfers.cascade(complete, store.owner.user)
-        self._settle(store.blocks)
+        self._completions.settle(store.blocks)
         self._cpu_tier.unpin(store.blocks)
         self._ended(request)
 
@@ -248,7 +244,7 @@ class StoreHandler:
             self._lose(block)
             offsets.append(self._cpu_tier.detach_slot(block, store.rank))
         self.table.quarantine(store, offsets, sum(block.part_bytes for block in store.blocks), writers)
-        self._settle(store.blocks)
+        self._completions.settle(store.blocks)
         self._cpu_tier.unpin(reversed(store.blocks))  # empty now, they leave their line: policies find a tail sooner
         self._ended(store.request)
 

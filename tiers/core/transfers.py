@@ -6,7 +6,7 @@ Every block of a job is pinned until the job has ended (B3.8), so that its slots
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -17,6 +17,7 @@ from .block import Block
 from .bulk_eviction import SecondaryTierSource
 from .catalog import CatalogEntry, EntryState, UsedElsewhere
 from .commands import Command, LoadFromTier, RemoveFromTier, StoreInTier
+from .cpu_tier import CpuTier
 from .requests import Request
 from .residency import ResidencyIndex
 from .secondary import Name, SecondaryTierState
@@ -72,37 +73,38 @@ class TransferScheduler:
 
     def __init__(
         self,
+        *,
         tiers: Sequence[SecondaryTier],
         settings: TierSettings,
         now: float,
         max_queued_bytes: int,
-        unpin: Callable[[Iterable[Block]], None],
-        command: Callable[[Command], None],
+        cpu_tier: CpuTier,
         history: EvictionHistory,
+        commands: list[Command],
     ) -> None:
-        """`max_queued_bytes` bounds, per tier, what may be pinned in the CPU tier while it waits to be stored.
+        """`max_queued_bytes` limits, per tier, the bytes pinned in the CPU tier by blocks that wait to be stored.
 
         Raises:
-            ValueError: `keeping` does not fit what a tier can hold.
+            ValueError: the quotas of a tier exceed its capacity.
         """
         self.secondaries = [
             SecondaryTierState(
-                number,
-                tier,
-                settings.new_queues(tier.name, tier.capacity_bytes, now),
-                max_queued_bytes,
-                history.record,
-                settings.new_admission(tier.name),
+                index=index,
+                tier=tier,
+                queues=settings.new_queues(tier.name, tier.capacity_bytes, now),
+                max_queued_bytes=max_queued_bytes,
+                history=history,
+                new_admission=settings.new_admission(tier.name),
             )
-            for number, tier in enumerate(tiers, start=1)
+            for index, tier in enumerate(tiers, start=1)
         ]
         self._choosy = [secondary for secondary in self.secondaries if secondary.admission is not None]
-        self._unpin = unpin
-        self._on_evicted = history.record
-        self._command = command
+        self._cpu_tier = cpu_tier
+        self._history = history
+        self._commands = commands
         self._jobs: dict[JobId, _Job] = {}
         self._last_id = 0
-        self.residency = ResidencyIndex(self.secondaries, self._next_id, command)
+        self.residency = ResidencyIndex(self.secondaries, new_id=self._next_id, commands=commands)
         """Which of the tiers has a block."""
 
     def recover(self) -> None:
@@ -262,7 +264,7 @@ class TransferScheduler:
                 continue
             secondary.catalog.drop(entry)
             entry.state = EntryState.LOST
-            self._on_evicted(*name, MissReason.LOAD_FAILED)
+            self._history.record(*name, MissReason.LOAD_FAILED)
             if not entry.loads:  # else the end of the load sees to it: nothing is removed while it is being loaded
                 secondary.pending_removals.append(entry)
         self._advance(secondary)
@@ -310,7 +312,7 @@ class TransferScheduler:
             secondary.queued_bytes -= entry.nbytes
             secondary.dropped += 1
             block.skip_reason = MissReason.STORE_FAILED
-            self._unpin([block])
+            self._cpu_tier.unpin([block])
         secondary.write_back_queue.clear()
         for name in list(secondary.pending_stores):
             acknowledged += self._acknowledge(secondary, name, stored=False)
@@ -329,7 +331,7 @@ class TransferScheduler:
             if outcome is Outcome.NO_SPACE:
                 # The storage holds less than was reckoned with (its disk is shared, say): without room it would stay stuck.
                 secondary.pending_removals += secondary.catalog.make_room(entry.namespace, entry.nbytes)
-        self._unpin([block])
+        self._cpu_tier.unpin([block])
 
     def _finish_load(self, secondary: SecondaryTierState, block: Block, entry: CatalogEntry, outcome: Outcome) -> None:
         entry.loads -= 1
@@ -373,7 +375,7 @@ class TransferScheduler:
         if secondary.storing or secondary.stalled:
             return
         if secondary.pending_removals:
-            self._command(RemoveFromTier(secondary.index, secondary.take_pending_removals()))
+            self._commands.append(RemoveFromTier(secondary.index, secondary.take_pending_removals()))
         if secondary.write_back_queue:
             batch = _batch(secondary.write_back_queue)
             for _ in batch:
@@ -387,7 +389,7 @@ class TransferScheduler:
         job = self._jobs[job_id] = _Job(secondary, kind, blocks, entries)
         secondary.jobs += 1
         make = StoreInTier if kind is JobKind.STORE else LoadFromTier
-        self._command(make(job_id, secondary.index, blocks))
+        self._commands.append(make(job_id, secondary.index, blocks))
         return job
 
     def _next_id(self) -> JobId:

@@ -1,93 +1,101 @@
-"""Counts what lookups met, per namespace."""
+"""Hit and miss counters, per namespace."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..base import NamespaceId
 from ..types import REST, TENANT_TAG_BYTES, MissReason
 from .request_log import OutcomeRun
+from .snapshots import NamespaceStats
 
 __all__ = ["MAX_NAMESPACES", "HitCounters", "NamespaceCounters"]
 
 MAX_NAMESPACES = 64
-"""Namespaces that are told apart; those that come later are counted together, per tenant. What a monitoring system keeps
-grows with them."""
+"""Namespaces with counters of their own; later ones are counted together, per tenant. This bounds
+the number of time series in a monitoring system."""
 
 
 @dataclass(slots=True, eq=False)
 class NamespaceCounters:
-    """What lookups of one namespace met, or, where that is None, of those of a tenant that are not told apart."""
+    """Counters of one namespace; if `namespace` is None, of all later namespaces of a tenant."""
 
     namespace: NamespaceId | None
     tenant: str
-    """Name of the tenant where it has a share of its own, else empty."""
+    """Name of the tenant if it has a quota, else empty."""
     hits: list[int]
     """Per tier; the CPU tier is the first."""
     misses: Counter[MissReason] = field(default_factory=Counter)
 
 
 class HitCounters:
-    """Every key that was answered for counts once, when the answer is known: as a hit of a tier, or as a miss for a reason.
+    """Counts every looked-up key once, when its outcome is known: a hit of a tier, or a miss with a reason.
 
-    A block on its way counts when it has arrived, or has not; one that a tier has been asked about counts when it is
-    looked up again.
+    A pending block counts when its transfer has ended. A key that a shared tier was queried for counts
+    when it is looked up again.
     """
 
     def __init__(self, tiers: int, tenants: Mapping[bytes, str] | None = None) -> None:
-        """`tenants` names those that have shares of their own, by the tags that their namespaces begin with."""
+        """`tenants` maps the tags of tenants with a quota to their names."""
         self._tiers = tiers + 1
         self._tenants = tenants or {}
-        self._cells: dict[NamespaceId, NamespaceCounters] = {}
-        self._others: dict[str, NamespaceCounters] = {}
+        self._by_namespace: dict[NamespaceId, NamespaceCounters] = {}
+        self._by_tenant: dict[str, NamespaceCounters] = {}
 
-    def cell(self, namespace: NamespaceId) -> NamespaceCounters:
-        """Returns where a namespace is counted."""
-        return self._cells.get(namespace) or self._new_cell(namespace)
+    def of(self, namespace: NamespaceId) -> NamespaceCounters:
+        return self._by_namespace.get(namespace) or self._add(namespace)
 
-    def cells(self) -> list[NamespaceCounters]:
-        """Returns all of them: `MOST_NAMESPACES`, and one more per tenant at most."""
-        return [*self._cells.values(), *self._others.values()]
+    def all(self) -> list[NamespaceCounters]:
+        """Returns at most `MAX_NAMESPACES` counters plus one per tenant."""
+        return [*self._by_namespace.values(), *self._by_tenant.values()]
 
     @property
     def keys(self) -> int:
-        """Keys that were answered for."""
         return sum(self.hits) + self.misses.total()
 
     @property
     def hits(self) -> list[int]:
         """Hits per tier; the CPU tier is the first."""
-        return [sum(cell.hits[tier] for cell in self.cells()) for tier in range(self._tiers)]
+        return [sum(counters.hits[tier] for counters in self.all()) for tier in range(self._tiers)]
 
     @property
     def misses(self) -> Counter[MissReason]:
-        """Misses by reason."""
-        return sum((cell.misses for cell in self.cells()), Counter[MissReason]())
+        return sum((counters.misses for counters in self.all()), Counter[MissReason]())
 
     def count(self, namespace: NamespaceId, runs: Iterable[OutcomeRun]) -> None:
         """Counts the keys of a lookup."""
-        cell = self.cell(namespace)
+        counters = self.of(namespace)
         for run in runs:
             if isinstance(run.outcome, MissReason):
-                cell.misses[run.outcome] += run.count
+                counters.misses[run.outcome] += run.count
             elif run.outcome is not None:
-                cell.hits[run.outcome] += run.count
+                counters.hits[run.outcome] += run.count
 
     def hit(self, namespace: NamespaceId, tier: int, keys: int = 1) -> None:
-        """Counts hits; with a negative number, takes back those that are on their way still."""
-        self.cell(namespace).hits[tier] += keys
+        """Counts hits; a negative number takes back hits whose transfer has not ended."""
+        self.of(namespace).hits[tier] += keys
 
     def miss(self, namespace: NamespaceId, reason: MissReason, keys: int = 1) -> None:
-        """Counts misses."""
-        self.cell(namespace).misses[reason] += keys
+        self.of(namespace).misses[reason] += keys
 
-    def _new_cell(self, namespace: NamespaceId) -> NamespaceCounters:
+    def namespace_stats(self, blocks_per_tier: Sequence[Iterable[tuple[NamespaceId, int]]]) -> list[NamespaceStats]:
+        """Returns statistics per namespace. `blocks_per_tier` yields (namespace, blocks) of each tier."""
+        blocks = {counters: [0] * self._tiers for counters in self.all()}
+        for tier, counts in enumerate(blocks_per_tier):
+            for namespace, count in counts:
+                blocks.setdefault(self.of(namespace), [0] * self._tiers)[tier] += count
+        return [
+            NamespaceStats(each.namespace, each.tenant, tuple(held), tuple(each.hits), dict(each.misses))
+            for each, held in blocks.items()
+        ]
+
+    def _add(self, namespace: NamespaceId) -> NamespaceCounters:
         tenant = self._tenants.get(namespace[:TENANT_TAG_BYTES], REST)
-        if len(self._cells) < MAX_NAMESPACES:
-            cell = self._cells[namespace] = NamespaceCounters(namespace, tenant, [0] * self._tiers)
-            return cell
-        if tenant not in self._others:
-            self._others[tenant] = NamespaceCounters(None, tenant, [0] * self._tiers)
-        return self._others[tenant]
+        if len(self._by_namespace) < MAX_NAMESPACES:
+            counters = self._by_namespace[namespace] = NamespaceCounters(namespace, tenant, [0] * self._tiers)
+            return counters
+        if tenant not in self._by_tenant:
+            self._by_tenant[tenant] = NamespaceCounters(None, tenant, [0] * self._tiers)
+        return self._by_tenant[tenant]

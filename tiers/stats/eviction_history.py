@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from ..negotiation import NamespaceId
 from ..types import MissReason
 
-__all__ = ["EvictionHistory", "OnEvicted", "OnEvictedTogether", "names_for"]
+__all__ = ["EvictionHistory", "history_size"]
 
 
 MAX_REMEMBERED = 1 << 18
@@ -21,17 +21,9 @@ MIN_REMEMBERED = 1 << 14
 _BYTES_PER_NAME = 16 << 10
 
 
-def names_for(region_bytes: int) -> int:
+def history_size(region_bytes: int) -> int:
     """Returns how many departures a server of this size remembers: about a hundredth of its memory."""
     return min(max(region_bytes // _BYTES_PER_NAME, MIN_REMEMBERED), MAX_REMEMBERED)
-
-
-OnEvicted = Callable[[NamespaceId, bytes, MissReason], None]
-"""Told of each block that leaves a tier, and why. Raises nothing."""
-
-
-OnEvictedTogether = Callable[[NamespaceId, Iterable[bytes], MissReason], None]
-"""The same, of blocks that leave a tier for one reason."""
 
 
 class EvictionHistory:

@@ -20,7 +20,7 @@ from kvtier.server.services.handoff import HandoffService
 from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.errors import HoldExpired, HoldNotFound, UnknownSession
 from kvtier.tiers.stats.request_log import ClaimOutcome
-from kvtier.tiers.types import KeyStatus, NamespaceSpec, Session, StoreStatus
+from kvtier.tiers.types import EngineSession, KeyStatus, NamespaceSpec, StoreStatus
 
 SPEC = NamespaceSpec(NamespaceId(b"n" * 16), world_size=1, part_bytes=(4096,))
 HOLD = handoff_pb2.HoldRef(engine_id="e", request_id="r")
@@ -31,7 +31,7 @@ class Engine:
 
     def __init__(self, runtime: TierRuntime) -> None:
         self.runtime = runtime
-        self.session: Session = runtime.core.open_session(b"s", "e", None, SPEC)
+        self.session: EngineSession = runtime.core.open_session(b"s", "e", None, SPEC)
         self.draining = False
         registry: Any = SimpleNamespace(
             get=lambda _, **__: self.session,

@@ -7,7 +7,7 @@ from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.base import NamespaceId, Outcome, RequestInfo
 from kvtier.tiers.core.commands import Command, LoadFromTier, RemoveFromTier, StoreInTier
-from kvtier.tiers.core.leases import Lease
+from kvtier.tiers.core.leases import BlockLease
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.stats.snapshots import TierStats
 from kvtier.tiers.types import DurableStatus, JobId, KeyStatus, MissReason, NamespaceSpec, StoreStatus
@@ -39,7 +39,7 @@ class Rig:
         """Figures of the tier."""
         return self.core.stats().tiers[1]
 
-    def look_up(self, *numbers: int) -> Lease | None:
+    def look_up(self, *numbers: int) -> BlockLease | None:
         return self.core.lookup(self.session, keys(*numbers), prefix=False, request_id="", expires_at=60).lease
 
     def store(self, *numbers: int) -> bytes:
@@ -155,7 +155,9 @@ def test_a_tier_that_hangs_is_gone_on_without() -> None:
     assert rig.look_up(0) is None, "not even asked for"
     assert rig.core.stats().misses_by_reason == {MissReason.LOAD_FAILED: 1}
     rig.store(*range(200, 208))
-    assert rig.core.durability(rig.session, keys(200)) == bytes([DurableStatus.VOLATILE]), "nobody waits for it"
+    assert rig.core.durability.flush(rig.session.namespace.id, keys(200)) == bytes([DurableStatus.VOLATILE]), (
+        "nobody waits for it"
+    )
     assert rig.jobs() == []
     assert rig.store(*range(300, 308)) == GRANTED * 8, "only what the running job reads is pinned"
     rig.core.tier_stalled(1, stalled=False)

@@ -281,11 +281,11 @@ def test_a_tier_that_is_behind_drops_cascades() -> None:
     job = next(command for command in rig.core.take_commands() if isinstance(command, StoreInTier))
     assert len(job.blocks) == 4, "a quarter of the region"
     assert rig.core.stats().tiers[1].dropped == 12
-    statuses = rig.core.durability(rig.session, keys(0, 15))
+    statuses = rig.core.durability.flush(rig.session.namespace.id, keys(0, 15))
     assert statuses == bytes([DurableStatus.PENDING] * 2)
     rig.core.job_finished(job.job_id, [Outcome.DONE] * 4)
     rig.finish_jobs()
-    assert rig.core.durability(rig.session, keys(0, 15, 99)) == bytes(
+    assert rig.core.durability.flush(rig.session.namespace.id, keys(0, 15, 99)) == bytes(
         [DurableStatus.DURABLE, DurableStatus.DURABLE, DurableStatus.VOLATILE]
     )
 
@@ -296,7 +296,7 @@ def test_an_orderly_end_makes_up_for_what_was_dropped() -> None:
     rig.store(keys(*range(8)))
     rig.store(keys(*range(100, 108)))
     rig.finish_jobs()
-    rig.core.make_durable()
+    rig.core.durability.store_skipped()
     (job,) = (command for command in rig.core.take_commands() if isinstance(command, StoreInTier))
     assert [block.key for block in job.blocks[:8]] == keys(*range(100, 108))
     assert {block.key for block in job.blocks[8:]} == set(keys(*range(4, 8)))
@@ -309,9 +309,9 @@ def test_an_orderly_end_does_not_bring_back_what_a_tier_has_evicted() -> None:
     rig.finish_jobs()
     rig.store(keys(4, 5, 6, 7))
     rig.finish_jobs()
-    rig.core.make_durable()
+    rig.core.durability.store_skipped()
     assert rig.core.take_commands() == []
-    assert rig.core.durability_of(SPEC.id, keys(7)[0]) == DurableStatus.DURABLE
+    assert rig.core.durability.of(SPEC.id, keys(7)[0]) == DurableStatus.DURABLE
 
 
 def test_requests_that_are_never_finished_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

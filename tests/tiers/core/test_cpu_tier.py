@@ -30,7 +30,7 @@ from kvtier.server.runtime import extent_bytes_for
 from kvtier.tiers.base import BlockBytes, NamespaceId, Outcome
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.errors import CoreError
-from kvtier.tiers.types import KeyStatus, LeaseId, NamespaceSpec, Session, StoreId, StoreStatus
+from kvtier.tiers.types import EngineSession, KeyStatus, LeaseId, NamespaceSpec, StoreId, StoreStatus
 
 NEVER = 1e9
 HIT = bytes([KeyStatus.HIT])
@@ -50,8 +50,8 @@ class CPUTier:
         self.core = TierManager(size_bytes, extent_bytes_for(size_bytes), ())
         self.core.add_memory(0, size_bytes)
         self._loop = threading.Lock()
-        self._sessions: dict[tuple[NamespaceId, int, int], list[Session]] = {}
-        self._held: dict[tuple[NamespaceId, bytes], tuple[Session, LeaseId]] = {}
+        self._sessions: dict[tuple[NamespaceId, int, int], list[EngineSession]] = {}
+        self._held: dict[tuple[NamespaceId, bytes], tuple[EngineSession, LeaseId]] = {}
 
     def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
         return [self._store(block) for block in blocks]
@@ -68,7 +68,7 @@ class CPUTier:
     def close(self) -> None:
         self.region.close()
 
-    def ranks(self, block: BlockBytes) -> list[Session]:
+    def ranks(self, block: BlockBytes) -> list[EngineSession]:
         """Returns a session per rank, in a namespace whose parts have the sizes of this block's."""
         [size] = {part.nbytes for part in block.parts}
         known = (block.namespace, len(block.parts), size)
@@ -83,7 +83,7 @@ class CPUTier:
         return self._sessions[known]
 
     def _store(self, block: BlockBytes) -> Outcome:
-        stores: list[tuple[Session, StoreId]] = []
+        stores: list[tuple[EngineSession, StoreId]] = []
         try:
             for rank, part in enumerate(block.parts):
                 with self._loop:
@@ -104,7 +104,7 @@ class CPUTier:
             self._hold(block)
         return DONE
 
-    def _give_up(self, stores: list[tuple[Session, StoreId]]) -> None:
+    def _give_up(self, stores: list[tuple[EngineSession, StoreId]]) -> None:
         with self._loop:
             for session, store_id in stores:
                 self.core.complete_store(session, store_id, failed=[0])

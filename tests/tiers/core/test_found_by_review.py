@@ -220,7 +220,7 @@ def test_what_a_tier_refuses_is_worth_no_walk_over_what_is_on_its_way(capacity: 
 
     space = NamespaceId(b"t" * 16)
     tenant = Tenant("t", space[:TENANT_TAG_BYTES], {}, {"disk": 500})
-    catalog = Catalog(capacity, EvictionQueues(Quotas("disk", capacity, [tenant]), Counted), EvictionHistory().record)
+    catalog = Catalog(capacity, EvictionQueues(Quotas("disk", capacity, [tenant]), Counted), EvictionHistory())
     for number in range(500):
         assert catalog.begin_store(space, b"%d" % number, 1) == []
     entries = [entry for number in range(500) if (entry := catalog.get(space, b"%d" % number))]

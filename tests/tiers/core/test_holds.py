@@ -280,6 +280,6 @@ def test_no_tier_hears_of_what_only_a_hold_names() -> None:
         lease = core.lookup(session, [*keys(0), PRIVATE], prefix=False, request_id=request, expires_at=60).lease
         assert lease is not None
         core.release(session, lease.id)
-    assert core.durability(session, [PRIVATE]) == b"\x03"
+    assert core.durability.flush(session.namespace.id, [PRIVATE]) == b"\x03"
     stored = [block.key for command in core.take_commands() for block in getattr(command, "blocks", ())]
     assert stored == keys(0)

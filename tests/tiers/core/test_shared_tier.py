@@ -101,14 +101,14 @@ def test_the_prefix_scan_goes_on_past_what_is_open() -> None:
 def test_asking_ahead() -> None:
     """B3.17: who can wait asks first, and looks up once everything is known."""
     rig = Rig(Shared("far", 1 << 20))
-    assert rig.core.ask(rig.session, keys(0, 1), prefix=True)
+    assert rig.core.query_shared_tiers(rig.session, keys(0, 1), prefix=True)
     [question] = questions(rig)
     assert len(question.keys) == 2
     rig.core.lookup_finished(question.job_id, [True])  # fewer answers than questions: the rest is not there
-    assert not rig.core.ask(rig.session, keys(0, 1), prefix=True)
+    assert not rig.core.query_shared_tiers(rig.session, keys(0, 1), prefix=True)
     assert statuses(rig, keys(0, 1)) == PENDING + MISS
     assert rig.core.stats().lookup_keys == 2
-    assert not Rig(ModelTier("near", 1 << 20)).core.ask(rig.session, keys(0), prefix=True)
+    assert not Rig(ModelTier("near", 1 << 20)).core.query_shared_tiers(rig.session, keys(0), prefix=True)
 
 
 def test_an_open_question_counts_as_nothing() -> None:

@@ -90,7 +90,7 @@ def test_who_insists_or_asks_for_durability_gets_it() -> None:
     assert rig.stored() == keys(0)
     rig.store_for("r2", keys(1))
     assert rig.stored() == []
-    assert rig.core.durability(rig.session, keys(1)) == bytes([DurableStatus.PENDING])
+    assert rig.core.durability.flush(rig.session.namespace.id, keys(1)) == bytes([DurableStatus.PENDING])
     assert rig.stored() == keys(1)
 
 
@@ -98,7 +98,7 @@ def test_an_orderly_end_writes_nothing_that_was_declined() -> None:
     """What the filter kept out is not what a tier was too busy for."""
     rig = Choosy(ModelTier("ssd", 1 << 20))
     rig.store_for("r1", keys(0))
-    rig.core.make_durable()
+    rig.core.durability.store_skipped()
     assert rig.stored() == []
 
 

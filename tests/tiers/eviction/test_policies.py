@@ -472,7 +472,7 @@ def test_a_tier_looks_once_for_the_victims_of_a_backlog() -> None:
                 looked += 1
                 yield entry
 
-    catalog = Catalog(1000, EvictionQueues(Quotas("disk", 1000), Reversed), EvictionHistory().record)
+    catalog = Catalog(1000, EvictionQueues(Quotas("disk", 1000), Reversed), EvictionHistory())
     catalog.recover(Entry(SPACE, b"old %d" % number, 1) for number in range(1000))
     for start in range(0, 400, 100):
         for number in range(start, start + 100):

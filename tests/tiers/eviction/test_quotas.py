@@ -15,7 +15,7 @@ from kvtier.tiers.eviction import LRU
 from kvtier.tiers.eviction.queues import EvictionQueues
 from kvtier.tiers.eviction.quotas import Quotas, Tenant, TenantShare
 from kvtier.tiers.stats.eviction_history import EvictionHistory
-from kvtier.tiers.types import Session, StoreStatus
+from kvtier.tiers.types import EngineSession, StoreStatus
 
 
 def test_a_flood_does_not_cost_others_what_is_within_their_quota() -> None:
@@ -142,7 +142,7 @@ def test_a_full_disk_is_not_made_good_at_the_cost_of_a_quota() -> None:
 def test_a_turn_ends_where_a_quota_begins() -> None:
     """In a large tier shares are not compared for each block; that costs nobody what is within its quota."""
     tenants = [tenant("alice", quota=2000, tier="disk"), tenant("bob", quota=2096, tier="disk")]
-    catalog = Catalog(4096, EvictionQueues(Quotas("disk", 4096, tenants), LRU), EvictionHistory().record)
+    catalog = Catalog(4096, EvictionQueues(Quotas("disk", 4096, tenants), LRU), EvictionHistory())
     alice, bob = spec("alice").id, spec("bob").id
     for number, name in enumerate([alice] * 2003 + [bob] * 2093):
         catalog.begin_store(name, b"%d" % number, 1)
@@ -226,7 +226,7 @@ def test_what_one_tenant_does_never_brings_another_below_its_quota(
         Tenant("bob", b"bbbb", {CPU_TIER: bob, "disk": bob}, {CPU_TIER: max(bob, 40 * PAGE)}),
     ]
     rig = Rig(*tenants, tiers=[ModelTier("disk", pages * PAGE)], extents=pages // 16)
-    held: list[tuple[Session, int]] = []
+    held: list[tuple[EngineSession, int]] = []
     for who, what, start, count, group in acts:
         before = {name: (rig.visible(name), rig.below(name)) for name in ("alice", "bob")}
         _act(rig, held, who, what, keys(range(start, start + count), group=group))
@@ -240,7 +240,7 @@ def test_what_one_tenant_does_never_brings_another_below_its_quota(
         _check_counts(rig)
 
 
-def _act(rig: Rig, held: list[tuple[Session, int]], who: str, what: str, names: list[bytes]) -> None:
+def _act(rig: Rig, held: list[tuple[EngineSession, int]], who: str, what: str, names: list[bytes]) -> None:
     session = rig.session(spec(who))
     if what == "store":
         answer = rig.core.prepare_store(session, names, request_id="", expires_at=1e9)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvtier.tiers.core.block import Block
-from kvtier.tiers.types import Session
+from kvtier.tiers.types import EngineSession
 
 from .ledger import Client
 from .model import CHAINS, HELD_REQUESTS, private_key
@@ -32,7 +32,7 @@ class Actors:
         wanted = self.rng.choice((0, 0, 0, 10, 60, 4000))
         return self.world.now + wanted if wanted else 0.0
 
-    def used(self, session: Session, blocks: list[Block], retain_until: float, not_retained: int) -> None:
+    def used(self, session: EngineSession, blocks: list[Block], retain_until: float, not_retained: int) -> None:
         """Takes note of the use of blocks, for the sake of which others may have gone."""
         book, now = self.world.keeping, self.world.environment.latest
         book.takers.add(tenant_of(session.namespace.id))
@@ -45,16 +45,16 @@ class Actors:
         clients = self.world.ledger.clients
         return self.rng.choice(clients) if clients else None
 
-    def any_of(self, engine: str) -> Session:
+    def any_of(self, engine: str) -> EngineSession:
         """Returns a session of an engine: any of its processes may speak for it."""
         return self.rng.choice([client for client in self.world.ledger.clients if client.engine == engine]).session
 
-    def stranger_to(self, engine: str) -> Session | None:
+    def stranger_to(self, engine: str) -> EngineSession | None:
         """Returns a session of another engine, if there is any."""
         others = [client for client in self.world.ledger.clients if client.engine != engine]
         return self.rng.choice(others).session if others else None
 
-    def some_keys(self, session: Session) -> list[bytes]:
+    def some_keys(self, session: EngineSession) -> list[bytes]:
         """Returns a run of a chain, as a prompt's blocks are; sometimes with a repetition."""
         chains = CHAINS[self.rng.choice((0, 0, 1)) % len(session.namespace.part_bytes)]
         start = 0 if self.rng.random() < 0.8 else self.rng.randrange(20)

@@ -276,7 +276,7 @@ class Environment:
 
     def leave_nothing_volatile(self) -> None:
         """The server is about to end, or says so."""
-        self.world.core.make_durable()
+        self.world.core.durability.store_skipped()
 
     def evict(self) -> None:
         """Somebody who runs the server wants something gone, or only counted, and may lose interest in it."""

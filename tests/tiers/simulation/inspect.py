@@ -11,7 +11,7 @@ from unittest import mock
 from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.catalog import CatalogEntry, EntryState
-from kvtier.tiers.core.leases import Lease
+from kvtier.tiers.core.leases import BlockLease
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.requests import Request
 from kvtier.tiers.core.secondary import SecondaryTierState
@@ -63,7 +63,7 @@ def invalidated(core: TierManager) -> list[Block]:
 
 def is_clearing(core: TierManager) -> bool:
     """Returns whether an eviction on demand is under way."""
-    return bool(core._slices._eviction_tasks)
+    return bool(core._sliced_work._eviction_tasks)
 
 
 def unswept(core: TierManager, namespace: bytes) -> list[Block]:
@@ -88,7 +88,7 @@ def quarantined(core: TierManager) -> list[int]:
     return [slot for entry in core._stores.table._quarantine.values() for slot in entry.offsets]
 
 
-def leases(core: TierManager) -> dict[int, Lease]:
+def leases(core: TierManager) -> dict[int, BlockLease]:
     """Returns the leases that are held."""
     return core._lookups.leases._leases  # type: ignore[return-value]
 
@@ -217,7 +217,7 @@ def leftovers(core: TierManager) -> dict[str, object]:
         "questions": core._transfers.residency._queries,
         "blocks of a reset": core._cpu_tier._index._unlinked,
         "indexes of a reset": core._cpu_tier._index._invalidated,
-        "evictions on demand": core._slices._eviction_tasks,
+        "evictions on demand": core._sliced_work._eviction_tasks,
         "holds": core.handoffs._table._holds,
         "holds by tenant": core.handoffs._table._per_tenant,
         "held items": core.handoffs._table._items,

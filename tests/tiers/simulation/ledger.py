@@ -12,9 +12,9 @@ from itertools import chain
 
 from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.commands import LoadFromTier, LookupInTier, StoreInTier
-from kvtier.tiers.core.leases import Lease
+from kvtier.tiers.core.leases import BlockLease
 from kvtier.tiers.negotiation import NamespaceId
-from kvtier.tiers.types import KeyStatus, Session
+from kvtier.tiers.types import EngineSession, KeyStatus
 
 from .holds import HoldBook
 from .model import Name
@@ -27,7 +27,7 @@ __all__ = ["Client", "JobRecord", "LeaseRecord", "Ledger", "StoreRecord"]
 class Client:
     """A process with an open session, and the connections through which it maps the region."""
 
-    session: Session
+    session: EngineSession
     connections: set[int] = field(default_factory=set)
 
     @property
@@ -39,7 +39,7 @@ class Client:
 class LeaseRecord:
     """A lease that was granted and has not ended."""
 
-    lease: Lease
+    lease: BlockLease
     client: Client
     request_id: str
     expires_at: float

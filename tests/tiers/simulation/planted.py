@@ -270,7 +270,7 @@ MUTANTS = (
         "who waits is never told",
         Invariant.WAITERS,
         "core/completions.py",
-        "            for lease in self._lookups.settle(block):\n                self._command(LeaseSettled(lease.id))\n",
+        "            for lease in self._lookups.settle(block):\n                self._commands.append(LeaseSettled(lease.id))\n",
         "            self._lookups.settle(block)\n",
     ),
     Mutant(
@@ -459,7 +459,7 @@ MUTANTS = (
         "nobody is told that all of a hold is there",
         Invariant.HELD,
         "core/handoffs.py",
-        "        for hold in self._table.settle(block):\n            self._command(HoldChanged(hold.name))\n",
+        "        for hold in self._table.settle(block):\n            self._commands.append(HoldChanged(hold.name))\n",
         "        self._table.settle(block)\n",
     ),
     Mutant(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from kvtier.tiers import errors
 from kvtier.tiers.core.leases import LookupAnswer
 from kvtier.tiers.negotiation import TierFilter
-from kvtier.tiers.types import KeyStatus, MissReason, Session
+from kvtier.tiers.types import EngineSession, KeyStatus, MissReason
 
 from . import inspect as inside
 from .actors import HOLD_SECONDS, Actors
@@ -39,7 +39,7 @@ class Readers(Actors):
         request_id, expires_at = self.rng.choice(REQUESTS), self.world.now + self.rng.choice(HOLD_SECONDS)
         prefix, tiers, min_hits = self.rng.random() < 0.5, self._filter(), self.rng.choice((0, 0, 0, 3))
         if self.rng.random() < 0.5:
-            self.world.core.ask(session, keys, prefix=prefix, tiers=tiers)
+            self.world.core.query_shared_tiers(session, keys, prefix=prefix, tiers=tiers)
         retain_until = self.retain_until()
         answer = self.world.core.lookup(
             session,
@@ -90,7 +90,7 @@ class Readers(Actors):
             )
 
     def _judge(
-        self, session: Session, keys: list[bytes], answer: LookupAnswer, request_id: str, looked_at: int
+        self, session: EngineSession, keys: list[bytes], answer: LookupAnswer, request_id: str, looked_at: int
     ) -> None:
         """What is there must be found, what a reset has taken away must not; what is missing must be explained."""
         statuses, ledger, namespace = answer.statuses(), self.world.ledger, session.namespace.id
@@ -110,7 +110,7 @@ class Readers(Actors):
         if request_id:
             self._check_explanation(session, keys, statuses, request_id)
 
-    def _check_explanation(self, session: Session, keys: list[bytes], statuses: bytes, request_id: str) -> None:
+    def _check_explanation(self, session: EngineSession, keys: list[bytes], statuses: bytes, request_id: str) -> None:
         (known,) = [r for r in self.world.core.explain(request_id) if r.engine == session.engine]
         outcomes = [span.outcome for span in known.lookups[-1].outcomes() for _ in range(span.count)]
         self.world.must(Invariant.FOUND, len(outcomes) == len(keys), "a verdict per key")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from kvtier.tiers.base import OffloadPolicy
 from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.requests import Request
-from kvtier.tiers.types import Negotiation, Session
+from kvtier.tiers.types import EngineSession, Negotiation
 
 from .model import Name
 
@@ -37,7 +37,7 @@ class RequestRecord:
 
     engine: str
     id: str
-    session: Session
+    session: EngineSession
     request_level_tiers: tuple[int, ...]
     stores: int = 0
     parked: dict[Block, None] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class RequestBook:
         """Returns the request that goes by an id now."""
         return self.current.get((engine, request_id))
 
-    def begin(self, session: Session, request_id: str, negotiation: Negotiation) -> RequestRecord:
+    def begin(self, session: EngineSession, request_id: str, negotiation: Negotiation) -> RequestRecord:
         """A request is announced."""
         votes = enumerate(negotiation.votes, 1)
         request_level_tiers = tuple(number for number, (_, vote) in votes if vote.policy is OffloadPolicy.REQUEST_LEVEL)
@@ -84,7 +84,7 @@ class RequestBook:
         self.begun[request_id] += 1
         return record
 
-    def session_closed(self, session: Session) -> None:
+    def session_closed(self, session: EngineSession) -> None:
         """What it began is finished, and what was waited for is given up."""
         for record in self.open:
             if record.session is session and not record.finished:

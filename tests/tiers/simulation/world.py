@@ -15,7 +15,7 @@ from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import CPU_TIER
 from kvtier.tiers.errors import CoreError
 from kvtier.tiers.negotiation import DEFAULT_RULES, Rule
-from kvtier.tiers.types import NamespaceSpec, Session
+from kvtier.tiers.types import EngineSession, NamespaceSpec
 
 from . import inspect as inside
 from .environment import Environment
@@ -151,7 +151,7 @@ class World:
             self._evictions[number] = tier.evictions
 
     def insisted_on(
-        self, record: RequestRecord, keys: Iterable[bytes], granted: Collection[Name], session: Session
+        self, record: RequestRecord, keys: Iterable[bytes], granted: Collection[Name], session: EngineSession
     ) -> None:
         """A request that tiers insist on asked for these: what is there goes to them, what is being written is waited for."""
         ready = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from kvtier.tiers import errors
-from kvtier.tiers.types import DurableStatus, Session, StoreAnswer, StoreStatus
+from kvtier.tiers.types import DurableStatus, EngineSession, StoreAnswer, StoreStatus
 
 from . import inspect as inside
 from .actors import HOLD_SECONDS, Actors
@@ -69,7 +69,7 @@ class Writers(Actors):
         self.world.memory.update(dict.fromkeys(answer.slots, "unwritten"))
 
     def _prepare(
-        self, session: Session, keys: list[bytes], request_id: str, expires_at: float, retain_until: float = 0.0
+        self, session: EngineSession, keys: list[bytes], request_id: str, expires_at: float, retain_until: float = 0.0
     ) -> StoreAnswer:
         return self.world.core.prepare_store(
             session, keys, request_id=request_id, expires_at=expires_at, retain_until=retain_until
@@ -180,7 +180,7 @@ class Writers(Actors):
         if (client := self.pick_client()) is None:
             return
         keys = self.some_keys(client.session)
-        statuses = self.world.core.durability(client.session, keys)
+        statuses = self.world.core.durability.flush(client.session.namespace.id, keys)
         self.world.keeping.takers.add(tenant_of(client.session.namespace.id))
         for key, status in zip(keys, statuses, strict=True):
             if status == DurableStatus.DURABLE:

@@ -22,7 +22,7 @@ def test_every_key_counts_in_its_namespace_and_in_the_sum() -> None:
     tally.count(namespace(2), [OutcomeRun(1, MissReason.EVICTED)])
     tally.hit(namespace(1), 1, -1)
     tally.miss(namespace(1), MissReason.LOAD_FAILED)
-    one, two = tally.cells()
+    one, two = tally.all()
     assert (one.namespace, one.hits) == (namespace(1), [3, 1])
     assert one.misses == {MissReason.EVICTED: 4, MissReason.LOAD_FAILED: 1}
     assert (two.hits, two.misses) == ([0, 0], {MissReason.EVICTED: 1})
@@ -38,7 +38,7 @@ def test_namespaces_beyond_the_bound_are_counted_together_per_tenant() -> None:
         tally.hit(namespace(MAX_NAMESPACES + number), 0)
         tally.hit(namespace(number, b"acme"), 0)
     tally.hit(namespace(0), 0)
-    cells = tally.cells()
+    cells = tally.all()
     assert len(cells) == MAX_NAMESPACES + 2
     others = {cell.tenant: cell.hits for cell in cells if cell.namespace is None}
     assert others == {"": [1000], "acme": [1000]}
