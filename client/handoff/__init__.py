@@ -5,19 +5,19 @@
 the core asks of its surroundings. It knows neither an engine nor kvtier's client, and shares the words of ``client/offload``.
 """
 
-from .claims import Transfer
-from .core import BlockPull, EngineIdentity, Finished, HandoffCore
+from .claims import TransferState
+from .core import BlockPull, EngineIdentity, FinishedRequest, HandoffCore
 from .model import (
     EXPIRY_MARGIN_S,
-    Claimed,
+    ClaimedBlocks,
     ClaimId,
     Direction,
+    FinishReason,
     HandoffOptions,
     HandoffRequest,
     HandoffServer,
     HeldBlock,
     PlannedPublication,
-    Reason,
 )
 from .params import RemoteRequest, TransferParams
 
@@ -25,18 +25,18 @@ __all__ = [
     "EXPIRY_MARGIN_S",
     "BlockPull",
     "ClaimId",
-    "Claimed",
+    "ClaimedBlocks",
     "Direction",
     "EngineIdentity",
-    "Finished",
+    "FinishReason",
+    "FinishedRequest",
     "HandoffCore",
     "HandoffOptions",
     "HandoffRequest",
     "HandoffServer",
     "HeldBlock",
     "PlannedPublication",
-    "Reason",
     "RemoteRequest",
-    "Transfer",
     "TransferParams",
+    "TransferState",
 ]

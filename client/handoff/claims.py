@@ -7,13 +7,13 @@ from enum import Enum
 
 from ..offload import BlockRead, BlockTables, CacheGeometry, CacheGroup, CacheGroupKind
 from ..offload.loads import longest_hit
-from .model import EXPIRY_MARGIN_S, Claimed, ClaimId, HandoffOptions, HandoffRequest
+from .model import EXPIRY_MARGIN_S, ClaimedBlocks, ClaimId, HandoffOptions, HandoffRequest
 from .params import RemoteRequest, TransferParams
 
 __all__ = [
     "Claim",
     "HandoffState",
-    "Transfer",
+    "TransferState",
     "Usable",
     "apply_threshold",
     "is_expired",
@@ -58,7 +58,9 @@ def is_expired(params: TransferParams, wall_time: float) -> bool:
     return params.expiry_time is not None and params.expiry_time - EXPIRY_MARGIN_S <= wall_time
 
 
-def usable_blocks(geometry: CacheGeometry, request: HandoffRequest, remote: RemoteRequest, claimed: Claimed) -> Usable:
+def usable_blocks(
+    geometry: CacheGeometry, request: HandoffRequest, remote: RemoteRequest, claimed: ClaimedBlocks
+) -> Usable:
     """Which blocks of a claim hold this request's tokens: those whose keys are the names that it would give them itself."""
     usable: Usable = {group.index: {} for group in geometry.groups}
     groups = {group.index: group for group in geometry.groups}
@@ -140,7 +142,7 @@ def plan_pull(
     return [read] if read.indices else []
 
 
-class Transfer(Enum):
+class TransferState(Enum):
     """Where the one transfer of a request is (B2.10). It only ever moves down this list.
 
     NONE: the parameters name nobody to pull from. WANTED: they do, and it was not decided yet. CLAIMED: asked for, or leased.
@@ -166,7 +168,7 @@ class Claim:
     deadline: float
     answered: bool = False
     answered_at: float = 0.0
-    answer: Claimed | None = None
+    answer: ClaimedBlocks | None = None
     usable: Usable | None = None
     reach: int = 0
 
@@ -175,13 +177,13 @@ class Claim:
 class HandoffState:
     """One request.
 
-    ``in_batch``: it was scheduled, and is to be held at its end (B2.8). ``ended``: only workers use it any more.
+    ``hold_at_end``: it was scheduled, and is to be held at its end (B2.8). ``ended``: only workers use it any more.
     """
 
     engine: HandoffRequest
     params: TransferParams
-    transfer: Transfer
+    transfer: TransferState
     claim: Claim | None = None
     offered_from: int = 0
-    in_batch: bool = False
+    hold_at_end: bool = False
     ended: bool = False

@@ -18,7 +18,7 @@ from ..offload import BlockTables, CacheGeometry, FreeBlock, LoadJob
 from .claims import (
     Claim,
     HandoffState,
-    Transfer,
+    TransferState,
     apply_threshold,
     is_expired,
     may_pull,
@@ -31,18 +31,18 @@ from .claims import (
 )
 from .holds import hold_blocks
 from .model import (
-    Claimed,
+    ClaimedBlocks,
     ClaimId,
     Direction,
+    FinishReason,
     HandoffOptions,
     HandoffRequest,
     HandoffServer,
     PlannedPublication,
-    Reason,
 )
 from .params import RemoteRequest, TransferParams, returned_params
 
-__all__ = ["BlockPull", "EngineIdentity", "Finished", "HandoffCore"]
+__all__ = ["BlockPull", "EngineIdentity", "FinishedRequest", "HandoffCore"]
 
 
 class EngineIdentity(NamedTuple):
@@ -61,7 +61,7 @@ class BlockPull(NamedTuple):
     job: LoadJob
 
 
-class Finished(NamedTuple):
+class FinishedRequest(NamedTuple):
     """What a request's end comes to: the parameters to answer with, and the blocks to be stored under the names given here.
 
     That is all that is held, so that who pulls it waits for nothing that was left out.
@@ -95,7 +95,7 @@ class HandoffCore:
     @property
     def pending(self) -> bool:
         """Whether the engine must keep stepping for pulls to be sent or reported."""
-        return bool(self._pulls) or any(state.transfer is Transfer.PULLING for state in self._requests.values())
+        return bool(self._pulls) or any(state.transfer is TransferState.PULLING for state in self._requests.values())
 
     def arrived(self, request: HandoffRequest) -> bool:
         """A request is new; returns whether it may pull something. That gets its first heartbeat with the next step."""
@@ -103,8 +103,8 @@ class HandoffCore:
         if params is None:
             return False
         wanted = may_pull(params, self._options) and (params.do_remote_prefill or params.has_blocks)
-        wanted = wanted and not params.names_nobody
-        transfer = Transfer.WANTED if wanted else Transfer.NONE
+        wanted = wanted and not params.has_no_peer
+        transfer = TransferState.WANTED if wanted else TransferState.NONE
         self._requests[request.request_id] = HandoffState(request, params, transfer)
         if wanted:
             self._newcomers.append(request.request_id)
@@ -117,7 +117,7 @@ class HandoffCore:
         where the engine's own tokens end within a block, for nobody reads into the middle of one.
         """
         state = self._requests.get(request_id)
-        if state is None or state.transfer not in (Transfer.WANTED, Transfer.CLAIMED):
+        if state is None or state.transfer not in (TransferState.WANTED, TransferState.CLAIMED):
             return 0
         if computed_tokens % self._geometry.step_tokens or not self._is_wanted(state, computed_tokens, wall_time):
             return 0
@@ -135,7 +135,7 @@ class HandoffCore:
             return 0
         return self._offer(state, claim, computed_tokens)
 
-    def claim_ended(self, number: ClaimId, claimed: Claimed | None, now: float) -> None:
+    def claim_ended(self, number: ClaimId, claimed: ClaimedBlocks | None, now: float) -> None:
         """The server's answer to ``HandoffServer.start_claim``; None where nothing is held. What was dropped is ignored."""
         state = self._claims.get(number)
         if state is None or state.claim is None or state.params.remote is None:
@@ -158,8 +158,8 @@ class HandoffCore:
         if state is None:
             return
         params = state.params
-        state.in_batch = state.engine.may_hold and self._options.hands_on(params)
-        if state.transfer in (Transfer.WANTED, Transfer.CLAIMED):
+        state.hold_at_end = state.engine.may_hold and self._options.holds_at_end(params)
+        if state.transfer in (TransferState.WANTED, TransferState.CLAIMED):
             if params.remote is None:
                 self._server.warn(
                     f"{request_id}: its kv_transfer_params do not say whose blocks to pull; computed instead"
@@ -169,7 +169,7 @@ class HandoffCore:
     def pull_ended(self, request_id: str) -> None:
         """Workers have ended a pull, well or badly: that was the request's transfer."""
         state = self._requests.get(request_id)
-        if state is not None and state.transfer is Transfer.PULLING:
+        if state is not None and state.transfer is TransferState.PULLING:
             self._let_go(state)
             if state.ended:
                 del self._requests[request_id]
@@ -180,7 +180,7 @@ class HandoffCore:
         What is being pulled goes on, as requests that run do. Requests that wait ask again, and learn what is held now.
         """
         for state in self._requests.values():
-            if state.transfer is Transfer.CLAIMED:
+            if state.transfer is TransferState.CLAIMED:
                 self._drop(state)
 
     def take_pulls(self) -> list[BlockPull]:
@@ -198,28 +198,28 @@ class HandoffCore:
             self._renew(self._requests[name] for name in newcomers if name in self._requests)
 
     def finished(
-        self, request_id: str, tables: BlockTables, confirmed_tokens: int, reason: Reason, wall_time: float
-    ) -> Finished:
-        """The request has ended, in whatever way; its blocks may be freed but for ``Finished.blocks``, until these are stored."""
+        self, request_id: str, tables: BlockTables, confirmed_tokens: int, reason: FinishReason, wall_time: float
+    ) -> FinishedRequest:
+        """The request has ended, in whatever way; its blocks may be freed but for its ``blocks``, until these are stored."""
         state = self._requests.pop(request_id, None)
         if state is None:
-            return Finished()
-        if state.transfer is Transfer.PULLING:
+            return FinishedRequest()
+        if state.transfer is TransferState.PULLING:
             state.ended = True
             self._requests[request_id] = state
-            return Finished(drop_saves=True)
-        if state.transfer in (Transfer.WANTED, Transfer.CLAIMED):
+            return FinishedRequest(drop_saves=True)
+        if state.transfer in (TransferState.WANTED, TransferState.CLAIMED):
             self._let_go(state)
-            if not state.in_batch:
-                return Finished()  # it was never scheduled (B2.14)
-        if not state.in_batch or not reason.is_normal:
-            return Finished(drop_saves=state.in_batch)
+            if not state.hold_at_end:
+                return FinishedRequest()  # it was never scheduled (B2.14)
+        if not state.hold_at_end or not reason.is_normal:
+            return FinishedRequest(drop_saves=state.hold_at_end)
         return self._hold(state, tables, confirmed_tokens, wall_time)
 
     # ---- details
 
     def _renew(self, states: Iterable[HandoffState]) -> None:
-        waiting = (Transfer.WANTED, Transfer.CLAIMED, Transfer.PULLING)
+        waiting = (TransferState.WANTED, TransferState.CLAIMED, TransferState.PULLING)
         remotes = [state.params.remote for state in states if state.transfer in waiting]
         alive = list(dict.fromkeys(remote for remote in remotes if remote is not None))
         if alive:
@@ -270,7 +270,7 @@ class HandoffCore:
             return None
         self._next_claim += 1
         self._claims[claim.number] = state
-        state.claim, state.transfer = claim, Transfer.CLAIMED
+        state.claim, state.transfer = claim, TransferState.CLAIMED
         return claim
 
     def _is_stale(self, claim: Claim, now: float) -> bool:
@@ -279,11 +279,11 @@ class HandoffCore:
 
     def _pull(self, state: HandoffState | None, request_id: str, tables: BlockTables, external_tokens: int) -> None:
         job = LoadJob(request_id)
-        if state is None or state.transfer not in (Transfer.WANTED, Transfer.CLAIMED):
+        if state is None or state.transfer not in (TransferState.WANTED, TransferState.CLAIMED):
             self._pulls.append(BlockPull(None, job))
             return
         # First of all: whatever goes wrong below, the engine is told of a load that has failed, and this was the transfer.
-        state.transfer = Transfer.PULLING
+        state.transfer = TransferState.PULLING
         self._pulls.append(BlockPull(state.params.remote, job))
         claim, start = state.claim, state.offered_from
         if claim is not None and claim.answer is not None and claim.usable is not None:
@@ -299,11 +299,13 @@ class HandoffCore:
     def _let_go(self, state: HandoffState) -> None:
         """Ends the transfer, whatever came of it: the lease goes back, and the peer is told (B2.11)."""
         self._drop(state)
-        state.transfer = Transfer.OVER
+        state.transfer = TransferState.OVER
         if state.params.remote is not None:
             self._server.release(state.params.remote)
 
-    def _hold(self, state: HandoffState, tables: BlockTables, confirmed_tokens: int, wall_time: float) -> Finished:
+    def _hold(
+        self, state: HandoffState, tables: BlockTables, confirmed_tokens: int, wall_time: float
+    ) -> FinishedRequest:
         prefilled, options, us = state.params.do_remote_decode, self._options, self._identity
         holding = hold_blocks(self._geometry, us.engine_id, state.engine, tables, confirmed_tokens)
         hold_for = options.kv_lease_duration if prefilled else options.decoder_kv_blocks_ttl
@@ -327,7 +329,7 @@ class HandoffCore:
             tp_size=us.tp_size,
             expiry_time=wall_time + hold_for if holding.keys and not prefilled else None,
         )
-        return Finished(params, holding.blocks)
+        return FinishedRequest(params, holding.blocks)
 
 
 def _name(remote: RemoteRequest | None) -> str:

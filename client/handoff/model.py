@@ -16,14 +16,14 @@ from .params import RemoteRequest, TransferParams
 __all__ = [
     "EXPIRY_MARGIN_S",
     "ClaimId",
-    "Claimed",
+    "ClaimedBlocks",
     "Direction",
+    "FinishReason",
     "HandoffOptions",
     "HandoffRequest",
     "HandoffServer",
     "HeldBlock",
     "PlannedPublication",
-    "Reason",
 ]
 
 
@@ -37,7 +37,7 @@ class Direction(Enum):
     DECODE_TO_PREFILL = "decode to prefill"
 
 
-class Reason(Enum):
+class FinishReason(Enum):
     """Why a request has ended. STOPPED and LENGTH are the normal ends (B2.16)."""
 
     STOPPED = "stopped"
@@ -47,7 +47,7 @@ class Reason(Enum):
     @property
     def is_normal(self) -> bool:
         """Whether it has said all that it had to say."""
-        return self is not Reason.OTHER
+        return self is not FinishReason.OTHER
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class HeldBlock:
 
 
 @dataclass(frozen=True)
-class Claimed:
+class ClaimedBlocks:
     """What a claim was granted: a lease on blocks of a request of ``num_tokens`` tokens."""
 
     lease_id: int
@@ -187,7 +187,7 @@ class HandoffOptions:
     claim_timeout_s: float = 5.0
     claim_lifetime_s: float = 10.0
 
-    def hands_on(self, params: TransferParams | None) -> bool:
+    def holds_at_end(self, params: TransferParams | None) -> bool:
         """Whether a request with these parameters is held at its end, for the engine that goes on with it (B2.8)."""
         if params is None:
             return False

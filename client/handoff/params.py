@@ -33,7 +33,7 @@ class TransferParams:
 
     ``remote``: whose blocks, if all four of its keys are there. ``has_blocks``: whether ``remote_block_ids`` names any.
     ``num_tokens``: how many tokens these back. ``expiry_time``: when they go, in seconds since 1970; None where nothing is said.
-    ``holds_nothing``: whether the peer itself says so, of each of its groups: there is nothing to wait for. ``names_nobody``:
+    ``holds_nothing``: whether the peer itself says so, of each of its groups: there is nothing to wait for. ``has_no_peer``:
     whether the caller says that there is no peer: all four keys are there, and None.
     """
 
@@ -44,7 +44,7 @@ class TransferParams:
     num_tokens: int = 0
     expiry_time: float | None = None
     holds_nothing: bool = False
-    names_nobody: bool = False
+    has_no_peer: bool = False
 
     @classmethod
     def parse(cls, raw: object) -> TransferParams | None:
@@ -60,7 +60,7 @@ class TransferParams:
             num_tokens=int(_number(raw.get("remote_num_tokens")) or 0),
             expiry_time=_number(raw.get("remote_blocks_expiry_time")),
             holds_nothing=bool(groups) and not any(map(len, groups)),
-            names_nobody=all(raw.get(name, "") is None for name in _PEER_KEYS),
+            has_no_peer=all(raw.get(name, "") is None for name in _PEER_KEYS),
         )
 
 

@@ -1,13 +1,11 @@
-"""What an engine's scheduler offloads, when, and what it waits for: decided here once, for every engine.
+"""Engine-independent offloading: which KV blocks a scheduler loads and saves, and when.
 
-``core`` is the door: a state machine that engines' adapters feed with events and whose plans their workers carry out. It knows
-neither an engine nor kvtier's client; ``engine`` says what it asks of both. Behind the door: ``loads`` (with ``hits`` and
-``reads``: what a request may load), ``saves`` (what is stored when it is full, and what is in flight) and ``lazy`` (what is stored
-when it is about to be evicted).
+``core`` is the state machine that engine adapters drive; it uses ``loads``, ``saves`` and ``lazy``.
+``model`` defines what it needs from the engine and from the connection to the server.
 """
 
-from .core import Computed, OffloadCore
-from .loads import Found, Place, Question, search
+from .core import OffloadCore, ScheduledRequest
+from .loads import BlockPosition, PrefixHit, PresenceQuery, search_hit
 from .model import (
     BlockPool,
     BlockRead,
@@ -19,7 +17,7 @@ from .model import (
     FreeBlock,
     LoadJob,
     LookupId,
-    Mode,
+    OffloadMode,
     OffloadOptions,
     OffloadServer,
     SaveJob,
@@ -29,25 +27,25 @@ from .saves import EndedSave
 
 __all__ = [
     "BlockPool",
+    "BlockPosition",
     "BlockRead",
     "BlockTables",
     "CacheGeometry",
     "CacheGroup",
     "CacheGroupKind",
-    "Computed",
     "EndedSave",
     "EngineRequest",
-    "Found",
     "FreeBlock",
     "LoadJob",
     "LookupId",
-    "Mode",
     "OffloadCore",
+    "OffloadMode",
     "OffloadOptions",
     "OffloadServer",
-    "Place",
-    "Question",
+    "PrefixHit",
+    "PresenceQuery",
     "SaveJob",
+    "ScheduledRequest",
     "StepPlan",
-    "search",
+    "search_hit",
 ]

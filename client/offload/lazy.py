@@ -1,4 +1,7 @@
-"""Storing blocks just before the engine would evict them (B4.7): fewer copies than storing all, none for what stays in use."""
+"""Lazy mode of the offload core: stores blocks shortly before the engine evicts them (B4.7).
+
+It copies fewer blocks than eager mode, and none that stay in use.
+"""
 
 from __future__ import annotations
 
@@ -8,63 +11,65 @@ from collections.abc import Iterable, Sequence
 from .model import Backoff, BlockPool, CacheGeometry, FreeBlock
 from .saves import EndedSave
 
-__all__ = ["LazyWalk"]
+__all__ = ["EvictionLookahead"]
 
-# Two steps' worth: while one step's blocks are taken the next one's are being copied.
+# While the blocks of one step are allocated, those of the next one are copied.
 _STEPS_AHEAD = 2
-# A walk costs a microsecond per block: not in every step.
-_ENOUGH = 0.75
-_STEPS_BETWEEN_WALKS = 16
-# The server does not say what it evicts, so what is stored is believed so long, and up to twice as long. Then it is offered again:
-# where the server still has it, that costs a name in a call.
-_BELIEVED_S = 60.0
+# A scan costs about 1 µs per block, so it does not run in every step.
+_MIN_COVERAGE = 0.75
+_STEPS_BETWEEN_SCANS = 16
+# The server does not report evictions. A block counts as stored for this time, and up to twice as
+# long. Then it is offered again; if the server still has it, that costs one key in a call.
+_STORED_TTL_S = 60.0
 
 
-class LazyWalk:
-    """Sees to it that the next blocks to be evicted are stored: so many as the next steps may take, and no more.
+class EvictionLookahead:
+    """Chooses the blocks to store: those that the next steps may evict.
 
-    It walks the engine's free blocks from the eviction end when many of those that it found there are gone, or a few steps have
-    passed: blocks also leave from the middle, by prefix hits. What it has stored goes back to where it was taken from.
+    It scans the engine's free blocks from the eviction end. It scans again if many blocks of the
+    last scan are gone or after some steps, because prefix hits remove blocks from the middle too.
+    Stored blocks go back to their place in the eviction order.
     """
 
     def __init__(self, geometry: CacheGeometry, batched_tokens: int, pool: BlockPool) -> None:
         self.target = _STEPS_AHEAD * sum(group.blocks_per_step(batched_tokens) for group in geometry.groups)
         self._pool = pool
-        # From the eviction end on: what the last walk found that need not be stored (again); and what is being stored.
-        self._ahead: deque[FreeBlock] = deque()
+        # Blocks of the last scan that need no store, from the eviction end; and blocks that are
+        # being stored.
+        self._covered: deque[FreeBlock] = deque()
         self._in_flight: set[int] = set()
-        self._steps_since = 0
-        # By block: the content that the store is known to have. The engine's own blocks bound it, and a block that was reused
-        # has another key. What was learned last, and what before.
+        self._steps_since_scan = 0
+        # Key of each block that the server is known to have: recent ones, and those of the period
+        # before. A block that was reused has another key.
         self._stored: dict[int, bytes] = {}
         self._stored_before: dict[int, bytes] = {}
-        self._age_at = 0.0
+        self._next_aging_at = 0.0
         self._backoff = Backoff()
 
-    def choose(self, room: int, now: float) -> list[FreeBlock]:
-        """Returns the blocks to store now, ``room`` of them at most; after the server took none, nothing for a while."""
-        if not self._backoff.is_over(now) or self._is_far_enough():
+    def choose(self, limit: int, now: float) -> list[FreeBlock]:
+        """Returns at most ``limit`` blocks to store now; none during the backoff."""
+        if not self._backoff.is_over(now) or self._is_covered():
             return []
         self._age(now)
-        self._ahead.clear()
-        self._steps_since = 0
+        self._covered.clear()
+        self._steps_since_scan = 0
         chosen: list[FreeBlock] = []
         for block in self._pool.free_blocks():
-            if len(self._ahead) + len(self._in_flight) + len(chosen) >= self.target or len(chosen) >= room:
+            if len(self._covered) + len(self._in_flight) + len(chosen) >= self.target or len(chosen) >= limit:
                 break
             if block.key is None or self._is_stored(block):
-                self._ahead.append(block)
+                self._covered.append(block)
             else:
                 chosen.append(block)
         self._in_flight.update(block.block_id for block in chosen)
         return chosen
 
     def ended(self, save: EndedSave, now: float) -> None:
-        """Put its blocks back, and note what a save came to; of one from before a restart, nothing is known."""
+        """Puts the blocks of a save back; records its result unless the server has changed."""
         job = save.job
-        if save.were_free:
+        if save.was_free:
             self._put_back(job.block_ids)
-        if save.doubtful:
+        if save.suspect:
             return
         for index, (block_id, key) in enumerate(zip(job.block_ids, job.keys, strict=True)):
             if index not in save.not_stored:
@@ -75,34 +80,37 @@ class LazyWalk:
             self._backoff.reset()
 
     def loaded(self, blocks: Iterable[tuple[int, bytes]]) -> None:
-        """Note what came from the store, as (block id, key)."""
+        """Records (block id, key) of loaded blocks as stored."""
         self._stored.update(blocks)
 
     def restart(self) -> None:
-        """The store was emptied, or is another: it has nothing."""
+        """The server was emptied or replaced: it has no block."""
         self._stored.clear()
         self._stored_before.clear()
-        self._ahead.clear()
+        self._covered.clear()
         self._backoff.reset()
+
+    def stored_keys(self) -> frozenset[bytes]:
+        return frozenset((*self._stored.values(), *self._stored_before.values()))
 
     def _put_back(self, block_ids: Sequence[int]) -> None:
         self._in_flight.difference_update(block_ids)
-        self._pool.put_back(block_ids, {block.block_id for block in self._ahead})
+        self._pool.put_back(block_ids, {block.block_id for block in self._covered})
         free = [self._pool.free_block(block_id) for block_id in block_ids]
-        self._ahead.extend(block for block in free if block is not None)
+        self._covered.extend(block for block in free if block is not None)
 
-    def _is_far_enough(self) -> bool:
-        """Whether most of what the next steps may take was seen to lately."""
-        while self._ahead and self._pool.free_block(self._ahead[0].block_id) != self._ahead[0]:
-            self._ahead.popleft()
-        self._steps_since += 1
-        covered = len(self._ahead) + len(self._in_flight)
-        return covered >= _ENOUGH * self.target and self._steps_since < _STEPS_BETWEEN_WALKS
+    def _is_covered(self) -> bool:
+        """Whether most of the blocks that the next steps may evict are stored or being stored."""
+        while self._covered and self._pool.free_block(self._covered[0].block_id) != self._covered[0]:
+            self._covered.popleft()
+        self._steps_since_scan += 1
+        count = len(self._covered) + len(self._in_flight)
+        return count >= _MIN_COVERAGE * self.target and self._steps_since_scan < _STEPS_BETWEEN_SCANS
 
     def _is_stored(self, block: FreeBlock) -> bool:
         return block.key in (self._stored.get(block.block_id), self._stored_before.get(block.block_id))
 
     def _age(self, now: float) -> None:
-        if now >= self._age_at:
+        if now >= self._next_aging_at:
             self._stored_before, self._stored = self._stored, {}
-            self._age_at = now + _BELIEVED_S
+            self._next_aging_at = now + _STORED_TTL_S

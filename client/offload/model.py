@@ -1,6 +1,7 @@
-"""What the core asks of its surroundings: of the engine's requests and blocks, and of whoever talks to the server.
+"""Interfaces of the offload core to the engine and the server, its jobs and its options.
 
-Everything is called on the thread that calls the core, may not block, and may not raise for what a server does.
+All methods are called on the scheduler's thread. They must not block, and must not raise because a
+server failed.
 """
 
 from __future__ import annotations
@@ -22,23 +23,29 @@ __all__ = [
     "FreeBlock",
     "LoadJob",
     "LookupId",
-    "Mode",
+    "OffloadMode",
     "OffloadOptions",
     "OffloadServer",
     "SaveJob",
     "StepPlan",
 ]
 
-
 BlockTables: TypeAlias = Sequence[Sequence[int]]
-"""A request's blocks: ``tables[group.index][position]`` is a block id, ``CacheGeometry.null_block`` where there is none."""
+"""Blocks of a request: ``tables[group.index][position]`` is a block id, or
+``CacheGeometry.null_block``."""
 
+LookupId = NewType("LookupId", int)
 
 _STATE_BLOCKS_PER_STEP = 2
+_MIN_BACKOFF_S = 1.0
+_MAX_BACKOFF_S = 30.0
+
+
+# ---- cache geometry
 
 
 class CacheGroupKind(Enum):
-    """What of a prefix a group's layers look at: all of it, its last tokens, or one state at its end."""
+    """Part of a prefix that a group's layers read: all, the last tokens, or the state at its end."""
 
     FULL = "full"
     WINDOW = "window"
@@ -49,11 +56,13 @@ class CacheGroupKind(Enum):
 class CacheGroup:
     """One KV cache group.
 
-    ``retained_tokens``: how many tokens before a hit's end the group needs; None for full attention. Of a group with ``is_state``
-    (Mamba and its like) a hit needs the block that ends with it, which holds the state there. The state is computed in place and
-    moves on from block to block: a block has the one at its end only if a step ended just there.
-    ``page_bytes[i]`` is what one block of ``layers[i]`` takes on one rank, without padding; ``formats[i]``, where given, says
-    what these bytes are.
+    ``retained_tokens``: the tokens before a hit's end that the group needs; None for full
+        attention.
+    ``page_bytes[i]``: bytes of one block of ``layers[i]`` on one rank, without padding.
+    ``formats[i]``: data format of these bytes, if known.
+    ``is_state``: the group holds a recurrent state (Mamba, for example), updated in place. A hit
+        needs
+    only the block that ends with it. A block holds the state at its end only if a step ended there.
     """
 
     index: int
@@ -66,24 +75,23 @@ class CacheGroup:
 
     @property
     def kind(self) -> CacheGroupKind:
-        """Which blocks of a prefix count."""
         if self.is_state:
             return CacheGroupKind.STATE
         return CacheGroupKind.FULL if self.retained_tokens is None else CacheGroupKind.WINDOW
 
     @property
     def name(self) -> str:
-        """For people, and part of the namespace: it carries the window."""
+        """Readable name, with the window size. It is part of the namespace."""
         kind = f"window_{self.retained_tokens}" if self.kind is CacheGroupKind.WINDOW else self.kind.value
         return f"{kind}.{self.index}"
 
     @property
     def part_bytes(self) -> int:
-        """One rank's bytes of one block."""
+        """Bytes of one block on one rank."""
         return sum(self.page_bytes)
 
     def first_needed_block(self, hit_tokens: int) -> int:
-        """The first block that a hit of ``hit_tokens`` must have."""
+        """The first block position that a hit of ``hit_tokens`` needs."""
         if self.is_state:
             return max(0, hit_tokens - 1) // self.block_tokens
         if self.retained_tokens is None:
@@ -91,7 +99,7 @@ class CacheGroup:
         return max(0, hit_tokens - self.retained_tokens) // self.block_tokens
 
     def blocks_per_step(self, batched_tokens: int) -> int:
-        """How many blocks a step of at most ``batched_tokens`` may take for this group (B4.7)."""
+        """Most blocks of this group that a step of ``batched_tokens`` may allocate (B4.7)."""
         if self.is_state:
             return _STATE_BLOCKS_PER_STEP
         if self.retained_tokens is None:
@@ -101,10 +109,12 @@ class CacheGroup:
 
 @dataclass(frozen=True)
 class CacheGeometry:
-    """Groups and block sizes.
+    """Cache groups and block sizes.
 
-    ``step_tokens``: hits are whole multiples of it (the scheduler's block). ``hash_tokens``: how many one of the engine's hashes is
-    for. ``drop_last_block``: the last block of a hit is computed anew. ``null_block``: the id that stands for "no block".
+    ``step_tokens``: block size of the scheduler; hits are multiples of it.
+    ``hash_tokens``: tokens covered by one of the engine's hashes.
+    ``drop_last_block``: the engine recomputes the last block of a hit.
+    ``null_block``: the block id that stands for "no block".
     """
 
     groups: tuple[CacheGroup, ...]
@@ -115,57 +125,48 @@ class CacheGeometry:
 
     @property
     def leading_group(self) -> CacheGroup:
-        """The group whose blocks stand for a request's tokens in guesses and counts: one that keeps all of them, if any does."""
+        """The group that stands for all tokens in estimates and counts: full attention if any."""
         return next((group for group in self.groups if group.kind is CacheGroupKind.FULL), self.groups[0])
 
 
-LookupId = NewType("LookupId", int)
+# ---- what the adapter of an engine implements
 
 
 class EngineRequest(Protocol):
-    """One request, from its arrival to its end; its answers are as of now. None of it changes what the core is told by events."""
+    """One request, from its arrival to its end. Properties return current values."""
 
     @property
     def request_id(self) -> str:
-        """The engine's name of it, as in the events; unique among the requests that have not ended."""
-        ...
+        """The engine's id, as in the events; unique among the requests that have not ended."""
 
     @property
     def server_name(self) -> str:
-        """How the server knows it: not always the same, since an engine may take longer ids than the server does."""
-        ...
+        """The id that the server uses. It differs if the engine's id is too long for the server."""
 
     @property
     def total_tokens(self) -> int:
-        """Tokens that are known by now: the prompt and what was generated."""
-        ...
+        """Prompt tokens and generated tokens so far."""
 
     @property
     def may_load(self) -> bool:
-        """Whether the request may use what the store has; asked each time it is matched."""
-        ...
+        """Whether the request may use stored blocks; read each time it is matched."""
 
     @property
-    def may_save(self) -> bool:
-        """Whether its blocks may be stored."""
-        ...
+    def may_save(self) -> bool: ...
 
     @property
-    def whole(self) -> bool:
-        """Whether some tier asks for every block of the request, those that were loaded included (B1.1)."""
-        ...
+    def request_level(self) -> bool:
+        """Whether a tier asks for every block of the request, loaded blocks included (B1.1)."""
 
     def final_blocks(self, group: CacheGroup) -> int:
-        """How many of its blocks of ``group`` have a key: those whose tokens are final, so no draft that may be rejected (B4.6)."""
-        ...
+        """How many blocks of ``group`` have a key: those without draft tokens (B4.6)."""
 
     def key(self, group: CacheGroup, position: int) -> bytes:
-        """The name under which the store has, or is to have, a block; ``position`` is below ``final_blocks(group)``."""
-        ...
+        """Key of a block in the store; ``position`` is below ``final_blocks(group)``."""
 
 
 class FreeBlock(NamedTuple):
-    """A block that nobody uses. ``key`` is None when its content has no name, or none that may be stored."""
+    """A block without references; ``key`` is None if its content cannot be stored."""
 
     block_id: int
     group_index: int
@@ -173,70 +174,81 @@ class FreeBlock(NamedTuple):
 
 
 class BlockPool(Protocol):
-    """The engine's blocks and the references on them. A block without any may be overwritten at once."""
+    """The engine's blocks and their reference counts.
+
+    The engine may overwrite a block that has no reference.
+    """
 
     @property
-    def num_blocks(self) -> int:
-        """How many there are."""
-        ...
+    def num_blocks(self) -> int: ...
 
     def hold(self, block_ids: Sequence[int]) -> None:
-        """Add one reference to each."""
+        """Adds one reference to each block."""
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Take that reference from each; those that are then free are evicted in this order, after all others that hold content."""
+        """Removes that reference.
+
+        Blocks that become free are evicted in this order, after all other cached blocks.
+        """
 
     def put_back(self, block_ids: Sequence[int], behind: Collection[int]) -> None:
-        """Take that reference from each; those that are then free are evicted in this order, before all others with content.
+        """Removes that reference.
 
-        But not before the blocks of ``behind``, as far as these are in a row at the eviction end.
+        Blocks that become free are evicted in this order, before all other cached blocks.
+
+        Blocks of ``behind`` that are in a row at the eviction end are still evicted first.
         """
 
     def references(self, block_id: int) -> int:
-        """How many references there are on a block."""
-        ...
+        """Reference count of a block."""
 
-    def known_as(self, block_id: int) -> bytes | None:
-        """The key under which the engine itself would find the block by the end of this step; None where it would not."""
-        ...
+    def cached_key(self, block_id: int) -> bytes | None:
+        """Key of the block in the engine's prefix cache at the end of this step, if any."""
 
     def free_block(self, block_id: int) -> FreeBlock | None:
-        """The block if nobody uses it."""
-        ...
+        """The block if it has no reference."""
 
     def free_blocks(self) -> Iterator[FreeBlock]:
-        """The free blocks in the order of eviction."""
-        ...
+        """The free blocks in eviction order."""
 
 
 class OffloadServer(Protocol):
-    """Carries out what the core wants of the server; it answers later, with events."""
+    """Sends the core's requests to the server. Results arrive later, as events."""
 
     def start_lookup(self, lookup: LookupId, request: EngineRequest, start: int, limit: int) -> bool:
-        """Find out what the store has of [``start``, ``limit``) tokens, and keep what it has from eviction (B4.3).
+        """Looks up and pins the stored blocks of tokens [``start``, ``limit``) (B4.3).
 
-        Answered by ``OffloadCore.lookup_ended``. False when there is nobody to ask: a miss at once, and no answer.
+        The result arrives by ``OffloadCore.lookup_ended``. Returns False if no server is connected:
+        that is a miss.
         """
-        ...
 
     def drop_lookup(self, lookup: LookupId) -> None:
-        """Nobody will load what was, or will be, found: let it be evicted. No answer is expected any more."""
+        """Unpins the blocks of a lookup, finished or not. The core expects no result."""
 
     def give_up_lookup(self, lookup: LookupId) -> None:
-        """As drop_lookup, because it took longer than a request may wait."""
+        """As ``drop_lookup``, after the lookup timed out."""
 
     def end_request(self, request: EngineRequest) -> None:
-        """The request has ended and nothing more of it will be stored (B3.12). Called once for each that arrived."""
+        """Ends the request at the server: all its stores have ended (B3.12).
+
+        Called once for each request that arrived.
+        """
 
     def empty(self) -> None:
-        """Empty the primary tier, now that no transfer is in flight. The last of these is answered by ``OffloadCore.emptied``."""
+        """Empties the primary tier; no transfer is in flight.
+
+        The last call is answered by ``OffloadCore.emptied``.
+        """
+
+
+# ---- jobs of the workers
 
 
 @dataclass
 class BlockRead:
-    """Blocks of one lease to load: key ``indices[i]`` of the lease goes into engine block ``block_ids[i]`` of ``groups[i]``.
+    """Blocks to load: key ``indices[i]`` of the lease goes to ``block_ids[i]`` of ``groups[i]``.
 
-    ``endpoint``: the server that has granted the lease; empty for the engine's own.
+    ``endpoint``: the server that granted the lease; empty for the engine's own server.
     """
 
     lease_id: int
@@ -245,12 +257,19 @@ class BlockRead:
     block_ids: list[int] = field(default_factory=list)
     endpoint: str = ""
 
+    def add(self, index: int, group_index: int, block_id: int) -> None:
+        self.indices.append(index)
+        self.groups.append(group_index)
+        self.block_ids.append(block_id)
+
 
 @dataclass
 class LoadJob:
-    """One request's load. Without ``reads`` it is one that cannot be done: workers report it as failed at once.
+    """Load of one request.
 
-    ``request_id`` is the engine's, which waits for it.
+    A job without ``reads`` cannot be done: workers report it as failed at once.
+
+    ``request_id`` is the engine's.
     """
 
     request_id: str
@@ -259,9 +278,9 @@ class LoadJob:
 
 @dataclass
 class SaveJob:
-    """Blocks to store in one go; the core keeps them from reuse until every worker reports ``job_id``.
+    """Blocks to store together. The core holds them until every worker has reported ``job_id``.
 
-    ``request_id`` is how the server knows it; empty where they belong to no request any more (lazy mode).
+    ``request_id`` is the server's; empty for blocks that belong to no request (lazy mode).
     """
 
     job_id: int
@@ -270,21 +289,30 @@ class SaveJob:
     groups: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
 
+    def add(self, key: bytes, group_index: int, block_id: int) -> None:
+        self.keys.append(key)
+        self.groups.append(group_index)
+        self.block_ids.append(block_id)
+
 
 @dataclass
 class StepPlan:
-    """One step's work: its loads are one event and its saves another (B4.4).
+    """Jobs of one step. Each is reported on its own.
 
-    Workers order each behind one mark in their compute: loads behind what may still use a block's last content, saves behind what
-    writes the blocks (B4.11). Each job is reported by itself.
+    Workers order all loads behind the compute that may still read the blocks' old content, and all
+    saves behind the compute that writes the blocks: one event for the loads, one for the saves
+    (B4.4, B4.11).
     """
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
 
 
-class Mode(Enum):
-    """EAGER stores a block as soon as it is full (B4.6); LAZY when the engine is about to evict it (B4.7)."""
+# ---- options
+
+
+class OffloadMode(Enum):
+    """EAGER stores a block once it is full (B4.6); LAZY before the engine evicts it (B4.7)."""
 
     EAGER = "eager"
     LAZY = "lazy"
@@ -294,15 +322,18 @@ class Mode(Enum):
 class OffloadOptions:
     """Settings of the core; all times in seconds.
 
-    ``lookup_timeout_s``: how long a request may wait to learn what is stored; afterwards it is computed.
-    ``hit_lifetime_s``: a hit that waited longer for room in the engine is looked up again: its lease may be about to end.
-    ``max_held_fraction``: the share of the engine's blocks that saves in flight may hold back from reuse.
-    ``save_lost_after_s``: a save that is not reported by then never will be. Workers must have stopped by then to read its blocks,
-    or to publish what they read (B5.6).
-    ``batched_tokens``: the most that one step computes (lazy mode looks that far ahead).
+    ``lookup_timeout_s``: longest wait of a request for its lookup; afterwards the engine computes
+        it.
+    ``hit_lifetime_s``: after this time a hit that was not loaded is looked up again, before its
+        lease ends.
+    ``max_held_fraction``: largest share of the engine's blocks that saves in flight may hold.
+    ``save_lost_after_s``: a save that is not reported within this time is lost. Workers must have
+        stopped
+    reading its blocks by then, and must not publish what they read (B5.6).
+    ``batched_tokens``: most tokens that one step computes; the look-ahead of lazy mode.
     """
 
-    mode: Mode = Mode.EAGER
+    mode: OffloadMode = OffloadMode.EAGER
     lookup_timeout_s: float = 1.0
     hit_lifetime_s: float = 10.0
     max_held_fraction: float = 0.5
@@ -310,32 +341,28 @@ class OffloadOptions:
     batched_tokens: int = 0
 
 
-_FIRST_S = 1.0
-
-
-_LAST_S = 30.0
-
-
 @dataclass
 class Backoff:
-    """Growing intervals: a full server costs a call now and then, not one per step. Times are the caller's, in seconds."""
+    """Growing intervals between attempts to store in a full server.
 
-    interval_s: float = _FIRST_S
+    Times are the caller's, in seconds.
+    """
+
+    interval_s: float = _MIN_BACKOFF_S
     until: float = 0.0
 
     def is_over(self, now: float) -> bool:
-        """Whether it may be tried (again)."""
         return now >= self.until
 
     def start(self, now: float) -> None:
-        """Something was not taken: wait one interval."""
+        """A store was refused: waits one interval."""
         self.until = now + self.interval_s
 
     def grow(self, now: float) -> None:
-        """It is tried again: the next wait is twice as long."""
-        self.interval_s = min(2 * self.interval_s, _LAST_S)
+        """A store is tried again: doubles the interval and waits."""
+        self.interval_s = min(2 * self.interval_s, _MAX_BACKOFF_S)
         self.until = now + self.interval_s
 
     def reset(self) -> None:
-        """Something was taken."""
-        self.interval_s, self.until = _FIRST_S, 0.0
+        """A store was accepted."""
+        self.interval_s, self.until = _MIN_BACKOFF_S, 0.0

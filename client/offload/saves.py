@@ -1,14 +1,16 @@
-"""Which computed blocks to store, and keeping them from reuse until that is done (BEHAVIOUR B4, B5).
+"""Saves of the offload core: chooses blocks to store and holds them until then (B4, B5).
 
-A block is offered in the step that fills it, as soon as it has a key, whatever made it full: prompt, recomputation after a
-preemption, or decoding. Workers copy it after that step's compute. Until every worker has reported the copy, the block carries
-one more reference in the engine's own block pool, so that it can be freed, preempted or fall out of a sliding window and still
-not be overwritten. (The alternatives are worse: copying inside the step puts the copy and two round trips into every step;
-holding requests back at their end does not cover blocks that go earlier, by preemption or out of the window.)
+A block is offered in the step that fills it, as soon as it has a key: by the prompt, by
+recomputation after a preemption, or by decoding. Workers copy it after that step's compute. Until
+every worker has reported the copy, the block has one more reference in the engine's block pool. So
+the engine can free or preempt it, or drop it from a sliding window, without overwriting it.
+Alternatives are worse: copying inside the step adds the copy and two round trips to every step;
+delaying the end of requests does not cover blocks that are freed earlier.
 
-Blocks found in the engine's own prefix cache are offered too: the server answers "present" for what it has, and what it has lost
-since (eviction, restart) is filled again instead of leaving a hole for ever (B4.15). What a worker could not store (no room, a
-server that went away) is offered again while the request lives, at growing intervals and once more at its end (B3.5).
+Blocks found in the engine's own prefix cache are offered too. The server answers "present" for
+those that it has, and blocks that it lost (eviction, restart) are stored again (B4.15). A block
+that a worker could not store is offered again while the request lives, at growing intervals and at
+its end (B3.5).
 """
 
 from __future__ import annotations
@@ -32,41 +34,44 @@ from .model import (
 
 __all__ = ["EndedSave", "SavePlanner", "SaveProgress"]
 
-# Waiting for saves beats computing a preempted request again only if it is short.
-_PROMPT_S = 0.5
+# Waiting for a save is cheaper than recomputing a preempted request only if the wait is short.
+_SHORT_WAIT_S = 0.5
 
 
 @dataclass
 class SaveProgress:
-    """How far a request's blocks have been offered: per group, the first position not looked at.
+    """How far the blocks of one request have been offered.
 
-    ``loaded`` is the range of tokens that came from the server: not worth offering again, unless a tier asks for the whole request
-    (B1.1). ``ends`` is where steps ended, if at the end of a state group's block. ``missed`` are the positions behind the cursor
-    that were offered and not stored; ``backoff`` says when they are offered again. Below ``quiet_until`` computed tokens no block
-    is full that was not looked at: most steps of most requests end there.
+    ``next_position``: per group, the first position that was not offered.
+    ``next_full_at``: below this number of computed tokens no further block is full. Most steps end
+        at this check.
+    ``loaded``: the tokens that came from the server, not offered again unless a tier wants all
+        blocks (B1.1).
+    ``ends``: token counts at which steps ended, if a block of a state group ends there.
+    ``missed``: per group, the positions that were offered and not stored; ``backoff`` times the
+        next attempt.
     """
 
     next_position: dict[int, int] = field(default_factory=dict)
-    quiet_until: int = 0
+    next_full_at: int = 0
     loaded: range = range(0)
     ends: set[int] = field(default_factory=set)
     missed: dict[int, set[int]] = field(default_factory=dict)
     backoff: Backoff = field(default_factory=Backoff)
 
     def restart(self) -> None:
-        """Look at every block again: they are others now (B4.12), or the store was emptied (B3.19)."""
+        """Offers every block again after a preemption (B4.12) or a reset of the store (B3.19)."""
         self.next_position.clear()
-        self.quiet_until = 0
+        self.next_full_at = 0
         self.ends.clear()
         self.missed.clear()
         self.loaded = range(0)
 
     def cursor(self, group_index: int) -> int:
-        """The first position that was not looked at."""
         return self.next_position.get(group_index, 0)
 
     def miss(self, group_index: int, position: int, now: float) -> None:
-        """Note that a block was not stored; one that the cursor has yet to reach (again) needs no note."""
+        """Records a block that was not stored, unless the cursor will reach it again."""
         if position >= self.cursor(group_index):
             return
         if not self.missed:
@@ -74,12 +79,12 @@ class SaveProgress:
         self.missed.setdefault(group_index, set()).add(position)
 
     def stored(self) -> None:
-        """Note that a block was stored: the server takes blocks."""
+        """Resets the backoff after a successful store."""
         if not self.missed:
             self.backoff.reset()
 
     def take_missed(self, group_index: int, end: int) -> list[int]:
-        """Returns, and forgets, the positions before ``end`` that are to be offered again."""
+        """Removes and returns the missed positions before ``end``."""
         missed = self.missed.get(group_index, set())
         due = sorted(position for position in missed if position < end)
         missed.difference_update(due)
@@ -89,20 +94,21 @@ class SaveProgress:
 
 
 class EndedSave(NamedTuple):
-    """A job that all workers have ended, or of which nothing was heard for too long.
+    """A save that all workers have reported, or that expired.
 
-    ``doubtful``: what it did store may have been stored by a server that is not there any more. ``were_free``: its blocks are yet
-    to be put back to where they were taken from.
+    ``suspect``: the server has changed since, so the blocks may be missing.
+    ``was_free``: the blocks were free before; the caller puts them back to their place in the
+        eviction order.
     """
 
     job: SaveJob
     not_stored: frozenset[int]
-    doubtful: bool = False
-    were_free: bool = False
+    suspect: bool = False
+    was_free: bool = False
 
 
-class _Place(NamedTuple):
-    """A block as one request knows it."""
+class _Offer(NamedTuple):
+    """One request's offer of a block."""
 
     progress: SaveProgress
     group_index: int
@@ -110,39 +116,35 @@ class _Place(NamedTuple):
 
 
 @dataclass
-class _Held:
+class _JobState:
     job: SaveJob
-    were_free: bool
+    was_free: bool
     sent_at: float = math.inf
     reports: int = 0
     not_stored: set[int] = field(default_factory=set)
-    doubtful: bool = False
+    suspect: bool = False
 
 
 class SavePlanner:
-    """Plans save jobs and holds their blocks.
-
-    ``max_held_fraction``: the share of the engine's blocks that jobs in flight may hold. ``lost_after_s``: a job that is not
-    reported by then never will be; workers must have stopped by then to read its blocks, or to publish what they read (B5.6).
-    """
+    """Plans save jobs and holds their blocks. For the arguments see ``OffloadOptions``."""
 
     def __init__(
         self, geometry: CacheGeometry, world_size: int, max_held_fraction: float, lost_after_s: float, pool: BlockPool
     ) -> None:
         self._null_block = geometry.null_block
-        # First those whose blocks go while the request runs, out of their window; full attention's are there in the next step too.
+        # Groups that free blocks while the request runs come first; full attention keeps its blocks
+        # for the next step.
         self._groups = sorted(geometry.groups, key=lambda group: group.kind is CacheGroupKind.FULL)
         self._state_sizes = {group.block_tokens for group in geometry.groups if group.is_state}
         self._world_size = world_size
         self._max_held_fraction = max_held_fraction
         self._lost_after_s = lost_after_s
         self._pool = pool
-        self._jobs: dict[int, _Held] = {}
-        # B5: by block id, and for the scheduler's life; two blocks with equal content are two blocks. And by key: what is held for
-        # a peer may go by another name than the content's. With each, the requests that offered it meanwhile: they are told when
-        # it was not stored. (Lazy mode would not need it, B5.8: held blocks are not found free again; but whole requests offer
-        # theirs in lazy mode too.)
-        self._in_flight: dict[tuple[int, bytes], list[_Place]] = {}
+        self._jobs: dict[int, _JobState] = {}
+        # Blocks that are being stored, by block id and key (B5): equal content in two blocks counts
+        # twice, and a block held for a peer may have another key. Values are the requests' offers,
+        # which are told if it was not stored.
+        self._in_flight: dict[tuple[int, bytes], list[_Offer]] = {}
         self._next_job_id = 1
 
     @property
@@ -151,21 +153,26 @@ class SavePlanner:
         return bool(self._jobs)
 
     @property
-    def room(self) -> int:
+    def jobs(self) -> dict[int, SaveJob]:
+        """The jobs that have not been reported."""
+        return {number: state.job for number, state in self._jobs.items()}
+
+    @property
+    def hold_budget(self) -> int:
         """How many more blocks may be held now."""
         return max(0, int(self._pool.num_blocks * self._max_held_fraction) - len(self._in_flight))
 
-    def holds_only_reference(self, now: float) -> bool:
-        """Whether some block would be free by now, were it not for a save in flight; False while saves are slow to end."""
+    def blocks_awaiting_save_only(self, now: float) -> bool:
+        """Whether a block would be free if its save had ended; False if saves take long."""
         first = next(iter(self._jobs.values()), None)
-        if first is None or now - first.sent_at > _PROMPT_S:
+        if first is None or now - first.sent_at > _SHORT_WAIT_S:
             return False
         return any(self._pool.references(block_id) == 1 for block_id, _ in self._in_flight)
 
     def step_ends(self, progress: SaveProgress, tokens: int) -> None:
-        """The step that is being planned computes a request up to here, whatever it finds: no tokens that may be rejected."""
+        """The step being planned computes a request up to ``tokens``, all of them final."""
         if any(tokens % size == 0 for size in self._state_sizes):
-            # Earlier ones say nothing any more: an engine may have put another block in their place.
+            # Older ends are dropped: an engine may have replaced their block.
             progress.ends = {end for end in progress.ends if end + max(self._state_sizes) >= tokens} | {tokens}
 
     def plan(
@@ -178,12 +185,12 @@ class SavePlanner:
         *,
         last: bool = False,
     ) -> SaveJob | None:
-        """The job for the request's blocks that are full at ``computed_tokens`` and were not offered yet, or not stored.
+        """Returns the job for full blocks that were not offered yet, or not stored.
 
-        ``read_table()`` is called only when there is something to offer. When too many blocks are held already, the cursor stays
-        and the rest is offered in a later step. ``last``: there is no later step.
+        ``read_table`` is called only if there is a block to offer. If too many blocks are held, the
+        rest is offered in a later step. ``last``: there is no later step.
         """
-        if (computed_tokens < progress.quiet_until and not progress.missed) or self.room <= 0:
+        if (computed_tokens < progress.next_full_at and not progress.missed) or self.hold_budget <= 0:
             return None
         retry = bool(progress.missed) and (last or progress.backoff.is_over(now))
         ends: dict[int, int] = {}
@@ -192,7 +199,7 @@ class SavePlanner:
             if end > progress.cursor(group.index) or (retry and group.index in progress.missed):
                 ends[group.index] = end
         if not ends:
-            progress.quiet_until = min((progress.cursor(g.index) + 1) * g.block_tokens for g in self._groups)
+            progress.next_full_at = min((progress.cursor(g.index) + 1) * g.block_tokens for g in self._groups)
         tables = read_table() if ends else None
         if tables is None:
             return None
@@ -208,18 +215,15 @@ class SavePlanner:
         return self._hold(job)
 
     def plan_free(self, blocks: Sequence[FreeBlock]) -> SaveJob | None:
-        """The job for blocks that no request uses (lazy mode)."""
-        return self._hold(self._named(blocks), were_free=True)
+        """Returns the job for blocks that no request uses (lazy mode)."""
+        return self._hold(self._named(blocks), was_free=True)
 
     def plan_named(self, blocks: Collection[FreeBlock]) -> SaveJob | None:
-        """The job for blocks that somebody else has named; without those that are being stored under that very name."""
+        """Returns the job for blocks with given keys, less those in flight with the same key."""
         return self._hold(self._named(blocks))
 
     def offered(self, progress: SaveProgress, tables: BlockTables, confirmed_tokens: int) -> set[int]:
-        """Returns the blocks that were offered, and stored as far as is known, or that came from the server.
-
-        Of those that are full of confirmed tokens: one that turned out not to be goes by another name.
-        """
+        """Returns the full, confirmed blocks that were loaded, or offered and not missed."""
         blocks: set[int] = set()
         for group in self._groups:
             end = min(progress.cursor(group.index), confirmed_tokens // group.block_tokens)
@@ -228,54 +232,54 @@ class SavePlanner:
         return blocks
 
     def sent(self, jobs: Iterable[SaveJob], now: float) -> None:
-        """These are given to the workers now: from now on their reports are waited for."""
+        """Starts the expiry time of jobs that are sent to the workers now."""
         for job in jobs:
             self._jobs[job.job_id].sent_at = now
 
     def report(
         self, ended: Mapping[int, int], not_stored: Mapping[int, Collection[int]], now: float
     ) -> list[EndedSave]:
-        """Workers have ended these jobs (so many of them); returns, and lets go of, those that all workers have ended."""
+        """Counts workers' reports; removes and returns the jobs that all workers have ended."""
         complete = []
         for job_id, count in ended.items():
-            held = self._jobs.get(job_id)
-            if held is None:
+            state = self._jobs.get(job_id)
+            if state is None:
                 continue
-            held.reports += count
-            held.not_stored.update(not_stored.get(job_id, ()))
-            if held.reports >= self._world_size:
-                complete.append(held)
-        return [self._end(held, now) for held in complete]
+            state.reports += count
+            state.not_stored.update(not_stored.get(job_id, ()))
+            if state.reports >= self._world_size:
+                complete.append(state)
+        return [self._end(state, now) for state in complete]
 
     def expire(self, now: float) -> list[EndedSave]:
-        """Lets go of the jobs whose reports were lost; returns them, as not stored (B5.6)."""
+        """Removes and returns the jobs whose reports are overdue, as not stored (B5.6)."""
         lost = []
-        for held in self._jobs.values():
-            if held.sent_at + self._lost_after_s > now:
-                # Later jobs were sent later, or have yet to be.
+        for state in self._jobs.values():
+            if state.sent_at + self._lost_after_s > now:
+                # Later jobs were sent later, or not at all yet.
                 break
-            held.not_stored.update(range(len(held.job.keys)))
-            lost.append(held)
-        return [self._end(held, now) for held in lost]
+            state.not_stored.update(range(len(state.job.keys)))
+            lost.append(state)
+        return [self._end(state, now) for state in lost]
 
-    def doubt(self) -> None:
-        """The server has changed: whatever will be reported of the jobs in flight, their blocks are to be offered again."""
-        for held in self._jobs.values():
-            held.doubtful = True
+    def mark_suspect(self) -> None:
+        """The server has changed: all blocks of jobs in flight are offered again."""
+        for state in self._jobs.values():
+            state.suspect = True
 
-    def _end(self, held: _Held, now: float) -> EndedSave:
-        job = held.job
+    def _end(self, state: _JobState, now: float) -> EndedSave:
+        job = state.job
         del self._jobs[job.job_id]
         for index, name in enumerate(zip(job.block_ids, job.keys, strict=True)):
             for progress, group_index, position in self._in_flight.pop(name, []):
-                if held.doubtful or index in held.not_stored:
+                if state.suspect or index in state.not_stored:
                     progress.miss(group_index, position, now)
                 else:
                     progress.stored()
-        if not held.were_free:
-            # Tail first, like an engine itself: the tail of a prefix is to be evicted before its head.
+        if not state.was_free:
+            # Tail first, as engines do: the tail of a prefix is evicted before its head.
             self._pool.release(job.block_ids[::-1])
-        return EndedSave(job, frozenset(held.not_stored), held.doubtful, held.were_free)
+        return EndedSave(job, frozenset(state.not_stored), state.suspect, state.was_free)
 
     def _offer(
         self,
@@ -287,21 +291,21 @@ class SavePlanner:
         table: Sequence[int],
         now: float,
     ) -> None:
-        """Adds to ``job`` what is to be stored of the ``missed`` positions, and from the cursor to the end of ``table``."""
-        cursor, end, room = progress.cursor(group.index), len(table), self.room
+        """Adds blocks to ``job``: ``missed`` positions and those from the cursor on."""
+        cursor, end, budget = progress.cursor(group.index), len(table), self.hold_budget
         for position in (*missed, *range(cursor, end)):
             block_id = table[position]
             if block_id == self._null_block or position * group.block_tokens in progress.loaded:
                 continue
             if group.is_state and not self._has_state(request, progress, group, position, block_id):
                 continue
-            place, key = _Place(progress, group.index, position), request.key(group, position)
+            offer, key = _Offer(progress, group.index, position), request.key(group, position)
             if (block_id, key) in self._in_flight:
-                self._in_flight[block_id, key].append(place)
-            elif room > 0:
-                room -= 1
-                self._in_flight[block_id, key] = [place]
-                _add(job, key, group.index, block_id)
+                self._in_flight[block_id, key].append(offer)
+            elif budget > 0:
+                budget -= 1
+                self._in_flight[block_id, key] = [offer]
+                job.add(key, group.index, block_id)
             elif position < cursor:
                 progress.miss(group.index, position, now)
             else:
@@ -312,28 +316,22 @@ class SavePlanner:
     def _has_state(
         self, request: EngineRequest, progress: SaveProgress, group: CacheGroup, position: int, block_id: int
     ) -> bool:
-        """Whether a block has the state at its end, and not that of some other place where a step ended."""
+        """Whether the block holds the state at its own end, not that of another position."""
         end = (position + 1) * group.block_tokens
-        return end in progress.ends or self._pool.known_as(block_id) == request.key(group, position)
+        return end in progress.ends or self._pool.cached_key(block_id) == request.key(group, position)
 
     def _named(self, blocks: Collection[FreeBlock]) -> SaveJob:
         job = SaveJob(self._next_job_id, "")
         for block in blocks:
             if block.key is not None and (block.block_id, block.key) not in self._in_flight:
                 self._in_flight[block.block_id, block.key] = []
-                _add(job, block.key, block.group_index, block.block_id)
+                job.add(block.key, block.group_index, block.block_id)
         return job
 
-    def _hold(self, job: SaveJob, *, were_free: bool = False) -> SaveJob | None:
+    def _hold(self, job: SaveJob, *, was_free: bool = False) -> SaveJob | None:
         if not job.block_ids:
             return None
         self._next_job_id += 1
         self._pool.hold(job.block_ids)
-        self._jobs[job.job_id] = _Held(job, were_free)
+        self._jobs[job.job_id] = _JobState(job, was_free)
         return job
-
-
-def _add(job: SaveJob, key: bytes, group_index: int, block_id: int) -> None:
-    job.keys.append(key)
-    job.groups.append(group_index)
-    job.block_ids.append(block_id)

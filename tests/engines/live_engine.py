@@ -84,7 +84,7 @@ class LiveEngine:
 
     def meet(self, epoch: int, seconds: float = 120.0) -> None:
         """Waits until the connector's sessions are with this life of the server, and it shuns it no more for what went wrong."""
-        remote, worker, walk = self.side._remote, self._worker(), self.side._core._walk
+        remote, worker, walk = self.side._remote, self._worker(), self.side._core._lookahead
         deadline = time.monotonic() + seconds
         while (
             any(client.epoch != epoch for client in (remote._client, worker._client))

@@ -25,7 +25,7 @@ from vllm.v1.request import Request
 from kvtier.client.engines.vllm.groups import Unsupported, resolve_geometry
 from kvtier.client.engines.vllm.ranks import parts_of
 from kvtier.client.engines.vllm.scheduler.requests import RequestRegistration, VllmBlockPool, VllmRequest
-from kvtier.client.offload import BlockTables, CacheGeometry, CacheGroupKind, Found
+from kvtier.client.offload import BlockTables, CacheGeometry, CacheGroupKind, PrefixHit
 from kvtier.client.offload.loads import lacks_blocks, plan_reads
 from kvtier.client.offload.saves import SavePlanner, SaveProgress
 
@@ -170,7 +170,7 @@ def test_only_the_state_at_the_end_of_a_hit_is_loaded() -> None:
     request, _ = engine.request(list(range(100)))
     engine.manager.allocate_slots(request, 0, num_external_computed_tokens=80, delay_cache_blocks=True)
     items = {group: {position: (7, 10 * group + position) for position in range(5)} for group in (0, 1)}
-    found = Found(80, items | {2: {4: (7, 24)}})
+    found = PrefixHit(80, items | {2: {4: (7, 24)}})
     assert not lacks_blocks(engine.geometry, engine.pool, engine.tables(), 0, 80)
     [read] = plan_reads(engine.geometry, found, engine.tables(), 0, 80)
     assert [index for index, group in zip(read.indices, read.groups, strict=True) if group == 2] == [24]

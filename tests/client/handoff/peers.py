@@ -8,18 +8,18 @@ from types import MappingProxyType
 from typing import Any
 
 from kvtier.client.handoff import (
-    Claimed,
+    ClaimedBlocks,
     ClaimId,
     EngineIdentity,
-    Finished,
+    FinishedRequest,
+    FinishReason,
     HandoffCore,
     HandoffOptions,
     HandoffRequest,
     HeldBlock,
     PlannedPublication,
-    Reason,
     RemoteRequest,
-    Transfer,
+    TransferState,
 )
 from kvtier.client.offload import BlockTables, CacheGeometry, CacheGroup
 
@@ -128,7 +128,7 @@ class Server:
 
 def held(
     geometry: CacheGeometry, tokens: list[int], num_tokens: int, *, missing: Sequence[tuple[int, int]] = ()
-) -> Claimed:
+) -> ClaimedBlocks:
     """Returns what a claim of the peer's request is granted: all that a reader needs, but for some (group, position)."""
     theirs, blocks = Request(None, tokens), []
     for group in geometry.groups:
@@ -141,7 +141,7 @@ def held(
             )
             item = None if (group.index, position) in missing else len(blocks)
             blocks.append(HeldBlock(group.index, position, key or b"", item))
-    return Claimed(77, num_tokens, blocks)
+    return ClaimedBlocks(77, num_tokens, blocks)
 
 
 class Rig:
@@ -164,13 +164,13 @@ class Rig:
             self.core.arrived(self.request)
 
     @property
-    def transfer(self) -> Transfer:
+    def transfer(self) -> TransferState:
         return self.core._requests["r"].transfer
 
     def match(self, computed: int = 0, *, now: float = 0.0, wall: float = WALL) -> int | None:
         return self.core.match("r", computed, now, wall)
 
-    def answer(self, claimed: Claimed | None, now: float = 0.0) -> None:
+    def answer(self, claimed: ClaimedBlocks | None, now: float = 0.0) -> None:
         """The server answers the last claim."""
         self.core.claim_ended(self.server.claims[-1][0], claimed, now)
 
@@ -186,5 +186,7 @@ class Rig:
     def allocate(self, external: int = 0) -> None:
         self.core.allocated("r", self.tables(), external)
 
-    def finish(self, tokens: int = 100, reason: Reason = Reason.LENGTH, tables: BlockTables | None = None) -> Finished:
+    def finish(
+        self, tokens: int = 100, reason: FinishReason = FinishReason.LENGTH, tables: BlockTables | None = None
+    ) -> FinishedRequest:
         return self.core.finished("r", tables if tables is not None else self.tables(), tokens, reason, WALL)

@@ -13,7 +13,7 @@ from peers import FULL, WINDOW
 from toy_engine import NAMESPACE, WINDOWED, ToyEngine
 
 from kvtier.client import Client, Timeouts
-from kvtier.client.handoff import Reason
+from kvtier.client.handoff import FinishReason
 from kvtier.client.testing import FakeServer
 
 FIRST_TURN = {"do_remote_decode": True, "remote_block_ids": None, "remote_engine_id": None, "remote_request_id": None}
@@ -102,9 +102,9 @@ def test_aborted_requests_leave_nothing_held() -> None:
     for scheduled in (False, True):
         first = prefill.run(range(100), FIRST_TURN, 0)
         assert server._holds.pinned()
-        assert decode.run(range(100), first.params, 10, reason=Reason.OTHER, scheduled=scheduled).params is None
+        assert decode.run(range(100), first.params, 10, reason=FinishReason.OTHER, scheduled=scheduled).params is None
         assert not server._holds.pinned()
-    assert prefill.run(range(100), FIRST_TURN, 0, reason=Reason.OTHER).params is None
+    assert prefill.run(range(100), FIRST_TURN, 0, reason=FinishReason.OTHER).params is None
     assert not server._holds.pinned()
     assert not server._leases
 
@@ -118,7 +118,7 @@ def test_a_tail_is_nobody_elses() -> None:
     assert len(server._blocks) == 7
     second = decode.run(range(100), first.params, 1)
     assert len(server._blocks) == 7, "six full ones, and the tail of decode's"
-    prefill.run([*second.tokens, *range(200)], second.params, 0, reason=Reason.OTHER)
+    prefill.run([*second.tokens, *range(200)], second.params, 0, reason=FinishReason.OTHER)
     assert all(len(key) == 36 for _, key in server._blocks)
 
 
@@ -154,7 +154,7 @@ class Chaos:
             tokens,
             params,
             0 if is_prefill else rng.randrange(1, 60),
-            reason=rng.choice([Reason.STOPPED, Reason.LENGTH, Reason.STOPPED, Reason.OTHER]),
+            reason=rng.choice([FinishReason.STOPPED, FinishReason.LENGTH, FinishReason.STOPPED, FinishReason.OTHER]),
             saves=rng.random() < 0.9,
             scheduled=rng.random() < 0.9,
         )

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from peers import BLOCK, FULL, PEER, STATE, US, WALL, WINDOW, Rig, answered, prefilled
 
-from kvtier.client.handoff import Direction, Finished, Reason, TransferParams
+from kvtier.client.handoff import Direction, FinishedRequest, FinishReason, TransferParams
 from kvtier.client.offload import CacheGeometry, FreeBlock
 
 BOTH = {"bidirectional_kv_xfer": True}
 TO_DECODE = {"do_remote_decode": True}
-NOTHING = Finished()
+NOTHING = FinishedRequest()
 
 
 @pytest.mark.parametrize("params", [None, {}, "no mapping", 5])
@@ -25,8 +25,8 @@ def test_without_parameters_nothing_is_held(params: object, both: bool) -> None:
     assert rig.server.published == []
 
 
-@pytest.mark.parametrize("reason", Reason)
-def test_aborted_before_it_was_ever_scheduled(reason: Reason) -> None:
+@pytest.mark.parametrize("reason", FinishReason)
+def test_aborted_before_it_was_ever_scheduled(reason: FinishReason) -> None:
     """B2.14: the peer is told to free, and nothing is returned; with a claim under way it is dropped."""
     rig = Rig(prefilled(), **BOTH)
     assert rig.finish(0, reason, tables=[[]]) == NOTHING
@@ -41,7 +41,7 @@ def test_aborted_before_it_was_ever_scheduled(reason: Reason) -> None:
 def test_a_prefill_request_that_never_ran_frees_what_the_decode_engine_holds() -> None:
     """B2.14: in both directions."""
     rig = Rig(answered(80), **BOTH)
-    assert rig.finish(0, Reason.OTHER, tables=[[]]) == NOTHING
+    assert rig.finish(0, FinishReason.OTHER, tables=[[]]) == NOTHING
     assert rig.server.released == [PEER]
 
 
@@ -58,23 +58,23 @@ def test_a_decode_engine_with_the_feature_off_holds_nothing() -> None:
 @pytest.mark.parametrize("params", [TO_DECODE, prefilled()])
 def test_only_normal_ends_are_held(params: dict[str, object]) -> None:
     """B2.16: length-capped and stopped; any other end frees now, saves nothing more and returns nothing."""
-    for reason in Reason:
+    for reason in FinishReason:
         rig = Rig(params, **BOTH)
         rig.allocate()
         finished = rig.finish(100, reason)
-        assert (finished == Finished(drop_saves=True)) is (reason is Reason.OTHER)
-        assert len(rig.server.published) == (reason is not Reason.OTHER)
-        assert bool(finished.blocks) is (reason is not Reason.OTHER)
+        assert (finished == FinishedRequest(drop_saves=True)) is (reason is FinishReason.OTHER)
+        assert len(rig.server.published) == (reason is not FinishReason.OTHER)
+        assert bool(finished.blocks) is (reason is not FinishReason.OTHER)
 
 
-@pytest.mark.parametrize("reason", Reason)
-def test_ended_while_workers_pull(reason: Reason) -> None:
+@pytest.mark.parametrize("reason", FinishReason)
+def test_ended_while_workers_pull(reason: FinishReason) -> None:
     """B2.16: they write to its blocks still; the peer is told when they have ended, and nothing is held."""
     rig = Rig(prefilled(), **BOTH)
     rig.pulled(100)
     rig.allocate(100)
     rig.core.take_pulls()
-    assert rig.finish(100, reason) == Finished(drop_saves=True)
+    assert rig.finish(100, reason) == FinishedRequest(drop_saves=True)
     assert rig.server.released == []
     assert rig.core.pending
     rig.core.pull_ended("r")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from peers import BLOCK, FULL, PEER, REMOTE, STATE, WALL, WINDOW, Request, Rig, answered, held, prefilled
 
-from kvtier.client.handoff import Claimed, HandoffOptions, HeldBlock, Transfer, TransferParams
+from kvtier.client.handoff import ClaimedBlocks, HandoffOptions, HeldBlock, TransferParams, TransferState
 from kvtier.client.handoff.claims import apply_threshold, offered_tokens
 from kvtier.client.offload import CacheGeometry, CacheGroup
 
@@ -99,7 +99,7 @@ def test_a_first_turn_pulls_nothing(blocks: object) -> None:
     """B2.5: no remote blocks."""
     rig = Rig(answered(80, remote_block_ids=blocks), **BOTH)
     assert rig.match() == 0
-    assert rig.transfer is Transfer.NONE
+    assert rig.transfer is TransferState.NONE
     params = TransferParams.parse(answered(80, remote_block_ids=blocks))
     assert params is not None
     assert offered_tokens(params, 100, 0, HandoffOptions(**BOTH)) == 0
@@ -267,7 +267,7 @@ def test_groups_that_we_do_not_have_are_ignored() -> None:
     rig = Rig(prefilled())
     rig.match()
     claimed = held(FULL, list(range(100)), 100)
-    rig.answer(Claimed(77, 100, [HeldBlock(5, 0, b"key", 0), *claimed.blocks]))
+    rig.answer(ClaimedBlocks(77, 100, [HeldBlock(5, 0, b"key", 0), *claimed.blocks]))
     assert rig.match() == 100
 
 
@@ -296,10 +296,10 @@ def test_a_reset_gives_back_what_was_leased_before() -> None:
     rig.pulled(100)
     rig.allocate(100)
     rig.core.reset()
-    assert (rig.transfer, rig.server.dropped) == (Transfer.PULLING, [])
+    assert (rig.transfer, rig.server.dropped) == (TransferState.PULLING, [])
     rig.core.pull_ended("r")
     rig.core.reset()
-    assert (rig.transfer, rig.server.dropped, len(rig.server.claims)) == (Transfer.OVER, [1], 1)
+    assert (rig.transfer, rig.server.dropped, len(rig.server.claims)) == (TransferState.OVER, [1], 1)
 
 
 def test_a_window_is_needed_only_where_it_ends() -> None:
@@ -320,12 +320,12 @@ def test_a_state_is_needed_at_the_end() -> None:
     assert rig.pulled(96, missing=[(1, 5)]) == 0
 
 
-def all_of(geometry: CacheGeometry, num_tokens: int) -> Claimed:
+def all_of(geometry: CacheGeometry, num_tokens: int) -> ClaimedBlocks:
     """Returns a claim of every full block of so many tokens, windows and states included."""
     theirs = Request(None, list(range(num_tokens)))
     places = [(group, position) for group in geometry.groups for position in range(num_tokens // BLOCK)]
     blocks = [HeldBlock(group.index, n, theirs.key(group, n), item) for item, (group, n) in enumerate(places)]
-    return Claimed(77, num_tokens, blocks)
+    return ClaimedBlocks(77, num_tokens, blocks)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from peers import PEER, REMOTE, Rig, answered, prefilled
 
-from kvtier.client.handoff import Reason, RemoteRequest, Transfer
+from kvtier.client.handoff import FinishReason, RemoteRequest, TransferState
 
 BOTH = {"bidirectional_kv_xfer": True}
 
@@ -63,7 +63,7 @@ def test_exactly_one_transfer_per_request(params: dict[str, object]) -> None:
     rig = Rig(params, **BOTH)
     rig.pulled(100)
     rig.allocate(100)
-    assert rig.transfer is Transfer.PULLING
+    assert rig.transfer is TransferState.PULLING
     assert rig.match() == 0, "while workers copy"
     rig.core.pull_ended("r")
     rig.allocate(0)
@@ -133,7 +133,7 @@ def test_tokens_that_were_never_offered_fail_their_load() -> None:
         ("r", []),
         ("nobody knows it", []),
     ]
-    assert rig.transfer is Transfer.PULLING
+    assert rig.transfer is TransferState.PULLING
     rig.core.pull_ended("r")
     assert rig.server.released == [PEER]
     assert rig.match() == 0
@@ -145,10 +145,10 @@ def test_a_pull_that_cannot_be_planned_is_a_load_that_fails() -> None:
     rig.pulled(100)
     with pytest.raises(IndexError):
         rig.core.allocated("r", [], 100)
-    assert (rig.transfer, rig.core.pending) == (Transfer.PULLING, True)
+    assert (rig.transfer, rig.core.pending) == (TransferState.PULLING, True)
     assert [(pull.remote, pull.job.reads) for pull in rig.core.take_pulls()] == [(PEER, [])]
     rig.core.pull_ended("r")
-    assert (rig.transfer, rig.server.released, rig.core.pending) == (Transfer.OVER, [PEER], False)
+    assert (rig.transfer, rig.server.released, rig.core.pending) == (TransferState.OVER, [PEER], False)
 
 
 def test_a_pull_that_fails_was_the_transfer() -> None:
@@ -168,10 +168,10 @@ def test_other_loads_are_no_transfer() -> None:
     """An engine reports those of offloading alike: what is to be pulled still is, and nobody is told to let go."""
     rig = Rig(prefilled())
     rig.core.pull_ended("r")
-    assert (rig.transfer, rig.server.released) == (Transfer.WANTED, [])
+    assert (rig.transfer, rig.server.released) == (TransferState.WANTED, [])
     assert rig.pulled(100) == 100
     rig.core.pull_ended("r")
-    assert (rig.transfer, rig.server.released) == (Transfer.CLAIMED, [])
+    assert (rig.transfer, rig.server.released) == (TransferState.CLAIMED, [])
 
 
 def test_after_the_transfer_nothing_is_read_any_more() -> None:
@@ -185,7 +185,7 @@ def test_after_the_transfer_nothing_is_read_any_more() -> None:
     rig.allocate(100)
     assert rig.core.pending
     assert [(pull.remote, pull.job.reads) for pull in rig.core.take_pulls()] == [(None, [])]
-    assert (rig.transfer, rig.server.released) == (Transfer.OVER, [PEER])
+    assert (rig.transfer, rig.server.released) == (TransferState.OVER, [PEER])
 
 
 def test_the_engine_may_take_less_than_was_offered() -> None:
@@ -250,9 +250,9 @@ def test_who_pulls_nothing_sends_no_heartbeat() -> None:
     rig = Rig({"do_remote_decode": True})
     rig.core.heartbeat(0.0)
     rig = Rig(prefilled())
-    rig.finish(0, Reason.OTHER, tables=[[]])
+    rig.finish(0, FinishReason.OTHER, tables=[[]])
     rig.core.heartbeat(0.0)
     rig.core.arrived(rig.request)
-    rig.finish(0, Reason.OTHER, tables=[[]])
+    rig.finish(0, FinishReason.OTHER, tables=[[]])
     rig.core.heartbeat(0.1)
     assert rig.server.renewed == []

@@ -21,15 +21,15 @@ from kvtier.client import (
     make_key,
 )
 from kvtier.client.handoff import (
-    Claimed,
+    ClaimedBlocks,
     ClaimId,
     Direction,
+    FinishReason,
     HandoffCore,
     HandoffOptions,
     HandoffRequest,
     HeldBlock,
     PlannedPublication,
-    Reason,
     RemoteRequest,
 )
 from kvtier.client.offload import CacheGeometry, CacheGroup
@@ -83,7 +83,7 @@ class ToyServer:
     """A `HandoffServer` that does at once what it is asked; what fails is a miss."""
 
     client: Client
-    answers: list[tuple[ClaimId, Claimed | None]] = field(default_factory=list)
+    answers: list[tuple[ClaimId, ClaimedBlocks | None]] = field(default_factory=list)
     leases: dict[ClaimId, int] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
 
@@ -108,7 +108,7 @@ class ToyServer:
                 zip(found.keys, found.hold.positions, found.statuses, strict=True)
             )
         ]
-        self.answers.append((claim, Claimed(found.id, found.hold.num_tokens, blocks)))
+        self.answers.append((claim, ClaimedBlocks(found.id, found.hold.num_tokens, blocks)))
         return True
 
     def drop_claim(self, claim: ClaimId) -> None:
@@ -164,7 +164,7 @@ class ToyEngine:
         params: Any,
         new_tokens: int,
         *,
-        reason: Reason = Reason.STOPPED,
+        reason: FinishReason = FinishReason.STOPPED,
         saves: bool = True,
         scheduled: bool = True,
     ) -> Turn:
@@ -176,7 +176,7 @@ class ToyEngine:
         self.core.heartbeat(self.steps)
         offered = self._match(request.request_id)
         if not scheduled:
-            self.core.finished(request.request_id, self._tables(0, 0), 0, Reason.OTHER, WALL)
+            self.core.finished(request.request_id, self._tables(0, 0), 0, FinishReason.OTHER, WALL)
             return Turn(0, 0, None, list(prompt))
         end = len(prompt) + new_tokens
         tables = self._tables(end, offered)

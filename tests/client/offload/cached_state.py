@@ -1,4 +1,4 @@
-"""What the core takes for stored, held against what its server ever had."""
+"""Compares what the offload core considers stored with what its server ever had."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from model_server import ModelServer
 from kvtier.client.offload import CacheGeometry, CacheGroupKind, OffloadCore
 
 
-def check_beliefs(core: OffloadCore, geometry: CacheGeometry, server: ModelServer) -> None:
-    """Asserts that all that is not going to be offered was stored in this life of the server, which the core has heard of."""
-    walk = core._walk
-    for key in [*walk._stored.values(), *walk._stored_before.values()] if walk is not None else []:
-        assert server.may_have(key), "takes a block for stored that this server never had"
-    in_flight = {key for held in core._saves._jobs.values() for key in held.job.keys}
-    for state in core._requests.values():
+def check_cached_state(core: OffloadCore, geometry: CacheGeometry, server: ModelServer) -> None:
+    """Asserts that every block that will not be offered again was stored since the server's last restart."""
+    view = core.inspect()
+    for key in view.stored:
+        assert server.may_have(key), "considers a block stored that this server never had"
+    in_flight = {key for job in view.jobs.values() for key in job.keys}
+    for state in view.requests:
         for group in geometry.groups:
             if group.kind is not CacheGroupKind.FULL:
                 continue  # some of its blocks are in no table any more
@@ -21,6 +21,4 @@ def check_beliefs(core: OffloadCore, geometry: CacheGeometry, server: ModelServe
             for position in range(state.progress.cursor(group.index)):
                 key = state.engine.key(group, position)
                 known = position in missed or key in in_flight or server.may_have(key)
-                assert known, (
-                    f"{state.engine}: block {position} of group {group.index} is nowhere, and not to be offered"
-                )
+                assert known, f"{state.engine}: block {position} of group {group.index} is neither stored nor offered"

@@ -6,7 +6,7 @@ import sys
 
 from offload_world import refill, run
 
-from kvtier.client.offload import Mode
+from kvtier.client.offload import OffloadMode
 
 
 def main(first: int, last: int, steps: int = 1500) -> None:
@@ -14,7 +14,7 @@ def main(first: int, last: int, steps: int = 1500) -> None:
     for seed in range(first, last):
         print(f"\rseed {seed}", end="", flush=True)
         run(seed, steps)
-        for mode in Mode:
+        for mode in OffloadMode:
             refill(seed, steps, mode)
     print(f"\r{last - first} lives of {steps} steps: nothing broke")
 

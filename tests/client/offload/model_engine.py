@@ -66,7 +66,7 @@ class ModelRequest:
     groups: Sequence[CacheGroup]
     may_load: bool = True
     may_save: bool = True
-    whole: bool = False
+    request_level: bool = False
     status: Status = Status.WAITING
     computed: int = 0
     executed: int = 0
@@ -167,7 +167,7 @@ class Pool:
     def references(self, block_id: int) -> int:
         return self.refs[block_id]
 
-    def known_as(self, block_id: int) -> bytes | None:
+    def cached_key(self, block_id: int) -> bytes | None:
         named = self.named.get(block_id)
         return named.key if named is not None else None
 

@@ -7,7 +7,15 @@ import random
 from model_engine import NULL, Layout, ModelRequest, Pool, Script, Status, Work
 from model_server import ModelServer, ModelWorker
 
-from kvtier.client.offload import CacheGeometry, Computed, FreeBlock, LoadJob, OffloadCore, OffloadOptions, SaveJob
+from kvtier.client.offload import (
+    CacheGeometry,
+    FreeBlock,
+    LoadJob,
+    OffloadCore,
+    OffloadOptions,
+    SaveJob,
+    ScheduledRequest,
+)
 
 UNALIGNED = 0.1
 # How often a request's blocks are held at its end.
@@ -70,7 +78,7 @@ class ModelScheduler:
             may_load=load,
             may_save=save,
         )
-        request.whole = self.rng.random() < 0.1
+        request.request_level = self.rng.random() < 0.1
         self.requests[name] = request
         self.waiting.append(request)
         self.core.arrived(request, self.layout.local_hit(self.pool, request), self.now)
@@ -82,7 +90,8 @@ class ModelScheduler:
         self.core.preempted(self.preempted)
         self.preempted.clear()
         computed = [
-            Computed(w.request.request_id, w.end, lambda w=w: w.request.tables, drafts=bool(w.drafts)) for w in works
+            ScheduledRequest(w.request.request_id, w.end, lambda w=w: w.request.tables, drafts=bool(w.drafts))
+            for w in works
         ]  # type: ignore[misc]
         self.core.plan_saves(computed, self.now)
         plan = self.core.take_plan(self.now)

@@ -9,7 +9,16 @@ from dataclasses import dataclass, field
 
 from model_engine import GARBAGE, ModelRequest, Pool, Script
 
-from kvtier.client.offload import CacheGeometry, EngineRequest, Found, LoadJob, LookupId, Place, SaveJob, search
+from kvtier.client.offload import (
+    BlockPosition,
+    CacheGeometry,
+    EngineRequest,
+    LoadJob,
+    LookupId,
+    PrefixHit,
+    SaveJob,
+    search_hit,
+)
 
 
 @dataclass
@@ -86,24 +95,24 @@ class ModelServer:
 
     # ---- its own life
 
-    def answer(self, lookup: LookupId) -> Found:
-        """Searches as a client would, one lease per question."""
+    def answer(self, lookup: LookupId) -> PrefixHit:
+        """Searches as a client would, one lease per query."""
         asked = self.asked[lookup]
         asked.answered = True
-        found = Found(asked.start)
-        questions = search(self.geometry, asked.start, asked.limit)
-        answer: set[Place] | None = None
+        found = PrefixHit(asked.start)
+        queries = search_hit(self.geometry, asked.start, asked.limit)
+        answer: set[BlockPosition] | None = None
         try:
             while True:
-                question = questions.send(answer)  # type: ignore[arg-type]  # None the first time
+                query = queries.send(answer)  # type: ignore[arg-type]  # None the first time
                 answer = set()
                 self._lease_ids += 1
                 lease = self.leases[self._lease_ids] = Lease([])
                 asked.leases.append(self._lease_ids)
-                for place in question.places:
+                for place in query.blocks:
                     key = asked.request.key(place.group, place.position)
                     hit = len(self.blocks.get(key, ())) == self.ranks
-                    if not hit and question.prefix:
+                    if not hit and query.prefix:
                         break
                     if hit:
                         answer.add(place)

@@ -10,7 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
-from cached_state import check_beliefs
+from cached_state import check_cached_state
 from model_engine import NULL, ModelRequest, Pool, Script, Status
 from model_scheduler import ModelScheduler
 from model_server import CALM, ModelServer, ModelWorker
@@ -20,7 +20,7 @@ from kvtier.client.offload import (
     CacheGroup,
     LoadJob,
     LookupId,
-    Mode,
+    OffloadMode,
     OffloadOptions,
     SaveJob,
 )
@@ -44,11 +44,11 @@ STEPS_TO_SETTLE = 5000
 class World(ModelScheduler):
     """One engine's life; `rng` decides everything."""
 
-    def __init__(self, seed: int, mode: Mode | None = None) -> None:
+    def __init__(self, seed: int, mode: OffloadMode | None = None) -> None:
         rng = random.Random(seed)
         geometry, script, ranks = rng.choice(GEOMETRIES), Script(), rng.choice((1, 1, 2, 3))
         options = OffloadOptions(
-            mode or rng.choice(list(Mode)),
+            mode or rng.choice(list(OffloadMode)),
             TIMEOUT_S,
             10.0,
             rng.choice((0.2, 0.5, 1.0)),
@@ -142,7 +142,7 @@ class World(ModelScheduler):
         self.waiting.insert(0, request)
 
     def forget_ended_saves(self) -> None:
-        self.saves = {job_id: job for job_id, job in self.saves.items() if job_id in self.core._saves._jobs}
+        self.saves = {job_id: job for job_id, job in self.saves.items() if job_id in self.core.inspect().jobs}
 
     def answer_lookup(self) -> bool:
         open_lookups = [number for number, asked in self.server.asked.items() if not asked.answered]
@@ -212,7 +212,7 @@ class World(ModelScheduler):
         core = self.core
         unsent = {job.job_id: job for job in core._plan.saves}
         jobs = self.saves | unsent
-        assert core._saves._jobs.keys() == jobs.keys()
+        assert core.inspect().jobs.keys() == jobs.keys()
         names = Counter(name for job in jobs.values() for name in zip(job.block_ids, job.keys, strict=True))
         assert not names or max(names.values()) == 1, "a block is saved twice at once"
         assert core._saves._in_flight.keys() == names.keys(), "the in-flight set is not what is in flight"
@@ -232,7 +232,7 @@ class World(ModelScheduler):
         assert wanted == self.server.asked.keys(), "a pin that nobody wants, or one that was lost"
         assert core._requests.keys() == self.requests.keys()
         if self.noticed_life == self.server.life and not self.server.empties and self.rng.random() < 0.2:
-            check_beliefs(core, self.geometry, self.server)
+            check_cached_state(core, self.geometry, self.server)
 
     def loading_lookups(self) -> set[LookupId]:
         return {state.loading.number for state in self.core._requests.values() if state.loading is not None}
@@ -282,7 +282,7 @@ class World(ModelScheduler):
         assert Counter(self.server.ended) == Counter(f"r{number + 1}" for number in range(self.arrivals))
 
 
-def run(seed: int, steps: int, mode: Mode | None = None) -> World:
+def run(seed: int, steps: int, mode: OffloadMode | None = None) -> World:
     """Lives one life from a seed; raises AssertionError where something did not hold."""
     world = World(seed, mode)
     for _ in range(steps):
@@ -294,7 +294,7 @@ def run(seed: int, steps: int, mode: Mode | None = None) -> World:
     return world
 
 
-def refill(seed: int, steps: int, mode: Mode) -> None:
+def refill(seed: int, steps: int, mode: OffloadMode) -> None:
     """After any life, prompts that are computed again are found whole, whatever the server had lost of them (B4.15).
 
     Not always at the second time: what is put off, because saves hold too many blocks, may have fallen out of its window before.
@@ -303,8 +303,10 @@ def refill(seed: int, steps: int, mode: Mode) -> None:
     """
     world = run(seed, steps, mode)
     world.core._saves._max_held_fraction = 1.0
-    if world.core._walk is not None:
-        world.core._walk.target = world.pool.num_blocks  # or the walk would leave alone what nobody is about to evict
+    if world.core._lookahead is not None:
+        world.core._lookahead.target = (
+            world.pool.num_blocks
+        )  # or the walk would leave alone what nobody is about to evict
     step = world.geometry.step_tokens
     whole = (len(world.chains[0]) - 1) // step * step - step * world.geometry.drop_last_block
     for _ in range(10):
@@ -312,7 +314,7 @@ def refill(seed: int, steps: int, mode: Mode) -> None:
         requests = []
         for chain in world.chains:
             requests.append(world.submit(chain, 1))
-            if mode is Mode.LAZY:
+            if mode is OffloadMode.LAZY:
                 world.settle()
                 world.rest()
         world.settle()

@@ -23,7 +23,7 @@ class Request:
     request_id: str = "r"
     may_load: bool = True
     may_save: bool = True
-    whole: bool = False
+    request_level: bool = False
 
     @property
     def server_name(self) -> str:
@@ -80,7 +80,7 @@ class References:
     def references(self, block_id: int) -> int:
         return self.refs[block_id]
 
-    def known_as(self, block_id: int) -> bytes | None:
+    def cached_key(self, block_id: int) -> bytes | None:
         return self.names.get(block_id)
 
     def free_block(self, block_id: int) -> FreeBlock | None:

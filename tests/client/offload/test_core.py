@@ -7,17 +7,17 @@ from stand_ins import FULL, WINDOW, References, Request, Wishes
 from kvtier.client.offload import (
     BlockRead,
     CacheGeometry,
-    Computed,
-    Found,
     LoadJob,
     LookupId,
     OffloadCore,
     OffloadOptions,
+    PrefixHit,
     SaveJob,
+    ScheduledRequest,
 )
 
 TABLES = [[1, 2, 3, 4, 5]]
-FOUND = Found(12, {0: {0: (9, 0), 1: (9, 1), 2: (9, 2)}}, {0: "cpu", 1: "cpu", 2: "lmdb"})
+FOUND = PrefixHit(12, {0: {0: (9, 0), 1: (9, 1), 2: (9, 2)}}, {0: "cpu", 1: "cpu", 2: "lmdb"})
 
 
 class Engine:
@@ -36,7 +36,7 @@ class Engine:
 
     def save(self, tokens: int, now: float = 0.2) -> list[list[int]]:
         """Returns the blocks that a step saves."""
-        self.core.plan_saves([Computed("r", tokens, lambda: TABLES)], now)
+        self.core.plan_saves([ScheduledRequest("r", tokens, lambda: TABLES)], now)
         return [job.block_ids for job in self.core.take_plan(0.0).saves]
 
     def load(self, tokens: int = 12) -> None:
@@ -143,7 +143,9 @@ def test_all_requests_of_a_step_are_in_one_plan() -> None:
     engine.load()
     for name in ("s", "t"):
         engine.core.arrived(Request(2, name), 0, 0.0)
-    engine.core.plan_saves([Computed("s", 8, lambda: [[11, 12]]), Computed("t", 8, lambda: [[21, 22]])], 0.1)
+    engine.core.plan_saves(
+        [ScheduledRequest("s", 8, lambda: [[11, 12]]), ScheduledRequest("t", 8, lambda: [[21, 22]])], 0.1
+    )
     plan = engine.core.take_plan(0.0)
     assert [job.request_id for job in plan.loads] == ["r"]
     assert [job.request_id for job in plan.saves] == ["server's s", "server's t"]
@@ -182,7 +184,7 @@ def test_a_preemption_resets_the_cursors() -> None:
     engine.pool.release([1, 2, 3, 4])
     engine.core.preempted(["r", "unknown"])
     assert engine.pool.refs[1] == 1
-    engine.core.plan_saves([Computed("r", 16, lambda: [[5, 6, 7, 8]])], 0.4)
+    engine.core.plan_saves([ScheduledRequest("r", 16, lambda: [[5, 6, 7, 8]])], 0.4)
     assert [job.block_ids for job in engine.core.take_plan(0.0).saves] == [[5, 6, 7, 8]]
 
 
@@ -197,7 +199,7 @@ def test_an_engine_that_asks_again_has_preempted() -> None:
     engine.core.allocated("r", [[5, 6, 7, 8]], 4)
     engine.core.preempted(["r"])
     engine.core.loads_ended(["r"], [])
-    engine.core.plan_saves([Computed("r", 16, lambda: [[5, 6, 7, 8]])], 0.5)
+    engine.core.plan_saves([ScheduledRequest("r", 16, lambda: [[5, 6, 7, 8]])], 0.5)
     assert [job.block_ids for job in engine.core.take_plan(0.0).saves] == [[6, 7, 8]], (
         "from the start, but for the load"
     )
@@ -213,10 +215,10 @@ def test_a_preemption_that_was_seen_is_not_applied_again() -> None:
     engine.core.match("r", 0, 0.4)
     engine.core.allocated("r", [[5, 6, 7, 8]], 0)
     engine.core.preempted(["r"])
-    engine.core.plan_saves([Computed("r", 8, lambda: [[5, 6, 7, 8]])], 0.5)
+    engine.core.plan_saves([ScheduledRequest("r", 8, lambda: [[5, 6, 7, 8]])], 0.5)
     assert [job.block_ids for job in engine.core.take_plan(0.5).saves] == [[5, 6]]
     engine.core.preempted(["r"])
-    engine.core.plan_saves([Computed("r", 8, lambda: [[9, 10, 11, 12]])], 0.6)
+    engine.core.plan_saves([ScheduledRequest("r", 8, lambda: [[9, 10, 11, 12]])], 0.6)
     assert [job.block_ids for job in engine.core.take_plan(0.6).saves] == [[9, 10]]
 
 
@@ -249,7 +251,7 @@ def test_a_reset_waits_for_loads_too() -> None:
 def test_whole_requests_offer_what_was_loaded() -> None:
     """B1.1, B1.6 Loading a prefix does not advance the cursor of a request that a tier wants whole."""
     engine = Engine()
-    engine.request.whole = True
+    engine.request.request_level = True
     engine.load()
     engine.core.loads_ended(["r"], [])
     assert engine.save(16) == [[1, 2, 3, 4]]
@@ -260,7 +262,7 @@ def test_groups_are_offered_each_on_its_own() -> None:
     pool = References()
     core = OffloadCore(CacheGeometry((FULL, WINDOW), 4, 4), 1, OffloadOptions(), pool, Wishes())
     core.arrived(Request(2, may_load=False), 0, 0.0)
-    core.plan_saves([Computed("r", 8, lambda: [[1, 2], [0, 4]])], 0.1)
+    core.plan_saves([ScheduledRequest("r", 8, lambda: [[1, 2], [0, 4]])], 0.1)
     assert core.take_plan(0.0).saves == [SaveJob(1, "server's r", [b"1.1", b"0.0", b"1.0"], [1, 0, 0], [4, 1, 2])]
 
 

@@ -8,12 +8,12 @@ from stand_ins import FULL, References, Request, Wishes
 from kvtier.client.offload import (
     BlockTables,
     CacheGeometry,
-    Computed,
     EndedSave,
     FreeBlock,
-    Mode,
     OffloadCore,
+    OffloadMode,
     OffloadOptions,
+    ScheduledRequest,
 )
 
 TABLES = [[1, 2, 3, 4, 5]]
@@ -29,20 +29,20 @@ def held(*positions: int, tail: int | None = None) -> list[FreeBlock]:
 class Engine:
     """A core and its block pool."""
 
-    def __init__(self, mode: Mode = Mode.EAGER, fraction: float = 1.0) -> None:
+    def __init__(self, mode: OffloadMode = OffloadMode.EAGER, fraction: float = 1.0) -> None:
         self.pool, self.server = References(), Wishes()
         options = OffloadOptions(mode, max_held_fraction=fraction, batched_tokens=16)
         self.core = OffloadCore(CacheGeometry((FULL,), 4, 4), 1, options, self.pool, self.server)
 
-    def start(self, request_id: str = "r", *, whole: bool = False) -> None:
-        self.core.arrived(Request(4, request_id, may_load=False, whole=whole), 0, 0.0)
+    def start(self, request_id: str = "r", *, request_level: bool = False) -> None:
+        self.core.arrived(Request(4, request_id, may_load=False, request_level=request_level), 0, 0.0)
         self.core.allocated(request_id, TABLES, 0)
 
     def save(
         self, tokens: int = 0, request_id: str = "r", *, tables: BlockTables = TABLES, now: float = 0.0
     ) -> dict[int, list[tuple[int, bytes]]]:
         """Returns the blocks that a step saves, with their names, by job."""
-        computed = [Computed(request_id, tokens, lambda: tables)] if tokens else []
+        computed = [ScheduledRequest(request_id, tokens, lambda: tables)] if tokens else []
         self.core.plan_saves(computed, now)
         jobs = self.core.take_plan(now).saves
         return {job.job_id: list(zip(job.block_ids, job.keys, strict=True)) for job in jobs}
@@ -79,17 +79,17 @@ def test_what_was_offered_and_not_stored_is_stored_now() -> None:
     assert list(saves.values()) == [[(1, b"0.0"), (3, b"2.0"), (4, TAIL)]]
 
 
-@pytest.mark.parametrize("mode", Mode)
-def test_all_is_stored_where_nothing_was_offered(mode: Mode) -> None:
+@pytest.mark.parametrize("mode", OffloadMode)
+def test_all_is_stored_where_nothing_was_offered(mode: OffloadMode) -> None:
     """B2.17 B4.7: in lazy mode the others wait until they are about to be evicted; a peer does not."""
     engine = Engine(mode)
     engine.start()
-    saves = engine.finish(0 if mode is Mode.EAGER else 14, held(0, 1, 2, tail=3))
+    saves = engine.finish(0 if mode is OffloadMode.EAGER else 14, held(0, 1, 2, tail=3))
     assert list(saves.values()) == [[(1, b"0.0"), (2, b"1.0"), (3, b"2.0"), (4, TAIL)]]
 
 
-@pytest.mark.parametrize("mode", Mode)
-def test_blocks_that_are_stored_for_somebody_are_held_until_then(mode: Mode) -> None:
+@pytest.mark.parametrize("mode", OffloadMode)
+def test_blocks_that_are_stored_for_somebody_are_held_until_then(mode: OffloadMode) -> None:
     """B5.3: by a reference of their own, which is given back; not as blocks that were free before are."""
     engine = Engine(mode)
     engine.start()
@@ -98,15 +98,15 @@ def test_blocks_that_are_stored_for_somebody_are_held_until_then(mode: Mode) -> 
     engine.pool.release([1, 2, 3])
     engine.pool.released.clear()
     (ended,) = engine.stored(job)
-    assert not ended.were_free
+    assert not ended.was_free
     assert (engine.pool.refs[1:4], engine.pool.released) == ([0, 0, 0], [3, 2, 1])
     assert not engine.core.pending
 
 
 def test_what_is_being_stored_under_that_name_is_not_stored_twice() -> None:
     """B5.2 B5.4: by another request that has it, say; who offered it still learns that it was not stored."""
-    engine = Engine(Mode.LAZY)
-    engine.start("whole", whole=True)
+    engine = Engine(OffloadMode.LAZY)
+    engine.start("whole", request_level=True)
     engine.start()
     (job,) = engine.save(8, "whole")
     saves = engine.finish(10, held(0, 1, tail=2))

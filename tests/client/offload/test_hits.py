@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from stand_ins import FULL, STATE, WINDOW, References
 
-from kvtier.client.offload import BlockRead, CacheGeometry, Found, Place, search
+from kvtier.client.offload import BlockPosition, BlockRead, CacheGeometry, PrefixHit, search_hit
 from kvtier.client.offload.loads import lacks_blocks, longest_hit, plan_reads, usable_limit
 
 
@@ -40,25 +40,25 @@ def test_what_the_engine_has_itself_need_not_be_in_the_store() -> None:
 def test_half_a_load_is_none() -> None:
     """B4.3 The engine may accept fewer tokens than offered, but not part of a block."""
     geometry = CacheGeometry((FULL,), 4, 4)
-    found = Found(8, {0: {0: (9, 0), 1: (9, 1)}})
+    found = PrefixHit(8, {0: {0: (9, 0), 1: (9, 1)}})
     reads = [plan_reads(geometry, found, [[5, 6]], 0, end) for end in (8, 4, 6)]
     assert reads == [[BlockRead(9, [0, 1], [0, 0], [5, 6])], [BlockRead(9, [0], [0], [5])], []]
 
 
 def _hit(geometry: CacheGeometry, limit: int, present: dict[int, set[int]]) -> tuple[int, int]:
-    """Returns how far a hit reaches, and how many questions it took."""
-    questions, asked = search(geometry, 0, limit), 0
+    """Returns how far a hit reaches, and how many queries it took."""
+    queries, asked = search_hit(geometry, 0, limit), 0
     try:
-        question = next(questions)
+        query = next(queries)
         while True:
             asked += 1
-            found: set[Place] = set()
-            for place in question.places:
+            found: set[BlockPosition] = set()
+            for place in query.blocks:
                 if place.position in present[place.group.index]:
                     found.add(place)
-                elif question.prefix:
+                elif query.prefix:
                     break
-            question = questions.send(found)
+            query = queries.send(found)
     except StopIteration as end:
         return end.value, asked
 
@@ -77,7 +77,7 @@ def _hit(geometry: CacheGeometry, limit: int, present: dict[int, set[int]]) -> t
 def test_full_window_and_state_are_matched_together(
     full: set[int], window: set[int], state: set[int], expected: tuple[int, int]
 ) -> None:
-    """B4.10 All of the prefix, the last window, and the state at the end: as few questions as it takes."""
+    """B4.10 All of the prefix, the last window, and the state at the end: as few queries as it takes."""
     assert _hit(CacheGeometry((FULL, WINDOW, STATE), 4, 4), 16, {0: full, 1: window, 2: state}) == expected
 
 
@@ -90,7 +90,7 @@ def test_a_block_that_was_not_found_makes_the_load_impossible() -> None:
     """B4.10 Taking less than offered moves a window's end: a block that it needs there was never looked up."""
     geometry = CacheGeometry((FULL, WINDOW), 4, 4)
     full = {position: (9, position) for position in range(4)}
-    found = Found(16, {0: full, 1: {2: (8, 0), 3: (8, 1)}})
+    found = PrefixHit(16, {0: full, 1: {2: (8, 0), 3: (8, 1)}})
     whole = plan_reads(geometry, found, [[1, 2, 3, 4], [0, 0, 7, 8]], 0, 16)
     assert whole == [BlockRead(9, [0, 1, 2, 3], [0] * 4, [1, 2, 3, 4]), BlockRead(8, [0, 1], [1, 1], [7, 8])]
     assert plan_reads(geometry, found, [[1, 2, 3], [0, 6, 7]], 0, 12) == []
@@ -111,7 +111,7 @@ def test_a_window_that_was_lost_before_the_start_makes_the_load_impossible() -> 
 def test_only_the_last_state_is_read() -> None:
     """B4.10 An engine allocates one block for the state of a hit; those before it are null."""
     geometry = CacheGeometry((FULL, STATE), 4, 4)
-    found = Found(8, {0: {0: (9, 0), 1: (9, 1)}, 2: {1: (8, 0)}})
+    found = PrefixHit(8, {0: {0: (9, 0), 1: (9, 1)}, 2: {1: (8, 0)}})
     reads = plan_reads(geometry, found, [[1, 2], [], [0, 5]], 0, 8)
     assert reads == [BlockRead(9, [0, 1], [0, 0], [1, 2]), BlockRead(8, [0], [2], [5])]
     assert plan_reads(geometry, found, [[1], [], [5]], 0, 4) == [], "the state there was never looked up"

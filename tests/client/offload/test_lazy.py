@@ -8,20 +8,20 @@ from stand_ins import FULL, STATE, WINDOW, References, Request, Wishes
 from kvtier.client.offload import (
     CacheGeometry,
     CacheGroup,
-    Computed,
-    Found,
     FreeBlock,
     LookupId,
-    Mode,
     OffloadCore,
+    OffloadMode,
     OffloadOptions,
+    PrefixHit,
     SaveJob,
+    ScheduledRequest,
 )
 
 
 def _core(pool: References, batched_tokens: int = 4, held: float = 1.0, world_size: int = 1) -> OffloadCore:
     """Returns a core that looks two blocks ahead for each four batched tokens."""
-    options = OffloadOptions(Mode.LAZY, max_held_fraction=held, batched_tokens=batched_tokens)
+    options = OffloadOptions(OffloadMode.LAZY, max_held_fraction=held, batched_tokens=batched_tokens)
     return OffloadCore(CacheGeometry((FULL,), 4, 4), world_size, options, pool, Wishes())
 
 
@@ -49,7 +49,9 @@ def _step(core: OffloadCore, now: float = 0.0) -> list[int]:
 def test_the_walk_looks_two_steps_ahead(groups: tuple[CacheGroup, ...], target: int) -> None:
     """B4.7 cdiv(batched tokens, block), cdiv(window, block) + 1, and 2 for states; times two."""
     pool = References()
-    core = OffloadCore(CacheGeometry(groups, 8, 4), 1, OffloadOptions(Mode.LAZY, batched_tokens=16), pool, Wishes())
+    core = OffloadCore(
+        CacheGeometry(groups, 8, 4), 1, OffloadOptions(OffloadMode.LAZY, batched_tokens=16), pool, Wishes()
+    )
     pool.free(*_free(*range(1, 60)))
     assert len(_step(core)) == target
 
@@ -178,10 +180,10 @@ def test_lazy_mode_finds_no_block_in_flight() -> None:
 def test_requests_are_stored_eagerly_only_where_the_whole_is_wanted() -> None:
     """B1.1, B4.7 Who reads a whole request's blocks will not wait until they are evicted; others are left alone."""
     core = _core(References())
-    for name, whole in (("r", False), ("w", True)):
-        core.arrived(Request(2, name, may_load=False, whole=whole), 0, 0.0)
+    for name, request_level in (("r", False), ("w", True)):
+        core.arrived(Request(2, name, may_load=False, request_level=request_level), 0, 0.0)
         core.allocated(name, [[1, 2]], 0)
-    core.plan_saves([Computed("r", 8, lambda: [[1, 2]]), Computed("w", 8, lambda: [[3, 4]])], 0.0)
+    core.plan_saves([ScheduledRequest("r", 8, lambda: [[1, 2]]), ScheduledRequest("w", 8, lambda: [[3, 4]])], 0.0)
     assert core.take_plan(0.0).saves == [SaveJob(1, "server's w", [b"0.0", b"1.0"], [0, 0], [3, 4])]
 
 
@@ -204,7 +206,7 @@ def test_what_was_loaded_is_stored_already() -> None:
         pool = References()
         core = _core(pool)
         core.arrived(Request(2), 0, 0.0)
-        core.lookup_ended(LookupId(1), Found(8, {0: {0: (9, 0), 1: (9, 1)}}), 0.0)
+        core.lookup_ended(LookupId(1), PrefixHit(8, {0: {0: (9, 0), 1: (9, 1)}}), 0.0)
         assert core.match("r", 0, 0.0) == 8
         core.allocated("r", [[1, 2, 3]], 8)
         core.loads_ended(["r"], failed)

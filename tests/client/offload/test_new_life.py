@@ -6,24 +6,24 @@ from stand_ins import FULL, References, Request, Wishes
 
 from kvtier.client.offload import (
     CacheGeometry,
-    Computed,
-    Found,
     FreeBlock,
     LookupId,
-    Mode,
     OffloadCore,
+    OffloadMode,
     OffloadOptions,
+    PrefixHit,
+    ScheduledRequest,
 )
 
 TABLES = [[1, 2, 3, 4, 5]]
-FOUND = Found(8, {0: {0: (9, 0), 1: (9, 1)}})
+FOUND = PrefixHit(8, {0: {0: (9, 0), 1: (9, 1)}})
 FREE = [FreeBlock(number, 0, b"k%d" % number) for number in (5, 6)]
 
 
 class Engine:
     """A core, its block pool and its server."""
 
-    def __init__(self, mode: Mode = Mode.EAGER) -> None:
+    def __init__(self, mode: OffloadMode = OffloadMode.EAGER) -> None:
         self.pool, self.server = References(), Wishes()
         options = OffloadOptions(mode, batched_tokens=16)
         self.core = OffloadCore(CacheGeometry((FULL,), 4, 4), 1, options, self.pool, self.server)
@@ -37,7 +37,7 @@ class Engine:
 
     def plan(self, now: float = 0.0, tokens: int | None = None) -> dict[int, list[int]]:
         """Returns the blocks that a step saves, by job."""
-        computed = [Computed("r", tokens, lambda: TABLES)] if tokens is not None else []
+        computed = [ScheduledRequest("r", tokens, lambda: TABLES)] if tokens is not None else []
         self.core.plan_saves(computed, now)
         return {job.job_id: job.block_ids for job in self.core.take_plan(now).saves}
 
@@ -98,7 +98,7 @@ def test_a_load_goes_on_and_ends_by_itself() -> None:
 
 def test_lazy_mode_begins_anew() -> None:
     """B4.7 What is free is stored again, a block whose save the change overtook included."""
-    engine = Engine(Mode.LAZY)
+    engine = Engine(OffloadMode.LAZY)
     engine.pool.free(*FREE)
     engine.stored(engine.plan())
     engine.pool.free(*FREE)
@@ -114,7 +114,7 @@ def test_lazy_mode_begins_anew() -> None:
 
 def test_lazy_mode_does_not_take_what_was_loaded_before_for_stored() -> None:
     """B4.7 It came from a server that is gone."""
-    engine = Engine(Mode.LAZY)
+    engine = Engine(OffloadMode.LAZY)
     engine.start(8)
     engine.core.server_changed()
     engine.core.loads_ended(["r"], [])

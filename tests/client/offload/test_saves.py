@@ -203,10 +203,10 @@ def test_preemption_frees_no_block_that_is_being_saved() -> None:
     assert job is not None
     pool.release([7, 8, 9])  # preempted
     assert [pool.refs[number] for number in (7, 8, 9)] == [1, 1, 1]
-    assert planner.planner.holds_only_reference(planner.now)
+    assert planner.planner.blocks_awaiting_save_only(planner.now)
     planner.planner.sent([job], planner.now)
-    assert planner.planner.holds_only_reference(planner.now)
-    assert not planner.planner.holds_only_reference(planner.now + 1.0), "waiting is worth it only if it is short"
+    assert planner.planner.blocks_awaiting_save_only(planner.now)
+    assert not planner.planner.blocks_awaiting_save_only(planner.now + 1.0), "waiting is worth it only if it is short"
     planner.report({job.job_id: 1}, {job.job_id: {0, 2}})
     assert pool.refs[7] == 0
     planner.now += 1

@@ -3,15 +3,15 @@ from __future__ import annotations
 import pytest
 from offload_world import refill, run
 
-from kvtier.client.offload import Mode
+from kvtier.client.offload import OffloadMode
 
 SEEDS = 80
 STEPS = 500
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, 40))
-@pytest.mark.parametrize("mode", Mode)
-def test_what_must_hold_holds_through_random_lives(mode: Mode, first: int) -> None:
+@pytest.mark.parametrize("mode", OffloadMode)
+def test_what_must_hold_holds_through_random_lives(mode: OffloadMode, first: int) -> None:
     """B4.3-B4.5 B4.8 B4.10 B4.12-B4.14 B5.1-B5.3 B5.6 B5.7: no wrong token, no block reused under a transfer, nothing left over.
 
     For a long run: `PYTHONPATH=src python tests/client/offload/long_run.py FIRST LAST`.
@@ -23,8 +23,8 @@ def test_what_must_hold_holds_through_random_lives(mode: Mode, first: int) -> No
             pytest.fail(f"seed {seed}, {mode}: {error}")
 
 
-@pytest.mark.parametrize("mode", Mode)
-def test_holes_are_filled_after_random_lives(mode: Mode) -> None:
+@pytest.mark.parametrize("mode", OffloadMode)
+def test_holes_are_filled_after_random_lives(mode: OffloadMode) -> None:
     """B4.15: what the server evicted, lost or was not given is stored again when it is computed, or found in the engine, again."""
     for seed in range(30):
         try:

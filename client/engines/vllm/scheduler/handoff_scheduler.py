@@ -9,7 +9,15 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ....handoff import BlockPull, EngineIdentity, Finished, HandoffCore, HandoffOptions, Reason, TransferParams
+from ....handoff import (
+    BlockPull,
+    EngineIdentity,
+    FinishedRequest,
+    FinishReason,
+    HandoffCore,
+    HandoffOptions,
+    TransferParams,
+)
 from ....offload import CacheGeometry, LoadJob
 from ..background import LimitedLog
 from ..peers import Peers
@@ -19,7 +27,7 @@ from .requests import VllmRequest
 
 __all__ = ["HandoffScheduler"]
 
-_REASONS = {"FINISHED_STOPPED": Reason.STOPPED, "FINISHED_LENGTH_CAPPED": Reason.LENGTH}
+_REASONS = {"FINISHED_STOPPED": FinishReason.STOPPED, "FINISHED_LENGTH_CAPPED": FinishReason.LENGTH}
 
 
 class HandoffScheduler:
@@ -48,9 +56,9 @@ class HandoffScheduler:
         """Whether the engine must keep stepping for pulls to be sent or reported."""
         return self._core.pending
 
-    def hands_on(self, kv_transfer_params: object) -> bool:
+    def holds_at_end(self, kv_transfer_params: object) -> bool:
         """Whether a request with these is held at its end, for the engine that goes on with it."""
-        return self._options.hands_on(TransferParams.parse(kv_transfer_params))
+        return self._options.holds_at_end(TransferParams.parse(kv_transfer_params))
 
     def arrived(self, request: VllmRequest) -> bool:
         """A request is new; returns whether there may be something to pull for it."""
@@ -99,10 +107,10 @@ class HandoffScheduler:
 
     def finished(
         self, request: Any, block_ids: Sequence[Sequence[int]], confirmed_tokens: int, *, may_hold: bool = True
-    ) -> Finished:
+    ) -> FinishedRequest:
         """The request has ended: what its caller is answered, and what is to be stored. ``may_hold``: whether anything may be."""
         self._offered.discard(request.request_id)
-        reason = _REASONS.get(request.status.name, Reason.OTHER) if may_hold else Reason.OTHER
+        reason = _REASONS.get(request.status.name, FinishReason.OTHER) if may_hold else FinishReason.OTHER
         return self._core.finished(request.request_id, block_ids, confirmed_tokens, reason, time.time())
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from .... import (
     PublishStatus,
 )
 from .... import HandoffDirection as WireDirection
-from ....handoff import Claimed, ClaimId, Direction, HandoffRequest, HeldBlock, PlannedPublication, RemoteRequest
+from ....handoff import ClaimedBlocks, ClaimId, Direction, HandoffRequest, HeldBlock, PlannedPublication, RemoteRequest
 from ..background import BackgroundThreads, LimitedLog, logger
 from ..peers import OWN, Peers
 from ..stats import TransferCounters
@@ -46,7 +46,7 @@ class ClaimAnswer(NamedTuple):
     """What became of a claim; ``claimed`` is None where nothing is held, or nobody could be asked. ``at``: when it came."""
 
     number: ClaimId
-    claimed: Claimed | None
+    claimed: ClaimedBlocks | None
     at: float
 
 
@@ -256,7 +256,7 @@ def _hold_of(remote: RemoteRequest) -> HoldName:
     return HoldName(remote.engine_id, remote.request_id)
 
 
-def _claimed(lease: Lease | None) -> Claimed | None:
+def _claimed(lease: Lease | None) -> ClaimedBlocks | None:
     if lease is None or lease.hold is None:
         return None
     blocks = [
@@ -265,4 +265,4 @@ def _claimed(lease: Lease | None) -> Claimed | None:
             zip(lease.keys, lease.hold.positions, lease.statuses, strict=True)
         )
     ]
-    return Claimed(lease.id, lease.hold.num_tokens, blocks)
+    return ClaimedBlocks(lease.id, lease.hold.num_tokens, blocks)

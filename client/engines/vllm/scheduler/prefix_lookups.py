@@ -16,7 +16,7 @@ from enum import Enum
 from typing import Any
 
 from .... import Client, InvalidRequest, KeyStatus, KVTierError, Lease, LimitExceeded, make_key
-from ....offload import CacheGeometry, Found, LookupId, Place, Question, search
+from ....offload import BlockPosition, CacheGeometry, LookupId, PrefixHit, PresenceQuery, search_hit
 from ..background import BackgroundThreads, LimitedLog, logger
 from ..stats import LookupMetrics, TransferCounters
 from .requests import RequestRegistration, plain_params
@@ -177,7 +177,7 @@ class PendingLookup:
     limit: int
     hashes: dict[int, Sequence[bytes]]
     deadline: float
-    found: Found
+    found: PrefixHit
     state: LookupState = LookupState.PENDING
     begun: bool = False
     leases: list[Lease] = field(default_factory=list)
@@ -220,7 +220,9 @@ class LookupService(RequestCalls):
                 self._counts.not_begun()
             request.unasked = True
             return None
-        lookup = PendingLookup(number, request, start, limit, hashes, time.monotonic() + self._timeout_s, Found(start))
+        lookup = PendingLookup(
+            number, request, start, limit, hashes, time.monotonic() + self._timeout_s, PrefixHit(start)
+        )
         self.hold(request)
         self._lookups.submit(lambda: self._run(lookup))
         return lookup
@@ -291,41 +293,43 @@ class LookupService(RequestCalls):
 
     def _search(self, lookup: PendingLookup) -> int:
         """How far the hit reaches; fills in what was found, and leases."""
-        questions = search(self._geometry, lookup.start, lookup.limit)
+        queries = search_hit(self._geometry, lookup.start, lookup.limit)
         try:
-            question = next(questions)
+            query = next(queries)
             while True:
-                question = questions.send(self._ask(lookup, question))
+                query = queries.send(self._ask(lookup, query))
         except StopIteration as end:
             hit = int(end.value)
         return hit if hit - lookup.start >= lookup.request.settings.min_hit_tokens else lookup.start
 
-    def _ask(self, lookup: PendingLookup, question: Question) -> set[Place]:
+    def _ask(self, lookup: PendingLookup, query: PresenceQuery) -> set[BlockPosition]:
         """Looks up in calls of at most the server's number of keys; returns what hit."""
-        most = self._client.max_keys or max(1, len(question.places))
-        found: set[Place] = set()
-        for first in range(0, len(question.places), most):
-            chunk = question.places[first : first + most]
-            hits = self._ask_once(lookup, chunk, prefix=question.prefix, first=first == 0)
+        most = self._client.max_keys or max(1, len(query.blocks))
+        found: set[BlockPosition] = set()
+        for first in range(0, len(query.blocks), most):
+            chunk = query.blocks[first : first + most]
+            hits = self._ask_once(lookup, chunk, prefix=query.prefix, first=first == 0)
             found.update(hits)
-            if question.prefix and len(hits) < len(chunk):
+            if query.prefix and len(hits) < len(chunk):
                 break
         return found
 
-    def _ask_once(self, lookup: PendingLookup, places: Sequence[Place], *, prefix: bool, first: bool) -> list[Place]:
+    def _ask_once(
+        self, lookup: PendingLookup, blocks: Sequence[BlockPosition], *, prefix: bool, first: bool
+    ) -> list[BlockPosition]:
         keys = [
             make_key(lookup.hashes[g.index][position - lookup.start // g.block_tokens], g.index)
-            for g, position in places
+            for g, position in blocks
         ]
         # Less than the budget: what is ready by then comes back in time to be used.
         wait = max(0.0, lookup.deadline - time.monotonic()) * _WAIT_SHARE
         # So that nothing is brought up from a lower tier for a hit that is too short.
-        least = -(-lookup.request.settings.min_hit_tokens // places[0].group.block_tokens) if prefix and first else 0
-        lease = self.ask(lookup.request, keys, wait, prefix=prefix, min_hits=min(least, len(places)))
+        least = -(-lookup.request.settings.min_hit_tokens // blocks[0].group.block_tokens) if prefix and first else 0
+        lease = self.ask(lookup.request, keys, wait, prefix=prefix, min_hits=min(least, len(blocks)))
         lookup.leases.append(lease)
         statuses, sources = lease.statuses, lease.sources
         hits = []
-        for index, place in enumerate(places):
+        for index, place in enumerate(blocks):
             if statuses[index] == KeyStatus.HIT:
                 hits.append(place)
                 lookup.found.items.setdefault(place.group.index, {})[place.position] = (lease.id, index)

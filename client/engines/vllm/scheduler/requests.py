@@ -48,7 +48,7 @@ class VllmRequest:
         return int(self.request.num_tokens)
 
     @property
-    def whole(self) -> bool:
+    def request_level(self) -> bool:
         """See EngineRequest."""
         return self.announcement.wants_all
 
@@ -146,7 +146,7 @@ class VllmBlockPool:
         """See BlockPool."""
         return int(self._pool.blocks[block_id].ref_cnt)
 
-    def known_as(self, block_id: int) -> bytes | None:
+    def cached_key(self, block_id: int) -> bytes | None:
         """See BlockPool; vLLM names a block in the step that completes it."""
         return self._name(self._pool.blocks[block_id]).key
 

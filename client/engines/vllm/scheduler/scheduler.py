@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .... import Client
-from ....handoff import EngineIdentity, Finished
-from ....offload import CacheGeometry, Computed, EndedSave, LoadJob, Mode, OffloadCore, OffloadOptions
+from ....handoff import EngineIdentity, FinishedRequest
+from ....offload import CacheGeometry, EndedSave, LoadJob, OffloadCore, OffloadMode, OffloadOptions, ScheduledRequest
 from ..background import LimitedLog
 from ..compat import CacheHitSource, KVCacheEvent
 from ..config import ConnectorConfig
@@ -66,7 +66,7 @@ class SchedulerSide:
         self._events = KVEvents(geometry.groups, enabled=publish_events)
         self._remote = ServerGateway(client, geometry, config.lookup_timeout_s, log, self._tally)
         options = OffloadOptions(
-            mode=Mode.LAZY if config.lazy_offload and may_save else Mode.EAGER,
+            mode=OffloadMode.LAZY if config.lazy_offload and may_save else OffloadMode.EAGER,
             lookup_timeout_s=config.lookup_timeout_s,
             max_held_fraction=config.max_held_fraction,
             save_lost_after_s=SAVE_LOST_AFTER_S,
@@ -166,7 +166,7 @@ class SchedulerSide:
         self._requests.pop(request.request_id, None)
         # Of drafts that were accepted behind the request's end nothing is known but that they were computed.
         confirmed = min(request.num_computed_tokens - request.num_output_placeholders, request.num_tokens)
-        handed_on = Finished(drop_saves=True)
+        handed_on = FinishedRequest(drop_saves=True)
         try:
             handed_on = self._handoffs.finished(request, block_ids, confirmed, may_hold=not self._forgetting)
         finally:
@@ -221,7 +221,7 @@ class SchedulerSide:
         for save in ended:
             missed += len(save.not_stored)
             self._tally.count("save_blocks:stored", len(save.job.keys) - len(save.not_stored))
-            if not self._forgetting and not save.doubtful:
+            if not self._forgetting and not save.suspect:
                 self._events.stored(save)
         self._tally.count("save_blocks:not_stored", missed)
         if missed:
@@ -230,7 +230,7 @@ class SchedulerSide:
     def _view(self, request: Any) -> VllmRequest:
         served = self._serves(request)
         reads = served and not request.skip_reading_prefix_cache
-        handed_on = served and self._handoffs.hands_on(request.kv_transfer_params)
+        handed_on = served and self._handoffs.holds_at_end(request.kv_transfer_params)
         settings = RequestSettings.parse(request.kv_transfer_params, functools.partial(self._log.warn, "settings"))
         view = self._requests[request.request_id] = VllmRequest(
             request,
@@ -258,7 +258,7 @@ class SchedulerSide:
         self._log.warn("lora", "requests with a LoRA adapter are neither loaded nor saved", interval_s=float("inf"))
         return False
 
-    def _computed(self, scheduler_output: Any) -> Iterable[Computed]:
+    def _computed(self, scheduler_output: Any) -> Iterable[ScheduledRequest]:
         """The requests of the step that may be saved by now: not before their tiers have voted."""
         tables = scheduler_output.kv_connector_block_state
         if tables is None:
@@ -267,7 +267,7 @@ class SchedulerSide:
             view = self._requests.get(request_id)
             if view is not None and not view.announcement.voting:
                 tokens = view.request.num_computed_tokens + new_tokens
-                yield Computed(request_id, tokens, functools.partial(tables.get_block_ids, request_id))
+                yield ScheduledRequest(request_id, tokens, functools.partial(tables.get_block_ids, request_id))
 
 
 def _blocks_of(job: LoadJob) -> int:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 
 from .... import Client
-from ....offload import CacheGeometry, EngineRequest, Found, LookupId
+from ....offload import CacheGeometry, EngineRequest, LookupId, PrefixHit
 from ..background import BackgroundThreads, LimitedLog
 from ..stats import TransferCounters
 from .prefix_lookups import LookupService, PendingLookup
@@ -32,7 +32,7 @@ class ServerGateway:
         """Have the tiers vote on a request that is not looked up."""
         self._service.announce(request)
 
-    def answers(self) -> Iterator[tuple[LookupId, Found, float]]:
+    def answers(self) -> Iterator[tuple[LookupId, PrefixHit, float]]:
         """What the server has answered since the last call, with the time at which it did."""
         for lookup in self._service.take_done():
             yield lookup.number, lookup.found, lookup.done_at
