@@ -208,7 +208,7 @@ def test_end_and_return(server: ServerProcess, browser: Browser) -> None:
     server.start()
     browser.wait(lambda: browser.text("#state") == "serving", "it does not come back")
     assert browser.text("#epoch") != first
-    assert browser.text("#notice").startswith("The server was started anew")
+    assert browser.text("#notice").startswith("The server was restarted")
     assert not browser.run("return document.body.classList.contains('stale')")
     assert all(REFUSED in complaint for complaint in browser.complaints())
 
@@ -219,7 +219,7 @@ def test_hanging_server(server: ServerProcess, browser: Browser) -> None:
     server.suspend()
     try:
         browser.wait(lambda: browser.text("#state") == "no answer", "it does not notice", 30)
-        assert browser.text("#notice").startswith("The server does not come to answer")
+        assert browser.text("#notice").startswith("The server does not answer")
     finally:
         server.resume()
     browser.wait(lambda: browser.text("#state") == "serving", "it does not come back")
@@ -234,6 +234,6 @@ def test_draining(server: ServerProcess, browser: Browser) -> None:
             browser.wait(lambda: browser.text("#stores") == "1", "the store is not shown")
             os.kill(server.pid, signal.SIGTERM)
             browser.wait(lambda: browser.text("#state") == "draining", "it does not notice")
-            assert "takes no new work" in browser.text("#notice")
+            assert "refuses new work" in browser.text("#notice")
             browser.screenshot("draining")
     browser.wait(lambda: browser.text("#state") == "no answer", "the server does not end", 30)

@@ -173,7 +173,7 @@ def test_token(serve: Serve, browser: Browser) -> None:
     assert not browser.visible("#figures")
     assert findings(browser) == []
     browser.press(*"wrong", "Enter")
-    browser.wait(lambda: "not enough" in browser.text("#notice"), "a wrong token is not refused")
+    browser.wait(lambda: "does not allow" in browser.text("#notice"), "a wrong token is not refused")
     browser.press(*"secret", "Enter")
     browser.wait(lambda: browser.text("#state") == "degraded", "the right one is")
     assert not browser.visible("#token-text")
@@ -188,7 +188,7 @@ def test_server_that_cannot_say(serve: Serve, browser: Browser) -> None:
 
     open_page(browser, serve(fail), "no answer")
     assert browser.text("#notice").startswith(
-        "The server does not come to answer (no answer from the server: TimeoutError)"
+        "The server does not answer (no answer from the server: TimeoutError)"
     )
 
 

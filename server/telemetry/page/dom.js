@@ -1,5 +1,5 @@
-// The page is changed where a figure changes, and nowhere else: nothing flickers, nothing loses its focus. All text is set as
-// text, never as markup.
+// DOM helpers. They change only nodes whose value has changed, so that nothing flickers or loses focus.
+// All text is set as text, never as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -31,7 +31,7 @@ export const show = (node, shown) => {
   if (node.hidden === shown) node.hidden = !shown;
 };
 
-// A bar with a figure over it. `update(part, text)`: how much of it is full, from 0 to 1.
+// A bar with a label. `update(part, text)`: `part` is the filled share, from 0 to 1.
 export const bar = (cell, color = "") => {
   const text = element("span");
   const fill = element("span");
@@ -44,7 +44,7 @@ export const bar = (cell, color = "") => {
   };
 };
 
-// A table whose rows are kept by their key. Columns: { name, label, num, wide, head, make(cell) -> update(row), text(row), raw(row) }.
+// A table that keeps its rows by key. Columns: { name, label, num, wide, head, make(cell) -> update(row), text(row), raw(row) }.
 export class KeyedTable {
   constructor(place, caption, columns) {
     this.columns = columns;

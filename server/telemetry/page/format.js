@@ -1,4 +1,4 @@
-// Figures in words, as `kvtier status` writes them.
+// Formats values as `kvtier status` does.
 
 const WHOLE = new Intl.NumberFormat("en");
 const UNITS = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]];

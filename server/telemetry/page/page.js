@@ -1,4 +1,4 @@
-// Asks for the figures every two seconds, and shows them; says so when there is no answer.
+// Polls the status every two seconds and shows it; reports a server that does not answer.
 
 import { byId, setAttribute, setText, show } from "./dom.js";
 import { age, count, percent, rate, size } from "./format.js";
@@ -7,7 +7,7 @@ import { Tables } from "./tables.js";
 
 const EVERY_MS = 2000;
 const HIDDEN_MS = 30000;
-const PATIENCE_MS = 5000;
+const TIMEOUT_MS = 5000;
 const RECENT_MS = 60000;
 const KEPT_MS = 300000;
 
@@ -25,7 +25,7 @@ let news = "";
 const clock = (date) => date.toLocaleTimeString([], { hourCycle: "h23" });
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 
-const tell = (text, kind) => {
+const notify = (text, kind) => {
   const notice = byId("notice");
   setText(notice, text);
   setAttribute(notice, "data-kind", kind);
@@ -37,7 +37,7 @@ const state = (text, kind) => {
   setAttribute(byId("state"), "data-state", kind);
 };
 
-// What happened between two samples, per second.
+// Rates between two samples, per second.
 const between = (one, other) => {
   const seconds = (other.at - one.at) / 1000;
   const keys = other.keys - one.keys;
@@ -75,19 +75,19 @@ const showState = (status) => {
   const troubled = status.tiers.filter((tier) => !tier.healthy).map((tier) => tier.name);
   if (status.draining) {
     state("draining", "warn");
-    tell("This server is draining: it takes no new work, and ends when what is under way is done.", "warn");
+    notify("This server is draining: it refuses new work, and ends when running work is done.", "warn");
   } else if (troubled.length) {
     state("degraded", "bad");
-    tell(`Tier ${troubled.join(", ")} is degraded; why is said below. The server goes on without it.`, "warn");
+    notify(`Tier ${troubled.join(", ")} is degraded; the reason is below. The server works without it.`, "warn");
   } else {
     state("serving", "ok");
-    tell(news, "info");
+    notify(news, "info");
   }
 };
 
 const render = (status) => {
   if (epoch && epoch !== status.epoch) {
-    news = `The server was started anew at about ${clock(new Date(Date.now() - status.uptime_seconds * 1000))}: its counts began again.`;
+    news = `The server was restarted at about ${clock(new Date(Date.now() - status.uptime_seconds * 1000))}: its counts are reset.`;
     past = [];
     setTimeout(() => { news = ""; }, 30000);
   }
@@ -112,17 +112,17 @@ const render = (status) => {
   show(byId("token"), false);
 };
 
-const gone = (why) => {
+const unreachable = (why) => {
   since ??= new Date();
   document.body.classList.add("stale");
   state("no answer", "bad");
-  const kept = lastAnswer ? ` What is below is of ${clock(lastAnswer)}.` : "";
-  tell(`${why} since ${clock(since)}.${kept} The page goes on asking.`, "gone");
+  const kept = lastAnswer ? ` The figures below are from ${clock(lastAnswer)}.` : "";
+  notify(`${why} since ${clock(since)}.${kept} The page keeps trying.`, "gone");
 };
 
 const refused = () => {
   state("locked", "warn");
-  tell(token ? "That token is not enough to see the figures." : "", "warn");
+  notify(token ? "This token does not allow viewing the figures." : "", "warn");
   token = "";
   const form = byId("token");
   if (form.hidden) {
@@ -134,13 +134,13 @@ const refused = () => {
 const ask = async () => {
   const headers = token ? { Authorization: `Bearer ${token}` } : {};
   try {
-    const answer = await fetch("status.json", { headers, cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
+    const answer = await fetch("status.json", { headers, cache: "no-store", signal: AbortSignal.timeout(TIMEOUT_MS) });
     if (answer.status === 401) return refused();
     const body = await answer.json();
-    if (!answer.ok) return gone(`The server does not come to answer (${body.error ?? answer.status})`);
+    if (!answer.ok) return unreachable(`The server does not answer (${body.error ?? answer.status})`);
     return render(body);
   } catch (error) {
-    return gone(error.name === "TimeoutError" ? "The server does not come to answer" : "No answer from the server");
+    return unreachable(error.name === "TimeoutError" ? "The server does not answer" : "No answer from the server");
   }
 };
 
@@ -156,7 +156,7 @@ const turn = async () => {
 byId("pause").addEventListener("click", () => {
   paused = !paused;
   setAttribute(byId("pause"), "aria-pressed", String(paused));
-  setText(byId("pause"), paused ? "Go on" : "Pause");
+  setText(byId("pause"), paused ? "Resume" : "Pause");
   if (paused) clearTimeout(timer);
   else turn();
 });

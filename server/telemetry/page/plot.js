@@ -1,4 +1,4 @@
-// The miss-ratio curve: hit ratio over size, a line per tier; and small lines without axes.
+// Plot of the estimated hit ratio by tier size, and sparklines.
 
 import { element, setAttribute, shape } from "./dom.js";
 import { percent } from "./format.js";
@@ -13,7 +13,7 @@ export const times = (scale) => (scale === 0.5 ? "½×" : `${scale}×`);
 
 const log = Math.log2;
 
-// Labels at the ends of lines, moved apart where they would lie on each other.
+// Moves the labels at the ends of lines apart if they would overlap.
 const spread = (ends) => {
   const sorted = [...ends].sort((one, other) => one.y - other.y);
   sorted.forEach((end, number) => {
@@ -29,11 +29,11 @@ export class CurvePlot {
     this.place = place;
     this.drawn = "";
     this.tiers = [];
-    // Drawn as wide as there is room, so that its words are as large as all others.
+    // The plot is drawn at its real width, so that its text has the normal size.
     new ResizeObserver(() => this.update(this.tiers)).observe(plot.parentElement);
   }
 
-  // Draws anew only what has changed to the eye: a tenth of a percent.
+  // Redraws only after a visible change: 0.1 percent.
   update(tiers) {
     this.tiers = tiers;
     const width = Math.max(NARROWEST, this.plot.parentElement.clientWidth);
@@ -92,7 +92,7 @@ export class CurvePlot {
   }
 }
 
-// A line of values over time, with nothing written on it.
+// A sparkline: values over time, without axes and labels.
 export const spark = (svg, values, most) => {
   if (values.length < 2) {
     svg.replaceChildren();
@@ -107,7 +107,7 @@ export const spark = (svg, values, most) => {
   setAttribute(svg.children[1], "points", points.join(" "));
 };
 
-// Who answered, as parts of one bar.
+// A bar with the shares of the tiers that answered.
 export const split = (svg, parts) => {
   setAttribute(svg, "viewBox", "0 0 100 10");
   setAttribute(svg, "preserveAspectRatio", "none");

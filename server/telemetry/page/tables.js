@@ -1,27 +1,27 @@
-// The tables of the page: which figures, in which words.
+// The tables of the page and their columns.
 
 import { bar, byId, element, KeyedTable, setAttribute, setText, show } from "./dom.js";
 import { age, count, percent, size, words } from "./format.js";
 import { color } from "./plot.js";
 
 const WHY = {
-  never_stored: "nobody stored them, as far as is remembered",
-  evicted: "they had to make room",
-  store_failed: "they were offered and could not be written",
-  policy: "a rule kept them out",
-  below_threshold: "the prefix found was shorter than what was worth having",
-  format_mismatch: "they are there in another format",
-  expired: "their time was over",
-  load_failed: "a tier had them and could not give them back",
-  no_room: "a tier has them, and every slot of the CPU tier was in use",
-  reset: "the CPU tier was emptied on demand",
-  pending: "they had not come when the wait was over",
+  never_stored: "not stored by any engine, as far as is recorded",
+  evicted: "evicted to free space",
+  store_failed: "offered, but writing failed",
+  policy: "excluded by a rule",
+  below_threshold: "the prefix found was below the minimum length",
+  format_mismatch: "present in another format",
+  expired: "expired",
+  load_failed: "a tier could not load them",
+  no_room: "in a tier, but every slot of the CPU tier was in use",
+  reset: "removed by a reset of the CPU tier",
+  pending: "not loaded before the wait ended",
 };
 
 const number = (name, label, value) => ({ name, label, num: true, text: (row) => count(value(row)), raw: value });
 const plain = (name, label, text, more = {}) => ({ name, label, text, ...more });
 
-// A name, and under it what else there is to say.
+// A name with a note below it.
 const named = (name, label, text, note, key) => ({
   name,
   label,
@@ -127,11 +127,11 @@ const tenantColumns = [
 
 export class Tables {
   constructor() {
-    this.tiers = new KeyedTable(byId("tiers"), "Tiers, in the order in which they are asked", tierColumns);
+    this.tiers = new KeyedTable(byId("tiers"), "Tiers in lookup order", tierColumns);
     this.misses = new KeyedTable(byId("misses"), "Missed keys by reason, since start", missColumns);
     this.sessions = new KeyedTable(byId("sessions"), "Open sessions", sessionColumns);
-    this.handoffs = new KeyedTable(byId("handoffs"), "Requests handed from engine to engine, since start", handoffColumns);
-    this.tenants = new KeyedTable(byId("tenants"), "What tenants have of each tier", tenantColumns);
+    this.handoffs = new KeyedTable(byId("handoffs"), "Requests handed over between engines, since start", handoffColumns);
+    this.tenants = new KeyedTable(byId("tenants"), "Usage of each tier by tenant", tenantColumns);
   }
 
   update(status) {
