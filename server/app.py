@@ -38,8 +38,7 @@ from .telemetry.loop_lag import LoopLag, watch_loop
 __all__ = ["EXIT_LEFT_BEHIND", "Server", "serve"]
 
 EXIT_LEFT_BEHIND = 3
-"""Exit code if the worker threads of a tier did not end. The tier's running jobs are lost, as after
-a kill."""
+"""Exit code if threads of a tier did not end; its running jobs are lost, as after a kill."""
 
 _log = get_logger(__name__)
 
@@ -50,8 +49,7 @@ _WATCH_SECONDS = 1.0
 def serve(config: Config) -> int:
     """Runs a server until SIGTERM or SIGINT; returns the exit code of the process.
 
-    After `EXIT_LEFT_BEHIND`, threads may still access the region: the caller must end the process
-    with `os._exit`.
+    After `EXIT_LEFT_BEHIND` threads may still use the region: end the process with `os._exit`.
     """
     tune_malloc()
     allow_descriptors()
@@ -91,9 +89,8 @@ class Server:
     1. The health service reports NOT_SERVING, and the periodic tasks end.
     2. The drain finishes running stores and jobs, then ends all sessions.
     3. gRPC, the metrics server, the bulk process, the device copy workers and the attach socket
-       close.
-    4. Tracing sends its last spans; the runtime closes the tiers and the region; sockets are
-       released.
+    3. gRPC, metrics server, bulk process, device copy workers and attach socket close.
+    4. Tracing sends its last spans; the runtime closes tiers and region; sockets are released.
     """
 
     def __init__(self, config: Config, end: Callable[[], object] = lambda: None) -> None:
@@ -159,10 +156,7 @@ class Server:
         )
 
     async def stop(self) -> None:
-        """Refuses new work, waits for running work, and releases everything.
-
-        Also called after a failed `start`.
-        """
+        """Drains the server and releases everything. Also called after a failed `start`."""
         await self._closers.aclose()
         if self.left_behind:
             _log.error("stopped, and tiers were left behind", tiers=self.left_behind, exit_code=EXIT_LEFT_BEHIND)

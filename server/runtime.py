@@ -49,8 +49,7 @@ _WRITERS_SECONDS = 3.0
 _STALLED_SECONDS = 5.0
 """How long `drain` waits for tiers with a stalled job."""
 _LATE_SECONDS = 1.0
-"""A tick delayed by more than this means that the whole server was paused, so no tier is
-stalled."""
+"""A tick that is later than this means that the server was paused, not that tiers stall."""
 _RETRY_SECONDS = 1.0
 """Delay of the next slice of work after one that failed."""
 _BACKING_CHUNK_BYTES = 64 << 20
@@ -62,8 +61,7 @@ def extent_bytes_for(region_bytes: int) -> int:
     """Returns the size of an extent, a power of two: 64 MiB in a region of 2 to 64 GiB.
 
     A part of a block must fit into an extent, and each size class wastes at most one extent. The
-    size is therefore 1/32 of a smaller region and 1/512 of a larger one, between 64 KiB and 256
-    MiB.
+    size is 1/32 of a smaller region and 1/512 of a larger one, between 64 KiB and 256 MiB.
     """
     wanted = max(min(region_bytes // 32, 64 << 20), min(region_bytes // 512, 256 << 20))
     return 1 << (max(wanted, 64 << 10).bit_length() - 1)
@@ -82,8 +80,7 @@ class TierRuntime:
     ) -> None:
         """Starts nothing; see `start`. `close` closes the region and the tiers.
 
-        After `stall_seconds` in a job, a tier counts as stalled: it gets no work until the job
-        ends.
+        A tier whose job takes longer than `stall_seconds` gets no work until the job ends.
 
         Raises:
             ValueError: the settings contradict each other, or exceed what the tiers can hold.
@@ -140,10 +137,7 @@ class TierRuntime:
             commands = self.core.take_commands()
 
     def get_finished_jobs(self) -> None:
-        """Passes all ended jobs to the core.
-
-        Called by the loop, and before blocks are allocated (B3.4).
-        """
+        """Passes ended jobs to the core. Called by the loop, and before an allocation (B3.4)."""
         if not self._finished:
             return
         while self._finished:
@@ -154,10 +148,7 @@ class TierRuntime:
         self.notify()
 
     async def settled(self, lease_id: LeaseId, seconds: float) -> None:
-        """Waits until no block of a lease is pending, or the time is over.
-
-        The lease may have ended.
-        """
+        """Waits until no block of a lease is pending or the lease has ended, or time is over."""
         await self._wait_for(lease_id, seconds)
 
     async def hold_changed(self, name: HoldName, seconds: float) -> None:
@@ -190,8 +181,7 @@ class TierRuntime:
     async def drain(self, seconds: float) -> bool:
         """Waits until no store is in flight and all that fits is durable; returns whether it is.
 
-        The caller must refuse new stores. If time runs out, the least recently used blocks are not
-        written.
+        The caller must refuse new stores. The least recently used blocks are written last.
         """
         deadline = self.now() + seconds
         self.core.durability.store_skipped()
@@ -258,9 +248,7 @@ class TierRuntime:
         self.notify()
 
     async def close(self) -> None:
-        """Ends the threads, closes the tiers and the region.
-
-        Called once, when no call is served any more.
+        """Ends the threads, closes the tiers and the region. Called once, after the last call.
 
         If a tier does not end, the region stays mapped: the tier may still access it.
         """

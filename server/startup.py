@@ -138,11 +138,7 @@ def load_access_control(config: Config) -> AccessControl:
 
 
 def claim_sockets(config: Config, closers: AsyncExitStack) -> list[SocketClaim]:
-    """Locks the paths of the Unix sockets.
-
-    A server that listens on TCP only claims a path beside the default one: local clients attach
-    through a socket.
-    """
+    """Locks the paths of the Unix sockets; one for the attach socket if the server is TCP only."""
     endpoints = [endpoint for endpoint in config.endpoints if endpoint.is_unix]
     if not endpoints:
         path = Path(default_endpoint().path or "")

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from kvtier.server.telemetry.definitions import SECTIONS, Row
+from kvtier.server.telemetry.definitions import SECTIONS, MetricDefinition
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 
@@ -31,13 +31,13 @@ Dashboards and alerts: [dashboards/](../dashboards).
 
 def page() -> str:
     parts = [_HEAD]
-    for room, rows in SECTIONS.items():
+    for title, rows in SECTIONS.items():
         table = "\n".join(map(_line, rows))
-        parts.append(f"## {room}\n\n| metric | type | labels | unit | meaning |\n|---|---|---|---|---|\n{table}\n")
+        parts.append(f"## {title}\n\n| metric | type | labels | unit | meaning |\n|---|---|---|---|---|\n{table}\n")
     return "\n".join(parts)
 
 
-def _line(row: Row) -> str:
+def _line(row: MetricDefinition) -> str:
     labels = ", ".join(f"`{label}`" for label in row.labels)
     return f"| `{row.exposed}` | {row.kind} | {labels} | {row.unit} | {row.text} |"
 

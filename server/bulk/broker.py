@@ -148,10 +148,7 @@ class BulkBroker:
         self._send(granted)
 
     def _admit(self, message: Begin, session: OpenSession) -> EngineSession:
-        """Checks the role and tenant of the stream's client, and the tenant's rate limit.
-
-        Raises `Refused`.
-        """
+        """Checks role and tenant of the client, and the tenant's rate limit. Raises `Refused`."""
         if self._authority is not None:
             caller = session.identity
             if message.transport == "grpc-bulk":

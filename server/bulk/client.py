@@ -40,11 +40,9 @@ _log = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 10.0
 _REPORT_BYTES = 8 << 20
-"""Bytes between two progress reports. A report wakes the server; after a lost connection the client
-resends what was not reported."""
+"""Bytes between two progress reports. Each wakes the server; unreported bytes are sent again."""
 _SLOWEST_RATE = 1 << 20
-"""Minimum average rate of a stream in bytes per second. A slower stream is ended to free its
-thread."""
+"""Minimum average bytes per second. A slower stream is ended to free its thread."""
 _GRACE_SECONDS = 30.0
 """Extra time for each stream, for a short network outage or a busy server."""
 _FIRST_SECONDS = 10.0
@@ -87,10 +85,7 @@ class Stream:
         self._began_at = self._reported_at = time.monotonic()
 
     def is_too_slow(self, now: float) -> bool:
-        """Returns whether the client is far slower than the minimum rate.
-
-        Bytes sent twice count once.
-        """
+        """Returns whether the stream is below the minimum rate; repeated bytes count once."""
         bytes_due = min(self.received, sum(self.sizes))
         seconds = _GRACE_SECONDS + bytes_due / _SLOWEST_RATE if self.sizes else _FIRST_SECONDS
         return now > self._began_at + seconds
@@ -138,17 +133,11 @@ class Stream:
         self._broker.send(Damaged(self.number))
 
     def end(self, code: str, *, complete: bool = False) -> None:
-        """Reports the end of the stream.
-
-        If `complete`, `wait_committed` returns the server's answer.
-        """
+        """Reports the end; if `complete`, `wait_committed` returns the server's answer."""
         self._broker.send(End(self.number, code, complete, *self._take_progress()))
 
     def wait_committed(self) -> bool:
-        """Waits for the answer to `end`; returns whether the store or load was completed.
-
-        Raises `Refused`.
-        """
+        """Returns whether the store or load was completed, once it is known. Raises `Refused`."""
         answer = self._wait()
         return isinstance(answer, Committed) and answer.completed
 

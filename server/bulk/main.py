@@ -27,13 +27,11 @@ __all__ = ["MAX_STREAMS", "listen", "main"]
 _log = logging.getLogger(__name__)
 
 MAX_STREAMS = 64
-"""Maximum number of gRPC streams; each has a thread. A client whose stream is refused uses the
-server's own Push and Pull."""
+"""Maximum number of gRPC streams, each with a thread. Beyond it, clients stream with the server."""
 
 _MESSAGE_OVERHEAD_BYTES = 64 << 10
 _NICE = 5
-"""A third of the server's CPU weight, so that calls are answered while bytes flow. No effect if
-CPUs are idle."""
+"""A third of the server's CPU weight: if CPUs are busy, calls come before bytes."""
 
 
 def main(socket_fd: int, region_fd: int, handover_fd: int) -> None:
@@ -74,10 +72,7 @@ def main(socket_fd: int, region_fd: int, handover_fd: int) -> None:
 
 
 def _lower_priority() -> None:
-    """Gives the server's event loop priority if CPUs are scarce.
-
-    Threads that start later inherit it.
-    """
+    """Gives the server's event loop priority. Threads that start later inherit it."""
     with suppress(OSError):  # a sandbox may forbid it
         os.nice(_NICE)
 

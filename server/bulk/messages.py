@@ -49,8 +49,7 @@ class Setup(_Message, frozen=True):
     max_frame_bytes: int
     max_message_bytes: int
     tls: tuple[str, str, str] | None = None
-    """Files of certificate, key and client CA ("" if clients need no certificate). gRPC uses TLS if
-    set."""
+    """Files of certificate, key and client CA ("" for none); gRPC uses TLS if set."""
 
 
 class Granted(_Message, frozen=True):

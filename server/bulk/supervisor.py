@@ -29,8 +29,7 @@ SOCKET_SUFFIX = ".bulk"
 _log = get_logger(__name__)
 
 _END_SECONDS = 1.0
-"""Half of a client's call timeout: a hanging child must not cost the client its session when it
-ends a store."""
+"""Half of a client's call timeout, so that a hanging child does not time out `CompleteStore`."""
 
 
 def _allows_tcp(config: Config) -> bool:
@@ -62,10 +61,7 @@ class BulkProcess:
         self._port = self._tcp_port = 0
 
     def endpoints(self) -> tuple[int, int, str]:
-        """Returns gRPC port, TCP port and Unix socket suffix of the child, and starts it if needed.
-
-        All are 0 and "" until the child listens.
-        """
+        """Starts the child if needed; returns its ports for gRPC and TCP, and its socket suffix."""
         if self._task is None:
             # In an empty context, not in that of the first call.
             self._task = asyncio.get_running_loop().create_task(self._run(), context=contextvars.Context())
@@ -73,10 +69,7 @@ class BulkProcess:
         return (self._port, self._tcp_port, suffix) if self._listening else (0, 0, "")
 
     async def end_writers(self, store_id: int) -> None:
-        """Ends the streams that write to a store.
-
-        Kills the child if they do not end within a second.
-        """
+        """Ends the streams that write to a store; kills the child if they last over a second."""
         while events := self._broker.end_streams_of_store(store_id):
             try:
                 await asyncio.wait_for(asyncio.gather(*(event.wait() for event in events)), _END_SECONDS)

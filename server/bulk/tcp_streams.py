@@ -53,10 +53,7 @@ class TcpStreamServer:
         """Idle connections; the one that is idle for the longest time comes first."""
 
     def listen(self, hosts: tuple[str, ...], wanted: int, *, other: bool = True) -> int:
-        """Listens on all hosts with one port: `wanted`, or any `other` if allowed.
-
-        Returns the port, or 0 for none.
-        """
+        """Listens on all hosts at one port, `wanted` or any `other`; returns it, or 0 for none."""
         port = 0
         for host in hosts:
             for number in (port,) if port else (wanted, 0) if other else (wanted,):

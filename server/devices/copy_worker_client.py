@@ -24,11 +24,9 @@ _START_SECONDS = 60.0
 _PATIENCE_SECONDS = 1.0
 """How long a registration waits for a copy worker that is about to be restarted."""
 _OVERDUE_SECONDS = 30.0
-"""A copy that takes this much longer than its deadline means that the worker hangs; it is
-killed."""
+"""A copy that exceeds its deadline by this means that the worker hangs; it is killed."""
 _HANDLES_SECONDS = 60.0
-"""The same for opening and closing an engine's memory: one that hangs blocks all engines of the
-device."""
+"""Timeout of opening and closing memory, after which the worker is killed too."""
 _CLOSE_SECONDS = 5.0
 
 
@@ -47,10 +45,7 @@ class CopyPlan:
 
 
 class CopyWorkerClient:
-    """Lives on the event loop.
-
-    ``ended`` is called when the process has ended: all registrations are lost.
-    """
+    """Lives on the event loop. ``ended`` is called after the process and its registrations end."""
 
     def __init__(self, device: str, driver: str, region: HostRegion, ended: Callable[[], None]) -> None:
         self.device = device
@@ -83,10 +78,7 @@ class CopyWorkerClient:
         return bool(answer["events"])
 
     async def copy(self, buffers: int, number: int, plan: CopyPlan) -> None:
-        """Copies the plan; no access to its memory continues after it returns or raises.
-
-        Raises Refused.
-        """
+        """Copies the plan; afterwards, nothing accesses its memory any more. Raises Refused."""
         child = self._alive()
         groups, payload = pack_plan(plan.groups)
         header = {
@@ -209,8 +201,7 @@ class CopyWorkerClient:
     ) -> asyncio.Future[dict[str, Any]]:
         """Sends a message; the future gets the answer, or Refused if the process ends before.
 
-        It must not be a coroutine: between the check that the child is alive and this call the loop
-        must not run.
+        Not a coroutine: the loop must not run between the check that the child is alive and this.
         """
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._answers[key] = future

@@ -130,8 +130,7 @@ class DeviceRegistry:
     async def copy(self, registration: Registration, plan: CopyPlan, store: Store | None) -> None:
         """Executes a plan, which fills slots of ``store`` if given. Raises Refused.
 
-        If the caller is cancelled, steps that have begun still complete, and no further step
-        begins.
+        If the caller is cancelled, the current step still completes.
         """
         number = next(self._copies)
         writing = ExitStack()

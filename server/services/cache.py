@@ -297,10 +297,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             self._sessions.check(session)
 
     async def _wait_ready(self, session: EngineSession, lease: BlockLease, seconds: float) -> BlockLease | None:
-        """Waits until all blocks of a lease are in the CPU tier, or the time is over.
-
-        Returns None if nothing of the lease is left.
-        """
+        """Waits until a lease is complete, or time is over; returns None if nothing is left."""
         try:
             await self._runtime.settled(lease.id, seconds)
         except asyncio.CancelledError:  # the client is gone and will not learn of the lease

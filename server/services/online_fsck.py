@@ -115,10 +115,7 @@ class OnlineFsck:
             await self._pause(step.nbytes / rate - (time.monotonic() - began) if rate else 0.0)
 
     async def _step(self, number: int, steps: Iterator[Slice]) -> Slice | None:
-        """Runs a step.
-
-        If the caller is cancelled, the step still completes and its repairs are applied.
-        """
+        """Runs a step. It completes and applies its repairs even if the caller is cancelled."""
 
         def apply_repairs(step: asyncio.Future[Slice | None]) -> None:
             found = None if step.exception() else step.result()

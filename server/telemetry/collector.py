@@ -32,8 +32,7 @@ class ServerStats:
     uptime_seconds: float
     region_bytes: int
     region_backed_bytes: int
-    """Bytes backed by memory; the rest of the region is backed in the background after
-    the start."""
+    """Bytes backed by memory; the rest is backed in the background after the start."""
     sessions_by_transport: Mapping[str, int] = field(default_factory=dict)
     draining: bool = False
     sessions_attached: int = 0

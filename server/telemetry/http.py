@@ -32,8 +32,7 @@ _MAX_CONNECTIONS = 64
 class BoundedHTTPServer(ThreadingHTTPServer):
     """HTTP server with at most 64 connections, each for at most 30 s.
 
-    A new connection beyond that closes the oldest, so that idle clients cannot block a health
-    probe.
+    A new connection beyond that closes the oldest, so that a health probe always gets in.
     """
 
     _deadlines: dict[socket.socket, float]
@@ -89,8 +88,7 @@ class MetricsServerError(Exception):
 def on_loop(loop: asyncio.AbstractEventLoop, read: Callable[[], T], timeout: float = 2.0) -> Callable[[], T]:
     """Wraps `read` so that other threads run it on the event loop, which owns the state.
 
-    The wrapper raises `TimeoutError` if the loop does not run it in time, `RuntimeError` if the
-    loop is closed.
+    It raises `TimeoutError` if the loop does not run it in time, `RuntimeError` if it is closed.
     """
 
     def read_on_loop() -> T:
@@ -117,9 +115,8 @@ def on_loop(loop: asyncio.AbstractEventLoop, read: Callable[[], T], timeout: flo
 class MetricsServer:
     """Serves metrics, health and the optional status page, on its own thread until `close`.
 
-    `health` returns None, or why this server should get no work. It and the registry's collectors
-    are called on threads of the endpoint. Raises `MetricsServerError` if the address is not
-    available.
+    `health` returns None, or why this server should get no work; it is called on threads of the
+    endpoint. Raises `MetricsServerError` if the address is not available.
     """
 
     def __init__(
@@ -147,10 +144,7 @@ class MetricsServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stops listening and waits for the thread, but not for running requests.
-
-        May be called again.
-        """
+        """Stops listening and waits for the thread, not for requests. May be called again."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

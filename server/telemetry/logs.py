@@ -43,11 +43,9 @@ def get_logger(name: str) -> Logger:
 
 
 def configure(config: LogConfig, stream: TextIO | None = None) -> None:
-    """Sets up logging for the process; a second call replaces the first.
+    """Sets up logging for the process, or replaces it. Call it before grpc is imported.
 
-    Call it before grpc is imported.
-
-    `stream` is for tests. Also logs warnings, and uncaught exceptions of all threads.
+    Also logs warnings, and uncaught exceptions of all threads. `stream` is for tests.
     """
     target: TextIO = sys.stderr if stream is None else stream
     _silence_grpc_core(config)
@@ -139,8 +137,7 @@ def _dropped_record(lines: int) -> logging.LogRecord:
 def _writer_to(stream: TextIO) -> Callable[[str], object]:
     """Returns a function that writes text to a stream; to its descriptor if it has one.
 
-    A thread stuck in the stream's buffer would hold its lock, and Python would wait for the lock at
-    exit.
+    A thread stuck in the stream's buffer would hold its lock, and block Python's exit.
     """
     try:
         descriptor = stream.fileno()

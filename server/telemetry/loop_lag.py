@@ -10,8 +10,7 @@ from collections.abc import Callable
 __all__ = ["LoopLag", "watch_loop"]
 
 _SECONDS = 0.1
-"""Interval of the measurement. Each costs about 10 us; every block of at least 0.1 s is
-detected."""
+"""Measuring costs about 10 us per interval and detects every delay of at least 0.1 s."""
 _RECENT_SECONDS = 5.0
 
 

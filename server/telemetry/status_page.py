@@ -37,10 +37,7 @@ SECURITY_HEADERS = {
 
 
 class StatusPage:
-    """Files of the page by path, and the status as JSON.
-
-    `status` is called on threads of the endpoint, so it must read its state safely.
-    """
+    """Files of the page by path, and the status as JSON. `status` is called on HTTP threads."""
 
     def __init__(self, status: Callable[[], GetStatusResponse]) -> None:
         self._status = status

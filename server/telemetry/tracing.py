@@ -81,8 +81,7 @@ class Tracing:
     def call_ended(self, method: str, code: str, seconds: float, context: Any) -> str | None:
         """Creates the span of an ended call, in the task that served it.
 
-        `method` is the gRPC name, `context` that of the handler. Returns the trace id if the trace
-        is recorded.
+        `method` is the gRPC name. Returns the trace id if the trace is recorded.
         """
         service, _, name = method.removeprefix("/").partition("/")
         span = self._tracer.start_span(

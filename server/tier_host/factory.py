@@ -19,8 +19,8 @@ _ATTRIBUTES = {"type": str, "durable": bool, "medium": Medium, "local": bool, "s
 def open_tiers(configs: Sequence[TierConfig]) -> list[SecondaryTier]:
     """Opens all tiers in order, or none.
 
-    A custom class is called with the keywords `name`, `directory`, `size_bytes`, `durability` and
-    its options.
+    A custom class gets the keywords `name`, `directory`, `size_bytes`, `durability` and its
+    options.
 
     Raises:
         TierError: a tier cannot be opened; the message names it.
@@ -36,9 +36,7 @@ def open_tiers(configs: Sequence[TierConfig]) -> list[SecondaryTier]:
 
 
 def open_tier(config: TierConfig, *, mend: bool = True) -> SecondaryTier:
-    """Opens a tier.
-
-    With `mend` off, a kvtier tier leaves damage in place and raises `TierDamagedError`.
+    """Opens a tier. If not `mend`, kvtier's tiers raise `TierDamagedError` and leave the damage.
 
     Raises:
         TierError: the tier cannot be opened; the message names it.

@@ -56,10 +56,7 @@ def copy_views(blocks: Sequence[BlockBytes]) -> list[BlockBytes]:
 
 
 def write_canary(part: memoryview, canary: bytes) -> None:
-    """Marks start, middle and end of a part, to detect a load that leaves it unfilled.
-
-    Skips tiny parts.
-    """
+    """Marks start, middle and end of a part (not of tiny ones), to detect an unfilled load."""
     for at in _canary_offsets(part):
         part[at : at + CANARY_BYTES] = canary
 
@@ -74,8 +71,7 @@ def _canary_offsets(part: memoryview) -> tuple[int, ...]:
 
 
 VOTE_SECONDS = 0.05
-"""How long the event loop waits for the vote of a third-party tier; 0 if its last vote
-came late."""
+"""Maximum wait for the vote of a third-party tier; 0 if its last vote came late."""
 _MAX_KEY_BYTES = 1024
 _OWN = f"{SecondaryTier.__module__.partition('.')[0]}."
 _ATTRIBUTES = ("type", "durable", "medium", "local", "shared")
@@ -212,10 +208,7 @@ class CheckedTier(SecondaryTier):
         self.note("vote", f"on_new_request: no vote within {VOTE_SECONDS:g} s" if late else None)
 
     def _answer(self, future: Future[Vote], request: RequestInfo, deadline: float) -> None:
-        """Runs on the vote thread.
-
-        Always sets the future: otherwise the tier would not be asked again.
-        """
+        """Sets the future in any case: otherwise the tier would not be asked again."""
         vote = _abstain("it failed")
         try:
             vote = self._vote(request)

@@ -44,10 +44,7 @@ class _Call:
 
 
 class TierThreads:
-    """Threads of one tier.
-
-    Only the event loop calls `submit` and `abandon`; the rest is thread-safe.
-    """
+    """Only the event loop calls `submit` and `abandon`; the rest is thread-safe."""
 
     def __init__(self, name: str) -> None:
         """Starts no thread; each is started when it is needed."""
@@ -64,9 +61,7 @@ class TierThreads:
         run: Callable[[], object],
         abandoned: Callable[[], object] = lambda: None,
     ) -> None:
-        """Queues a call.
-
-        `run` must handle its own errors; `abandoned` is called if `abandon` removes it.
+        """Queues a call; `abandoned` is called if `abandon` removes it. `run` handles its errors.
 
         Raises:
             RuntimeError: no thread is available; the call is not queued.

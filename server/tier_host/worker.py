@@ -74,18 +74,14 @@ class TierWorker:
             answered([])
 
     def remove(self, keys: Sequence[Name]) -> None:
-        """Removes blocks, before any store that is submitted later.
-
-        Errors are only logged: the tier removes leftover blocks when it is opened again.
-        """
+        """Removes blocks before later stores. Errors are logged; opening removes leftovers."""
         with contextlib.suppress(RuntimeError):
             self._threads.submit(WorkQueue.STORE, "remove", lambda: self.tier.remove(keys))
 
     def check(self, work: Callable[[], T]) -> asyncio.Future[T]:
         """Runs a check of the tier beside its jobs; returns its result.
 
-        The check always runs to its end, and `close` waits for it. Shield the future: it must not
-        be cancelled.
+        It always runs to its end, and `close` waits for it. Shield the future from cancellation.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
@@ -127,8 +123,7 @@ class TierWorker:
     def close(self) -> bool:
         """Waits for running calls and closes the tier; returns whether that succeeded in time.
 
-        Called once, on any thread. A tier that is still busy is not closed; for it, this is like a
-        kill.
+        Called once, on any thread. A tier that is still busy is not closed, as after a kill.
         """
         ended = self._threads.close(_CALLS_SECONDS)
         if ended:

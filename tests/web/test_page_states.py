@@ -187,9 +187,7 @@ def test_server_that_cannot_say(serve: Serve, browser: Browser) -> None:
         raise TimeoutError
 
     open_page(browser, serve(fail), "no answer")
-    assert browser.text("#notice").startswith(
-        "The server does not answer (no answer from the server: TimeoutError)"
-    )
+    assert browser.text("#notice").startswith("The server does not answer (no answer from the server: TimeoutError)")
 
 
 def test_nothing_yet(serve: Serve, browser: Browser) -> None:
