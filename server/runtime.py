@@ -120,12 +120,11 @@ class TierRuntime:
         self.core.tick(self.now())
         self._ticker = self._loop.create_task(self._tick())
         for worker in self._workers:
-            if worker.tier.unwanted:
-                worker.remove(worker.tier.unwanted)
+            if worker.tier.invalid_entries:
+                worker.remove(worker.tier.invalid_entries)
         self.pump()
 
     def now(self) -> float:
-        """Returns the core's time in seconds."""
         return time.monotonic()
 
     def pump(self) -> None:
@@ -216,7 +215,6 @@ class TierRuntime:
         return True
 
     def stats(self) -> ManagerStats:
-        """Returns the current statistics. Called on the loop."""
         stats = self.core.stats()
         if self._backing_error is None:
             return stats
@@ -224,7 +222,6 @@ class TierRuntime:
         return replace(stats, tiers=(cpu, *stats.tiers[1:]))
 
     def observe_jobs(self, observer: JobObserver) -> None:
-        """Sets the observer of ended jobs."""
         for worker in self._workers:
             worker.observe_job = observer
 
@@ -238,11 +235,9 @@ class TierRuntime:
         return [worker.tier for worker in self._workers]
 
     def check(self, number: int, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Runs a check on tier `number`, beside its jobs; see `TierWorker.check`."""
         return self._workers[number - 1].check(work)
 
     def entries_lost(self, number: int, names: Sequence[tuple[NamespaceId, bytes]]) -> None:
-        """Tells the core that tier `number` has removed damaged blocks."""
         self.core.entries_lost(number, names)
         self.pump()
         self.notify()
@@ -355,7 +350,6 @@ class TierRuntime:
                 self.core.tier_stalled(number, stalled=worker.watch(self._stall_seconds))
 
     def _back_from(self, start: int) -> None:
-        """Backs the rest of the region in chunks, on its own thread."""
         chunk = max(self.extent_bytes, _BACKING_CHUNK_BYTES)
         for offset in range(start, self.region.size_bytes, chunk):
             if self._closing.is_set() or not self._back(offset, min(chunk, self.region.size_bytes - offset)):

@@ -105,8 +105,6 @@ def _start_errors() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Telemetry:
-    """Metrics, and tracing if it is configured."""
-
     metrics: Metrics
     tracing: Tracing | None
 
@@ -132,7 +130,6 @@ class Listeners:
 
 
 def load_access_control(config: Config) -> AccessControl:
-    """Loads the certificate and the tokens."""
     with _start_errors():
         return AccessControl(config)
 
@@ -153,7 +150,6 @@ def claim_sockets(config: Config, closers: AsyncExitStack) -> list[SocketClaim]:
 
 
 async def open_runtime(config: Config, closers: AsyncExitStack) -> TierRuntime:
-    """Opens the tiers and the region, and the runtime that owns both."""
     region_bytes = config.region_size // PAGE_BYTES * PAGE_BYTES
     with _start_errors():
         # On a thread: opening a large store takes seconds, and the loop must handle signals

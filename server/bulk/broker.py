@@ -126,7 +126,7 @@ class BulkBroker:
     def end_streams_of_session(self, session_id: bytes) -> None:
         for stream in self._streams.values():
             if stream.ref.session_id == session_id:
-                self._refuse(stream, "UNKNOWN_SESSION", "the session fell meanwhile")
+                self._refuse(stream, "UNKNOWN_SESSION", "the session has ended")
 
     def _begin(self, message: Begin) -> None:
         ref = common_pb2.SessionRef(session_id=message.session_id, epoch=message.epoch)

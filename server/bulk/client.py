@@ -53,8 +53,6 @@ _REPORT_SECONDS = 1.0
 
 
 class Stream:
-    """One Push or Pull stream."""
-
     def __init__(
         self,
         broker: BrokerClient,

@@ -30,8 +30,6 @@ _log = logging.getLogger(__name__)
 
 
 class GrpcStreamServer:
-    """Handlers of Push and Pull."""
-
     def __init__(self, broker: BrokerClient, region: HostRegion, frame_bytes: int) -> None:
         self._broker = broker
         self._region = region
@@ -47,8 +45,8 @@ class GrpcStreamServer:
         )
 
     def _push(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-        outcome = _Outcome(self._broker, context)
-        with outcome as stream:
+        scope = _StreamScope(self._broker, context)
+        with scope as stream:
             first = next(frames, None)
             if first is None:
                 raise Refused("INVALID_ARGUMENT", "the stream ended before its first frame")
@@ -62,8 +60,8 @@ class GrpcStreamServer:
                 self._write(stream, parts, *_decoded(message))
                 del message
             complete = fields.complete and stream.covers(parts.total_bytes)
-            outcome.end(complete=complete)
-            completed = complete and outcome.completed()
+            scope.end(complete=complete)
+            completed = complete and scope.completed()
             response = transfer_pb2.PushResponse(received_bytes=stream.received, completed=completed)
         return response.SerializeToString()
 
@@ -84,8 +82,8 @@ class GrpcStreamServer:
         stream.moved(fields.offset_bytes, payload.nbytes)
 
     def _pull(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-        outcome = _Outcome(self._broker, context)
-        with outcome as stream:
+        scope = _StreamScope(self._broker, context)
+        with scope as stream:
             try:
                 request = transfer_pb2.PullRequest.FromString(message)
             except DecodeError as error:
@@ -98,10 +96,10 @@ class GrpcStreamServer:
                 stream.moved(offset, nbytes)
                 if offset + nbytes == parts.total_bytes:
                     # All bytes are read: the server commits while the last frame is being sent.
-                    outcome.end(complete=request.complete)
+                    scope.end(complete=request.complete)
                 yield frame
                 del frame
-            if request.complete and parts.total_bytes and outcome.completed():
+            if request.complete and parts.total_bytes and scope.completed():
                 yield transfer_pb2.PullResponse(offset_bytes=parts.total_bytes, completed=True).SerializeToString()
 
     def _read(self, stream: Stream, parts: PartSequence, offset: int, nbytes: int) -> bytes:
@@ -113,7 +111,7 @@ class GrpcStreamServer:
             return assemble(head.data, head.checksum_at, addresses, [size for _, size in pieces])
 
 
-class _Outcome:
+class _StreamScope:
     """Context manager of one stream: reports its end to the server, and its error to the client."""
 
     def __init__(self, broker: BrokerClient, context: grpc.ServicerContext) -> None:

@@ -1,4 +1,4 @@
-"""Bulk process: `python -m kvtier.server.bulk SOCKET REGION HANDOVER`, inherited descriptors."""
+"""Bulk process: `python -m kvtier.server.bulk.main` with three inherited descriptors."""
 
 from __future__ import annotations
 
@@ -100,3 +100,7 @@ def _bind(server: grpc.Server, target: str, credentials: grpc.ServerCredentials 
     except RuntimeError as error:
         _log.warning("bulk streams are not served at %s: %s", target, error)
         return 0
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:4]))

@@ -97,13 +97,14 @@ class BulkProcess:
             await asyncio.sleep(backoff.remaining())
 
     async def _run_once(self) -> None:
-        """Runs one child process until it ends."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         loop = asyncio.get_running_loop()
         with ours:
             with theirs:
                 fds = [self._region.fd, theirs.fileno()]
-                self._child = child = await Child.start("kvtier.server.bulk", [str(fd) for fd in fds], fds, self._take)
+                self._child = child = await Child.start(
+                    "kvtier.server.bulk.main", [str(fd) for fd in fds], fds, self._take
+                )
             ours.setblocking(False)
             loop.add_reader(ours, self._take_over, ours)
             try:
@@ -146,7 +147,6 @@ class BulkProcess:
                 Path(path).unlink()
 
     def _take_over(self, handover: socket.socket) -> None:
-        """Receives a connection for calls from the child."""
         try:
             request, descriptors, _, _ = socket.recv_fds(handover, REQUEST_BYTES, 1)
         except OSError as error:  # for example, out of descriptors: the client uses gRPC instead

@@ -158,7 +158,6 @@ class TcpStreamServer:
         return True
 
     def _hand_over(self, connection: socket.socket, head: bytes) -> None:
-        """Passes a connection for calls to the server process."""
         request = head + bytes(_received(connection, attach.REQUEST_BYTES - len(head), _REQUEST_SECONDS))
         socket.send_fds(self._handover, [request], [connection.fileno()])
 

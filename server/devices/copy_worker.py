@@ -169,7 +169,6 @@ def make_driver(setting: str, device: str) -> Driver:
 
 
 def main(arguments: list[str]) -> int:
-    """Serves until the server closes the channel."""
     fd, region_fd, region_bytes, setting, device = arguments
     sys.setswitchinterval(1e-4)  # see `app.serve`
     channel = connect(int(fd))

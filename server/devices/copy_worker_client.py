@@ -51,7 +51,7 @@ class CopyWorkerClient:
         self.device = device
         self._driver = driver
         self._region = region
-        self._tell_end = ended
+        self._on_ended = ended
         self._backoff = RestartBackoff()
         self._starting = asyncio.Lock()
         self._process: Child | None = None
@@ -157,7 +157,6 @@ class CopyWorkerClient:
             ) from error
 
     async def _read_messages(self, child: Child) -> None:
-        """Reads a child's messages until it has ended."""
         started = time.monotonic()
         async for header, _ in child.messages():
             try:
@@ -171,7 +170,7 @@ class CopyWorkerClient:
             self._child = None
             _log.error("device copy worker has ended", device=self.device, pid=child.pid, exit_code=code)
         self._backoff.ended(time.monotonic() - started)
-        self._tell_end()
+        self._on_ended()
         lost = Refused("DEVICE_LOST", "the device copy worker has ended: register again")
         for future in (*self._answers.values(), *([self._ready] if self._ready is not None else ())):
             if not future.done():
@@ -220,5 +219,4 @@ class CopyWorkerClient:
 
 
 def _overdue(plan: CopyPlan) -> float:
-    """Returns the seconds until a copy is overdue."""
     return max(0.0, (plan.give_up_at - time.monotonic_ns()) / 1e9) + _OVERDUE_SECONDS

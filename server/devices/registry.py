@@ -29,7 +29,7 @@ __all__ = ["DeviceRegistry", "Registration", "export_of", "unavailable_reason"]
 
 _log = get_logger(__name__)
 
-_MOST = 1 << 63  # exclusive limit of addresses and sizes
+_DEVICE_LIMIT = 1 << 63  # exclusive limit of addresses and sizes
 _MAX_NAME_LENGTH = 256
 _MAX_HANDLES = 4096
 _NVIDIA = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # Linux; Windows Subsystem for Linux
@@ -48,7 +48,6 @@ class Registration:
     """Number of shared events; 0 if the caller has to wait itself."""
 
     def num_blocks(self, group: int) -> int:
-        """Returns the number of blocks of a group."""
         layout = self.export.layouts.get(group)
         return layout.num_blocks if layout is not None else 0
 
@@ -86,8 +85,8 @@ class DeviceRegistry:
         if self.unavailable:
             raise Refused("DEVICE_UNAVAILABLE", self.unavailable)
         # Checked before a process is started for it.
-        if (elsewhere := other_host(export.origin, Origin.here())) is not None:
-            raise Refused("DEVICE_UNAVAILABLE", f"{elsewhere.cause}: {elsewhere}")
+        if (host_error := other_host(export.origin, Origin.here())) is not None:
+            raise Refused("DEVICE_UNAVAILABLE", f"{host_error.cause}: {host_error}")
         self._check_parts(session, export)
         registration: Registration = await self._to_its_end(self._register(session, export))
         return registration
@@ -114,7 +113,6 @@ class DeviceRegistry:
             return registration
 
     def get(self, session: EngineSession, number: int) -> Registration:
-        """Returns a registration of this session, or raises Refused."""
         registration = self._registered.get(number)
         if registration is None:
             raise Refused("DEVICE_LOST", f"there is no registration {number}: register again")
@@ -123,7 +121,6 @@ class DeviceRegistry:
         return registration
 
     async def unregister(self, registration: Registration) -> None:
-        """Closes the blocks; returns when no copy uses them any more."""
         del self._registered[registration.id]
         await self._to_its_end(registration.worker.close(registration.id))
 
@@ -149,7 +146,6 @@ class DeviceRegistry:
             raise
 
     async def close(self) -> None:
-        """Ends the copy workers."""
         await asyncio.gather(*(worker.stop() for worker in self._workers.values()))
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
@@ -193,7 +189,6 @@ class DeviceRegistry:
         _ = self._spawn(registration.worker.close(registration.id))
 
     def _forget(self, device: str) -> None:
-        """Called when the worker of a device has ended."""
         for number, registration in list(self._registered.items()):
             if registration.worker.device == device:
                 del self._registered[number]
@@ -240,7 +235,7 @@ def _layout_of(group: devices_pb2.DeviceGroup) -> BlockLayout:
 
 def _run_of(run: devices_pb2.DeviceRun) -> LayoutRun:
     sizes = (run.offset_bytes, run.block_stride_bytes, run.piece_bytes, run.piece_stride_bytes)
-    if max(sizes) >= _MOST:
+    if max(sizes) >= _DEVICE_LIMIT:
         raise LayoutError(f"sizes of a run go beyond a device: {sizes}")
     offset, block_stride, piece_bytes, piece_stride = sizes
     return LayoutRun(run.allocation_index, offset, block_stride, piece_bytes, run.pieces, piece_stride)

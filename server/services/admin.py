@@ -35,15 +35,13 @@ __all__ = ["AdminService"]
 
 _log = get_logger(__name__)
 
-_MOST_EVICTIONS = 16
+_MAX_EVICTIONS = 16
 _STEP_SECONDS = 0.1
-_MOST_LEASES = 1000
-_MOST_HANDOFFS = 1000
+_MAX_LEASES = 1000
+_MAX_HANDOFFS = 1000
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
-    """Serves `kvtier.v1.AdminService`."""
-
     def __init__(
         self,
         runtime: TierRuntime,
@@ -72,7 +70,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.ListLeasesResponse(
             leases=[
                 lease_status(lease, clients.get(lease.owner.session_id), now)
-                for lease in held[: min(request.max_leases or _MOST_LEASES, _MOST_LEASES)]
+                for lease in held[: min(request.max_leases or _MAX_LEASES, _MAX_LEASES)]
             ],
             total=len(held),
         )
@@ -84,8 +82,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         holds = core.handoffs.all()
         return admin_pb2.ListHandoffsResponse(
             handoffs=[
-                handoff_status(hold, now)
-                for hold in holds[: min(request.max_handoffs or _MOST_HANDOFFS, _MOST_HANDOFFS)]
+                handoff_status(hold, now) for hold in holds[: min(request.max_handoffs or _MAX_HANDOFFS, _MAX_HANDOFFS)]
             ],
             total=len(holds),
             held_bytes=core.handoffs.held_bytes,
@@ -118,8 +115,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             raise Refused("DRAINING", "the server is shutting down")
         names = [tier.name for tier in self._runtime.stats().tiers]
         eviction = _eviction_request(request, names, self._runtime.now())
-        if self._evictions >= _MOST_EVICTIONS:
-            raise Refused("LIMIT_EXCEEDED", f"{self._evictions} evictions are under way already")
+        if self._evictions >= _MAX_EVICTIONS:
+            raise Refused("LIMIT_EXCEEDED", f"{self._evictions} evictions are running already")
         log = _log.bind(tiers=list(request.tiers) or names, dry_run=request.dry_run)
         task = self._runtime.core.evict(eviction)
         self._runtime.pump()

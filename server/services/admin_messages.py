@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 
 from ...cuda.host.region import HostRegion
 from ...protos.v1 import admin_pb2, cache_pb2, handoff_pb2
@@ -16,7 +18,7 @@ from ...tiers.core.stores import Store
 from ...tiers.stats.request_log import HoldRecord, LookupRecord, OutcomeRun, RequestRecord
 from ...tiers.stats.snapshots import HandoffStats, TierStats
 from ...tiers.storage.fsck import NAMESPACE_BYTES
-from ...tiers.types import HandoffDirection, MissReason
+from ...tiers.types import HandoffDirection, MissReason, ShareStats
 from ..rpc.sessions import OpenSession
 from .online_fsck import Progress
 
@@ -42,35 +44,12 @@ POLICIES = {
 
 def tier_status(tier: TierStats) -> admin_pb2.TierStatus:
     return admin_pb2.TierStatus(
-        name=tier.name,
-        type=tier.type,
-        capacity_bytes=tier.capacity_bytes,
-        available_bytes=tier.available_bytes,
-        used_bytes=tier.used_bytes,
-        blocks=tier.blocks,
-        hits=tier.hits,
-        misses=tier.misses,
-        evictions=tier.evictions,
-        jobs=tier.jobs,
-        healthy=tier.healthy,
+        **_same_fields(admin_pb2.TierStatus, tier),
         trouble=tier.last_error,
         damaged_blocks=tier.damaged,
-        expired=tier.expired,
-        not_retained=tier.not_retained,
-        queued_bytes=tier.queued_bytes,
         dropped_blocks=tier.dropped,
-        declined=tier.declined,
         estimates=[admin_pb2.HitRatioEstimate(scale=it.scale, hit_ratio=it.hit_ratio) for it in tier.estimates],
-        shares=[
-            admin_pb2.ShareStatus(
-                tenant=share.tenant,
-                quota_bytes=share.quota_bytes,
-                limit_bytes=share.limit_bytes,
-                used_bytes=share.used_bytes,
-                retained_bytes=share.retained_bytes,
-            )
-            for share in tier.shares
-        ],
+        shares=[admin_pb2.ShareStatus(**_same_fields(admin_pb2.ShareStatus, share)) for share in tier.shares],
     )
 
 
@@ -179,15 +158,8 @@ def handoff_status(hold: Hold, now: float) -> admin_pb2.HandoffStatus:
 
 def handoff_totals(direction: HandoffDirection, stats: HandoffStats) -> admin_pb2.HandoffTotals:
     return admin_pb2.HandoffTotals(
+        **_same_fields(admin_pb2.HandoffTotals, stats),
         direction=handoff_pb2.HandoffDirection.Name(direction.value),
-        open=stats.open,
-        published=stats.published,
-        declined=stats.declined,
-        claimed=stats.claimed,
-        released=stats.released,
-        expired=stats.expired,
-        dropped=stats.dropped,
-        claimed_bytes=stats.claimed_bytes,
         held_time=_duration(stats.held_seconds),
     )
 
@@ -243,6 +215,12 @@ def _span(span: OutcomeRun, tiers: list[str]) -> admin_pb2.KeySpan:
     if span.outcome is None:
         return admin_pb2.KeySpan(keys=span.count, deferred=True)
     return admin_pb2.KeySpan(keys=span.count, hit_tier=tiers[span.outcome])
+
+
+def _same_fields(message: type[Message], stats: TierStats | ShareStats | HandoffStats) -> dict[str, Any]:
+    """Returns the values of the scalar fields that `stats` has under the same name."""
+    scalars = [field.name for field in message.DESCRIPTOR.fields if field.message_type is None]
+    return {name: getattr(stats, name) for name in scalars if hasattr(stats, name)}
 
 
 def _duration(seconds: float) -> Duration:

@@ -29,8 +29,6 @@ _RESET_POLL_SECONDS = 0.02
 
 @dataclass(frozen=True, slots=True)
 class _LookupOptions:
-    """Validated options of a lookup."""
-
     keys: Sequence[bytes]
     prefix: bool
     request_id: str
@@ -46,8 +44,6 @@ async def _no_writers(_: int) -> None:
 
 
 class CacheService(cache_pb2_grpc.CacheServiceServicer):
-    """Serves `kvtier.v1.CacheService`."""
-
     def __init__(
         self,
         runtime: TierRuntime,
@@ -185,7 +181,6 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         return cache_pb2.CompleteStoreResponse()
 
     async def _end_streams(self, session: EngineSession, store_id: StoreId) -> None:
-        """Ends the bulk streams that still write to a store."""
         with contextlib.suppress(StoreNotFound):
             # raises for another engine's store: its streams go on
             self._core.store(session, store_id)
@@ -238,7 +233,6 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     def _lookup_options(
         self, session: EngineSession, request: cache_pb2.BeginRequestRequest | cache_pb2.LookupRequest
     ) -> _LookupOptions:
-        """Raises `Refused` or a `CoreError`."""
         tiers = self._validator.tiers(request.exclude)
         self._core.check_filter(tiers)
         return _LookupOptions(

@@ -21,8 +21,6 @@ __all__ = ["HandoffService"]
 
 
 class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
-    """Serves `kvtier.v1.HandoffService`."""
-
     def __init__(self, runtime: TierRuntime, sessions: SessionRegistry, validator: RequestValidator) -> None:
         self._runtime = runtime
         self._handoffs = runtime.core.handoffs

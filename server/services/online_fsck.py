@@ -24,8 +24,6 @@ _log = get_logger(__name__)
 
 @dataclass(slots=True)
 class Progress:
-    """Progress of the check of one tier."""
-
     tier: CheckedTier
     total: int = 0
     blocks: int = 0

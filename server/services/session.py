@@ -24,8 +24,6 @@ _log = get_logger(__name__)
 
 
 class SessionService(session_pb2_grpc.SessionServiceServicer):
-    """Serves `kvtier.v1.SessionService`."""
-
     def __init__(
         self,
         config: Config,

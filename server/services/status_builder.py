@@ -18,8 +18,6 @@ __all__ = ["StatusBuilder"]
 
 
 class StatusBuilder:
-    """Reads the figures from the runtime and the session registry."""
-
     def __init__(self, runtime: TierRuntime, sessions: SessionRegistry, ready_at: float, loop_lag: LoopLag) -> None:
         """`ready_at` is in seconds on the runtime's clock."""
         self._runtime = runtime
@@ -28,7 +26,6 @@ class StatusBuilder:
         self._loop_lag = loop_lag
 
     def status(self) -> admin_pb2.GetStatusResponse:
-        """Called on the event loop."""
         runtime, sessions = self._runtime, self._sessions
         stats, now = runtime.stats(), runtime.now()
         held: dict[bytes, list[BlockLease | Store]] = defaultdict(list)

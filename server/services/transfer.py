@@ -31,8 +31,6 @@ __all__ = ["TransferService"]
 
 
 class TransferService:
-    """Serves `kvtier.v1.TransferService` with handlers for raw bytes."""
-
     def __init__(
         self,
         runtime: TierRuntime,
@@ -71,7 +69,6 @@ class TransferService:
         )
 
     def add_calls(self, calls: SocketCallServer) -> None:
-        """Registers the unary calls with the socket call server."""
         calls.add_registered_method_handlers("kvtier.v1.TransferService", {"Locate": self._locate})
 
     async def Push(self, frames: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> transfer_pb2.PushResponse:

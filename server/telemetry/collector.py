@@ -25,8 +25,6 @@ _OTHER = "other"
 
 @dataclass(frozen=True, slots=True)
 class ServerStats:
-    """Snapshot of a server for metrics."""
-
     manager: ManagerStats
     epoch: int
     uptime_seconds: float
@@ -52,8 +50,6 @@ Sample = tuple[Sequence[str], float]
 
 
 class SnapshotCollector(Collector):
-    """Converts a snapshot to metrics."""
-
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
 

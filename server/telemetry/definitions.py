@@ -27,7 +27,6 @@ class MetricDefinition:
 
     @property
     def exposed(self) -> str:
-        """Name in queries."""
         return self.name + {"counter": "_total", "info": "_info"}.get(self.kind, "")
 
 

@@ -25,7 +25,6 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def tier_service(name: str) -> str:
-    """Returns the name of a tier in the health service."""
     return f"kvtier.tier.{name}"
 
 
@@ -42,7 +41,6 @@ class Health:
         self._sent: dict[str, int] = {}
 
     async def register(self, server: grpc.aio.Server) -> None:
-        """Adds the service to a server that is not started yet."""
         for service in self._services:
             await self._set(service, _NOT_SERVING)
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)

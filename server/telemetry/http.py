@@ -170,7 +170,6 @@ class _Server(BoundedHTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Logs an error of a request at debug level."""
         logging.getLogger(__name__).debug("a request failed: %s", sys.exc_info()[1])
 
 

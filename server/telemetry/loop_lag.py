@@ -34,7 +34,6 @@ class LoopLag:
         """Time and lag of samples that no later sample exceeds."""
 
     def observe(self, seconds: float) -> None:
-        """Records a sample."""
         while self._seen and self._seen[-1][1] <= seconds:
             self._seen.pop()
         self._seen.append((self._now(), seconds))

@@ -92,7 +92,6 @@ class Metrics:
         self.refusals.labels(method.removeprefix("/kvtier.v1.").partition("/")[0], reason).inc()
 
     def failed(self, work: str) -> None:
-        """Counts a failure of background work: "tick", "slice" or "watch"."""
         self.loop_failures.labels(work).inc()
 
     def observe_job(self, tier: str, job: str, seconds: float, nbytes: int, outcomes: Sequence[Outcome]) -> None:
@@ -113,7 +112,6 @@ class Metrics:
         return self.transfer_bytes.labels(transport, direction)
 
     def mismatches(self, where: str) -> Counter:
-        """Returns the counter of checksum mismatches of a tier or transport."""
         return self.checksum_mismatches.labels(where)
 
     def _bind_job(self, tier: str, job: str) -> tuple[Histogram, Counter]:

@@ -30,7 +30,6 @@ def to_json(answer: GetStatusResponse) -> str:
 
 
 def values(answer: GetStatusResponse) -> dict[str, Any]:
-    """Returns the status as numbers, strings, lists and dictionaries."""
     return {
         "server_version": answer.server_version,
         "epoch": f"{answer.epoch:016x}",

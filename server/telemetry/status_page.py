@@ -45,7 +45,6 @@ class StatusPage:
         self._files["/"] = self._files.pop("/index.html")
 
     def file(self, path: str) -> tuple[str, bytes] | None:
-        """Returns content type and bytes of a file, or None."""
         return self._files.get(path)
 
     def figures(self) -> bytes:

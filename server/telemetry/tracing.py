@@ -149,7 +149,6 @@ class _RateLimitFilter(logging.Filter):
         self._next = 0.0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Returns whether to write the record."""
         now = time.monotonic()
         if now < self._next:
             return False

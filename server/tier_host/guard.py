@@ -90,7 +90,7 @@ class CheckedTier(SecondaryTier):
         super().__init__(tier.name, tier.capacity_bytes)
         for attribute in _ATTRIBUTES:
             setattr(self, attribute, getattr(tier, attribute))
-        self.unwanted: list[Name] = []
+        self.invalid_entries: list[Name] = []
         """Listed entries with an impossible size; the runtime removes them."""
         self._foreign = not type(tier).__module__.startswith(_OWN)
         self._threads = threads
@@ -192,7 +192,7 @@ class CheckedTier(SecondaryTier):
         outcomes = self._outcomes("load", self._tier.load, copy_views(blocks))
         for number, block in enumerate(blocks):
             if outcomes[number] is Outcome.DONE and any(canary_intact(part, canary) for part in block.parts):
-                self.note("load", "says that it has loaded blocks that it has not filled")
+                self.note("load", "reports blocks as loaded that it has not filled")
                 outcomes[number] = Outcome.CORRUPT
         return outcomes
 
@@ -260,7 +260,7 @@ class CheckedTier(SecondaryTier):
         if not isinstance(key, bytes) or not 0 < len(key) <= _MAX_KEY_BYTES:
             return "has no key"
         if type(nbytes) is not int or not 0 < nbytes <= self.capacity_bytes:
-            self.unwanted.append((NamespaceId(namespace), key))
+            self.invalid_entries.append((NamespaceId(namespace), key))
             return "has an impossible size"
         return ""
 
@@ -271,13 +271,12 @@ class CheckedTier(SecondaryTier):
         if outcomes is _FAILED or not self._counts(work, outcomes, blocks):
             return [Outcome.FAILED] * len(blocks)
         if not all(isinstance(outcome, Outcome) for outcome in outcomes):
-            self.note(work, f"{work} returns what is no outcome: {safe_repr(outcomes)}")
+            self.note(work, f"{work} returns invalid outcomes: {safe_repr(outcomes)}")
             return [outcome if isinstance(outcome, Outcome) else Outcome.FAILED for outcome in outcomes]
         self.note(work, None)
         return list(outcomes)
 
     def _counts(self, work: str, answers: Sequence[object], asked: Sequence[object]) -> bool:
-        """Returns whether there is one answer per block."""
         if len(answers) == len(asked):
             return True
         self.note(work, f"{work} returns {len(answers)} outcomes for {len(asked)} blocks")

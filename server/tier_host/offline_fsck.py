@@ -39,7 +39,7 @@ EXIT_UNCHECKED = 4
 """A tier could not be checked, for example because a server uses it."""
 
 _IGNORED = frozenset({"lost+found"})
-_MOST_NAMED = 3
+_MAX_NAMED = 3
 
 Progress = Callable[[int, int], None]
 """Called with the number of checked blocks and the total."""
@@ -47,8 +47,6 @@ Progress = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class TierReport:
-    """Result of the check of one tier."""
-
     name: str
     type: str
     path: Path | None = None
@@ -66,7 +64,6 @@ class TierReport:
 
     @property
     def damaged(self) -> bool:
-        """Whether there is damage that was not repaired."""
         whole = self.damage is not None and not self.damage_repaired
         return whole or not all(finding.repaired for finding in self.findings)
 
@@ -112,7 +109,7 @@ def foreign_contents(data_dir: Path, tiers: Sequence[TierConfig]) -> str | None:
         return None  # each tier reports the error itself
     if not others:
         return None
-    named = ", ".join(others[:_MOST_NAMED]) + (", …" if len(others) > _MOST_NAMED else "")
+    named = ", ".join(others[:_MAX_NAMED]) + (", …" if len(others) > _MAX_NAMED else "")
     return f"nothing in {data_dir} is of these tiers; there is {named}"
 
 
@@ -146,7 +143,6 @@ def _open_or_repair(config: TierConfig, report: TierReport, *, repair: bool) -> 
 
 
 def exit_code(reports: Sequence[TierReport]) -> int:
-    """Returns the exit code of `kvtier fsck`."""
     if any(report.damaged for report in reports):
         return EXIT_DAMAGED
     if any(report.error for report in reports):
@@ -166,7 +162,6 @@ def finding_lines(name: str, findings: Iterable[Finding]) -> Iterator[str]:
 
 
 def summary_lines(report: TierReport) -> Iterator[str]:
-    """Yields the result of the tier as a whole."""
     name, where = report.name, f" ({report.path})" if report.path else ""
     if report.damage:
         yield f"{name}: {report.damage}{', moved aside' if report.damage_repaired else ''}"

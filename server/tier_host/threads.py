@@ -81,7 +81,6 @@ class TierThreads:
         self._queues[kind].put(_Call(kind, operation, run, abandoned))
 
     def abandon(self, kind: WorkQueue) -> None:
-        """Removes the calls that have not begun."""
         for call in self._take_all(kind):
             call.abandoned()
 

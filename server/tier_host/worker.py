@@ -134,9 +134,7 @@ class TierWorker:
         if not ended:
             running = self._threads.overdue(0)
             self.left_behind = ", ".join(sorted(running.values())) or "close"
-            _log.error(
-                "tier is left behind: it does not come to an end", tier=self.tier.name, operation=self.left_behind
-            )
+            _log.error("tier is left behind: it does not end", tier=self.tier.name, operation=self.left_behind)
         return ended
 
     def _note_failure(self, operation: str, error: BaseException) -> None:

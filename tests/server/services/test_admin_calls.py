@@ -18,7 +18,7 @@ from kvtier.protos.error_reasons import reason_of
 from kvtier.protos.v1 import admin_pb2, admin_pb2_grpc
 from kvtier.server.drain import Drain
 from kvtier.server.refused import Refused
-from kvtier.server.services.admin import _MOST_EVICTIONS, AdminService
+from kvtier.server.services.admin import _MAX_EVICTIONS, AdminService
 from kvtier.tiers.core.bulk_eviction import EvictionProgress
 
 PART = 4096
@@ -91,7 +91,7 @@ def test_an_unknown_drain_mode_is_refused(stub: admin_pb2_grpc.AdminServiceStub)
 
 def test_concurrent_evictions_are_limited(stub: admin_pb2_grpc.AdminServiceStub) -> None:
     """Some wait, more are refused; afterwards new ones are accepted."""
-    calls = [stub.Evict(admin_pb2.EvictRequest(dry_run=True), timeout=60) for _ in range(4 * _MOST_EVICTIONS)]
+    calls = [stub.Evict(admin_pb2.EvictRequest(dry_run=True), timeout=60) for _ in range(4 * _MAX_EVICTIONS)]
     reasons = []
     for call in calls:
         try:
@@ -99,7 +99,7 @@ def test_concurrent_evictions_are_limited(stub: admin_pb2_grpc.AdminServiceStub)
         except grpc.RpcError as error:
             reasons.append(reason_of(error.trailing_metadata()))
     assert set(reasons) == {"LIMIT_EXCEEDED"}
-    assert len(reasons) <= 3 * _MOST_EVICTIONS
+    assert len(reasons) <= 3 * _MAX_EVICTIONS
     assert list(stub.Evict(admin_pb2.EvictRequest(dry_run=True), timeout=60))[-1].done
 
 

@@ -160,7 +160,7 @@ def test_the_end_of_a_server_with_a_tier_that_hangs(world: World, work: str) -> 
     assert world.server.terminate() == EXIT_LEFT_BEHIND
     print(f"ended {time.monotonic() - began:.1f} s after SIGTERM")
     lines = [json.loads(line) for line in world.server.log.splitlines()]
-    [left] = [line for line in lines if "left behind: it does not come to an end" in line["event"]]
+    [left] = [line for line in lines if "left behind: it does not end" in line["event"]]
     assert (left["tier"], left["operation"]) == ("bad", work)
     assert lines[-1]["tiers"] == ["bad"]
     assert "Traceback" not in world.server.log

@@ -250,7 +250,9 @@ def test_entries_that_cannot_be(rig: Rig) -> None:
     assert list(rig.guard.entries()) == [HONEST_ENTRY]
     assert rig.guard.last_error
     assert "21 of the blocks that it lists were left out; the first: Entry(" in rig.guard.last_error
-    assert set(rig.guard.unwanted) == {(HONEST_ENTRY.namespace, b"lie" + bytes(4))}, "which the server has removed"
+    assert set(rig.guard.invalid_entries) == {(HONEST_ENTRY.namespace, b"lie" + bytes(4))}, (
+        "which the server has removed"
+    )
 
 
 @pytest.mark.parametrize("error", ERRORS)
