@@ -1,23 +1,8 @@
 """Exceptions of client calls.
 
-    KVTierError
-    ├── Unavailable            no session now; the client reconnects by itself
-    │   ├── NotConnected       no connection to a server
-    │   ├── DeadlineExceeded   no response in time
-    │   ├── SessionLost        the session ended (server restart, or no heartbeat)
-    │   └── Draining           the server is shutting down
-    ├── InvalidRequest         the call cannot succeed as it is
-    ├── LeaseLost              a lease or store ended early: read bytes are invalid, stores are lost
-    ├── HoldGone               the request that was to be handed over is not held
-    ├── AccessDenied           the credentials are unknown, or not for this call or tenant
-    ├── NotOwner               the lease or store belongs to another engine
-    ├── LimitExceeded          too much at once; try again later
-    ├── DeviceUnavailable      the server does not copy to or from this device now
-    ├── ChecksumMismatch       bytes arrived damaged
-    └── ServerError            a defect of the server, or the peer is not a kvtier server
-
-An engine treats each of them as a cache miss. `reason` is stable (`kvtier.v1.ErrorReason`); the
-text is for logs.
+All derive from `KVTierError`, and an engine treats each as a cache miss. `Unavailable` and its
+subclasses mean that there is no session now. `reason` is stable (`kvtier.v1.ErrorReason`); the text
+is for logs.
 """
 
 from __future__ import annotations
