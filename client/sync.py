@@ -189,7 +189,8 @@ class Client:
             lease: duration of the lease in seconds; None: the server's default.
             exclude: tiers to leave out.
             min_hits: with `prefix`: if there are fewer leading hits, all keys are misses.
-            retain_for: seconds to protect hits from eviction (bounded); None: as for the request.
+            retain_for: seconds to protect the hits from eviction, within the server's limit; None:
+                as for the request.
         """
         return self._lease(
             self._operations.lookup(
