@@ -1,4 +1,7 @@
-"""Disks that fill up, files that rot, descriptors that run out: the tier degrades and says so, the rest goes on."""
+"""Full disks, damaged files and missing descriptors: the tier degrades and reports it.
+
+Others work.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def keys_of(count: int, salt: str) -> list[bytes]:
 
 
 def store(client: Client, keys: list[bytes]) -> None:
-    """Stores blocks, all of which must find room in the CPU tier."""
+    """Stores blocks, all of which must fit into the CPU tier."""
     assert set(client.store(keys, [payload(key, PART) for key in keys])) == {StoreStatus.GRANTED}
 
 
@@ -38,10 +41,10 @@ def file_of(server: ServerProcess) -> Path:
     return server.data_dir / "lmdb" / "data.mdb"
 
 
-def test_full_disk(tmp_path: Path) -> None:
-    """When the disk is full, blocks still go to the CPU tier, the status says so, and what was durable stays so.
+def test_a_full_disk_costs_durability_only(tmp_path: Path) -> None:
+    """With a full disk the CPU tier still stores, the status reports it, and durable blocks stay.
 
-    As soon as there is room again, blocks become durable again.
+    Once the disk has space again, blocks become durable again.
     """
     before, during, after = keys_of(32, "before"), keys_of(32, "during"), keys_of(32, "after")
     with ServerProcess(tmp_path) as server, Client(server.start().endpoint, namespace=NAMESPACE) as client:
@@ -51,7 +54,7 @@ def test_full_disk(tmp_path: Path) -> None:
         store(client, during)
         began = time.monotonic()
         assert set(client.flush(during, wait=30)) == {DurableStatus.VOLATILE}
-        assert time.monotonic() - began < 25, "waited for what cannot come about"
+        assert time.monotonic() - began < 25, "the flush waited although the disk is full"
         tier = server.tier("lmdb")
         assert not tier.healthy
         assert "cannot store" in tier.trouble
@@ -65,8 +68,8 @@ def test_full_disk(tmp_path: Path) -> None:
         read_when_back(server, client, [*before, *during, *after])
 
 
-def test_full_disk_across_a_restart(tmp_path: Path) -> None:
-    """A server that is killed while its disk is full loses nothing that was durable, and serves nothing wrong."""
+def test_a_kill_during_a_full_disk_loses_no_durable_block(tmp_path: Path) -> None:
+    """The restarted server serves no wrong bytes."""
     before, during = keys_of(32, "before"), keys_of(32, "during")
     with ServerProcess(tmp_path) as server, Client(server.start().endpoint, namespace=NAMESPACE) as client:
         store(client, before)
@@ -81,8 +84,8 @@ def test_full_disk_across_a_restart(tmp_path: Path) -> None:
         assert all(is_payload(key, found) for key, found in zip(during[:hits], buffers, strict=False))
 
 
-def test_file_that_is_no_store_any_more(tmp_path: Path) -> None:
-    """A server that finds its LMDB file destroyed starts without it, says so in log and status, and serves."""
+def test_a_destroyed_file_is_reported(tmp_path: Path) -> None:
+    """The server starts with an empty tier, reports it in log and status, and serves."""
     keys = keys_of(32, "a")
     with ServerProcess(tmp_path) as server, Client(server.start().endpoint, namespace=NAMESPACE) as client:
         store(client, keys)
@@ -106,8 +109,11 @@ def test_file_that_is_no_store_any_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_file_with_flipped_bytes(tmp_path: Path, seed: int) -> None:
-    """Whatever bytes of the LMDB file change between two lives, the server starts, and no block is served wrong."""
+def test_flipped_bytes_cause_no_wrong_block(tmp_path: Path, seed: int) -> None:
+    """The bytes of the LMDB file change between two runs.
+
+    The server starts and serves intact blocks only.
+    """
     keys = keys_of(64, "a")
     rng = random.Random(seed)
     with ServerProcess(tmp_path) as server, Client(server.start().endpoint, namespace=NAMESPACE) as client:
@@ -129,14 +135,14 @@ def test_file_with_flipped_bytes(tmp_path: Path, seed: int) -> None:
                 found += 1
         print(f"{found} of {len(keys)} blocks survived")
         assert found < len(keys)
-        # The rest is written anew.
+        # The others are stored again.
         client.store(keys, [payload(key, PART) for key in keys])
         assert set(client.flush(keys)) == {DurableStatus.DURABLE}
         assert_serves(client, keys)
 
 
-def test_directory_that_is_gone(tmp_path: Path) -> None:
-    """A data directory that is removed under a running server costs durability after a restart, and nothing else."""
+def test_a_removed_data_directory_costs_durability_only(tmp_path: Path) -> None:
+    """The directory is removed while the server runs; durability is lost at the restart."""
     keys = keys_of(16, "a")
     with ServerProcess(tmp_path) as server, Client(server.start().endpoint, namespace=NAMESPACE) as client:
         store(client, keys)
@@ -154,8 +160,8 @@ def test_directory_that_is_gone(tmp_path: Path) -> None:
         assert_serves(client, keys)
 
 
-def test_descriptors_run_out(tmp_path: Path) -> None:
-    """A server without descriptors left turns newcomers away, goes on serving those it has, and takes new ones later."""
+def test_new_clients_are_refused_without_descriptors(tmp_path: Path) -> None:
+    """Connected clients are served, and new ones are accepted once descriptors are free."""
     keys = keys_of(16, "a")
     with ServerProcess(tmp_path) as server, Client(server.start().endpoint, namespace=NAMESPACE) as client:
         store(client, keys)
@@ -185,13 +191,13 @@ def test_descriptors_run_out(tmp_path: Path) -> None:
 
 
 def test_terminate_under_load(tmp_path: Path) -> None:
-    """SIGTERM under load ends the server in time, with everything that was stored on the disk, and nothing left behind."""
+    """The server ends in time, all stored blocks are on disk, and no socket or process is left."""
     stored: list[bytes] = []
     over = threading.Event()
     with ServerProcess(tmp_path) as server, Client(server.start().endpoint, namespace=NAMESPACE) as client:
 
         def run() -> None:
-            # No more than may wait to be stored in the LMDB tier: beyond that it is left out.
+            # No more than the LMDB tier may queue: further blocks would be dropped.
             for number in range(0, 64, 2):
                 if number == 62:
                     over.wait(60)
@@ -218,11 +224,14 @@ def test_terminate_under_load(tmp_path: Path) -> None:
 
 
 def wait_until_back(server: ServerProcess, client: Client) -> None:
-    """Waits for the client to come back by itself: of the life before it may not have noticed the end."""
+    """Waits until the client has reconnected.
+
+    It may not have noticed the end of the previous run yet.
+    """
     wait_until(lambda: client.epoch == server.status().epoch)
 
 
 def read_when_back(server: ServerProcess, client: Client, keys: list[bytes]) -> None:
-    """Waits for the client to come back, then reads all blocks."""
+    """Waits until the client has reconnected, then reads all blocks."""
     wait_until_back(server, client)
     assert_serves(client, keys)

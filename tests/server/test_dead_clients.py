@@ -1,4 +1,4 @@
-"""Clients that die, hang or lose their session in mid-write or mid-read: nothing of theirs is seen or stays pinned."""
+"""Clients that die, hang or lose their session during a write or read leave no block and no pin."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAMESPACE = namespace_of(PART)
 KEYS = [key_of(number) for number in range(16)]
 LEASE_SECONDS = 3.0
 
-# Takes slots, and says so in the middle of its work; what happens then is up to the test.
+# Prepares a store, prints a line in the middle of writing, and then does what the test says.
 _WRITER = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
@@ -53,14 +53,14 @@ with long_timeouts(), Client(sys.argv[2], namespace=namespace_of(1 << 20), name=
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    """A server with a CPU tier of 32 blocks."""
+    """Yields a server with a CPU tier of 32 blocks."""
     with ServerProcess(tmp_path, region=32 * MIB) as process:
         yield process.start()
 
 
 @contextlib.contextmanager
 def writer(server: ServerProcess, transport: str, then: str) -> Iterator[subprocess.Popen[str]]:
-    """A client process that has filled eight of its sixteen slots."""
+    """Yields a client process that has filled eight of its sixteen slots."""
     program = _WRITER.replace("{then}", then)
     tests = str(Path(__file__).parent.parent)
     command = [sys.executable, "-c", program, tests, server.endpoint, transport]
@@ -74,15 +74,15 @@ def writer(server: ServerProcess, transport: str, then: str) -> Iterator[subproc
 
 
 def statuses_of(client: Client, keys: list[bytes]) -> set[int]:
-    """Returns what a lookup says of these keys, one by one."""
+    """Returns the statuses of a lookup of these keys."""
     with client.lookup(keys, prefix=False) as found:
         return set(found.statuses)
 
 
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
 @pytest.mark.parametrize("then", ["time.sleep(60)", "batch.memory[0:0]"], ids=["between two copies", "while copying"])
-def test_writer_killed_in_mid_write(server: ServerProcess, transport: str, then: str) -> None:
-    """A client that is killed in mid-write publishes nothing (B4.5); its slots are used again once it is gone."""
+def test_a_killed_writer_publishes_nothing(server: ServerProcess, transport: str, then: str) -> None:
+    """Its slots are used again once the process is gone (B4.5)."""
     then = (
         then if "sleep" in then else "end = time.time() + 60\n" + " " * 20 + "while time.time() < end: view[:] = view"
     )
@@ -94,15 +94,15 @@ def test_writer_killed_in_mid_write(server: ServerProcess, transport: str, then:
         status = server.wait_for(lambda status: len(status.sessions) == 1 and not status.quarantined_bytes)
         assert (status.stores, status.leases) == (0, 0)
         assert statuses_of(other, KEYS) == {KeyStatus.MISS}
-        # All of the memory is there again: 32 blocks fit, the killed client's among them.
+        # All memory is available: 32 blocks fit, including the slots of the killed client.
         many = [*KEYS, *(key_of(number, salt="more") for number in range(15))]
         assert set(other.store(many, [payload(key, PART) for key in many])) == {StoreStatus.GRANTED}
         assert_serves(other, many)
 
 
 @pytest.mark.parametrize("how", ["killed", "channel closed", "stream cancelled"])
-def test_a_client_that_vanishes_is_noticed_at_once(tmp_path: Path, how: str) -> None:
-    """A session falls at once, and not when its stream is collected, whatever the server was doing with it at that moment."""
+def test_a_lost_client_is_noticed_at_once(tmp_path: Path, how: str) -> None:
+    """The session ends at once, not when its stream is collected, in any state of the server."""
     with ServerProcess(tmp_path, region=32 * MIB, config="[sessions]\nheartbeat_interval = 0.01").start() as server:
         for number in range(3):
             with contextlib.ExitStack() as closing:
@@ -114,13 +114,14 @@ def test_a_client_that_vanishes_is_noticed_at_once(tmp_path: Path, how: str) -> 
                 server.wait_for(lambda status: len(status.sessions) == 1)
                 time.sleep(0.1 + number * 0.003)
                 vanish()
-                server.wait_for(lambda status: not status.sessions, 9.0)  # what takes so long is a machine that is busy
+                # only a busy machine needs this long
+                server.wait_for(lambda status: not status.sessions, 9.0)
 
 
-def test_slots_of_a_fallen_session_wait_for_its_process(server: ServerProcess) -> None:
-    """A session falls while its process lives on and has the region mapped: its slots stay out of use until it hangs up.
+def test_slots_of_an_ended_session_wait_for_its_process(server: ServerProcess) -> None:
+    """While the process maps the region, the slots of its ended session are not reused.
 
-    Otherwise its late bytes would end in another client's block: hole 1 of the peers.
+    Otherwise a late write could overwrite another client's block.
     """
     with Client(server.endpoint, namespace=NAMESPACE) as other:
         other.wait_until_connected(60)
@@ -133,7 +134,7 @@ def test_slots_of_a_fallen_session_wait_for_its_process(server: ServerProcess) -
             status = server.wait_for(lambda status: len(status.sessions) == 1)
             assert status.quarantined_bytes == len(KEYS) * PART
             assert statuses_of(other, KEYS) == {KeyStatus.MISS}
-            # As much as fits without those slots is stored, while the fallen one writes on.
+            # The rest of the region is filled while the process still writes.
             many = [key_of(number, salt="more") for number in range(32)]
             granted = other.store(many, [payload(key, PART) for key in many])
             stored = [key for key, status in zip(many, granted, strict=True) if status == StoreStatus.GRANTED]
@@ -149,8 +150,8 @@ def test_slots_of_a_fallen_session_wait_for_its_process(server: ServerProcess) -
         assert_serves(other, KEYS)
 
 
-def test_completion_of_a_fallen_session_is_refused(server: ServerProcess) -> None:
-    """A store that fell with its session cannot be completed by a later session of the same engine."""
+def test_a_store_of_an_ended_session_cannot_be_completed(server: ServerProcess) -> None:
+    """A later session of the same engine cannot complete it either."""
     with RawSession(server.endpoint, NAMESPACE, engine_id="raw") as raw:
         store_id = raw.cache.PrepareStore(cache_pb2.PrepareStoreRequest(session=raw.ref, keys=KEYS)).store_id
         raw.fall()
@@ -163,10 +164,10 @@ def test_completion_of_a_fallen_session_is_refused(server: ServerProcess) -> Non
         assert found.lease_id == 0
 
 
-def test_writer_that_hangs(tmp_path: Path) -> None:
-    """A client that is stopped in mid-write loses its store when its time is over; its slots wait until it is heard of.
+def test_a_stopped_writer_loses_its_store(tmp_path: Path) -> None:
+    """The store expires, and its slots wait until the client reports again.
 
-    Its completion then is refused, tells the server that nobody writes any more, and publishes nothing.
+    Its completion is refused and publishes nothing, but tells the server that the write has ended.
     """
     with (
         ServerProcess(tmp_path, region=32 * MIB, config=f"[leases]\ndefault = {LEASE_SECONDS}").start() as server,
@@ -192,8 +193,8 @@ def test_writer_that_hangs(tmp_path: Path) -> None:
         assert statuses_of(other, KEYS[8:]) == {KeyStatus.MISS}
 
 
-def test_reader_that_hangs(server: ServerProcess) -> None:
-    """A lease that nobody renews ends, its blocks may be evicted (B4.9), and what its holder read meanwhile does not count."""
+def test_a_stopped_reader_loses_its_lease(server: ServerProcess) -> None:
+    """Its blocks may be evicted (B4.9), and the client discards what it read meanwhile."""
     with (
         Client(server.endpoint, namespace=NAMESPACE) as reader,
         Client(server.endpoint, namespace=NAMESPACE) as other,
@@ -213,18 +214,18 @@ def test_reader_that_hangs(server: ServerProcess) -> None:
             stale = [
                 not np.array_equal(view, payload(key, PART)) for view, key in zip(batch.views(), KEYS, strict=True)
             ]
-            assert any(stale), "no slot was given to somebody else"
+            assert any(stale), "no slot was reused"
             with pytest.raises(Exception, match="lease") as refusal:
                 reading.close()
             assert refusal.value.reason == "LEASE_NOT_FOUND"  # type: ignore[attr-defined]
 
 
-def test_sessions_of_stopped_clients_do_not_hold_up_others(server: ServerProcess) -> None:
-    """While one client is stopped in mid-write, others store and load at full length."""
+def test_a_stopped_client_does_not_delay_others(server: ServerProcess) -> None:
+    """While one client is stopped during a write, others store and load at full length."""
     with Client(server.endpoint, namespace=NAMESPACE) as other, writer(server, "grpc", "time.sleep(60)") as process:
         os.kill(process.pid, signal.SIGSTOP)
         keys = [key_of(number, salt="other") for number in range(8)]
-        # Neither waits for the other one's lease, which lasts for longer than their calls.
+        # No call waits for the other client's lease, which outlasts the calls.
         other.store(keys, [payload(key, PART) for key in keys])
         assert_serves(other, keys, wait=0)
         assert server.status().stores == 1

@@ -21,7 +21,7 @@ BEFORE, DURING, AFTER = ([key_of(number, salt=salt) for number in range(32)] for
 
 @pytest.fixture
 def data_dir(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 16 MiB where the server keeps its tier."""
+    """Yields a data directory on a file system of 16 MiB."""
     path = tmp_path / "data"
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(path)]
@@ -32,8 +32,8 @@ def data_dir(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("kind", ["lmdb", "disk"])
-def test_a_disk_that_is_full_for_a_while(data_dir: Path, kind: str) -> None:
-    """Engines go on with the CPU tier, people are told, and all becomes durable when there is room again."""
+def test_a_full_disk_recovers(data_dir: Path, kind: str) -> None:
+    """The CPU tier serves, and all blocks become durable once there is space."""
     with ServerProcess(data_dir.parent, tier=kind) as server:
         server.start()
         with Client(server.endpoint, namespace=NAMESPACE) as client:

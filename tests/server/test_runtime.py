@@ -1,4 +1,4 @@
-"""The shell around the core."""
+"""The runtime: the core with its threads, timers and tiers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ PART = 4096
 SPEC = NamespaceSpec(NamespaceId(b"n" * 16), world_size=1, part_bytes=(PART,))
 
 
-class Gated(SecondaryTier):
-    """Takes its time, until it is let go."""
+class GatedTier(SecondaryTier):
+    """Its jobs wait until they are released."""
 
     type: ClassVar[str] = "gated"
     durable: ClassVar[bool] = False
@@ -61,10 +61,10 @@ class Gated(SecondaryTier):
 
 
 def run(scenario: Any, *, stall_seconds: float = 60.0) -> None:
-    """Runs a scenario with a runtime whose region holds 16 blocks, all of them."""
+    """Runs a scenario with a runtime whose backed region holds 16 blocks."""
 
     async def main() -> None:
-        tier = Gated()
+        tier = GatedTier()
         region = HostRegion.create(REGION)
         runtime = TierRuntime(region, [tier], stall_seconds=stall_seconds)
         await runtime.start()
@@ -82,18 +82,18 @@ def keys(first: int, count: int) -> list[bytes]:
     return [number.to_bytes(4, "big") + bytes(4) for number in range(first, first + count)]
 
 
-async def store_beside_a_finished_job(runtime: TierRuntime, tier: Gated) -> EngineSession:
-    """Fills the region: a part with blocks whose job has ended without the loop knowing, the rest with a store in flight."""
+async def store_beside_a_finished_job(runtime: TierRuntime, tier: GatedTier) -> EngineSession:
+    """Fills the region with blocks of a job whose end is unseen, and with a running store."""
     core = runtime.core
     session = core.open_session(b"s", "e", None, SPEC)
-    await asyncio.sleep(0)  # the region's memory is announced through the loop
+    await asyncio.sleep(0)  # the event loop announces the region's memory
     assert core.stats().tiers[0].available_bytes == REGION
-    blocks = REGION // PART // 4  # no more than may wait for a tier
+    blocks = REGION // PART // 4  # a tier may not queue more
     first = core.prepare_store(session, keys(0, 16), request_id="", expires_at=1e12)
     assert first.store_id is not None
     core.complete_store(session, first.store_id, range(blocks, 16))
     lease = core.prepare_store(session, keys(100, 16 - blocks), request_id="", expires_at=1e12)
-    assert len(lease.slots) == 16 - blocks, "the rest of the region is being written to"
+    assert len(lease.slots) == 16 - blocks, "the rest of the region is being written"
     runtime.pump()
     tier.gate.set()
     assert tier.ended.wait(60)
@@ -101,14 +101,14 @@ async def store_beside_a_finished_job(runtime: TierRuntime, tier: Gated) -> Engi
     while not runtime._finished:
         assert runtime.now() < deadline
     answer = core.prepare_store(session, keys(200, 1), request_id="", expires_at=1e12)
-    assert answer.statuses == bytes([StoreStatus.NO_ROOM]), "the core has not heard of it"
+    assert answer.statuses == bytes([StoreStatus.NO_ROOM]), "the core has not seen the end of the job"
     return session
 
 
-def test_what_threads_have_finished_can_be_taken_in_at_any_time() -> None:
-    """B3.20: `get_finished_jobs` polls, and the blocks of what it finds are free for the very next store."""
+def test_finished_jobs_can_be_polled() -> None:
+    """B3.20: `get_finished_jobs` polls; blocks of finished jobs are free for the next store."""
 
-    async def scenario(runtime: TierRuntime, tier: Gated) -> None:
+    async def scenario(runtime: TierRuntime, tier: GatedTier) -> None:
         session = await store_beside_a_finished_job(runtime, tier)
         runtime.get_finished_jobs()
         answer = runtime.core.prepare_store(session, keys(200, 1), request_id="", expires_at=1e12)
@@ -118,10 +118,10 @@ def test_what_threads_have_finished_can_be_taken_in_at_any_time() -> None:
     run(scenario)
 
 
-def test_finished_jobs_are_taken_in_before_room_is_made() -> None:
-    """B3.4: PrepareStore sees what threads have finished, before the loop comes round to it."""
+def test_finished_jobs_are_processed_before_an_eviction() -> None:
+    """B3.4: PrepareStore sees finished jobs before the loop's next poll."""
 
-    async def scenario(runtime: TierRuntime, tier: Gated) -> None:
+    async def scenario(runtime: TierRuntime, tier: GatedTier) -> None:
         session = await store_beside_a_finished_job(runtime, tier)
         registry: Any = SimpleNamespace(refuse_if_draining=lambda: None, get=lambda _: session)
         service = CacheService(
@@ -133,8 +133,8 @@ def test_finished_jobs_are_taken_in_before_room_is_made() -> None:
     run(scenario)
 
 
-async def store_two_jobs(runtime: TierRuntime, tier: Gated) -> None:
-    """Stores four blocks, one of which a job of the tier is at work on; the others wait behind it."""
+async def store_two_jobs(runtime: TierRuntime, tier: GatedTier) -> None:
+    """Stores four blocks: a job of the tier works on one, and the others wait behind it."""
     await asyncio.sleep(0)
     session = runtime.core.open_session(b"s", "e", None, SPEC)
     for first, count in ((0, 1), (1, 3)):
@@ -145,16 +145,19 @@ async def store_two_jobs(runtime: TierRuntime, tier: Gated) -> None:
     assert tier.stored == 0
 
 
-def test_an_end_waits_for_a_tier_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it missed meanwhile is stored when it comes back in time; and it is not said to be all well if it does not."""
+def test_a_drain_waits_for_a_hanging_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the tier recovers in time, its missed blocks are stored.
+
+    Otherwise the drain reports a failure.
+    """
     monkeypatch.setattr("kvtier.server.runtime._TICK_SECONDS", 0.02)
     monkeypatch.setattr("kvtier.server.runtime._STALLED_SECONDS", 0.5)
 
-    async def scenario(runtime: TierRuntime, tier: Gated) -> None:
+    async def scenario(runtime: TierRuntime, tier: GatedTier) -> None:
         await store_two_jobs(runtime, tier)
         while not runtime.tiers[0].last_error:
             await runtime.changed(1)
-        assert not await runtime.drain(20), "it is still at work"
+        assert not await runtime.drain(20), "the tier is still busy"
         drained = asyncio.ensure_future(runtime.drain(20))
         await asyncio.sleep(0.1)
         tier.gate.set()
@@ -164,14 +167,14 @@ def test_an_end_waits_for_a_tier_that_stands_still(monkeypatch: pytest.MonkeyPat
     run(scenario, stall_seconds=0.1)
 
 
-def test_a_server_that_was_stopped_says_nothing_of_its_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A SIGSTOP, a frozen cgroup: the tier had no time to come back either."""
+def test_a_stopped_server_does_not_blame_its_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """During a SIGSTOP or in a frozen cgroup a tier has no time to answer either."""
     monkeypatch.setattr("kvtier.server.runtime._TICK_SECONDS", 0.02)
     monkeypatch.setattr("kvtier.server.runtime._LATE_SECONDS", 0.1)
 
-    async def scenario(runtime: TierRuntime, tier: Gated) -> None:
+    async def scenario(runtime: TierRuntime, tier: GatedTier) -> None:
         await store_two_jobs(runtime, tier)
-        time.sleep(0.6)  # noqa: ASYNC251 - the loop is to stand still
+        time.sleep(0.6)  # noqa: ASYNC251 - blocks the loop on purpose
         await asyncio.sleep(0.1)
         assert not runtime.tiers[0].last_error
         tier.gate.set()
@@ -182,11 +185,11 @@ def test_a_server_that_was_stopped_says_nothing_of_its_tiers(monkeypatch: pytest
     run(scenario, stall_seconds=0.5)
 
 
-def test_a_tier_is_back_however_late_the_server_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where late ticks keep it from looking who stands still, a tier that did is heard when it comes back, and not before."""
+def test_a_tier_recovers_despite_late_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Late ticks delay the check for hanging tiers, but not the recovery of a tier."""
     monkeypatch.setattr("kvtier.server.runtime._TICK_SECONDS", 0.02)
 
-    async def scenario(runtime: TierRuntime, tier: Gated) -> None:
+    async def scenario(runtime: TierRuntime, tier: GatedTier) -> None:
         await store_two_jobs(runtime, tier)
         while not runtime.tiers[0].last_error:
             await runtime.changed(1)
@@ -204,14 +207,14 @@ def test_a_tier_is_back_however_late_the_server_is(monkeypatch: pytest.MonkeyPat
     run(scenario, stall_seconds=0.1)
 
 
-def test_a_slice_that_fails_is_no_end_of_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is logged and counted, the rest is done later, and what happens meanwhile does not have it tried at once."""
+def test_a_failed_slice_does_not_end_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The failure is logged and counted; the rest follows later, without an immediate retry."""
     monkeypatch.setattr("kvtier.server.runtime._RETRY_SECONDS", 0.01)
     monkeypatch.setattr("kvtier.tiers.core.cpu_tier.SLICE", 4)
     logged: list[str] = []
     counted: list[str] = []
 
-    async def scenario(runtime: TierRuntime, tier: Gated) -> None:
+    async def scenario(runtime: TierRuntime, tier: GatedTier) -> None:
         runtime.observe_failures(counted.append)
         tier.gate.set()
         await asyncio.sleep(0)
@@ -251,11 +254,11 @@ def test_a_slice_that_fails_is_no_end_of_a_reset(monkeypatch: pytest.MonkeyPatch
     run(scenario)
 
 
-def test_a_tick_that_fails_is_counted_and_the_next_one_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing would ever expire again without it."""
+def test_a_failed_tick_is_counted_and_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without ticks nothing would expire."""
     monkeypatch.setattr("kvtier.server.runtime._TICK_SECONDS", 0.01)
 
-    async def scenario(runtime: TierRuntime, _: Gated) -> None:
+    async def scenario(runtime: TierRuntime, _: GatedTier) -> None:
         counted: list[str] = []
         failed = asyncio.Event()
 

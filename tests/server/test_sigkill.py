@@ -1,4 +1,4 @@
-"""The server is killed, again and again, while clients store, flush and load."""
+"""The server is killed repeatedly while clients store, flush and load."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ TIMEOUTS = Timeouts(connect=1.0, call=1.0, transfer=5.0)
 
 @dataclass
 class Load:
-    """What several clients do at once, and what they know for sure."""
+    """The work of several concurrent clients, and the keys that are known to be durable."""
 
     endpoint: str
     seed: int
     fresh_per_life: int
-    """Blocks that each client stores in one life of the server; then it reads only."""
+    """Number of blocks that each client stores per run of the server; then it only reads."""
     durable: dict[bytes, None] = field(default_factory=dict)
     """Keys that `flush` acknowledged, in order."""
     stored: dict[bytes, None] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Load:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, number: int) -> None:
-        """Stores fresh blocks, flushes most of them, and loads old ones, whatever becomes of the server."""
+        """Stores new blocks, flushes most of them, and loads old ones, until the load is over."""
         rng = random.Random(f"{self.seed}:{number}")
         transport = "grpc" if number == 0 else "auto"
         count = budget = 0
@@ -65,7 +65,7 @@ class Load:
                 except KVTierError:
                     self.refused += 1
                     time.sleep(0.005)
-                time.sleep(0.001)  # the load is the server's, not the interpreter's
+                time.sleep(0.001)  # leaves the processor to the server
         self.sessions += len(epochs)
 
     def _store(self, client: Client, keys: list[bytes], *, flush: bool) -> None:
@@ -98,7 +98,7 @@ class Load:
 
 @contextlib.contextmanager
 def under(load: Load, clients: int) -> Iterator[None]:
-    """Runs the clients; at the end all of them have ended by themselves."""
+    """Runs the clients; at the end all of them must have ended without an error."""
     threads = [threading.Thread(target=load.run, args=(number,), name=f"load-{number}") for number in range(clients)]
     for thread in threads:
         thread.start()
@@ -112,7 +112,7 @@ def under(load: Load, clients: int) -> Iterator[None]:
 
 
 def seed_of(default: int) -> int:
-    """Returns the seed, from TEST_SEED or a new one; it is printed."""
+    """Returns the seed, from TEST_SEED or a new one, and prints it."""
     seed = int(os.environ.get("TEST_SEED", default or random.SystemRandom().randrange(1 << 32)))
     print(f"TEST_SEED={seed}")
     return seed
@@ -121,8 +121,8 @@ def seed_of(default: int) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("tier", "kills"), [("lmdb", 50), ("disk", 20)])
-def test_nothing_acknowledged_as_durable_is_lost(tmp_path: Path, tier: str, kills: int) -> None:
-    """After each of many SIGKILLs every block that `flush` called durable reads back bit-identical, and nothing reads wrong.
+def test_sigkill_loses_no_block_that_flush_acknowledged(tmp_path: Path, tier: str, kills: int) -> None:
+    """After each of many SIGKILLs every flushed block reads back bit-identical; no read is wrong.
 
     The CPU tier is small, so that blocks are evicted from it and promoted again all the time.
     """
@@ -150,7 +150,7 @@ def test_nothing_acknowledged_as_durable_is_lost(tmp_path: Path, tier: str, kill
         assert not load.wrong
         assert len(load.durable) > kills
         assert load.hits > kills
-        assert load.sessions > 2 * kills, "clients did not come back by themselves"
+        assert load.sessions > 2 * kills, "clients did not reconnect"
         assert disk.healthy
         assert not disk.evictions
 
@@ -158,7 +158,7 @@ def test_nothing_acknowledged_as_durable_is_lost(tmp_path: Path, tier: str, kill
 @pytest.mark.slow
 @pytest.mark.parametrize("tier", ["lmdb", "disk"])
 def test_no_wrong_bytes_while_a_small_durable_tier_evicts(tmp_path: Path, tier: str) -> None:
-    """With a tier on disk that is full and evicts, SIGKILLs lose what they may, but no read returns wrong bytes."""
+    """A tier on disk that evicts may lose blocks at a SIGKILL, but no read returns wrong bytes."""
     seed, kills = seed_of(0), 8
     rng = random.Random(seed)
     evictions = 0
@@ -181,7 +181,7 @@ def test_no_wrong_bytes_while_a_small_durable_tier_evicts(tmp_path: Path, tier: 
 
 
 def read_all(client: Client, keys: list[bytes]) -> None:
-    """Reads all blocks; until the client is back, and while others crowd the CPU tier, it asks again."""
+    """Reads all blocks; repeats until the client is connected and the CPU tier has space."""
     deadline = time.monotonic() + 60
     while True:
         try:

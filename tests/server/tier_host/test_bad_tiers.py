@@ -1,4 +1,4 @@
-"""A server with a tier that misbehaves: engines go on, people are told, and the end comes when it is asked for."""
+"""A server with a misbehaving tier: engines are served, and the status reports it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvtier.client import Client, DurableStatus, KeyStatus, OffloadPolicy, Store
 PART = 64 << 10
 NAMESPACE = namespace_of(PART)
 REGION = 4 * MIB
-"""64 blocks."""
+"""Capacity of 64 blocks."""
 OLD = [key_of(number, salt="old") for number in range(48)]
 EXIT_LEFT_BEHIND = 3
 
@@ -40,7 +40,7 @@ size = "16MiB"
 
 
 class World:
-    """A server whose first tier is a bad one, and an engine that has stored blocks which only the tiers have now."""
+    """A server whose first tier misbehaves, and an engine whose blocks are in the tiers only."""
 
     def __init__(self, server: ServerProcess) -> None:
         self.server = server
@@ -53,7 +53,7 @@ class World:
         wait_connected(self.client)
         self.store_durable(OLD)
         self.store_durable(self.new(64))
-        assert self.client.lookup(OLD[:1]).statuses != bytes([KeyStatus.HIT]), "the CPU tier has it still"
+        assert self.client.lookup(OLD[:1]).statuses != bytes([KeyStatus.HIT]), "the CPU tier still has it"
 
     def misbehave(self, what: str, content: str = "") -> Path:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -71,11 +71,12 @@ class World:
         for start in range(0, len(keys), 8):
             self.store(keys[start : start + 8])
             assert set(self.client.flush(keys[start : start + 8])) == {DurableStatus.DURABLE}
-            # The bad tier says so at once, and what LMDB is too far behind for, on a busy machine, would never get there.
+            # The bad tier answers at once; a block that LMDB has dropped on a busy machine never
+            # becomes durable.
             self.server.wait_for(lambda status: not status.tiers[2].queued_bytes)
 
     def overfill(self) -> None:
-        """Stores until the bad tier hangs as it removes blocks; those that it is too far behind for do not fill it."""
+        """Stores until the bad tier hangs in a removal; cascades that it drops do not fill it."""
 
         def hangs() -> bool:
             for _ in range(5):
@@ -100,7 +101,7 @@ class World:
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    """A world to be started."""
+    """Yields a world that is not started."""
     tests = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [tests, os.environ.get("PYTHONPATH")]))
     monkeypatch.setenv("PYTHONPATH", path)
@@ -111,14 +112,14 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 
 @pytest.mark.parametrize("work", ["store", "load", "remove"])
-def test_a_tier_that_hangs(world: World, work: str) -> None:
-    """Engines store and load as before, the next tier answers for what the bad one has, and people are told.
+def test_a_hanging_tier_does_not_stop_engines(world: World, work: str) -> None:
+    """Engines store and load as before, and the next tier serves the blocks.
 
-    When the tier comes back, all is as it was.
+    The status reports the tier until it recovers.
     """
     world.start()
     hang = world.misbehave(f"hang-{work}")
-    # A load of what only the tiers have; stores; and so many of them that the tier must remove some.
+    # Loads of blocks that only the tiers have; stores; and enough of them for a removal.
     world.client.load(OLD[:4], [bytearray(PART) for _ in range(4)], wait=0.1)
     for _ in range(4):
         keys = world.new(8)
@@ -146,8 +147,8 @@ def test_a_tier_that_hangs(world: World, work: str) -> None:
 
 
 @pytest.mark.parametrize("work", ["store", "load", "remove", "on_new_request", "on_request_finished", "close"])
-def test_the_end_of_a_server_with_a_tier_that_hangs(world: World, work: str) -> None:
-    """SIGTERM ends it, in bounded time; log and exit code say which tier was left behind, and what LMDB has stays."""
+def test_sigterm_ends_a_server_with_a_hanging_tier(world: World, work: str) -> None:
+    """The time is bounded; log and exit code name the tier, and LMDB keeps its blocks."""
     world.start()
     world.misbehave(f"hang-{work}")
     world.client.begin_request("r")
@@ -167,7 +168,7 @@ def test_the_end_of_a_server_with_a_tier_that_hangs(world: World, work: str) -> 
     (world.directory / f"hang-{work}").unlink()
     world.server.start()
     wait_connected(world.client)
-    # On a machine that is busy with something else a tier is soon taken for one that hangs, and its blocks miss meanwhile.
+    # A busy machine may make a tier look hung, and its blocks then miss for a while.
     wait_until(lambda: _hits(world.client, OLD[-8:]) == 8)
     assert_serves(world.client, OLD[-8:])
 
@@ -177,8 +178,8 @@ def _hits(client: Client, keys: list[bytes]) -> int:
         return lease.prefix_hits
 
 
-def test_a_tier_that_holds_up_its_vote(world: World) -> None:
-    """The event loop goes on: a request is begun without that vote, and everything else is answered."""
+def test_a_slow_vote_does_not_block_the_loop(world: World) -> None:
+    """The request begins without that vote, and other calls are answered."""
     world.start()
     hang = world.misbehave("hang-on_new_request")
     begun = [world.client.begin_request(f"{n}", kv_transfer_params={"do_remote_decode": True}) for n in range(20)]
@@ -201,8 +202,11 @@ def _vote_of(world: World) -> str:
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_a_tier_that_raises(world: World, error: str) -> None:
-    """Whatever it raises in all it does at once: engines and the other tier go on, and it is said."""
+def test_exceptions_of_a_tier_affect_only_that_tier(world: World, error: str) -> None:
+    """It raises any exception in every method.
+
+    Engines and the other tier work, and the status reports it.
+    """
     world.start()
     raising = [world.misbehave(f"raise-{work}", error) for work in ("store", "load", "remove", "on_new_request")]
     world.client.begin_request("r")
@@ -218,8 +222,8 @@ def test_a_tier_that_raises(world: World, error: str) -> None:
     assert world.server.terminate() == 0
 
 
-def test_a_tier_that_lists_nonsense(world: World) -> None:
-    """The server starts, without what cannot be; it is counted, said, and does not take room."""
+def test_invalid_entries_of_a_tier_are_ignored(world: World) -> None:
+    """The server starts without them, counts and reports them, and they use no capacity."""
     world.misbehave("lie-entries")
     world.misbehave("raise-last-entry", "OddError")
     world.server.start()
@@ -232,8 +236,8 @@ def test_a_tier_that_lists_nonsense(world: World) -> None:
     assert world.server.terminate() == 0
 
 
-def test_engines_do_not_notice(world: World) -> None:
-    """While a tier hangs, several engines store and load at once, and no call of theirs fails or waits for it."""
+def test_no_call_fails_or_waits_while_a_tier_hangs(world: World) -> None:
+    """Several engines store and load concurrently."""
     world.start()
     world.misbehave("hang-store")
     world.misbehave("hang-load")
@@ -277,8 +281,10 @@ def test_engines_do_not_notice(world: World) -> None:
         ("SecondaryTier.__init__(self, name, 1); self.medium = 2", "tier odd: its `medium` is 2; it must be a Medium"),
     ],
 )
-def test_a_tier_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, reason: str) -> None:
-    """A class that raises when it is made, or makes nothing of use, keeps the server from starting, in a line."""
+def test_an_unusable_tier_class_stops_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, reason: str
+) -> None:
+    """The constructor raises or returns an unusable object; the error is one line."""
     (tmp_path / "odd_tier.py").write_text(
         "from harness.bad_tiers import BadTier, SecondaryTier\n"
         f"class Odd(BadTier):\n    def __init__(self, name, **_):\n        {source}\n"

@@ -1,4 +1,4 @@
-"""What stands between a tier and the server: whatever a tier does, what comes out keeps to the contract."""
+"""The guard between a tier and the server keeps the contract, even if the tier does not."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Rig:
         return path
 
     def do(self, work: str) -> object:
-        """Has the tier do something that it can."""
+        """Calls a method of the tier that works."""
         calls: dict[str, Callable[[], object]] = {
             "store": lambda: self.guard.store([full(b"a", [b"a"]), full(b"b", [b"b"])]),
             "load": lambda: self.guard.load([empty(b"a", (1,)), empty(b"b", (1,))]),
@@ -55,7 +55,7 @@ class Rig:
 
 @pytest.fixture
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    """A bad tier that does nothing bad yet. On a busy machine, too, its votes come in time."""
+    """Returns a bad tier that behaves well so far; its votes are in time on a busy machine, too."""
     monkeypatch.setattr(guard, "VOTE_SECONDS", 30.0)
     rig = Rig(tmp_path)
     yield rig
@@ -64,8 +64,8 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("work", WORKS)
-def test_a_tier_that_raises(rig: Rig, work: str, error: str) -> None:
-    """Whatever it raises, in whatever it does: the job has failed, the tier is in trouble, and out of it with the next."""
+def test_an_exception_fails_the_job(rig: Rig, work: str, error: str) -> None:
+    """Any exception in any method puts the tier in trouble until its next success."""
     path = rig.have(f"raise-{work}", error)
     assert rig.do(work) in ([FAILED, FAILED], OffloadPolicy.BLOCK_LEVEL, None)
     if work == "on_request_finished":
@@ -94,25 +94,27 @@ def test_a_tier_that_raises(rig: Rig, work: str, error: str) -> None:
     ],
 )
 @pytest.mark.parametrize("work", ["store", "load"])
-def test_outcomes_that_are_none(
+def test_invalid_outcomes_fail_the_job(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, work: str, answer: Any, outcomes: list[Outcome]
 ) -> None:
-    """Too few outcomes, too many, or what is none: nobody can tell what became of which block, so it has failed."""
+    """Too few, too many or invalid outcomes cannot be assigned to blocks."""
     monkeypatch.setattr(rig.tier, work, lambda _: answer)
     assert rig.do(work) == outcomes
     assert bool(rig.guard.last_error) == (FAILED in outcomes)
 
 
 @pytest.mark.parametrize("vote", [None, "request_level", OffloadPolicy.REQUEST_LEVEL, Vote(2, "why"), Vote(None, "")])
-def test_votes_that_are_none(rig: Rig, monkeypatch: pytest.MonkeyPatch, vote: Any) -> None:
-    """What is no vote counts as none."""
+def test_an_invalid_vote_does_not_count(rig: Rig, monkeypatch: pytest.MonkeyPatch, vote: Any) -> None:
     monkeypatch.setattr(rig.tier, "on_new_request", lambda _: vote)
     assert rig.guard.on_new_request(REQUEST).policy is OffloadPolicy.BLOCK_LEVEL
     assert rig.guard.last_error
 
 
-def test_a_tier_that_holds_up_its_vote(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop waits for a moment, once; what the tier was not asked about it does not hear the end of either (B3.12)."""
+def test_a_slow_vote_is_not_awaited(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop waits briefly, once.
+
+    The tier is not told the end of requests it never saw (B3.12).
+    """
     monkeypatch.setattr(guard, "VOTE_SECONDS", VOTE_SECONDS)
     hang = rig.have("hang-on_new_request")
     votes = [rig.guard.on_new_request(RequestInfo(f"{number}", SPACE)) for number in range(100)]
@@ -132,99 +134,98 @@ def test_a_tier_that_holds_up_its_vote(rig: Rig, monkeypatch: pytest.MonkeyPatch
     assert rig.guard.last_error is None
 
 
-def test_a_tier_that_is_always_late(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a vote that came late the loop waits for none, until one has come in time again."""
+def test_a_tier_with_late_votes_is_not_awaited(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a late vote the loop waits for none until one has come in time."""
     monkeypatch.setattr(guard, "VOTE_SECONDS", VOTE_SECONDS)
     hang = rig.have("hang-on_new_request")
     assert "did not answer in time" in rig.guard.on_new_request(REQUEST).why
     hang.unlink()
     assert rig.guard._voting is not None
     rig.guard._voting.result(60)
-    assert "no vote within" in (rig.guard.last_error or ""), "that it has come at last does not make it good"
+    assert "no vote within" in (rig.guard.last_error or ""), "a late vote does not end the trouble"
 
     go, honest = threading.Event(), rig.tier.on_new_request
     monkeypatch.setattr(rig.tier, "on_new_request", lambda request: (go.wait(60), honest(request))[1])
     monkeypatch.setattr(guard, "VOTE_SECONDS", 600.0)
-    assert "did not answer in time" in rig.guard.on_new_request(REQUEST).why, "nor is it waited for"
+    assert "did not answer in time" in rig.guard.on_new_request(REQUEST).why, "and the loop does not wait"
     go.set()
     assert rig.guard._voting.result(60).policy is OffloadPolicy.REQUEST_LEVEL
     assert rig.guard.last_error is None
     assert rig.guard.on_new_request(REQUEST).policy is OffloadPolicy.REQUEST_LEVEL, "this one is"
 
 
-class Unspeakable(BaseException):
-    """Raises when it is asked what it is."""
+class UnprintableError(BaseException):
+    """An exception whose text cannot be computed."""
 
     def __str__(self) -> str:
-        raise RuntimeError("unspeakable")
+        raise RuntimeError("raise_unprintable")
 
     __repr__ = __str__
 
 
-class Shy:
-    """Will not be looked at."""
+class Opaque:
+    """An object that raises when it is inspected."""
 
     @property
-    def __class__(self) -> Any:  # what `isinstance` looks at
-        raise Unspeakable
+    def __class__(self) -> Any:  # `isinstance` reads it
+        raise UnprintableError
 
     def __repr__(self) -> str:
-        raise Unspeakable
+        raise UnprintableError
 
 
-def unspeakable(*_: object) -> Any:
-    """Raises what cannot be written down."""
-    raise Unspeakable
+def raise_unprintable(*_: object) -> Any:
+    """Raises an exception that has no text."""
+    raise UnprintableError
 
 
 @pytest.mark.parametrize("work", WORKS)
-def test_an_error_that_cannot_be_said(rig: Rig, monkeypatch: pytest.MonkeyPatch, work: str) -> None:
-    """Then its kind is said; and the tier is asked again."""
-    monkeypatch.setattr(rig.tier, work, unspeakable)
+def test_an_error_without_a_text_is_named_by_type(rig: Rig, monkeypatch: pytest.MonkeyPatch, work: str) -> None:
+    """The tier is then called again."""
+    monkeypatch.setattr(rig.tier, work, raise_unprintable)
     for _ in range(2):
         assert rig.do(work) in ([FAILED, FAILED], OffloadPolicy.BLOCK_LEVEL, None)
     assert rig.threads.close(5)
-    assert rig.guard.last_error == f"{work} failed: Unspeakable"
+    assert rig.guard.last_error == f"{work} failed: UnprintableError"
 
 
-def test_a_vote_that_cannot_be_looked_at(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is no vote, and will not be shown either, is none; and so is one without a reason that can be said."""
-    monkeypatch.setattr(rig.tier, "on_new_request", lambda _: Vote(Shy(), ""))  # type: ignore[arg-type]
+def test_an_opaque_vote_is_invalid(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object that raises when inspected, or a vote whose reason has no text."""
+    monkeypatch.setattr(rig.tier, "on_new_request", lambda _: Vote(Opaque(), ""))  # type: ignore[arg-type]
     assert "it failed" in rig.guard.on_new_request(REQUEST).why
-    monkeypatch.setattr(rig.tier, "on_new_request", lambda _: [Shy()])
+    monkeypatch.setattr(rig.tier, "on_new_request", lambda _: [Opaque()])
     assert "its vote is invalid" in rig.guard.on_new_request(REQUEST).why
-    monkeypatch.setattr(rig.tier, "on_new_request", lambda _: Vote(OffloadPolicy.REQUEST_LEVEL, Unspeakable()))  # type: ignore[arg-type]
+    monkeypatch.setattr(rig.tier, "on_new_request", lambda _: Vote(OffloadPolicy.REQUEST_LEVEL, UnprintableError()))  # type: ignore[arg-type]
     assert "it failed" in rig.guard.on_new_request(REQUEST).why
 
 
 @pytest.mark.parametrize("work", ["store", "load"])
-def test_jobs_whose_outcomes_cannot_be_looked_at(rig: Rig, monkeypatch: pytest.MonkeyPatch, work: str) -> None:
-    """Whatever gets past the guard ends at the worker: the job has failed, once, and the tier is in trouble."""
+def test_opaque_outcomes_fail_the_job(rig: Rig, monkeypatch: pytest.MonkeyPatch, work: str) -> None:
+    """The worker catches what passes the guard: the job fails once, and the tier is in trouble."""
     worker = TierWorker(rig.tier)
-    monkeypatch.setattr(rig.tier, work, lambda blocks: [Shy() for _ in blocks])
+    monkeypatch.setattr(rig.tier, work, lambda blocks: [Opaque() for _ in blocks])
     ends: SimpleQueue[Sequence[Outcome]] = SimpleQueue()
     for _ in range(2):
         getattr(worker, work)([empty(b"a", (1,)), empty(b"b", (1,))], ends.put)
         assert ends.get(timeout=60) == [FAILED, FAILED]
     assert worker.close()
     assert ends.empty()
-    assert worker.tier.last_error == f"{work} failed: Unspeakable"
+    assert worker.tier.last_error == f"{work} failed: UnprintableError"
 
 
-def test_lookups_that_get_past_the_guard(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lookup is answered whatever happens: that nothing is there."""
+def test_a_failing_lookup_is_answered_as_a_miss(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = TierWorker(rig.tier)
-    monkeypatch.setattr(worker.tier, "lookup", unspeakable)
+    monkeypatch.setattr(worker.tier, "lookup", raise_unprintable)
     answers: SimpleQueue[Sequence[bool]] = SimpleQueue()
     worker.look_up([NAME], answers.put)
     assert answers.get(timeout=60) == []
     assert worker.close()
-    assert worker.tier.last_error == "lookup failed: Unspeakable"
+    assert worker.tier.last_error == "lookup failed: UnprintableError"
 
 
 @pytest.mark.parametrize("foreign", [True, False])
-def test_a_tier_that_releases_its_views(rig: Rig, monkeypatch: pytest.MonkeyPatch, *, foreign: bool) -> None:
-    """`with part as view:` is ordinary Python: the job ends, and the block is there."""
+def test_a_tier_may_release_its_views(rig: Rig, monkeypatch: pytest.MonkeyPatch, *, foreign: bool) -> None:
+    """With `with part as view:` the job ends normally, and the block is there."""
 
     def load(blocks: Sequence[BlockBytes]) -> list[Outcome]:
         for block in blocks:
@@ -244,8 +245,8 @@ def test_a_tier_that_releases_its_views(rig: Rig, monkeypatch: pytest.MonkeyPatc
     assert worker.tier.last_error is None
 
 
-def test_entries_that_cannot_be(rig: Rig) -> None:
-    """Sizes, names and things that are none are left out, once and for all; what is sound among them is not."""
+def test_invalid_entries_are_left_out(rig: Rig) -> None:
+    """Invalid sizes, names and objects stay left out; valid entries are listed."""
     rig.have("lie-entries")
     assert list(rig.guard.entries()) == [HONEST_ENTRY]
     assert rig.guard.last_error
@@ -256,23 +257,21 @@ def test_entries_that_cannot_be(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_entries_that_break_off(rig: Rig, error: str) -> None:
-    """A list that ends in an error is worth what it said before."""
+def test_entries_before_an_error_are_kept(rig: Rig, error: str) -> None:
     rig.have("raise-last-entry", error)
     assert list(rig.guard.entries()) == [HONEST_ENTRY]
     assert f"the list broke off: {error}" in (rig.guard.last_error or "")
 
 
-def test_entries_is_no_list(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tier that lists nothing at all has nothing."""
+def test_an_invalid_list_of_entries_is_empty(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rig.tier, "entries", lambda: None)
     assert list(rig.guard.entries()) == []
     assert rig.guard.last_error
 
 
 @pytest.mark.parametrize("written", [0.0, 0.3, 0.99])
-def test_a_load_that_fills_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch, written: float) -> None:
-    """DONE for a part that was not written to, or not to its end, is found out; a part that was is not suspected."""
+def test_an_incomplete_load_is_detected(rig: Rig, monkeypatch: pytest.MonkeyPatch, written: float) -> None:
+    """A part that was not written to its end fails despite DONE; a complete part does not."""
     parts = content("x", (5000, 100, 3))
     rig.guard.store([full(b"a", parts), full(b"b", parts)])
     sound = empty(b"b", (5000, 100, 3))
@@ -292,8 +291,8 @@ def test_a_load_that_fills_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch, wr
     assert rig.guard.last_error
 
 
-def test_shared_lookups(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is no answer for each key means that nothing is there."""
+def test_invalid_answers_of_a_shared_tier_are_misses(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer must have a value for each key."""
     for answer in ([True], None, [True] * 3):
         monkeypatch.setattr(rig.tier, "lookup", lambda _, answer=answer: answer)
         assert rig.guard.lookup([NAME, NAME]) == [False, False]
@@ -303,8 +302,7 @@ def test_shared_lookups(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rig.guard.last_error is None
 
 
-def test_what_the_tier_says_itself(rig: Rig) -> None:
-    """The tier's own trouble stands beside what is found wrong with it."""
+def test_a_tiers_own_trouble_is_reported_with_errors(rig: Rig) -> None:
     rig.tier.last_error = "my disk is full"
     assert rig.guard.last_error == "my disk is full"
     rig.have("raise-store", "MemoryError")
@@ -312,15 +310,15 @@ def test_what_the_tier_says_itself(rig: Rig) -> None:
     assert rig.guard.last_error == "my disk is full; store failed: MemoryError: odd"
 
 
-class Moody(BadTier):
-    """Raises when it is asked how it is."""
+class FailingTrouble(BadTier):
+    """A tier whose `trouble` raises."""
 
     moody = False
 
     @property
     def last_error(self) -> str | None:  # type: ignore[override]
         if self.moody:
-            raise Unspeakable
+            raise UnprintableError
         return "not well"
 
     @last_error.setter
@@ -328,26 +326,26 @@ class Moody(BadTier):
         pass
 
 
-def test_a_tier_that_cannot_say_how_it_is(tmp_path: Path) -> None:
-    """That is a trouble, until it can."""
-    tier = Moody("moody", tmp_path, MIB)
+def test_a_failing_trouble_property_is_a_trouble(tmp_path: Path) -> None:
+    """The trouble ends when the property works again."""
+    tier = FailingTrouble("moody", tmp_path, MIB)
     guarded = CheckedTier(tier, TierThreads("moody"))
     assert guarded.last_error == "not well"
     tier.moody = True
-    assert guarded.last_error == "last_error failed: Unspeakable"
+    assert guarded.last_error == "last_error failed: UnprintableError"
     tier.moody = False
     assert guarded.last_error == "not well"
 
 
-def test_what_a_tier_says_of_itself_is_asked_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later it could be anything, and the core goes by it in every call."""
+def test_attributes_of_a_tier_are_read_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The core uses them in every call, and a later value could be anything."""
     monkeypatch.delattr(BadTier, "durable")
     monkeypatch.delattr(BadTier, "type")
     assert (rig.guard.type, rig.guard.durable) == ("bad", True)
 
 
-def test_threads_go_on() -> None:
-    """A call that raises anything leaves its thread to the next; what was not begun can be taken back."""
+def test_worker_threads_survive_exceptions() -> None:
+    """The thread serves the next call; calls that have not begun can be withdrawn."""
 
     def fail(error: type[BaseException]) -> None:
         raise error("odd")
@@ -368,8 +366,8 @@ def test_threads_go_on() -> None:
     assert done == ["taken back", True]
 
 
-def test_threads_that_hang() -> None:
-    """The end waits for a thread for as long as it was told to, and says that it is not over."""
+def test_closing_waits_for_a_hanging_thread_until_a_timeout() -> None:
+    """The result says that the thread has not ended."""
     threads, begun, go = TierThreads("t"), threading.Event(), threading.Event()
     threads.submit(WorkQueue.LOAD, "load", lambda: (begun.set(), go.wait()))
     assert begun.wait(60)
@@ -379,8 +377,8 @@ def test_threads_that_hang() -> None:
 
 
 @pytest.mark.parametrize("error", [*ERRORS.values(), StopIteration, KeyError])
-async def test_a_check_that_raises(tmp_path: Path, error: type[BaseException]) -> None:
-    """Whatever a check raises, whoever waits for it hears of it, as an error that he can catch."""
+async def test_an_exception_of_a_check_reaches_its_caller(tmp_path: Path, error: type[BaseException]) -> None:
+    """The caller gets any exception as an error that it can catch."""
 
     def fail() -> None:
         raise error("odd")

@@ -23,7 +23,7 @@ SIZE = 32 * MIB
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    """Gives the settings of a server with a tier of either type, both of which hold ten blocks."""
+    """Writes the configuration of an LMDB and a disk tier, both with ten blocks."""
     data = tmp_path / "data"
     tiers: list[SecondaryTier] = [
         LMDBTier("lmdb", data / "lmdb", SIZE, "process"),
@@ -58,8 +58,8 @@ def run(config: Path, *arguments: str) -> int:
     return main(["fsck", "--config", str(config), *arguments])
 
 
-def test_sound(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Sound tiers are counted and end in 0."""
+def test_sound_tiers_exit_with_0(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The output has the number of their blocks."""
     assert run(config) == offline_fsck.EXIT_CLEAN == 0
     lmdb, disk = capsys.readouterr().out.splitlines()
     assert lmdb.startswith("lmdb: 10 blocks, ")
@@ -69,7 +69,7 @@ def test_sound(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_damage_and_repair(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Damage ends in 1 as often as it is looked at, in 3 when it is repaired, and in 0 afterwards."""
+    """Damage exits with 1 until it is repaired, with 3 at the repair, and with 0 afterwards."""
     damage_a_block(config)
     for _ in range(2):
         assert run(config) == offline_fsck.EXIT_DAMAGED == 1
@@ -83,8 +83,8 @@ def test_damage_and_repair(config: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "disk: 9 blocks" in capsys.readouterr().out
 
 
-def test_one_tier(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With --tier only that one is looked at; one that there is not is wrong usage."""
+def test_one_tier_can_be_selected(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An unknown name with --tier is wrong usage."""
     damage_a_block(config)
     assert run(config, "--tier", "lmdb") == 0
     assert "disk" not in capsys.readouterr().out.replace(str(config.parent), "")
@@ -93,8 +93,7 @@ def test_one_tier(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no tier 'nvme'; there are lmdb, disk" in capsys.readouterr().err
 
 
-def test_json(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """For machines everything is in one document."""
+def test_json_is_one_document(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damage_a_block(config)
     assert run(config, "--json") == 1
     answer = json.loads(capsys.readouterr().out)
@@ -113,8 +112,10 @@ def test_json(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["lmdb", "disk"])
-def test_a_damaged_index(config: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    """An index that is damaged as a whole is left where it is, and moved aside with --repair."""
+def test_a_damaged_index_is_moved_aside_with_repair(
+    config: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """Without --repair it stays."""
     directory = config.parent / "data" / name
     with (directory / "data.mdb").open("r+b") as file:
         file.write(b"\xff" * 8192)
@@ -128,8 +129,10 @@ def test_a_damaged_index(config: Path, capsys: pytest.CaptureFixture[str], name:
 
 
 @pytest.mark.parametrize("there", [[], ["lost+found"], ["lmdb"]], ids=str)
-def test_no_files(tmp_path: Path, there: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Where nothing was ever stored there is nothing to check, and nothing is made."""
+def test_without_files_there_is_nothing_to_check(
+    tmp_path: Path, there: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No file is made."""
     data = tmp_path / "data"
     for name in ("", *there):
         (data / name).mkdir()
@@ -139,10 +142,10 @@ def test_no_files(tmp_path: Path, there: list[str], capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("given", ["flag", "file", "environment", "path"])
-def test_no_directory(
+def test_a_missing_data_directory_is_not_checked(
     tmp_path: Path, given: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A data directory that is not there was not checked, whoever has named it: a typo, or a disk that is not mounted."""
+    """Its name may be a typo, or its disk is not mounted."""
     data, file = tmp_path / "data", tmp_path / "kvtier.toml"
     arguments = ["fsck", "--data-dir", str(data)] if given == "flag" else ["fsck"]
     if given == "environment":
@@ -156,8 +159,8 @@ def test_no_directory(
     assert not data.exists()
 
 
-def test_a_directory_of_others(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Neither was one that has other things and none of the tiers; a tier that is new beside another has nothing to check."""
+def test_a_directory_with_foreign_files_is_not_checked(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A new tier beside existing ones has nothing to check."""
     for wrong in (config.parent, config.parent / "data" / "disk"):
         assert run(config, "--data-dir", str(wrong)) == 4
         said = capsys.readouterr().out.splitlines()
@@ -171,16 +174,16 @@ def test_a_directory_of_others(config: Path, capsys: pytest.CaptureFixture[str])
     assert f"lmdb: not checked: {config.parent}/data/lmdb is not a directory" in capsys.readouterr().out
 
 
-def test_the_cpu_tier_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A server without tiers below it has nothing to check, whatever there is on disk."""
+def test_the_cpu_tier_has_nothing_to_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Files on disk do not matter."""
     file = tmp_path / "kvtier.toml"
     file.write_text(f'tiers = []\ndata_dir = "{tmp_path}/data"')
     assert main(["fsck", "--config", str(file)]) == 0
     assert capsys.readouterr().out == "nothing to check: there is no tier below the CPU tier\n"
 
 
-def test_a_directory_that_is_no_store(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A tier that cannot be opened is not checked; the others are."""
+def test_an_unusable_directory_is_not_checked(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Other tiers are checked."""
     directory = config.parent / "data" / "lmdb"
     shutil.rmtree(directory)
     with lmdb.open(str(directory)) as env, env.begin(write=True) as txn:
@@ -191,14 +194,15 @@ def test_a_directory_that_is_no_store(config: Path, capsys: pytest.CaptureFixtur
     assert "disk: 10 blocks" in out
 
 
-def test_wrong_settings(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Settings that cannot be used end in 78."""
+def test_an_invalid_configuration_exits_with_78(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["fsck", "--config", str(tmp_path / "none.toml")]) == 78
     assert "cannot be read" in capsys.readouterr().err
 
 
-def test_beside_a_server(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """While a server has the tiers they are left alone, with a word on what to do; it starts on them before and after."""
+def test_tiers_of_a_running_server_are_not_checked(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The output suggests a remedy; the server can start before and after a check."""
     with launch(tmp_path, "--config", str(config)) as server:
         ready = server.wait_ready()
         assert ready["tiers"] == ["cpu", "lmdb", "disk"]

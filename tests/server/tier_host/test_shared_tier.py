@@ -1,4 +1,4 @@
-"""Two servers on one directory, as two hosts on a network file system: what one stores the other finds, by asking."""
+"""Two servers share a directory, as on a network file system, and find each other's blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TESTS = Path(__file__).parents[2]
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ServerProcess]:
-    """Makes servers that share a tier; each has an LMDB tier of its own behind it."""
+    """Returns a function that starts a server with the shared tier and an LMDB tier of its own."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))))
     config = (
         '[[tiers]]\ntype = "harness.shared_tier:SharedDirectory"\nname = "shared"\nsize = "64MiB"\n'
@@ -35,8 +35,11 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Se
     return make
 
 
-def test_what_another_server_stored_is_found_by_asking(start: Callable[[str], ServerProcess]) -> None:
-    """B3.15, B3.17: who waits gets the blocks; who does not gets RETRY at once, and the blocks when he asks again."""
+def test_blocks_of_another_server_are_found(start: Callable[[str], ServerProcess]) -> None:
+    """B3.15, B3.17: a waiting lookup gets the blocks.
+
+    Another gets RETRY at once, and the blocks later.
+    """
     with start("a") as first, start("b") as second:
         with Client(first.endpoint, namespace=NAMESPACE) as client:
             client.wait_until_connected(60)
@@ -54,8 +57,8 @@ def test_what_another_server_stored_is_found_by_asking(start: Callable[[str], Se
             assert [bytes(buffer) for buffer in buffers] == [bytes(payload(key, PART)) for key in KEYS]
 
 
-def test_a_lookup_can_leave_it_out(start: Callable[[str], ServerProcess]) -> None:
-    """B3.15: by name, by medium, by locality; then nobody is asked, and the answer comes at once."""
+def test_a_lookup_can_leave_the_shared_tier_out(start: Callable[[str], ServerProcess]) -> None:
+    """B3.15: by name, medium or locality; the tier is not asked, and the answer comes at once."""
     with start("a") as server, Client(server.endpoint, namespace=NAMESPACE) as client:
         client.wait_until_connected(60)
         for without in (TierFilter(["shared"]), TierFilter(media=[Medium.NETWORK]), TierFilter(remote=True)):
@@ -69,7 +72,7 @@ def test_a_lookup_can_leave_it_out(start: Callable[[str], ServerProcess]) -> Non
 
 
 def wait_for_files(server: ServerProcess, count: int) -> None:
-    """Waits until the shared directory has so many blocks."""
+    """Waits until the shared directory has this many blocks."""
     directory = server.directory.parent / "shared"
     deadline = time.monotonic() + 60
     while len([file for file in directory.iterdir() if file.suffix != ".new"]) < count:

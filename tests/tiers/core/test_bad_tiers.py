@@ -1,4 +1,4 @@
-"""The decision core beside tiers that lose blocks, do not answer, or lie."""
+"""The decision core with tiers that lose blocks, hang or report wrong values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def keys(*numbers: int) -> list[bytes]:
 
 
 class Rig:
-    """A core of 16 slots over one tier that holds the blocks 0 to 3, which the CPU tier does not have."""
+    """A core of 16 slots over one tier that holds the blocks 0 to 3; the CPU tier is empty."""
 
     def __init__(self, tier: ModelTier | None = None) -> None:
         self.tier = tier or ModelTier("near", 1 << 20)
@@ -57,7 +57,7 @@ class Rig:
                 self.core.job_finished(command.job_id, [outcome] * len(command.blocks))
 
     def jobs(self) -> list[Command]:
-        """Takes the commands to the tier."""
+        """Passes the commands to the tier; returns its jobs."""
         wanted = StoreInTier | LoadFromTier | RemoveFromTier
         return [command for command in self.core.take_commands() if isinstance(command, wanted)]
 
@@ -67,8 +67,8 @@ def removed(commands: list[Command]) -> list[bytes]:
     return [key for command in commands if isinstance(command, RemoveFromTier) for _, key in command.keys]
 
 
-def test_what_a_tier_has_lost_is_missed() -> None:
-    """Blocks that a tier put out of use are found there no more, take no room, are counted, and may be stored again."""
+def test_blocks_that_a_tier_lost_are_misses() -> None:
+    """They use no capacity, are counted as lost, and may be stored again."""
     rig = Rig()
     rig.lose(1, 2, 99)
     assert (rig.stats.blocks, rig.stats.used_bytes, rig.stats.damaged) == (2, 2 * 4096, 3)
@@ -82,8 +82,8 @@ def test_what_a_tier_has_lost_is_missed() -> None:
     assert rig.stats.blocks == 3
 
 
-def test_what_is_lost_is_removed_before_it_is_stored_again() -> None:
-    """The tier may have got another block of that name meanwhile, which nobody would know of: it is told to remove it."""
+def test_a_lost_block_is_removed_before_it_is_stored_again() -> None:
+    """The tier may have another block of that name by then, so it is told to remove it."""
     rig = Rig()
     rig.lose(1)
     rig.store(1)
@@ -93,14 +93,17 @@ def test_what_is_lost_is_removed_before_it_is_stored_again() -> None:
 
 
 @pytest.mark.parametrize("outcome", [Outcome.DONE, Outcome.MISSING, Outcome.CORRUPT, Outcome.FAILED])
-def test_what_is_lost_while_it_is_loaded(outcome: Outcome) -> None:
-    """A load that runs ends as it does; nothing is removed before that, the loss counts once, and pins are dropped."""
+def test_a_block_lost_during_its_load(outcome: Outcome) -> None:
+    """The load ends normally.
+
+    The removal follows it, the loss counts once, and pins are dropped.
+    """
     rig = Rig()
     lease = rig.look_up(1)
     assert lease is not None
     jobs = rig.jobs()
     rig.lose(1)
-    assert rig.look_up(1) is not None, "it is on its way into the CPU tier"
+    assert rig.look_up(1) is not None, "its promotion runs"
     assert rig.jobs() == []
     rig.finish(jobs, outcome)
     assert removed(rig.jobs()) == keys(1)
@@ -111,8 +114,8 @@ def test_what_is_lost_while_it_is_loaded(outcome: Outcome) -> None:
     assert rig.store(*range(100, 116)) == GRANTED * 16, "nothing is pinned"
 
 
-def test_what_is_lost_while_it_is_stored_anew() -> None:
-    """The new block, queued or on its way, is not the one that was lost."""
+def test_a_loss_does_not_affect_a_newer_store() -> None:
+    """The new block, queued or in a job, is not the lost one."""
     rig = Rig()
     rig.lose(1)
     rig.store(1)
@@ -128,8 +131,8 @@ def test_what_is_lost_while_it_is_stored_anew() -> None:
     assert lease.statuses() == PENDING
 
 
-def test_damage_that_a_load_meets_is_counted() -> None:
-    """A block that a load found corrupt is lost: counted, and out of the catalog."""
+def test_a_block_that_a_load_finds_corrupt_is_lost() -> None:
+    """It is counted and leaves the catalog."""
     rig = Rig()
     rig.look_up(0, 1)
     rig.finish(rig.jobs(), Outcome.CORRUPT)
@@ -138,21 +141,21 @@ def test_damage_that_a_load_meets_is_counted() -> None:
     assert rig.core.stats().misses_by_reason == {MissReason.LOAD_FAILED: 4}
 
 
-def test_a_lost_block_is_missed_for_a_reason() -> None:
-    """What a check put out of use was there, and could not be given back."""
+def test_a_lost_block_is_a_miss_by_a_failed_load() -> None:
+    """The reason also holds for a block that a check found damaged."""
     rig = Rig()
     rig.lose(1)
     rig.look_up(1)
     assert rig.core.stats().misses_by_reason == {MissReason.LOAD_FAILED: 1}
 
 
-def test_a_tier_that_hangs_is_gone_on_without() -> None:
-    """What waited for it is let go, nothing new is asked of it, and what only it has is missed at once."""
+def test_a_hanging_tier_is_bypassed() -> None:
+    """Its queued blocks lose their pins, it gets no new jobs, and its blocks are misses."""
     rig = Rig()
     rig.store(*range(100, 108))
     running = rig.jobs()
     rig.core.tier_stalled(1, stalled=True)
-    assert rig.look_up(0) is None, "not even asked for"
+    assert rig.look_up(0) is None, "no load is asked for"
     assert rig.core.stats().misses_by_reason == {MissReason.LOAD_FAILED: 1}
     rig.store(*range(200, 208))
     assert rig.core.durability.flush(rig.session.namespace.id, keys(200)) == bytes([DurableStatus.VOLATILE]), (
@@ -168,8 +171,8 @@ def test_a_tier_that_hangs_is_gone_on_without() -> None:
     assert any(isinstance(command, StoreInTier) for command in rig.jobs())
 
 
-def test_a_queue_that_nobody_serves_is_let_go() -> None:
-    """Blocks that wait behind a job that hangs lose their pins and their places; what was owed to requests is given up."""
+def test_the_queue_of_a_hanging_tier_is_dropped() -> None:
+    """Queued blocks lose pins and places; requests that need them are incomplete."""
     rig = Rig()
     info = RequestInfo("r", SPACE, kv_transfer_params={"do_remote_decode": True})
     rig.core.begin_request(rig.session, info)
@@ -184,14 +187,14 @@ def test_a_queue_that_nobody_serves_is_let_go() -> None:
     assert rig.stats.used_bytes == before - 2 * 4096
     assert rig.stats.dropped == 2
     request = rig.core.finish_request(rig.session, "r")
-    assert (request.incomplete, rig.tier.finished) == (2, ["r"]), "B3.10: said, and not waited for"
+    assert (request.incomplete, rig.tier.finished) == (2, ["r"]), "B3.10: reported without waiting"
     rig.core.tier_stalled(1, stalled=False)
     rig.finish(running)
-    assert rig.stats.used_bytes == 7 * 4096, "what it missed is on its way, now that it is back"
+    assert rig.stats.used_bytes == 7 * 4096, "its missed blocks are being stored after its recovery"
 
 
-def test_removals_wait_for_a_tier_that_hangs() -> None:
-    """What has to be removed is removed when it answers again, before anything is stored."""
+def test_removals_wait_for_a_hanging_tier() -> None:
+    """They precede all stores once the tier answers again."""
     rig = Rig()
     rig.core.tier_stalled(1, stalled=True)
     rig.lose(1)
@@ -200,8 +203,8 @@ def test_removals_wait_for_a_tier_that_hangs() -> None:
     assert removed(rig.jobs()) == keys(1)
 
 
-def test_a_tier_that_lies_about_sizes() -> None:
-    """A block that was listed with another size than it fills is not taken: it is a miss, and removed from the tier."""
+def test_a_block_of_another_size_than_listed() -> None:
+    """The block is a miss, and is removed from the tier."""
     tier = ModelTier("near", 1 << 20)
     tier.blocks = {(SPACE, key): (8192, ("",)) for key in keys(0, 1)}
     rig = Rig(tier)
@@ -214,8 +217,8 @@ def test_a_tier_that_lies_about_sizes() -> None:
     assert (rig.stats.blocks, rig.stats.used_bytes, rig.stats.damaged) == (1, 2 * 4096, 1)
 
 
-def test_a_tier_that_lists_more_than_it_may_hold() -> None:
-    """Capacity holds from the first moment: the oldest of what is listed go."""
+def test_listed_blocks_beyond_the_capacity_are_removed() -> None:
+    """The oldest go first, at the start."""
     tier = ModelTier("near", 3 * 4096)
     tier.blocks = {(SPACE, key): (4096, ("",)) for key in keys(*range(8))}
     rig = Rig(tier)
@@ -223,8 +226,7 @@ def test_a_tier_that_lists_more_than_it_may_hold() -> None:
     assert removed(rig.jobs()) == keys(*range(5))
 
 
-def test_jobs_that_end_twice_or_never_were() -> None:
-    """The second end of a job, and the end of one that nobody began, change nothing."""
+def test_unknown_and_repeated_ends_of_jobs_are_ignored() -> None:
     rig = Rig()
     rig.look_up(0, 1)
     jobs = rig.jobs()

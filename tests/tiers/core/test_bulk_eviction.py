@@ -1,4 +1,4 @@
-"""Eviction on demand: what goes, what stays, how much that was, and that nobody waits for it."""
+"""Eviction on demand: which blocks go, the counts, and bounded work per slice."""
 
 from collections.abc import Iterable
 
@@ -18,7 +18,7 @@ CPU, BELOW = 0, 1
 
 
 def run(rig: Rig, wanted: EvictionRequest) -> EvictionTask:
-    """Has it done to the end."""
+    """Runs an eviction to its end."""
     cleared = rig.core.evict(wanted)
     while not cleared.done:
         rig.core.work()
@@ -26,11 +26,11 @@ def run(rig: Rig, wanted: EvictionRequest) -> EvictionTask:
 
 
 def figures(cleared: EvictionTask) -> list[tuple[int, int]]:
-    """Returns what has gone and what was kept, in blocks, per tier."""
+    """Returns the evicted and the kept blocks per tier."""
     return [(tier.blocks, tier.kept_blocks) for tier in cleared.tiers]
 
 
-def there(rig: Rig, names: Iterable[bytes]) -> int:
+def count_present(rig: Rig, names: Iterable[bytes]) -> int:
     """Returns how many of these are in the CPU tier, without using any."""
     return sum(rig.core._cpu_tier.used_at(rig.session.namespace.id, name) is not None for name in names)
 
@@ -41,7 +41,7 @@ def used(rig: Rig) -> list[int]:
 
 
 def stocked(*seconds: float, tier: ModelTier | None = None) -> Rig:
-    """Returns a core with a block stored at each of these times; they are numbered."""
+    """Returns a core with a numbered block stored at each of these times."""
     rig = Rig(*([tier] if tier else []), extents=4)
     for number, second in enumerate(seconds):
         rig.core.tick(second)
@@ -50,19 +50,19 @@ def stocked(*seconds: float, tier: ModelTier | None = None) -> Rig:
     return rig
 
 
-def test_all_of_a_tier_goes_and_the_answer_says_how_much() -> None:
-    """The CPU tier is emptied, the tier below is left alone, and what went is explained as evicted."""
+def test_a_whole_tier_is_evicted() -> None:
+    """Other tiers keep their blocks, the answer has the bytes, and misses say "evicted"."""
     rig = stocked(1, 2, 3, tier=ModelTier("near", 1 << 20))
     cleared = run(rig, EvictionRequest([CPU]))
     [cpu] = cleared.tiers
     assert (cpu.blocks, cpu.nbytes, cpu.kept_blocks, cpu.looked_at, cpu.total) == (3, 3 * SLOT, 0, 3, 3)
     assert used(rig) == [0, 3 * SLOT]
     assert rig.core.stats().tiers[0].evictions == 3
-    assert there(rig, keys(0, 1, 2)) == 0
+    assert count_present(rig, keys(0, 1, 2)) == 0
 
 
-def test_a_tier_below_removes_what_has_gone() -> None:
-    """Its catalog forgets the blocks at once, and the tier is told to remove them."""
+def test_a_secondary_tier_removes_evicted_blocks() -> None:
+    """Its catalog drops the blocks at once, and the tier is told to remove them."""
     rig = stocked(1, 2, tier=ModelTier("near", 1 << 20))
     assert figures(run(rig, EvictionRequest([CPU, BELOW]))) == [(2, 0), (2, 0)]
     removed = [command for command in rig.core.take_commands() if isinstance(command, RemoveFromTier)]
@@ -74,8 +74,8 @@ def test_a_tier_below_removes_what_has_gone() -> None:
     assert rig.core.stats().misses_by_reason == {MissReason.EVICTED: 2}
 
 
-def test_what_is_pinned_stays() -> None:
-    """A lease, a store in flight and a job of a tier below keep their blocks; they are counted as kept."""
+def test_pinned_blocks_stay() -> None:
+    """Leases, running stores and jobs of a tier keep their blocks; they are counted as kept."""
     rig = stocked(1, 2, 3)
     lease = rig.core.lookup(rig.session, keys(1), prefix=True, request_id="", expires_at=60).lease
     assert lease is not None
@@ -88,8 +88,8 @@ def test_what_is_pinned_stays() -> None:
     assert rig.look_up(keys(9)) == HIT
 
 
-def test_what_is_on_its_way_to_a_tier_stays_there_and_here() -> None:
-    """The block of a job is pinned above and busy below until the job has ended."""
+def test_a_block_of_a_running_cascade_stays_in_both_tiers() -> None:
+    """Until the job ends it is pinned in the CPU tier and busy in the other."""
     rig = Rig(ModelTier("near", 1 << 20))
     rig.store(keys(0))
     assert figures(run(rig, EvictionRequest([CPU, BELOW]))) == [(0, 1), (0, 1)]
@@ -97,8 +97,8 @@ def test_what_is_on_its_way_to_a_tier_stays_there_and_here() -> None:
     assert figures(run(rig, EvictionRequest([CPU, BELOW]))) == [(1, 0), (1, 0)]
 
 
-def test_what_is_being_loaded_stays() -> None:
-    """A promotion that runs keeps its block, here and below, until it has ended."""
+def test_a_block_of_a_running_promotion_stays_in_both_tiers() -> None:
+    """Until the job ends."""
     rig = stocked(1, 2, tier=ModelTier("near", 1 << 20))
     run(rig, EvictionRequest([CPU]))
     lease = rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=60).lease
@@ -108,8 +108,8 @@ def test_what_is_being_loaded_stays() -> None:
     assert lease.statuses() == HIT
 
 
-def test_what_is_retained_goes_only_where_that_is_asked_for() -> None:
-    """A request's wish is kept unless who runs the server overrules it."""
+def test_retained_blocks_need_an_explicit_flag() -> None:
+    """An operator can override the retention of a request."""
     rig = Rig()
     answer = rig.core.prepare_store(rig.session, keys(0), request_id="", expires_at=60, retain_until=1000)
     assert answer.store_id is not None
@@ -120,8 +120,8 @@ def test_what_is_retained_goes_only_where_that_is_asked_for() -> None:
     assert [share.retained_bytes for share in rig.core.stats().tiers[0].shares] == [0]
 
 
-def test_of_one_namespace_or_tenant_only() -> None:
-    """Others lose nothing."""
+def test_one_namespace_or_tenant_can_be_selected() -> None:
+    """Others keep their blocks."""
     rig = stocked(1, 2)
     other = rig.open("other", OTHER)
     store = rig.core.prepare_store(other, keys(0, 1, 2), request_id="", expires_at=60)
@@ -130,11 +130,11 @@ def test_of_one_namespace_or_tenant_only() -> None:
     assert figures(run(rig, EvictionRequest([CPU], namespace=OTHER.id, dry_run=True))) == [(3, 0)]
     assert figures(run(rig, EvictionRequest([CPU], tenant_tag=OTHER.id[:4]))) == [(3, 0)]
     assert figures(run(rig, EvictionRequest([CPU], namespace=OTHER.id))) == [(0, 0)]
-    assert there(rig, keys(0, 1)) == 2
+    assert count_present(rig, keys(0, 1)) == 2
 
 
-def test_a_dry_run_counts_and_changes_nothing() -> None:
-    """The same figures as the run itself, before it."""
+def test_a_dry_run_only_counts() -> None:
+    """Its figures equal those of the run itself."""
     rig = stocked(1, 2, 3, tier=ModelTier("near", 1 << 20))
     before = rig.core.stats()
     dry = run(rig, EvictionRequest([CPU, BELOW], max_bytes=2 * SLOT, dry_run=True))
@@ -145,7 +145,10 @@ def test_a_dry_run_counts_and_changes_nothing() -> None:
 
 @pytest.mark.parametrize("tier", [CPU, BELOW])
 def test_the_least_recently_used_go_first(tier: int) -> None:
-    """As few as make up so many bytes; a lookup in the CPU tier counts as a use for the tiers below as well."""
+    """As few blocks as make up the bytes.
+
+    A hit in the CPU tier counts as a use in other tiers as well.
+    """
     rig = stocked(10, 20, 30, 40, tier=ModelTier("near", 1 << 20))
     rig.core.tick(50)
     rig.look_up(keys(0))
@@ -157,8 +160,8 @@ def test_the_least_recently_used_go_first(tier: int) -> None:
 
 
 @pytest.mark.parametrize("tier", [CPU, BELOW])
-def test_what_was_used_since_stays(tier: int) -> None:
-    """Only what was not used for so long goes."""
+def test_recently_used_blocks_stay(tier: int) -> None:
+    """Only blocks go that were unused for the given time."""
     rig = stocked(10, 20, 30, 4000, tier=ModelTier("near", 1 << 20))
     rig.core.tick(5000)
     cleared = run(rig, EvictionRequest([tier], unused_since=25))
@@ -166,20 +169,18 @@ def test_what_was_used_since_stays(tier: int) -> None:
     assert {key for _, key in _held(rig, tier)} == {*keys(2), *keys(3)}
 
 
-def test_what_cannot_go_is_not_counted_towards_what_is_wanted() -> None:
-    """The oldest is pinned: as many bytes go of what is younger."""
+def test_pinned_blocks_do_not_count_as_evicted() -> None:
+    """The oldest is pinned, so younger blocks make up the bytes."""
     rig = stocked(10, 20, 30)
     assert rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=60).lease is not None
-    rig.core._cpu_tier.find_or_add(rig.session.namespace, keys(0))[
-        0
-    ].last_use = 0  # as if it were the oldest all the same
+    rig.core._cpu_tier.find_or_add(rig.session.namespace, keys(0))[0].last_use = 0  # makes it the oldest
     cleared = run(rig, EvictionRequest([CPU], max_bytes=SLOT))
     assert figures(cleared) == [(1, 1)]
-    assert there(rig, keys(1)) == 0
+    assert count_present(rig, keys(1)) == 0
 
 
-def test_a_use_counts_below_when_the_cpu_tier_has_the_block_no_more() -> None:
-    """A tier below remembers by itself when a block of its own was used."""
+def test_secondary_tiers_remember_the_last_use() -> None:
+    """Also after the block has left the CPU tier."""
     rig = stocked(10, 20, tier=ModelTier("near", 1 << 20))
     run(rig, EvictionRequest([CPU]))
     rig.core.tick(50)
@@ -190,8 +191,8 @@ def test_a_use_counts_below_when_the_cpu_tier_has_the_block_no_more() -> None:
     assert {key for _, key in _held(rig, BELOW)} == {*keys(0)}
 
 
-def test_more_than_there_is() -> None:
-    """All of it goes, and no more is said to have gone."""
+def test_more_bytes_than_stored() -> None:
+    """All blocks go, and the answer has their bytes only."""
     rig = stocked(1, 2, 3)
     [cpu] = run(rig, EvictionRequest([CPU], max_bytes=1 << 30)).tiers
     assert (cpu.blocks, cpu.nbytes) == (3, 3 * SLOT)
@@ -200,8 +201,8 @@ def test_more_than_there_is() -> None:
 
 
 @pytest.mark.parametrize("tier", [CPU, BELOW])
-def test_what_goes_meanwhile_is_not_evicted_again(monkeypatch: pytest.MonkeyPatch, tier: int) -> None:
-    """It was there when the walk began, and went for another reason: it is neither counted nor taken off the books twice."""
+def test_blocks_that_leave_during_the_walk_are_not_counted(monkeypatch: pytest.MonkeyPatch, tier: int) -> None:
+    """A block that left for another reason is subtracted from the used bytes only once."""
     monkeypatch.setattr(bulk_eviction, "SLICE", 1)
     rig = stocked(1, 2, 3, tier=ModelTier("near", 1 << 20))
     cleared = rig.core.evict(EvictionRequest([tier]))
@@ -216,8 +217,8 @@ def test_what_goes_meanwhile_is_not_evicted_again(monkeypatch: pytest.MonkeyPatc
     assert used(rig)[tier] == 0
 
 
-def test_what_comes_meanwhile_does_not_go_beyond_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There was less than was wanted when it was counted, and more by the time it goes: no more than was wanted goes."""
+def test_blocks_stored_during_the_walk_do_not_exceed_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later blocks raise the total above the wanted bytes: no more than wanted goes."""
     monkeypatch.setattr(bulk_eviction, "SLICE", 1)
     rig = stocked(1, 2, 3)
     cleared = rig.core.evict(EvictionRequest([CPU], max_bytes=4 * SLOT))
@@ -229,8 +230,8 @@ def test_what_comes_meanwhile_does_not_go_beyond_what_was_asked_for(monkeypatch:
     assert cleared.tiers[0].nbytes == 4 * SLOT
 
 
-def test_what_the_cpu_tier_forgets_meanwhile_does_not_make_more_go_below(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was used in the CPU tier looks unused below as soon as it has left the CPU tier: no more than was wanted goes."""
+def test_evictions_from_the_cpu_tier_do_not_exceed_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that leaves the CPU tier looks unused in the other tier; no more than wanted goes."""
     monkeypatch.setattr(bulk_eviction, "SLICE", 1)
     rig = stocked(*[1] * 8, tier=ModelTier("near", 1 << 20))
     rig.core.tick(100)
@@ -244,8 +245,8 @@ def test_what_the_cpu_tier_forgets_meanwhile_does_not_make_more_go_below(monkeyp
     assert cleared.tiers[0].nbytes == 4 * SLOT
 
 
-def test_very_much_goes_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Little at a time; what is stored or used meanwhile is none of its business; two wishes wait for each other."""
+def test_a_large_eviction_runs_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New or used blocks are not affected; a second eviction waits for the first."""
     monkeypatch.setattr(bulk_eviction, "SLICE", 10)
     rig = Rig(extents=2)
     names = keys(*range(EXTENT // SLOT))
@@ -265,7 +266,7 @@ def test_very_much_goes_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
             rig.store(keys(900))
     assert len(left) >= len(names) / 10
     assert (first.tiers[0].blocks, first.tiers[0].kept_blocks) == (len(names) - 1, 1)
-    assert there(rig, keys(900)) == 1
+    assert count_present(rig, keys(900)) == 1
     assert not second.done
     while ContinueWork() in rig.core.take_commands():
         rig.core.work()
@@ -273,8 +274,8 @@ def test_very_much_goes_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert figures(second) == [(1, 1)]
 
 
-def test_it_can_be_left_at_what_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who asked goes away: what has not gone stays, and the next wish is heard."""
+def test_a_cancelled_eviction_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remaining blocks stay, and the next eviction runs."""
     monkeypatch.setattr(bulk_eviction, "SLICE", 2)
     rig = stocked(*range(1, 7))
     cleared = rig.core.evict(EvictionRequest([CPU]))
@@ -286,8 +287,8 @@ def test_it_can_be_left_at_what_has_gone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert figures(run(rig, EvictionRequest([CPU]))) == [(4, 0)]
 
 
-def test_one_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is over, counts what has gone and nothing else, and the next wish is heard."""
+def test_a_failed_eviction_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts only evicted blocks, and the next eviction runs."""
     monkeypatch.setattr(bulk_eviction, "SLICE", 2)
     rig = stocked(*range(1, 7))
     cleared = rig.core.evict(EvictionRequest([CPU]))
@@ -304,7 +305,7 @@ def test_one_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fail(_: object) -> None:
-    """Stands for what may have a defect."""
+    """Fails, as a defect would."""
     raise RuntimeError("a defect")
 
 

@@ -19,10 +19,10 @@ from kvtier.tiers.errors import (
 from kvtier.tiers.types import DurableStatus, NamespaceSpec
 
 
-def test_room_for_the_next_store_is_made_before_it_comes() -> None:
-    """Once something had to be evicted, and not before, the loop evicts what the next store would have to wait for."""
+def test_slots_are_evicted_ahead_of_the_next_store() -> None:
+    """After the first eviction, and not before, the loop keeps slots free for the next store."""
     small = NamespaceSpec(NamespaceId(b"n" * 16), world_size=1, part_bytes=(4096,))
-    rig = Rig(extents=16, eviction={"cpu": "lru"})  # 256 slots, of which four may be spare
+    rig = Rig(extents=16, eviction={"cpu": "lru"})  # 256 slots, of which four may be kept free
     rig.session = rig.open("other", small)
     for number in range(0, 256, 4):
         rig.store(keys(*range(number, number + 4)))
@@ -34,15 +34,15 @@ def test_room_for_the_next_store_is_made_before_it_comes() -> None:
     rig.core.work()
     assert rig.core.stats().tiers[0].evictions == 6
     assert rig.store(keys(259, 260, 261)) == GRANTED * 3
-    assert rig.core.stats().tiers[0].evictions == 6, "it did not have to wait"
+    assert rig.core.stats().tiers[0].evictions == 6, "no eviction was needed at once"
     assert rig.core.take_commands() == [ContinueWork()]
     rig.core.work()
     assert rig.core.stats().tiers[0].evictions == 9
     assert rig.look_up(keys(*range(256, 262))) == HIT * 6
 
 
-def test_no_room_is_made_ahead_at_the_cost_of_what_was_just_stored() -> None:
-    """After a store that takes much of the memory nothing is evicted that nobody has asked for."""
+def test_recent_blocks_are_not_evicted_ahead() -> None:
+    """After a store that uses much of the memory, nothing is evicted without need."""
     small = NamespaceSpec(NamespaceId(b"n" * 16), world_size=1, part_bytes=(4096,))
     rig = Rig(extents=16, eviction={"cpu": "lru"})
     rig.session = rig.open("other", small)
@@ -53,8 +53,8 @@ def test_no_room_is_made_ahead_at_the_cost_of_what_was_just_stored() -> None:
 
 
 @pytest.mark.parametrize("touch", ["lookup", "store"])
-def test_least_recently_used_goes_first_and_what_was_touched_stays(touch: str) -> None:
-    """B4.9: oldest first; a lookup counts as a use, and so does a store that finds the block there."""
+def test_the_least_recently_used_block_goes_first(touch: str) -> None:
+    """B4.9: a lookup counts as a use, and so does a store that finds the block present."""
     rig = Rig(eviction={"cpu": "lru"})
     for number in range(16):
         assert rig.store(keys(number)) == GRANTED
@@ -64,7 +64,7 @@ def test_least_recently_used_goes_first_and_what_was_touched_stays(touch: str) -
     assert found == HIT + MISS * 2 + HIT * 13, "1 and 2 are the oldest that were not touched"
 
 
-def test_the_tail_of_a_chain_goes_before_its_head() -> None:
+def test_the_tail_of_a_prefix_goes_before_its_head() -> None:
     """Without its head the rest of a prefix is useless."""
     rig = Rig()
     rig.store(keys(*range(16)))
@@ -73,7 +73,7 @@ def test_the_tail_of_a_chain_goes_before_its_head() -> None:
 
 
 def test_a_pinned_block_is_never_evicted() -> None:
-    """B4.9: what a lease holds stays; where all is held there is no room, and it is said."""
+    """B4.9: leased blocks stay; if all are leased, the store reports NO_ROOM."""
     rig = Rig()
     rig.store(keys(*range(16)))
     lease = rig.core.lookup(rig.session, keys(*range(16)), prefix=True, request_id="r", expires_at=60).lease
@@ -85,17 +85,16 @@ def test_a_pinned_block_is_never_evicted() -> None:
 
 
 def test_size_classes_share_the_region() -> None:
-    """A class that is idle gives its extents to one that is not."""
+    """An idle size class gives its extents to an active one."""
     rig = Rig(extents=2)
     rig.store(keys(*range(32)))
     assert rig.store(keys(*range(4), group=1)) == GRANTED * 4, "an extent was taken over"
     assert rig.look_up(keys(*range(4), group=1)) == HIT * 4
-    assert rig.store(keys(*range(50, 82))) == GRANTED * 32, "and taken back: nobody used the other class since"
+    assert rig.store(keys(*range(50, 82))) == GRANTED * 32, "and taken back: the other class is idle since"
     assert rig.core.stats().tiers[0].used_bytes == 2 * EXTENT
 
 
-def test_a_class_in_use_keeps_its_extent() -> None:
-    """Pinned blocks hold on to it."""
+def test_pinned_blocks_keep_the_extent_of_their_class() -> None:
     rig = Rig(extents=1)
     rig.store(keys(0))
     lease = rig.core.lookup(rig.session, keys(0), prefix=True, request_id="r", expires_at=60).lease
@@ -103,8 +102,8 @@ def test_a_class_in_use_keeps_its_extent() -> None:
     assert rig.store(keys(0, group=1)) == NO_ROOM
 
 
-def test_one_blocked_extent_does_not_keep_a_class_from_the_others() -> None:
-    """A pin, or a slot in quarantine, in the extent of the oldest block costs that extent and no other."""
+def test_a_pinned_extent_does_not_block_other_extents() -> None:
+    """The oldest block is pinned or in quarantine; its extent stays, and another one is freed."""
     rig = Rig(extents=4)
     rig.store(keys(*range(64)))
     pinned = rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=60).lease
@@ -115,8 +114,8 @@ def test_one_blocked_extent_does_not_keep_a_class_from_the_others() -> None:
     assert rig.look_up(keys(0)) == HIT
 
 
-def test_a_store_does_not_evict_the_prefix_that_it_found() -> None:
-    """B4.15: what is PRESENT for the same store is its head; room for the tail comes from elsewhere."""
+def test_a_store_does_not_evict_its_own_prefix() -> None:
+    """B4.15: PRESENT blocks of a store are its head; other blocks make room for its tail."""
     rig = Rig(extents=2)
     rig.store(keys(*range(16)))
     rig.store(keys(*range(100, 116)))
@@ -126,7 +125,7 @@ def test_a_store_does_not_evict_the_prefix_that_it_found() -> None:
 
 
 def test_leases_of_one_session_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that never releases cannot grow the server; once it does, it may go on."""
+    """A client that releases none gets no more; after a release it does."""
     monkeypatch.setattr("kvtier.tiers.core.lookups.MAX_LEASED_ITEMS", 4)
     rig = Rig()
     rig.store(keys(0, 1))
@@ -140,8 +139,8 @@ def test_leases_of_one_session_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> 
     assert rig.look_up(keys(0, 1)) == HIT * 2
 
 
-def test_what_finds_no_room_is_counted() -> None:
-    """B3.5: nothing is cascaded, and a counter rises."""
+def test_refused_stores_are_counted() -> None:
+    """B3.5: the block is not cascaded, and a counter rises."""
     rig = Rig(ModelTier("near", 1 << 20))
     assert rig.core.prepare_store(rig.session, keys(*range(20)), request_id="", expires_at=60).statuses == (
         GRANTED * 16 + NO_ROOM * 4
@@ -153,8 +152,8 @@ def test_what_finds_no_room_is_counted() -> None:
     assert rig.core.take_commands() == []
 
 
-def test_a_store_that_is_being_written_can_be_renewed() -> None:
-    """A slow stream does not lose its slots while bytes arrive."""
+def test_a_running_store_can_be_renewed() -> None:
+    """A slow stream keeps its slots while bytes arrive."""
     rig = Rig()
     answer = rig.core.prepare_store(rig.session, keys(0), request_id="", expires_at=5)
     assert answer.store_id is not None
@@ -164,8 +163,8 @@ def test_a_store_that_is_being_written_can_be_renewed() -> None:
     assert rig.look_up(keys(0)) == HIT
 
 
-def test_memory_is_used_as_it_arrives() -> None:
-    """Before the first page is backed there is no room, and no error."""
+def test_memory_is_used_once_it_is_backed() -> None:
+    """Before the first page is backed, stores report NO_ROOM without an error."""
     core = TierManager(2 * EXTENT, EXTENT, ())
     session = core.open_session(b"s", "e", None, SPEC)
     assert core.prepare_store(session, keys(0), request_id="", expires_at=60).statuses == NO_ROOM
@@ -175,8 +174,11 @@ def test_memory_is_used_as_it_arrives() -> None:
     assert (tier.capacity_bytes, tier.available_bytes) == (2 * EXTENT, EXTENT)
 
 
-def test_complete_blocks_cascade_and_are_pinned_meanwhile() -> None:
-    """B3.7, B3.8: new blocks go to every tier when the store completes; until the job ends they cannot be evicted."""
+def test_stored_blocks_cascade_and_are_pinned_meanwhile() -> None:
+    """B3.7, B3.8: a completed store goes to every tier.
+
+    Its blocks cannot be evicted until the jobs end.
+    """
     near, far = ModelTier("near", 1 << 20), ModelTier("far", 1 << 20)
     rig = Rig(near, far, queue=EXTENT)
     rig.store(keys(*range(16)))
@@ -189,7 +191,7 @@ def test_complete_blocks_cascade_and_are_pinned_meanwhile() -> None:
 
 
 def test_a_failed_store_cascades_nothing() -> None:
-    """B3.7: what was not written goes nowhere, and its slot is free."""
+    """B3.7: its slot is free again."""
     rig = Rig(ModelTier("near", 1 << 20))
     answer = rig.core.prepare_store(rig.session, keys(0, 1), request_id="", expires_at=60)
     assert answer.store_id is not None
@@ -198,7 +200,7 @@ def test_a_failed_store_cascades_nothing() -> None:
     assert rig.core.stats().tiers[0].used_bytes == 0
 
 
-def test_a_hit_below_is_promoted_once() -> None:
+def test_a_hit_in_a_secondary_tier_is_promoted_once() -> None:
     """B3.16: the slot is reserved at once, so that a second lookup waits for the same promotion."""
     rig = Rig(ModelTier("near", 1 << 20))
     rig.store(keys(*range(16)))
@@ -220,8 +222,8 @@ def test_a_hit_below_is_promoted_once() -> None:
     assert first.statuses() == HIT * 2
 
 
-def test_a_partly_failed_promotion_keeps_what_arrived() -> None:
-    """B3.18: the failed keys become misses, and a damaged one is not asked for again."""
+def test_a_partly_failed_promotion_keeps_loaded_blocks() -> None:
+    """B3.18: failed keys become misses, and a corrupt block is not requested again."""
     rig = Rig(ModelTier("near", 1 << 20))
     rig.store(keys(0, 1, 2))
     rig.finish_jobs()
@@ -236,7 +238,7 @@ def test_a_partly_failed_promotion_keeps_what_arrived() -> None:
     assert rig.core.take_commands() == [LeaseSettled(lease.id)], "no second promotion of it"
 
 
-def test_a_promotion_without_room_is_a_miss() -> None:
+def test_a_promotion_without_space_is_a_miss() -> None:
     """B3.16: the CPU tier is full of pinned blocks."""
     rig = Rig(ModelTier("near", 1 << 20))
     rig.store(keys(0))
@@ -251,7 +253,7 @@ def test_a_promotion_without_room_is_a_miss() -> None:
 
 
 def test_a_tier_never_exceeds_its_capacity() -> None:
-    """The oldest go, in the same order of commands: removal first."""
+    """The oldest blocks go; the removal precedes the store."""
     tier = ModelTier("near", 4 * 4096)
     rig = Rig(tier)
     rig.store(keys(0, 1, 2, 3))
@@ -262,8 +264,8 @@ def test_a_tier_never_exceeds_its_capacity() -> None:
     assert rig.core.stats().tiers[1].used_bytes == 4 * 4096
 
 
-def test_a_tier_without_space_makes_room() -> None:
-    """Its disk is shared, and holds less than the tier may: the oldest go, so that the newest come in again."""
+def test_a_tier_without_disk_space_evicts() -> None:
+    """The disk has less space than the tier's capacity: the oldest blocks make room."""
     rig = Rig(ModelTier("near", 1 << 20))
     rig.store(keys(0, 1, 2, 3))
     rig.finish_jobs()
@@ -274,8 +276,8 @@ def test_a_tier_without_space_makes_room() -> None:
     assert rig.core.stats().tiers[1].blocks == 2
 
 
-def test_a_tier_that_is_behind_drops_cascades() -> None:
-    """B3.10: a block-level cascade is dropped under backpressure, counted, and can be made up for by a flush."""
+def test_a_slow_tier_drops_cascades() -> None:
+    """B3.10: a dropped block-level cascade is counted, and a flush stores its blocks later."""
     rig = Rig(ModelTier("near", 1 << 20), extents=1)
     rig.store(keys(*range(16)))
     job = next(command for command in rig.core.take_commands() if isinstance(command, StoreInTier))
@@ -290,8 +292,8 @@ def test_a_tier_that_is_behind_drops_cascades() -> None:
     )
 
 
-def test_an_orderly_end_makes_up_for_what_was_dropped() -> None:
-    """Last used first, for there may not be time for all."""
+def test_the_final_flush_stores_dropped_blocks() -> None:
+    """The most recently used first, because time may be short."""
     rig = Rig(ModelTier("near", 1 << 20), extents=1)
     rig.store(keys(*range(8)))
     rig.store(keys(*range(100, 108)))
@@ -302,8 +304,8 @@ def test_an_orderly_end_makes_up_for_what_was_dropped() -> None:
     assert {block.key for block in job.blocks[8:]} == set(keys(*range(4, 8)))
 
 
-def test_an_orderly_end_does_not_bring_back_what_a_tier_has_evicted() -> None:
-    """The CPU tier may hold more than the tier below: its older blocks must not drive out the newer ones there."""
+def test_the_final_flush_does_not_restore_evicted_blocks() -> None:
+    """Older blocks of a larger CPU tier must not evict newer ones of the tier below."""
     rig = Rig(ModelTier("near", 4 * 4096), queue=EXTENT)
     rig.store(keys(0, 1, 2, 3))
     rig.finish_jobs()
@@ -314,8 +316,8 @@ def test_an_orderly_end_does_not_bring_back_what_a_tier_has_evicted() -> None:
     assert rig.core.durability.of(SPEC.id, keys(7)[0]) == DurableStatus.DURABLE
 
 
-def test_requests_that_are_never_finished_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And fall with their session."""
+def test_unfinished_requests_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They end with their session."""
     monkeypatch.setattr("kvtier.tiers.core.requests.MAX_REQUESTS", 2)
     rig = Rig()
     for number in range(2):
@@ -328,8 +330,8 @@ def test_requests_that_are_never_finished_have_a_limit(monkeypatch: pytest.Monke
     assert len(rig.core._requests) == 0
 
 
-def test_stores_that_come_in_meanwhile_go_out_together() -> None:
-    """One job at a time per tier; what waits is merged, so that a transaction is worth its while."""
+def test_queued_stores_are_merged_into_one_job() -> None:
+    """A tier has one job at a time; merging makes larger transactions."""
     rig = Rig(ModelTier("near", 1 << 20), queue=EXTENT)
     for number in range(5):
         rig.store(keys(number))
@@ -340,8 +342,8 @@ def test_stores_that_come_in_meanwhile_go_out_together() -> None:
     assert len(second.blocks) == 4
 
 
-def test_a_restart_finds_what_the_tiers_hold() -> None:
-    """And lets go of what no longer fits, oldest first."""
+def test_a_restart_finds_the_blocks_of_tiers() -> None:
+    """Blocks beyond the capacity are removed, the oldest first."""
     tier = ModelTier("near", 1 << 20)
     tier.blocks = {(SPEC.id, key): (4096, ()) for key in keys(*range(4))}
     tier.capacity_bytes = 3 * 4096
@@ -350,8 +352,8 @@ def test_a_restart_finds_what_the_tiers_hold() -> None:
     assert rig.look_up(keys(1, 2)) == PENDING * 2
 
 
-def test_a_fallen_sessions_slots_wait_for_its_writers() -> None:
-    """DESIGN 5: a slot is given away again only when nobody can still write to it."""
+def test_slots_of_an_ended_session_wait_for_its_writers() -> None:
+    """A slot is reused only when no process can still write to it (B4.5)."""
     rig = Rig()
     other = rig.open("other")
     answer = rig.core.prepare_store(other, keys(*range(16)), request_id="", expires_at=60)
@@ -362,11 +364,11 @@ def test_a_fallen_sessions_slots_wait_for_its_writers() -> None:
     rig.core.writer_gone(other.id, hash("other") & 0xFFFF)
     assert rig.core.stats().quarantined_bytes == 0
     assert rig.store(keys(100)) == GRANTED
-    assert rig.look_up(keys(0)) == MISS, "what a dead writer left is never published"
+    assert rig.look_up(keys(0)) == MISS, "an unfinished block is never published"
 
 
 def test_a_late_completion_frees_and_publishes_nothing() -> None:
-    """B5.6: the store ended with its lease; its completion only says that nobody writes any more."""
+    """B5.6: its store ended with the lease; the completion only says that the write has ended."""
     rig = Rig()
     answer = rig.core.prepare_store(rig.session, keys(0), request_id="", expires_at=5)
     assert answer.store_id is not None
@@ -380,7 +382,7 @@ def test_a_late_completion_frees_and_publishes_nothing() -> None:
 
 
 def test_a_second_completion_is_refused() -> None:
-    """B3.14: exactly once; and the block stays as it was."""
+    """B3.14: exactly once; the block stays unchanged."""
     rig = Rig()
     answer = rig.core.prepare_store(rig.session, keys(0), request_id="", expires_at=5)
     assert answer.store_id is not None
@@ -391,7 +393,7 @@ def test_a_second_completion_is_refused() -> None:
 
 
 def test_leases_expire_unless_renewed() -> None:
-    """An owner that is silent for too long loses its pins; renewal never shortens."""
+    """A silent owner loses its pins; a renewal never shortens a lease."""
     rig = Rig()
     rig.store(keys(0))
     kept, lost = (
@@ -407,14 +409,14 @@ def test_leases_expire_unless_renewed() -> None:
         rig.core.lease(rig.session, lost.id)
 
 
-def test_tiers_vote_once_per_request_and_are_told_once_of_its_end() -> None:
-    """B3.2, B3.3: REQUEST_LEVEL if any tier asks for it; every tier is told of the end."""
+def test_tiers_vote_once_per_request_and_see_one_end() -> None:
+    """B3.2, B3.3: one vote for REQUEST_LEVEL suffices; every tier is told of the end."""
 
-    class Eager(ModelTier):
+    class RequestLevelTier(ModelTier):
         def on_new_request(self, request: RequestInfo) -> Vote:
             return Vote(OffloadPolicy.REQUEST_LEVEL, "always")
 
-    calm, eager = ModelTier("calm", 1 << 20), Eager("eager", 1 << 20)
+    calm, eager = ModelTier("calm", 1 << 20), RequestLevelTier("eager", 1 << 20)
     rig = Rig(calm, eager)
     request = RequestInfo("r", SPEC.id)
     negotiation = rig.core.begin_request(rig.session, request)
@@ -429,7 +431,7 @@ def test_tiers_vote_once_per_request_and_are_told_once_of_its_end() -> None:
 
 
 def test_refusals_change_nothing() -> None:
-    """Bad input is refused before anything is granted."""
+    """The core checks its input before it grants anything."""
     rig = Rig()
     with pytest.raises(InvalidKey):
         rig.core.prepare_store(rig.session, keys(0) + keys(1, group=2), request_id="", expires_at=60)
@@ -450,4 +452,4 @@ def test_refusals_change_nothing() -> None:
         rig.core.complete_store(rig.session, answer.store_id, failed=[1])
     rig.core.complete_store(rig.session, answer.store_id)
     with pytest.raises(UnknownSession):
-        rig.core.close_session(b"nobody")
+        rig.core.close_session(b"unknown")

@@ -1,4 +1,4 @@
-"""The CPU tier under the contract of all tiers: the core and a real region, as engines use them, and no tier below."""
+"""The CPU tier under the contract of all tiers: the core and a real region, without other tiers."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ HIT = bytes([KeyStatus.HIT])
 
 
 class CPUTier:
-    """What a secondary tier does, done with the CPU tier.
+    """The contract of a secondary tier, implemented by the CPU tier.
 
-    The core hears of events under a lock, as it does on the event loop; copies are made beside it, as engines make
-    them. What was stored is held by a lease until it is removed: then it may be evicted.
+    A lock serializes the events of the core, as the event loop does; copies run outside it. A lease
+    holds each stored block until it is removed; then it may be evicted.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -138,8 +138,8 @@ class TestCPUTier(TierContract):
     def make_tier(self, directory: Path, size_bytes: int) -> CPUTier:
         return CPUTier(size_bytes)
 
-    def test_stores_at_the_same_time(self, tier: Tier) -> None:
-        """Several engines store and read at once, some of them the same blocks: each is there, whole."""
+    def test_concurrent_stores(self, tier: Tier) -> None:
+        """Several engines store and read, partly the same blocks: each block is whole."""
         wrong: list[object] = []
 
         def engine(number: int) -> None:
@@ -147,7 +147,7 @@ class TestCPUTier(TierContract):
             for name in names:
                 outcome = tier.store([full(name, content(name, (40_000,)))])
                 into = empty(name, (40_000,))
-                # Where another engine is writing the block it is not granted, and not there yet.
+                # A block that another engine is writing is neither granted nor ready.
                 if outcome == [DONE]:
                     wrong.extend([name] if tier.load([into]) != [DONE] else [])
 
@@ -160,8 +160,8 @@ class TestCPUTier(TierContract):
         for number in range(100):
             assert fetch(tier, key(number), (40_000,)) == content(key(number), (40_000,))
 
-    def test_what_is_not_held_makes_room(self, tier: Tier) -> None:
-        """Three times the capacity goes through: the oldest that nobody holds go, and the count says so."""
+    def test_unleased_blocks_are_evicted(self, tier: Tier) -> None:
+        """Three times the capacity is stored: the oldest unleased blocks go and are counted."""
         assert isinstance(tier, CPUTier)
         data = content("x", (MIB,))
         for number in range(192):
@@ -175,7 +175,7 @@ class TestCPUTier(TierContract):
 
 @pytest.mark.parametrize("size", [0, 4 * MIB])
 def test_a_part_of_an_impossible_size(size: int) -> None:
-    """A namespace whose parts are empty, or larger than the region can hold in one piece, is refused."""
+    """A namespace is refused if its parts are empty or larger than an extent."""
     tier = CPUTier(64 * MIB)
     assert tier.store([full(key(1), [bytes(size)])]) == [FAILED]
     tier.close()

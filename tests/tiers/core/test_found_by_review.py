@@ -1,4 +1,4 @@
-"""Defects that reviewers of the core have found."""
+"""Regressions: defects of the core that reviews found."""
 
 from collections.abc import Iterator
 
@@ -19,8 +19,8 @@ from kvtier.tiers.stats.request_log import MAX_OUTCOME_RUNS
 from kvtier.tiers.types import MAX_PART_SIZES, TENANT_TAG_BYTES, MissReason, NamespaceSpec
 
 
-class Insisting(ModelTier):
-    """Asks for every block of every request."""
+class RequestLevelTier(ModelTier):
+    """Votes for every block of every request."""
 
     def on_new_request(self, request: RequestInfo) -> Vote:
         self.begun.append(request.request_id)
@@ -33,7 +33,7 @@ def begin(rig: Rig, request_id: str) -> None:
 
 
 def promoting(rig: Rig) -> LoadFromTier:
-    """Brings it about that block 0 is being read from the tier, on behalf of nobody; returns the job."""
+    """Starts a promotion of block 0 that no lease waits for; returns the job."""
     rig.store(keys(0))
     rig.finish_jobs()
     rig.core.reset(rig.session)
@@ -42,8 +42,8 @@ def promoting(rig: Rig) -> LoadFromTier:
     return job
 
 
-def test_a_load_that_hangs_does_not_keep_its_blocks_from_being_stored_anew() -> None:
-    """Whoever waits gets a miss; the block can be computed, stored and found; the late return harms nobody."""
+def test_blocks_of_a_hanging_load_can_be_stored_again() -> None:
+    """Waiting lookups get a miss, a new store works, and the late end of the load is ignored."""
     rig = Rig(ModelTier("near", 1 << 20))
     job = promoting(rig)
     lease = rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=60).lease
@@ -59,8 +59,8 @@ def test_a_load_that_hangs_does_not_keep_its_blocks_from_being_stored_anew() -> 
     assert rig.core.stats().tiers[0].used_bytes == 4096, "the slot of the late load is free"
 
 
-def test_a_reset_does_not_wait_for_a_tier_that_hangs() -> None:
-    """B3.19: what such a tier is at work on is not found, and counts no more; blocks stored since are found."""
+def test_a_reset_does_not_wait_for_a_hanging_tier() -> None:
+    """B3.19: blocks of a running job are neither found nor counted; newer blocks are found."""
     rig = Rig(ModelTier("near", 1 << 20))
     rig.store(keys(0))
     [job] = [command for command in rig.core.take_commands() if isinstance(command, StoreInTier)]
@@ -73,8 +73,8 @@ def test_a_reset_does_not_wait_for_a_tier_that_hangs() -> None:
     assert rig.core.stats().tiers[0].used_bytes == 4096
 
 
-def test_a_tier_that_is_back_gets_what_it_missed() -> None:
-    """One hiccup must not leave blocks volatile for good."""
+def test_a_recovered_tier_gets_its_missed_blocks() -> None:
+    """A short interruption must not leave blocks volatile for good."""
     rig = Rig(ModelTier("near", 1 << 20), queue=1 << 20)
     rig.store(keys(0))
     [job] = [command for command in rig.core.take_commands() if isinstance(command, StoreInTier)]
@@ -86,9 +86,9 @@ def test_a_tier_that_is_back_gets_what_it_missed() -> None:
     assert rig.core.stats().tiers[1].blocks == 3
 
 
-def test_requests_end_though_a_tier_hangs() -> None:
-    """B3.10, B3.12: they are said to be incomplete, and are not remembered for ever."""
-    hanging, well = Insisting("hanging", 1 << 20), Insisting("well", 1 << 20)
+def test_requests_end_while_a_tier_hangs() -> None:
+    """B3.10, B3.12: they are reported as incomplete and forgotten."""
+    hanging, well = RequestLevelTier("hanging", 1 << 20), RequestLevelTier("well", 1 << 20)
     rig = Rig(hanging, well)
     begin(rig, "before")
     answer = rig.core.prepare_store(rig.session, keys(0), request_id="before", expires_at=60)
@@ -105,8 +105,8 @@ def test_requests_end_though_a_tier_hangs() -> None:
     assert len(rig.core._requests) == 0
 
 
-def test_a_key_that_is_named_twice_is_retained_once() -> None:
-    """What is charged to the budget twice would never be given back."""
+def test_a_repeated_key_is_retained_once() -> None:
+    """A budget that was charged twice would never be freed."""
     core = TierManager(EXTENT, EXTENT, [ModelTier("near", 1 << 20)])
     core.add_memory(0, EXTENT)
     session = core.open_session(b"s", "engine", None, SPEC)
@@ -124,8 +124,8 @@ def test_a_key_that_is_named_twice_is_retained_once() -> None:
     assert [share.retained_bytes for tier in core.stats().tiers for share in tier.shares] == [0, 0]
 
 
-def test_an_engine_of_another_namespace_is_another_engine() -> None:
-    """Ids of engines are chosen by engines: two tenants that choose the same reach nothing of one another's."""
+def test_equal_engine_ids_of_two_namespaces_are_separate() -> None:
+    """Engines choose their ids: two tenants with the same id reach none of each other's blocks."""
     rig = Rig()
     rig.store(keys(0))
     lease = rig.core.lookup(rig.session, keys(0), prefix=True, request_id="1", expires_at=60).lease
@@ -138,8 +138,8 @@ def test_an_engine_of_another_namespace_is_another_engine() -> None:
     assert rig.core.lease(rig.session, lease.id) is lease
 
 
-def test_a_request_too_many_is_unheard_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """B3.12: no tier hears of the beginning of what is refused; the end of an unannounced one is never refused."""
+def test_a_refused_request_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B3.12: no tier sees its begin; the end of an unannounced request is always accepted."""
     monkeypatch.setattr("kvtier.tiers.core.requests.MAX_REQUESTS", 1)
     near = ModelTier("near", 1 << 20)
     rig = Rig(near)
@@ -151,8 +151,8 @@ def test_a_request_too_many_is_unheard_of(monkeypatch: pytest.MonkeyPatch) -> No
     assert (near.begun, near.finished) == (["a", "c"], ["c"])
 
 
-def test_finishing_twice_leaves_the_explanation_as_it_was() -> None:
-    """A retry whose first answer was lost."""
+def test_finishing_twice_keeps_the_explanation() -> None:
+    """The client repeats the call because the first answer was lost."""
     rig = Rig()
     rig.core.lookup(rig.session, keys(0), prefix=True, request_id="r", expires_at=60)
     for _ in range(2):
@@ -161,8 +161,8 @@ def test_finishing_twice_leaves_the_explanation_as_it_was() -> None:
     assert len(record.lookups) == 1
 
 
-def test_what_is_remembered_of_a_lookup_is_bounded() -> None:
-    """However mixed its answer; the counts are right all the same."""
+def test_the_record_of_a_lookup_is_bounded() -> None:
+    """Also for mixed answers; the counts are exact."""
     rig = Rig(extents=64)
     rig.store(keys(*range(0, 1000, 2)))
     rig.core.lookup(rig.session, keys(*range(1000)), prefix=False, request_id="mixed", expires_at=60)
@@ -173,8 +173,8 @@ def test_what_is_remembered_of_a_lookup_is_bounded() -> None:
     assert sum(span.count for span in spans if span.outcome == 0) == 500
 
 
-def test_nothing_hits_behind_a_miss_in_a_prefix() -> None:
-    """B3.16: where a block finds no room, what follows is a miss too, is not pinned and is not fetched."""
+def test_blocks_behind_a_miss_of_a_prefix_are_misses() -> None:
+    """B3.16: if a block finds no room, later blocks are misses, not pinned and not fetched."""
     rig = Rig(ModelTier("near", 1 << 20), queue=1 << 20)
     rig.store(keys(0, 1))
     rig.finish_jobs()
@@ -188,14 +188,14 @@ def test_nothing_hits_behind_a_miss_in_a_prefix() -> None:
 
 
 def test_part_sizes_of_a_namespace_are_bounded() -> None:
-    """Each is a line of eviction of its own, that every search for room may have to look at."""
+    """Each size has its own eviction queue, which a search for room may have to visit."""
     NamespaceSpec(NamespaceId(bytes(16)), 1, tuple(range(1, MAX_PART_SIZES + 1)))
     with pytest.raises(InvalidNamespace, match="sizes at most"):
         NamespaceSpec(NamespaceId(bytes(16)), 1, tuple(range(1, MAX_PART_SIZES + 2)))
 
 
-def test_a_block_that_was_given_up_is_not_loaded_beside_that() -> None:
-    """A tier hears of one job at a time on a block, also where a tier that stood still is back before its job."""
+def test_a_tier_has_one_job_per_block() -> None:
+    """Also if a hanging tier recovers before its abandoned job has ended."""
     rig = Rig(ModelTier("near", 1 << 20))
     job = promoting(rig)
     rig.core.tier_stalled(1, stalled=True)
@@ -207,8 +207,8 @@ def test_a_block_that_was_given_up_is_not_loaded_beside_that() -> None:
 
 
 @pytest.mark.parametrize("capacity", [500, 5000], ids=["the tier is full", "its tenant is at its limit"])
-def test_what_a_tier_refuses_is_worth_no_walk_over_what_is_on_its_way(capacity: int) -> None:
-    """B3.7: a store of very many blocks that find no room is over soon, however much waits already."""
+def test_refused_stores_do_not_walk_over_queued_blocks(capacity: int) -> None:
+    """B3.7: a store of many blocks without room ends fast, also with a long queue."""
     looked = 0
 
     class Counted(LRU[CatalogEntry]):

@@ -1,4 +1,4 @@
-"""What `make simulate` found in the core, event by event."""
+"""Regressions: defects of the core that `make simulate` found."""
 
 from core_rig import Rig, keys
 from simulation import EXTENT, ModelTier
@@ -9,8 +9,8 @@ from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.types import MissReason
 
 
-def test_a_block_that_was_read_during_a_reset_is_remembered_as_reset() -> None:
-    """Seed 10073: it went when its reader let go, and was then said never to have been stored."""
+def test_a_block_that_was_read_during_a_reset_is_missed_as_reset() -> None:
+    """Seed 10073: its miss was explained as never stored."""
     rig = Rig()
     rig.store(keys(0))
     lease = rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=60).lease
@@ -22,8 +22,8 @@ def test_a_block_that_was_read_during_a_reset_is_remembered_as_reset() -> None:
     assert rig.core.stats().misses_by_reason == {MissReason.RESET: 1}
 
 
-def test_what_a_tier_admits_later_can_be_evicted_again() -> None:
-    """Seed 3: what its second use brought into a tier stood in no line, and so the tier was full for good."""
+def test_a_later_admitted_block_can_be_evicted() -> None:
+    """Seed 3: a block admitted at its second use was in no eviction queue."""
     rig = Rig()
     tier = ModelTier("disk", 4096)
     rig.core = TierManager(EXTENT, EXTENT, [tier], settings=TierSettings(admission={"disk": "second_use"}))

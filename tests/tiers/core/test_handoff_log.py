@@ -1,4 +1,4 @@
-"""What `explain` knows of requests that are handed over: what became of a publication, and what a claim met, block by block."""
+"""The records that `explain` uses: the end of a publication, and a claim block by block."""
 
 import pytest
 from core_rig import SPEC, keys
@@ -15,19 +15,19 @@ OTHER = NamespaceSpec(NamespaceId(b"o" * 16), world_size=1, part_bytes=(4096,))
 
 
 def held(rig: HoldRig, request_id: str = "r") -> HoldRecord:
-    """Returns what is known of the last publication of a request."""
+    """Returns the record of the last publication of a request."""
     [record] = rig.core.explain(request_id)
     return record.holds[-1]
 
 
 def claimed(rig: HoldRig) -> LookupRecord:
-    """Returns what is known of the reader's last claim."""
+    """Returns the record of the reader's last claim."""
     [record] = rig.core.explain("mine")
     return record.lookups[-1]
 
 
 def test_a_hold_from_publication_to_release() -> None:
-    """What was published, how much was on its way, who came for how much, and how it ended."""
+    """Publication, pending blocks, claims with their blocks, and the end."""
     rig = HoldRig()
     rig.store(keys(0, 1))
     rig.publish(keys(0, 1, 2), now=3.0, direction=D2P)
@@ -43,7 +43,7 @@ def test_a_hold_from_publication_to_release() -> None:
 
 
 def test_each_way_a_hold_ends() -> None:
-    """By its time, by another one of its name, by a reset."""
+    """Expiry, replacement by a hold of the same name, and reset."""
     rig = HoldRig()
     rig.store(keys(0))
     for request_id in ("late", "twice", "reset"):
@@ -57,8 +57,7 @@ def test_each_way_a_hold_ends() -> None:
     assert [record.end for record in twice.holds] == [HoldEnd.REPLACED, HoldEnd.RESET]
 
 
-def test_a_declined_publication() -> None:
-    """It says why; it has no end, having had no beginning."""
+def test_a_declined_publication_has_a_reason_and_no_end() -> None:
     rig = HoldRig(part=0)
     rig.publish(keys(0))
     assert (held(rig).status, held(rig).blocks, held(rig).end) == (PublishStatus.NO_ROOM, 1, None)
@@ -68,7 +67,7 @@ def test_a_declined_publication() -> None:
 
 
 def test_a_publication_may_come_after_the_end_of_its_request() -> None:
-    """Both are sent in the background: what was known of the request is not forgotten for it."""
+    """Engines send both in the background, so the record of the request is kept."""
     rig = HoldRig()
     rig.core.lookup(rig.session, keys(0), prefix=True, request_id="r", expires_at=1e9)
     rig.core.finish_request(rig.session, "r")
@@ -78,7 +77,7 @@ def test_a_publication_may_come_after_the_end_of_its_request() -> None:
 
 
 def test_a_claim_block_by_block() -> None:
-    """Hits, what was still on its way, what was not wanted; a claim that is on nobody's behalf is not kept."""
+    """Hits, pending and unwanted blocks; a claim without a request is not recorded."""
     rig = HoldRig()
     rig.store(keys(0, 1))
     rig.publish(keys(0, 1, 2))
@@ -95,8 +94,8 @@ def test_a_claim_block_by_block() -> None:
     assert rig.core.explain("") == []
 
 
-def test_what_will_not_come_is_a_miss_for_a_reason() -> None:
-    """The publisher died before it had brought it; or a tier had it, and gave it back damaged."""
+def test_missing_blocks_of_a_hold_have_a_reason() -> None:
+    """The publisher ended before storing the block, or a tier returned it damaged."""
     rig = HoldRig()
     rig.store(keys(0))
     rig.publish([*keys(0, 1), PRIVATE])
@@ -116,8 +115,8 @@ def test_what_will_not_come_is_a_miss_for_a_reason() -> None:
     assert claimed(rig).outcomes() == (OutcomeRun(1, MissReason.LOAD_FAILED),)
 
 
-def test_a_claim_that_finds_no_hold() -> None:
-    """Never published, released, expired, or of another namespace: told apart as far as the reader can do something about it."""
+def test_a_claim_without_a_hold_has_a_reason() -> None:
+    """Never published, released, expired, or another namespace."""
     rig = HoldRig()
     with pytest.raises(HoldNotFound):
         rig.claim()
@@ -139,8 +138,8 @@ def test_a_claim_that_finds_no_hold() -> None:
     assert [record.holds[-1].claims for record in rig.core.explain("r")] == [0, 0]
 
 
-def test_only_the_last_publications_are_kept() -> None:
-    """An engine that publishes again and again fills nothing."""
+def test_only_the_last_publications_are_recorded() -> None:
+    """Repeated publications do not grow memory."""
     rig = HoldRig()
     for number in range(9):
         rig.publish(keys(number), direction=P2D if number % 2 else D2P, now=float(number))

@@ -1,4 +1,4 @@
-"""Holds in the core, event by event: what is pinned for another engine, for how long, and how much of it."""
+"""Holds in the core, event by event: pinned blocks, durations and limits."""
 
 import pytest
 from core_rig import GRANTED, HIT, MISS, NO_ROOM, PENDING, SPEC, keys
@@ -17,8 +17,8 @@ from kvtier.tiers.stats.snapshots import HandoffStats
 from kvtier.tiers.types import NamespaceSpec, PublishStatus
 
 
-def test_what_is_held_stays_and_is_leased_to_who_claims_it() -> None:
-    """B2.17: a flood evicts nothing of a hold; a claim pins it once more, for the reader's own time."""
+def test_held_blocks_stay_and_a_claim_leases_them() -> None:
+    """B2.17: a flood evicts none of them; a claim adds a pin for the reader's own duration."""
     rig = HoldRig()
     rig.store(keys(0, 1, 2))
     rig.publish(keys(0, 1, 2))
@@ -28,14 +28,14 @@ def test_what_is_held_stays_and_is_leased_to_who_claims_it() -> None:
     assert claim.lease is not None
     assert rig.core.handoffs.release(rig.name(), 1.0)
     rig.flood()
-    assert claim.lease.statuses() == HIT * 3, "released, and yet the reader has its lease"
+    assert claim.lease.statuses() == HIT * 3, "the reader keeps its lease after the release"
     rig.core.release(rig.reader, claim.lease.id)
     rig.flood()
     assert rig.look_up(keys(0, 1, 2)) == MISS * 3
 
 
-def test_blocks_of_a_hold_are_the_caches_own() -> None:
-    """Shared with everybody, never stored twice: a lookup finds them, a store finds them present, and after the hold they stay."""
+def test_held_blocks_are_ordinary_cached_blocks() -> None:
+    """Lookups find them, stores find them PRESENT, and after the hold they stay."""
     rig = HoldRig()
     rig.store(keys(0, 1))
     rig.publish(keys(0, 1))
@@ -45,8 +45,8 @@ def test_blocks_of_a_hold_are_the_caches_own() -> None:
     assert rig.look_up(keys(0, 1)) == HIT * 2
 
 
-def test_a_hold_ends_with_its_time_and_a_claim_says_so() -> None:
-    """B2.19: expired, its blocks may go; the reader is told why, and who asks for what never was is told that."""
+def test_a_hold_expires_and_its_claim_says_so() -> None:
+    """B2.19: its blocks may be evicted; the reader learns if it expired or was never published."""
     rig = HoldRig()
     rig.store(keys(0))
     rig.publish(keys(0), duration=30)
@@ -63,8 +63,8 @@ def test_a_hold_ends_with_its_time_and_a_claim_says_so() -> None:
     assert (rig.stats().expired, rig.stats().held_seconds, rig.stats().open) == (1, 30.0, 0)
 
 
-def test_a_hold_that_is_nearly_over_is_not_read() -> None:
-    """B2.19: the reader keeps a margin of 5 s, whether or not the reaper has come by."""
+def test_a_hold_about_to_expire_is_not_read() -> None:
+    """B2.19: a claim needs a margin of 5 s, independent of the reaper."""
     assert EXPIRY_MARGIN_SECONDS == 5.0
     rig = HoldRig()
     rig.store(keys(0))
@@ -75,8 +75,8 @@ def test_a_hold_that_is_nearly_over_is_not_read() -> None:
             rig.claim(now=now)
 
 
-def test_the_reaper_looks_at_all_holds() -> None:
-    """B2.19: the first one, renewed, does not keep those behind it alive."""
+def test_the_reaper_checks_all_holds() -> None:
+    """B2.19: renewing the first hold does not keep later ones alive."""
     rig = HoldRig()
     rig.store(keys(0, 1, 2))
     for number in range(3):
@@ -86,8 +86,11 @@ def test_the_reaper_looks_at_all_holds() -> None:
     assert [hold.name[2] for hold in rig.core.handoffs.all()] == ["r0"]
 
 
-def test_a_heartbeat_adds_two_thirds_and_never_shortens() -> None:
-    """B2.1: new expiry = max(old, now + two thirds of the duration); what is over is not brought back."""
+def test_a_heartbeat_extends_by_two_thirds() -> None:
+    """B2.1: new expiry = max(old, now + two thirds of the duration).
+
+    An expired hold stays expired.
+    """
     rig = HoldRig()
     hold = rig.publish(keys(0), duration=30)
     assert isinstance(hold, Hold)
@@ -101,7 +104,7 @@ def test_a_heartbeat_adds_two_thirds_and_never_shortens() -> None:
 
 
 def test_a_hold_outlives_its_publisher() -> None:
-    """The bytes are the server's: when the engine's last session has ended, what had arrived is still claimed."""
+    """Stored blocks can be claimed after the engine's last session has ended."""
     rig = HoldRig()
     rig.store(keys(0, 1))
     rig.publish(keys(0, 1))
@@ -109,8 +112,8 @@ def test_a_hold_outlives_its_publisher() -> None:
     assert rig.claim().statuses == HIT * 2
 
 
-def test_blocks_may_be_on_their_way_when_a_hold_is_published() -> None:
-    """Before their store has begun, or in the middle of it; when the last has come, who waits is told."""
+def test_a_hold_may_be_published_before_its_blocks_are_stored() -> None:
+    """Before or during their stores; waiting claims are told when the last block is stored."""
     rig = HoldRig()
     rig.store(keys(0))
     store = rig.core.prepare_store(rig.session, keys(1), request_id="", expires_at=60)
@@ -126,8 +129,8 @@ def test_blocks_may_be_on_their_way_when_a_hold_is_published() -> None:
     assert (hold.awaited, rig.claim().statuses) == (0, HIT * 3)
 
 
-def test_what_a_dead_publisher_had_not_brought_is_a_miss() -> None:
-    """Its stores fall with its sessions; nobody waits for the rest of the hold."""
+def test_missing_blocks_of_an_ended_publisher_are_misses() -> None:
+    """Its stores end with its sessions, and claims stop waiting."""
     rig = HoldRig()
     rig.store(keys(0))
     worker = rig.core.open_session(b"worker", "engine", None, SPEC)
@@ -135,15 +138,15 @@ def test_what_a_dead_publisher_had_not_brought_is_a_miss() -> None:
     hold = rig.publish(keys(0, 1, 2))
     assert isinstance(hold, Hold)
     rig.core.close_session(rig.session.id)
-    assert hold.awaited == 2, "a worker of it lives"
+    assert hold.awaited == 2, "one worker is still connected"
     rig.core.take_commands()
     rig.core.close_session(worker.id)
     assert HoldChanged(rig.name()) in rig.core.take_commands()
     assert (hold.awaited, rig.claim().statuses) == (0, HIT + MISS * 2)
 
 
-def test_what_others_are_writing_may_still_come_when_the_publisher_is_dead() -> None:
-    """And is a miss at once when they fail."""
+def test_stores_of_other_engines_may_complete_a_hold() -> None:
+    """The publisher has ended; if such a store fails, its block is a miss at once."""
     rig = HoldRig()
     good = rig.core.prepare_store(rig.reader, keys(0), request_id="", expires_at=60).store_id
     bad = rig.core.prepare_store(rig.reader, keys(1), request_id="", expires_at=60).store_id
@@ -157,8 +160,8 @@ def test_what_others_are_writing_may_still_come_when_the_publisher_is_dead() -> 
     assert rig.claim().statuses == HIT + MISS
 
 
-def test_a_store_that_fails_may_be_made_good() -> None:
-    """The publisher is there, and offers what failed again: the hold goes on waiting."""
+def test_a_failed_store_of_a_hold_may_be_repeated() -> None:
+    """While the publisher is connected the hold waits for its next store."""
     rig = HoldRig()
     rig.publish(keys(0))
     store = rig.core.prepare_store(rig.session, keys(0), request_id="", expires_at=60)
@@ -169,8 +172,8 @@ def test_a_store_that_fails_may_be_made_good() -> None:
     assert rig.claim().statuses == HIT
 
 
-def test_ranks_that_store_one_after_the_other() -> None:
-    """A block is there when every rank's part is; between two of them it is nobody's, and the hold waits on."""
+def test_the_hold_waits_for_every_rank() -> None:
+    """A block is ready when every rank's part is stored; the hold also waits between two ranks."""
     spec = NamespaceSpec(NamespaceId(b"2" * 16), world_size=2, part_bytes=(4096,))
     rig = HoldRig(spec=spec)
     rig.publish(keys(0))
@@ -183,8 +186,8 @@ def test_ranks_that_store_one_after_the_other() -> None:
     assert rig.claim().statuses == HIT
 
 
-def test_what_only_a_tier_below_has_is_brought_up() -> None:
-    """A hold keeps it in memory then; a load that fails leaves it to be stored again."""
+def test_blocks_in_a_secondary_tier_are_promoted_for_a_hold() -> None:
+    """The hold then keeps them in memory; a block whose load fails may be stored again."""
     rig = HoldRig(ModelTier("near", 1 << 20))
     rig.store(keys(0, 1))
     rig.finish_jobs()
@@ -198,8 +201,8 @@ def test_what_only_a_tier_below_has_is_brought_up() -> None:
     assert rig.claim().statuses == HIT * 2
 
 
-def test_a_reader_takes_only_what_it_lacks() -> None:
-    """From a position on, per group; a group that is not mentioned is wanted as a whole."""
+def test_a_claim_leases_only_wanted_blocks() -> None:
+    """From a position on, per group; a group without a position is wanted as a whole."""
     rig = HoldRig(extents=4)
     names = [*keys(0, 1, 2), *keys(0, group=1)]
     rig.store(names)
@@ -211,8 +214,8 @@ def test_a_reader_takes_only_what_it_lacks() -> None:
     assert (rig.stats().claimed, rig.stats().claimed_bytes) == (2, 4096 + 16384 + 3 * 4096)
 
 
-def test_a_block_without_a_content_hash_goes_with_its_hold() -> None:
-    """B2.6: a partial last block is named by the request; no tier below gets it, and nothing of it stays."""
+def test_a_block_without_a_content_hash_ends_with_its_hold() -> None:
+    """B2.6: a partial last block has a name of the request; no secondary tier stores it."""
     rig = HoldRig(ModelTier("near", 1 << 20))
     rig.store([*keys(0), PRIVATE])
     assert [len(job.blocks) for job in rig.core.take_commands() if isinstance(job, StoreInTier)] == [1]
@@ -224,26 +227,26 @@ def test_a_block_without_a_content_hash_goes_with_its_hold() -> None:
     assert claim.statuses == HIT * 2
     assert claim.lease is not None
     rig.core.handoffs.release(rig.name(), 1.0)
-    assert claim.lease.statuses() == HIT * 2, "whoever reads it may finish"
+    assert claim.lease.statuses() == HIT * 2, "a reader may finish"
     rig.core.release(rig.reader, claim.lease.id)
     assert rig.look_up([PRIVATE]) == MISS
     assert rig.core.stats().tiers[0].used_bytes == 4096
 
 
-def test_such_a_block_goes_as_well_when_nothing_is_held() -> None:
-    """Declined: nobody will ever ask for it."""
+def test_a_partial_block_of_a_declined_hold_is_dropped() -> None:
+    """No engine can ask for it."""
     rig = HoldRig(part=0)
     rig.store([PRIVATE])
     assert rig.publish([PRIVATE]) is PublishStatus.NO_ROOM
     assert rig.core.stats().tiers[0].used_bytes == 0
 
 
-def test_no_more_is_held_than_may_be() -> None:
-    """Declined and counted, nothing is pinned for it; what two holds share counts once, and comes free with the second."""
+def test_held_bytes_have_a_limit() -> None:
+    """A declined hold is counted and pins nothing; blocks that two holds share count once."""
     rig = HoldRig(part=0.5)
     rig.store(keys(*range(12)))
     assert isinstance(rig.publish(keys(*range(8)), "a"), Hold)
-    assert isinstance(rig.publish(keys(*range(4)), "b"), Hold), "it takes nothing more"
+    assert isinstance(rig.publish(keys(*range(4)), "b"), Hold), "it needs no further bytes"
     assert rig.core.stats().held_bytes == EXTENT // 2
     assert rig.publish(keys(8), "c") is PublishStatus.NO_ROOM
     assert rig.stats().declined == 1
@@ -257,8 +260,8 @@ def test_no_more_is_held_than_may_be() -> None:
     assert rig.look_up(keys(*range(12)), prefix=False) == MISS * 12
 
 
-def test_a_tenant_with_a_quota_holds_a_part_of_its_own() -> None:
-    """And takes nothing from what the others may hold."""
+def test_held_bytes_of_a_tenant_count_against_its_quota() -> None:
+    """They do not reduce what other tenants may hold."""
     settings = TierSettings(held_part=0.5, tenants=[Tenant("alice", b"AAAA", {"cpu": 8 * 4096})])
     core = TierManager(EXTENT, EXTENT, (), settings=settings)
     core.add_memory(0, EXTENT)
@@ -275,11 +278,11 @@ def test_a_tenant_with_a_quota_holds_a_part_of_its_own() -> None:
     assert held(b"A", 4)
     assert not held(b"A", 5)
     assert held(b"B", 4)
-    assert not held(b"C", 1), "those without a quota share what may be held"
+    assert not held(b"C", 1), "tenants without a quota share one limit"
 
 
-def test_a_tenant_has_so_many_holds() -> None:
-    """One more is declined; one of the same name takes the place of the other."""
+def test_holds_of_a_tenant_have_a_limit() -> None:
+    """A further hold is declined; one of the same name replaces the earlier one."""
     rig = HoldRig(most=2)
     rig.publish(keys(0), "a")
     rig.publish(keys(1), "b")
@@ -290,8 +293,8 @@ def test_a_tenant_has_so_many_holds() -> None:
     assert rig.stats() == HandoffStats(open=2, published=3, declined=1, dropped=1, held_seconds=3.0)
 
 
-def test_holds_share_what_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long prefix that many hold costs memory for each of them all the same: so that is bounded as well."""
+def test_keys_of_holds_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each hold of a long shared prefix needs memory of its own."""
     monkeypatch.setattr("kvtier.tiers.core.handoffs.MAX_HELD_ITEMS", 4)
     rig = HoldRig()
     rig.publish(keys(0, 1), "a")
@@ -303,8 +306,8 @@ def test_holds_share_what_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(rig.publish(keys(0), "c"), Hold)
 
 
-def test_what_is_published_again_keeps_what_it_had() -> None:
-    """A block that only the hold names goes with the last hold of that name; a new one without it lets it go."""
+def test_a_repeated_publication_keeps_its_blocks() -> None:
+    """A block that only holds name is dropped with the last hold that names it."""
     rig = HoldRig()
     rig.store([*keys(0), PRIVATE])
     rig.publish([*keys(0), PRIVATE])
@@ -316,7 +319,7 @@ def test_what_is_published_again_keeps_what_it_had() -> None:
 
 
 def test_a_reset_ends_the_holds_of_its_namespace() -> None:
-    """B4.13: nothing of before it is served, and nobody waits eight minutes for a hold to end."""
+    """B4.13: no claim gets blocks from before it, and none waits for the expiry of an old hold."""
     rig = HoldRig()
     other = NamespaceSpec(NamespaceId(b"o" * 16), world_size=1, part_bytes=(4096,))
     elsewhere = rig.open("elsewhere", other)
@@ -329,11 +332,11 @@ def test_a_reset_ends_the_holds_of_its_namespace() -> None:
     assert (rig.stats().dropped, rig.stats().open) == (1, 1)
     rig.store(keys(0))
     rig.publish(keys(0))
-    assert rig.claim().statuses == HIT, "what is published after it is"
+    assert rig.claim().statuses == HIT, "a later hold is served"
 
 
-def test_a_tier_that_does_not_come_back_ends_the_wait() -> None:
-    """What it was bringing up is a miss of the hold, and the publisher may store it anew for others."""
+def test_a_hanging_tier_ends_the_wait_of_a_hold() -> None:
+    """Its running loads are misses of the hold, and the publisher may store the blocks again."""
     rig = HoldRig(ModelTier("near", 1 << 20))
     rig.store(keys(0))
     rig.finish_jobs()
@@ -346,8 +349,8 @@ def test_a_tier_that_does_not_come_back_ends_the_wait() -> None:
     assert rig.store(keys(0)) == GRANTED
 
 
-def test_who_waits_is_told_of_publication_and_end() -> None:
-    """A claim that came first waits for the hold; one that waits for blocks learns that there will be none."""
+def test_waiting_claims_are_told_of_publication_and_end() -> None:
+    """An early claim waits for the hold; one that waits for blocks learns that none will come."""
     rig = HoldRig()
     rig.publish(keys(0))
     assert rig.core.take_commands() == [HoldChanged(rig.name())]
@@ -358,7 +361,7 @@ def test_who_waits_is_told_of_publication_and_end() -> None:
 
 
 def test_holds_of_two_namespaces_never_meet() -> None:
-    """The same engine and request of another namespace is another hold."""
+    """An equal engine and request of another namespace is another hold."""
     rig = HoldRig()
     other = NamespaceSpec(NamespaceId(b"o" * 16), world_size=1, part_bytes=(4096,))
     rig.publish(keys(0), session=rig.open("engine", other))
@@ -366,8 +369,8 @@ def test_holds_of_two_namespaces_never_meet() -> None:
         rig.claim()
 
 
-def test_a_publication_that_makes_no_sense_changes_nothing() -> None:
-    """A key of a group that there is not, a position too few: the hold of before stays."""
+def test_an_invalid_publication_changes_nothing() -> None:
+    """An unknown group or a missing position is refused, and the previous hold stays."""
     rig = HoldRig()
     rig.publish(keys(0))
     with pytest.raises(InvalidKey):
@@ -378,8 +381,8 @@ def test_a_publication_that_makes_no_sense_changes_nothing() -> None:
     assert rig.look_up(keys(1)) == MISS
 
 
-def test_a_session_cannot_claim_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The leases that claims grant count like those of lookups."""
+def test_leases_of_claims_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They count like those of lookups."""
     monkeypatch.setattr("kvtier.tiers.core.handoffs.MAX_LEASED_ITEMS", 3)
     rig = HoldRig()
     rig.store(keys(0, 1))
@@ -389,8 +392,8 @@ def test_a_session_cannot_claim_without_end(monkeypatch: pytest.MonkeyPatch) -> 
         rig.claim()
 
 
-def test_where_a_hold_pins_everything_there_is_no_room() -> None:
-    """B4.9: said, not taken; the room is there again with the end of the hold."""
+def test_holds_may_use_up_the_cpu_tier() -> None:
+    """B4.9: stores report NO_ROOM until the hold ends."""
     rig = HoldRig()
     rig.store(keys(*range(16)))
     rig.publish(keys(*range(16)))

@@ -1,4 +1,4 @@
-"""What holds leave behind, what they count, and what they have nothing to do with."""
+"""Holds: counts, eviction order, and their limits towards other parts of the core."""
 
 import pytest
 from core_rig import GRANTED, HIT, MISS, PENDING, keys
@@ -18,12 +18,12 @@ OTHER = NamespaceSpec(NamespaceId(b"o" * 16), world_size=1, part_bytes=(4096,))
 
 
 def ended(stats: HandoffStats) -> int:
-    """Returns how many holds there were, by what became of them."""
+    """Returns the numbers of holds, by their end."""
     return stats.open + stats.released + stats.expired + stats.dropped
 
 
 def test_every_hold_ends_in_one_way() -> None:
-    """B2.19: published = open + released + expired + dropped, each in the direction that it was published in."""
+    """B2.19: published = open + released + expired + dropped, each by its direction."""
     rig = HoldRig()
     rig.store(keys(0))
     for number, direction in enumerate([P2D, P2D, P2D, D2P, D2P]):
@@ -41,8 +41,7 @@ def test_every_hold_ends_in_one_way() -> None:
     assert (rig.stats(D2P).expired, rig.stats(D2P).dropped) == (1, 2)
 
 
-def test_claims_are_counted_with_their_hold() -> None:
-    """Those that were granted something."""
+def test_granted_claims_are_counted_with_their_hold() -> None:
     rig = HoldRig()
     rig.store(keys(0))
     hold = rig.publish(keys(0))
@@ -54,7 +53,7 @@ def test_claims_are_counted_with_their_hold() -> None:
 
 
 def test_a_claim_is_a_use() -> None:
-    """B4.9: a block was used last when it was claimed last."""
+    """B4.9: the last claim of a block is its last use."""
     rig = HoldRig()
     rig.store(keys(0))
     hold = rig.publish(keys(0))
@@ -67,7 +66,7 @@ def test_a_claim_is_a_use() -> None:
 
 
 def test_a_publication_is_a_use() -> None:
-    """What nobody uses for 20 s goes: 20 s after it was published, not after it was stored."""
+    """The TTL of 20 s counts from the publication, not from the store."""
     rig = HoldRig()
     rig.core = TierManager(64 << 10, 64 << 10, (), settings=TierSettings(ttl={"cpu": 20.0}, held_part=1.0))
     rig.core.add_memory(0, 64 << 10)
@@ -82,8 +81,8 @@ def test_a_publication_is_a_use() -> None:
     assert rig.core._cpu_tier.ready_blocks() == []
 
 
-def test_what_is_held_stands_in_nobodys_way() -> None:
-    """B4.9: who looks for room does not walk over what is held for minutes; with the last hold it is in line again, as the last."""
+def test_held_blocks_are_not_in_the_eviction_queue() -> None:
+    """B4.9: a search for room skips them; after the last hold they are the newest in the queue."""
     rig = HoldRig()
     rig.store(keys(*range(16)))
     rig.publish(keys(*range(14)), "a")
@@ -97,8 +96,8 @@ def test_what_is_held_stands_in_nobodys_way() -> None:
     assert rig.store(keys(*range(200, 216))) == GRANTED * 16
 
 
-def test_what_a_tier_did_not_bring_back_is_in_no_line() -> None:
-    """It is the tier's until its job has ended, and then it is gone: nobody may find it there."""
+def test_a_block_of_a_failed_promotion_is_not_in_the_eviction_queue() -> None:
+    """It belongs to the tier until the job ends, and then it is gone."""
     rig = HoldRig(ModelTier("near", 1 << 20))
     rig.store(keys(0))
     rig.finish_jobs()
@@ -115,8 +114,8 @@ def test_what_a_tier_did_not_bring_back_is_in_no_line() -> None:
     assert rig.core.stats().tiers[0].used_bytes == 0
 
 
-def test_what_is_declined_keeps_its_place_in_line() -> None:
-    """B4.9: it was no use of it."""
+def test_a_declined_hold_does_not_count_as_a_use() -> None:
+    """B4.9: its blocks keep their places in the eviction queue."""
     rig = HoldRig(part=0)
     rig.store(keys(0))
     rig.store(keys(*range(1, 16)))
@@ -125,8 +124,8 @@ def test_what_is_declined_keeps_its_place_in_line() -> None:
     assert rig.look_up(keys(0)) == MISS
 
 
-def test_what_is_held_and_retained_is_in_line_when_both_are_over() -> None:
-    """In whichever order they end."""
+def test_held_and_retained_blocks_become_evictable_after_both() -> None:
+    """In either order of their ends."""
     for hold_ends, retention_ends in ((10.0, 20.0), (20.0, 10.0)):
         rig = HoldRig()
         rig.publish(keys(0), duration=hold_ends)
@@ -139,8 +138,8 @@ def test_what_is_held_and_retained_is_in_line_when_both_are_over() -> None:
             assert len(list(queue.policy.victims())) == victims
 
 
-def test_so_many_expired_holds_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reason of a miss is worth some memory, and no more; one that is published again is not over."""
+def test_the_record_of_expired_holds_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It explains misses; a hold that is published again is removed from it."""
     monkeypatch.setattr("kvtier.tiers.core.handoffs._REMEMBERED", 2)
     rig = HoldRig()
     rig.store(keys(0))
@@ -156,8 +155,8 @@ def test_so_many_expired_holds_are_remembered(monkeypatch: pytest.MonkeyPatch) -
     assert rig.claim("r1", now=30.0).statuses == HIT
 
 
-def test_a_refused_publication_leaves_no_block_behind() -> None:
-    """Not even the empty ones of its sound keys."""
+def test_a_refused_publication_leaves_no_block() -> None:
+    """Also no empty ones for its valid keys."""
     rig = HoldRig()
     with pytest.raises(InvalidKey):
         rig.publish([*keys(1), *keys(0, group=7)])
@@ -165,16 +164,16 @@ def test_a_refused_publication_leaves_no_block_behind() -> None:
     assert rig.core.stats().held_bytes == 0
 
 
-def test_a_hold_may_be_of_nothing() -> None:
-    """It has a name and ends like any other; its claim is granted nothing."""
+def test_a_hold_may_be_empty() -> None:
+    """It has a name and ends like any other; its claim grants no blocks."""
     rig = HoldRig(part=0)
     assert isinstance(rig.publish([]), Hold)
     assert (rig.claim().statuses, rig.claim().lease) == (b"", None)
     assert rig.stats().claimed == 0
 
 
-def test_a_block_that_is_named_twice_is_held_once() -> None:
-    """And comes, is lost and is let go for both."""
+def test_a_repeated_block_is_held_once() -> None:
+    """Its store, loss and release count for both positions."""
     rig = HoldRig(ModelTier("near", 1 << 20))
     hold = rig.publish(keys(0, 0, 1, 1))
     assert isinstance(hold, Hold)
@@ -187,8 +186,8 @@ def test_a_block_that_is_named_twice_is_held_once() -> None:
     assert (rig.core.stats().held_bytes, rig.core.stats().tiers[0].blocks) == (0, 1)
 
 
-def test_an_engine_that_goes_takes_nothing_from_others() -> None:
-    """Neither another engine's holds, nor those of one of the same id in another namespace: they go on waiting."""
+def test_the_end_of_an_engine_does_not_affect_other_holds() -> None:
+    """Holds of other engines, and of an equal id in another namespace, keep waiting."""
     rig = HoldRig()
     mine, theirs = rig.publish(keys(0)), rig.publish(keys(1), "s", session=rig.reader)
     assert isinstance(mine, Hold)
@@ -200,8 +199,8 @@ def test_an_engine_that_goes_takes_nothing_from_others() -> None:
     assert not mine.orphaned
 
 
-def test_nobody_is_woken_for_what_is_awaited_still() -> None:
-    """The engine is gone, and somebody else is writing one of the blocks."""
+def test_claims_keep_waiting_while_a_block_is_being_stored() -> None:
+    """The publisher has ended, and another engine is storing one of the blocks."""
     rig = HoldRig()
     store = rig.core.prepare_store(rig.reader, keys(0), request_id="", expires_at=60).store_id
     assert store is not None
@@ -213,8 +212,8 @@ def test_nobody_is_woken_for_what_is_awaited_still() -> None:
     assert HoldChanged(rig.name()) in rig.core.take_commands()
 
 
-def test_a_hold_that_ends_is_not_waited_for_any_more() -> None:
-    """Its blocks come later, for whoever wants them; what only it named is not kept then."""
+def test_blocks_that_arrive_after_a_hold_ended() -> None:
+    """Ordinary blocks are kept; a block that only the hold named is dropped."""
     rig = HoldRig()
     rig.publish([*keys(0), PRIVATE])
     store = rig.core.prepare_store(rig.session, [*keys(0), PRIVATE], request_id="", expires_at=60).store_id
@@ -227,8 +226,8 @@ def test_a_hold_that_ends_is_not_waited_for_any_more() -> None:
     assert rig.core.stats().tiers[0].blocks == 1
 
 
-def test_nothing_is_brought_up_while_a_reset_waits() -> None:
-    """B3.19: promotions are held until nobody has anything of before; what is published then waits for its stores."""
+def test_a_pending_reset_delays_promotions() -> None:
+    """B3.19: until old leases end there are no promotions; a new hold waits for its stores."""
     rig = HoldRig(ModelTier("near", 1 << 20))
     rig.store(keys(0, 1))
     rig.finish_jobs()
@@ -240,11 +239,11 @@ def test_nothing_is_brought_up_while_a_reset_waits() -> None:
     assert rig.claim().statuses == PENDING * 2
     rig.store(keys(0, 1))
     assert rig.claim().statuses == HIT * 2
-    assert rig.core.resetting(rig.session) == 1, "the reader still has its block of before"
+    assert rig.core.resetting(rig.session) == 1, "the reader still has its old block"
 
 
-def test_what_finds_no_room_is_not_brought_up() -> None:
-    """What is held pins the CPU tier: the rest of the hold waits for somebody to store it."""
+def test_a_hold_without_room_promotes_nothing() -> None:
+    """Held blocks fill the CPU tier: the rest of the hold waits for a store."""
     rig = HoldRig(ModelTier("near", 1 << 20))
     rig.store(keys(0, 1))
     rig.finish_jobs()
@@ -258,8 +257,8 @@ def test_what_finds_no_room_is_not_brought_up() -> None:
     assert [block.key for block in load.blocks] == keys(0)
 
 
-def test_no_tier_hears_of_what_only_a_hold_names() -> None:
-    """B2.6: neither one that is asked what it has, nor one that takes in what is used again."""
+def test_partial_blocks_are_never_passed_to_tiers() -> None:
+    """B2.6: neither to a shared tier, nor to one that admits blocks at their second use."""
     shared = ModelTier("far", 1 << 20)
     shared.shared = True
     rig = HoldRig(shared)

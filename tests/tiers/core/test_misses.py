@@ -1,4 +1,4 @@
-"""Why a block was not there: one reason per miss, and what is remembered of a request's lookups."""
+"""Reasons of misses, one per miss, and the records of a request's lookups."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ FIRST_TICK = 100.0
 
 
 def spans(rig: Rig, names: Sequence[bytes], *, prefix: bool = True, **more: object) -> tuple[OutcomeRun, ...]:
-    """Looks up on behalf of a request of its own; returns what `explain` says of it."""
+    """Looks up for a new request; returns what `explain` says of it."""
     found = rig.core.lookup(rig.session, names, prefix=prefix, request_id="asks", expires_at=1e9, **more)  # type: ignore[arg-type]
     [record] = rig.core.explain("asks")
     if found.lease is not None and not found.lease.pending:
@@ -26,14 +26,14 @@ def spans(rig: Rig, names: Sequence[bytes], *, prefix: bool = True, **more: obje
 
 
 def check_sum(rig: Rig) -> None:
-    """Hits over all tiers and misses by reason make up the keys that were asked."""
+    """Hits of all tiers and misses by reason add up to the keys of lookups."""
     stats = rig.core.stats()
     assert sum(stats.misses_by_reason.values()) == stats.lookup_misses
     assert sum(tier.hits for tier in stats.tiers) + stats.lookup_misses == stats.lookup_keys
 
 
 def test_never_stored() -> None:
-    """What nobody stored, and what follows it in the chain."""
+    """The reason also holds for later blocks of the chain."""
     rig = Rig()
     rig.store(keys(0, 1))
     assert spans(rig, keys(0, 1, 2, 3)) == (OutcomeRun(2, 0), OutcomeRun(2, MissReason.NEVER_STORED))
@@ -41,7 +41,7 @@ def test_never_stored() -> None:
 
 
 def test_evicted() -> None:
-    """What had to make room, also where it was found in its place behind a hit."""
+    """The reason also holds for a block that is evicted behind a hit."""
     rig = Rig()
     rig.store(keys(*range(16)))
     rig.store(keys(100, 101))
@@ -50,7 +50,10 @@ def test_evicted() -> None:
 
 
 def test_evicted_from_the_last_tier_that_had_it() -> None:
-    """A tier below keeps what the CPU tier evicts; the miss comes when that one evicts it as well."""
+    """A tier below keeps what the CPU tier evicts.
+
+    The miss comes when that tier evicts the block, too.
+    """
     rig = Rig(ModelTier("near", 24 * 4096), queue=1 << 20)
     rig.store(keys(*range(16)))
     rig.finish_jobs()
@@ -62,7 +65,7 @@ def test_evicted_from_the_last_tier_that_had_it() -> None:
 
 @pytest.mark.parametrize("how", ["failed", "expired", "fell", "no room"])
 def test_store_failed(how: str) -> None:
-    """What was offered and could not be written, whatever the reason."""
+    """Every failed store has this reason."""
     rig = Rig()
     answer = rig.core.prepare_store(rig.session, keys(*range(16)), request_id="", expires_at=60)
     assert answer.store_id is not None
@@ -81,7 +84,7 @@ def test_store_failed(how: str) -> None:
 
 
 def test_store_failed_in_the_tier_below() -> None:
-    """What the CPU tier evicts after a tier could not take it was lost to that tier, not to the lack of room."""
+    """The CPU tier evicts a block that the tier could not store: the failed store is the reason."""
     rig = Rig(ModelTier("near", 1 << 20))
     rig.store(keys(*range(16)))
     rig.finish_jobs(Outcome.FAILED)
@@ -90,19 +93,19 @@ def test_store_failed_in_the_tier_below() -> None:
 
 
 def test_policy() -> None:
-    """B3.15: what only a tier has that the lookup leaves out."""
+    """B3.15: only a tier that the lookup leaves out has the block."""
     rig = Rig(ModelTier("near", 1 << 20))
     rig.store(keys(0))
     rig.finish_jobs()
     rig.store(keys(*range(100, 116)))
     without = TierFilter(names=frozenset({"near"}))
     assert spans(rig, keys(0), tiers=without) == (OutcomeRun(1, MissReason.POLICY),)
-    assert rig.core.stats().tiers[1].misses == 0, "it was not asked"
+    assert rig.core.stats().tiers[1].misses == 0, "the tier was not asked"
     check_sum(rig)
 
 
 def test_below_threshold() -> None:
-    """A prefix that is too short to be worth having: nothing is pinned, nothing is promoted."""
+    """The prefix is too short to be worth a load: nothing is pinned or promoted."""
     rig = Rig(ModelTier("near", 1 << 20))
     rig.store(keys(0, 1))
     rig.finish_jobs()
@@ -116,13 +119,13 @@ def test_below_threshold() -> None:
 
 
 def test_format_mismatch() -> None:
-    """The same tokens are there with another dtype, say; of another tenant's one is told nothing."""
+    """Another dtype of the tenant has the same tokens; other tenants' blocks are not revealed."""
     rig = Rig()
     rig.store(keys(0, 1))
     rig.session = rig.open("other", OTHER_FORMAT)
     assert spans(rig, keys(0, 1)) == (OutcomeRun(2, MissReason.FORMAT_MISMATCH),)
     stranger = NamespaceSpec(NamespaceId(b"s" * 16), world_size=1, part_bytes=(4096,))
-    rig.session = rig.core.open_session(b"stranger", "stranger", None, stranger, tenant="somebody else")
+    rig.session = rig.core.open_session(b"stranger", "stranger", None, stranger, tenant="another tenant")
     assert [record.lookups[-1].outcomes() for record in rig.core.explain("asks")] == [
         (OutcomeRun(2, MissReason.FORMAT_MISMATCH),)
     ]
@@ -131,8 +134,8 @@ def test_format_mismatch() -> None:
     assert record.lookups[-1].outcomes() == (OutcomeRun(2, MissReason.NEVER_STORED),)
 
 
-def test_load_failed_is_said_of_the_lookup_that_waited() -> None:
-    """B3.18: a hit on its way counts when it has arrived, or has not."""
+def test_load_failed_is_recorded_for_the_waiting_lookup() -> None:
+    """B3.18: a pending hit counts when its load has succeeded or failed."""
     rig = Rig(ModelTier("near", 1 << 20))
     rig.store(keys(0, 1))
     rig.finish_jobs()
@@ -151,7 +154,7 @@ def test_load_failed_is_said_of_the_lookup_that_waited() -> None:
 
 
 def test_no_room() -> None:
-    """B3.16: a tier has it, and everything in the CPU tier is in use."""
+    """B3.16: a tier has the block, and all of the CPU tier is pinned."""
     rig = Rig(ModelTier("near", 1 << 20))
     rig.store(keys(0))
     rig.finish_jobs()
@@ -162,8 +165,7 @@ def test_no_room() -> None:
     check_sum(rig)
 
 
-def test_a_lease_that_ends_early_leaves_no_key_uncounted() -> None:
-    """What was on its way when its reader lost interest was there: a hit."""
+def test_pending_keys_of_a_released_lease_count_as_hits() -> None:
     rig = Rig(ModelTier("near", 1 << 20))
     rig.store(keys(0))
     rig.finish_jobs()
@@ -176,8 +178,11 @@ def test_a_lease_that_ends_early_leaves_no_key_uncounted() -> None:
     check_sum(rig)
 
 
-def test_explain_keeps_the_last_lookups_and_what_was_negotiated() -> None:
-    """It knows the votes, whether the request has finished, and how often it asked; after a quarter of an hour, nothing."""
+def test_explain_keeps_the_last_lookups_and_the_votes() -> None:
+    """Also whether the request has finished, and its number of lookups.
+
+    All expires after 15 minutes.
+    """
     rig = Rig(ModelTier("near", 1 << 20))
     rig.core.tick(FIRST_TICK)
     rig.core.begin_request(rig.session, RequestInfo("r", SPEC.id, kv_transfer_params={"do_remote_decode": True}))
@@ -196,8 +201,8 @@ def test_explain_keeps_the_last_lookups_and_what_was_negotiated() -> None:
     assert rig.core.explain("r") == []
 
 
-def test_requests_of_two_engines_by_one_name() -> None:
-    """Both are known, the later one first."""
+def test_equal_request_ids_of_two_engines() -> None:
+    """Both are recorded, the later one first."""
     rig = Rig()
     other = rig.open("other")
     for session in (rig.session, other):
@@ -205,8 +210,8 @@ def test_requests_of_two_engines_by_one_name() -> None:
     assert [record.engine_id for record in rig.core.explain("r")] == ["other", "engine"]
 
 
-def test_what_is_remembered_is_bounded() -> None:
-    """Names of departed blocks, and requests."""
+def test_records_are_bounded() -> None:
+    """Names of evicted blocks, and requests."""
     history = EvictionHistory(most=100)
     for number in range(1000):
         history.record(SPEC.id, b"%d" % number, MissReason.EVICTED)

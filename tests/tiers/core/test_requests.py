@@ -1,4 +1,4 @@
-"""Negotiation and what follows from it: who gets which blocks of a request, and who is told when of its end."""
+"""Negotiation of a request's policy, its cascades, and the calls of tiers at its end."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ from kvtier.tiers.negotiation import DEFAULT_RULES, Rule, vote
 BLOCK, REQUEST = OffloadPolicy.BLOCK_LEVEL, OffloadPolicy.REQUEST_LEVEL
 
 
-class Insisting(ModelTier):
-    """Asks for every block of every request."""
+class RequestLevelTier(ModelTier):
+    """Votes for every block of every request."""
 
     def on_new_request(self, request: RequestInfo) -> Vote:
         self.begun.append(request.request_id)
@@ -28,7 +28,7 @@ def begin(rig: Rig, request_id: str = "r", **params: Any) -> OffloadPolicy:
 
 
 def stores(rig: Rig) -> list[StoreInTier]:
-    """Takes the core's commands; returns the stores."""
+    """Returns the stores among the core's commands."""
     return [command for command in rig.core.take_commands() if isinstance(command, StoreInTier)]
 
 
@@ -38,14 +38,14 @@ def done(rig: Rig, job: StoreInTier, outcome: Outcome = Outcome.DONE) -> None:
 
 
 def settle(rig: Rig) -> None:
-    """Ends jobs until there are none."""
+    """Ends jobs until none is left."""
     while jobs := stores(rig):
         for job in jobs:
             done(rig, job)
 
 
 def prepare(rig: Rig, names: list[bytes], request_id: str = "r") -> Any:
-    """Prepares a store on behalf of a request."""
+    """Prepares a store for a request."""
     return rig.core.prepare_store(rig.session, names, request_id=request_id, expires_at=60)
 
 
@@ -65,13 +65,16 @@ def prepare(rig: Rig, names: list[bytes], request_id: str = "r") -> Any:
     ],
 )
 def test_do_remote_decode_is_one_cause_of_request_level(params: dict[str, object], policy: OffloadPolicy) -> None:
-    """B1.2, B1.6, B3.1: absent, empty or falsy means an ordinary request; truthy means every block of it."""
+    """B1.2, B1.6, B3.1: if absent, empty or falsy the request is ordinary.
+
+    Truthy means every block.
+    """
     rig = Rig(ModelTier("near", 1 << 20))
     assert begin(rig, **params) is policy
 
 
 def test_rules_vote_by_tenant_length_and_priority() -> None:
-    """The first rule that matches in every condition decides, and says why."""
+    """The first rule whose conditions all match decides, and gives the reason."""
     rules = (
         Rule(BLOCK, "short", tenant="a", min_priority=5),
         Rule(REQUEST, "long prompts", min_prompt_tokens=100, tenant="a"),
@@ -88,13 +91,16 @@ def test_rules_vote_by_tenant_length_and_priority() -> None:
 
 
 class Silent(ModelTier):
-    """Says only what it must."""
+    """Implements only the abstract methods."""
 
     on_request_finished = SecondaryTier.on_request_finished
 
 
-def test_every_tier_has_to_say_how_it_wants_a_request() -> None:
-    """B3.2: a tier that does not vote cannot be made; one that does not care for the end of a request can."""
+def test_every_tier_must_vote() -> None:
+    """B3.2: a tier class without `on_new_request` cannot be instantiated.
+
+    `on_request_finished` is optional.
+    """
     assert "on_new_request" in SecondaryTier.__abstractmethods__
     voiceless = type("Voiceless", (ModelTier,), {"on_new_request": SecondaryTier.on_new_request})
     with pytest.raises(TypeError, match="on_new_request"):
@@ -105,8 +111,8 @@ def test_every_tier_has_to_say_how_it_wants_a_request() -> None:
     assert rig.core.finish_request(rig.session, "r").settled
 
 
-def test_where_no_tier_insists_nothing_is_remembered() -> None:
-    """B3.3: an ordinary request waits for no block, is owed none, and is over when it has finished."""
+def test_a_block_level_request_is_not_tracked() -> None:
+    """B3.3: it waits for no block and ends when it is finished."""
     calm = ModelTier("calm", 1 << 20)
     rig = Rig(calm)
     rig.store(keys(0))
@@ -120,9 +126,9 @@ def test_where_no_tier_insists_nothing_is_remembered() -> None:
     assert calm.finished == ["r"]
 
 
-def test_any_tier_that_asks_makes_it_request_level() -> None:
-    """B3.3: and only those that ask are remembered."""
-    rig = Rig(ModelTier("calm", 1 << 20), Insisting("eager", 1 << 20))
+def test_one_vote_makes_a_request_request_level() -> None:
+    """B3.3: only the tiers with that vote are tracked."""
+    rig = Rig(ModelTier("calm", 1 << 20), RequestLevelTier("eager", 1 << 20))
     assert begin(rig) is REQUEST
     request = rig.core._requests.get(rig.session.engine, "r")
     assert request is not None
@@ -130,9 +136,9 @@ def test_any_tier_that_asks_makes_it_request_level() -> None:
     assert begin(Rig(ModelTier("calm", 1 << 20))) is BLOCK
 
 
-def test_what_is_there_already_goes_to_the_tiers_that_insist_only() -> None:
-    """B3.6: present and ready keys are cascaded at once, to the request-level tiers; the CPU tier is not written again."""
-    calm, eager = ModelTier("calm", 1 << 20), Insisting("eager", 1 << 20)
+def test_present_blocks_cascade_to_request_level_tiers_only() -> None:
+    """B3.6: at once; the CPU tier is not written again."""
+    calm, eager = ModelTier("calm", 1 << 20), RequestLevelTier("eager", 1 << 20)
     rig = Rig(calm, eager, queue=4096)
     rig.store(keys(0, 1))
     for job in stores(rig):
@@ -145,8 +151,8 @@ def test_what_is_there_already_goes_to_the_tiers_that_insist_only() -> None:
     assert [block.key for block in job.blocks] == keys(0, 1)
 
 
-def test_an_ordinary_request_cascades_nothing_that_is_there() -> None:
-    """B1.4: block level means newly computed blocks only."""
+def test_a_block_level_request_cascades_new_blocks_only() -> None:
+    """B1.4: present blocks stay where they are."""
     rig = Rig(ModelTier("calm", 1 << 20))
     rig.store(keys(0, 1))
     for job in stores(rig):
@@ -158,8 +164,8 @@ def test_an_ordinary_request_cascades_nothing_that_is_there() -> None:
 
 
 def test_new_blocks_go_to_all_tiers_when_the_store_completes() -> None:
-    """B3.7: a request-level vote of one tier takes nothing from the others."""
-    rig = Rig(ModelTier("calm", 1 << 20), Insisting("eager", 1 << 20))
+    """B3.7: a request-level vote of one tier does not affect the others."""
+    rig = Rig(ModelTier("calm", 1 << 20), RequestLevelTier("eager", 1 << 20))
     begin(rig)
     answer = prepare(rig, keys(0))
     assert stores(rig) == []
@@ -167,9 +173,9 @@ def test_new_blocks_go_to_all_tiers_when_the_store_completes() -> None:
     assert sorted(job.tier for job in stores(rig)) == [1, 2]
 
 
-def test_a_block_that_somebody_else_writes_is_waited_for() -> None:
-    """B3.9: parked until it resolves; then it is cascaded for the request as well."""
-    eager = Insisting("eager", 1 << 20)
+def test_a_block_that_another_request_stores_is_awaited() -> None:
+    """B3.9: it is parked until that store ends, and then cascades for this request as well."""
+    eager = RequestLevelTier("eager", 1 << 20)
     rig = Rig(eager)
     other = prepare(rig, keys(0), request_id="")
     begin(rig)
@@ -177,14 +183,14 @@ def test_a_block_that_somebody_else_writes_is_waited_for() -> None:
     rig.core.finish_request(rig.session, "r")
     assert eager.finished == [], "something is parked"
     rig.core.complete_store(rig.session, other.store_id)
-    assert eager.finished == [], "it is on its way"
+    assert eager.finished == [], "the block is being stored"
     settle(rig)
     assert eager.finished == ["r"]
 
 
-def test_a_block_that_is_waited_for_and_goes_is_dropped() -> None:
-    """B3.9: its writer failed; the request is over, and incomplete."""
-    eager = Insisting("eager", 1 << 20)
+def test_an_awaited_block_whose_store_fails_is_dropped() -> None:
+    """B3.9: the request ends as incomplete."""
+    eager = RequestLevelTier("eager", 1 << 20)
     rig = Rig(eager)
     other = prepare(rig, keys(0), request_id="")
     begin(rig)
@@ -195,9 +201,12 @@ def test_a_block_that_is_waited_for_and_goes_is_dropped() -> None:
     assert (request.settled, request.incomplete) == (True, 1)
 
 
-def test_backpressure_never_silently_drops_what_was_asked_for() -> None:
-    """B3.10: an insisting tier may fall behind further than others; what is beyond makes the request incomplete."""
-    rig = Rig(Insisting("eager", 1 << 20), queue=4 * 4096)
+def test_backpressure_makes_a_request_level_request_incomplete() -> None:
+    """B3.10: a request-level tier has a longer queue.
+
+    Blocks beyond it make the request incomplete.
+    """
+    rig = Rig(RequestLevelTier("eager", 1 << 20), queue=4 * 4096)
     begin(rig)
     answer = prepare(rig, keys(*range(10)))
     rig.core.complete_store(rig.session, answer.store_id)
@@ -208,9 +217,9 @@ def test_backpressure_never_silently_drops_what_was_asked_for() -> None:
     assert request.settled
 
 
-def test_a_store_that_a_tier_fails_makes_the_request_incomplete() -> None:
-    """B3.10: its owner can be told."""
-    rig = Rig(Insisting("eager", 1 << 20))
+def test_a_failed_cascade_makes_the_request_incomplete() -> None:
+    """B3.10: the engine can learn it."""
+    rig = Rig(RequestLevelTier("eager", 1 << 20))
     begin(rig)
     answer = prepare(rig, keys(0, 1))
     rig.core.complete_store(rig.session, answer.store_id)
@@ -220,11 +229,11 @@ def test_a_store_that_a_tier_fails_makes_the_request_incomplete() -> None:
     assert (request.settled, request.incomplete) == (True, 1)
 
 
-def test_tiers_hear_of_the_end_once_and_last() -> None:
-    """B3.11, B3.12: finished, no engine store pending, nothing owed; after it no more submits come for this request."""
+def test_tiers_see_the_end_once_and_last() -> None:
+    """B3.11, B3.12: after all stores and cascades of the request, with no submit afterwards."""
     known: list[bool] = []
 
-    class Looking(Insisting):
+    class Looking(RequestLevelTier):
         def on_request_finished(self, request_id: str) -> None:
             super().on_request_finished(request_id)
             known.append(rig.core._requests.get(rig.session.engine, "r") is not None)
@@ -246,9 +255,9 @@ def test_tiers_hear_of_the_end_once_and_last() -> None:
     assert stores(rig) == []
 
 
-def test_a_store_that_fails_is_over_all_the_same() -> None:
-    """B3.7, B3.12: it counts as completed: its request ends, and nothing of it was stored."""
-    eager = Insisting("eager", 1 << 20)
+def test_a_failed_store_completes_its_request() -> None:
+    """B3.7, B3.12: the request ends, and no block of the store exists."""
+    eager = RequestLevelTier("eager", 1 << 20)
     rig = Rig(eager)
     begin(rig)
     answer = prepare(rig, keys(0, 1))
@@ -258,8 +267,8 @@ def test_a_store_that_fails_is_over_all_the_same() -> None:
     assert stores(rig) == []
 
 
-def test_a_request_that_was_never_announced_gets_both_calls_in_order() -> None:
-    """B3.13: its tiers see the pair."""
+def test_an_unannounced_request_gets_both_calls_in_order() -> None:
+    """B3.13: its tiers see the begin and the end."""
     order: list[str] = []
 
     class Noting(ModelTier):
@@ -275,9 +284,9 @@ def test_a_request_that_was_never_announced_gets_both_calls_in_order() -> None:
     assert order == ["new r", "finished r"]
 
 
-def test_a_fallen_sessions_requests_end() -> None:
-    """Its stores are abandoned, what it was waiting for is given up, and its tiers are told once."""
-    eager = Insisting("eager", 1 << 20)
+def test_requests_of_an_ended_session_end() -> None:
+    """Its stores are aborted, its awaited blocks dropped, and its tiers told once."""
+    eager = RequestLevelTier("eager", 1 << 20)
     rig = Rig(eager)
     other = rig.open("other")
     answer = rig.core.prepare_store(other, keys(0), request_id="", expires_at=60)
@@ -290,9 +299,9 @@ def test_a_fallen_sessions_requests_end() -> None:
     assert len(rig.core._requests) == 0
 
 
-def test_the_same_id_may_be_used_again_before_the_first_has_settled() -> None:
-    """Each of the two is ended once, and the stores of each count for itself."""
-    eager = Insisting("eager", 1 << 20)
+def test_a_request_id_may_be_reused_before_it_has_settled() -> None:
+    """Each of the two ends once, with its own stores."""
+    eager = RequestLevelTier("eager", 1 << 20)
     rig = Rig(eager)
     begin(rig)
     first = prepare(rig, keys(0))
@@ -305,9 +314,9 @@ def test_the_same_id_may_be_used_again_before_the_first_has_settled() -> None:
     assert eager.finished == ["r", "r"] == eager.begun
 
 
-def test_pinned_by_a_cascade_that_waits() -> None:
-    """B3.8: from the moment when it is queued until its job ends."""
-    rig = Rig(Insisting("eager", 1 << 20), queue=EXTENT)
+def test_a_queued_cascade_pins_its_block() -> None:
+    """B3.8: from the queue until the end of its job."""
+    rig = Rig(RequestLevelTier("eager", 1 << 20), queue=EXTENT)
     begin(rig)
     answer = prepare(rig, keys(*range(16)))
     assert answer.statuses == GRANTED * 16

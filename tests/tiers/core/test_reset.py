@@ -1,4 +1,4 @@
-"""Emptying the CPU tier while it is in use."""
+"""Reset of the CPU tier while it is in use."""
 
 from core_rig import GRANTED, HIT, MISS, PENDING, Rig, keys
 from simulation import ModelTier
@@ -8,8 +8,8 @@ from kvtier.tiers.core.commands import LoadFromTier
 from kvtier.tiers.types import MissReason
 
 
-def test_the_tiers_below_keep_what_they_have() -> None:
-    """B3.19: the CPU tier is empty at once where nothing is in use; a tier below serves on."""
+def test_a_reset_keeps_secondary_tiers() -> None:
+    """B3.19: without leases the CPU tier is empty at once; a secondary tier still serves."""
     rig = Rig(ModelTier("near", 1 << 20))
     rig.store(keys(0, 1))
     rig.finish_jobs()
@@ -21,8 +21,8 @@ def test_the_tiers_below_keep_what_they_have() -> None:
     assert rig.look_up(keys(0, 1)) == HIT * 2
 
 
-def test_it_waits_for_jobs_of_the_tiers() -> None:
-    """B3.19: what is being written to a tier stays until that is done, and arrives there; lookups miss until then."""
+def test_a_reset_waits_for_jobs_of_tiers() -> None:
+    """B3.19: blocks of a running cascade stay until it has ended; lookups miss until then."""
     rig = Rig(ModelTier("near", 1 << 20))
     rig.store(keys(0, 1))
     assert rig.core.reset(rig.session) == 2
@@ -34,25 +34,25 @@ def test_it_waits_for_jobs_of_the_tiers() -> None:
     assert rig.core.stats().tiers[0].used_bytes == 0
 
 
-def test_what_is_being_written_is_never_published() -> None:
-    """B4.13: a store in flight keeps its slots until its writer is done; its late report publishes nothing."""
+def test_a_running_store_is_never_published_after_a_reset() -> None:
+    """B4.13: it keeps its slots until the writer is done; its late completion publishes nothing."""
     rig = Rig(ModelTier("near", 1 << 20))
     before = rig.core.prepare_store(rig.session, keys(0, 1), request_id="", expires_at=60)
     assert before.store_id is not None
     assert rig.core.reset(rig.session) == 2, "not yet"
     after = rig.core.prepare_store(rig.session, keys(0, 1), request_id="", expires_at=60)
     assert after.store_id is not None
-    assert not set(before.slots) & set(after.slots), "the writer of before still writes there"
+    assert not set(before.slots) & set(after.slots), "the old writer still writes there"
     rig.core.complete_store(rig.session, before.store_id)
     assert rig.core.resetting(rig.session) == 0
     assert rig.finish_jobs() == [], "nothing to cascade"
-    assert rig.look_up(keys(0, 1)) == PENDING * 2, "the store of after is on its way"
+    assert rig.look_up(keys(0, 1)) == PENDING * 2, "the new store is running"
     rig.core.complete_store(rig.session, after.store_id)
     assert rig.look_up(keys(0, 1)) == HIT * 2
 
 
-def test_what_is_being_promoted_is_never_published() -> None:
-    """B3.19: a promotion that comes in late is ignored; whoever waited for it gets a miss."""
+def test_a_running_promotion_is_never_published_after_a_reset() -> None:
+    """B3.19: its late end is ignored; waiting lookups get a miss."""
     rig = Rig(ModelTier("near", 1 << 20))
     rig.store(keys(0))
     rig.finish_jobs()
@@ -64,11 +64,11 @@ def test_what_is_being_promoted_is_never_published() -> None:
     rig.core.job_finished(job.job_id, [Outcome.DONE])
     assert lease.statuses() == MISS
     assert rig.core.resetting(rig.session) == 0
-    assert rig.look_up(keys(0)) == PENDING, "the tier below has it still"
+    assert rig.look_up(keys(0)) == PENDING, "the tier below still has it"
 
 
-def test_a_reader_keeps_what_it_reads() -> None:
-    """B4.13: the reset waits for leases; their slots are given to nobody meanwhile."""
+def test_a_reader_keeps_its_blocks_during_a_reset() -> None:
+    """B4.13: the reset waits for leases; their slots are not reused meanwhile."""
     rig = Rig()
     rig.store(keys(*range(16)))
     lease = rig.core.lookup(rig.session, keys(*range(16)), prefix=True, request_id="", expires_at=60).lease
@@ -83,8 +83,8 @@ def test_a_reader_keeps_what_it_reads() -> None:
     assert rig.store(keys(50)) == b"\x01", "granted"
 
 
-def test_asking_again_does_not_reset_again() -> None:
-    """B4.13: who polls until it is done does not empty what others have stored meanwhile."""
+def test_polling_a_reset_does_not_reset_again() -> None:
+    """B4.13: blocks that others stored meanwhile stay."""
     rig = Rig()
     rig.store(keys(0))
     lease = rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=60).lease
@@ -96,8 +96,11 @@ def test_asking_again_does_not_reset_again() -> None:
     assert rig.look_up(keys(7)) == HIT
 
 
-def test_requests_are_finalised_or_go_on() -> None:
-    """B3.19: one that has finished is told to the tiers when its blocks are through; an active one stores from the start."""
+def test_requests_end_or_continue_after_a_reset() -> None:
+    """B3.19: a finished request ends when its blocks are done.
+
+    An active one stores from the start.
+    """
     near = ModelTier("near", 1 << 20)
     rig = Rig(near)
     for request_id in ("done", "goes on"):
@@ -116,7 +119,7 @@ def test_requests_are_finalised_or_go_on() -> None:
     assert rig.core.reset(rig.session) == 3
     rig.core.complete_store(rig.session, under_way)
     rig.core.complete_store(rig.session, in_flight)
-    assert near.finished == [], "a block of it is on its way to the tier"
+    assert near.finished == [], "a block of it is being cascaded"
     rig.finish_jobs()
     assert near.finished == ["done"]
     assert rig.core.resetting(rig.session) == 0
@@ -130,7 +133,7 @@ def test_requests_are_finalised_or_go_on() -> None:
 
 
 def test_other_namespaces_are_left_alone() -> None:
-    """B3.19: whoever resets empties what it shares, and nothing else."""
+    """B3.19: a reset drops only blocks of its namespace."""
     rig = Rig()
     rig.store(keys(0))
     mine, rig.session = (

@@ -1,4 +1,4 @@
-"""`retain_for`: what a request wants to stay does, for a while, as far as there is room for such wishes."""
+"""`retain_for`: blocks that a request wants to keep for a time, up to a limit."""
 
 from simulation import EXTENT, ModelTier
 from tenants import PAGE, Rig, keys, spec, tenant
@@ -6,8 +6,8 @@ from tenants import PAGE, Rig, keys, spec, tenant
 from kvtier.tiers.base import RequestInfo
 
 
-def test_retained_blocks_stay_through_a_flood_and_go_after_their_time() -> None:
-    """Whatever the policy thinks of them; then they are blocks like any other."""
+def test_retained_blocks_survive_a_flood_until_their_time() -> None:
+    """The eviction policy does not matter; then they are ordinary blocks."""
     rig = Rig()
     rig.store("alice", range(16), retain_until=60)
     rig.tick(59)
@@ -18,7 +18,7 @@ def test_retained_blocks_stay_through_a_flood_and_go_after_their_time() -> None:
     assert not set(keys(range(16))) & rig.visible("alice")
 
 
-def test_the_same_holds_in_the_tiers_below() -> None:
+def test_retained_blocks_stay_in_secondary_tiers() -> None:
     """From the cascade on."""
     rig = Rig(tiers=[ModelTier("disk", 64 * PAGE)])
     rig.store("alice", range(16), retain_until=60)
@@ -29,8 +29,8 @@ def test_the_same_holds_in_the_tiers_below() -> None:
     assert not set(keys(range(16))) & rig.below("alice")
 
 
-def test_what_is_used_can_be_retained_as_well() -> None:
-    """A lookup's hits, in every tier that has them; those that are read back too."""
+def test_hits_can_be_retained() -> None:
+    """In every tier that has them, and for promoted blocks, too."""
     rig = Rig(tiers=[ModelTier("disk", 64 * PAGE)])
     rig.store("alice", range(8))
     assert rig.look_up("alice", range(8), retain_until=60) == 8
@@ -38,8 +38,8 @@ def test_what_is_used_can_be_retained_as_well() -> None:
     assert set(keys(range(8))) <= rig.visible("alice") & rig.below("alice")
 
 
-def test_what_is_stored_again_is_retained_though_it_is_present() -> None:
-    """In the tiers below as well: the request wants its blocks, whoever wrote them."""
+def test_present_blocks_of_a_store_are_retained() -> None:
+    """In secondary tiers as well, independent of the request that wrote them."""
     rig = Rig(tiers=[ModelTier("disk", 64 * PAGE)])
     rig.store("alice", range(8))
     rig.store("alice", range(8), retain_until=60)
@@ -47,8 +47,8 @@ def test_what_is_stored_again_is_retained_though_it_is_present() -> None:
     assert set(keys(range(8))) <= rig.visible("alice") & rig.below("alice")
 
 
-def test_what_is_read_back_is_retained_where_it_came_from_too() -> None:
-    """A promotion on behalf of a request is a use of both tiers."""
+def test_promoted_blocks_are_retained_in_both_tiers() -> None:
+    """A promotion for a request is a use of both tiers."""
     rig = Rig(tiers=[ModelTier("disk", 64 * PAGE)])
     rig.store("alice", range(8))
     rig.core.reset(rig.session(spec("alice")))
@@ -57,8 +57,8 @@ def test_what_is_read_back_is_retained_where_it_came_from_too() -> None:
     assert set(keys(range(8))) <= rig.visible("alice") & rig.below("alice")
 
 
-def test_a_later_time_counts_and_an_earlier_one_does_not() -> None:
-    """A wish of one request never takes anything from another's."""
+def test_the_latest_time_counts() -> None:
+    """A request never shortens the retention of another."""
     rig = Rig()
     rig.store("alice", range(8), retain_until=30)
     rig.look_up("alice", range(8), retain_until=60)
@@ -69,8 +69,8 @@ def test_a_later_time_counts_and_an_earlier_one_does_not() -> None:
     assert set(keys(range(8))) <= rig.visible("alice")
 
 
-def test_no_more_than_half_of_a_tier_is_retained() -> None:
-    """The head of what was asked for; the rest is counted, and said, and lives as long as the policy wants."""
+def test_at_most_half_of_a_tier_is_retained() -> None:
+    """The head of the blocks is retained; the rest is counted and follows the policy."""
     rig = Rig(tiers=[ModelTier("disk", 32 * PAGE)])
     assert rig.store("alice", range(64), retain_until=60) == 32
     rig.store("alice", range(100, 740))
@@ -82,8 +82,8 @@ def test_no_more_than_half_of_a_tier_is_retained() -> None:
     assert (cpu.not_retained, disk.not_retained) == (32, 48)
 
 
-def test_no_more_than_half_of_a_quota_is_retained() -> None:
-    """And by those without one, of what is nobody's: retention never takes a quota from anybody."""
+def test_at_most_half_of_a_quota_is_retained() -> None:
+    """Tenants without a quota retain half of the capacity outside quotas."""
     rig = Rig(tenant("alice", quota=2 * EXTENT))
     assert rig.store("alice", range(32), retain_until=60) == 16
     assert rig.store("bob", range(32), retain_until=60) == 16
@@ -92,8 +92,8 @@ def test_no_more_than_half_of_a_quota_is_retained() -> None:
     assert rig.share("alice").used >= 2 * EXTENT
 
 
-def test_what_goes_makes_room_for_other_wishes() -> None:
-    """Time is over, the tier is reset, a store fails: the account is right."""
+def test_ended_retention_frees_its_budget() -> None:
+    """By expiry, by a reset, and by a failed store."""
     rig = Rig()
     rig.store("alice", range(32), retain_until=60)
     rig.tick(60)
@@ -108,7 +108,7 @@ def test_what_goes_makes_room_for_other_wishes() -> None:
     assert rig.share("alice").retained == 0
 
 
-def test_a_retained_block_is_no_pin() -> None:
+def test_retention_does_not_pin() -> None:
     """A reset does not wait for it, nor does the end of its session."""
     rig = Rig()
     rig.store("alice", range(8), retain_until=60)
@@ -118,8 +118,8 @@ def test_a_retained_block_is_no_pin() -> None:
     assert not rig.visible("alice")
 
 
-def test_a_request_can_say_it_once_for_all_that_it_does() -> None:
-    """The shell asks for how long, call by call."""
+def test_a_request_sets_its_retention_once() -> None:
+    """The service passes it with each call."""
     rig = Rig()
     session = rig.session(spec("alice"))
     rig.core.begin_request(session, RequestInfo("r", session.namespace.id, retain_for=30))
@@ -127,8 +127,8 @@ def test_a_request_can_say_it_once_for_all_that_it_does() -> None:
     assert rig.core.retention_of(session, "another") == 0
 
 
-def test_when_nothing_else_is_left_those_whose_time_is_over_come_back_at_once() -> None:
-    """Not a second later: a store finds room."""
+def test_expired_retention_makes_room_at_once() -> None:
+    """A store finds the room without a tick in between."""
     rig = Rig()
     rig.store("alice", range(32), retain_until=60)
     queues = rig.core._cpu_tier.queues
@@ -142,8 +142,8 @@ def test_when_nothing_else_is_left_those_whose_time_is_over_come_back_at_once() 
     assert set(keys(range(200, 208))) <= rig.visible("alice")
 
 
-def test_a_clock_that_jumps_harms_nothing() -> None:
-    """Backwards it stands still; forwards everything's time is over."""
+def test_a_jumping_clock_does_no_harm() -> None:
+    """Backward jumps have no effect; after a forward jump every retention has ended."""
     rig = Rig(now=1000)
     rig.store("alice", range(16), retain_until=1060)
     rig.tick(10)

@@ -1,4 +1,4 @@
-"""Tiers that do not know by heart what they hold, and lookups that leave tiers out."""
+"""Tiers that do not list their blocks, and lookups that leave tiers out."""
 
 from typing import ClassVar
 
@@ -15,7 +15,7 @@ RETRY = bytes([KeyStatus.RETRY])
 
 
 class Shared(ModelTier):
-    """Others write to its storage as well."""
+    """A tier whose storage other servers write, too."""
 
     shared: ClassVar[bool] = True
     local: ClassVar[bool] = False
@@ -23,7 +23,7 @@ class Shared(ModelTier):
 
 
 def statuses(rig: Rig, names: list[bytes], *, prefix: bool = True) -> bytes:
-    """Looks up and lets go."""
+    """Looks up, releases the lease, and returns the statuses."""
     found = rig.core.lookup(rig.session, names, prefix=prefix, request_id="", expires_at=60)
     if found.lease is not None:
         rig.core.release(rig.session, found.lease.id)
@@ -31,12 +31,15 @@ def statuses(rig: Rig, names: list[bytes], *, prefix: bool = True) -> bytes:
 
 
 def questions(rig: Rig) -> list[LookupInTier]:
-    """Takes the core's commands; returns what tiers are asked."""
+    """Returns the queries to tiers among the core's commands."""
     return [command for command in rig.core.take_commands() if isinstance(command, LookupInTier)]
 
 
-def test_what_a_tier_does_not_know_yet_is_to_be_asked_again() -> None:
-    """B3.15: RETRY until the tier has said; then HIT_PENDING or MISS. It is asked once."""
+def test_an_unanswered_query_is_retry() -> None:
+    """B3.15: RETRY until the tier has answered; then HIT_PENDING or MISS.
+
+    The query is sent once.
+    """
     rig = Rig(Shared("far", 1 << 20))
     assert statuses(rig, keys(0)) == RETRY
     [question] = questions(rig)
@@ -50,8 +53,8 @@ def test_what_a_tier_does_not_know_yet_is_to_be_asked_again() -> None:
     assert found.statuses() == HIT
 
 
-def test_a_tier_that_has_not_got_it() -> None:
-    """B3.15: a miss; asked again only when the answer may have become wrong."""
+def test_a_negative_answer_is_a_miss() -> None:
+    """B3.15: the query is repeated only when the answer may be outdated."""
     rig = Rig(Shared("far", 1 << 20))
     statuses(rig, keys(0))
     [question] = questions(rig)
@@ -63,8 +66,11 @@ def test_a_tier_that_has_not_got_it() -> None:
     assert len(questions(rig)) == 1
 
 
-def test_order_of_tiers() -> None:
-    """B3.15: the CPU tier first, then the tiers as configured; a tier that has it is not kept waiting by one that may."""
+def test_tiers_are_used_in_order() -> None:
+    """B3.15: the CPU tier first, then as configured.
+
+    A known hit does not wait for an open query.
+    """
     near, far = ModelTier("near", 1 << 20), Shared("far", 1 << 20)
     for tiers, source in (((near, far), 1), ((far, near), 2)):
         rig = Rig(*tiers)
@@ -80,8 +86,8 @@ def test_order_of_tiers() -> None:
         assert rig.core.stats().tiers[source].name == "near"
 
 
-def test_the_prefix_scan_goes_on_past_what_is_open() -> None:
-    """B3.17: all lookups are started at once; what lies behind an open question is not fetched on spec."""
+def test_the_prefix_scan_continues_past_open_queries() -> None:
+    """B3.17: all queries are sent at once; blocks behind an open one are not promoted."""
     near = ModelTier("near", 1 << 20)
     rig = Rig(near, Shared("far", 1 << 20))
     rig.store(keys(0, 2))
@@ -98,29 +104,30 @@ def test_the_prefix_scan_goes_on_past_what_is_open() -> None:
     assert statuses(rig, keys(0, 1, 2, 3)) == PENDING * 3 + MISS
 
 
-def test_asking_ahead() -> None:
-    """B3.17: who can wait asks first, and looks up once everything is known."""
+def test_queries_can_precede_the_lookup() -> None:
+    """B3.17: a waiting lookup queries first and looks up when all answers are known."""
     rig = Rig(Shared("far", 1 << 20))
     assert rig.core.query_shared_tiers(rig.session, keys(0, 1), prefix=True)
     [question] = questions(rig)
     assert len(question.keys) == 2
-    rig.core.lookup_finished(question.job_id, [True])  # fewer answers than questions: the rest is not there
+    # fewer answers than keys: the rest is not there
+    rig.core.lookup_finished(question.job_id, [True])
     assert not rig.core.query_shared_tiers(rig.session, keys(0, 1), prefix=True)
     assert statuses(rig, keys(0, 1)) == PENDING + MISS
     assert rig.core.stats().lookup_keys == 2
     assert not Rig(ModelTier("near", 1 << 20)).core.query_shared_tiers(rig.session, keys(0), prefix=True)
 
 
-def test_an_open_question_counts_as_nothing() -> None:
-    """B3.15: hits and misses make up what was answered for; RETRY is no answer."""
+def test_open_queries_are_not_counted() -> None:
+    """B3.15: hits and misses add up to the answered keys; RETRY is no answer."""
     rig = Rig(Shared("far", 1 << 20))
     statuses(rig, keys(0, 1))
     stats = rig.core.stats()
     assert (stats.lookup_keys, stats.lookup_misses) == (0, 0)
 
 
-def test_what_a_tier_said_and_could_not_keep() -> None:
-    """B3.18: another server removed the block meanwhile: a miss, and the next lookup asks anew."""
+def test_a_failed_load_after_a_positive_answer_is_a_miss() -> None:
+    """B3.18: another server removed the block meanwhile; the next lookup queries again."""
     rig = Rig(Shared("far", 1 << 20))
     statuses(rig, keys(0))
     [question] = questions(rig)
@@ -142,7 +149,7 @@ def test_what_a_tier_said_and_could_not_keep() -> None:
     ],
 )
 def test_tiers_can_be_left_out(without: TierFilter, expected: bytes) -> None:
-    """B3.15: by name, by medium and by locality, for one lookup."""
+    """B3.15: by name, medium or locality, for one lookup."""
     rig = Rig(ModelTier("near", 1 << 20))
     rig.store(keys(0))
     rig.finish_jobs()
@@ -151,8 +158,8 @@ def test_tiers_can_be_left_out(without: TierFilter, expected: bytes) -> None:
     assert found.statuses() == expected
 
 
-def test_a_tier_elsewhere_can_be_left_out() -> None:
-    """B3.15: by locality and by medium; what is not there otherwise is a miss at once, and nobody is asked."""
+def test_a_remote_tier_can_be_left_out() -> None:
+    """B3.15: by locality or medium; other keys are misses at once, and no query is sent."""
     rig = Rig(Shared("far", 1 << 20))
     for without in (TierFilter(remote=True), TierFilter(media=frozenset({Medium.NETWORK}))):
         found = rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=60, tiers=without)
@@ -161,8 +168,8 @@ def test_a_tier_elsewhere_can_be_left_out() -> None:
     assert statuses(rig, keys(0)) == RETRY
 
 
-def test_a_tier_that_does_not_exist_cannot_be_left_out() -> None:
-    """A misspelt name is an error, not silence; and the CPU tier is where everything is read from."""
+def test_an_unknown_tier_cannot_be_left_out() -> None:
+    """A misspelled name is an error, and so is the CPU tier, because all reads use it."""
     rig = Rig(ModelTier("near", 1 << 20))
     for name in ("neer", "cpu"):
         with pytest.raises(InvalidItem, match=name):

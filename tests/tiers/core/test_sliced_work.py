@@ -1,4 +1,4 @@
-"""What is too much to be done at once: slices, and other calls between them."""
+"""Large work in slices, and other calls between them."""
 
 import subprocess
 import sys
@@ -35,7 +35,7 @@ class Rig:
         return answer.statuses
 
     def hits(self, keys: list[bytes]) -> int:
-        """How many hit; the lease is released at once."""
+        """Returns the number of hits; the lease is released at once."""
         lease = self.core.lookup(self.session, keys, prefix=False, request_id="", expires_at=60).lease
         if lease is None:
             return 0
@@ -51,21 +51,24 @@ class Rig:
 
 
 def names(first: int, count: int) -> list[bytes]:
-    """Returns so many keys, from a number on."""
+    """Returns `count` keys, beginning at a number."""
     return [b"%08d" % number + bytes(4) for number in range(first, first + count)]
 
 
-def test_a_reset_of_very_much_is_done_in_slices() -> None:
-    """B4.13: at every slice lookups miss, and what is stored meanwhile is found when all is gone, and not before."""
+def test_a_large_reset_runs_in_slices() -> None:
+    """B4.13: between slices lookups miss.
+
+    Blocks stored meanwhile are found after the last slice.
+    """
     rig = Rig(MANY + 1000)
     for first in range(0, MANY, 8192):
         rig.store(names(first, min(8192, MANY - first)))
     being_written = rig.core.prepare_store(rig.session, names(MANY, 10), request_id="", expires_at=60)
     before = rig.used
     waited_for = rig.core.reset(rig.session)
-    assert rig.used == before - cpu_tier.SLICE + 10, "a slice at once, but for what is being written"
+    assert rig.used == before - cpu_tier.SLICE + 10, "a slice at once, except blocks that are being written"
     assert waited_for == rig.used
-    assert rig.store(names(0, 64)) == b"\x01" * 64, "granted: what was there is not found"
+    assert rig.store(names(0, 64)) == b"\x01" * 64, "granted: the old blocks are not found"
     slices = 0
     while rig.asked_for_work():
         assert rig.hits(names(0, 64)) == 0
@@ -73,9 +76,9 @@ def test_a_reset_of_very_much_is_done_in_slices() -> None:
         used = rig.used
         rig.core.work()
         slices += 1
-        assert 0 <= used - rig.used <= cpu_tier.SLICE, "little at a time"
+        assert 0 <= used - rig.used <= cpu_tier.SLICE, "at most a slice at a time"
     assert slices == pytest.approx(MANY / cpu_tier.SLICE, rel=0.05)
-    assert rig.core.resetting(rig.session) == 10, "those that are being written"
+    assert rig.core.resetting(rig.session) == 10, "the blocks that are being written"
     assert being_written.store_id is not None
     rig.core.complete_store(rig.session, being_written.store_id)
     assert rig.core.resetting(rig.session) == 0
@@ -85,8 +88,8 @@ def test_a_reset_of_very_much_is_done_in_slices() -> None:
     assert rig.core.stats().misses_by_reason[MissReason.RESET] >= 128 * slices
 
 
-def test_between_slices_a_block_goes_with_its_last_pin() -> None:
-    """B4.13: what a reset has not come to yet goes when its reader is done; its slot is free at once, and once only."""
+def test_between_slices_a_block_is_freed_with_its_last_pin() -> None:
+    """B4.13: a block that the reset has not reached is freed once, when its reader is done."""
     rig = Rig(2 * cpu_tier.SLICE)
     rig.store(names(0, 2 * cpu_tier.SLICE))
     lease = rig.core.lookup(rig.session, names(0, 8), prefix=True, request_id="", expires_at=60).lease
@@ -99,11 +102,11 @@ def test_between_slices_a_block_goes_with_its_last_pin() -> None:
     while rig.asked_for_work():
         rig.core.work()
     assert rig.used == 0
-    assert rig.store(names(0, 2 * cpu_tier.SLICE)).count(1) == 2 * cpu_tier.SLICE, "all of it can be had again"
+    assert rig.store(names(0, 2 * cpu_tier.SLICE)).count(1) == 2 * cpu_tier.SLICE, "every slot is free again"
 
 
-def test_what_a_reset_has_not_come_to_makes_room() -> None:
-    """A store that comes between two slices is not refused for the sake of blocks that nobody can find."""
+def test_blocks_of_an_unfinished_reset_make_room() -> None:
+    """A store between two slices is not refused because of blocks that cannot be found."""
     rig = Rig(4 * cpu_tier.SLICE)
     rig.store(names(0, 4 * cpu_tier.SLICE))
     rig.core.reset(rig.session)
@@ -113,8 +116,8 @@ def test_what_a_reset_has_not_come_to_makes_room() -> None:
     assert rig.hits(names(0, 4 * cpu_tier.SLICE)) == 4 * cpu_tier.SLICE
 
 
-def test_the_pins_of_a_session_fall_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A session that falls with very many leases ends them at once; their blocks may be evicted soon after."""
+def test_pins_of_an_ended_session_are_dropped_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All its leases end at once; their blocks become evictable soon after."""
     monkeypatch.setattr(leases, "SLICE", 100)
     rig = Rig(1000)
     rig.store(names(0, 1000))
@@ -124,7 +127,7 @@ def test_the_pins_of_a_session_fall_in_slices(monkeypatch: pytest.MonkeyPatch) -
     rig.core.close_session(rig.session.id)
     rig.session = other
     assert rig.core.stats().leases == 0
-    assert rig.store(names(1000, 1000)).count(1) < 200, "the others are pinned still"
+    assert rig.store(names(1000, 1000)).count(1) < 200, "the others are still pinned"
     slices = 0
     while rig.asked_for_work():
         rig.core.work()
@@ -133,8 +136,8 @@ def test_the_pins_of_a_session_fall_in_slices(monkeypatch: pytest.MonkeyPatch) -
     assert rig.store(names(2000, 500)).count(1) == 500
 
 
-def test_what_expires_at_once_goes_in_slices() -> None:
-    """A tick drops so many blocks and not more; the rest follows without waiting for the next one."""
+def test_simultaneous_expiries_run_in_slices() -> None:
+    """A tick drops a bounded number of blocks; the rest follows before the next tick."""
     rig = Rig(3 * queues.MAX_AT_ONCE, TierSettings(ttl={CPU_TIER: 10.0}))
     rig.store(names(0, 3 * queues.MAX_AT_ONCE))
     full = rig.used
@@ -145,8 +148,8 @@ def test_what_expires_at_once_goes_in_slices() -> None:
     assert rig.used == 0
 
 
-def test_a_slice_that_fails_keeps_nothing_else_from_being_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it raises is raised; the others have had their turn, and what is left is asked for, once."""
+def test_a_failed_slice_does_not_stop_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its exception is raised after the others have run, and its rest is requested once."""
     monkeypatch.setattr(cpu_tier, "SLICE", 100)
     monkeypatch.setattr(leases, "SLICE", 100)
     rig = Rig(2000)
@@ -174,12 +177,11 @@ def test_a_slice_that_fails_keeps_nothing_else_from_being_done(monkeypatch: pyte
 
 
 def fail() -> bool:
-    """Fails."""
     raise RuntimeError("a defect")
 
 
-def test_only_the_young_are_collected() -> None:
-    """However much is kept, no collection walks over all of it: nothing would be answered meanwhile."""
+def test_collections_skip_stored_blocks() -> None:
+    """A collection over all blocks would block the event loop."""
     script = """
 import gc
 from kvtier.server.process.gc_tuning import disable_full_gc

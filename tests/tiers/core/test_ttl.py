@@ -1,4 +1,4 @@
-"""`ttl`: what is not used for so long goes from its tier."""
+"""`ttl`: unused blocks expire from their tier."""
 
 import pytest
 from simulation import ModelTier
@@ -9,12 +9,12 @@ from kvtier.tiers.types import KeyStatus, MissReason
 
 
 def why(rig: Rig, number: int) -> MissReason | None:
-    """Returns why a block of alice's is gone."""
+    """Returns the reason of the miss of a block of alice's."""
     return rig.core._history.reason_for(spec("alice").id, keys([number])[0])
 
 
-def test_a_block_that_is_not_used_goes() -> None:
-    """From the CPU tier; a use begins the time anew. The miss says why."""
+def test_an_unused_block_expires() -> None:
+    """From the CPU tier; a use restarts the time. The miss names the reason."""
     rig = Rig(ttl={CPU_TIER: 60})
     rig.store("alice", range(4))
     rig.tick(40)
@@ -28,8 +28,8 @@ def test_a_block_that_is_not_used_goes() -> None:
     assert (stats.expired, stats.evictions, stats.used_bytes) == (4, 0, 0)
 
 
-def test_each_tier_has_a_ttl_of_its_own() -> None:
-    """What goes from a tier below is removed there."""
+def test_each_tier_has_its_own_ttl() -> None:
+    """An expired block of a secondary tier is removed there."""
     near, far = ModelTier("near", ROOMY), ModelTier("far", ROOMY)
     rig = Rig(tiers=[near, far], ttl={CPU_TIER: 5, "near": 10})
     rig.store("alice", range(4))
@@ -41,8 +41,8 @@ def test_each_tier_has_a_ttl_of_its_own() -> None:
     assert rig.look_up("alice", range(4)) == 4
 
 
-def test_reading_back_is_a_use() -> None:
-    """Of the tier that it was read from."""
+def test_a_promotion_is_a_use() -> None:
+    """Of the tier that had the block."""
     near = ModelTier("near", ROOMY)
     rig = Rig(tiers=[near], ttl={CPU_TIER: 5, "near": 60})
     rig.store("alice", range(2))
@@ -52,8 +52,8 @@ def test_reading_back_is_a_use() -> None:
     assert {key for _, key in near.blocks} == set(keys([0]))
 
 
-def test_what_the_cpu_tier_serves_is_used_below_as_well() -> None:
-    """A block that every request hits in memory is not lost on disk for it; one that merely lies there is."""
+def test_a_hit_in_the_cpu_tier_counts_in_other_tiers() -> None:
+    """A block that is hit in memory does not expire on disk; an unused one does."""
     near = ModelTier("near", ROOMY)
     rig = Rig(tiers=[near], ttl={"near": 60})
     rig.store("alice", range(2))
@@ -67,8 +67,8 @@ def test_what_the_cpu_tier_serves_is_used_below_as_well() -> None:
     assert near.blocks == {}
 
 
-def test_what_is_in_use_does_not_expire() -> None:
-    """What a lease pins is used until it ends; what is retained, until its time is over."""
+def test_leased_and_retained_blocks_do_not_expire() -> None:
+    """A leased block is in use until the lease ends, a retained block until its time."""
     rig = Rig(ttl={CPU_TIER: 60})
     rig.store("alice", range(4))
     rig.look_up("alice", [3], retain_until=100)
@@ -81,7 +81,7 @@ def test_what_is_in_use_does_not_expire() -> None:
     assert rig.visible("alice") == set()
 
 
-def test_what_is_on_its_way_does_not_expire() -> None:
+def test_blocks_of_running_jobs_do_not_expire() -> None:
     """A block that is being written to a tier, or read from it, is in use."""
     near = ModelTier("near", ROOMY)
     rig = Rig(tiers=[near], ttl={CPU_TIER: 60, "near": 60})
@@ -104,8 +104,8 @@ def test_what_is_on_its_way_does_not_expire() -> None:
 
 
 @pytest.mark.parametrize("start", [0.0, 1e6])
-def test_a_restart_begins_the_count_anew(start: float) -> None:
-    """Nobody knows how long ago a block was used; whatever the clock says at the start."""
+def test_a_restart_restarts_the_ttl(start: float) -> None:
+    """The last use is not stored; the clock at the start does not matter."""
     near = ModelTier("near", ROOMY)
     Rig(tiers=[near], ttl={"near": 60}).store("alice", range(4))
     rig = Rig(tiers=[near], ttl={"near": 60}, now=start)
@@ -115,8 +115,8 @@ def test_a_restart_begins_the_count_anew(start: float) -> None:
     assert near.blocks == {}
 
 
-def test_a_clock_that_jumps_harms_nothing() -> None:
-    """Backwards it stands still; forwards all of it expires, and the tier goes on."""
+def test_a_jumping_clock_does_no_harm() -> None:
+    """Backward jumps have no effect; after a forward jump all blocks expire, and the tier works."""
     near = ModelTier("near", 64 * PAGE)
     rig = Rig(tiers=[near], ttl={CPU_TIER: 60, "near": 60}, now=1000)
     rig.store("alice", range(16))
@@ -129,8 +129,8 @@ def test_a_clock_that_jumps_harms_nothing() -> None:
     assert len(rig.visible("alice")) == len(near.blocks) == 16
 
 
-def test_a_tick_does_a_bounded_amount_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop is not held up by a whole tier that expires at once."""
+def test_the_work_of_a_tick_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole tier that expires at once does not block the loop."""
     monkeypatch.setattr("kvtier.tiers.eviction.queues.MAX_AT_ONCE", 10)
     rig = Rig(ttl={CPU_TIER: 60})
     rig.store("alice", range(16))
