@@ -26,7 +26,7 @@ PIP_INSTALL = bin/pip install --quiet --quiet --disable-pip-version-check --cons
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-vllm test test-engines test-handoff test-gpu simulate simulate-mutants stress bench bench-engine bench-gpu bench-peers performance bench-policies dist test-deploy docs docs-reference verify verify-style verify-language verify-tree verify-generated verify-types verify-protos fix protos baseline clean dashboards test-dashboards bench-curve test-web fuzz trace
+.PHONY: help demo demo-vllm test test-engines test-handoff test-gpu simulate simulate-mutants stress bench bench-engine bench-gpu bench-peers performance bench-policies bench-break-even dist test-deploy docs docs-reference verify verify-style verify-language verify-tree verify-generated verify-types verify-protos fix protos baseline clean dashboards test-dashboards bench-curve test-web fuzz trace
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | while IFS="$$(printf '\t')" read -r name what; do \
@@ -87,6 +87,9 @@ performance: $(VENV)/.stamp  ## Generate the figures and plots of docs/performan
 
 bench-policies: trace $(VENV)/.stamp  ## Replay a request trace, TRACE=FILE, through the decision core with each eviction policy (1 minute)
 	$(VENV)/bin/python -m bench.policies --trace $(TRACE) $(if $(JSON),--json $(JSON)) $(ARGS)
+
+bench-break-even: $(VENV)/.stamp  ## Measure from how many tokens a KV transfer is faster than computing; ARGS='--engine URL'
+	$(VENV)/bin/python -m bench.breakeven $(ARGS)
 
 bench-curve: trace $(VENV)/.stamp  ## Compare the estimated miss-ratio curve with measured miss ratios on TRACE=FILE (2 minutes)
 	$(VENV)/bin/python -m bench.curve --trace $(TRACE) $(if $(JSON),--json $(JSON)) $(ARGS)

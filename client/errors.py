@@ -17,7 +17,6 @@ from ..protos.error_reasons import reason_of
 
 __all__ = [
     "AccessDenied",
-    "BreakEvenError",
     "ChecksumMismatch",
     "DeadlineExceeded",
     "DeviceUnavailable",
@@ -29,7 +28,6 @@ __all__ = [
     "LimitExceeded",
     "NotConnected",
     "NotOwner",
-    "PeerUnreachable",
     "ServerError",
     "SessionLost",
     "Unavailable",
@@ -163,11 +161,3 @@ def error_from(code: grpc.StatusCode, details: str | None, reason: str | None) -
     if reason is not None:
         return error_for(reason, details or reason)
     return _ERROR_OF_STATUS.get(code, ServerError)(f"{code.name}: {details or 'no details'}")
-
-
-class BreakEvenError(Exception):
-    """The measurement is impossible; the one-line message gives the cause and a remedy."""
-
-
-class PeerUnreachable(BreakEvenError):
-    """The server or the engine does not respond."""

@@ -5,6 +5,7 @@ Everything heavy is imported by the command that needs it, so that `kvtier --hel
 
 from __future__ import annotations
 
+import argparse
 import errno
 import importlib
 import os
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from .commands.console import EXIT_CONFIG, EXIT_FAILURE, EXIT_UNREACHABLE, EXIT_USAGE, refuse
 from .commands.parser import new_parser
 
-__all__ = ["EXIT_CONFIG", "EXIT_FAILURE", "EXIT_UNREACHABLE", "EXIT_USAGE", "main"]
+__all__ = ["EXIT_CONFIG", "EXIT_FAILURE", "EXIT_UNREACHABLE", "EXIT_USAGE", "main", "set_credentials"]
 
 _COMMANDS = f"{__package__}.commands"
 _OF_THE_SERVER = frozenset(
@@ -28,11 +29,7 @@ _CREDENTIALS = {"ca": "KVTIER_CA", "cert": "KVTIER_CERT", "key": "KVTIER_KEY", "
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs `kvtier` with these arguments, or the process's; returns the exit code."""
     options = new_parser().parse_args(arguments)
-    for name, variable in _CREDENTIALS.items():
-        if getattr(options, name, None) is not None:
-            os.environ[variable] = getattr(options, name)  # where every command's way to a server looks
-            if name == "token_file":
-                os.environ.pop("KVTIER_TOKEN", None)  # it would be shown instead
+    set_credentials(options)
     try:
         code: int = importlib.import_module(f"{_COMMANDS}.{options.command}").run(options)
         sys.stdout.flush()
@@ -49,6 +46,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return refuse([f"{error}; this takes more than the client: pip install 'kvtier[server]'"], EXIT_FAILURE)
     return code
+
+
+def set_credentials(options: argparse.Namespace) -> None:
+    """Puts the credentials of the flags into the environment, where every connection to a server looks."""
+    for name, variable in _CREDENTIALS.items():
+        if getattr(options, name, None) is not None:
+            os.environ[variable] = getattr(options, name)
+            if name == "token_file":
+                os.environ.pop("KVTIER_TOKEN", None)  # it would be used instead
 
 
 def _forget_output() -> None:

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvtier.client import breakeven
 from kvtier.protos.v1 import admin_pb2, cache_pb2, common_pb2
-from kvtier.server.commands import bench_report, drain, evict, explain, handoffs, leases, size
+from kvtier.server.commands import drain, evict, explain, handoffs, leases, size
 from kvtier.server.commands.console import EXIT_CODES
 from kvtier.server.commands.doctor import CHECKS
 from kvtier.server.commands.parser import new_parser
@@ -108,19 +107,11 @@ def json_fields() -> dict[str, list[str]]:
             "fsck": json.loads(offline_fsck.to_json([report])),
             "evict": {"dry_run": 0, "done": 0, "tiers": [dict.fromkeys(evict.FIGURES)]},
             "drain": dict.fromkeys(("mode", *drain.FIGURES, "ended")),
-            "bench": json.loads(bench_report.to_json(_measured())),
             "config": {"config": 0, "origins": 0},
             "size": size.figures(size.KvShape(1, 0, 0, False, 1, 1, "fp8", 1), 1, 1, {"cpu": 0, "disk": 0}),
             "doctor": {"ok": 0, "findings": [dict.fromkeys(("check", "verdict", "seen", "why", "do"))]},
         }.items()
     }
-
-
-def _measured() -> breakeven.Report:
-    line, samples = breakeven.RegressionLine(0.002, 1e-6), {64: [0.002]}
-    geometry = breakeven.Geometry.given(1 << 17, 16)
-    transferred = breakeven.TransferTimes("shm", geometry, samples, line, 0.0, 1e11)
-    return breakeven.Report(transferred, breakeven.ComputeTimes(samples, line), breakeven.Proposal(64, 48, 80))
 
 
 def _paths(value: Any, path: str = "") -> set[str]:

@@ -30,12 +30,6 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
 }
 """For each top-level folder, the others that it may import."""
 
-LAZY_EXCEPTIONS = {
-    "kvtier.server.commands.bench": "kvtier.client.breakeven",
-    "kvtier.server.commands.bench_report": "kvtier.client.breakeven",
-}
-"""Modules that may import one other package, inside functions: `kvtier bench` acts as an engine."""
-
 GENERATED = "kvtier.protos.v1"
 
 MIRRORED_CLASSES = frozenset(
@@ -247,9 +241,6 @@ def against_the_arrows(arrows: Iterable[Arrow]) -> list[str]:
     for arrow in arrows:
         source, target = arrow.source.folder, arrow.target.folder
         if not source or not target or target in MAY_IMPORT[source] | {source}:
-            continue
-        exception = LAZY_EXCEPTIONS.get(arrow.source.name)
-        if exception and not arrow.at_start and f"{arrow.target.name}.".startswith(f"{exception}."):
             continue
         found.append(f"{arrow.source.path}:{arrow.line}: {source} may not import {target} ({arrow.target.path})")
     return found

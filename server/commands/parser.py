@@ -8,7 +8,7 @@ from typing import Any
 from ... import __version__
 from .console import EXIT_CODES
 
-__all__ = ["new_parser"]
+__all__ = ["add_endpoint", "new_parser"]
 
 
 def new_parser() -> argparse.ArgumentParser:
@@ -29,7 +29,6 @@ def new_parser() -> argparse.ArgumentParser:
     _add_drain(commands)
     _add_doctor(commands)
     _add_fsck(commands)
-    _add_bench(commands)
     _add_size(commands)
     _add_token(commands)
     completion = commands.add_parser("completion", help="print what makes a shell complete commands and flags")
@@ -55,7 +54,7 @@ def _add_config(commands: Any) -> None:
 
 def _add_shown(commands: Any) -> None:
     """Adds the commands that show what GetStatus says."""
-    _add_endpoint(commands.add_parser("status", help="show what a running server holds, and for whom"))
+    add_endpoint(commands.add_parser("status", help="show what a running server holds, and for whom"))
     top = commands.add_parser(
         "top",
         help="watch what a server does: rates per second of tiers, tenants and sessions",
@@ -65,9 +64,9 @@ def _add_shown(commands: Any) -> None:
     top.add_argument("--interval", metavar="SECONDS", type=float, default=2.0, help="between two looks (2)")
     top.add_argument("--count", metavar="N", type=int, default=0, help="end after so many (0: never)")
     top.add_argument("--once", action="store_true", help="show one interval and end: the same as --count 1")
-    _add_endpoint(top)
-    _add_endpoint(commands.add_parser("tiers", help="show the tiers: fill, hits, queues, tenants, where memory is"))
-    _add_endpoint(commands.add_parser("sessions", help="list the engine processes that are connected"))
+    add_endpoint(top)
+    add_endpoint(commands.add_parser("tiers", help="show the tiers: fill, hits, queues, tenants, where memory is"))
+    add_endpoint(commands.add_parser("sessions", help="list the engine processes that are connected"))
 
 
 def _add_listed(commands: Any) -> None:
@@ -78,11 +77,11 @@ def _add_listed(commands: Any) -> None:
     ):
         listed = commands.add_parser(name, help=text)
         listed.add_argument("--most", metavar="N", type=int, default=0, help="list at most so many, the oldest (1,000)")
-        _add_endpoint(listed)
+        add_endpoint(listed)
     explain = commands.add_parser("explain", help="say why blocks of a request of the last minutes were misses")
     explain.add_argument("request", metavar="REQUEST", help="the engine's id of the request")
     explain.add_argument("--engine", metavar="ID", default="", help="the engine; else whichever used that id last")
-    _add_endpoint(explain)
+    add_endpoint(explain)
 
 
 def _add_evict(commands: Any) -> None:
@@ -110,7 +109,7 @@ def _add_evict(commands: Any) -> None:
     )
     what.add_argument("--retained", action="store_true", help="also what requests have had retained")
     evict.add_argument("--dry-run", action="store_true", help="say how much would go, and change nothing")
-    _add_endpoint(evict)
+    add_endpoint(evict)
 
 
 def _add_drain(commands: Any) -> None:
@@ -124,7 +123,7 @@ def _add_drain(commands: Any) -> None:
     how.add_argument("--stay", action="store_true", help="do not end: take no new work until --undo")
     how.add_argument("--undo", action="store_true", help="take new work again, after --stay")
     drain.add_argument("--wait", action="store_true", help="wait until it is drained, or has ended")
-    _add_endpoint(drain)
+    add_endpoint(drain)
 
 
 def _add_doctor(commands: Any) -> None:
@@ -142,7 +141,7 @@ def _add_doctor(commands: Any) -> None:
     )
     doctor.add_argument("--no-disk-test", action="store_true", help="do not measure disks")
     doctor.add_argument("--only", metavar="CHECK", action="append", default=[], help="only this check; may be repeated")
-    _add_endpoint(doctor)
+    add_endpoint(doctor)
     _add_settings(doctor)
 
 
@@ -159,7 +158,7 @@ def _add_fsck(commands: Any) -> None:
         "--repair", action="store_true", help="quarantine what is damaged, so that it is never read again"
     )
     fsck.add_argument("--tier", metavar="NAME", action="append", default=[], help="only this tier; may be repeated")
-    _add_endpoint(fsck)
+    add_endpoint(fsck)
     offline = fsck.add_argument_group("while no server runs")
     offline.add_argument("--config", metavar="FILE", default=None, help="TOML file with settings (KVTIER_CONFIG)")
     offline.add_argument(
@@ -170,38 +169,6 @@ def _add_fsck(commands: Any) -> None:
     online.add_argument(
         "--rate", metavar="SIZE", help="read at most so much in a second, like 100MiB; 64KiB at least (0: no bound)"
     )
-
-
-def _add_bench(commands: Any) -> None:
-    bench = commands.add_parser(
-        "bench",
-        help="measure from how many tokens on a transfer of KV is worth it",
-        description="Measures, against a running server, how long it takes to have a prefix handed over, and how long an "
-        "engine takes to compute one; proposes kv_recompute_threshold. What it puts on the server goes when it has ended.",
-    )
-    bench.add_argument("--break-even", action="store_true", help="what to measure; there is nothing else so far")
-    _add_endpoint(bench)
-    bench.add_argument(
-        "--transport",
-        choices=("auto", "shm", "tcp", "grpc"),
-        default="auto",
-        help="how bytes move (auto: shm on one host)",
-    )
-    bench.add_argument("--max-tokens", metavar="N", type=int, default=4096, help="longest prefix and prompt (4096)")
-    bench.add_argument("--rounds", metavar="N", type=int, default=7, help="how often each length is measured (7)")
-    bench.add_argument(
-        "--max-bytes",
-        metavar="SIZE",
-        default="256MiB",
-        help="most that is put on the server, and an eighth of its CPU tier at most (256MiB)",
-    )
-    size = bench.add_argument_group("how large KV is; else as of the engine that is connected")
-    size.add_argument("--kv-bytes-per-token", metavar="SIZE", help="of one rank, all layers, like 128KiB")
-    size.add_argument("--block-tokens", metavar="N", type=int, help="tokens of a block (16)")
-    size.add_argument("--model", metavar="NAME", help="which engine's, where several are connected")
-    speed = bench.add_argument_group("how fast prompts are computed, one of")
-    speed.add_argument("--engine", metavar="URL", help="an engine to ask: its OpenAI API, like http://127.0.0.1:8000")
-    speed.add_argument("--prefill-tokens-per-s", metavar="N", type=float, help="where it is known")
 
 
 def _add_size(commands: Any) -> None:
@@ -230,7 +197,7 @@ def _add_token(commands: Any) -> None:
     new.add_argument("--file", metavar="FILE", help="append it to this file of tokens (auth.tokens)")
 
 
-def _add_endpoint(parser: argparse.ArgumentParser) -> None:
+def add_endpoint(parser: argparse.ArgumentParser) -> None:
     """Adds how a running server is reached: the same for every command that asks one."""
     parser.add_argument(
         "--endpoint",

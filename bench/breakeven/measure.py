@@ -8,12 +8,14 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...protos.v1 import admin_pb2
-from ..errors import BreakEvenError, KVTierError, PeerUnreachable, Unavailable
-from ..session.connection import TransportName
-from ..sync import Client
-from ..timeouts import Timeouts
+from kvtier.client.errors import KVTierError, Unavailable
+from kvtier.client.session.connection import TransportName
+from kvtier.client.sync import Client
+from kvtier.client.timeouts import Timeouts
+from kvtier.protos.v1 import admin_pb2
+
 from .compute import PrefillEngine
+from .errors import BreakEvenError, PeerUnreachable
 from .fit import Proposal, RegressionLine, Samples, fit, propose, worst_miss
 from .geometry import CLIENT_NAME, Geometry, geometry_of_engines, lengths_up_to
 from .transfer import TransferRig

@@ -15,8 +15,7 @@ from harness.prefill_engine import StandInEngine
 from harness.server_process import MIB, ServerProcess
 from rich.console import Console
 
-from kvtier.client import Client, Group, GroupKind, breakeven
-from kvtier.client.breakeven import (
+from bench.breakeven import (
     BreakEvenError,
     ComputeTimes,
     Geometry,
@@ -28,9 +27,11 @@ from kvtier.client.breakeven import (
     TransferTimes,
     propose,
 )
+from bench.breakeven import __main__ as command
+from bench.breakeven.report import show, to_json
+from kvtier.client import Client, Group, GroupKind
 from kvtier.protos.v1 import admin_pb2
-from kvtier.server import cli
-from kvtier.server.commands.bench_report import show, to_json
+from kvtier.server.commands import console
 
 KV = ("--kv-bytes-per-token", "256")
 GIVEN = ("--prefill-tokens-per-s", "5000")
@@ -45,7 +46,7 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
 
 def bench(server: ServerProcess, *flags: str) -> int:
     """Runs the command; returns its exit code."""
-    return cli.main(["bench", "--break-even", "--endpoint", server.endpoint, "--timeout", "20", *flags])
+    return command.main(["--endpoint", server.endpoint, "--timeout", "20", *flags])
 
 
 def told(capsys: pytest.CaptureFixture[str], server: ServerProcess, *flags: str) -> Any:
@@ -114,7 +115,7 @@ def test_an_engine_is_measured_by_prompts(
     The rate uses its token counts.
     """
     with StandInEngine(max_model_len=300, seconds_per_request=0.5, seconds_per_token=2**-10) as stand_in:
-        monkeypatch.setattr(breakeven, "PrefillEngine", functools.partial(PrefillEngine, clock=stand_in.clock))
+        monkeypatch.setattr(command, "PrefillEngine", functools.partial(PrefillEngine, clock=stand_in.clock))
         report = told(capsys, server, *KV, "--engine", stand_in.url, "--rounds", "3", "--max-tokens", "512")
         assert [len(prompt) for prompt in stand_in.prompts] == [16, 32, 64, 144, 288] * 4
         assert len({tuple(prompt[:16]) for prompt in stand_in.prompts}) == 20
@@ -248,7 +249,7 @@ class TestRefusals:
     ) -> None:
         """If longer prompts take no longer, there is no proposal."""
         with StandInEngine(seconds_per_request=0.5) as stand_in:
-            monkeypatch.setattr(breakeven, "PrefillEngine", functools.partial(PrefillEngine, clock=stand_in.clock))
+            monkeypatch.setattr(command, "PrefillEngine", functools.partial(PrefillEngine, clock=stand_in.clock))
             code, why = refused(capsys, server, *KV, "--engine", stand_in.url, "--max-tokens", "64")
         assert (code, why.startswith("what a token costs to compute is lost in the noise")) == (1, True)
 
@@ -277,19 +278,15 @@ class TestRefusals:
     )
     def test_wrong_usage(self, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], why: str) -> None:
         """A line gives the reason, the exit code is 2, and no server is called."""
-        assert cli.main(["bench", "--break-even", *flags]) == cli.EXIT_USAGE
+        assert command.main([*flags]) == console.EXIT_USAGE
         captured = capsys.readouterr()
         assert (captured.out, captured.err.startswith(f"kvtier: error: {why}")) == ("", True), captured.err
-
-    def test_the_flag_of_the_measurement_is_required(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert cli.main(["bench", *KV, *GIVEN]) == cli.EXIT_USAGE
-        assert capsys.readouterr().err == "kvtier: error: say what to measure: --break-even\n"
 
     def test_an_unreachable_server_is_an_error(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """The exit code is 2."""
         endpoint = f"unix:{tmp_path}/none"
-        code = cli.main(["bench", "--break-even", "--endpoint", endpoint, *KV, *GIVEN])
-        assert (code, f"no server answers at {endpoint}" in capsys.readouterr().err) == (cli.EXIT_UNREACHABLE, True)
+        code = command.main(["--endpoint", endpoint, *KV, *GIVEN])
+        assert (code, f"no server answers at {endpoint}" in capsys.readouterr().err) == (console.EXIT_UNREACHABLE, True)
 
     def test_an_unusable_engine_is_an_error(self, server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
         """An unreachable engine gives exit code 2, one that refuses gives 1.

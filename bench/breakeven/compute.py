@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from ..errors import BreakEvenError, PeerUnreachable
+from .errors import BreakEvenError, PeerUnreachable
 
 __all__ = ["PrefillEngine"]
 

@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from ...cuda.host.copy import address_of, copy_batch
-from ..errors import BreakEvenError, HoldGone, KVTierError
-from ..namespace import Namespace, make_hold_key
-from ..results import HoldName, PublishStatus, StoreStatus
-from ..sync import Client
+from kvtier.client.errors import HoldGone, KVTierError
+from kvtier.client.namespace import Namespace, make_hold_key
+from kvtier.client.results import HoldName, PublishStatus, StoreStatus
+from kvtier.client.sync import Client
+from kvtier.cuda.host.copy import address_of, copy_batch
+
+from .errors import BreakEvenError
 from .geometry import CLIENT_NAME, Geometry, lengths_up_to
 
 __all__ = ["TransferRig"]
@@ -61,7 +63,7 @@ class TransferRig:
             "uint8",
             geometry.groups,
             hash_scheme="none",
-            attributes={"purpose": "kvtier bench --break-even"},
+            attributes={"purpose": "break-even benchmark"},
         )
 
     @property

@@ -75,7 +75,7 @@ def propose(transfer: Samples, compute: Samples | float, block_tokens: int, *, s
         block_tokens: the result is rounded up to a multiple of this.
         seed: seed of the resamples, so that equal timings give equal intervals.
     """
-    draws = random.Random(seed)  # noqa: S311 - nothing secret
+    draws = random.Random(seed)
 
     def redrawn(samples: Samples) -> Samples:
         return {tokens: draws.choices(seconds, k=len(seconds)) for tokens, seconds in samples.items()}

@@ -5,8 +5,8 @@ times new prompts on a prefill engine (`compute`) and proposes a threshold (`fit
 it stores on the server are removed with their hold.
 """
 
-from ..errors import BreakEvenError, PeerUnreachable
 from .compute import PrefillEngine
+from .errors import BreakEvenError, PeerUnreachable
 from .fit import Proposal, RegressionLine, Samples, fit, propose, worst_miss
 from .geometry import Geometry, geometry_of_engines, lengths_up_to
 from .measure import ComputeTimes, MeasurementPlan, Report, TransferTimes, measure

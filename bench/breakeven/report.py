@@ -1,4 +1,4 @@
-"""How `kvtier bench --break-even` shows what was measured, and what follows from it."""
+"""Report of the break-even benchmark: tables for a terminal, and JSON."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import json
 import math
 import statistics
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from ..config.units import human_size
-from .admin_client import plain_console
+from kvtier.server.commands.admin_client import plain_console
+from kvtier.server.config.units import human_size
 
-if TYPE_CHECKING:
-    from ...client.breakeven import ComputeTimes, Proposal, Report, Samples, TransferTimes
+from .fit import Proposal, Samples
+from .measure import ComputeTimes, Report, TransferTimes
 
 __all__ = ["show", "to_json"]
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ...protos.v1 import admin_pb2
-from ..errors import BreakEvenError
-from ..namespace import Group, GroupKind
+from kvtier.client.namespace import Group, GroupKind
+from kvtier.protos.v1 import admin_pb2
+
+from .errors import BreakEvenError
 
 __all__ = ["CLIENT_NAME", "Geometry", "geometry_of_engines", "lengths_up_to"]
 

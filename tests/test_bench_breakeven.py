@@ -8,8 +8,7 @@ from collections.abc import Iterable
 import pytest
 from harness.prefill_engine import StandInEngine
 
-from kvtier.client import Group, GroupKind
-from kvtier.client.breakeven import (
+from bench.breakeven import (
     BreakEvenError,
     Geometry,
     PeerUnreachable,
@@ -23,6 +22,7 @@ from kvtier.client.breakeven import (
     propose,
     worst_miss,
 )
+from kvtier.client import Group, GroupKind
 from kvtier.protos.v1 import admin_pb2, common_pb2
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
