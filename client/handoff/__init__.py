@@ -1,8 +1,8 @@
-"""What one engine hands to another, when, and for how long: decided here once, for every engine (BEHAVIOUR B2).
+"""Engine-independent hand-off of requests: what an engine pulls from peers and holds for them.
 
-``core`` is the door. Behind it: ``params`` (what callers say, and are answered), ``matching`` (how much can be pulled), ``reads``
-(into which blocks), ``holding`` (what is held at a request's end) and ``requests`` (the one transfer of each). ``engine`` says what
-the core asks of its surroundings. It knows neither an engine nor kvtier's client, and shares the words of ``client/offload``.
+``core`` is the state machine that engine adapters drive (B2). ``claims`` decides how much is
+pulled, into which blocks, and what is held. ``params`` reads and writes ``kv_transfer_params``.
+``model`` defines what the core needs from the engine and from the connections to servers.
 """
 
 from .claims import TransferState

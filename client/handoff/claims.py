@@ -1,11 +1,12 @@
-"""How many tokens of a request another engine has, and how many of these can be used (B2.2 to B2.7, B2.19)."""
+"""Blocks of a hand-off: which of a claim are usable, which are pulled, and which are held (B2)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 
-from ..offload import BlockRead, BlockTables, CacheGeometry, CacheGroup, CacheGroupKind
+from ..offload import BlockRead, BlockTables, CacheGeometry, CacheGroup, CacheGroupKind, FreeBlock
 from ..offload.loads import longest_hit
 from .model import EXPIRY_MARGIN_S, ClaimedBlocks, ClaimId, HandoffOptions, HandoffRequest
 from .params import RemoteRequest, TransferParams
@@ -13,9 +14,11 @@ from .params import RemoteRequest, TransferParams
 __all__ = [
     "Claim",
     "HandoffState",
+    "HeldBlocks",
     "TransferState",
     "Usable",
     "apply_threshold",
+    "hold_blocks",
     "is_expired",
     "may_pull",
     "needs_earlier_context",
@@ -31,122 +34,14 @@ Usable = dict[int, dict[int, int]]
 """Per group index and position, the item of the lease that has the block."""
 
 
-def may_pull(params: TransferParams, options: HandoffOptions) -> bool:
-    """Whether blocks of another engine are pulled for such a request at all: matching and pulling ask the same (B2.7, B2.9)."""
-    if params.holds_nothing:
-        return False
-    return params.do_remote_prefill or (params.do_remote_decode and options.bidirectional_kv_xfer)
-
-
-def offered_tokens(params: TransferParams, prompt_tokens: int, computed_tokens: int, options: HandoffOptions) -> int:
-    """How many tokens after ``computed_tokens`` a peer has, as far as the parameters say; 0 for none."""
-    if params.remote is None or not may_pull(params, options):
-        return 0
-    if params.do_remote_prefill:
-        return max(0, prompt_tokens - computed_tokens)
-    return max(0, min(params.num_tokens, prompt_tokens) - computed_tokens) if params.has_blocks else 0
-
-
-def apply_threshold(count: int, params: TransferParams, options: HandoffOptions) -> int:
-    """Returns ``count``, or 0 where it is too little: below the threshold a prefill engine computes it sooner (B2.4)."""
-    too_little = not params.do_remote_prefill and count < options.kv_recompute_threshold
-    return 0 if count <= 0 or too_little else count
-
-
-def is_expired(params: TransferParams, wall_time: float) -> bool:
-    """Whether what the parameters name is over, or will be before it is read (B2.19)."""
-    return params.expiry_time is not None and params.expiry_time - EXPIRY_MARGIN_S <= wall_time
-
-
-def usable_blocks(
-    geometry: CacheGeometry, request: HandoffRequest, remote: RemoteRequest, claimed: ClaimedBlocks
-) -> Usable:
-    """Which blocks of a claim hold this request's tokens: those whose keys are the names that it would give them itself."""
-    usable: Usable = {group.index: {} for group in geometry.groups}
-    groups = {group.index: group for group in geometry.groups}
-    for block in claimed.blocks:
-        group = groups.get(block.group_index)
-        if group is None or block.item is None:
-            continue
-        if block.key == _own_key(request, remote, group, block.position, claimed.num_tokens):
-            usable[group.index][block.position] = block.item
-    return usable
-
-
-def usable_tokens(geometry: CacheGeometry, usable: Usable, num_tokens: int, computed_tokens: int) -> int:
-    """How far the usable blocks reach, in tokens from the start of the request.
-
-    ``computed_tokens`` the engine has itself: whole steps.
-    """
-    if all(_is_complete(group, usable[group.index], num_tokens, computed_tokens) for group in geometry.groups):
-        return num_tokens
-    step = geometry.step_tokens
-    present = {index: set(items) for index, items in usable.items()}
-    return longest_hit(geometry.groups, present, computed_tokens, num_tokens // step * step, step)
-
-
-def needs_older_windows(geometry: CacheGeometry, start: int, end: int) -> bool:
-    """Whether a pull of [``start``, ``end``) tokens leans on windows before ``start`` that the engine may have lost.
-
-    One with state groups takes for computed what full attention has, though a sliding window lost its blocks there.
-    """
-    if not any(group.is_state for group in geometry.groups):
-        return False
-    windows = (group for group in geometry.groups if group.kind is CacheGroupKind.WINDOW)
-    return any(group.first_needed_block(end) < start // group.block_tokens for group in windows)
-
-
-def needs_earlier_context(geometry: CacheGeometry, end: int) -> bool:
-    """Whether a hit that is a whole prompt of ``end`` tokens lacks what its last token is computed from.
-
-    An engine computes that one in any case: with a state it would count twice, and a window may reach one block further back.
-    """
-    return any(g.is_state or g.first_needed_block(end - 1) < g.first_needed_block(end) for g in geometry.groups)
-
-
-def _is_complete(group: CacheGroup, items: dict[int, int], num_tokens: int, computed_tokens: int) -> bool:
-    first = max(group.first_needed_block(num_tokens), computed_tokens // group.block_tokens)
-    return all(position in items for position in range(first, -(-num_tokens // group.block_tokens)))
-
-
-def _own_key(
-    request: HandoffRequest, remote: RemoteRequest, group: CacheGroup, position: int, num_tokens: int
-) -> bytes | None:
-    is_full = (position + 1) * group.block_tokens <= num_tokens
-    if is_full and position < request.final_blocks(group):
-        return request.key(group, position)
-    return request.hold_key(remote.engine_id, remote.request_id, group, position, num_tokens)
-
-
-def plan_pull(
-    geometry: CacheGeometry, usable: Usable, lease_id: int, tables: BlockTables, start: int, end: int
-) -> list[BlockRead]:
-    """Returns the read that fills all blocks that the engine allocated for [``start``, ``end``) tokens, the last one as a part.
-
-    Nothing when the claim lacks one of them, or ``start`` lies within a block: the engine will take every one for loaded.
-    """
-    read = BlockRead(lease_id)
-    for group in geometry.groups:
-        if start % group.block_tokens:
-            return []
-        for position in range(start // group.block_tokens, -(-end // group.block_tokens)):
-            block_id = tables[group.index][position]
-            if block_id == geometry.null_block:
-                continue
-            item = usable[group.index].get(position)
-            if item is None:
-                return []
-            read.indices.append(item)
-            read.groups.append(group.index)
-            read.block_ids.append(block_id)
-    return [read] if read.indices else []
-
-
 class TransferState(Enum):
-    """Where the one transfer of a request is (B2.10). It only ever moves down this list.
+    """State of a request's only transfer (B2.10). It changes only to a later one of this list.
 
-    NONE: the parameters name nobody to pull from. WANTED: they do, and it was not decided yet. CLAIMED: asked for, or leased.
-    PULLING: workers copy. OVER: copied, or not worth it, or not possible; the peer has been told that it is not needed any more.
+    NONE: the parameters name no peer.
+    WANTED: they name a peer, and no claim was made yet.
+    CLAIMED: a claim was sent or granted.
+    PULLING: workers copy the blocks.
+    OVER: the transfer has ended or was given up; the peer was told to release its hold.
     """
 
     NONE = "none"
@@ -158,9 +53,10 @@ class TransferState(Enum):
 
 @dataclass
 class Claim:
-    """A question to a server, from ``computed_tokens`` on; once answered a lease on what is ``usable`` of the request.
+    """A claim of a hold's blocks after ``computed_tokens``.
 
-    ``answer`` is None for one that was not granted anything. ``reach``: how far the usable blocks go, in tokens.
+    ``answer`` is None if nothing was granted. ``usable``: the blocks of the answer that hold this
+    request's tokens. ``reach``: how far they go, in tokens from the start of the request.
     """
 
     number: ClaimId
@@ -175,9 +71,10 @@ class Claim:
 
 @dataclass
 class HandoffState:
-    """One request.
+    """State of one request.
 
-    ``hold_at_end``: it was scheduled, and is to be held at its end (B2.8). ``ended``: only workers use it any more.
+    ``hold_at_end``: it was scheduled, and its blocks are held at its end (B2.8).
+    ``ended``: it has ended, and only workers still use it.
     """
 
     engine: HandoffRequest
@@ -187,3 +84,180 @@ class HandoffState:
     offered_from: int = 0
     hold_at_end: bool = False
     ended: bool = False
+
+
+# ---- how much to pull
+
+
+def may_pull(params: TransferParams, options: HandoffOptions) -> bool:
+    """Whether parameters and options allow a pull (B2.7, B2.9)."""
+    if params.holds_nothing:
+        return False
+    return params.do_remote_prefill or (params.do_remote_decode and options.bidirectional_kv_xfer)
+
+
+def offered_tokens(params: TransferParams, prompt_tokens: int, computed_tokens: int, options: HandoffOptions) -> int:
+    """How many tokens after ``computed_tokens`` the peer has, according to the parameters."""
+    if params.remote is None or not may_pull(params, options):
+        return 0
+    if params.do_remote_prefill:
+        return max(0, prompt_tokens - computed_tokens)
+    return max(0, min(params.num_tokens, prompt_tokens) - computed_tokens) if params.has_blocks else 0
+
+
+def apply_threshold(count: int, params: TransferParams, options: HandoffOptions) -> int:
+    """Returns ``count``, or 0 if a prefill engine computes so few tokens faster (B2.4)."""
+    too_few = not params.do_remote_prefill and count < options.kv_recompute_threshold
+    return 0 if count <= 0 or too_few else count
+
+
+def is_expired(params: TransferParams, wall_time: float) -> bool:
+    """Whether the peer's hold has expired, or will before it is read (B2.19)."""
+    return params.expiry_time is not None and params.expiry_time - EXPIRY_MARGIN_S <= wall_time
+
+
+def usable_blocks(
+    geometry: CacheGeometry, request: HandoffRequest, remote: RemoteRequest, claimed: ClaimedBlocks
+) -> Usable:
+    """Returns the claimed blocks that hold this request's tokens: their keys are its own."""
+    usable: Usable = {group.index: {} for group in geometry.groups}
+    groups = {group.index: group for group in geometry.groups}
+    for block in claimed.blocks:
+        group = groups.get(block.group_index)
+        if group is None or block.item is None:
+            continue
+        if block.key == _block_key(
+            request, remote.engine_id, remote.request_id, group, block.position, claimed.num_tokens
+        ):
+            usable[group.index][block.position] = block.item
+    return usable
+
+
+def usable_tokens(geometry: CacheGeometry, usable: Usable, num_tokens: int, computed_tokens: int) -> int:
+    """How far the usable blocks reach, in tokens from the start of the request.
+
+    ``computed_tokens``: whole steps that the engine has itself.
+    """
+    if all(_is_complete(group, usable[group.index], num_tokens, computed_tokens) for group in geometry.groups):
+        return num_tokens
+    step = geometry.step_tokens
+    present = {index: set(items) for index, items in usable.items()}
+    return longest_hit(geometry.groups, present, computed_tokens, num_tokens // step * step, step)
+
+
+def needs_older_windows(geometry: CacheGeometry, start: int, end: int) -> bool:
+    """Whether a pull of [``start``, ``end``) needs window blocks before ``start`` that may be lost.
+
+    An engine with state groups counts the tokens of full attention as computed, even if a sliding
+    window lost their blocks.
+    """
+    if not any(group.is_state for group in geometry.groups):
+        return False
+    windows = (group for group in geometry.groups if group.kind is CacheGroupKind.WINDOW)
+    return any(group.first_needed_block(end) < start // group.block_tokens for group in windows)
+
+
+def needs_earlier_context(geometry: CacheGeometry, end: int) -> bool:
+    """Whether a hit on a whole prompt of ``end`` tokens lacks the context of its last token.
+
+    The engine always computes that token. A state would count it twice, and a window may reach one
+    block further back.
+    """
+    return any(g.is_state or g.first_needed_block(end - 1) < g.first_needed_block(end) for g in geometry.groups)
+
+
+def plan_pull(
+    geometry: CacheGeometry, usable: Usable, lease_id: int, tables: BlockTables, start: int, end: int
+) -> list[BlockRead]:
+    """Returns the read that fills all blocks allocated for [``start``, ``end``).
+
+    Returns none if the claim lacks a block or ``start`` is inside a block, because the engine
+    treats every allocated block as loaded.
+    """
+    read = BlockRead(lease_id)
+    for group in geometry.groups:
+        if start % group.block_tokens:
+            return []
+        for position in range(start // group.block_tokens, -(-end // group.block_tokens)):
+            block_id = tables[group.index][position]
+            if block_id == geometry.null_block:
+                continue
+            item = usable[group.index].get(position)
+            if item is None:
+                return []
+            read.add(item, group.index, block_id)
+    return [read] if read.indices else []
+
+
+def _is_complete(group: CacheGroup, items: dict[int, int], num_tokens: int, computed_tokens: int) -> bool:
+    first = max(group.first_needed_block(num_tokens), computed_tokens // group.block_tokens)
+    return all(position in items for position in range(first, -(-num_tokens // group.block_tokens)))
+
+
+# ---- what to hold
+
+
+@dataclass
+class HeldBlocks:
+    """Blocks of a request that another engine needs to continue from ``num_tokens``.
+
+    ``positions``: per group. ``blocks``: all of them, each with the key of the hold.
+    """
+
+    num_tokens: int
+    positions: list[list[int]] = field(default_factory=list)
+    blocks: list[FreeBlock] = field(default_factory=list)
+
+    @property
+    def keys(self) -> list[bytes]:
+        return [block.key for block in self.blocks if block.key is not None]
+
+    @property
+    def flat_positions(self) -> list[int]:
+        return [position for group in self.positions for position in group]
+
+
+def hold_blocks(
+    geometry: CacheGeometry, engine_id: str, request: HandoffRequest, tables: BlockTables, confirmed_tokens: int
+) -> HeldBlocks:
+    """Returns the blocks to hold; none, of 0 tokens, if a needed block is missing (B2.17, B2.18).
+
+    A window group holds the blocks that its window reaches, and that of the token before if it is
+    still there: if the prompt ends here, its last token is computed again. With state groups
+    nothing is held: engines free the needed state before the request ends. The peer then uses the
+    blocks that were stored as usual.
+    """
+    nothing = HeldBlocks(0, positions=[[] for _ in geometry.groups])
+    if any(group.is_state for group in geometry.groups):
+        return nothing
+    num_tokens = confirmed_tokens
+    if geometry.drop_last_block:
+        num_tokens -= num_tokens % geometry.step_tokens
+    held = HeldBlocks(num_tokens)
+    for group in geometry.groups:
+        end, table = -(-num_tokens // group.block_tokens), tables[group.index]
+        positions = range(_first_held(geometry, group, table, num_tokens), end)
+        for position in positions:
+            if position >= len(table) or table[position] == geometry.null_block:
+                return nothing
+            key = _block_key(request, engine_id, request.hold_name, group, position, num_tokens)
+            if key is None:
+                return nothing
+            held.blocks.append(FreeBlock(table[position], group.index, key))
+        held.positions.append(list(positions))
+    return held
+
+
+def _first_held(geometry: CacheGeometry, group: CacheGroup, table: Sequence[int], num_tokens: int) -> int:
+    needed, earlier = group.first_needed_block(num_tokens), group.first_needed_block(max(0, num_tokens - 1))
+    return earlier if earlier < len(table) and table[earlier] != geometry.null_block else needed
+
+
+def _block_key(
+    request: HandoffRequest, engine_id: str, hold_name: str, group: CacheGroup, position: int, num_tokens: int
+) -> bytes | None:
+    """The content key of a full block, or the key of a block that only the hold has."""
+    is_full = (position + 1) * group.block_tokens <= num_tokens
+    if is_full and position < request.final_blocks(group):
+        return request.key(group, position)
+    return request.hold_key(engine_id, hold_name, group, position, num_tokens)

@@ -1,12 +1,14 @@
-"""Handing requests from one engine to another, for any engine: what to pull, what to hold, and when a peer is not needed any more.
+"""Hand-off core: decides what an engine pulls from peers, and what it holds for them.
 
-A state machine without I/O, clock or threads, beside the one of offloading (``client/offload``): that one stores a request's full
-blocks, this one has them held, names what has no content hash, and pulls what a peer holds. In the order of one request's life:
+A state machine without I/O, clock or threads, for any engine. It works beside the offload core,
+which stores a request's full blocks. This core has them held, assigns keys to blocks without a
+content key, and pulls the blocks that a peer holds. Calls for one request:
 
     arrived -> match (until it is known) -> allocated -> [pull_ended] -> finished
 
-and besides: ``claim_ended``, and ``heartbeat`` and ``take_pulls`` once per step. ``now`` is seconds of any clock that does not go
-back, ``wall_time`` seconds since 1970. Requests that the core does not know, or that have no parameters, are none of its business.
+Other calls: ``claim_ended``, and ``heartbeat`` and ``take_pulls`` once per step. ``now`` is in
+seconds of a clock that never goes back, ``wall_time`` in seconds since 1970. Requests without
+parameters are ignored.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from .claims import (
     HandoffState,
     TransferState,
     apply_threshold,
+    hold_blocks,
     is_expired,
     may_pull,
     needs_earlier_context,
@@ -29,7 +32,6 @@ from .claims import (
     usable_blocks,
     usable_tokens,
 )
-from .holds import hold_blocks
 from .model import (
     ClaimedBlocks,
     ClaimId,
@@ -46,7 +48,7 @@ __all__ = ["BlockPull", "EngineIdentity", "FinishedRequest", "HandoffCore"]
 
 
 class EngineIdentity(NamedTuple):
-    """Who we are for our peers: our engine, the server that holds our requests, and how many ranks have a part of each block."""
+    """Identity that peers see: engine id, address of the server with the holds, ranks per block."""
 
     engine_id: str
     host: str
@@ -55,18 +57,17 @@ class EngineIdentity(NamedTuple):
 
 
 class BlockPull(NamedTuple):
-    """A load from the server that ``remote`` names. Without reads it is one that cannot be done."""
+    """A load from the server of ``remote``. A job without reads cannot be done."""
 
     remote: RemoteRequest | None
     job: LoadJob
 
 
 class FinishedRequest(NamedTuple):
-    """What a request's end comes to: the parameters to answer with, and the blocks to be stored under the names given here.
+    """Result of a request's end: the parameters to return, and the blocks to store with these keys.
 
-    That is all that is held, so that who pulls it waits for nothing that was left out.
-
-    ``drop_saves``: nothing more of it is to be stored at all (B2.16), or can be: its blocks may hold anything.
+    ``blocks`` is everything that is held, so a peer never waits for a block that was left out.
+    ``drop_saves``: nothing more of the request is stored (B2.16): its blocks may be undefined.
     """
 
     params: dict[str, Any] | None = None
@@ -75,7 +76,7 @@ class FinishedRequest(NamedTuple):
 
 
 class HandoffCore:
-    """One engine's. It never waits; every method is called on the scheduler's thread."""
+    """Hand-offs of one engine. Methods are called on the scheduler's thread and never block."""
 
     def __init__(
         self, geometry: CacheGeometry, identity: EngineIdentity, options: HandoffOptions, server: HandoffServer
@@ -88,17 +89,20 @@ class HandoffCore:
         self._claims: dict[ClaimId, HandoffState] = {}
         self._pulls: list[BlockPull] = []
         self._next_claim = 1
-        self._beat_at = 0.0
-        # Of whose peers no heartbeat was sent yet.
-        self._newcomers: list[str] = []
+        self._next_heartbeat_at = 0.0
+        # New requests whose peers have had no heartbeat yet.
+        self._without_heartbeat: list[str] = []
 
     @property
     def pending(self) -> bool:
-        """Whether the engine must keep stepping for pulls to be sent or reported."""
+        """Whether the engine must keep stepping to send pulls or receive their reports."""
         return bool(self._pulls) or any(state.transfer is TransferState.PULLING for state in self._requests.values())
 
     def arrived(self, request: HandoffRequest) -> bool:
-        """A request is new; returns whether it may pull something. That gets its first heartbeat with the next step."""
+        """Registers a new request; returns whether it may pull.
+
+        The next step sends a heartbeat for it.
+        """
         params = TransferParams.parse(request.kv_transfer_params)
         if params is None:
             return False
@@ -107,14 +111,14 @@ class HandoffCore:
         transfer = TransferState.WANTED if wanted else TransferState.NONE
         self._requests[request.request_id] = HandoffState(request, params, transfer)
         if wanted:
-            self._newcomers.append(request.request_id)
+            self._without_heartbeat.append(request.request_id)
         return wanted
 
     def match(self, request_id: str, computed_tokens: int, now: float, wall_time: float) -> int | None:
-        """How many tokens after ``computed_tokens`` can be pulled; None while that is not known: ask again in the next step.
+        """Tokens after ``computed_tokens`` that can be pulled; None: ask again in the next step.
 
-        Asked each time a waiting request is considered. After its one transfer there is nothing for it any more (B2.10); nor
-        where the engine's own tokens end within a block, for nobody reads into the middle of one.
+        Called each time that the scheduler considers a waiting request. Returns 0 after the
+        request's only transfer (B2.10), and if the engine's own tokens end inside a block.
         """
         state = self._requests.get(request_id)
         if state is None or state.transfer not in (TransferState.WANTED, TransferState.CLAIMED):
@@ -123,20 +127,23 @@ class HandoffCore:
             return 0
         claim = self._claim(state, computed_tokens, now)
         if claim is None:
-            self._let_go(state)
+            self._end_transfer(state)
             return 0
         if not claim.answered:
             if now < claim.deadline:
                 return None
             self._server.warn(
-                f"{request_id}: no answer in time what {_name(state.params.remote)} holds; computed instead"
+                f"{request_id}: no answer in time what {_describe(state.params.remote)} holds; computed instead"
             )
-            self._let_go(state)
+            self._end_transfer(state)
             return 0
         return self._offer(state, claim, computed_tokens)
 
     def claim_ended(self, number: ClaimId, claimed: ClaimedBlocks | None, now: float) -> None:
-        """The server's answer to ``HandoffServer.start_claim``; None where nothing is held. What was dropped is ignored."""
+        """Result of ``HandoffServer.start_claim``; None if nothing is held.
+
+        Ignored if it was dropped.
+        """
         state = self._claims.get(number)
         if state is None or state.claim is None or state.params.remote is None:
             return
@@ -147,10 +154,10 @@ class HandoffCore:
             claim.reach = usable_tokens(self._geometry, claim.usable, claimed.num_tokens, claim.computed_tokens)
 
     def allocated(self, request_id: str, tables: BlockTables, external_tokens: int) -> None:
-        """The engine gave a request blocks, for ``external_tokens`` of what was matched (or none) and what it computes.
+        """The engine allocated blocks, with ``external_tokens`` of the match: all, fewer or 0.
 
-        With external tokens it waits for their pull, which is in the next plan whatever is wrong with it. Without, on the first
-        time, nothing is transferred: the peer is told that it may let go (B2.11).
+        With external tokens the request waits for a pull. The next plan always has it, even if it
+        cannot be done. Without them the transfer ends, and the peer may release its hold (B2.11).
         """
         state = self._requests.get(request_id)
         if external_tokens > 0:
@@ -164,43 +171,46 @@ class HandoffCore:
                 self._server.warn(
                     f"{request_id}: its kv_transfer_params do not say whose blocks to pull; computed instead"
                 )
-            self._let_go(state)
+            self._end_transfer(state)
 
     def pull_ended(self, request_id: str) -> None:
-        """Workers have ended a pull, well or badly: that was the request's transfer."""
+        """Workers have ended a pull, successful or not: the request's only transfer."""
         state = self._requests.get(request_id)
         if state is not None and state.transfer is TransferState.PULLING:
-            self._let_go(state)
+            self._end_transfer(state)
             if state.ended:
                 del self._requests[request_id]
 
     def reset(self) -> None:
-        """The engine's cache was emptied, by another model's weights say: what was leased before is not pulled any more (B4.13).
+        """The engine's cache was reset, for example for new weights: drops all claims (B4.13).
 
-        What is being pulled goes on, as requests that run do. Requests that wait ask again, and learn what is held now.
+        Pulls in flight continue, as running requests do. Waiting requests claim again.
         """
         for state in self._requests.values():
             if state.transfer is TransferState.CLAIMED:
                 self._drop(state)
 
     def take_pulls(self) -> list[BlockPull]:
-        """Returns what the step's workers are to read; each pull is in one plan."""
+        """Returns the pulls of this step; each is returned once."""
         pulls, self._pulls = self._pulls, []
         return pulls
 
     def heartbeat(self, now: float) -> None:
-        """Once per step: keeps what is about to be pulled alive, from the first step on and every sixth of a lease (B2.1)."""
-        newcomers, self._newcomers = self._newcomers, []
-        if now >= self._beat_at:
-            self._beat_at = now + self._options.heartbeat_s
+        """Called once per step: renews the holds to pull, every sixth of a lease (B2.1)."""
+        new_requests, self._without_heartbeat = self._without_heartbeat, []
+        if now >= self._next_heartbeat_at:
+            self._next_heartbeat_at = now + self._options.heartbeat_s
             self._renew(self._requests.values())
-        elif newcomers:
-            self._renew(self._requests[name] for name in newcomers if name in self._requests)
+        elif new_requests:
+            self._renew(self._requests[name] for name in new_requests if name in self._requests)
 
     def finished(
         self, request_id: str, tables: BlockTables, confirmed_tokens: int, reason: FinishReason, wall_time: float
     ) -> FinishedRequest:
-        """The request has ended, in whatever way; its blocks may be freed but for its ``blocks``, until these are stored."""
+        """The request has ended.
+
+        Its blocks may be freed, but ``blocks`` only after they are stored.
+        """
         state = self._requests.pop(request_id, None)
         if state is None:
             return FinishedRequest()
@@ -209,7 +219,7 @@ class HandoffCore:
             self._requests[request_id] = state
             return FinishedRequest(drop_saves=True)
         if state.transfer in (TransferState.WANTED, TransferState.CLAIMED):
-            self._let_go(state)
+            self._end_transfer(state)
             if not state.hold_at_end:
                 return FinishedRequest()  # it was never scheduled (B2.14)
         if not state.hold_at_end or not reason.is_normal:
@@ -230,7 +240,9 @@ class HandoffCore:
         if not request.may_pull:
             return False
         if is_expired(params, wall_time):
-            self._server.debug(f"{request.request_id}: the time of {_name(params.remote)} is over; computed instead")
+            self._server.debug(
+                f"{request.request_id}: the time of {_describe(params.remote)} is over; computed instead"
+            )
             return False
         offered = offered_tokens(params, request.prompt_tokens, computed_tokens, options)
         wanted = apply_threshold(offered, params, options)
@@ -240,7 +252,7 @@ class HandoffCore:
         return bool(wanted)
 
     def _offer(self, state: HandoffState, claim: Claim, computed_tokens: int) -> int:
-        """Returns how many tokens of an answered claim can be pulled, and are worth it."""
+        """Returns how many tokens of an answered claim to pull; 0 below the threshold."""
         state.offered_from = computed_tokens
         reach = self._reach(claim, state.engine.prompt_tokens, computed_tokens)
         if needs_older_windows(self._geometry, computed_tokens, reach):
@@ -248,7 +260,7 @@ class HandoffCore:
         return apply_threshold(reach - computed_tokens, state.params, self._options)
 
     def _reach(self, claim: Claim, prompt_tokens: int, computed_tokens: int) -> int:
-        """Returns how many tokens from its start the request may take from an answered claim."""
+        """Returns how far the request may use an answered claim, in tokens from its start."""
         if claim.reach < prompt_tokens or claim.usable is None:
             return claim.reach
         limit = prompt_tokens
@@ -257,7 +269,7 @@ class HandoffCore:
         return usable_tokens(self._geometry, claim.usable, limit, computed_tokens)
 
     def _claim(self, state: HandoffState, computed_tokens: int, now: float) -> Claim | None:
-        """Returns the claim that says what can be pulled, a new one where there is none that still counts."""
+        """Returns the current claim, or a new one if that is missing or stale."""
         known, remote = state.claim, state.params.remote
         if known is not None and known.computed_tokens <= computed_tokens and not self._is_stale(known, now):
             return known
@@ -282,7 +294,8 @@ class HandoffCore:
         if state is None or state.transfer not in (TransferState.WANTED, TransferState.CLAIMED):
             self._pulls.append(BlockPull(None, job))
             return
-        # First of all: whatever goes wrong below, the engine is told of a load that has failed, and this was the transfer.
+        # Before anything can fail: then the engine receives a failed load, and no other transfer is
+        # tried.
         state.transfer = TransferState.PULLING
         self._pulls.append(BlockPull(state.params.remote, job))
         claim, start = state.claim, state.offered_from
@@ -296,8 +309,8 @@ class HandoffCore:
             del self._claims[claim.number]
             self._server.drop_claim(claim.number)
 
-    def _let_go(self, state: HandoffState) -> None:
-        """Ends the transfer, whatever came of it: the lease goes back, and the peer is told (B2.11)."""
+    def _end_transfer(self, state: HandoffState) -> None:
+        """Ends the transfer: releases the lease, and tells the peer's server (B2.11)."""
         self._drop(state)
         state.transfer = TransferState.OVER
         if state.params.remote is not None:
@@ -306,31 +319,31 @@ class HandoffCore:
     def _hold(
         self, state: HandoffState, tables: BlockTables, confirmed_tokens: int, wall_time: float
     ) -> FinishedRequest:
-        prefilled, options, us = state.params.do_remote_decode, self._options, self._identity
-        holding = hold_blocks(self._geometry, us.engine_id, state.engine, tables, confirmed_tokens)
+        prefilled, options, identity = state.params.do_remote_decode, self._options, self._identity
+        held = hold_blocks(self._geometry, identity.engine_id, state.engine, tables, confirmed_tokens)
         hold_for = options.kv_lease_duration if prefilled else options.decoder_kv_blocks_ttl
-        if holding.keys:
+        if held.keys:
             direction = Direction.PREFILL_TO_DECODE if prefilled else Direction.DECODE_TO_PREFILL
             self._server.publish(
                 PlannedPublication(
                     state.engine.hold_name,
                     direction,
-                    holding.keys,
-                    holding.flat_positions,
-                    holding.num_tokens,
+                    held.keys,
+                    held.flat_positions,
+                    held.num_tokens,
                     hold_for,
                 )
             )
         params = returned_params(
-            holding.positions,
-            RemoteRequest(us.engine_id, state.engine.hold_name, us.host, us.port),
+            held.positions,
+            RemoteRequest(identity.engine_id, state.engine.hold_name, identity.host, identity.port),
             prefilled=prefilled,
-            num_tokens=holding.num_tokens,
-            tp_size=us.tp_size,
-            expiry_time=wall_time + hold_for if holding.keys and not prefilled else None,
+            num_tokens=held.num_tokens,
+            tp_size=identity.tp_size,
+            expiry_time=wall_time + hold_for if held.keys and not prefilled else None,
         )
-        return FinishedRequest(params, holding.blocks)
+        return FinishedRequest(params, held.blocks)
 
 
-def _name(remote: RemoteRequest | None) -> str:
-    return f"{remote.request_id} of {remote.engine_id}" if remote is not None else "nobody"
+def _describe(remote: RemoteRequest | None) -> str:
+    return f"{remote.request_id} of {remote.engine_id}" if remote is not None else "no peer"

@@ -1,6 +1,7 @@
-"""What the core asks of its surroundings: of the engine's requests, and of whoever talks to the servers.
+"""Interfaces of the hand-off core to the engine and to servers, and its options.
 
-Everything is called on the thread that calls the core, may not block, and may not raise for what a server does.
+All methods are called on the scheduler's thread. They must not block, and must not raise because a
+server failed.
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ __all__ = [
 ]
 
 
+EXPIRY_MARGIN_S = 5.0
+"""A hold that expires within this time is not read any more (B2.19)."""
+
 ClaimId = NewType("ClaimId", int)
 
 
 class Direction(Enum):
-    """Which way a request goes on."""
+    """Direction of a hand-off."""
 
     PREFILL_TO_DECODE = "prefill to decode"
     DECODE_TO_PREFILL = "decode to prefill"
@@ -46,13 +50,12 @@ class FinishReason(Enum):
 
     @property
     def is_normal(self) -> bool:
-        """Whether it has said all that it had to say."""
         return self is not FinishReason.OTHER
 
 
 @dataclass(frozen=True)
 class HeldBlock:
-    """A block of a hold: where it stands, how it is named, and which item of the lease it is; None where it is not there."""
+    """A block of a hold. ``item``: its index in the lease; None if the server does not have it."""
 
     group_index: int
     position: int
@@ -62,7 +65,7 @@ class HeldBlock:
 
 @dataclass(frozen=True)
 class ClaimedBlocks:
-    """What a claim was granted: a lease on blocks of a request of ``num_tokens`` tokens."""
+    """A granted claim: a lease on blocks of a request of ``num_tokens`` tokens."""
 
     lease_id: int
     num_tokens: int
@@ -71,7 +74,7 @@ class ClaimedBlocks:
 
 @dataclass(frozen=True)
 class PlannedPublication:
-    """A request to be held, for so many seconds. Its blocks may be on their way to the server still."""
+    """A request to hold for ``hold_for`` seconds. Stores of its blocks may still be in flight."""
 
     request_id: str
     direction: Direction
@@ -82,102 +85,93 @@ class PlannedPublication:
 
 
 class HandoffRequest(Protocol):
-    """One request, from its arrival to its end; its answers are as of now."""
+    """One request, from its arrival to its end. Properties return current values."""
 
     @property
     def request_id(self) -> str:
-        """The engine's name of it, as in the events."""
-        ...
+        """The engine's id, as in the events."""
 
     @property
     def hold_name(self) -> str:
-        """What its hold is to be called; peers are told."""
-        ...
+        """Name of its hold; peers receive it as ``remote_request_id``."""
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of its prompt."""
-        ...
+        """Length of its prompt."""
 
     @property
     def kv_transfer_params(self) -> object:
-        """What the caller gave; never changed by the core."""
-        ...
+        """The caller's value; the core never changes it."""
 
     @property
     def may_pull(self) -> bool:
-        """Whether it may use what others have computed."""
-        ...
+        """Whether it may use blocks that other engines computed."""
 
     @property
     def may_hold(self) -> bool:
         """Whether its blocks may be stored."""
-        ...
 
     def final_blocks(self, group: CacheGroup) -> int:
-        """How many of its blocks of ``group`` have a key: those whose tokens are final."""
-        ...
+        """How many blocks of ``group`` have a content key: those whose tokens are final."""
 
     def key(self, group: CacheGroup, position: int) -> bytes:
-        """The content's name of a block; ``position`` is below ``final_blocks(group)``."""
-        ...
+        """Content key of a block; ``position`` is below ``final_blocks(group)``."""
 
     def hold_key(
         self, engine_id: str, request_id: str, group: CacheGroup, position: int, num_tokens: int
     ) -> bytes | None:
-        """The name of a block that has none of its own, in a hold of ``num_tokens`` tokens.
+        """Key of a block without a content key, in a hold of ``num_tokens`` tokens.
 
-        Made of the hold's name and of the tokens up to ``num_tokens``, so that who claims it knows that they are its own. None
-        where the request does not have so many.
+        It is computed from the hold's name and the tokens up to ``num_tokens``, so that the
+        claiming engine can check that they are its own. None if the request has fewer tokens.
         """
-        ...
 
 
 class HandoffServer(Protocol):
-    """Carries out what the core wants of servers; it answers later, with events."""
+    """Sends the core's requests to servers. Results arrive later, as events."""
 
     def start_claim(
         self, claim: ClaimId, request: HandoffRequest, remote: RemoteRequest, first_positions: Sequence[int]
     ) -> bool:
-        """Lease what is held of a request, per group from these positions on; wait for it a while.
+        """Leases a hold's blocks, per group from these positions on; waits a while for the hold.
 
-        Answered by ``HandoffCore.claim_ended``. False when there is nobody to ask: a miss at once, and no answer.
+        The result arrives by ``HandoffCore.claim_ended``. Returns False if no server is connected:
+        a miss.
         """
-        ...
 
     def drop_claim(self, claim: ClaimId) -> None:
-        """Nobody reads what was, or will be, claimed any more: give the lease back. No answer is expected."""
+        """Releases the lease of a claim, answered or not. The core expects no result."""
 
     def renew(self, remotes: Sequence[RemoteRequest]) -> None:
-        """Send heartbeats: these are about to be claimed or read."""
+        """Sends heartbeats for holds that will be claimed or read."""
 
     def release(self, remote: RemoteRequest) -> None:
-        """Tell whoever holds this that it is not needed any more."""
+        """Tells the peer's server that the hold is not needed any more."""
 
     def publish(self, publication: PlannedPublication) -> None:
-        """Have a request held. What cannot be held is not an error, and not reported."""
+        """Publishes a hold. A failure is not reported."""
 
     def debug(self, text: str) -> None:
-        """For the log, where people look for a reason."""
+        """Logs why a request is computed instead of pulled."""
 
     def warn(self, text: str) -> None:
-        """For the log, where people look for trouble."""
-
-
-EXPIRY_MARGIN_S = 5.0
-"""What ends within so many seconds is not read any more (B2.19)."""
+        """Logs a problem."""
 
 
 @dataclass(frozen=True)
 class HandoffOptions:
     """Settings of the core; times in seconds.
 
-    ``kv_recompute_threshold``: of a decode engine's tokens, fewer are computed rather than pulled; 0 pulls any number.
-    ``bidirectional_kv_xfer``: whether decode engines hold their requests, and prefill engines pull them.
-    ``kv_lease_duration``: how long a prefill engine's hold lasts without a heartbeat of who is about to pull it.
-    ``decoder_kv_blocks_ttl``: how long a decode engine's does.
-    ``claim_timeout_s``: how long a request may wait to learn what is held; afterwards it is computed.
-    ``claim_lifetime_s``: what was claimed and waited longer for room in the engine is claimed again: its lease may be about to end.
+    ``kv_recompute_threshold``: a prefill engine computes fewer tokens than this instead of pulling
+        them; 0
+    always pulls.
+    ``bidirectional_kv_xfer``: whether decode engines hold their requests, and prefill engines pull
+        them.
+    ``kv_lease_duration``: lifetime of a prefill engine's hold without a heartbeat.
+    ``decoder_kv_blocks_ttl``: lifetime of a decode engine's hold.
+    ``claim_timeout_s``: longest wait of a request for its claim; afterwards the engine computes it.
+    ``claim_lifetime_s``: after this time a claim that was not pulled is made again, before its
+        lease ends.
     """
 
     kv_recompute_threshold: int = 64
@@ -188,12 +182,12 @@ class HandoffOptions:
     claim_lifetime_s: float = 10.0
 
     def holds_at_end(self, params: TransferParams | None) -> bool:
-        """Whether a request with these parameters is held at its end, for the engine that goes on with it (B2.8)."""
+        """Whether a request with these parameters is held at its end, for a peer (B2.8)."""
         if params is None:
             return False
         return params.do_remote_decode or (params.do_remote_prefill and self.bidirectional_kv_xfer)
 
     @property
     def heartbeat_s(self) -> float:
-        """Time between two heartbeats: every sixth of a lease."""
+        """Time between two heartbeats: a sixth of the lease."""
         return self.kv_lease_duration / 6

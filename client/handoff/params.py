@@ -1,6 +1,6 @@
-"""``kv_transfer_params``: read as leniently as it must be, never changed, and written in the field's own names (B2.3, B2.18).
+"""Parses ``kv_transfer_params`` leniently and writes them with vLLM's key names (B2.3, B2.18).
 
-What is wrong with a value makes it missing: these come from other machines' answers, through a proxy.
+Bad values count as absent, because the parameters come from other machines through a proxy.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 
 __all__ = ["RemoteRequest", "TransferParams", "returned_params"]
 
-# What a server takes. One name that it does not take would be the end of a call for many: heartbeats go out for all at once.
+# The server's limit. One longer name would fail a heartbeat call, which carries the names of many
+# requests.
 _MAX_NAME_LENGTH = 512
 _PEER_KEYS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
@@ -29,12 +30,14 @@ class RemoteRequest:
 
 @dataclass(frozen=True)
 class TransferParams:
-    """What a request's parameters ask for.
+    """Parsed parameters of a request.
 
-    ``remote``: whose blocks, if all four of its keys are there. ``has_blocks``: whether ``remote_block_ids`` names any.
-    ``num_tokens``: how many tokens these back. ``expiry_time``: when they go, in seconds since 1970; None where nothing is said.
-    ``holds_nothing``: whether the peer itself says so, of each of its groups: there is nothing to wait for. ``has_no_peer``:
-    whether the caller says that there is no peer: all four keys are there, and None.
+    ``remote``: the peer's request, if all four of its keys are given.
+    ``has_blocks``: whether ``remote_block_ids`` names a block; ``num_tokens``: how many tokens they
+        hold.
+    ``expiry_time``: when the blocks expire, in seconds since 1970; None if not given.
+    ``holds_nothing``: the peer lists its groups, all without blocks: there is nothing to wait for.
+    ``has_no_peer``: all four keys of the peer are given, with the value None.
     """
 
     do_remote_prefill: bool = False
@@ -48,7 +51,7 @@ class TransferParams:
 
     @classmethod
     def parse(cls, raw: object) -> TransferParams | None:
-        """Reads what a caller gave; None where that is nothing (B1.2, B2.13)."""
+        """Parses the caller's value; None if it is no mapping or empty (B1.2, B2.13)."""
         if not isinstance(raw, Mapping) or not raw:
             return None
         groups = _groups(raw.get("remote_block_ids"))
@@ -73,10 +76,12 @@ def returned_params(
     tp_size: int,
     expiry_time: float | None,
 ) -> dict[str, Any]:
-    """Returns what the next engine is to be given.
+    """Returns the parameters for the next engine.
 
-    ``block_positions`` are per group the positions of the blocks that are held: what stands for block ids where a server holds
-    the blocks. ``prefilled``: this is a prefill engine, and the next one decodes; otherwise the other way round.
+    ``block_positions``: per group, positions of the held blocks; they replace block ids, because a
+        server holds
+    the blocks. ``prefilled``: this is a prefill engine and the next one decodes; otherwise the
+    reverse.
     """
     return {
         "do_remote_prefill": prefilled,
@@ -101,20 +106,20 @@ def _remote(raw: Mapping[Any, Any]) -> RemoteRequest | None:
 
 
 def _text(value: object) -> str:
-    """Returns a name that can be sent to a server; empty where it cannot (JSON may have half a character: a lone surrogate)."""
+    """Returns a name that can be sent to a server, else "" (JSON may contain a lone surrogate)."""
     if not isinstance(value, str) or len(value) > _MAX_NAME_LENGTH:
         return ""
     return "" if any("\ud800" <= character <= "\udfff" for character in value) else value
 
 
 def _groups(block_ids: object) -> list[Sequence[Any]]:
-    """Returns the block ids per group; none where it is not a list of lists (JSON has no others)."""
+    """Returns the block ids per group; none if it is not a list of lists."""
     groups = block_ids if isinstance(block_ids, list | tuple) else ()
     return [group for group in groups if isinstance(group, list | tuple)]
 
 
 def _number(value: object) -> float | None:
-    """Returns a number that is one; a port may come as text."""
+    """Returns a finite number; a port may come as text."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:

@@ -45,7 +45,7 @@ _MAX_BACKOFF_S = 30.0
 
 
 class CacheGroupKind(Enum):
-    """Part of a prefix that a group's layers read: all, the last tokens, or the state at its end."""
+    """Part of a prefix that a group's layers read: all, the last tokens, or the final state."""
 
     FULL = "full"
     WINDOW = "window"
