@@ -1,4 +1,4 @@
-"""Fixtures for tests of devices: each back end, an engine's process, a region."""
+"""Fixtures of device tests: each back end, an engine's process, a region."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # `devices` lies here, and not beside the rooms of all tests
+sys.path.insert(0, str(Path(__file__).parent))  # makes the package `devices` importable
 
 from devices.backends import Backend, make_backend
 from devices.engine import Engine
@@ -26,7 +26,10 @@ REGION_BYTES = 4 << 20
 
 @pytest.fixture(params=["host", "fake", pytest.param("gpu", marks=pytest.mark.gpu)])
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    """A driver in the process of the test: shared memory's; CUDA's over a stand-in for libcuda; CUDA's over a GPU."""
+    """A driver in the test's process.
+
+    Over shared memory, CUDA over a fake libcuda, or CUDA over a GPU.
+    """
     try:
         made = make_backend(request.param)
     except DeviceError as error:
@@ -37,7 +40,6 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
 
 @pytest.fixture
 def region() -> Iterator[HostRegion]:
-    """A host region, as a server has it."""
     with HostRegion.create(REGION_BYTES, name="kvtier-test") as made:
         made.back(0, REGION_BYTES)
         yield made
@@ -45,7 +47,7 @@ def region() -> Iterator[HostRegion]:
 
 @pytest.fixture
 def start_engine(backend: Backend) -> Iterator[Callable[[Kv], Engine]]:
-    """Starts processes that export KV tensors, as engines do, and ends them."""
+    """Starts processes that export KV tensors, as engines do."""
     engines: list[Engine] = []
 
     def start(kv: Kv) -> Engine:
@@ -59,13 +61,12 @@ def start_engine(backend: Backend) -> Iterator[Callable[[Kv], Engine]]:
 
 @pytest.fixture
 def handles(backend: Backend) -> OpenHandles:
-    """What is open here."""
     return OpenHandles(backend.driver)
 
 
 @pytest.fixture
 def open_blocks(backend: Backend, handles: OpenHandles, region: HostRegion) -> Iterator[Callable[..., EngineBlocks]]:
-    """Opens engines' blocks, and closes them."""
+    """Opens engines' blocks."""
     opened: list[EngineBlocks] = []
 
     def open_them(engine: Engine, **tuning: object) -> EngineBlocks:
@@ -79,7 +80,6 @@ def open_blocks(backend: Backend, handles: OpenHandles, region: HostRegion) -> I
 
 
 @pytest.fixture
-def aside() -> Iterator[ThreadPoolExecutor]:
-    """A thread beside the test's."""
+def executor() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(2) as pool:
         yield pool

@@ -1,4 +1,4 @@
-"""Blocks of an engine's process, to slots and back: bit by bit, and in order."""
+"""Copies of an engine's blocks to slots and back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from devices.backends import Backend, HostBackend
-from devices.engine import Engine, Watched
+from devices.engine import CountingAfter, Engine
 from devices.kv import BLOCKS, JOINED, LAYOUTS, STEP, Kv, slots
 from harness.long_timeouts import wait_until
 
@@ -25,7 +25,7 @@ Open = Callable[..., EngineBlocks]
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_round_trips_are_identical(region: HostRegion, start_engine: StartEngine, open_blocks: Open, name: str) -> None:
-    """Blocks come out as a plain gather has them, whatever the layout, and go back in, some elsewhere, without a bit changed."""
+    """Slots hold what a NumPy gather returns, for each layout; blocks are restored bit by bit."""
     kv = LAYOUTS[name]
     engine = start_engine(kv)
     blocks = open_blocks(engine)
@@ -46,22 +46,22 @@ def test_round_trips_are_identical(region: HostRegion, start_engine: StartEngine
 def test_the_size_of_batches_changes_nothing(
     region: HostRegion, start_engine: StartEngine, open_blocks: Open, tuning: dict[str, int]
 ) -> None:
-    """Transfers are begun in batches of any size."""
+    """Every batch size gives the same result."""
     blocks = open_blocks(start_engine(JOINED), **tuning)
     blocks.copy_out(0, range(BLOCKS), range(0, BLOCKS * STEP, STEP))
     assert slots(region, range(0, BLOCKS * STEP, STEP), blocks.part_bytes(0)) == JOINED.parts(0)
 
 
 def test_a_store_waits_for_the_engines_event(
-    region: HostRegion, start_engine: StartEngine, open_blocks: Open, aside: ThreadPoolExecutor
+    region: HostRegion, start_engine: StartEngine, open_blocks: Open, executor: ThreadPoolExecutor
 ) -> None:
-    """B4.11: nothing is read before the compute that writes it is over, as the engine's event says."""
+    """B4.11: nothing is read before the engine's event shows that the compute has ended."""
     engine = start_engine(JOINED)
     blocks = open_blocks(engine)
     assert blocks.has_events
     engine.tell("compute", 1)
-    after = Watched(blocks.after_event(1))
-    storing = aside.submit(blocks.copy_out, 0, [2], [0], after)
+    after = CountingAfter(blocks.after_event(1))
+    storing = executor.submit(blocks.copy_out, 0, [2], [0], after)
     wait_until(lambda: after.asked > 2 or storing.done())
     assert not storing.done()
     assert slots(region, [0], 8) == [bytes(8)]
@@ -73,7 +73,7 @@ def test_a_store_waits_for_the_engines_event(
 def test_without_a_common_shm_there_are_no_events(
     backend: Backend, handles: OpenHandles, region: HostRegion, start_engine: StartEngine
 ) -> None:
-    """An engine in a container with a /dev/shm of its own is served; its events are not used."""
+    """An engine in a container with its own /dev/shm is served without events."""
     engine = start_engine(JOINED)
     apart = dataclasses.replace(engine.export, origin=dataclasses.replace(engine.export.origin, shm_device=1))
     blocks = EngineBlocks(backend.driver, handles, region, apart)
@@ -91,15 +91,14 @@ def test_without_a_common_shm_there_are_no_events(
 def test_nothing_outside_is_touched(
     region: HostRegion, start_engine: StartEngine, open_blocks: Open, blocks: list[int], offsets: list[int]
 ) -> None:
-    """A call that names a block or a slot that is not there copies nothing at all."""
+    """A call that names a block or slot out of range copies nothing."""
     opened = open_blocks(start_engine(JOINED))
     with pytest.raises(LayoutError):
         opened.copy_out(0, blocks, offsets)
     assert not any(region.memory)
 
 
-def test_groups_that_are_not_there(start_engine: StartEngine, open_blocks: Open) -> None:
-    """A group of another number is refused."""
+def test_unknown_groups(start_engine: StartEngine, open_blocks: Open) -> None:
     blocks = open_blocks(start_engine(JOINED))
     with pytest.raises(DeviceError) as caught:
         blocks.copy_out(1, [0], [0])
@@ -107,7 +106,7 @@ def test_groups_that_are_not_there(start_engine: StartEngine, open_blocks: Open)
 
 
 def test_closed_blocks_copy_nothing(start_engine: StartEngine, open_blocks: Open) -> None:
-    """After `close` there is nothing to copy; closing again does nothing."""
+    """After `close`, copies raise; a second `close` does nothing."""
     blocks = open_blocks(start_engine(JOINED))
     blocks.close()
     blocks.close()
@@ -119,17 +118,16 @@ def test_closed_blocks_copy_nothing(start_engine: StartEngine, open_blocks: Open
 def test_blocks_of_another_device_are_refused(
     backend: Backend, handles: OpenHandles, region: HostRegion, start_engine: StartEngine
 ) -> None:
-    """Memory of a device that this driver is not for is not opened."""
     export = dataclasses.replace(start_engine(JOINED).export, device="another")
     with pytest.raises(DeviceError) as caught:
         EngineBlocks(backend.driver, handles, region, export)
     assert caught.value.cause is Cause.NO_DEVICE
 
 
-def test_events_that_cannot_be_opened_are_done_without(
+def test_copies_work_without_events(
     backend: Backend, handles: OpenHandles, region: HostRegion, start_engine: StartEngine
 ) -> None:
-    """One bad event among good ones: none is used, and the blocks are served all the same."""
+    """If one event cannot be opened, no event is used, and copies still work."""
     export = start_engine(JOINED).export
     blocks = EngineBlocks(
         backend.driver, handles, region, dataclasses.replace(export, events=(*export.events, bytes(64)))
@@ -140,14 +138,14 @@ def test_events_that_cannot_be_opened_are_done_without(
 
 
 @pytest.mark.parametrize("backend", ["host"], indirect=True)
-def test_what_cannot_be_opened_leaves_nothing_open(
+def test_a_failed_open_leaves_nothing_open(
     backend: HostBackend,
     handles: OpenHandles,
     region: HostRegion,
     start_engine: StartEngine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An error at the last step: neither memory nor events nor streams stay open."""
+    """If the last step of opening fails, memory, events and streams are closed again."""
     export = start_engine(JOINED).export
     create, made = backend.driver.create_stream, []
 

@@ -1,4 +1,4 @@
-"""What is NVIDIA's alone: over the stand-in for its driver, where cuda-bindings are, and on a GPU where there is one."""
+"""CUDA's driver over a fake libcuda (needs cuda-bindings) and on a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from kvtier.cuda.host.region import PAGE_BYTES, HostRegion
 
 @pytest.fixture(params=["fake", pytest.param("gpu", marks=pytest.mark.gpu)])
 def backend(request: pytest.FixtureRequest) -> Iterator[GpuBackend]:
-    """CUDA's driver."""
     try:
         made = make_backend(request.param)
     except DeviceError as error:
@@ -30,14 +29,14 @@ def backend(request: pytest.FixtureRequest) -> Iterator[GpuBackend]:
 
 
 def call(backend: GpuBackend, name: str, *arguments: object) -> int:
-    """One function of the driver, in its context."""
+    """Calls one function of the driver in its context."""
     with backend.driver.in_context() as cuda:
         result = cuda.call(name, *arguments)
         return 0 if result is None else int(result)
 
 
 def test_without_a_driver_there_is_a_reason() -> None:
-    """No bindings or no driver: the error says which, also where this repository's own folder `cuda` hides NVIDIA's package."""
+    """The error names the cause, also if this repository's `cuda` hides NVIDIA's package."""
     program = (
         "from kvtier.cuda.device.cuda_driver import CudaDriver\n"
         "from kvtier.cuda.device.device_errors import Cause, DeviceError\n"
@@ -48,7 +47,7 @@ def test_without_a_driver_there_is_a_reason() -> None:
 
 
 def test_devices_are_found_by_uuid(backend: GpuBackend) -> None:
-    """The UUID of a device finds it, whatever its ordinal; one that is not seen here is named in the error."""
+    """The UUID of a device finds it. The error for an unknown device names it."""
     device = backend.driver.device
     again = CudaDriver(device)
     assert again.device == device
@@ -60,14 +59,14 @@ def test_devices_are_found_by_uuid(backend: GpuBackend) -> None:
 
 
 def test_no_context_is_left_behind(backend: GpuBackend) -> None:
-    """An engine's threads keep the context that they had: between calls none is current."""
+    """Between calls no context of the driver is current, so an engine's threads keep their own."""
     before = backend.driver._cuda.attempt("cuMemAlloc", 8)[0]
     backend.driver.destroy_stream(backend.driver.create_stream())
     assert backend.driver._cuda.attempt("cuMemAlloc", 8)[0] == before == "CUDA_ERROR_INVALID_CONTEXT"
 
 
 def test_the_threads_capture_mode_is_restored(backend: GpuBackend) -> None:
-    """B4.16 What a thread's calls may do beside a capture is as it was before."""
+    """B4.16 A call restores the thread's capture mode."""
     modes = backend.driver._api.CUstreamCaptureMode
     exchange = "cuThreadExchangeStreamCaptureMode"
     before = backend.driver._cuda.call(exchange, modes.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
@@ -77,7 +76,7 @@ def test_the_threads_capture_mode_is_restored(backend: GpuBackend) -> None:
 
 
 def test_a_closed_driver_does_nothing(backend: GpuBackend) -> None:
-    """CLOSED, whatever is asked; others of the same device go on."""
+    """A closed driver raises CLOSED; other drivers of the same device still work."""
     other = CudaDriver(backend.driver.device)
     other.close()
     with pytest.raises(DeviceError) as caught:
@@ -87,7 +86,7 @@ def test_a_closed_driver_does_nothing(backend: GpuBackend) -> None:
 
 
 def test_nothing_is_recorded_into_a_graph(backend: GpuBackend) -> None:
-    """B4.16 While the engine captures its stream, neither event nor counter goes into the graph, and the capture goes on."""
+    """B4.16 During a capture of the stream, `record` raises CAPTURING and the capture continues."""
     driver = backend.driver
     stream, event = driver.create_stream(), driver.create_event(shared=True)
     mode = driver._api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
@@ -115,14 +114,14 @@ def test_nothing_is_recorded_into_a_graph(backend: GpuBackend) -> None:
 def test_kinds_of_memory_are_told_apart(
     backend: GpuBackend, name: str, arguments: tuple[int, ...], kind: MemoryKind
 ) -> None:
-    """What was allocated how is what decides whether it can be shared."""
+    """The driver reports the kind of an allocation, which decides whether it can be shared."""
     at = call(backend, name, *arguments)
     assert backend.driver.allocation_of(at + 8).kind is kind
     call(backend, "cuMemFreeHost" if kind is MemoryKind.HOST else "cuMemFree", at)
 
 
 def copied(backend: GpuBackend, copy: Callable[..., None]) -> bytes:
-    """What is on the device after three pieces were copied to it, in another order."""
+    """The device's bytes after a copy of three pieces in another order."""
     driver = backend.driver
     at, stream, event = backend.allocate(PAGE_BYTES), driver.create_stream(), driver.create_event()
     source = ctypes.create_string_buffer(b"abcdefghijklmnopqrstuvwx", 24)
@@ -138,7 +137,7 @@ def copied(backend: GpuBackend, copy: Callable[..., None]) -> bytes:
 
 
 def test_copies_are_the_same_without_batches(backend: GpuBackend) -> None:
-    """A driver before CUDA 12.8 is given copies one by one."""
+    """A driver before CUDA 12.8 copies the pieces one by one."""
     assert backend.driver._batch is not None
     assert copied(backend, backend.driver.copy) == b"ijklmnopqrstuvwxabcdefgh"
     backend.driver._batch = None
@@ -147,20 +146,23 @@ def test_copies_are_the_same_without_batches(backend: GpuBackend) -> None:
 
 @pytest.mark.parametrize("backend", ["fake"], indirect=True)
 def test_a_refused_batch_says_which_copy(backend: GpuBackend) -> None:
-    """An error of the driver names the call, the copy where the driver knows it, and the code."""
+    """The error of a driver names the call, the failed copy (if known) and the code."""
     at, stream, event = backend.allocate(PAGE_BYTES), backend.driver.create_stream(), backend.driver.create_event()
     with pytest.raises(DeviceError, match=r"cuMemcpyBatchAsync \(copy 1 of 2\): CUDA_ERROR_INVALID_VALUE") as caught:
         backend.driver.copy(stream, [at, at], [at + 64, at + 128], [1, 0])
     assert caught.value.cause is Cause.REFUSED
     backend.driver.record(event, stream)
-    backend.driver.wait(event)  # copy 0 has been begun
+    backend.driver.wait(event)  # copy 0 was started
     backend.driver.destroy_event(event)
     backend.driver.destroy_stream(stream)
     backend.free(at)
 
 
 def test_pinning_with_the_driver(backend: GpuBackend) -> None:
-    """A driver pins a region chunk by chunk; what is registered already is refused, unpinning what is not pinned is no error."""
+    """A driver pins a region by chunks.
+
+    Pinning twice is refused; unpinning an unpinned chunk does nothing.
+    """
     with HostRegion.create(PIN_CHUNK_BYTES + PAGE_BYTES) as region:
         pinning = Pinning(region, backend.driver, allowed=lambda: True)
         assert pinning.pin(PIN_CHUNK_BYTES, PAGE_BYTES)

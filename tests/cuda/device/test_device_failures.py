@@ -1,4 +1,7 @@
-"""When an engine, a driver or a device ends in mid-copy: what was begun is drained, and nothing is written afterwards."""
+"""An engine, a driver or a device ends in mid-copy.
+
+Started batches are drained; later nothing is written.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 
 import pytest
 from devices.backends import Backend, HostBackend
-from devices.engine import Engine, Watched
+from devices.engine import CountingAfter, Engine
 from devices.kv import BLOCKS, JOINED, JOINED_LAYERS, STEP, Kv, slots
 from harness.long_timeouts import wait_until
 
@@ -24,14 +27,14 @@ Open = Callable[..., EngineBlocks]
 
 
 def test_an_engine_killed_before_its_event(
-    region: HostRegion, start_engine: StartEngine, open_blocks: Open, handles: OpenHandles, aside: ThreadPoolExecutor
+    region: HostRegion, start_engine: StartEngine, open_blocks: Open, handles: OpenHandles, executor: ThreadPoolExecutor
 ) -> None:
-    """A store that waits for a killed engine's compute is called off, and has written nothing."""
+    """A store that waits for a killed engine's compute is cancelled and writes nothing."""
     engine = start_engine(JOINED)
     blocks = open_blocks(engine)
     engine.tell("compute", 0)
-    after = Watched(blocks.after_event(0))
-    storing = aside.submit(blocks.copy_out, 0, [0], [0], after)
+    after = CountingAfter(blocks.after_event(0))
+    storing = executor.submit(blocks.copy_out, 0, [0], [0], after)
     wait_until(lambda: after.asked > 2)
     engine.kill()
     blocks.cancel()
@@ -43,7 +46,10 @@ def test_an_engine_killed_before_its_event(
 
 
 def killed_in_mid_copy(engine: Engine, blocks: EngineBlocks, moving: Future[None]) -> BaseException | None:
-    """Kills the engine, then does as a session does that falls; returns how the copy ended."""
+    """Kills the engine and cancels, as the end of its session does.
+
+    Returns the copy's exception.
+    """
     engine.kill()
     blocks.cancel()
     return moving.exception(60)
@@ -56,14 +62,17 @@ def test_an_engine_killed_in_mid_copy(
     start_engine: StartEngine,
     open_blocks: Open,
     handles: OpenHandles,
-    aside: ThreadPoolExecutor,
+    executor: ThreadPoolExecutor,
     method: str,
 ) -> None:
-    """What was begun is drained, the rest is called off; then the memory is closed, and the next engine is served."""
+    """Started batches are drained, the rest is cancelled, the memory is closed.
+
+    The next engine is served.
+    """
     engine = start_engine(JOINED)
     blocks = open_blocks(engine, batch_copies=1)
     for _ in range(5):
-        moving = aside.submit(
+        moving = executor.submit(
             getattr(blocks, method), 0, [*range(BLOCKS)] * 100, [*range(0, BLOCKS * STEP, STEP)] * 100
         )
     ended = killed_in_mid_copy(engine, blocks, moving)
@@ -78,7 +87,7 @@ def test_an_engine_killed_in_mid_copy(
 
 
 class Gate:
-    """Lets so many copies of a host stream pass, and holds up the next."""
+    """Lets ``passes`` copies of a host stream pass and holds the next one."""
 
     def __init__(self, passes: int) -> None:
         self.passed = 0
@@ -87,7 +96,6 @@ class Gate:
         self._passes = passes
 
     def __call__(self) -> None:
-        """Called before each copy."""
         if self.passed >= self._passes:
             self.reached.set()
             assert self.opened.wait(60)
@@ -99,12 +107,13 @@ def test_slots_are_not_written_after_a_copy_has_returned(
     region: HostRegion,
     start_engine: StartEngine,
     open_blocks: Open,
-    aside: ThreadPoolExecutor,
+    executor: ThreadPoolExecutor,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A copy that is called off ends when the batches under way have, of which there are two; then its slots may be given away.
+    """A cancelled copy ends only after its two batches in flight; then its slots may be reused.
 
-    Thread 1 has begun two batches, and the device comes to neither; the engine is killed; thread 2 closes. Both wait.
+    Thread 1 has started two batches, and the device has done neither. The engine is killed, thread
+    2 closes. Both threads wait.
     """
     engine = start_engine(JOINED_LAYERS)
     blocks = open_blocks(engine, batch_copies=1)
@@ -116,10 +125,10 @@ def test_slots_are_not_written_after_a_copy_has_returned(
 
     monkeypatch.setattr(backend.driver, "copy", count)
     release = backend.hold(blocks._streams[CopyDirection.OUT])
-    moving = aside.submit(blocks.copy_out, 0, [0, 2, 4], [0, STEP, 2 * STEP])
+    moving = executor.submit(blocks.copy_out, 0, [0, 2, 4], [0, STEP, 2 * STEP])
     wait_until(lambda: len(begun) == 2)
     engine.kill()
-    closing = aside.submit(blocks.close)
+    closing = executor.submit(blocks.close)
     wait_until(lambda: blocks._cancelled)
     assert not moving.done()
     assert not closing.done()
@@ -133,12 +142,12 @@ def test_slots_are_not_written_after_a_copy_has_returned(
 
 @pytest.mark.parametrize("backend", ["host"], indirect=True)
 def test_a_broken_context_is_told_apart(
-    backend: HostBackend, start_engine: StartEngine, open_blocks: Open, aside: ThreadPoolExecutor
+    backend: HostBackend, start_engine: StartEngine, open_blocks: Open, executor: ThreadPoolExecutor
 ) -> None:
-    """Where nobody can know whether copies go on, the error says so, closing does too, and nothing is unmapped under them."""
+    """After a broken context copies and `close` raise BROKEN, and nothing is unmapped."""
     blocks = open_blocks(start_engine(JOINED), batch_copies=1)
     backend.pace = gate = Gate(1)
-    moving = aside.submit(blocks.copy_out, 0, range(BLOCKS), range(0, BLOCKS * STEP, STEP))
+    moving = executor.submit(blocks.copy_out, 0, range(BLOCKS), range(0, BLOCKS * STEP, STEP))
     assert gate.reached.wait(60)
     backend.driver.break_down("illegal address")
     gate.opened.set()
@@ -154,10 +163,10 @@ def test_a_copy_that_fails_half_way_is_drained(
     backend: HostBackend,
     start_engine: StartEngine,
     open_blocks: Open,
-    aside: ThreadPoolExecutor,
+    executor: ThreadPoolExecutor,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Copies started before an error are waited for; the blocks stay usable."""
+    """Copies started before an error are drained; the blocks stay usable."""
     blocks = open_blocks(start_engine(JOINED))
     copy = backend.driver.copy
 
@@ -170,7 +179,7 @@ def test_a_copy_that_fails_half_way_is_drained(
     backend.pace = gate = Gate(0)
     with monkeypatch.context() as patch:
         patch.setattr(backend.driver, "copy", fail_half_way)
-        moving = aside.submit(blocks.copy_out, 0, range(BLOCKS), range(0, BLOCKS * STEP, STEP))
+        moving = executor.submit(blocks.copy_out, 0, range(BLOCKS), range(0, BLOCKS * STEP, STEP))
         assert gate.reached.wait(60)
         assert not moving.done()
         gate.opened.set()

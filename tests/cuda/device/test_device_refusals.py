@@ -1,4 +1,7 @@
-"""Calls about devices that make no sense, or are somebody else's: refused with a reason, and nothing is copied."""
+"""Invalid device calls, and calls for other sessions' objects.
+
+Refused with a reason, nothing is copied.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from devices.caller import PART, Caller, why
+from devices.caller import PART, Caller, refusal_reason
 from devices.kv import BLOCKS, JOINED
 from devices.service import Service, keys_of
 from harness.server_process import MIB
@@ -19,14 +22,13 @@ KEYS = keys_of(BLOCKS)
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """One server for all."""
+    """One server for the whole file."""
     with Service(tmp_path_factory.mktemp("refusals"), region=32 * MIB) as running:
         yield running
 
 
 @pytest.fixture
 def start(service: Service) -> Iterator[Callable[[str], Caller]]:
-    """Starts callers, and ends them."""
     with contextlib.ExitStack() as closing:
 
         def one(engine_id: str) -> Caller:
@@ -39,7 +41,7 @@ def start(service: Service) -> Iterator[Callable[[str], Caller]]:
 
 @pytest.fixture
 def caller(start: Callable[[str], Caller]) -> Caller:
-    """One that has registered."""
+    """A registered caller."""
     made = start("one")
     made.register()
     return made
@@ -58,8 +60,8 @@ STORES = {
 
 
 @pytest.mark.parametrize("name", STORES)
-def test_stores_that_make_no_sense(caller: Caller, name: str) -> None:
-    """INVALID_ARGUMENT, the store goes on, and its slots are as they were."""
+def test_invalid_stores(caller: Caller, name: str) -> None:
+    """INVALID_ARGUMENT; the store continues and its slots are unchanged."""
     store_id = caller.prepare(keys_of(3, f"store {name}"))
     assert caller.store(store_id, **STORES[name]) == "INVALID_ARGUMENT"
     good = transfer_pb2.StoreFromDeviceRequest(
@@ -82,8 +84,7 @@ LOADS = {
 
 
 @pytest.mark.parametrize("name", LOADS)
-def test_loads_that_make_no_sense(caller: Caller, name: str) -> None:
-    """Refused, and no block is touched."""
+def test_invalid_loads(caller: Caller, name: str) -> None:
     keys = keys_of(2, f"load {name}")
     caller.engine.client.store(keys, JOINED.parts(5)[:2])
     request = cache_pb2.LookupRequest(
@@ -95,8 +96,8 @@ def test_loads_that_make_no_sense(caller: Caller, name: str) -> None:
     assert caller.engine.contents() == caller.engine.expected(0)
 
 
-def test_what_is_open_stays_open(caller: Caller) -> None:
-    """Registering the same again is answered with the same; something else replaces it."""
+def test_registering_again(caller: Caller) -> None:
+    """Registering the same buffers again returns the same id; other buffers replace them."""
     first = caller.buffers_id
     caller.register()
     assert caller.buffers_id == first
@@ -106,8 +107,11 @@ def test_what_is_open_stays_open(caller: Caller) -> None:
     assert caller.store(caller.prepare(keys_of(1, "replaced")), blocks=[0]) == "DEVICE_LOST"
 
 
-def test_what_is_somebody_elses(caller: Caller, start: Callable[[str], Caller]) -> None:
-    """Another session's registration, another engine's store or lease, a registration that never was: each has its reason."""
+def test_objects_of_other_sessions(caller: Caller, start: Callable[[str], Caller]) -> None:
+    """Another session's registration, another engine's store or lease, and an unknown registration.
+
+    Each has its reason.
+    """
     other = start("another")
     other.register()
     keys = keys_of(1, "foreign")
@@ -118,7 +122,7 @@ def test_what_is_somebody_elses(caller: Caller, start: Callable[[str], Caller]) 
     assert caller.store(mine, blocks=[0], buffers_id=5) == "DEVICE_LOST"
     assert caller.load(123, blocks=[0], items=[0]) == "LEASE_NOT_FOUND"
     unregister = transfer_pb2.UnregisterDeviceBuffersRequest(session=caller.raw.ref, buffers_id=other.buffers_id)
-    assert why(caller.calls.UnregisterDeviceBuffers, unregister) == "NOT_OWNER"
+    assert refusal_reason(caller.calls.UnregisterDeviceBuffers, unregister) == "NOT_OWNER"
     unregister.buffers_id = caller.buffers_id
     caller.calls.UnregisterDeviceBuffers(unregister, timeout=60)
     assert caller.store(mine, blocks=[0]) == "DEVICE_LOST"
@@ -143,16 +147,16 @@ WRONG: dict[str, Callable[[Request], object]] = {
     "sizes beyond everything": lambda request: setattr(request.groups[0].runs[0], "offset_bytes", 1 << 63),
     "a handle that is too short": lambda request: setattr(request.allocations[0], "handle", b"handle"),
     "an endless name": lambda request: setattr(request, "device_uuid", "x" * 1000),
-    "more handles than anybody has": lambda request: request.event_handles.extend([bytes(64)] * 5000),
+    "too many handles": lambda request: request.event_handles.extend([bytes(64)] * 5000),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_registrations_that_make_no_sense(caller: Caller, name: str) -> None:
-    """INVALID_ARGUMENT, and what was registered before is still there."""
+def test_invalid_registrations(caller: Caller, name: str) -> None:
+    """INVALID_ARGUMENT; the earlier registration stays valid."""
     request = caller.registration()
     WRONG[name](request)
-    assert why(caller.calls.RegisterDeviceBuffers, request) == "INVALID_ARGUMENT"
+    assert refusal_reason(caller.calls.RegisterDeviceBuffers, request) == "INVALID_ARGUMENT"
     store_id = caller.prepare(keys_of(1, name))
     good = transfer_pb2.StoreFromDeviceRequest(
         session=caller.raw.ref, buffers_id=caller.buffers_id, store_id=store_id, blocks=[0]
@@ -165,17 +169,20 @@ def test_registrations_that_make_no_sense(caller: Caller, name: str) -> None:
     [("boot_id", "another", "other_host"), ("pid", 1, "cannot_open"), ("pid", 4_000_000, "exporter_gone")],
 )
 def test_memory_that_cannot_be_opened(caller: Caller, field: str, value: Any, cause: str) -> None:
-    """DEVICE_UNAVAILABLE with the likely cause in front; the mover lives, and nothing of it stays open."""
+    """DEVICE_UNAVAILABLE, starting with the likely cause.
+
+    The copy worker stays alive and keeps nothing open.
+    """
     request = caller.registration()
     setattr(request.origin, field, value)
     request.allocations[0].handle = bytes(64)
     with pytest.raises(Exception, match=cause):
         caller.calls.RegisterDeviceBuffers(request, timeout=60)
-    assert why(caller.calls.RegisterDeviceBuffers, request) == "DEVICE_UNAVAILABLE"
+    assert refusal_reason(caller.calls.RegisterDeviceBuffers, request) == "DEVICE_UNAVAILABLE"
 
 
 def test_events_of_another_shm(caller: Caller) -> None:
-    """Where /dev/shm is not shared the answer says that the caller waits; an event that is named all the same is refused."""
+    """Without a shared /dev/shm the answer says that the caller waits; a named event is refused."""
     request = caller.registration()
     request.origin.shm_device = 1
     answer = caller.calls.RegisterDeviceBuffers(request, timeout=60)

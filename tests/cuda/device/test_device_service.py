@@ -1,4 +1,4 @@
-"""Devices through the whole service: engines, a real server, its movers, over real gRPC; the host back end in place of GPUs."""
+"""Devices end to end: engines, a real server, copy workers and gRPC, over the host back end."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ GRANTED = bytes([StoreStatus.GRANTED]) * BLOCKS
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """One server for the tests of this file that leave it alive."""
+    """One server for those tests of this file that leave it running."""
     with Service(tmp_path_factory.mktemp("devices"), region=32 * MIB) as service:
         yield service
 
 
 @pytest.fixture
 def service(running: Service) -> Iterator[Service]:
-    """The server, with its gate open and nobody there: sessions of the test before may still be on their way out."""
+    """The server, with its gate open and without sessions of earlier tests."""
     running.gate.open()
     running.server.wait_for(lambda status: not status.sessions)
     yield running
@@ -44,7 +44,7 @@ def service(running: Service) -> Iterator[Service]:
 @pytest.mark.parametrize("transport", ["cuda_ipc", "grpc"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_round_trips_are_identical(service: Service, name: str, transport: str) -> None:
-    """Blocks go to the server as a plain gather has them, and come back without a bit changed; whoever maps the region."""
+    """Slots hold what a NumPy gather returns; blocks are restored, with and without shm."""
     kv, keys = LAYOUTS[name], keys_of(BLOCKS, f"{name} {transport}")
     with Engine(service.server.endpoint, kv, transport=transport).register() as engine:
         order = [3, 4, 0, 5, 1, 2]
@@ -61,13 +61,16 @@ DRIVERS = {"host": "devices.gated_driver:make", "fake": "devices.gated_driver:ma
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_driver_keeps_the_contract(tmp_path: Path, backend: Backend, name: str) -> None:
-    """The same over CUDA's driver, its library a stand-in or real: registered, pinned, ordered, copied, closed."""
+    """The same over CUDA's driver with a fake or real libcuda.
+
+    Registration, pinning, order, copies, close.
+    """
     kv = LAYOUTS[name]
     with Service(tmp_path, driver=DRIVERS[backend.name]) as service:
         with Engine(service.server.endpoint, kv, backend=backend).register() as engine:
             release = engine.backend.hold(engine.stream)
-            with engine.buffers.mark(engine.stream) as mark, ThreadPoolExecutor(1) as aside:
-                storing = aside.submit(engine.client.store_from_device, KEYS, range(BLOCKS), after=mark)
+            with engine.buffers.mark(engine.stream) as mark, ThreadPoolExecutor(1) as executor:
+                storing = executor.submit(engine.client.store_from_device, KEYS, range(BLOCKS), after=mark)
                 service.server.wait_for(lambda status: status.stores == 1)
                 engine.fill(1)
                 release()
@@ -77,19 +80,19 @@ def test_every_driver_keeps_the_contract(tmp_path: Path, backend: Backend, name:
             assert engine.client.load_to_device(KEYS, range(BLOCKS)) == BLOCKS
             assert engine.contents() == engine.expected(1)
         service.server.wait_for(lambda status: not status.sessions and not status.quarantined_bytes)
-        assert "mover has ended" not in service.server.log
+        assert "worker has ended" not in service.server.log
 
 
 def test_an_engine_with_a_shm_of_its_own(service: Service) -> None:
-    """B4.11: where events cannot be shared the client waits in place of the server; nothing is read too early either."""
+    """B4.11: without shared events the client waits instead of the server."""
     keys = keys_of(BLOCKS, "its own shm")
     with Engine(service.server.endpoint) as engine:
         export = engine.buffers.export
         engine.buffers.export = dataclasses.replace(export, origin=dataclasses.replace(export.origin, shm_device=1))
         engine.register()
         release = engine.backend.hold(engine.stream)
-        with engine.buffers.mark(engine.stream) as mark, ThreadPoolExecutor(1) as aside:
-            storing = aside.submit(engine.client.store_from_device, keys, range(BLOCKS), after=mark)
+        with engine.buffers.mark(engine.stream) as mark, ThreadPoolExecutor(1) as executor:
+            storing = executor.submit(engine.client.store_from_device, keys, range(BLOCKS), after=mark)
             time.sleep(0.1)
             assert set(engine.client.lookup(keys, prefix=False).statuses) == {KeyStatus.MISS}
             engine.fill(6)
@@ -98,8 +101,8 @@ def test_an_engine_with_a_shm_of_its_own(service: Service) -> None:
         assert engine.stored(keys) == JOINED.parts(6)
 
 
-def test_what_one_engine_stored_another_loads(service: Service) -> None:
-    """Blocks that came from a device are blocks like any: of another process' shm store too, and into other places."""
+def test_blocks_are_shared_between_engines(service: Service) -> None:
+    """Blocks of a device store can be loaded by other transports, and vice versa."""
     keys = keys_of(BLOCKS, "two engines")
     with (
         Engine(service.server.endpoint).register() as one,
@@ -116,8 +119,8 @@ def test_what_one_engine_stored_another_loads(service: Service) -> None:
         assert one.stored(keys) == [*JOINED.parts(7)[:3], *JOINED.parts(0)[3:]]
 
 
-def test_a_prefix_that_is_there_is_loaded(service: Service) -> None:
-    """Of a list of keys the leading hits are loaded, and no other block is touched."""
+def test_leading_hits_are_loaded(service: Service) -> None:
+    """The leading hits of a list of keys are loaded; other blocks stay unchanged."""
     keys = keys_of(BLOCKS, "prefix")
     with Engine(service.server.endpoint).register() as engine:
         engine.client.store_from_device(keys[:2], [5, 4])
@@ -130,7 +133,7 @@ def test_a_prefix_that_is_there_is_loaded(service: Service) -> None:
 
 
 def test_items_of_a_lease_go_to_any_blocks(service: Service) -> None:
-    """A worker loads what a scheduler of its engine has leased, in the order it wants."""
+    """A worker loads items of a lease that its engine's scheduler acquired, in any order."""
     keys = keys_of(BLOCKS, "lease")
     with Engine(service.server.endpoint).register() as engine:
         engine.client.store_from_device(keys, range(BLOCKS))
@@ -146,7 +149,7 @@ def test_items_of_a_lease_go_to_any_blocks(service: Service) -> None:
 
 
 def test_a_store_waits_for_the_engines_compute(service: Service) -> None:
-    """B4.11: nothing is read before the compute that a mark stands for is over, and the call does not return before."""
+    """B4.11: nothing is read before a mark's compute has ended, and the call returns after it."""
     keys = keys_of(BLOCKS, "after compute")
     with Engine(service.server.endpoint).register() as engine:
         release = engine.backend.hold(engine.stream)
@@ -166,7 +169,7 @@ def test_a_store_waits_for_the_engines_compute(service: Service) -> None:
 
 
 def test_more_marks_than_events(service: Service) -> None:
-    """When all shared events are in use the client waits itself: nothing comes too early, and nothing fails."""
+    """If all shared events are in use, the client waits itself."""
     with Engine(service.server.endpoint).register() as engine:
         marks = [engine.buffers.mark(engine.stream) for _ in range(6)]
         assert [mark.index for mark in marks] == [0, 1, 2, 3, None, None]
@@ -179,7 +182,7 @@ def test_more_marks_than_events(service: Service) -> None:
 
 
 def test_the_asyncio_client(service: Service) -> None:
-    """Has the same calls."""
+    """The asyncio client has the same calls."""
     keys = keys_of(BLOCKS, "asyncio")
 
     async def round_trip(engine: Engine) -> None:
@@ -198,8 +201,8 @@ def test_the_asyncio_client(service: Service) -> None:
         assert engine.contents() == engine.expected(0)
 
 
-def test_a_session_is_shown_with_the_way_that_its_bytes_took_last(service: Service) -> None:
-    """Also where some of them went another way in between."""
+def test_status_shows_the_last_transport_of_a_session(service: Service) -> None:
+    """The status shows the transport that a session used last."""
     keys = keys_of(BLOCKS, "shown")
 
     def shown() -> set[str]:
@@ -216,20 +219,20 @@ def test_a_session_is_shown_with_the_way_that_its_bytes_took_last(service: Servi
         assert shown() == {"cuda_ipc"}
 
 
-def test_what_a_session_had_open_is_closed_with_it(service: Service) -> None:
-    """An engine's memory is mapped once however often it is registered, and not any more when its session is gone."""
+def test_memory_is_unmapped_after_the_session(service: Service) -> None:
+    """An engine's memory is mapped once for several registrations, until its session ends."""
     with Engine(service.server.endpoint).register() as engine:
-        [mover] = service.copy_workers
-        wait_until(lambda: service.open_allocations(mover) == JOINED.count + 4)  # three tensors, four events
+        [worker] = service.copy_workers
+        wait_until(lambda: service.open_allocations(worker) == JOINED.count + 4)
         engine.register()
-        assert service.open_allocations(mover) == JOINED.count + 4
+        assert service.open_allocations(worker) == JOINED.count + 4
         assert {session.transport for session in service.server.status().sessions} == {"cuda_ipc"}
-    wait_until(lambda: service.open_allocations(mover) == 0)
-    assert service.copy_workers == [mover]
+    wait_until(lambda: service.open_allocations(worker) == 0)
+    assert service.copy_workers == [worker]
 
 
-def test_a_device_that_is_not_there(service: Service) -> None:
-    """The refusal names the cause, comes at once when asked again, and the ordinary way goes on."""
+def test_an_unknown_device(service: Service) -> None:
+    """The refusal names the cause, repeats at once, and the shm transport still works."""
     with Engine(service.server.endpoint) as engine:
         engine.backend.driver.device = "missing"
         buffers = KvBuffers(engine.backend.driver, {0: (JOINED.layout(), engine.addresses)})
@@ -245,8 +248,8 @@ def test_a_device_that_is_not_there(service: Service) -> None:
 
 
 @pytest.mark.parametrize(("config", "cause"), [('[devices]\ndriver = "off"', "switched_off"), ("", "no_driver: ")])
-def test_a_server_that_serves_no_devices_says_why(tmp_path: Path, config: str, cause: str) -> None:
-    """In its log and to clients; and starts no process for them."""
+def test_a_server_without_devices_gives_the_reason(tmp_path: Path, config: str, cause: str) -> None:
+    """A server without devices logs the reason, tells it to clients, and starts no process."""
     if not config and Path("/dev/nvidiactl").exists():
         pytest.skip("there is an NVIDIA device here")
     with ServerProcess(tmp_path, region=8 * MIB, config=config).start() as server, Engine(server.endpoint) as engine:
@@ -258,7 +261,7 @@ def test_a_server_that_serves_no_devices_says_why(tmp_path: Path, config: str, c
 
 
 def test_memory_that_cannot_be_shared() -> None:
-    """The engine's side refuses it, with the cause, before any server is asked."""
+    """The engine's side refuses memory that cannot be shared, before any call to the server."""
     driver = HostDriver()
     for kind, cause in ((MemoryKind.VMM, "vmm_memory"), (MemoryKind.POOL, "pool_memory")):
         addresses = [driver.allocate(tensor.nbytes, kind) for tensor in JOINED.tensors(0)]

@@ -1,4 +1,7 @@
-"""Engines, movers and servers that end in mid-copy: the others go on; slots come back when nobody writes to them, not before."""
+"""Engines, copy workers and servers that end in mid-copy.
+
+Others continue; slots return after the last write.
+"""
 
 from __future__ import annotations
 
@@ -29,20 +32,18 @@ GRANTED = bytes([StoreStatus.GRANTED]) * BLOCKS
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[Service]:
-    """A server of each test's own."""
     with Service(tmp_path) as running:
         yield running
 
 
 @pytest.fixture
-def aside() -> Iterator[ThreadPoolExecutor]:
-    """A thread beside the test's."""
+def executor() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(2) as pool:
         yield pool
 
 
-def assert_all_memory_is_there(service: Service, client: Client) -> None:
-    """As much can be stored as in a server that has just been started: no slot is lost."""
+def assert_no_slot_is_lost(service: Service, client: Client) -> None:
+    """The CPU tier can store as much as in a new server: no slot is lost."""
     client.reset(wait=30)
     service.server.wait_for(lambda status: not status.quarantined_bytes and not status.stores)
     fitting = service.server.status().tiers[0].capacity_bytes // PART * 9 // 10
@@ -53,10 +54,13 @@ def assert_all_memory_is_there(service: Service, client: Client) -> None:
 
 
 def test_an_engine_killed_in_mid_copy(service: Service) -> None:
-    """Its store is lost at once, its slots wait for the copy, others go on meanwhile; then its memory is closed, its slots used."""
+    """The store is lost at once, its slots wait for the copy.
+
+    Then its memory is closed and the slots are reused.
+    """
     endpoint = service.server.endpoint
     with Engine(endpoint).register() as other:
-        [mover] = service.copy_workers
+        [worker] = service.copy_workers
         service.gate.close()
         with KilledEngine(endpoint, "store_from_device") as engine:
             service.gate.wait_reached()
@@ -70,18 +74,18 @@ def test_an_engine_killed_in_mid_copy(service: Service) -> None:
         assert service.server.status().quarantined_bytes == BLOCKS * PART
         service.gate.open()
         service.server.wait_for(lambda status: not status.quarantined_bytes)
-        wait_until(lambda: service.open_allocations(mover) == JOINED.count + 4)
+        wait_until(lambda: service.open_allocations(worker) == JOINED.count + 4)
         assert set(other.client.lookup(KEYS, prefix=False).statuses) == {KeyStatus.MISS}
         assert other.contents() == other.expected(0)
-        assert service.copy_workers == [mover]
-        assert_all_memory_is_there(service, other.client)
+        assert service.copy_workers == [worker]
+        assert_no_slot_is_lost(service, other.client)
 
 
 def test_an_engine_killed_in_mid_load(service: Service) -> None:
     """Nothing of it stays pinned or open."""
     endpoint = service.server.endpoint
     with Engine(endpoint).register() as other:
-        [mover] = service.copy_workers
+        [worker] = service.copy_workers
         other.client.store_from_device(KEYS, range(BLOCKS))
         service.gate.close()
         with KilledEngine(endpoint, "load_to_device") as engine:
@@ -89,21 +93,23 @@ def test_an_engine_killed_in_mid_load(service: Service) -> None:
             engine.kill()
         service.server.wait_for(lambda status: len(status.sessions) == 1 and status.leases == 0)
         service.gate.open()
-        wait_until(lambda: service.open_allocations(mover) == JOINED.count + 4)
+        wait_until(lambda: service.open_allocations(worker) == JOINED.count + 4)
         other.clear()
         assert other.client.load_to_device(KEYS, range(BLOCKS)) == BLOCKS
         assert other.contents() == other.expected(0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_mover_that_ends_in_mid_copy(service: Service, aside: ThreadPoolExecutor, number: signal.Signals) -> None:
-    """The call fails as a miss, the slots come back, the server lives; the next call has another mover, registered by itself."""
+def test_a_copy_worker_that_ends_in_mid_copy(
+    service: Service, executor: ThreadPoolExecutor, number: signal.Signals
+) -> None:
+    """The call fails, the slots return; the next call registers again with another copy worker."""
     with Engine(service.server.endpoint).register() as engine:
-        [mover] = service.copy_workers
+        [worker] = service.copy_workers
         service.gate.close()
-        storing = aside.submit(engine.client.store_from_device, KEYS, range(BLOCKS))
+        storing = executor.submit(engine.client.store_from_device, KEYS, range(BLOCKS))
         service.gate.wait_reached()
-        os.kill(mover, number)
+        os.kill(worker, number)
         with pytest.raises(DeviceUnavailable) as caught:
             storing.result(60)
         assert caught.value.reason == "DEVICE_LOST"
@@ -113,16 +119,19 @@ def test_a_mover_that_ends_in_mid_copy(service: Service, aside: ThreadPoolExecut
         assert set(engine.client.lookup(KEYS, prefix=False).statuses) == {KeyStatus.MISS}
         assert engine.client.store_from_device(KEYS, range(BLOCKS)) == GRANTED
         [another] = service.copy_workers
-        assert another != mover
+        assert another != worker
         engine.clear()
         assert engine.client.load_to_device(KEYS, range(BLOCKS)) == BLOCKS
         assert engine.contents() == engine.expected(0)
         wait_until(lambda: "device copy worker has ended" in service.server.log)
-        assert_all_memory_is_there(service, engine.client)
+        assert_no_slot_is_lost(service, engine.client)
 
 
-def test_a_mover_that_is_killed_again_and_again(service: Service) -> None:
-    """Calls fail, faster than the mover is started again, and nothing else does; in the end it serves."""
+def test_a_copy_worker_that_is_killed_repeatedly(service: Service) -> None:
+    """Calls fail while the copy worker is restarted.
+
+    All other calls work, and in the end device calls do.
+    """
     with Engine(service.server.endpoint).register() as engine:
         for number in range(3):
             for pid in service.copy_workers:
@@ -141,12 +150,15 @@ def test_a_mover_that_is_killed_again_and_again(service: Service) -> None:
 
 
 def test_a_server_that_is_killed(service: Service) -> None:
-    """Its movers die with it; in its next life engines are registered again by themselves, and what was lost is a miss."""
+    """Copy workers die with the server.
+
+    After a restart engines register again; lost blocks are misses.
+    """
     with Engine(service.server.endpoint).register() as engine:
-        [mover] = service.copy_workers
+        [worker] = service.copy_workers
         engine.client.store_from_device(KEYS, range(BLOCKS))
         service.server.restart()
-        wait_until(lambda: not Path(f"/proc/{mover}").exists())
+        wait_until(lambda: not Path(f"/proc/{worker}").exists())
         engine.client.wait_until_connected(60)
 
         def stored() -> bool:
@@ -162,12 +174,12 @@ def test_a_server_that_is_killed(service: Service) -> None:
         assert engine.contents() == engine.expected(0)
 
 
-def test_a_server_killed_in_mid_load(service: Service, aside: ThreadPoolExecutor) -> None:
-    """The call comes back as an error when nothing is written to the engine's blocks any more."""
+def test_a_server_killed_in_mid_load(service: Service, executor: ThreadPoolExecutor) -> None:
+    """The call raises only after the last write to the engine's blocks."""
     with Engine(service.server.endpoint, device=2).register() as engine:
         engine.client.store_from_device(KEYS, range(BLOCKS))
         service.gate.close()
-        loading = aside.submit(engine.client.load_to_device, KEYS, range(BLOCKS))
+        loading = executor.submit(engine.client.load_to_device, KEYS, range(BLOCKS))
         service.gate.wait_reached()
         service.server.kill()
         assert isinstance(loading.exception(30), KVTierError)
@@ -177,12 +189,15 @@ def test_a_server_killed_in_mid_load(service: Service, aside: ThreadPoolExecutor
         assert engine.contents() == engine.expected(3)
 
 
-def test_a_session_lost_in_mid_load(service: Service, aside: ThreadPoolExecutor) -> None:
-    """A load that nobody answers comes back when what was begun of it has ended: what the engine then writes stays."""
+def test_a_session_lost_in_mid_load(service: Service, executor: ThreadPoolExecutor) -> None:
+    """A load without an answer returns after its started batches.
+
+    Bytes the engine writes later stay.
+    """
     with Engine(service.server.endpoint, device=2).register() as engine:
         engine.client.store_from_device(KEYS, range(BLOCKS))
         service.gate.close()
-        loading = aside.submit(engine.client.load_to_device, KEYS, range(BLOCKS))
+        loading = executor.submit(engine.client.load_to_device, KEYS, range(BLOCKS))
         service.gate.wait_reached()
         engine.client._transport.invalidate(engine.client._transport.session)  # type: ignore[arg-type]
         opening = threading.Timer(0.3, service.gate.open)
@@ -196,7 +211,10 @@ def test_a_session_lost_in_mid_load(service: Service, aside: ThreadPoolExecutor)
 
 @pytest.mark.parametrize("call", ["store_from_device", "load_to_device"])
 def test_a_client_that_gives_up(service: Service, call: str) -> None:
-    """A call whose time is over begins nothing any more: no block and no slot is touched when the compute it came after ends."""
+    """After the call's deadline no copy starts.
+
+    No block and no slot changes when the awaited compute ends.
+    """
     with Engine(service.server.endpoint, device=2).register() as engine:
         if call == "load_to_device":
             engine.client.store_from_device(KEYS, range(BLOCKS))
@@ -213,11 +231,11 @@ def test_a_client_that_gives_up(service: Service, call: str) -> None:
         assert engine.client.store_from_device(keys_of(BLOCKS, "later"), range(BLOCKS)) == GRANTED
 
 
-def test_a_copy_that_takes_too_long(service: Service, aside: ThreadPoolExecutor) -> None:
-    """Where what was begun hangs, the call ends all the same, and the slots stay out of use until that has ended."""
+def test_a_copy_that_takes_too_long(service: Service, executor: ThreadPoolExecutor) -> None:
+    """The call ends although its batch hangs; slots stay in quarantine until the batch ends."""
     with Engine(service.server.endpoint, device=2).register() as engine:
         service.gate.close()
-        storing = aside.submit(engine.client.store_from_device, KEYS, range(BLOCKS))
+        storing = executor.submit(engine.client.store_from_device, KEYS, range(BLOCKS))
         service.gate.wait_reached()
         assert isinstance(storing.exception(60), Unavailable)
         status = service.server.wait_for(lambda status: not status.stores)
@@ -226,15 +244,15 @@ def test_a_copy_that_takes_too_long(service: Service, aside: ThreadPoolExecutor)
         service.server.wait_for(lambda status: not status.quarantined_bytes)
 
 
-def test_a_session_that_falls_in_mid_copy(service: Service, aside: ThreadPoolExecutor) -> None:
-    """While its process lives on: its store's slots stay out of use until the copy has ended."""
+def test_a_session_that_ends_in_mid_copy(service: Service, executor: ThreadPoolExecutor) -> None:
+    """The session ends, its process lives: slots stay in quarantine until the copy ends."""
     with (
         Engine(service.server.endpoint).register() as engine,
         Client(service.server.endpoint, namespace=namespace_of(JOINED)) as other,
     ):
         other.wait_until_connected(60)
         service.gate.close()
-        storing = aside.submit(engine.client.store_from_device, KEYS, range(BLOCKS))
+        storing = executor.submit(engine.client.store_from_device, KEYS, range(BLOCKS))
         service.gate.wait_reached()
         engine.client._transport.invalidate(engine.client._transport.session)  # type: ignore[arg-type]
         service.server.wait_for(lambda status: len(status.sessions) <= 2 and status.stores == 0)
@@ -243,11 +261,11 @@ def test_a_session_that_falls_in_mid_copy(service: Service, aside: ThreadPoolExe
         assert isinstance(storing.exception(60), KVTierError)
         service.server.wait_for(lambda status: not status.quarantined_bytes)
         engine.client.wait_until_connected(60)
-        assert_all_memory_is_there(service, other)
+        assert_no_slot_is_lost(service, other)
 
 
-def test_a_store_is_not_aborted_under_its_copy(service: Service, aside: ThreadPoolExecutor) -> None:
-    """Whoever says that a store is over, while the server still copies for it, is answered when that has ended."""
+def test_a_store_is_not_aborted_under_its_copy(service: Service, executor: ThreadPoolExecutor) -> None:
+    """Aborting a store is answered after the server's copy for it has ended."""
     with closing(Caller(service, "raw")) as caller:
         caller.register()
         store_id = caller.prepare(KEYS)
@@ -258,7 +276,7 @@ def test_a_store_is_not_aborted_under_its_copy(service: Service, aside: ThreadPo
         storing = caller.calls.StoreFromDevice.future(request, timeout=60)
         service.gate.wait_reached()
         storing.cancel()
-        aborting = aside.submit(caller.abort, store_id)
+        aborting = executor.submit(caller.abort, store_id)
         time.sleep(0.2)
         assert not aborting.done()
         assert service.server.status().stores == 1
@@ -267,14 +285,17 @@ def test_a_store_is_not_aborted_under_its_copy(service: Service, aside: ThreadPo
         service.server.wait_for(lambda status: not status.stores and not status.quarantined_bytes)
 
 
-def test_a_lease_that_ends_in_mid_load(service: Service, aside: ThreadPoolExecutor) -> None:
-    """What was copied may have been somebody else's by then: the call says that the lease is gone, and the load is a miss."""
+def test_a_lease_that_ends_in_mid_load(service: Service, executor: ThreadPoolExecutor) -> None:
+    """The copied bytes may be of another block.
+
+    The call reports the lost lease, and the load is a miss.
+    """
     with closing(Caller(service, "raw")) as caller:
         caller.register()
         caller.engine.client.store(KEYS, JOINED.parts(1))
         found = caller.raw.cache.Lookup(cache_pb2.LookupRequest(session=caller.raw.ref, keys=KEYS), timeout=60)
         service.gate.close()
-        loading = aside.submit(caller.load, found.lease_id, blocks=range(BLOCKS), items=range(BLOCKS))
+        loading = executor.submit(caller.load, found.lease_id, blocks=range(BLOCKS), items=range(BLOCKS))
         service.gate.wait_reached()
         release = cache_pb2.ReleaseLeaseRequest(session=caller.raw.ref, lease_ids=[found.lease_id])
         caller.raw.cache.ReleaseLease(release, timeout=60)
@@ -282,23 +303,23 @@ def test_a_lease_that_ends_in_mid_load(service: Service, aside: ThreadPoolExecut
         assert loading.result(60) == "LEASE_NOT_FOUND"
 
 
-def test_a_server_that_ends_in_mid_copy(service: Service, aside: ThreadPoolExecutor) -> None:
-    """SIGTERM: the server ends with its movers, within its time to drain."""
+def test_a_server_that_ends_in_mid_copy(service: Service, executor: ThreadPoolExecutor) -> None:
+    """SIGTERM: the server and its copy workers end within the drain time."""
     with Engine(service.server.endpoint, device=2).register() as engine:
         service.gate.close()
-        storing = aside.submit(engine.client.store_from_device, KEYS, range(BLOCKS))
+        storing = executor.submit(engine.client.store_from_device, KEYS, range(BLOCKS))
         service.gate.wait_reached()
-        [mover] = service.copy_workers
+        [worker] = service.copy_workers
         opening = threading.Timer(1.0, service.gate.open)
         opening.start()
         assert service.server.terminate() == 0
-        assert not Path(f"/proc/{mover}").exists()
+        assert not Path(f"/proc/{worker}").exists()
         assert isinstance(storing.exception(60), KVTierError) or storing.result() == GRANTED
         opening.join()
 
 
 def kill_at_random(service: Service, random_part: Callable[[], float], rounds: int) -> None:
-    """Engines that store and load, killed at any moment."""
+    """Engines that store and load, killed at random moments."""
     for number in range(rounds):
         with KilledEngine(service.server.endpoint, ("store_from_device", "load_to_device")[number % 2]) as engine:
             time.sleep(0.15 + 0.25 * random_part())
@@ -306,10 +327,13 @@ def kill_at_random(service: Service, random_part: Callable[[], float], rounds: i
 
 
 def test_engines_killed_at_any_moment(tmp_path: Path) -> None:
-    """While they register, copy and end: the server lives, nothing stays open, pinned or in quarantine."""
+    """Killed while they register, copy and end.
+
+    The server lives, nothing stays open, pinned or in quarantine.
+    """
     with Service(tmp_path, region=8 * MIB) as service, Engine(service.server.endpoint).register() as other:
         kill_at_random(service, random.Random(4).random, 8)
-        [mover] = service.copy_workers
+        [worker] = service.copy_workers
         service.server.wait_for(lambda status: len(status.sessions) == 1 and not status.stores and not status.leases)
-        wait_until(lambda: service.open_allocations(mover) == JOINED.count + 4)
-        assert_all_memory_is_there(service, other.client)
+        wait_until(lambda: service.open_allocations(worker) == JOINED.count + 4)
+        assert_no_slot_is_lost(service, other.client)

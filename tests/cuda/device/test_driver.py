@@ -1,4 +1,4 @@
-"""What every driver promises, between two processes: on a GPU where there is one, and on the host back end everywhere."""
+"""Contract of every driver, between two processes: the host driver, and a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ SIZE = JOINED.tensors(0)[0].nbytes
 
 @pytest.fixture
 def host() -> HostBackend:
-    """The back end that can be made to fail."""
     return HostBackend()
 
 
 def test_opened_memory_is_the_engines(backend: Backend, start_engine: StartEngine) -> None:
-    """What one process has on the device another one reads and writes."""
+    """Each process reads what the other writes to the device."""
     engine = start_engine(JOINED)
     assert engine.export.device == backend.driver.device
     at = backend.driver.open_memory(engine.export.allocations[0].handle)
@@ -40,7 +39,7 @@ def test_opened_memory_is_the_engines(backend: Backend, start_engine: StartEngin
 
 
 def test_opened_memory_is_an_allocation(backend: Backend, start_engine: StartEngine) -> None:
-    """The driver knows how large what it opened is: an engine's word is not needed."""
+    """The driver knows the size of opened memory, so the engine's claim is not needed."""
     export = start_engine(JOINED).export
     at = backend.driver.open_memory(export.allocations[0].handle)
     found = backend.driver.allocation_of(at + 100)
@@ -49,7 +48,7 @@ def test_opened_memory_is_an_allocation(backend: Backend, start_engine: StartEng
 
 
 def test_a_handle_that_is_open_is_mapped_once(backend: Backend, start_engine: StartEngine) -> None:
-    """Opened twice it is in one place, and stays there until it was closed twice."""
+    """A handle that is opened twice is mapped once, until it is closed twice."""
     engine = start_engine(JOINED)
     handle = engine.export.allocations[0].handle
     at = backend.driver.open_memory(handle)
@@ -62,7 +61,7 @@ def test_a_handle_that_is_open_is_mapped_once(backend: Backend, start_engine: St
 
 
 def test_a_mapping_outlives_its_exporter(backend: Backend, start_engine: StartEngine) -> None:
-    """SIGKILL of the engine takes nothing away from who has its memory open."""
+    """Opened memory stays mapped after SIGKILL of the engine."""
     engine = start_engine(JOINED)
     at = backend.driver.open_memory(engine.export.allocations[0].handle)
     engine.kill()
@@ -71,7 +70,7 @@ def test_a_mapping_outlives_its_exporter(backend: Backend, start_engine: StartEn
 
 
 def test_a_dead_processs_handle_cannot_be_opened(backend: Backend, start_engine: StartEngine) -> None:
-    """What nobody has open is gone with its process."""
+    """A handle of a dead process cannot be opened."""
     engine = start_engine(JOINED)
     engine.kill()
     with pytest.raises(DeviceError) as caught:
@@ -80,7 +79,7 @@ def test_a_dead_processs_handle_cannot_be_opened(backend: Backend, start_engine:
 
 
 def test_freed_memory_cannot_be_opened(backend: Backend, start_engine: StartEngine) -> None:
-    """A handle is for one allocation, and not for what comes to its place."""
+    """A handle is for one allocation, not for a later one at its address."""
     engine = start_engine(JOINED)
     engine.tell("free", 0)
     with pytest.raises(DeviceError) as caught:
@@ -90,7 +89,7 @@ def test_freed_memory_cannot_be_opened(backend: Backend, start_engine: StartEngi
 
 @pytest.mark.parametrize("handle", [bytes(HANDLE_BYTES), b"short"])
 def test_nonsense_cannot_be_opened(backend: Backend, handle: bytes) -> None:
-    """Bytes that are no handle are refused, as memory and as event."""
+    """Invalid handles are refused, for memory and for events."""
     for open_it in (backend.driver.open_memory, backend.driver.open_event):
         with pytest.raises(DeviceError) as caught:
             open_it(handle)
@@ -98,7 +97,6 @@ def test_nonsense_cannot_be_opened(backend: Backend, handle: bytes) -> None:
 
 
 def test_a_process_cannot_open_its_own_memory(backend: Backend) -> None:
-    """The driver refuses it, and whoever exports and opens in one process learns so at once."""
     at = backend.allocate(PAGE_BYTES)
     assert backend.driver.export_memory(at) == backend.driver.export_memory(at)
     with pytest.raises(DeviceError) as caught:
@@ -108,7 +106,7 @@ def test_a_process_cannot_open_its_own_memory(backend: Backend) -> None:
 
 
 def test_allocations_are_found_by_any_address_in_them(backend: Backend) -> None:
-    """Base and size of an allocation are found from inside of it, and nothing is found outside."""
+    """Any address inside of an allocation finds its base and size; others find nothing."""
     at = backend.allocate(PAGE_BYTES)
     found = backend.driver.allocation_of(at + 17)
     assert (found.base, found.kind) == (at, MemoryKind.SHAREABLE)
@@ -120,7 +118,7 @@ def test_allocations_are_found_by_any_address_in_them(backend: Backend) -> None:
 
 
 def test_events_are_reached_in_the_order_of_their_stream(backend: Backend) -> None:
-    """An event counts as reached until it is recorded, and then once the stream has come so far."""
+    """An event counts as reached until recorded, and again when its stream reaches the record."""
     driver = backend.driver
     stream, event = driver.create_stream(), driver.create_event()
     assert driver.reached(event)
@@ -135,7 +133,7 @@ def test_events_are_reached_in_the_order_of_their_stream(backend: Backend) -> No
 
 
 def test_an_event_is_destroyed_before_it_is_reached(backend: Backend) -> None:
-    """As an engine does that ends behind its last mark: the stream goes on, and writes nowhere."""
+    """An engine may end after its last mark: the stream continues and writes nowhere."""
     driver = backend.driver
     stream, event, other = driver.create_stream(), driver.create_event(), driver.create_event()
     release = backend.hold(stream)
@@ -150,13 +148,13 @@ def test_an_event_is_destroyed_before_it_is_reached(backend: Backend) -> None:
 
 
 def test_a_back_end_is_closed_while_a_stream_is_held_up(backend: Backend) -> None:
-    """As by a test that has failed: what it says must not be lost with the process."""
+    """After a failed test a stream may still be held; closing must not hang."""
     backend.hold(backend.driver.create_stream())
     backend.close()
 
 
 def test_an_engines_event_is_seen(backend: Backend, start_engine: StartEngine) -> None:
-    """An event that the engine records behind its compute is reached here when the compute is over; and again."""
+    """An event that the engine records after its compute is reached when the compute ends."""
     engine = start_engine(JOINED)
     event = backend.driver.open_event(engine.export.events[0])
     for seed in (1, 2):
@@ -168,7 +166,7 @@ def test_an_engines_event_is_seen(backend: Backend, start_engine: StartEngine) -
 
 
 def test_copies_are_made_in_both_directions(backend: Backend, region: HostRegion) -> None:
-    """A batch moves each of its pieces, in and out, whether the memory is pinned or not."""
+    """A batch copies each piece, out and in, with pinned and with unpinned memory."""
     driver = backend.driver
     at, stream, event = backend.allocate(PAGE_BYTES), driver.create_stream(), driver.create_event()
     driver.register(region.address, PAGE_BYTES)
@@ -186,7 +184,6 @@ def test_copies_are_made_in_both_directions(backend: Backend, region: HostRegion
 
 
 def test_a_batch_is_of_one_length(backend: Backend) -> None:
-    """Lists of different lengths are a mistake of the caller's."""
     stream = backend.driver.create_stream()
     with pytest.raises(ValueError, match="differ"):
         backend.driver.copy(stream, [1], [1, 2], [1])
@@ -194,14 +191,13 @@ def test_a_batch_is_of_one_length(backend: Backend) -> None:
 
 
 def test_closing_twice_is_harmless(backend: Backend) -> None:
-    """A driver may be closed again."""
     backend.driver.close()
     backend.driver.close()
 
 
 @pytest.mark.parametrize("kind", [kind for kind in MemoryKind if kind.obstacle])
 def test_memory_that_cannot_be_shared(host: HostBackend, kind: MemoryKind) -> None:
-    """The driver does not export it, and says what kind of memory it is."""
+    """The driver refuses to export it and reports its kind."""
     at = host.driver.allocate(PAGE_BYTES, kind)
     assert host.driver.allocation_of(at).kind is kind
     with pytest.raises(DeviceError):
@@ -211,7 +207,10 @@ def test_memory_that_cannot_be_shared(host: HostBackend, kind: MemoryKind) -> No
 
 @pytest.mark.usefixtures("no_leaks")
 def test_memory_used_after_it_was_closed_breaks_the_context(host: HostBackend, region: HostRegion) -> None:
-    """As a GPU would: the copy fails, and with it everything after it. What is never reached goes with the driver all the same."""
+    """As on a GPU, the copy and all later calls fail.
+
+    Closing the driver ends events that are never reached.
+    """
     kv = LAYOUTS["all layers of a block together"]
     engine = Engine("host", kv)
     at = host.driver.open_memory(engine.export.allocations[0].handle)
@@ -234,7 +233,6 @@ def test_memory_used_after_it_was_closed_breaks_the_context(host: HostBackend, r
 
 @pytest.mark.usefixtures("no_leaks")
 def test_the_host_back_end_leaves_nothing_behind() -> None:
-    """Neither threads nor descriptors nor mappings."""
     host = HostBackend()
     engine = Engine("host", JOINED)
     host.driver.open_memory(engine.export.allocations[0].handle)

@@ -1,4 +1,7 @@
-"""What an engine says of its memory: exact, checked where it arrives, and refused with the reason."""
+"""What an engine says of its memory.
+
+Exact, checked where it arrives, and refused with the reason.
+"""
 
 from __future__ import annotations
 
@@ -41,17 +44,16 @@ EXPORT = DeviceExport(
 
 @pytest.fixture
 def host() -> HostBackend:
-    """The back end with memory of every kind."""
     return HostBackend()
 
 
 def test_an_export_survives_its_journey() -> None:
-    """What arrives is what was sent."""
+    """An export equals its parsed JSON."""
     assert DeviceExport.from_bytes(EXPORT.to_bytes()) == EXPORT
 
 
 def replaced(path: tuple[str | int, ...], value: object) -> bytes:
-    """The export as JSON, with one value in place of another."""
+    """The export as JSON, with one value replaced."""
     fields: Any = json.loads(EXPORT.to_bytes())
     inner = fields
     for step in path[:-1]:
@@ -61,7 +63,7 @@ def replaced(path: tuple[str | int, ...], value: object) -> bytes:
 
 
 def refusal(data: bytes) -> Cause | None:
-    """Why it is refused; None: it is an export."""
+    """The cause of the refusal; None if the bytes are an export."""
     try:
         DeviceExport.from_bytes(data)
     except DeviceError as error:
@@ -105,8 +107,8 @@ RUN = ("layouts", "0", "runs", 0)
         replaced(RUN, [0, 0, 1, 1, 1, 0, 0]),
     ],
 )
-def test_what_makes_no_sense_is_refused(data: bytes) -> None:
-    """Bytes from outside are either an export, all of which is inside of its allocations, or BAD_EXPORT."""
+def test_invalid_exports_are_refused(data: bytes) -> None:
+    """Bytes are either an export inside of its allocations, or BAD_EXPORT."""
     assert refusal(data) is Cause.BAD_EXPORT
 
 
@@ -114,8 +116,8 @@ def test_what_makes_no_sense_is_refused(data: bytes) -> None:
     st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3)),
     st.data(),
 )
-def test_any_other_value_is_an_export_or_refused(value: object, data: st.DataObject) -> None:
-    """Whatever is put in the place of a value, there is no other error than BAD_EXPORT."""
+def test_other_values_are_valid_or_refused(value: object, data: st.DataObject) -> None:
+    """With any other value the only error is BAD_EXPORT."""
     path = data.draw(
         st.sampled_from(
             [("device",), ("origin", "boot"), ("origin", "pid"), ("allocations", 0), ("layouts", "0"), RUN, (*RUN, 3)]
@@ -125,7 +127,7 @@ def test_any_other_value_is_an_export_or_refused(value: object, data: st.DataObj
 
 
 def test_blocks_of_too_many_pieces_are_refused() -> None:
-    """Plans are made of pieces: nobody may make this process plan millions for one block."""
+    """The number of pieces per block is limited, because plans are made of pieces."""
     run = LayoutRun(0, 0, 1 << 20, 1, 70_000, 2)
     with pytest.raises(DeviceError, match="pieces"):
         dataclasses.replace(
@@ -135,7 +137,7 @@ def test_blocks_of_too_many_pieces_are_refused() -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_tensors_are_named_by_allocation_and_offset(start_engine: StartEngine, name: str) -> None:
-    """One handle per allocation, however many tensors are in it; the layout is as long as it was."""
+    """One handle per allocation, for any number of tensors; the layout keeps its length."""
     kv = LAYOUTS[name]
     export = start_engine(kv).export
     assert len(export.allocations) == (1 if kv.carved else kv.count)
@@ -156,7 +158,7 @@ def test_tensors_are_named_by_allocation_and_offset(start_engine: StartEngine, n
 def test_memory_that_cannot_be_shared_is_refused_with_the_reason(
     host: HostBackend, kind: MemoryKind, cause: Cause
 ) -> None:
-    """The engine learns at its start why its blocks cannot be opened by others, and what to do about it."""
+    """At start the engine gets the reason and the advice."""
     at = host.driver.allocate(PAGE_BYTES, kind)
     with pytest.raises(DeviceError) as caught:
         export_blocks(host.driver, {0: (BlockLayout(1, (LayoutRun(0, 0, 8, 8),)), [at])})
@@ -166,7 +168,7 @@ def test_memory_that_cannot_be_shared_is_refused_with_the_reason(
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 def test_expandable_segments_are_named(host: HostBackend, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Where torch was told to use them, it is they that are in the way, and the message says which setting."""
+    """If torch uses expandable segments, the error names the setting."""
     monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments: True")
     at = host.driver.allocate(PAGE_BYTES, MemoryKind.VMM)
     with pytest.raises(DeviceError, match="expandable_segments:True") as caught:
@@ -176,7 +178,7 @@ def test_expandable_segments_are_named(host: HostBackend, monkeypatch: pytest.Mo
 
 
 def test_a_tensor_beyond_its_allocation_is_refused(host: HostBackend) -> None:
-    """A handle covers one allocation: blocks that are in two of them cannot be described."""
+    """A handle is for one allocation, so a tensor in two allocations cannot be exported."""
     at = host.driver.allocate(PAGE_BYTES)
     with pytest.raises(DeviceError) as caught:
         export_blocks(host.driver, {0: (BlockLayout(2, (LayoutRun(0, 0, PAGE_BYTES, 8),)), [at])})
@@ -194,26 +196,26 @@ def test_a_tensor_beyond_its_allocation_is_refused(host: HostBackend) -> None:
         (dataclasses.replace(ELSEWHERE, pid_namespace=1, shm_device=1), None),
     ],
 )
-def test_what_cannot_work_is_known_beforehand(exporter: Origin, cause: Cause | None) -> None:
-    """Another host, this very process, and a process of the same number: the driver is not even asked."""
+def test_certain_failures_are_known_in_advance(exporter: Origin, cause: Cause | None) -> None:
+    """Another host, the same process and the same pid are refused without calling the driver."""
     found = obstacle(exporter, HERE)
     assert (found and found.cause) == cause
 
 
 def test_failures_are_explained() -> None:
-    """Where the driver does not say why it opens nothing, what is known of the exporter does."""
+    """If the driver gives no reason, the facts of the exporter do."""
     failure = DeviceError(Cause.CANNOT_OPEN, "invalid argument")
     parent = dataclasses.replace(HERE, pid=os.getppid())
-    nobody = dataclasses.replace(HERE, pid=2**22 + 1)
-    assert likely_cause(failure, nobody, HERE).cause is Cause.EXPORTER_GONE
-    assert likely_cause(failure, dataclasses.replace(nobody, pid_namespace=1), HERE).cause is Cause.OTHER_NAMESPACE
+    unknown = dataclasses.replace(HERE, pid=2**22 + 1)
+    assert likely_cause(failure, unknown, HERE).cause is Cause.EXPORTER_GONE
+    assert likely_cause(failure, dataclasses.replace(unknown, pid_namespace=1), HERE).cause is Cause.OTHER_NAMESPACE
     assert likely_cause(failure, parent, HERE) is failure
     broken = DeviceError(Cause.BROKEN)
-    assert likely_cause(broken, nobody, HERE) is broken
+    assert likely_cause(broken, unknown, HERE) is broken
 
 
 def test_a_zombie_is_gone() -> None:
-    """A killed process that nobody has waited for holds nothing any more."""
+    """A zombie process counts as ended."""
     child = subprocess.Popen(["sleep", "60"])
     origin = dataclasses.replace(HERE, pid=child.pid)
     assert not origin.is_gone(HERE)
@@ -225,7 +227,7 @@ def test_a_zombie_is_gone() -> None:
 
 
 def test_events_need_a_common_shm() -> None:
-    """Without a common /dev/shm an engine's events cannot be used; nor where nobody knows."""
+    """Events need a common, known /dev/shm."""
     assert HERE.shares_events_with(ELSEWHERE)
     assert not HERE.shares_events_with(dataclasses.replace(ELSEWHERE, shm_device=1))
     unknown = dataclasses.replace(HERE, shm_device=0)
@@ -233,7 +235,7 @@ def test_events_need_a_common_shm() -> None:
 
 
 def test_every_cause_has_advice() -> None:
-    """Whatever the cause, the message says something that people can act on."""
+    """Every cause has advice in its message."""
     for cause in Cause:
         assert len(str(DeviceError(cause))) > 20
         assert str(DeviceError(cause, "in detail")).endswith("(in detail)")
@@ -242,7 +244,7 @@ def test_every_cause_has_advice() -> None:
 def test_allocations_are_opened_once_and_closed_with_their_last_user(
     backend: Backend, start_engine: StartEngine
 ) -> None:
-    """Two sessions that name one allocation share its mapping; the first to go takes nothing from the other."""
+    """Two sessions share the mapping of one allocation; the last one closes it."""
     engine = start_engine(LAYOUTS["a tensor per layer, K and V joined"])
     handles = OpenHandles(backend.driver)
     first, second = handles.open(engine.export), handles.open(engine.export)
@@ -256,7 +258,7 @@ def test_allocations_are_opened_once_and_closed_with_their_last_user(
 
 
 def test_a_dead_engines_memory_is_reported_as_such(backend: Backend, start_engine: StartEngine) -> None:
-    """Opening what a killed process exported fails with EXPORTER_GONE, and leaves nothing open."""
+    """Opening memory of a dead process raises EXPORTER_GONE and leaves nothing open."""
     engine = start_engine(LAYOUTS["a tensor per layer, K and V joined"])
     engine.kill()
     handles = OpenHandles(backend.driver)
@@ -267,7 +269,7 @@ def test_a_dead_engines_memory_is_reported_as_such(backend: Backend, start_engin
 
 
 def test_all_allocations_are_opened_or_none(backend: Backend, start_engine: StartEngine) -> None:
-    """One bad handle among good ones leaves nothing open."""
+    """One bad handle leaves nothing open."""
     export = start_engine(LAYOUTS["a tensor per layer, K and V joined"]).export
     bad = (*export.allocations[:2], ExportedAllocation(bytes(HANDLE_BYTES), export.allocations[2].nbytes))
     handles = OpenHandles(backend.driver)
@@ -276,8 +278,8 @@ def test_all_allocations_are_opened_or_none(backend: Backend, start_engine: Star
     assert handles.allocations == 0
 
 
-def test_an_engines_word_on_sizes_is_not_believed(backend: Backend, start_engine: StartEngine) -> None:
-    """An export that claims more than its allocation has is refused: copies beyond the end would break the context for all."""
+def test_claimed_sizes_are_checked(backend: Backend, start_engine: StartEngine) -> None:
+    """A claimed size above the real one is refused: a copy beyond it would break the context."""
     export = start_engine(LAYOUTS["all layers of a block together"]).export
     (allocation,) = export.allocations
     larger = dataclasses.replace(export, allocations=(ExportedAllocation(allocation.handle, 1 << 40),))
@@ -288,8 +290,8 @@ def test_an_engines_word_on_sizes_is_not_believed(backend: Backend, start_engine
     assert handles.allocations == 0
 
 
-def test_a_process_that_opens_its_own_export_learns_it(backend: Backend) -> None:
-    """SAME_PROCESS, in place of the driver's "invalid device context"."""
+def test_a_process_cannot_open_its_own_export(backend: Backend) -> None:
+    """SAME_PROCESS instead of the driver's "invalid device context"."""
     at = backend.allocate(PAGE_BYTES)
     export = export_blocks(backend.driver, {0: (BlockLayout(2, (LayoutRun(0, 0, 64, 64),)), [at])})
     with pytest.raises(DeviceError) as caught:

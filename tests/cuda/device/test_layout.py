@@ -1,4 +1,4 @@
-"""Layouts of blocks: pure arithmetic, held against a plain gather with NumPy."""
+"""Block layouts, compared with a NumPy gather."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHUNK = 1 << 10
 
 @st.composite
 def tensors(draw: st.DrawFn) -> list[Array]:
-    """Tensors of one group, in any order of axes, with padding anywhere, some of them views of one allocation."""
+    """Tensors of one group with random axes and padding; some are views of one allocation."""
     num_blocks = draw(st.integers(1, 5))
     layers = draw(st.integers(1, 3))
     rest = draw(st.lists(st.integers(1, 4), min_size=0, max_size=3))
@@ -49,13 +49,12 @@ def tensors(draw: st.DrawFn) -> list[Array]:
 
 
 def addresses_of(tensors: Sequence[Array]) -> list[int]:
-    """Where the tensors' first elements are."""
     return [tensor.__array_interface__["data"][0] for tensor in tensors]
 
 
 @given(tensors())
 def test_pieces_are_the_block(made: list[Array]) -> None:
-    """The pieces of a block, one after the other, are its bytes, whatever the tensors' axes, padding and strides."""
+    """The concatenated pieces of a block are its bytes, for all axes, padding and strides."""
     layout = describe([shape_of(tensor) for tensor in made])
     starts = addresses_of(made)
     for block in range(layout.num_blocks):
@@ -67,7 +66,7 @@ def test_pieces_are_the_block(made: list[Array]) -> None:
 
 @given(tensors())
 def test_pieces_are_as_few_as_can_be(made: list[Array]) -> None:
-    """Within a tensor no piece goes on where the one before it ends."""
+    """Within a tensor no two consecutive pieces are adjacent."""
     layout = describe([shape_of(tensor) for tensor in made])
     for before, after in pairwise(layout.pieces(0)):
         assert before.buffer != after.buffer or before.offset + before.nbytes != after.offset
@@ -75,7 +74,7 @@ def test_pieces_are_as_few_as_can_be(made: list[Array]) -> None:
 
 @given(tensors())
 def test_no_piece_ends_behind_the_end(made: list[Array]) -> None:
-    """What a layout says of how far it reaches into a buffer is where its last piece ends."""
+    """`end` is the end of the last piece in a buffer."""
     layout = describe([shape_of(tensor) for tensor in made])
     pieces = [piece for block in range(layout.num_blocks) for piece in layout.pieces(block)]
     for buffer in range(len(made)):
@@ -84,7 +83,7 @@ def test_no_piece_ends_behind_the_end(made: list[Array]) -> None:
 
 @given(tensors())
 def test_moving_to_one_allocation_changes_no_byte(made: list[Array]) -> None:
-    """Where tensors are views of one allocation, the layout over the allocation names the same bytes in the same order."""
+    """For views of one allocation, the rebased layout has the same bytes in the same order."""
     layout = describe([shape_of(tensor) for tensor in made])
     starts = addresses_of(made)
     base = min(starts)
@@ -97,7 +96,7 @@ def test_moving_to_one_allocation_changes_no_byte(made: list[Array]) -> None:
 
 @given(tensors(), st.data())
 def test_plans_store_and_load_what_a_gather_does(made: list[Array], data: st.DataObject) -> None:
-    """A plan carried out one way fills slots as a gather does, and carried out the other way it restores the tensors."""
+    """A plan copies blocks to slots as a gather does, and restores the tensors in reverse."""
     layout = describe([shape_of(tensor) for tensor in made])
     size = layout.part_bytes
     blocks = data.draw(st.lists(st.integers(0, layout.num_blocks - 1), unique=True, min_size=1))
@@ -117,7 +116,7 @@ def test_plans_store_and_load_what_a_gather_does(made: list[Array], data: st.Dat
 
 @given(st.integers(1, 700), st.lists(st.integers(0, 9), unique=True, min_size=1), st.integers(1, 3))
 def test_no_copy_crosses_a_chunk(page: int, blocks: list[int], layers: int) -> None:
-    """A copy from one registration of host memory into the next would be refused by the driver."""
+    """The driver would refuse a copy across a registration boundary."""
     layout = describe([TensorShape((10, page), (page, 1), 1)] * layers)
     planner = Planner(layout, [0] * layers, 1 << 30, 10 * layers * page, chunk_bytes=CHUNK)
     plan = planner.plan(blocks, [block * layers * page for block in blocks])
@@ -128,7 +127,7 @@ def test_no_copy_crosses_a_chunk(page: int, blocks: list[int], layers: int) -> N
 
 @given(st.lists(st.integers(1, 50), min_size=1), st.integers(1, 5), st.integers(1, 100))
 def test_a_plan_splits_into_pieces_of_bounded_size(sizes: list[int], max_copies: int, max_bytes: int) -> None:
-    """The pieces are the plan, and none has more copies or bytes than asked, one large copy aside."""
+    """The concatenated pieces are the plan; each is bounded, except for one large copy."""
     layout = BlockLayout(1, tuple(LayoutRun(index, 0, 1, size) for index, size in enumerate(sizes)))
     plan = Planner(layout, list(range(0, 1000 * len(sizes), 1000)), 0, 1 << 20).plan([0], [0])
     pieces = list(plan.split(max_copies, max_bytes))
@@ -139,13 +138,12 @@ def test_a_plan_splits_into_pieces_of_bounded_size(sizes: list[int], max_copies:
         assert piece.nbytes <= max_bytes or len(piece.sizes) == 1
 
 
-# The sizes of a small model: 6 blocks of 16 tokens, 4 heads of 8 elements of 2 bytes, K and V.
+# A small model: 6 blocks of 16 tokens, 4 heads of 8 elements of 2 bytes, K and V.
 BLOCKS, TOKENS, HEADS, DIM, LAYERS = 6, 16, 4, 8, 3
 PAGE = 2 * TOKENS * HEADS * DIM * 2
 
 
 def contiguous(sizes: Sequence[int], block_axis: int) -> TensorShape:
-    """A tensor without padding, of elements of two bytes."""
     array = np.empty(sizes, np.uint16)
     return TensorShape(array.shape, tuple(stride // 2 for stride in array.strides), 2, block_axis)
 
@@ -181,19 +179,19 @@ def contiguous(sizes: Sequence[int], block_axis: int) -> TensorShape:
     ],
 )
 def test_layouts_of_vllm(tensors: list[TensorShape], runs: list[LayoutRun]) -> None:
-    """Every layout that vLLM has becomes as few runs as it can."""
+    """Each of vLLM's layouts becomes the fewest possible runs."""
     assert list(describe(tensors).runs) == runs
 
 
 def test_layers_in_one_allocation_become_one_run() -> None:
-    """Tensors of layers that lie at even distances in one allocation are one run over it."""
+    """Evenly spaced layers of one allocation become one run."""
     layout = describe([contiguous((BLOCKS, 2, TOKENS, HEADS, DIM), 0)] * LAYERS)
     moved = layout.rebased([(0, 100 + layer * BLOCKS * PAGE) for layer in range(LAYERS)])
     assert moved.runs == (LayoutRun(0, 100, PAGE, PAGE, LAYERS, BLOCKS * PAGE),)
 
 
 def test_blocks_in_a_row_are_one_copy() -> None:
-    """Where a part is one piece, blocks in a row that go to slots in a row are moved by one copy."""
+    """If a part is one piece, adjacent blocks and slots are moved by one copy."""
     layout = describe([contiguous((BLOCKS, LAYERS, 2, TOKENS, HEADS, DIM), 0)])
     size = layout.part_bytes
     plan = Planner(layout, [0], 0, 8 * size).plan([2, 3, 4, 0], [0, size, 2 * size, 3 * size])
@@ -211,7 +209,7 @@ def test_blocks_in_a_row_are_one_copy() -> None:
     ],
 )
 def test_overlapping_blocks_are_refused(num_blocks: int, run: LayoutRun) -> None:
-    """A load into one block may not write into another: such a layout is no layout."""
+    """A load into one block must not write to another."""
     with pytest.raises(LayoutError):
         BlockLayout(num_blocks, (run,))
 
@@ -220,20 +218,20 @@ def test_overlapping_blocks_are_refused(num_blocks: int, run: LayoutRun) -> None
     "shape", [TensorShape((4, 0), (1, 1), 2), TensorShape((4, 3), (1, 0), 2), TensorShape((4, 3), (3, -1), 2)]
 )
 def test_odd_tensors_are_refused(shape: TensorShape) -> None:
-    """Tensors without elements, that repeat elements or run backwards hold no blocks."""
+    """Tensors that are empty, repeat elements or run backwards are refused."""
     with pytest.raises(LayoutError):
         describe([shape])
 
 
 def test_tensors_of_one_group_have_the_same_blocks() -> None:
-    """Layers with different numbers of blocks are no group."""
+    """Layers with different numbers of blocks are refused."""
     with pytest.raises(LayoutError, match="blocks"):
         describe([TensorShape((4, 8), (8, 1), 2), TensorShape((5, 8), (8, 1), 2)])
 
 
 @pytest.mark.parametrize(("block", "offset"), [(-1, 0), (BLOCKS, 0), (0, -1), (0, 8 * PAGE - PAGE + 1)])
-def test_what_is_not_there_is_refused(block: int, offset: int) -> None:
-    """No plan reads or writes outside of the engine's blocks and the region."""
+def test_blocks_and_slots_out_of_range_are_refused(block: int, offset: int) -> None:
+    """No plan accesses memory outside of the engine's blocks and the region."""
     planner = Planner(describe([contiguous((BLOCKS, 2, TOKENS, HEADS, DIM), 0)]), [0], 0, 8 * PAGE)
     with pytest.raises(LayoutError):
         planner.plan([block], [offset])

@@ -1,1 +1,1 @@
-"""What tests of devices share: back ends, KV tensors, an engine's process."""
+"""Shared parts of device tests: back ends, KV tensors, an engine's process."""

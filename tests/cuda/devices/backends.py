@@ -1,4 +1,4 @@
-"""The back ends, with what tests need besides the contract: memory of the device, and compute that is under way."""
+"""Back ends for tests: a driver, device memory, and streams that can be held."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Backend", "GpuBackend", "HostBackend", "make_backend"]
 
 
 class Backend(Protocol):
-    """A driver, and what engines and kernels do beside it."""
+    """A driver, with the calls of engines and kernels."""
 
     name: str
     driver: Driver
@@ -26,26 +26,22 @@ class Backend(Protocol):
         """Memory of the device."""
         ...
 
-    def free(self, address: int) -> None:
-        """Gives it up."""
+    def free(self, address: int) -> None: ...
 
-    def write(self, address: int, data: bytes) -> None:
-        """Puts bytes on the device."""
+    def write(self, address: int, data: bytes) -> None: ...
 
-    def read(self, address: int, nbytes: int) -> bytes:
-        """Takes bytes from the device."""
-        ...
+    def read(self, address: int, nbytes: int) -> bytes: ...
 
     def hold(self, stream: StreamId) -> Callable[[], None]:
-        """Keeps a stream busy, as a kernel does, until what is returned is called."""
+        """Keeps a stream busy, as a kernel does, until the returned function is called."""
         ...
 
     def close(self) -> None:
-        """Gives up the driver, and lets streams go that are still held up: the test has failed."""
+        """Releases held streams and closes the driver."""
 
 
 class HostBackend:
-    """Shared memory in place of a device's."""
+    """The host driver."""
 
     name = "host"
 
@@ -55,45 +51,42 @@ class HostBackend:
         self._held: list[threading.Event] = []
 
     def _keep_pace(self) -> None:
-        self.pace()  # as it is then, not now
+        self.pace()  # its value at the time of the call
 
     def allocate(self, nbytes: int) -> int:
-        """See Backend."""
         return self.driver.allocate(nbytes)
 
     def free(self, address: int) -> None:
-        """See Backend."""
         self.driver.free(address)
 
     def write(self, address: int, data: bytes) -> None:
-        """See Backend."""
         ctypes.memmove(address, data, len(data))
 
     def read(self, address: int, nbytes: int) -> bytes:
-        """See Backend."""
         return ctypes.string_at(address, nbytes)
 
     def hold(self, stream: StreamId) -> Callable[[], None]:
-        """See Backend."""
         done = threading.Event()
         self._held.append(done)
         self.driver._streams[stream].submit(lambda: assert_true(done.wait(60)))
         return done.set
 
     def close(self) -> None:
-        """See Backend."""
         for done in self._held:
             done.set()
         self.driver.close()
 
 
 def assert_true(value: bool) -> None:  # noqa: FBT001
-    """Fails where a wait took too long."""
     assert value
 
 
 class GpuBackend:
-    """CUDA: a device, or the stand-in for one. A stream is held up by making it wait for a word in pinned host memory."""
+    """CUDA.
+
+    A device, or the stand-in for one. A stream is held up by making it wait for a word in pinned
+    host memory.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -109,25 +102,20 @@ class GpuBackend:
             return cuda.call(name, *arguments)
 
     def allocate(self, nbytes: int) -> int:
-        """See Backend."""
         return int(self._call("cuMemAlloc", nbytes))
 
     def free(self, address: int) -> None:
-        """See Backend."""
         self._call("cuMemFree", address)
 
     def write(self, address: int, data: bytes) -> None:
-        """See Backend."""
         self._call("cuMemcpyHtoD", address, data, len(data))
 
     def read(self, address: int, nbytes: int) -> bytes:
-        """See Backend."""
         buffer = ctypes.create_string_buffer(nbytes)
         self._call("cuMemcpyDtoH", ctypes.addressof(buffer), address, nbytes)
         return buffer.raw
 
     def hold(self, stream: StreamId) -> Callable[[], None]:
-        """See Backend."""
         at = int(self._call("cuMemAllocHost", 8))
         word = ctypes.c_uint64.from_address(at)
         word.value = 0
@@ -137,7 +125,6 @@ class GpuBackend:
         return lambda: setattr(word, "value", 1)
 
     def close(self) -> None:
-        """See Backend."""
         for _, word in self._words:
             word.value = 1
         for at, _ in self._words:
@@ -147,5 +134,5 @@ class GpuBackend:
 
 
 def make_backend(name: str) -> Backend:
-    """The back end of that name. Raises DeviceError where it cannot be had here."""
+    """The back end of that name. Raises DeviceError if it is unavailable."""
     return HostBackend() if name == "host" else GpuBackend(name)

@@ -1,4 +1,4 @@
-"""A session with raw stubs that has registered KV tensors: to say what the client never would."""
+"""A session with raw stubs and registered KV tensors, for calls that the client never makes."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from devices.service import Engine, Service, namespace_of
 from kvtier.client.device import registration_of
 from kvtier.protos.v1 import cache_pb2, transfer_pb2, transfer_pb2_grpc
 
-__all__ = ["PART", "Caller", "why"]
+__all__ = ["PART", "Caller", "refusal_reason"]
 
 PART = JOINED.layout().part_bytes
 
 
-def why(call: Any, request: Any) -> str | None:
-    """Returns the reason why a call is refused."""
+def refusal_reason(call: Any, request: Any) -> str | None:
+    """The reason of a refused call."""
     with pytest.raises(grpc.RpcError) as caught:
         call(request, timeout=60)
     return refusal_of(caught.value)[1]
 
 
 class Caller:
-    """A session with raw stubs, and KV tensors that it can register."""
+    """A session with raw stubs and KV tensors to register."""
 
     def __init__(self, service: Service, engine_id: str) -> None:
         self.engine = Engine(service.server.endpoint)
@@ -35,37 +35,33 @@ class Caller:
         self.buffers_id = 0
 
     def registration(self) -> transfer_pb2.RegisterDeviceBuffersRequest:
-        """What registers the tensors."""
         request = registration_of(self.engine.buffers.export)
         request.session.CopyFrom(self.raw.ref)
         return request
 
     def register(self) -> None:
-        """Registers them."""
         self.buffers_id = self.calls.RegisterDeviceBuffers(self.registration(), timeout=60).buffers_id
 
     def prepare(self, keys: list[bytes]) -> int:
-        """Returns a store of these keys."""
+        """The id of a new store of these keys."""
         request = cache_pb2.PrepareStoreRequest(session=self.raw.ref, keys=keys)
         store_id: int = self.raw.cache.PrepareStore(request, timeout=60).store_id
         return store_id
 
     def abort(self, store_id: int) -> None:
-        """Ends a store."""
         request = cache_pb2.CompleteStoreRequest(session=self.raw.ref, store_id=store_id, abort=True)
         self.raw.cache.CompleteStore(request, timeout=60)
 
     def store(self, store_id: int, **fields: Any) -> str | None:
-        """Returns the reason why StoreFromDevice is refused."""
+        """The reason of a refused StoreFromDevice."""
         fields = {"session": self.raw.ref, "buffers_id": self.buffers_id, "store_id": store_id} | fields
-        return why(self.calls.StoreFromDevice, transfer_pb2.StoreFromDeviceRequest(**fields))
+        return refusal_reason(self.calls.StoreFromDevice, transfer_pb2.StoreFromDeviceRequest(**fields))
 
     def load(self, lease_id: int, **fields: Any) -> str | None:
-        """Returns the reason why LoadToDevice is refused."""
+        """The reason of a refused LoadToDevice."""
         fields = {"session": self.raw.ref, "buffers_id": self.buffers_id, "lease_id": lease_id} | fields
-        return why(self.calls.LoadToDevice, transfer_pb2.LoadToDeviceRequest(**fields))
+        return refusal_reason(self.calls.LoadToDevice, transfer_pb2.LoadToDeviceRequest(**fields))
 
     def close(self) -> None:
-        """Ends both."""
         self.raw.__exit__(None, None, None)
         self.engine.close()

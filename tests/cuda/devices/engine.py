@@ -1,4 +1,4 @@
-"""The test's side of an engine's process."""
+"""Handle of an engine's process."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from devices.kv import Kv
 from kvtier.cuda.device.copies import After
 from kvtier.cuda.device.exports import DeviceExport
 
-__all__ = ["Engine", "Watched"]
+__all__ = ["CountingAfter", "Engine"]
 
 _HERE = Path(__file__).parent.parent
 
 
 class Engine:
-    """A running engine; `export` is what it said of its tensors. Its contents are those of seed 0 until `fill` or `finish`."""
+    """A running engine and its `export`.
+
+    Its contents are those of seed 0 until `fill` or `finish`.
+    """
 
     def __init__(self, backend: str, kv: Kv) -> None:
         self.kv = kv
@@ -37,7 +40,6 @@ class Engine:
 
     @property
     def pid(self) -> int:
-        """Its process."""
         return self._process.pid
 
     def _read(self) -> str:
@@ -47,22 +49,21 @@ class Engine:
         return line.strip()
 
     def tell(self, command: str, *numbers: int) -> str:
-        """Has it do one thing, and waits for the answer."""
+        """Sends a command and waits for the answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(" ".join([command, *map(str, numbers)]) + "\n")
         self._process.stdin.flush()
         return self._read()
 
     def contents(self) -> bytes:
-        """What its tensors hold."""
         return bytes.fromhex(self.tell("dump"))
 
     def expected(self, seed: int) -> bytes:
-        """What its tensors hold after `fill` with that seed."""
+        """The contents after `fill` with that seed."""
         return b"".join(tensor.tobytes() for tensor in self.kv.tensors(seed))
 
     def kill(self) -> None:
-        """SIGKILL, and no zombie is left; may be repeated."""
+        """SIGKILL, and waits. May be repeated."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -70,8 +71,8 @@ class Engine:
             pipe.close()
 
 
-class Watched:
-    """Counts how often somebody looks."""
+class CountingAfter:
+    """Counts the calls of `reached`."""
 
     def __init__(self, after: After) -> None:
         self.asked = 0

@@ -1,4 +1,4 @@
-"""A process that exports KV tensors as an engine does, and does what it reads on its standard input, a line at a time.
+"""An engine's process: exports KV tensors and runs commands from its standard input, one per line.
 
 Arguments: the back end and the KV tensors (JSON). The first line of its output is its export.
 """
@@ -37,7 +37,6 @@ class EngineProcess:
         return [start + sum(self.nbytes[:index]) for index in range(len(self.nbytes))]
 
     def export(self) -> str:
-        """What the server is told."""
         groups = {0: (self.kv.layout(), self.addresses)}
         return export_blocks(self.driver, groups, events=self.events).to_bytes().hex()
 
@@ -48,30 +47,27 @@ class EngineProcess:
         return "ok"
 
     def dump(self) -> str:
-        """The contents of all tensors."""
         pairs = zip(self.addresses, self.nbytes, strict=True)
         return b"".join(self.backend.read(address, nbytes) for address, nbytes in pairs).hex()
 
     def compute(self, event: int) -> str:
-        """Begins compute that lasts until `finish`, and records an event behind it."""
+        """Starts compute that lasts until `finish`, and records an event after it."""
         self.release = self.backend.hold(self.stream)
         self.driver.record(self.events[event], self.stream)
         return "ok"
 
     def finish(self, seed: int) -> str:
-        """Ends the compute: its result are other contents."""
+        """Ends the compute, whose result are other contents."""
         self.fill(seed)
         self.release()
         return "ok"
 
     def free(self, index: int) -> str:
-        """Frees a tensor's allocation."""
         self.backend.free(self.addresses[index])
         return "ok"
 
 
 def main() -> None:
-    """Serves until the standard input ends."""
     name, kv = sys.argv[1:]
     fields = json.loads(kv)
     engine = EngineProcess(make_backend(name), Kv(tuple(fields.pop("shape")), **fields))

@@ -1,7 +1,8 @@
-// A stand-in for libcuda.so.1, for machines without a GPU: what `CudaDriver` calls, as NVIDIA documents it.
+// Fake libcuda.so.1 for machines without a GPU: the functions that `CudaDriver` calls.
 //
-// It shows that the calls are made with the right arguments, in a context, and in the right order; not how a GPU behaves. Device
-// memory is a memfd, handles name it by process, descriptor and inode, a stream is a thread. Written from the documentation.
+// Written from NVIDIA's documentation. It checks arguments, context and order of the calls; it does not
+// show how a GPU behaves. Device memory is a memfd, handles name it by process, descriptor and inode,
+// and a stream is a thread.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -29,7 +30,7 @@ static const uint64_t MAGIC = 0x6b76746965726370;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static Memory *memories;
 static int initialized, retained;
-static unsigned pending;  // what streams were given and have not done
+static unsigned pending;  // actions in streams that are not done
 static __thread int depth;
 static __thread int mode;
 
@@ -71,7 +72,7 @@ static void forget(Memory *memory) {
     give_up(memory);
 }
 
-static void leave(Memory *memory) {  // it goes with its last user
+static void leave(Memory *memory) {  // freed with its last user
     pthread_mutex_lock(&lock);
     int left = --memory->users;
     if (!left) take_out(memory);
@@ -113,7 +114,6 @@ static int open_named(const Handle *handle, Memory **opened) {
 }
 
 API cuInit(unsigned flags) { return initialized = !flags, flags ? INVALID_VALUE : OK; }
-API cuGetExportTable(const void **table, const void *id) { return *table = NULL, INVALID_VALUE; }  // NVRTC asks for one
 API cuDriverGetVersion(int *version) { return *version = 12080, OK; }
 API cuDeviceGetCount(int *count) { return *count = 1, initialized ? OK : NOT_INITIALIZED; }
 API cuDeviceGet(int *device, int ordinal) { return *device = ordinal, ordinal ? 101 : OK; }
@@ -126,7 +126,7 @@ API cuThreadExchangeStreamCaptureMode(int *exchanged) { int before = mode; retur
 API cuCtxGetStreamPriorityRange(int *least, int *greatest) { IN_CONTEXT; return *least = 0, *greatest = -5, OK; }
 
 API cuMemAlloc(uint64_t *at, size_t size) { IN_CONTEXT; return *at = (uint64_t)create(size)->at, OK; }
-API cuMemFree(uint64_t at) {  // waits for all that the device was given, as the real one
+API cuMemFree(uint64_t at) {  // waits for all actions, as the real one does
     IN_CONTEXT;
     while (__atomic_load_n(&pending, __ATOMIC_ACQUIRE)) usleep(50);
     Memory *memory = find(at);
@@ -267,16 +267,16 @@ API cuStreamCreateWithPriority(Stream **stream, unsigned flags, int priority) {
 API cuStreamDestroy(Stream *stream) {
     IN_CONTEXT;
     pthread_detach(stream->thread);
-    return give(stream, (Action){END});  // which comes after all that it has to do, without waiting for it
+    return give(stream, (Action){END});  // after all its actions, without waiting
 }
 API cuStreamIsCapturing(Stream *stream, int *status) { IN_CONTEXT; return *status = stream->capturing, OK; }
 API cuStreamBeginCapture(Stream *stream, int how) { IN_CONTEXT; return stream->capturing = 1, OK; }
 API cuStreamEndCapture(Stream *stream, void **graph) { IN_CONTEXT; return stream->capturing = 0, *graph = NULL, OK; }
 API cuEventRecord(Event *event, Stream *stream) {
     IN_CONTEXT;
-    if (stream->capturing) return OK;  // it is in the graph, and says nothing of now
+    if (stream->capturing) return OK;  // recorded into the graph only
     pthread_mutex_lock(&lock);
-    event->memory->users++;  // the record outlives an event that is destroyed before it is reached
+    event->memory->users++;  // the record outlives the event
     pthread_mutex_unlock(&lock);
     return give(stream, (Action){REACH, 0, ++counters(event->memory)->recorded, 0, event->memory});
 }

@@ -1,4 +1,4 @@
-"""Puts the stand-in for NVIDIA's driver (`fake_cuda.c`) where cuda-bindings finds it: it must be loaded before they are."""
+"""Loads the fake libcuda (`fake_cuda.c`) before cuda-bindings are imported."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _NAME = f"fake_cuda.{hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]}.so"
 
 
 def is_loaded() -> bool:
-    """Whether this process has it, and so cannot have a real one."""
+    """Whether this process has loaded it; then it cannot load a real driver."""
     return _NAME in Path("/proc/self/maps").read_text()
 
 
 def load() -> None:
-    """Raises DeviceError without cuda-bindings or a compiler, or where a real driver is: a process keeps the first one."""
+    """Raises DeviceError without cuda-bindings or a compiler, or if a real driver is loaded."""
     import_bindings("driver")
     library = _compiled()
     if not is_loaded() and _has_real_driver():
@@ -50,5 +50,5 @@ def _compiled() -> Path:
         made = library.with_suffix(f".{os.getpid()}")
         flags = ["-shared", "-fPIC", "-O1", "-Wl,-soname,libcuda.so.1", "-lpthread", "-ldl"]
         subprocess.run([compiler, "-o", str(made), str(_SOURCE), *flags], check=True, timeout=60)
-        made.rename(library)  # several processes may be at it
+        made.rename(library)  # several processes may build it
     return library

@@ -1,4 +1,7 @@
-"""The host back end for movers of tests: holds up the copies of one stream, the first that comes, as long as a file is there."""
+"""The host driver for copy workers of tests.
+
+Holds the first stream's copies while a file exists.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _VARIABLE = "DEVICE_TEST_GATE"
 
 
 class Gate:
-    """The test's side: closed or open, and whether somebody stands before it."""
+    """The test's side of the gate."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -26,24 +29,24 @@ class Gate:
         self.environment = {_VARIABLE: str(path)}
 
     def close(self) -> None:
-        """The next copy is held up."""
+        """Holds the next copy."""
         self._reached.unlink(missing_ok=True)
         self._path.touch()
 
     def wait_reached(self, seconds: float = 60.0) -> None:
-        """Returns when a copy is held up."""
+        """Returns when a copy is held."""
         deadline = time.monotonic() + seconds
         while not self._reached.exists():
             assert time.monotonic() < deadline, "no copy came to the gate"
             time.sleep(0.002)
 
     def open(self) -> None:
-        """Copies go on."""
+        """Releases the copies."""
         self._path.unlink(missing_ok=True)
 
 
 class _Pace:
-    """The mover's side."""
+    """The copy worker's side."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -65,20 +68,20 @@ class _Pace:
 
 
 def make(device: str) -> HostDriver:
-    """What `devices.driver` names."""
+    """The callable in `devices.driver`."""
     if device.startswith("missing"):
         raise DeviceError(Cause.NO_DEVICE, device)
     return HostDriver(device, pace=_Pace(Path(os.environ[_VARIABLE])))
 
 
 def make_late(device: str) -> HostDriver:
-    """A driver that comes up only when the gate is open."""
+    """A driver that starts only when the gate is open."""
     while Path(os.environ[_VARIABLE]).exists():
         time.sleep(0.01)
     return HostDriver(device)
 
 
 def make_cuda(device: str) -> CudaDriver:
-    """CUDA's driver over the stand-in for libcuda."""
+    """CUDA's driver over the fake libcuda."""
     fake_cuda.load()
     return CudaDriver(device)

@@ -1,4 +1,4 @@
-"""KV tensors as vLLM lays them out, small; and what a slot holds of them, by a plain gather."""
+"""Small KV tensors in vLLM's layouts, and their blocks as slots hold them (NumPy gather)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ BLOCKS, TOKENS, HEADS, DIM, LAYERS = 6, 16, 4, 8, 3
 
 
 def shape_of(tensor: Array, block_axis: int = 0) -> TensorShape:
-    """A tensor as a framework describes it."""
     strides = tuple(stride // tensor.itemsize for stride in tensor.strides)
     return TensorShape(tensor.shape, strides, tensor.itemsize, block_axis)
 
 
 def gather(tensors: Sequence[Array], block: int) -> bytes:
-    """The bytes of a block as its slot holds them: tensor after tensor, elements in the order of their addresses.
+    """The bytes of a block as its slot holds them: tensor after tensor, elements in address order.
 
     The blocks are on the first axis.
     """
@@ -40,7 +39,7 @@ def gather(tensors: Sequence[Array], block: int) -> bytes:
 
 @dataclass(frozen=True)
 class Kv:
-    """Tensors of one group: so many of one shape, each an allocation of its own or all ``carved`` out of one."""
+    """``count`` equal tensors, allocated separately or all ``carved`` out of one allocation."""
 
     shape: tuple[int, ...]
     block_axis: int
@@ -48,16 +47,14 @@ class Kv:
     carved: bool = False
 
     def tensors(self, seed: int) -> list[Array]:
-        """Their contents."""
         random = np.random.default_rng(seed)
         return [random.integers(0, 1 << 16, self.shape, np.uint16) for _ in range(self.count)]
 
     def layout(self) -> BlockLayout:
-        """Where the blocks are in them."""
         return describe([shape_of(np.empty(self.shape, np.uint16), self.block_axis)] * self.count)
 
     def parts(self, seed: int) -> list[bytes]:
-        """What each block's slot holds."""
+        """The slot contents of each block."""
         tensors = [np.moveaxis(tensor, self.block_axis, 0) for tensor in self.tensors(seed)]
         return [gather(tensors, block) for block in range(self.shape[self.block_axis])]
 
@@ -76,9 +73,8 @@ JOINED = LAYOUTS["a tensor per layer, K and V joined"]
 JOINED_LAYERS = LAYOUTS["all layers of a block together"]
 
 STEP = 96 << 10
-"""Between two slots: more than any part has, and no multiple of a page."""
+"""Distance of two slots: larger than any part, and not a multiple of a page."""
 
 
 def slots(region: HostRegion, offsets: Sequence[int], size: int) -> list[bytes]:
-    """What the slots hold."""
     return [bytes(region.memory[offset : offset + size]) for offset in offsets]

@@ -1,4 +1,4 @@
-"""A registrar that takes notes, in place of a GPU's driver."""
+"""A recording registrar, instead of a GPU's driver."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 from kvtier.cuda.host.pinning import PinError
 
-__all__ = ["Notes"]
+__all__ = ["RecordingRegistrar"]
 
 
-class Notes:
-    """A registrar. `hold` makes its calls last; `error` makes them fail."""
+class RecordingRegistrar:
+    """A registrar. `hold` blocks its calls; `error` makes them fail."""
 
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}
@@ -22,7 +22,6 @@ class Notes:
         self.error: PinError | None = None
 
     def register(self, address: int, nbytes: int) -> None:
-        """See Registrar."""
         self.calls += 1
         self.threads.add(threading.current_thread().name)
         assert self.hold.wait(60)
@@ -32,7 +31,7 @@ class Notes:
         self.registered[address] = nbytes
 
     def unregister(self, address: int) -> None:
-        """See Registrar: the memory must still be mapped."""
+        """The memory must still be mapped."""
         maps = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
         assert any(int(start, 16) <= address < int(end, 16) for start, end in maps)
         del self.registered[address]

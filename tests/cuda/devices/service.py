@@ -1,4 +1,7 @@
-"""A server with movers over the host back end, and engines for it: in the test's process, and in one that can be killed."""
+"""A server with copy workers over the host back end.
+
+Engines in the test's process and in a child process.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,6 @@ _TESTS = _CUDA_TESTS.parent
 
 
 def namespace_of(kv: Kv) -> Namespace:
-    """The namespace of an engine with these tensors."""
     return Namespace("device", "uint16", (Group(kv.layout().part_bytes, 16),))
 
 
@@ -32,7 +34,7 @@ def keys_of(count: int, salt: str = "") -> list[bytes]:
 
 
 class Service:
-    """A server whose movers hold up copies at ``gate``."""
+    """A server whose copy workers hold copies at ``gate``."""
 
     def __init__(self, directory: Path, *, region: int = 8 * MIB, driver: str = "devices.gated_driver:make") -> None:
         self.gate = Gate(directory / "gate")
@@ -42,11 +44,11 @@ class Service:
 
     @property
     def copy_workers(self) -> list[int]:
-        """The movers' processes."""
+        """Pids of the copy workers."""
         return [pid for pid in _children(self.server.pid) if "devices.copy_worker" in _command(pid)]
 
     def open_allocations(self, pid: int) -> int:
-        """How much of engines' memory a mover has mapped."""
+        """Number of mappings of engines' memory in a copy worker."""
         return sum("kvtier-device" in line for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
 
     def __enter__(self) -> Self:
@@ -78,7 +80,10 @@ def _command(pid: int) -> str:
 
 
 class Engine:
-    """An engine in this process: tensors in shared memory, a compute stream, a client that has registered them."""
+    """An engine in this process.
+
+    Tensors in shared memory, a compute stream, a client with registered buffers.
+    """
 
     def __init__(
         self,
@@ -108,37 +113,33 @@ class Engine:
         return [start + sum(self.nbytes[:index]) for index in range(len(self.nbytes))]
 
     def register(self) -> Self:
-        """Registers the tensors."""
         self.client.register_kv_buffers(self.buffers)
         return self
 
     def fill(self, seed: int) -> None:
-        """Other contents for all tensors."""
+        """Writes other contents to all tensors."""
         for address, tensor in zip(self.addresses, self.kv.tensors(seed), strict=True):
             self.backend.write(address, tensor.tobytes())
 
     def clear(self) -> None:
-        """Zeros in all tensors."""
         for address, nbytes in zip(self.addresses, self.nbytes, strict=True):
             self.backend.write(address, bytes(nbytes))
 
     def contents(self) -> bytes:
-        """What the tensors hold."""
         pairs = zip(self.addresses, self.nbytes, strict=True)
         return b"".join(self.backend.read(address, nbytes) for address, nbytes in pairs)
 
     def expected(self, seed: int) -> bytes:
-        """What they hold after `fill` with that seed."""
+        """The contents after `fill` with that seed."""
         return b"".join(tensor.tobytes() for tensor in self.kv.tensors(seed))
 
     def stored(self, keys: list[bytes]) -> list[bytes]:
-        """What the server has under these keys, read the ordinary way."""
+        """The server's bytes of these keys, loaded by the shm transport."""
         buffers = [bytearray(self.kv.layout().part_bytes) for _ in keys]
         assert self.client.load(keys, buffers) == len(keys)
         return [bytes(buffer) for buffer in buffers]
 
     def close(self) -> None:
-        """Ends the client, and gives up the tensors."""
         self.client.close()
         self.buffers.close()
         if self._owns_backend:
@@ -152,7 +153,7 @@ class Engine:
 
 
 class KilledEngine:
-    """An engine's process that makes one call, to be killed in the middle of it."""
+    """A child process that makes one device call, to be killed in mid-call."""
 
     def __init__(self, endpoint: str, call: str) -> None:
         path = [str(_CUDA_TESTS), str(_TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -164,7 +165,7 @@ class KilledEngine:
         )
 
     def kill(self) -> None:
-        """SIGKILL, and no zombie is left; may be repeated."""
+        """SIGKILL, and waits. May be repeated."""
         self.process.kill()
         self.process.wait()
 
@@ -176,7 +177,7 @@ class KilledEngine:
 
 
 def main() -> None:
-    """What `KilledEngine` runs."""
+    """The main program of `KilledEngine`."""
     endpoint, call = sys.argv[1:]
     with Engine(endpoint) as engine:
         engine.register()

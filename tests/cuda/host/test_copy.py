@@ -22,11 +22,9 @@ MIB = 1 << 20
 
 
 class FakeTensor:
-    """As much of a torch tensor as counts here."""
+    """The used attributes of a torch tensor."""
 
-    class Device:
-        """As much of a torch device."""
-
+    class Device:  # noqa: D106
         def __init__(self, type_: str) -> None:
             self.type = type_
 
@@ -51,13 +49,13 @@ class FakeTensor:
     ids=["bytes", "bytearray", "view", "slice", "numpy"],
 )
 def test_address_of_buffers(buffer: bytes) -> None:
-    """The address is where the bytes are, whatever holds them."""
+    """The address of a buffer is where its bytes are, for each type."""
     address, size = address_of(buffer)
     assert ctypes.string_at(address, size) == b"abcd"
 
 
 def test_address_of_a_tensor() -> None:
-    """Tensors are taken by their pointer: a bfloat16 tensor offers no buffer."""
+    """A tensor's address is its pointer, because a bfloat16 tensor has no buffer interface."""
     array = np.arange(6, dtype=np.int32)
     assert address_of(FakeTensor(array)) == (array.ctypes.data, 24)
 
@@ -74,7 +72,7 @@ def test_address_of_a_tensor() -> None:
     ids=["none", "arrays", "others", "tensors", "empty"],
 )
 def test_addresses_of_many(buffers: list[HostBuffer]) -> None:
-    """They are those of each."""
+    """They equal the single addresses."""
     addresses, sizes = addresses_of(buffers)
     assert list(zip(addresses, sizes, strict=True)) == [address_of(buffer) for buffer in buffers]
 
@@ -91,7 +89,7 @@ def test_addresses_of_many(buffers: list[HostBuffer]) -> None:
     ids=["read-only", "scattered", "transposed", "device", "none"],
 )
 def test_one_bad_buffer_among_many_is_refused(buffer: HostBuffer, error: type[Exception]) -> None:
-    """No address is given of what must not be filled, has gaps, or is elsewhere; and the others are left free."""
+    """Read-only, scattered and device buffers are refused; the other buffers stay unlocked."""
     good = bytearray(8)
     with pytest.raises(error):
         addresses_of([good, buffer], writable=True)
@@ -99,7 +97,7 @@ def test_one_bad_buffer_among_many_is_refused(buffer: HostBuffer, error: type[Ex
 
 
 def test_address_of_nothing() -> None:
-    """An empty buffer is a buffer."""
+    """An empty buffer has size 0."""
     assert address_of(b"")[1] == 0
     assert address_of(bytearray(), writable=True)[1] == 0
 
@@ -111,8 +109,8 @@ def test_address_leaves_the_buffer_free() -> None:
     buffer.extend(b"more")
 
 
-def test_others_may_use_the_same_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another package's declarations on `ctypes.pythonapi` are not ours."""
+def test_declarations_of_other_packages_have_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Declarations of other packages on `ctypes.pythonapi` have no effect here."""
     for name in ("PyObject_GetBuffer", "PyBuffer_Release"):
         monkeypatch.setattr(getattr(ctypes.pythonapi, name), "argtypes", [ctypes.c_int])
     assert address_of(b"abcd")[1] == 4
@@ -129,26 +127,24 @@ def test_scattered_buffers_are_refused(buffer: HostBuffer) -> None:
 
 @pytest.mark.parametrize("buffer", [b"abcd", np.frombuffer(b"abcd", np.uint8)])
 def test_read_only_buffers_are_not_filled(buffer: bytes) -> None:
-    """Nobody gets the address of immutable bytes to write to."""
     with pytest.raises(ValueError, match="writable"):
         address_of(buffer, writable=True)
 
 
 def test_device_tensors_are_refused() -> None:
-    """An address on a GPU is not one on the host."""
+    """A tensor on a GPU has no host address."""
     with pytest.raises(ValueError, match="cuda:0"):
         address_of(FakeTensor(np.zeros(4), device="cuda"))
 
 
-def test_what_is_no_buffer_is_a_type_error() -> None:
-    """A list of numbers is no buffer."""
+def test_other_objects_are_a_type_error() -> None:
     with pytest.raises(TypeError):
         address_of([1, 2, 3])  # type: ignore[arg-type]
 
 
 @given(seed=st.integers(0, 2**32), sizes=st.lists(st.integers(0, 40), max_size=12), adjacent=st.booleans())
 def test_copies_arrive(seed: int, sizes: list[int], *, adjacent: bool) -> None:
-    """Every block arrives where it should and nothing else changes, merged or not."""
+    """Every block arrives at its address, and no other byte changes."""
     rng = random.Random(seed)
     source = bytes(rng.randbytes(600))
     destination, expected = bytearray(600), bytearray(600)
@@ -170,7 +166,7 @@ def test_copies_arrive(seed: int, sizes: list[int], *, adjacent: bool) -> None:
 @pytest.mark.parametrize("cores", [1, 2])
 @pytest.mark.parametrize("block_bytes", [48 << 10, 512 << 10, 5 * MIB])
 def test_long_batches_arrive(block_bytes: int, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than is copied at once with the GIL arrives as well, by one thread or two, whatever the blocks and their places."""
+    """Batches that are copied without the GIL arrive, by one thread or two, for all block sizes."""
     monkeypatch.setattr(copy, "usable_cores", lambda: cores)
     monkeypatch.setattr(copy, "_helper", copy.CopyHelper())
     count = 12 * MIB // block_bytes
@@ -184,7 +180,7 @@ def test_long_batches_arrive(block_bytes: int, cores: int, monkeypatch: pytest.M
 
 @pytest.fixture
 def moved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
-    """What is copied by one thread, and how, instead of copying it, in no time; nobody is known to be busy."""
+    """Records the copies of one thread instead of copying; no other thread is busy."""
     calls: list[tuple[str, tuple[int, ...]]] = []
     monkeypatch.setattr(copy, "_contention", copy._GilContention())
     monkeypatch.setattr(copy, "usable_cores", lambda: 1)
@@ -196,17 +192,17 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def columns(blocks: list[tuple[int, int, int]]) -> list[list[int]]:
-    """Returns the arguments of a copy of blocks: where to, where from, how much."""
+    """The arguments of `copy_batch` for blocks."""
     return [list(column) for column in zip(*blocks, strict=True)]
 
 
 def scattered(count: int, size: int) -> list[tuple[int, int, int]]:
-    """Returns blocks that lie nowhere near each other."""
+    """Blocks that are not adjacent."""
     return [((1 << 40) + n * 16 * MIB, (2 << 40) + n * 16 * MIB, size) for n in range(count)]
 
 
-def test_short_batches_keep_the_gil_and_long_ones_let_go_of_it(moved: list[tuple[str, tuple[int, ...]]]) -> None:
-    """Up to 4 MiB nobody can get in between; beyond that no block keeps the others waiting."""
+def test_only_short_batches_hold_the_gil(moved: list[tuple[str, tuple[int, ...]]]) -> None:
+    """Batches up to 4 MiB hold the GIL; longer ones release it for each block."""
     for count, how in ((64, "kept"), (65, "free")):
         moved.clear()
         blocks = scattered(count, 64 << 10)
@@ -215,7 +211,7 @@ def test_short_batches_keep_the_gil_and_long_ones_let_go_of_it(moved: list[tuple
 
 
 def test_large_blocks_are_cut(moved: list[tuple[str, tuple[int, ...]]]) -> None:
-    """So that two threads can share one, and none is so long that others wait for it."""
+    """Large blocks are split, so that two threads can share one."""
     copy_batch([1 << 40], [1 << 41], [5 * MIB + 1])
     assert [how for how, _ in moved] == ["free"] * 6
     assert [move for _, move in moved] == [
@@ -224,8 +220,8 @@ def test_large_blocks_are_cut(moved: list[tuple[str, tuple[int, ...]]]) -> None:
 
 
 @pytest.mark.parametrize("size", [100, 64 << 10, 256 << 10, 2 * MIB])
-def test_beside_a_busy_thread_the_gil_is_kept(moved: list[tuple[str, tuple[int, ...]]], size: int) -> None:
-    """For all of a batch, each block once and in order; and no second thread is there that wants it, too."""
+def test_the_gil_is_held_while_another_thread_is_busy(moved: list[tuple[str, tuple[int, ...]]], size: int) -> None:
+    """The whole batch holds the GIL, each block once and in order; the helper is not started."""
     copy._contention._busy_until = 60
     copy_batch(*columns(scattered(12 * MIB // size, size)))
     assert {how for how, _ in moved} == {"kept"}
@@ -235,7 +231,10 @@ def test_beside_a_busy_thread_the_gil_is_kept(moved: list[tuple[str, tuple[int, 
 
 @pytest.fixture
 def late(moved: list[tuple[str, tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Copies without the GIL that come back late, as long as `late` is set; `preempted` as often as that says."""
+    """Copies without the GIL that return late while `late` is set.
+
+    `preempted` is the preemption count.
+    """
     state = SimpleNamespace(moved=moved, late=True, preempted=7, now=1.0)
 
     def move(*arguments: int) -> None:
@@ -248,8 +247,8 @@ def late(moved: list[tuple[str, tuple[int, ...]]], monkeypatch: pytest.MonkeyPat
     return state
 
 
-def test_who_is_late_again_and_again_keeps_the_gil(late: SimpleNamespace) -> None:
-    """The first time is a suspicion; then one block by itself is the proof."""
+def test_a_second_late_copy_holds_the_gil(late: SimpleNamespace) -> None:
+    """The first late copy raises a suspicion; one late block afterwards confirms it."""
     blocks = scattered(100, 64 << 10)
     copy_batch(*columns(blocks))
     assert [move for _, move in late.moved] == blocks
@@ -257,8 +256,11 @@ def test_who_is_late_again_and_again_keeps_the_gil(late: SimpleNamespace) -> Non
     assert copy._contention._busy_until > late.now
 
 
-def test_when_the_time_is_over_one_block_is_the_probe(late: SimpleNamespace) -> None:
-    """Who is busy still costs one wait; where nobody is, the next piece goes without the GIL again."""
+def test_after_the_busy_time_one_block_is_a_probe(late: SimpleNamespace) -> None:
+    """After the busy time one block is a probe.
+
+    If it is in time, the next piece releases the GIL again.
+    """
     blocks = scattered(100, 64 << 10)
     copy_batch(*columns(blocks))
     for is_late, hows in ((True, ["free"] + ["kept"] * 99), (False, ["free"] + ["kept"] * 3 + ["free"] * 96)):
@@ -269,8 +271,8 @@ def test_when_the_time_is_over_one_block_is_the_probe(late: SimpleNamespace) -> 
         assert [how for how, _ in late.moved] == hows
 
 
-def test_a_suspicion_is_settled_by_a_probe(late: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not by a piece that was under way without the GIL when the other thread came back late."""
+def test_only_a_probe_settles_a_suspicion(late: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A late piece of another thread does not confirm a suspicion."""
     contention = copy._contention
 
     def move(*arguments: int) -> None:
@@ -284,16 +286,16 @@ def test_a_suspicion_is_settled_by_a_probe(late: SimpleNamespace, monkeypatch: p
     assert not contention._suspected
 
 
-def test_want_of_a_processor_is_no_crowd(late: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who was preempted was not kept from the GIL."""
+def test_preemption_is_not_gil_contention(late: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of a preempted thread was not delayed by the GIL."""
     monkeypatch.setattr(copy, "_preemptions", itertools.count().__next__)
     copy_batch(*columns(scattered(40, 256 << 10)))
     assert [how for how, _ in late.moved] == ["free"] * 40
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="on one processor every late copy was preempted")
-def test_a_thread_that_computes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With another thread in a loop of Python, long copies find out that the GIL does not come back at once."""
+def test_a_busy_thread_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long copies detect another thread that runs Python code."""
     contention = copy._GilContention()
     monkeypatch.setattr(copy, "_contention", contention)
     buffers = bytearray(16 * MIB), bytearray(16 * MIB)
@@ -302,7 +304,7 @@ def test_a_thread_that_computes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     busy = threading.Thread(target=lambda: [None for _ in iter(over.is_set, True)])
     busy.start()
     try:
-        patience = time.monotonic() + 60  # where others want the processors, many a lateness says nothing
+        patience = time.monotonic() + 60  # on a busy machine many late copies are preempted
         while not contention._busy_until and time.monotonic() < patience:
             copy_batch(
                 [to + n * 2 * MIB for n in range(8)], [start + (7 - n) * 2 * MIB for n in range(8)], [2 * MIB] * 8
@@ -314,13 +316,15 @@ def test_a_thread_that_computes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_lists_of_different_lengths_are_refused() -> None:
-    """A missing size is an error, not a copy of less."""
     with pytest.raises(ValueError, match="shorter"):
         copy_batch([1, 2], [1, 2], [0])
 
 
 def test_pieces_of_two_threads_are_all_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each byte goes once, in pieces of a MiB at most, whatever the sizes are; both threads take part."""
+    """Each byte is copied once, in pieces of at most 1 MiB, for all sizes.
+
+    Both threads take part.
+    """
     moved: list[tuple[int, int, int]] = []
     threads: set[int] = set()
     both = threading.Barrier(2)

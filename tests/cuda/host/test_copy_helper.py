@@ -20,19 +20,19 @@ from kvtier.cuda.host.copy import CopyHelper, usable_cores
 
 @pytest.fixture
 def helper(monkeypatch: pytest.MonkeyPatch) -> CopyHelper:
-    """One on a machine with processors enough."""
+    """A helper on a machine with two processors."""
     monkeypatch.setattr(copy, "usable_cores", lambda: 2)
     return CopyHelper()
 
 
 def assert_helps(helper: CopyHelper) -> None:
-    """Two threads are at work."""
+    """Two threads take part."""
     both = threading.Barrier(2)
     assert helper.share(range(2), lambda _: both.wait(60))
 
 
 def test_every_piece_is_done_once(helper: CopyHelper) -> None:
-    """Whoever takes it; and all are done when `share` returns."""
+    """Each piece is done once, by either thread, before `share` returns."""
     for _ in range(200):
         done: list[int] = []
         assert helper.share(range(30), done.append)
@@ -40,7 +40,7 @@ def test_every_piece_is_done_once(helper: CopyHelper) -> None:
 
 
 def test_both_threads_work(helper: CopyHelper) -> None:
-    """Neither waits for the other to have done all."""
+    """Both threads work at the same time."""
     both = threading.Barrier(2)
     threads: set[str] = set()
 
@@ -52,15 +52,15 @@ def test_both_threads_work(helper: CopyHelper) -> None:
     assert threads == {threading.current_thread().name, "kvtier-copy"}
 
 
-def test_it_waits_for_what_the_helper_is_at(helper: CopyHelper) -> None:
-    """The memory of a copy is the caller's again when the call returns."""
+def test_share_waits_for_the_helpers_piece(helper: CopyHelper) -> None:
+    """`share` returns after the helper's last piece, so the caller may reuse the memory."""
     done: list[int] = []
 
     def work(piece: int) -> None:
         if threading.current_thread().name == "kvtier-copy":
             time.sleep(0.05)
         else:
-            time.sleep(0.01)  # for the helper to wake up
+            time.sleep(0.01)  # lets the helper wake up
         done.append(piece)
 
     assert helper.share(range(3), work)
@@ -68,7 +68,7 @@ def test_it_waits_for_what_the_helper_is_at(helper: CopyHelper) -> None:
 
 
 def test_one_processor_has_no_helper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is begun: the caller does it in its own way."""
+    """Nothing is started: the caller copies alone."""
     monkeypatch.setattr(copy, "usable_cores", lambda: 1)
     done: list[int] = []
     assert not CopyHelper().share(range(3), done.append)
@@ -86,7 +86,7 @@ def test_one_processor_has_no_helper(monkeypatch: pytest.MonkeyPatch) -> None:
         ("0::/", {"cpu.max": "900000 100000"}, 4),
         ("3:cpu,cpuacct:/one\n0::/", {"cpu/one/cpu.cfs_quota_us": "-1", "cpu/one/cpu.cfs_period_us": "100000"}, 4),
         ("3:cpu,cpuacct:/one\n0::/", {"cpu/one/cpu.cfs_quota_us": "150000", "cpu/one/cpu.cfs_period_us": "100000"}, 1),
-        # What a container is shown begins at its own group, whose path it may be told all the same.
+        # A container may see only its own group, although /proc gives its path on the host.
         ("3:cpu:/docker/one", {"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2),
         ("3:cpuset:/one", {"cpuset/one/cpu.cfs_quota_us": "100000", "cpuset/one/cpu.cfs_period_us": "100000"}, 4),
         ("nonsense", {"cpu.max": "nonsense"}, 4),
@@ -96,7 +96,10 @@ def test_one_processor_has_no_helper(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_quotas_of_cgroups_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, files: dict[str, str], cores: int
 ) -> None:
-    """The tightest on the way up the tree, in whole processors; and a process with one of them has no helper."""
+    """The lowest quota of the group and its ancestors counts, in whole processors.
+
+    With one processor there is no helper.
+    """
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
     monkeypatch.setattr(memory, "_OWN_CGROUP", tmp_path / "cgroup")
     monkeypatch.setattr(memory, "_CGROUP_ROOT", tmp_path)
@@ -108,8 +111,11 @@ def test_quotas_of_cgroups_count(
     assert CopyHelper().share([], lambda _: None) == (cores > 1)
 
 
-def test_two_that_ask_are_two_without_the_helper(helper: CopyHelper) -> None:
-    """Who is helped goes on alone when another comes; both are done, and the next one is helped again."""
+def test_the_helper_leaves_when_a_second_caller_comes(helper: CopyHelper) -> None:
+    """When a second caller comes, both continue without the helper.
+
+    The next caller is helped again.
+    """
     helped, came, over = threading.Event(), threading.Event(), threading.Event()
     names: list[str] = []
     late: list[str] = []
@@ -140,8 +146,8 @@ def test_two_that_ask_are_two_without_the_helper(helper: CopyHelper) -> None:
 
 
 @pytest.mark.parametrize("name", ["kvtier-copy", "MainThread"])
-def test_what_goes_wrong_is_raised_where_the_work_was_asked_for(helper: CopyHelper, name: str) -> None:
-    """In whichever thread it went wrong; the rest is left, and the helper goes on helping others."""
+def test_errors_are_raised_in_the_calling_thread(helper: CopyHelper, name: str) -> None:
+    """`share` raises an error of either thread and skips the rest; the helper stays available."""
     both = threading.Barrier(2)
     done: list[int] = []
 
@@ -162,12 +168,12 @@ def test_what_goes_wrong_is_raised_where_the_work_was_asked_for(helper: CopyHelp
 
 
 class Interrupted(Exception):
-    """What a signal's handler raises."""
+    """Raised by the signal handler."""
 
 
 @pytest.fixture
 def _interrupts() -> Iterator[None]:
-    """A signal that raises, as Ctrl-C does."""
+    """A signal whose handler raises, as Ctrl-C does."""
 
     def interrupt(*_: object) -> None:
         raise Interrupted
@@ -178,8 +184,8 @@ def _interrupts() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_interrupts")
-def test_an_interrupt_waits_for_the_piece_that_the_helper_is_at(helper: CopyHelper) -> None:
-    """Whoever is interrupted gives the memory away, and the helper must not write to it then; also where he was waiting already."""
+def test_an_interrupt_waits_for_the_helpers_piece(helper: CopyHelper) -> None:
+    """An interrupted `share` raises only after the helper's piece, even if interrupted twice."""
     begun = threading.Event()
     done: list[int] = []
 
@@ -188,7 +194,7 @@ def test_an_interrupt_waits_for_the_piece_that_the_helper_is_at(helper: CopyHelp
             assert begun.wait(60)
             return
         begun.set()
-        for _ in range(2):  # the second while he waits after the first
+        for _ in range(2):  # the second signal interrupts the wait
             time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(0.1)
@@ -201,8 +207,8 @@ def test_an_interrupt_waits_for_the_piece_that_the_helper_is_at(helper: CopyHelp
 
 
 @pytest.mark.usefixtures("_interrupts")
-def test_an_interrupt_when_the_helper_has_just_been_told(helper: CopyHelper) -> None:
-    """It takes no more pieces then, and the one that it is at is waited for."""
+def test_an_interrupt_just_after_the_helper_started(helper: CopyHelper) -> None:
+    """The helper takes no more pieces, and `share` waits for its current piece."""
     begun = threading.Event()
     done: list[int] = []
 
@@ -226,8 +232,8 @@ def test_an_interrupt_when_the_helper_has_just_been_told(helper: CopyHelper) -> 
     assert len(done) == 1
 
 
-def test_no_thread_to_be_had(helper: CopyHelper, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process at the limit of its threads copies by itself."""
+def test_no_thread_can_be_started(helper: CopyHelper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the limit of threads a process copies alone."""
 
     def start(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -236,14 +242,14 @@ def test_no_thread_to_be_had(helper: CopyHelper, monkeypatch: pytest.MonkeyPatch
     assert not helper.share(range(3), lambda _: None)
 
 
-def test_no_thread_is_begun_at_the_end(helper: CopyHelper, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who copies for the first time while the interpreter goes would wait for a thread that never runs."""
+def test_no_thread_is_started_at_interpreter_exit(helper: CopyHelper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread started at interpreter exit would never run, so none is started."""
     monkeypatch.setattr(sys, "is_finalizing", lambda: True)
     assert not helper.share(range(3), lambda _: None)
 
 
-def test_a_child_that_was_forked_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In mid-copy of its parent: no lock and no thread of the parent's is waited for."""
+def test_a_forked_child_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child forked in mid-copy waits for no lock and no thread of its parent."""
     monkeypatch.setattr(copy, "usable_cores", lambda: 2)
     monkeypatch.setattr(copy, "_helper", CopyHelper())
     child = 0

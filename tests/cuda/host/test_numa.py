@@ -1,4 +1,4 @@
-"""Which memory nodes the region lies on."""
+"""NUMA placement of the region."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ def test_settings(text: str, nodes: tuple[int, ...] | None) -> None:
 
 @pytest.mark.parametrize("text", ["", "all", "-1", "1-", "3-1", "1,", "0x1", "1024", "\u0663", "99999"])
 def test_bad_settings(text: str) -> None:
-    """Anything else is refused, in words."""
     with pytest.raises(ValueError, match="must be"):
         read_placement(text)
 
@@ -34,19 +33,19 @@ def test_bad_settings(text: str) -> None:
 def test_nodes_of_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str, nodes: tuple[int, ...]
 ) -> None:
-    """Those with memory are taken from sysfs, less those that cgroups keep from this process."""
+    """Nodes with memory come from sysfs, without those that cgroups forbid."""
     monkeypatch.setattr(numa, "_allowed", lambda: frozenset({0, 1}))
     (tmp_path / "has_memory").write_text(listed)
     assert memory_nodes(tmp_path) == nodes
 
 
-def test_a_machine_that_says_nothing(tmp_path: Path) -> None:
-    """Where there is no sysfs there are no nodes."""
+def test_a_machine_without_sysfs(tmp_path: Path) -> None:
+    """Without sysfs there are no nodes."""
     assert memory_nodes(tmp_path) == ()
 
 
-def test_what_is_chosen() -> None:
-    """All nodes where nothing else is wanted, those that are wanted, and none where there is no choice."""
+def test_chosen_nodes() -> None:
+    """All nodes by default, the configured nodes, or none if there is only one."""
     assert choose_nodes(None, (0, 1)) == (0, 1)
     assert choose_nodes((1,), (0, 1)) == (1,)
     assert choose_nodes((), (0, 1)) == ()
@@ -56,7 +55,7 @@ def test_what_is_chosen() -> None:
 
 
 def test_huge_pages_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each huge page goes to the next node, however the region is cut into chunks."""
+    """Huge pages are placed round-robin, for every split of the region into chunks."""
     asked: list[tuple[int, int, int]] = []
     monkeypatch.setattr(region, "place", lambda *what: asked.append(what))
     with HostRegion.create(5 * HUGE_PAGE_BYTES) as memory:
@@ -70,7 +69,7 @@ def test_huge_pages_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_kernel_places_pages() -> None:
-    """A real request for the first node is granted, and that is where the pages then are."""
+    """The kernel places pages on the first node."""
     there = memory_nodes()
     if not there:
         pytest.skip("the kernel knows no memory nodes")
@@ -86,8 +85,8 @@ def test_the_kernel_places_pages() -> None:
         assert set(re.findall(r"\bN(\d+)=", line)) == {str(there[0])}
 
 
-def test_a_node_that_is_not_there() -> None:
-    """What the kernel refuses is an error of `place`, and no reason not to back the region."""
+def test_an_unknown_node() -> None:
+    """`place` raises the kernel's error, and the region is backed all the same."""
     with HostRegion.create(HUGE_PAGE_BYTES) as memory:
         with pytest.raises(OSError, match="Invalid argument"):
             place(memory.address, memory.size_bytes, 1000)

@@ -1,4 +1,4 @@
-"""Staging buffers of a process that has a GPU, pinned while they are lent; a registrar that takes notes stands for a driver."""
+"""Pinned staging buffers of a process with a GPU, with a recording registrar."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from contracts.cache_client import NAMESPACE, SMALL, new_keys
-from devices.registrar import Notes
+from devices.registrar import RecordingRegistrar
 from harness.server_process import MIB, ServerProcess
 
 from kvtier.client import Client
@@ -21,25 +21,24 @@ SMALLEST = 4 << 20
 
 
 @pytest.fixture
-def notes() -> Notes:
-    """Nothing noted yet."""
-    return Notes()
+def notes() -> RecordingRegistrar:
+    return RecordingRegistrar()
 
 
-def pins(notes: Notes, allowed: Callable[[], bool] = lambda: True) -> Pin:
-    """What a process with such a driver gives its client."""
+def pins(notes: RecordingRegistrar, allowed: Callable[[], bool] = lambda: True) -> Pin:
+    """The `pin` argument of a client in such a process."""
     return lambda memory: Pinning(memory, notes, allowed)
 
 
 def spans(view: memoryview) -> dict[int, int]:
-    """How a buffer is registered: in chunks, from its beginning to its end."""
+    """The registered chunks of a buffer."""
     address, size = address_of(view)
     return {address + start: min(PIN_CHUNK_BYTES, size - start) for start in range(0, size, PIN_CHUNK_BYTES)}
 
 
 @pytest.mark.parametrize("nbytes", [1, SMALLEST, PIN_CHUNK_BYTES + 1])
-def test_a_buffer_is_pinned_once(notes: Notes, nbytes: int) -> None:
-    """Before it is lent for the first time, all of it, in chunks that no transfer crosses; not again."""
+def test_a_buffer_is_pinned_once(notes: RecordingRegistrar, nbytes: int) -> None:
+    """A buffer is pinned by chunks before its first use, and only once."""
     pool = StagingPool(pins(notes))
     for _ in range(3):
         with pool.lend(nbytes) as view:
@@ -49,16 +48,16 @@ def test_a_buffer_is_pinned_once(notes: Notes, nbytes: int) -> None:
     assert not notes.registered
 
 
-def test_buffers_that_are_let_go_are_unpinned(notes: Notes) -> None:
-    """While they are still mapped, which the registrar looks at; the largest stay, pinned as they are."""
+def test_released_buffers_are_unpinned(notes: RecordingRegistrar) -> None:
+    """Buffers are unpinned before they are unmapped; the largest ones stay pinned."""
     pool = StagingPool(pins(notes), keep=1)
     with pool.lend(SMALLEST) as small, pool.lend(2 * SMALLEST) as large:
         assert notes.registered == spans(small) | spans(large)
     assert notes.registered == spans(large)
 
 
-def test_what_is_lent_is_unpinned_when_it_comes_back(notes: Notes) -> None:
-    """A client may be closed while another thread is in the middle of a copy."""
+def test_buffers_in_use_are_unpinned_when_returned(notes: RecordingRegistrar) -> None:
+    """A client may be closed while another thread copies."""
     pool = StagingPool(pins(notes))
     with pool.lend(1) as view:
         pool.close()
@@ -68,14 +67,13 @@ def test_what_is_lent_is_unpinned_when_it_comes_back(notes: Notes) -> None:
 
 
 def is_mapped(address: int) -> bool:
-    """Whether there is memory at an address."""
     spans_ = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
     return any(int(start, 16) <= address < int(end, 16) for start, end in spans_)
 
 
 @pytest.mark.parametrize("pinned", [True, False])
-def test_whoever_has_a_view_may_release_it(notes: Notes, *, pinned: bool) -> None:
-    """The memory stays while it is lent, and is lent again."""
+def test_a_view_may_be_released(notes: RecordingRegistrar, *, pinned: bool) -> None:
+    """The memory stays mapped while it is in use, and is reused."""
     pool = StagingPool(pins(notes) if pinned else None)
     for _ in range(2):
         with pool.lend(1) as view:
@@ -87,8 +85,8 @@ def test_whoever_has_a_view_may_release_it(notes: Notes, *, pinned: bool) -> Non
 
 @pytest.mark.parametrize("is_closed", [True, False])
 @pytest.mark.parametrize("pinned", [True, False])
-def test_what_is_let_go_is_unmapped_at_once(notes: Notes, *, pinned: bool, is_closed: bool) -> None:
-    """Not when garbage is collected: it is a lot. By a client that is dropped without being closed, too."""
+def test_released_buffers_are_unmapped_at_once(notes: RecordingRegistrar, *, pinned: bool, is_closed: bool) -> None:
+    """Closed and dropped clients unmap at once, without waiting for garbage collection."""
     pool = StagingPool(pins(notes) if pinned else None)
     with pool.lend(1) as view:
         address, _ = address_of(view)
@@ -105,8 +103,8 @@ def test_what_is_let_go_is_unmapped_at_once(notes: Notes, *, pinned: bool, is_cl
         gc.enable()
 
 
-def test_nothing_is_pinned_while_graphs_are_captured(notes: Notes) -> None:
-    """B4.16 The buffer serves all the same, and is pinned when it is lent the next time; what is left of it, too."""
+def test_nothing_is_pinned_while_graphs_are_captured(notes: RecordingRegistrar) -> None:
+    """B4.16 The buffer is used unpinned, and pinned (or the rest of it) at its next use."""
     answers = iter([False, True, False, True])
     pool = StagingPool(pins(notes, lambda: next(answers)))
     with pool.lend(PIN_CHUNK_BYTES + 1) as view:
@@ -119,8 +117,8 @@ def test_nothing_is_pinned_while_graphs_are_captured(notes: Notes) -> None:
         assert view[-1] == 1
 
 
-def test_a_driver_that_refuses_is_asked_once(notes: Notes, caplog: pytest.LogCaptureFixture) -> None:
-    """Without pinning copies are slower; it says so once and gives up, for other buffers as well."""
+def test_a_driver_that_refuses_is_asked_once(notes: RecordingRegistrar, caplog: pytest.LogCaptureFixture) -> None:
+    """After a refusal pinning logs once and stops, for other buffers as well."""
     notes.error = PinError("cuMemHostRegister failed with CUDA error 2")
     pool = StagingPool(pins(notes))
     with caplog.at_level(logging.WARNING), pool.lend(1), pool.lend(1):
@@ -135,14 +133,19 @@ def test_a_driver_that_refuses_is_asked_once(notes: Notes, caplog: pytest.LogCap
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    """One that listens on the loopback, too."""
+    """A server that also listens on the loopback."""
     with ServerProcess(tmp_path, region=128 * MIB, tcp=True).start() as server:
         yield server
 
 
 @pytest.mark.parametrize("transport", ["tcp", "grpc"])
-def test_what_an_engine_writes_to_and_reads_from_is_pinned(server: ServerProcess, notes: Notes, transport: str) -> None:
-    """Of a server on another host an engine with a GPU has staging buffers; at the client's end nothing is left pinned."""
+def test_staging_buffers_of_an_engine_are_pinned(
+    server: ServerProcess, notes: RecordingRegistrar, transport: str
+) -> None:
+    """With a server on another host, an engine with a GPU has pinned staging buffers.
+
+    Closing unpins them.
+    """
     keys, data = new_keys(3), bytes(range(250)) * (SMALL // 250)
     with Client(server.tcp, namespace=NAMESPACE, transport=transport, pin=pins(notes)) as client:  # type: ignore[arg-type]
         client.wait_until_connected(60)

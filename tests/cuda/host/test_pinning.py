@@ -1,4 +1,4 @@
-"""Pinning in chunks, in the background; with a registrar that takes notes in place of a GPU's driver."""
+"""Background pinning in chunks, with a recording registrar."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from contracts.cache_client import NAMESPACE, SMALL, new_keys
-from devices.registrar import Notes
+from devices.registrar import RecordingRegistrar
 from harness.server_process import MIB, ServerProcess
 
 from kvtier.client import Client, KeyStatus
@@ -21,9 +21,8 @@ SIZE = 2 * PIN_CHUNK_BYTES + 3 * PAGE_BYTES
 
 
 @pytest.fixture
-def notes() -> Notes:
-    """Nothing noted yet."""
-    return Notes()
+def notes() -> RecordingRegistrar:
+    return RecordingRegistrar()
 
 
 @pytest.fixture
@@ -34,8 +33,8 @@ def region() -> Iterator[HostRegion]:
         yield made
 
 
-def test_chunks_are_whole_pages_and_cover_what_is_backed(region: HostRegion, notes: Notes) -> None:
-    """B4.16 Many calls for page-aligned chunks instead of one for all; memory that is not there yet is not pinned into being."""
+def test_chunks_are_whole_pages_and_cover_what_is_backed(region: HostRegion, notes: RecordingRegistrar) -> None:
+    """B4.16 Page-aligned chunks are pinned one by one; memory that is not backed is not pinned."""
     pinning = Pinning(region, notes, allowed=lambda: True)
     rounds: list[float] = []
 
@@ -56,8 +55,8 @@ def test_chunks_are_whole_pages_and_cover_what_is_backed(region: HostRegion, not
     assert not notes.registered
 
 
-def test_nothing_is_pinned_while_graphs_are_captured(region: HostRegion, notes: Notes) -> None:
-    """B4.16 However long that takes; and pinning goes on when it is over, also in the middle."""
+def test_nothing_is_pinned_while_graphs_are_captured(region: HostRegion, notes: RecordingRegistrar) -> None:
+    """B4.16 Pinning stops for every capture and continues after it."""
     captures = iter([True, *[False] * 200, True, True])
     region.back(2 * PIN_CHUNK_BYTES, 3 * PAGE_BYTES)
     pinning = Pinning(region, notes, allowed=lambda: next(captures))
@@ -69,14 +68,14 @@ def test_nothing_is_pinned_while_graphs_are_captured(region: HostRegion, notes: 
         assert notes.calls == 1
 
     warm_up(region, pinning, over=lambda: False, sleep=sleep)
-    assert asked == 100  # two chunks were left, and each was asked about in each round
+    assert asked == 100  # two chunks are left, asked once per round
     assert sum(pinning._pinned.values()) == SIZE
 
 
 def test_a_driver_that_refuses_is_asked_once(
-    region: HostRegion, notes: Notes, caplog: pytest.LogCaptureFixture
+    region: HostRegion, notes: RecordingRegistrar, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without pinning copies are slower; it says so once and gives up."""
+    """After a refusal pinning logs once and stops."""
     notes.error = PinError("cuMemHostRegister failed with CUDA error 2")
     region.back(2 * PIN_CHUNK_BYTES, 3 * PAGE_BYTES)
     warm_up(region, Pinning(region, notes, allowed=lambda: True), over=lambda: False)
@@ -86,8 +85,8 @@ def test_a_driver_that_refuses_is_asked_once(
     ]
 
 
-def test_a_region_that_is_let_go_is_not_pinned(region: HostRegion, notes: Notes) -> None:
-    """A session may end while its region is still being pinned."""
+def test_a_closed_region_is_not_pinned(region: HostRegion, notes: RecordingRegistrar) -> None:
+    """A session may end while its region is being pinned."""
     pinning = Pinning(region, notes, allowed=lambda: True)
     assert pinning.pin(0, PIN_CHUNK_BYTES)
     pinning.close()
@@ -96,8 +95,8 @@ def test_a_region_that_is_let_go_is_not_pinned(region: HostRegion, notes: Notes)
 
 
 @pytest.mark.parametrize(("offset", "length"), [(PAGE_BYTES, PAGE_BYTES), (0, PIN_CHUNK_BYTES + 1), (0, 0), (SIZE, 1)])
-def test_only_chunks_are_pinned(region: HostRegion, notes: Notes, offset: int, length: int) -> None:
-    """Transfers are cut where chunks meet, so chunks must lie where they are expected."""
+def test_only_chunks_are_pinned(region: HostRegion, notes: RecordingRegistrar, offset: int, length: int) -> None:
+    """Chunks start at multiples of the chunk size, because transfers are split there."""
     with pytest.raises(ValueError, match="not one chunk"):
         Pinning(region, notes, allowed=lambda: True).pin(offset, length)
 
@@ -112,18 +111,18 @@ def test_only_chunks_are_pinned(region: HostRegion, notes: Notes, offset: int, l
     ],
 )
 def test_transfers_are_cut_where_chunks_meet(offset: int, nbytes: int, pieces: list[tuple[int, int]]) -> None:
-    """B4.16 A driver takes no transfer that crosses from one registration into the next."""
+    """B4.16 A driver accepts no transfer that crosses a registration boundary."""
     assert list(split_at_chunks(offset, nbytes)) == pieces
 
 
 def test_without_a_gpu_there_is_a_reason() -> None:
-    """Pinning is an extra: what is missing is said, and nothing breaks."""
+    """Pinning is optional: the error names the missing part."""
     with pytest.raises(PinError, match=r"CUDA|cuDeviceGet"):
         CudaRegistrar(10_000)
 
 
-def test_the_service_answers_while_its_memory_is_being_pinned(tmp_path: Path, notes: Notes) -> None:
-    """B4.16 A client stores and reads from the first second, whatever the driver takes; at its end nothing is left pinned."""
+def test_the_service_answers_while_its_memory_is_being_pinned(tmp_path: Path, notes: RecordingRegistrar) -> None:
+    """B4.16 Clients work while memory is being pinned; closing leaves nothing pinned."""
     notes.hold.clear()
     made: list[Pinning] = []
 

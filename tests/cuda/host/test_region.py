@@ -1,4 +1,4 @@
-"""The host region: sealed, shared, backed in the background, and unmapped when the last view is gone."""
+"""The host region: sealed, shared, backed in the background, unmapped with its last view."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ SIZE = 2 * HUGE_PAGE_BYTES
 
 @pytest.fixture
 def region() -> Iterator[HostRegion]:
-    """Yields a region of two huge pages, and closes it."""
+    """A region of two huge pages."""
     with HostRegion.create(SIZE, name="kvtier-test") as made:
         yield made
 
 
 def mappings() -> list[str]:
-    """Returns the mappings of this process that belong to regions made here."""
+    """Mappings of test regions in this process."""
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if "kvtier-test" in line]
 
 
 def descriptors() -> int:
-    """Returns how many descriptors of regions made here are open."""
+    """Number of open descriptors of test regions."""
     targets = []
     for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # of this very listing, or of another thread
+        with contextlib.suppress(OSError):  # of this listing or of another thread
             targets.append(str(entry.readlink()))
     return sum("kvtier-test" in target for target in targets)
 
 
 def test_create(region: HostRegion) -> None:
-    """A new region is writable, zero, of the asked size, owner-only and closed on exec."""
+    """A new region is writable, zero, of the requested size, owner-only and closed on exec."""
     assert region.memory.nbytes == region.size_bytes == SIZE
     assert region.memory.format == "B"
     assert not region.memory.readonly
@@ -55,7 +55,7 @@ def test_create(region: HostRegion) -> None:
 
 
 def test_size_is_sealed(region: HostRegion) -> None:
-    """Nobody can make accesses end in SIGBUS by cutting the region short, nor lift the seal."""
+    """The size cannot change, so access cannot end in SIGBUS; the seal cannot be removed."""
     for size in (SIZE - PAGE_BYTES, SIZE + PAGE_BYTES):
         with pytest.raises(PermissionError):
             os.ftruncate(region.fd, size)
@@ -65,20 +65,20 @@ def test_size_is_sealed(region: HostRegion) -> None:
 
 @pytest.mark.parametrize("size", [0, -PAGE_BYTES, PAGE_BYTES + 1])
 def test_odd_sizes_are_refused(size: int) -> None:
-    """A region is made of whole pages."""
+    """A region has whole pages."""
     with pytest.raises(RegionError, match="multiple"):
         HostRegion.create(size)
 
 
 def test_impossible_sizes_are_refused() -> None:
-    """What the kernel cannot map is an error of ours, and leaks nothing."""
+    """A failed mapping raises `RegionError` and leaks nothing."""
     with pytest.raises(RegionError):
         HostRegion.create(2**62, name="kvtier-test")
     assert descriptors() == 0
 
 
 def test_attached_region_is_the_same_memory(region: HostRegion) -> None:
-    """What one side writes the other reads."""
+    """One side reads what the other writes."""
     with HostRegion.attach(region.fd, SIZE) as other:
         assert other.fd != region.fd
         other.memory[5:9] = b"abcd"
@@ -86,7 +86,7 @@ def test_attached_region_is_the_same_memory(region: HostRegion) -> None:
 
 
 def test_attaching_in_another_process(region: HostRegion) -> None:
-    """A process that is handed the descriptor sees the bytes, and its writes are seen here."""
+    """A process that receives the descriptor shares the bytes."""
     region.memory[:3] = b"abc"
     program = (
         "import sys; from kvtier.cuda.host.region import HostRegion\n"
@@ -99,13 +99,12 @@ def test_attaching_in_another_process(region: HostRegion) -> None:
 
 
 def test_attach_checks_the_size(region: HostRegion) -> None:
-    """A region of another size than announced is not mapped."""
     with pytest.raises(RegionError, match="announced"):
         HostRegion.attach(region.fd, SIZE - PAGE_BYTES)
 
 
 def test_attach_checks_the_seal() -> None:
-    """A descriptor that its owner could cut short is not mapped."""
+    """A descriptor that its owner could shrink is not mapped."""
     fd = os.memfd_create("kvtier-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, SIZE)
@@ -116,7 +115,7 @@ def test_attach_checks_the_seal() -> None:
 
 
 def test_attach_checks_the_kind(tmp_path: Path) -> None:
-    """A file on a disk is not shared memory, nor is a closed descriptor."""
+    """Files on a disk and closed descriptors are refused."""
     path = tmp_path / "file"
     path.write_bytes(bytes(PAGE_BYTES))
     with path.open("r+b") as file:
@@ -128,7 +127,7 @@ def test_attach_checks_the_kind(tmp_path: Path) -> None:
 
 
 def test_back_allocates_zeroed_pages(region: HostRegion) -> None:
-    """Backing allocates exactly the chunk, as zeros, and leaves what was written."""
+    """Backing allocates exactly the chunk, as zeros, and keeps written bytes."""
     region.memory[HUGE_PAGE_BYTES : HUGE_PAGE_BYTES + 4] = b"kept"
     before = os.fstat(region.fd).st_blocks * 512
     assert before < HUGE_PAGE_BYTES
@@ -142,7 +141,7 @@ def test_back_allocates_zeroed_pages(region: HostRegion) -> None:
 
 
 def test_back_counts_huge_pages(region: HostRegion) -> None:
-    """`huge_bytes` is what the kernel says of the mapping."""
+    """`huge_bytes` equals the kernel's count for the mapping."""
     region.back(0, SIZE)
     fields = Path("/proc/self/smaps").read_text().split("kvtier-test", 1)[1].splitlines()
     mapped = next(int(line.split()[1]) * 1024 for line in fields if line.startswith("ShmemPmdMapped:"))
@@ -150,7 +149,7 @@ def test_back_counts_huge_pages(region: HostRegion) -> None:
 
 
 def test_back_without_huge_pages(region: HostRegion, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the kernel has no MADV_COLLAPSE, the pages are there all the same."""
+    """Without MADV_COLLAPSE the pages are allocated all the same."""
     monkeypatch.setattr(region_module, "_MADV_COLLAPSE", 9999)
     region.back(0, SIZE)
     assert region.huge_bytes == 0
@@ -158,7 +157,7 @@ def test_back_without_huge_pages(region: HostRegion, monkeypatch: pytest.MonkeyP
 
 
 def test_back_of_odd_chunks(region: HostRegion) -> None:
-    """Chunks need not be aligned to huge pages; the edges then get small ones."""
+    """Chunks need not be aligned to huge pages; the edges get small pages."""
     region.back(PAGE_BYTES, SIZE - 2 * PAGE_BYTES)
     region.back(0, PAGE_BYTES)
     region.back(SIZE - PAGE_BYTES, PAGE_BYTES)
@@ -169,21 +168,20 @@ def test_back_of_odd_chunks(region: HostRegion) -> None:
     ("offset", "length"), [(-PAGE_BYTES, SIZE), (0, 0), (0, SIZE + PAGE_BYTES), (1, PAGE_BYTES), (0, 100)]
 )
 def test_back_checks_the_chunk(region: HostRegion, offset: int, length: int) -> None:
-    """A chunk is whole pages inside the region."""
     with pytest.raises(RegionError, match="whole pages"):
         region.back(offset, length)
 
 
 def test_back_stops_before_memory_is_gone(region: HostRegion, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When memory is short the region says so, instead of waking the out-of-memory killer."""
+    """When memory is short, `back` raises before the out-of-memory killer acts."""
     monkeypatch.setattr(region_module, "available_bytes", lambda: SIZE)
     with pytest.raises(RegionError, match="memory is short"):
         region.back(0, SIZE)
     assert os.fstat(region.fd).st_blocks == 0
 
 
-def test_populate_leaves_out_what_is_not_backed(region: HostRegion) -> None:
-    """An attacher maps what the server has backed, and allocates nothing itself."""
+def test_populate_skips_unbacked_pages(region: HostRegion) -> None:
+    """An attached process maps backed pages and allocates none."""
     region.back(0, HUGE_PAGE_BYTES)
     with HostRegion.attach(region.fd, SIZE) as other:
         assert other.populate(0, SIZE) in (HUGE_PAGE_BYTES, 0)  # 0: a kernel before 5.14
@@ -191,7 +189,7 @@ def test_populate_leaves_out_what_is_not_backed(region: HostRegion) -> None:
 
 
 def test_close_is_idempotent_and_releases_everything() -> None:
-    """After `close` there is no mapping, no descriptor, and no way to touch either."""
+    """After `close` mapping and descriptor are gone, and access raises."""
     region = HostRegion.create(SIZE, name="kvtier-test")
     assert mappings()
     assert descriptors() == 1
@@ -212,7 +210,7 @@ def test_close_is_idempotent_and_releases_everything() -> None:
 
 @pytest.mark.parametrize("keep", [lambda memory: memory[16:32], memoryview])
 def test_views_outlive_the_region(keep: object) -> None:
-    """A view that somebody still holds stays valid after `close`; the last one unmaps."""
+    """A view stays valid after `close`; the last view unmaps."""
     region = HostRegion.create(SIZE, name="kvtier-test")
     view = keep(region.memory)  # type: ignore[operator]
     region.close()
@@ -226,14 +224,17 @@ def test_views_outlive_the_region(keep: object) -> None:
 
 
 def test_forgotten_region_is_unmapped() -> None:
-    """A region that nobody closed goes when nobody knows it any more."""
+    """A region that is not closed is unmapped when it is garbage."""
     HostRegion.create(SIZE, name="kvtier-test")
     gc.collect()
     assert not mappings()
 
 
 def test_close_while_backing() -> None:
-    """Thread 1 backs, thread 2 closes: the call in flight keeps its mapping, the next one is refused."""
+    """Thread 1 backs, thread 2 closes.
+
+    The running call keeps its mapping, the next one is refused.
+    """
     region = HostRegion.create(32 * HUGE_PAGE_BYTES, name="kvtier-test")
     refused = threading.Event()
     started = threading.Event()
@@ -258,14 +259,14 @@ def test_close_while_backing() -> None:
 
 
 def test_available_memory_is_plausible() -> None:
-    """There is some memory, and not more than the machine has."""
+    """Available memory is positive and at most the machine's."""
     available = available_bytes()
     assert available is not None
     assert 0 < available <= os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
 
 
 def test_cgroup_limits_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tightest limit on the way up the cgroup tree wins, less what is used, plus what is only cache."""
+    """The lowest limit of the cgroup and its ancestors counts, minus usage, plus page cache."""
     from kvtier.cuda.host import memory
 
     (tmp_path / "cgroup").write_text("0::/pods/one\n")
@@ -280,12 +281,11 @@ def test_cgroup_limits_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_tune_malloc_may_be_repeated() -> None:
-    """Tuning malloc changes nothing that anyone could see, twice."""
     assert tune_malloc() == tune_malloc()
 
 
 def test_nothing_heavy_is_imported() -> None:
-    """The server's side of shared memory needs neither numpy nor torch, and NVIDIA's package only where there is a driver."""
+    """The server's side of shared memory imports neither numpy nor torch nor cuda-bindings."""
     program = (
         "import sys, kvtier.cuda.host.region, kvtier.cuda.host.copy, kvtier.cuda.host.memory\n"
         "import kvtier.cuda.device.copies\n"

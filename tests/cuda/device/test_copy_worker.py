@@ -1,4 +1,4 @@
-"""The mover's process by itself: what it answers, and that nothing that it is told in the wrong order ends it."""
+"""The copy worker's process alone: its answers, and messages in a wrong order."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ FAR = 1 << 62
 
 
 @asynccontextmanager
-async def mover(region: HostRegion, driver: str = "kvtier.cuda.testing.host_driver:HostDriver") -> AsyncIterator[Child]:
-    """A running mover."""
+async def worker(
+    region: HostRegion, driver: str = "kvtier.cuda.testing.host_driver:HostDriver"
+) -> AsyncIterator[Child]:
     arguments = [str(region.fd), str(region.size_bytes), driver, "host"]
     child = await Child.start("kvtier.server.devices.copy_worker", arguments, [region.fd])
     yield child
@@ -32,25 +33,25 @@ async def mover(region: HostRegion, driver: str = "kvtier.cuda.testing.host_driv
 
 
 def copy_of(number: int, groups: dict[int, Any], **fields: Any) -> tuple[dict[str, Any], bytes]:
-    """A message that has blocks copied out."""
+    """A message that copies blocks out."""
     counts, payload = pack_plan(groups)
     header = {"op": "copy", "buffers": 1, "copy": number, "out": True, "after": None, "give_up_at": FAR}
     return header | {"groups": counts} | fields, payload
 
 
 def talk(with_it: Callable[[Child], Awaitable[None]], region: HostRegion) -> int:
-    """Has a mover, and returns how it ended."""
+    """Runs `ask` with a copy worker and returns the worker's exit status."""
 
     async def run() -> int:
-        async with mover(region) as child:
+        async with worker(region) as child:
             await with_it(child)
         return await child.ended()
 
     return asyncio.run(run())
 
 
-def test_what_is_told_in_the_wrong_order(region: HostRegion) -> None:
-    """A copy of blocks that are closed, or were never opened, fails; calling off and closing them again does nothing."""
+def test_messages_in_a_wrong_order(region: HostRegion) -> None:
+    """A copy of closed or unopened blocks fails; cancelling and closing them again does nothing."""
     backend = HostBackend()
     addresses = [backend.allocate(tensor.nbytes) for tensor in JOINED.tensors(0)]
     for address, tensor in zip(addresses, JOINED.tensors(0), strict=True):
@@ -93,7 +94,10 @@ def test_what_is_told_in_the_wrong_order(region: HostRegion) -> None:
 
 
 def test_nonsense_ends_it(region: HostRegion) -> None:
-    """A message that makes no sense comes of a defect: the process ends, and the server knows then that nothing is copied."""
+    """An invalid message is a defect.
+
+    The process ends, so the server knows that no copy is in progress.
+    """
 
     async def script(child: Child) -> None:
         child.send({"op": "copy"})
@@ -106,7 +110,7 @@ def test_nonsense_ends_it(region: HostRegion) -> None:
 def test_a_broken_context_ends_it(
     region: HostRegion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    """Nothing is answered: nobody knows what is still copied before the process is gone."""
+    """After a broken context there is no answer: copies may be in progress until the end."""
     program = (
         "from kvtier.cuda.testing.host_driver import HostDriver\n"
         "def make(device):\n    driver = HostDriver(device)\n    open_memory = driver.open_memory\n"
@@ -121,7 +125,7 @@ def test_a_broken_context_ends_it(
     export = export_blocks(backend.driver, {0: (JOINED.layout(), addresses)}).to_bytes()
 
     async def script() -> tuple[list[dict[str, Any]], int]:
-        async with mover(region, "breaking:make") as child:
+        async with worker(region, "breaking:make") as child:
             child.send({"op": "open", "buffers": 1}, export)
             child.send(*copy_of(1, {0: ([0], [0])}))
             said = [header async for header, _ in child.messages()]

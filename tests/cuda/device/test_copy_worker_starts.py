@@ -1,4 +1,7 @@
-"""Movers that start late, or not at all: calls go another way meanwhile, and no device keeps another one's place."""
+"""Copy workers that start late or not at all.
+
+Calls use another transport, and other devices are not blocked.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 
 import pytest
 from devices.backends import HostBackend
-from devices.caller import PART, Caller, why
+from devices.caller import PART, Caller, refusal_reason
 from devices.gated_driver import Gate
 from devices.kv import BLOCKS, JOINED
 from devices.service import Engine, Service, keys_of
@@ -28,8 +31,8 @@ KEYS = keys_of(BLOCKS)
 GRANTED = bytes([StoreStatus.GRANTED]) * BLOCKS
 
 
-def test_a_mover_that_takes_long_to_start(tmp_path: Path) -> None:
-    """In a server's next life: calls are told to go another way, the second at once; later they go over the mover."""
+def test_a_copy_worker_that_starts_slowly(tmp_path: Path) -> None:
+    """After a server restart, calls use another transport at first, and the copy worker later."""
     service = Service(tmp_path, driver="devices.gated_driver:make_late")
     with service, Engine(service.server.endpoint, call=4).register() as engine:
         service.gate.close()
@@ -40,7 +43,7 @@ def test_a_mover_that_takes_long_to_start(tmp_path: Path) -> None:
         service.gate.open()
         with pytest.raises(DeviceUnavailable, match="starting"):
             engine.client.store_from_device(KEYS, range(BLOCKS))
-        engine.client._operations._refused = None  # the time until the next attempt is over
+        engine.client._operations._refused = None  # the next attempt is due
 
         def stored() -> bool:
             try:
@@ -54,26 +57,24 @@ def test_a_mover_that_takes_long_to_start(tmp_path: Path) -> None:
 
 
 def test_memory_of_another_host_starts_nothing(tmp_path: Path) -> None:
-    """It is refused before a process is started for a device that is not here."""
+    """Memory of another host is refused without starting a process."""
     with Service(tmp_path) as service, closing(Caller(service, "raw")) as caller:
         request = caller.registration()
         request.origin.boot_id = "another"
-        assert why(caller.calls.RegisterDeviceBuffers, request) == "DEVICE_UNAVAILABLE"
+        assert refusal_reason(caller.calls.RegisterDeviceBuffers, request) == "DEVICE_UNAVAILABLE"
         assert service.copy_workers == []
 
 
 def registry_of(region: HostRegion) -> DeviceRegistry:
-    """One whose sessions never end; its movers are real."""
+    """A registry with real copy workers, whose sessions never end."""
     runtime: Any = SimpleNamespace(region=region)
     sessions: Any = SimpleNamespace(on_close=[], check=lambda _: None)
     writers: Any = None
     return DeviceRegistry(runtime, sessions, writers, driver="devices.gated_driver:make", unavailable="")
 
 
-def test_devices_that_are_not_there_keep_no_place(
-    region: HostRegion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many have been asked for, one that is there is served; those that have a process keep their places."""
+def test_missing_devices_use_up_no_limit(region: HostRegion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests for missing devices do not use up the limit of devices with a process."""
     monkeypatch.setattr(registry_module, "_MAX_DEVICES", 2)
     for name, value in Gate(tmp_path / "gate").environment.items():
         monkeypatch.setenv(name, value)
@@ -100,6 +101,6 @@ def test_devices_that_are_not_there_keep_no_place(
 
 
 async def register(registry: DeviceRegistry, export: DeviceExport, device: str) -> None:
-    """Registers an engine's memory, as if on this device, in a session of its own."""
+    """Registers an engine's memory, as if on ``device``, in a new session."""
     session: Any = SimpleNamespace(id=device.encode(), namespace=SimpleNamespace(part_bytes=[PART]))
     await registry.register(session, dataclasses.replace(export, device=device))

@@ -1,4 +1,7 @@
-"""A driver that does not come back from a call: the mover is killed, and the device is there for the next one."""
+"""A driver call that hangs.
+
+The copy worker is killed, and the next registration starts another one.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +35,21 @@ class Stuck(HostDriver):
 
 
 @asynccontextmanager
-async def stuck_mover(region: HostRegion) -> AsyncIterator[CopyWorkerClient]:
-    """A mover whose driver has a call that hangs as long as a file is there."""
-    mover = CopyWorkerClient("host", "stuck:Stuck", region, lambda: None)
+async def hanging_copy_worker(region: HostRegion) -> AsyncIterator[CopyWorkerClient]:
+    """A copy worker with a driver call that hangs while a file exists."""
+    worker = CopyWorkerClient("host", "stuck:Stuck", region, lambda: None)
     try:
-        yield mover
+        yield worker
     finally:
-        await mover.stop()
+        await worker.stop()
 
 
 @pytest.mark.parametrize("call", ["open_memory", "close_memory"])
 def test_a_call_that_hangs(region: HostRegion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    """Opening is refused when the mover is gone, closing is over then; whoever registers next is served by another process."""
+    """An open call is refused and a close call ends when the worker is killed.
+
+    A new process serves the next registration.
+    """
     flag = tmp_path / "flag"
     (tmp_path / "stuck.py").write_text(_PROGRAM.format(call=call, flag=str(flag)))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
@@ -52,31 +58,31 @@ def test_a_call_that_hangs(region: HostRegion, tmp_path: Path, monkeypatch: pyte
     export = export_blocks(backend.driver, {0: (JOINED.layout(), addresses)})
 
     async def script() -> None:
-        async with stuck_mover(region) as mover:
-            await mover.open(1, export)
+        async with hanging_copy_worker(region) as worker:
+            await worker.open(1, export)
             flag.touch()
             with monkeypatch.context() as impatient:
                 impatient.setattr(copy_worker_client, "_HANDLES_SECONDS", 0.3)
-                await hang(mover, opening=call == "open_memory")
+                await hang(worker, opening=call == "open_memory")
             flag.unlink()
-            await mover.open(3, export)
-            await mover.close(3)
+            await worker.open(3, export)
+            await worker.close(3)
 
     asyncio.run(asyncio.wait_for(script(), 60))
     backend.close()
 
 
-async def hang(mover: CopyWorkerClient, *, opening: bool) -> None:
-    """Makes the call that hangs, and sees that the mover's process is another one or none afterwards."""
-    child = mover._child
+async def hang(worker: CopyWorkerClient, *, opening: bool) -> None:
+    """Makes the hanging call and checks that the process was killed."""
+    child = worker._child
     assert child is not None
     if opening:
         other = HostBackend()
         addresses = [other.allocate(tensor.nbytes) for tensor in JOINED.tensors(0)]
         with pytest.raises(Refused, match="has ended"):
-            await mover.open(2, export_blocks(other.driver, {0: (JOINED.layout(), addresses)}))
+            await worker.open(2, export_blocks(other.driver, {0: (JOINED.layout(), addresses)}))
         other.close()
     else:
-        await mover.close(1)
+        await worker.close(1)
     assert not child.running
-    assert mover._child is None
+    assert worker._child is None
