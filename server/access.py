@@ -1,4 +1,4 @@
-"""All that decides who may come in, made of the configuration: certificate, tokens, roles, rates, audit."""
+"""Access control of the server: TLS credentials, authentication, rate limits and the audit log."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ __all__ = ["AccessControl", "AccessError"]
 
 
 class AccessError(Exception):
-    """A file of tokens, or a certificate, cannot be used; one line."""
+    """A token file or certificate cannot be used; the message is one line."""
 
 
 class AccessControl:
-    """What the server's doors ask. Where nobody is asked who he is, `authority` and `gate` are None, and calls cost nothing more.
+    """Access control built from the configuration. Construction raises `AccessError`.
 
-    Raises:
-        TrustError: see there.
+    Without authentication `authenticator` and `authorize` are None, so calls have no extra cost.
     """
 
     def __init__(self, config: Config) -> None:
@@ -34,20 +33,22 @@ class AccessControl:
                 if tls.cert is not None and tls.key is not None
                 else None
             )
-            self.authority = Authenticator(config) if Authenticator.is_wanted(config) else None
+            self.authenticator = Authenticator(config) if Authenticator.is_required(config) else None
         except (TlsError, TokensError) as error:
             raise AccessError(str(error)) from None
-        self.audit = AuditLog(looks=self.authority is not None)
-        self.gate = AuthInterceptor(self.authority) if self.authority is not None else None
-        self.meters = RateLimiters(config.rates, {tenant.name: tenant.rates for tenant in config.tenants})
-        self._metrics = config.auth.metrics
+        self.audit_log = AuditLog(logs_reads=self.authenticator is not None)
+        self.authorize = AuthInterceptor(self.authenticator) if self.authenticator is not None else None
+        self.rate_limiters = RateLimiters(config.rates, {tenant.name: tenant.rates for tenant in config.tenants})
+        self._metrics_need_token = config.auth.metrics
 
     def may_see_metrics(self, header: str | None) -> bool:
-        """Returns whether an HTTP request with this `Authorization` may see the metrics. Any thread may ask."""
-        return not self._metrics or (self.authority is not None and self.authority.may_see_metrics(header))
+        """Returns whether an HTTP request with this `Authorization` header may see the metrics. Thread-safe."""
+        if not self._metrics_need_token:
+            return True
+        return self.authenticator is not None and self.authenticator.may_see_metrics(header)
 
-    def look_again(self, sessions: SessionRegistry) -> None:
-        """Reads the tokens again if they have changed, and ends the sessions of those that are not valid any more."""
-        if self.authority is not None:
-            self.authority.refresh()
-            sessions.revoke(self.authority.still)
+    def refresh(self, sessions: SessionRegistry) -> None:
+        """Reads changed tokens again, and ends the sessions whose credentials are no longer valid."""
+        if self.authenticator is not None:
+            self.authenticator.refresh()
+            sessions.revoke(self.authenticator.is_still_valid)

@@ -120,7 +120,7 @@ class Server:
         access = load_access_control(config)
         sockets = claim_sockets(config, closers)
         runtime = self._runtime = await open_runtime(config, closers)
-        sessions = SessionRegistry(runtime, config.limits.max_sessions, access.meters)
+        sessions = SessionRegistry(runtime, config.limits.max_sessions, access.rate_limiters)
         telemetry = open_telemetry(config, runtime, sessions, started, closers)
         backend = Backend(config, runtime, sessions, access, telemetry.metrics)
         listeners = open_listeners(backend, telemetry.tracing, sockets, closers)
@@ -174,7 +174,7 @@ async def _watch(backend: Backend, health: Health) -> None:
     while True:
         await asyncio.sleep(_WATCH_SECONDS)
         try:
-            backend.access.look_again(backend.sessions)
+            backend.access.refresh(backend.sessions)
             await health.update(runtime.stats())
             collector.tick(runtime.now(), metrics.calls)
         except Exception as error:  # noqa: BLE001 - the task must go on: it revokes tokens

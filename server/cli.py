@@ -1,6 +1,6 @@
-"""The command `kvtier`: which command is run, and how the process ends.
+"""The command `kvtier`: runs a subcommand and returns the exit code.
 
-Everything heavy is imported by the command that needs it, so that `kvtier --help` answers at once.
+Each subcommand imports its own dependencies, so that `kvtier --help` starts fast.
 """
 
 from __future__ import annotations
@@ -18,22 +18,26 @@ from .commands.parser import new_parser
 __all__ = ["EXIT_CONFIG", "EXIT_FAILURE", "EXIT_UNREACHABLE", "EXIT_USAGE", "main", "set_credentials"]
 
 _COMMANDS = f"{__package__}.commands"
+_MODULES = {"tiers": "status", "sessions": "status"}
+"""Modules of commands that share one; the others are named after their command."""
 _OF_THE_SERVER = frozenset(
     {"grpc_health", "grpc_reflection", "lmdb", "msgspec", "prometheus_client", "rich", "shtab", "structlog"}
 )
-"""What an installation of the client alone lacks."""
+"""Packages that an installation of the client alone lacks."""
 _CREDENTIALS = {"ca": "KVTIER_CA", "cert": "KVTIER_CERT", "key": "KVTIER_KEY", "token_file": "KVTIER_TOKEN_FILE"}
-"""Which flags stand for which variables."""
+"""Environment variable set by each credential flag."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `kvtier` with these arguments, or the process's; returns the exit code."""
+    """Runs `kvtier` with these arguments, by default the process's; returns the exit code."""
     options = new_parser().parse_args(arguments)
     set_credentials(options)
     try:
-        code: int = importlib.import_module(f"{_COMMANDS}.{options.command}").run(options)
+        code: int = importlib.import_module(f"{_COMMANDS}.{_MODULES.get(options.command, options.command)}").run(
+            options
+        )
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader has seen enough, as in `kvtier config | head`
+    except BrokenPipeError:  # the reader has closed the pipe, as in `kvtier config | head`
         _forget_output()
         return EXIT_FAILURE
     except OSError as error:
@@ -58,5 +62,5 @@ def set_credentials(options: argparse.Namespace) -> None:
 
 
 def _forget_output() -> None:
-    """Lets what was not written yet go nowhere, instead of failing once more when the process ends."""
+    """Discards buffered output, so that the interpreter's flush at exit does not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

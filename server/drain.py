@@ -1,6 +1,6 @@
-"""Draining on demand: a server that takes no new work, and then ends, or stays, or takes work again.
+"""Graceful drain: the server finishes running work and takes no new work. Then it ends, waits, or resumes.
 
-A signal that ends the server does the same by way of `Server.stop`.
+A signal that ends the server drains it through `Server.stop`.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from .telemetry.logs import get_logger
 __all__ = ["DRAIN_SECONDS", "Drain"]
 
 DRAIN_SECONDS = 20.0
-"""How long a drain waits for what is under way."""
+"""Maximum duration of a drain."""
 
 _log = get_logger(__name__)
 
 
 class Drain:
-    """The drain of one server. Lives on the event loop."""
+    """Drain of one server. Lives on the event loop."""
 
     def __init__(self, runtime: TierRuntime, sessions: SessionRegistry, end: Callable[[], object]) -> None:
-        """`end` has the process end as a signal does, which drains the server as well."""
+        """`end` makes the process end like a signal does."""
         self.ending = False
-        """Whether the server is about to end, and not to be held up."""
+        """Whether the server is about to end."""
         self.complete = True
-        """Whether all that was under way when the last drain began came to its end in time."""
+        """Whether all running work finished within the last drain's time."""
         self._runtime = runtime
         self._sessions = sessions
         self._end = end
@@ -37,18 +37,18 @@ class Drain:
 
     @property
     def done(self) -> bool:
-        """Whether there is nothing to wait for: the server is drained, or takes work."""
+        """Whether no drain is in progress."""
         return self._sessions.ended.is_set() if self.ending else self._task is None
 
     def end(self) -> None:
-        """Has the server end; it drains first."""
+        """Makes the server drain and end."""
         _log.info("drain begins", then="end")
         self.ending = True
         self._sessions.drain_began.set()
         self._end()
 
     def stay(self) -> None:
-        """Takes no new work from now on, and finishes what is under way."""
+        """Takes no new work, and finishes running work."""
         if self.ending or self._sessions.drain_began.is_set():
             return
         _log.info("drain begins", then="stay")
@@ -56,7 +56,7 @@ class Drain:
         self._task = asyncio.get_running_loop().create_task(self._drain())
 
     def undo(self) -> None:
-        """Takes new work again. Raises `Refused` where the server is about to end."""
+        """Takes new work again. Raises `Refused` if the server is about to end."""
         if self.ending or self._sessions.ended.is_set():
             raise Refused("DRAINING", "the server is shutting down, which cannot be undone")
         if self._task is not None:
@@ -68,14 +68,14 @@ class Drain:
         self.complete = True
 
     async def finish(self) -> None:
-        """Drains a server that ends: waits for what is under way, then ends the sessions."""
+        """Drains a server that ends: waits for running work, then ends the sessions."""
         self.ending = True
         if self._task is not None:
             self._task.cancel()
         self._sessions.drain_began.set()
         self.complete = await self._runtime.drain(DRAIN_SECONDS)
         if not self.complete:
-            _log.warning("stores or jobs were still running when the time to drain was over", seconds=DRAIN_SECONDS)
+            _log.warning("stores or jobs are still running at the end of the drain", seconds=DRAIN_SECONDS)
         self._sessions.ended.set()
 
     async def _drain(self) -> None:
@@ -84,5 +84,5 @@ class Drain:
             self.complete = await self._runtime.drain(DRAIN_SECONDS)
             _log.info("drained", complete=self.complete)
         finally:
-            if self._task is asyncio.current_task():  # one that was undone has no say any more
+            if self._task is asyncio.current_task():  # False if `undo` has cancelled this drain
                 self._task = None

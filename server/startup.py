@@ -28,7 +28,7 @@ from .access import AccessControl, AccessError
 from .bulk.broker import BulkBroker
 from .bulk.supervisor import BulkProcess
 from .config.schema import Config
-from .config.tenants import keeping_of, why_refused
+from .config.tenants import quota_error_text, tier_settings
 from .devices.registry import DeviceRegistry, unavailable_reason
 from .drain import Drain
 from .rpc.attach import AttachServer
@@ -36,7 +36,7 @@ from .rpc.interceptor import RefusalInterceptor
 from .rpc.request_checks import RequestValidator
 from .rpc.sessions import SessionRegistry
 from .rpc.socket_calls import SocketCallServer
-from .rpc.sockets import SocketClaim, SocketError, trouble_with_port
+from .rpc.sockets import SocketClaim, SocketError, port_error
 from .rpc.writers import Writers
 from .runtime import TierRuntime
 from .services.admin import AdminService
@@ -163,10 +163,10 @@ async def open_runtime(config: Config, closers: AsyncExitStack) -> TierRuntime:
         opened.callback(region.close)
         try:
             region.nodes = _memory_nodes(config.numa)
-            settings = keeping_of(config, region_bytes, tiers)
+            settings = tier_settings(config, region_bytes, tiers)
             runtime = TierRuntime(region, tiers, settings, stall_seconds=config.limits.tier_stall)
         except ValueError as error:
-            raise StartError(why_refused(error)) from error
+            raise StartError(quota_error_text(error)) from error
         opened.pop_all()  # the runtime closes them
     closers.push_async_callback(runtime.close)
     return runtime
@@ -221,7 +221,7 @@ def open_listeners(
     metrics, access, region = backend.metrics, backend.access, backend.runtime.region
     max_message_bytes = backend.config.limits.max_message_bytes + _MESSAGE_OVERHEAD_BYTES
     interceptor = RefusalInterceptor(
-        metrics.observe_rpc, metrics.refused, tracing, gate=access.gate, auditor=access.audit
+        metrics.observe_rpc, metrics.refused, tracing, authorize=access.authorize, audit_log=access.audit_log
     )
     socket_calls = SocketCallServer(interceptor, max_message_bytes)
     attach_path = sockets[0].path.with_name(sockets[0].path.name + ".shm")
@@ -246,9 +246,9 @@ def add_services(backend: Backend, listeners: Listeners, admin: AdminService, cl
     if devices.unavailable:
         _log.info("engines' devices are not served", reason=devices.unavailable)
 
-    broker = BulkBroker(runtime, sessions, validator, metrics, writers, access.authority, access.audit)
+    broker = BulkBroker(runtime, sessions, validator, metrics, writers, access.authenticator, access.audit_log)
     sessions.on_close.append(broker.end_streams_of_session)
-    bulk = BulkProcess(runtime.region, config, broker, attach.take_calls)
+    bulk = BulkProcess(runtime.region, config, broker, attach.adopt)
     closers.push_async_callback(bulk.close)
 
     session = SessionService(config, runtime, sessions, attach.path, devices.capabilities)
@@ -286,7 +286,7 @@ def bind_endpoints(config: Config, server: grpc.aio.Server, access: AccessContro
                 port = server.add_secure_port(endpoint.target, credentials)
         except RuntimeError as error:
             # gRPC does not report the cause: a foreign address, an unknown name, or a port in use.
-            cause = None if endpoint.is_unix else trouble_with_port(endpoint)
+            cause = None if endpoint.is_unix else port_error(endpoint)
             default = "is the port in use?" if credentials is None else "gRPC cannot use the certificate or its key"
             raise StartError(f"cannot listen on {endpoint}: {cause.strerror if cause else default}") from error
         if not endpoint.is_unix:

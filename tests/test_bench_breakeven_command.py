@@ -135,7 +135,7 @@ def test_a_slow_engine_always_pulls(server: ServerProcess, capsys: pytest.Captur
     """If a token takes an hour to compute, any transfer is faster."""
     assert bench(server, *KV, "--prefill-tokens-per-s", "0.0003", "--max-tokens", "128", "--rounds", "3") == 0
     out = capsys.readouterr().out
-    for piece in ("always worth it: kv_recompute_threshold = 0", "over shm", "256 B per token", "give 0 to 0"):
+    for piece in ("always worth it: kv_recompute_threshold = 0", "over shm", "256 B per token", ": 0 to 0"):
         assert piece in out
 
 
@@ -256,10 +256,10 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("flags", "why"),
         [
-            ((), "say how fast prompts are computed: either --engine or --prefill-tokens-per-s"),
+            ((), "the speed of prefill is missing: give either --engine or --prefill-tokens-per-s"),
             (
                 (*GIVEN, "--engine", "http://127.0.0.1:1"),
-                "say how fast prompts are computed: either --engine or --pref",
+                "the speed of prefill is missing: give either --engine or --pref",
             ),
             (("--prefill-tokens-per-s", "0"), "--prefill-tokens-per-s 0: must be more than 0"),
             (("--prefill-tokens-per-s", "nan"), "--prefill-tokens-per-s nan: must be more than 0"),
@@ -268,8 +268,8 @@ class TestRefusals:
             ((*GIVEN, "--kv-bytes-per-token", "0"), "--kv-bytes-per-token 0: must be 1 or more"),
             ((*GIVEN, *KV, "--block-tokens", "-1"), "--block-tokens -1: must be 1 or more"),
             ((*GIVEN, *KV, "--block-tokens", "0"), "--block-tokens 0: must be 1 or more"),
-            ((*GIVEN, "--block-tokens", "16"), "--block-tokens goes with --kv-bytes-per-token"),
-            ((*GIVEN, *KV, "--model", "m"), "either --model or --kv-bytes-per-token"),
+            ((*GIVEN, "--block-tokens", "16"), "--block-tokens needs --kv-bytes-per-token"),
+            ((*GIVEN, *KV, "--model", "m"), "give either --model or --kv-bytes-per-token"),
             ((*GIVEN, *KV, "--rounds", "2"), "--rounds 2: must be 3 or more"),
             ((*GIVEN, *KV, "--max-tokens", "0"), "--max-tokens 0: must be 1 or more"),
             ((*GIVEN, *KV, "--max-bytes", "1G"), "--max-bytes 1G: not a size"),
@@ -330,10 +330,10 @@ class TestReport:
     @pytest.mark.parametrize(
         ("proposal", "pieces", "verdict"),
         [
-            ((80, 64, 96), ["worth it from 80 tokens on: kv_recompute_threshold = 80", "give 64 to 96"], "from"),
-            ((0, 0, 16), ["always worth it: kv_recompute_threshold = 0", "give 0 to 16"], "always"),
-            ((None, 4096, None), ["never worth it", "leave bidirectional_kv_xfer off", "give 4,096 to never"], "never"),
-            ((2048, 1008, 4096), ["= 2048", "beyond 1,024 tokens nothing was measured"], "from"),
+            ((80, 64, 96), ["worth it from 80 tokens on: kv_recompute_threshold = 80", ": 64 to 96"], "from"),
+            ((0, 0, 16), ["always worth it: kv_recompute_threshold = 0", ": 0 to 16"], "always"),
+            ((None, 4096, None), ["never worth it", "leave bidirectional_kv_xfer off", ": 4,096 to never"], "never"),
+            ((2048, 1008, 4096), ["= 2048", "beyond 1,024 tokens the result is extrapolated"], "from"),
         ],
     )
     def test_the_answer_is_a_threshold_or_never(
@@ -342,7 +342,7 @@ class TestReport:
         """The text gives its uncertainty."""
         report = report_of(*proposal)  # type: ignore[arg-type]
         text = shown(report)
-        for piece in (*pieces, "not in these figures: other engines"):
+        for piece in (*pieces, "not in these figures: load by other engines"):
             assert piece in text
         assert ("beyond" in text) == any((limit or 0) > 1024 for limit in proposal)
         values = json.loads(to_json(report))
@@ -354,8 +354,8 @@ class TestReport:
         text = shown(report_of(80, 64, 96))
         for piece in (
             "KV of m/[1]: 9.8 KiB per token, 16 tokens per block, for each of 2 ranks",
-            "transfer over shm: 2.00 ms and 1,000,000 tokens/s, 10 GB/s (0.10 of a copy in memory); the line is up to 4% off",
-            "compute: 30.0 ms, which a request costs in either case, and 5,000 tokens/s",
+            "transfer over shm: 2.00 ms and 1,000,000 tokens/s, 10 GB/s (0.10 of a copy in memory)",
+            "compute: 30.0 ms, a cost that each request has anyway, and 5,000 tokens/s",
             "2.10 ms",
             "2.00-3.00",
         ):

@@ -31,7 +31,7 @@ from .report import show, to_json
 
 __all__ = ["main"]
 
-_LEAST_ROUNDS = 3
+_MIN_ROUNDS = 3
 """Fewer rounds give no confidence interval."""
 _BLOCK_TOKENS = 16
 
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _plan(options: argparse.Namespace) -> MeasurementPlan:
-    _at_least(_LEAST_ROUNDS, "--rounds", options.rounds)
+    _at_least(_MIN_ROUNDS, "--rounds", options.rounds)
     _at_least(1, "--max-tokens", options.max_tokens)
     max_bytes, compute, geometry = _size("--max-bytes", options.max_bytes), _compute(options), _geometry(options)
     endpoint = client_endpoint(options.endpoint)
@@ -81,7 +81,7 @@ def _plan(options: argparse.Namespace) -> MeasurementPlan:
 def _compute(options: argparse.Namespace) -> PrefillEngine | float:
     rate: float | None = options.prefill_tokens_per_s
     if (options.engine is None) == (rate is None):
-        raise UsageError("say how fast prompts are computed: either --engine or --prefill-tokens-per-s")
+        raise UsageError("the speed of prefill is missing: give either --engine or --prefill-tokens-per-s")
     if rate is not None:
         if not 0 < rate < math.inf:
             raise UsageError(f"--prefill-tokens-per-s {rate:g}: must be more than 0")
@@ -95,10 +95,10 @@ def _compute(options: argparse.Namespace) -> PrefillEngine | float:
 def _geometry(options: argparse.Namespace) -> Geometry | None:
     if options.kv_bytes_per_token is None:
         if options.block_tokens is not None:
-            raise UsageError("--block-tokens goes with --kv-bytes-per-token")
+            raise UsageError("--block-tokens needs --kv-bytes-per-token")
         return None
     if options.model is not None:
-        raise UsageError("either --model or --kv-bytes-per-token")
+        raise UsageError("give either --model or --kv-bytes-per-token")
     block_tokens = _BLOCK_TOKENS if options.block_tokens is None else options.block_tokens
     _at_least(1, "--block-tokens", block_tokens)
     return Geometry.given(_size("--kv-bytes-per-token", options.kv_bytes_per_token), block_tokens)

@@ -20,14 +20,14 @@ from .measure import ComputeTimes, Report, TransferTimes
 __all__ = ["show", "to_json"]
 
 _NOT_INCLUDED = (
-    "other engines that move or compute at the same time",
-    "waiting in the queue of either engine, and the steps until a scheduler sees that its blocks are there",
+    "load by other engines",
+    "waiting in an engine's queue, and the scheduler steps until loaded blocks are noticed",
     "the copy between host memory and a device",
 )
 
 
 def to_json(report: Report) -> str:
-    """Returns the report as JSON; durations in seconds. A threshold of null means that a transfer is never worth it."""
+    """Returns JSON with durations in seconds. A threshold of null: a transfer is never faster."""
     return json.dumps(
         {
             "kv_recompute_threshold": report.proposal.threshold,
@@ -43,7 +43,6 @@ def to_json(report: Report) -> str:
 
 
 def show(report: Report, console: Console | None = None) -> None:
-    """Prints the report for people."""
     console = console or plain_console()
     console.print(_samples_table(report))
     for line in (*_transfer_lines(report.transferred), *_compute_lines(report.computed), "", *_answer_lines(report)):
@@ -129,28 +128,28 @@ def _compute_lines(computed: ComputeTimes) -> Iterator[str]:
     if not computed.samples:
         yield f"compute: {speed}, as given"
         return
-    fixed = f"{_ms(computed.line.fixed)} ms, which a request costs in either case,"
+    fixed = f"{_ms(computed.line.fixed)} ms, a cost that each request has anyway,"
     yield f"compute: {fixed} and {speed}{_missed(computed.miss)}"
 
 
 def _missed(miss: float) -> str:
-    return f"; the line is up to {miss:.0%} off what was measured"
+    return f"; the fitted line deviates by up to {miss:.0%}"
 
 
 def _answer_lines(report: Report) -> Iterator[str]:
     proposal = report.proposal
     match _verdict(proposal):
         case "never":
-            yield "never worth it: computing a token takes less time than having it transferred"
+            yield "never worth it: computing a token takes less time than transferring it"
             yield "leave bidirectional_kv_xfer off"
         case "always":
             yield "always worth it: kv_recompute_threshold = 0"
         case _:
             yield f"worth it from {proposal.threshold:,} tokens on: kv_recompute_threshold = {proposal.threshold}"
-    yield f"nine of ten times, timings that vary like these give {_tokens(proposal.low)} to {_tokens(proposal.high)}"
+    yield f"90 % interval, from the variation of the timings: {_tokens(proposal.low)} to {_tokens(proposal.high)}"
     beyond = [limit for limit in (proposal.threshold, proposal.low, proposal.high) if (limit or 0) > report.longest]
     if beyond:
-        yield f"beyond {report.longest:,} tokens nothing was measured: what is said of more follows from straight lines"
+        yield f"beyond {report.longest:,} tokens the result is extrapolated from the fitted lines"
 
 
 def _tokens(limit: int | None) -> str:
@@ -158,7 +157,7 @@ def _tokens(limit: int | None) -> str:
 
 
 def _ms(seconds: float) -> str:
-    """Returns milliseconds with three digits."""
+    """Formats milliseconds with three digits."""
     milliseconds = seconds * 1e3
     digits = 2 if milliseconds == 0 else max(0, 2 - math.floor(math.log10(abs(milliseconds))))
     return f"{milliseconds:,.{min(digits, 4)}f}"

@@ -1,4 +1,4 @@
-"""Who calls, and what he may: the identities, the roles, and the one table of what each RPC asks for."""
+"""Identities and roles, and the roles that each RPC requires."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from types import MappingProxyType
 
 from ..refused import Refused
 
-__all__ = ["CALLER", "OWNER", "RPC_ROLES", "Identity", "Role", "is_open", "require_role"]
+__all__ = ["CALLER", "OWNER", "RPC_ROLES", "Identity", "Role", "is_public", "require_role"]
 
 
 class Role(enum.Enum):
-    """What a credential is for."""
+    """Permission group of a credential."""
 
     ENGINE = "engine"
     """Looks up, loads and stores, for its tenant."""
@@ -28,26 +28,26 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Somebody with credentials."""
+    """Authenticated caller."""
 
     name: str
-    """For people, in the log."""
+    """Name for the log."""
     tenant: str | None
-    """Whose blocks it may reach; None for every tenant's, as its session says."""
+    """Tenant whose blocks it may access; None: any tenant, as its session states."""
     roles: frozenset[Role]
     shared_memory: bool
-    """Whether it may map the region, in which the blocks of all tenants lie."""
+    """Whether it may map the region, which holds the blocks of all tenants."""
     credential: bytes | None = None
-    """What it was recognized by; None for who needs none."""
+    """Hash of the token, or name of the certificate; None without authentication."""
 
 
 OWNER = Identity("owner", None, frozenset(Role) - {Role.METRICS}, shared_memory=True)
-"""Whoever comes through a socket that only the server's user can open; or in the clear where nobody asks."""
+"""Caller on the server user's Unix socket, or any caller if no authentication is configured."""
 
 CALLER: contextvars.ContextVar[Identity] = contextvars.ContextVar("kvtier_caller", default=OWNER)
-"""Who makes the call that is being served."""
+"""Caller of the RPC being served."""
 
-_ANYBODY: frozenset[Role] | None = None
+_PUBLIC: frozenset[Role] | None = None
 _USERS = frozenset({Role.ENGINE, Role.READER, Role.ADMIN})
 _READS = frozenset({Role.ENGINE, Role.READER})
 _WRITES = frozenset({Role.ENGINE})
@@ -55,8 +55,8 @@ _ADMINS = frozenset({Role.ADMIN})
 
 RPC_ROLES: Mapping[str, frozenset[Role] | None] = MappingProxyType(
     {
-        # Probes have no credentials, and learn one word.
-        "grpc.health.v1.Health/Check": _ANYBODY,
+        # Health probes have no credentials.
+        "grpc.health.v1.Health/Check": _PUBLIC,
         "grpc.health.v1.Health/Watch": _USERS,
         "grpc.health.v1.Health/List": _USERS,
         "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _USERS,
@@ -93,17 +93,17 @@ RPC_ROLES: Mapping[str, frozenset[Role] | None] = MappingProxyType(
         "kvtier.v1.AdminService/ListHandoffs": _ADMINS,
     }
 )
-"""For each RPC, the roles of which one is needed; None for those that anybody may call. What is not here nobody may call."""
+"""For each RPC the roles of which the caller needs one; None: no credentials needed. Other RPCs are refused."""
 
 
-def is_open(method: str) -> bool:
-    """Returns whether anybody may call an RPC (`service/method`), without credentials."""
+def is_public(method: str) -> bool:
+    """Returns whether an RPC (`service/method`) needs no credentials."""
     return RPC_ROLES.get(method, frozenset()) is None
 
 
 def require_role(method: str, identity: Identity) -> None:
-    """Raises Refused if an RPC (`service/method`) is not for this one."""
+    """Raises `Refused` if the identity has no role for an RPC (`service/method`)."""
     roles = RPC_ROLES.get(method, frozenset())
     if roles is not None and not roles & identity.roles:
-        wanted = " or ".join(sorted(role.value for role in roles)) or "that nobody has"
+        wanted = " or ".join(sorted(role.value for role in roles)) or "that does not exist"
         raise Refused("PERMISSION_DENIED", f"{identity.name} may not call {method}: it takes the role {wanted}")

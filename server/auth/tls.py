@@ -1,7 +1,8 @@
-"""The server's certificate, from files that may be replaced while it runs.
+"""The server's TLS certificate, read from files that may be replaced while it runs.
 
-Each handshake looks at the files, so that a new certificate is in use from the next connection on. What does not fit
-together (a new key and the old certificate, half a file) leaves the one that was in use. Server and bulk process both have this.
+Each handshake checks the files, so a new certificate is used from the next connection on. Files that
+do not match (a new key with the old certificate, half a file) are ignored until they do. The server
+and the bulk process both use this module.
 """
 
 from __future__ import annotations
@@ -25,32 +26,32 @@ _DATES = (9, 10)  # OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and _HAS_EXPIRED
 
 
 class TlsError(Exception):
-    """The certificate cannot be used; one line."""
+    """The certificate cannot be used; the message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """What the files have, which gRPC can use; and the dates in them, in seconds since the epoch."""
+    """Contents of the files for gRPC, and expiry dates in seconds since the epoch."""
 
     cert: bytes
     key: bytes
     client_ca: bytes | None
     out_of_date: str
-    """Why clients refuse the certificate at this time; nothing if its dates are right."""
+    """Reason why clients refuse the certificate because of its dates; empty if they are valid."""
     cert_expires: float | None
-    """When it expires; None if it has, or if that cannot be told."""
+    """Expiry of the certificate; None if it has expired or the date cannot be read."""
     client_ca_expires: float | None
-    """When the last of those expires who vouch for clients; None if there are none, or if that cannot be told."""
+    """Latest expiry among the client CAs; None if there are none or the dates cannot be read."""
 
 
 def read_files(cert: str, key: str, client_ca: str | None) -> TlsFiles:
-    """Reads the files (PEM), and looks whether they belong together. Raises TlsError."""
+    """Reads the files (PEM) and checks that they match. Raises `TlsError`."""
     try:
-        # Read before OpenSSL does: it does not say which of them may not be read.
+        # Read here first, because OpenSSL's error does not name the file that cannot be read.
         cert_pem, key_pem = _contents(cert), _contents(key)
         roots = None if client_ca is None else _contents(client_ca)
     except OSError as error:
-        raise TlsError(f"TLS with {cert} and {key}: {_said(error)}") from None
+        raise TlsError(f"TLS with {cert} and {key}: {_describe(error)}") from None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     for path in filter(None, (cert, client_ca)):
         try:
@@ -66,44 +67,42 @@ def read_files(cert: str, key: str, client_ca: str | None) -> TlsFiles:
 
 
 def server_credentials(cert: str, key: str, client_ca: str | None) -> grpc.ServerCredentials:
-    """Returns credentials that follow the files (PEM). With `client_ca` clients must show a certificate that it vouches for.
+    """Returns credentials that follow the files (PEM). `client_ca` makes client certificates mandatory.
 
-    Raises:
-        TlsError: the files are not there, or do not belong together.
+    Raises `TlsError` if the files are missing or do not match.
     """
     files = _Files(cert, key, client_ca)
-    changed: Any = files.changed  # None means that nothing has, which grpc's types do not know
+    changed: Any = files.changed  # returns None for "unchanged", which grpc's types do not allow
     return grpc.dynamic_ssl_server_credentials(
         files.load(), changed, require_client_authentication=client_ca is not None
     )
 
 
 class _Files:
-    """The files, and which of their versions is in use. gRPC asks on threads of its own."""
+    """The files and the version in use. gRPC calls `changed` on its own threads."""
 
     def __init__(self, cert: str, key: str, client_ca: str | None) -> None:
         self._cert = cert
         self._key = key
         self._client_ca = client_ca
         self._lock = threading.Lock()
-        self._seen: Sequence[tuple[int, ...]] = ()
+        self._loaded: Sequence[tuple[int, ...]] = ()
 
     def load(self) -> grpc.ServerCertificateConfiguration:
-        """Reads the files. Raises TlsError."""
         try:
-            self._seen = self._look()
+            self._loaded = self._versions()
         except OSError as error:
-            raise TlsError(f"TLS with {self._cert} and {self._key}: {_said(error)}") from None
+            raise TlsError(f"TLS with {self._cert} and {self._key}: {_describe(error)}") from None
         read = read_files(self._cert, self._key, self._client_ca)
         if read.out_of_date:
             _log.warning("clients will refuse the certificate %s: %s", self._cert, read.out_of_date)
         return grpc.ssl_server_certificate_configuration([(read.key, read.cert)], root_certificates=read.client_ca)
 
     def changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Returns the new files' contents if there are new ones, and they are sound."""
+        """Returns the contents of changed files if they can be used, else None."""
         with self._lock:
             try:
-                if self._look() == self._seen:
+                if self._versions() == self._loaded:
                     return None
                 loaded = self.load()
             except (OSError, TlsError) as error:
@@ -112,9 +111,9 @@ class _Files:
             _log.info("a new certificate is in use: %s", self._cert)
             return loaded
 
-    def _look(self) -> Sequence[tuple[int, ...]]:
+    def _versions(self) -> Sequence[tuple[int, ...]]:
         files = (self._cert, self._key, *filter(None, [self._client_ca]))
-        # The time of the last change of owner or mode as well: one that could not be read may be readable now.
+        # Includes ctime: a change of owner or mode can make a file readable.
         return [(s.st_mtime_ns, s.st_ctime_ns, s.st_size, s.st_ino) for s in map(os.stat, files)]
 
 
@@ -124,9 +123,9 @@ def _contents(path: str) -> bytes:
 
 
 def _dates(context: ssl.SSLContext, cert: str) -> tuple[str, float | None]:
-    """Returns why the server's certificate is not valid at this time (nothing if it is), and until when it is.
+    """Returns the reason why the certificate is not valid now (empty if it is), and its expiry.
 
-    `ssl` reads no dates of one's own certificate, so a client that trusts just this one is shown it, in memory.
+    `ssl` cannot read the dates of a local certificate, so an in-memory handshake presents it to a client.
     """
     trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     trusting.check_hostname = False
@@ -135,18 +134,18 @@ def _dates(context: ssl.SSLContext, cert: str) -> tuple[str, float | None]:
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = trusting.wrap_bio(to_client, to_server)
     server = context.wrap_bio(to_server, to_client, server_side=True)
-    for side in (client, server) * 3:  # TLS 1.2 takes so many
+    for side in (client, server) * 3:  # TLS 1.2 needs three rounds
         try:
             side.do_handshake()
         except ssl.SSLWantReadError:
             continue
         except ssl.SSLCertVerificationError as error:
             return (error.verify_message if error.verify_code in _DATES else ""), None
-        except ssl.SSLError:  # what else it may dislike is for real clients to say
+        except ssl.SSLError:  # other problems are left to real clients
             return "", None
     try:
         return "", _expiry(client.getpeercert() or {})
-    except ValueError:  # it has not come to an end, or to a certificate
+    except ValueError:  # the handshake has not finished, or there is no certificate
         return "", None
 
 
@@ -157,7 +156,7 @@ def _last_expiry(client_ca: str | None) -> float | None:
     context.load_verify_locations(client_ca)
     try:
         return max(filter(None, map(_expiry, context.get_ca_certs())), default=None)
-    except (ValueError, ssl.SSLError):  # more than `ssl` can read; gRPC may
+    except (ValueError, ssl.SSLError):  # `ssl` cannot read it; gRPC may
         return None
 
 
@@ -166,5 +165,5 @@ def _expiry(certificate: Mapping[str, Any]) -> float | None:
     return None if until is None else ssl.cert_time_to_seconds(until)
 
 
-def _said(error: OSError) -> str:
+def _describe(error: OSError) -> str:
     return f"{error.filename}: {error.strerror}" if error.filename else str(error)

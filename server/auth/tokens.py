@@ -1,11 +1,11 @@
-"""The file of tokens and certificates: who there is, of which tenant, in which role.
+"""File of tokens and certificates: the credentials, with their tenant and roles.
 
     [[tokens]]
-    name = "vllm"                  # for people, in the log
-    hash = "sha256:…"              # of the token; `kvtier token new` prints both
+    name = "vllm"                  # appears in the log
+    hash = "sha256:…"              # hash of the token; `kvtier token new` prints both
     tenant = "acme"                # "*" for any
     roles = ["engine"]             # engine, reader, admin, metrics
-    shared_memory = true           # may map the region, where the blocks of all tenants lie; else streams
+    shared_memory = true           # may map the region, which holds the blocks of all tenants; else streams only
     expires = 2027-01-01T00:00:00Z
 
     [[certificates]]
@@ -13,7 +13,7 @@
     tenant = "acme"
     roles = ["engine"]
 
-Tokens are random (256 bits): a plain hash of one gives nothing away, and takes a microsecond.
+Tokens are random (256 bits), so a plain hash protects them; it takes a microsecond.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import msgspec
 
 from .roles import Identity, Role
 
-__all__ = ["ANY_TENANT", "Directory", "TokensError", "entry_text", "hash_of", "new_token", "read_directory"]
+__all__ = ["ANY_TENANT", "TokenFile", "TokensError", "format_entry", "new_token", "read_token_file", "token_hash"]
 
 ANY_TENANT = "*"
 
@@ -52,7 +52,7 @@ _TENANT_ROLES = {"engine", "reader"}
 
 
 class TokensError(Exception):
-    """The file cannot be used; one line."""
+    """The file cannot be used; the message is one line."""
 
 
 class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -77,59 +77,58 @@ class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _Credential:
     identity: Identity
     expires: float | None
 
-    def at(self, now: float) -> Identity | None:
+    def identity_at(self, now: float) -> Identity | None:
         return self.identity if self.expires is None or now < self.expires else None
 
 
 @dataclass(frozen=True, slots=True)
-class Directory:
-    """What the file says."""
+class TokenFile:
+    """Parsed contents of the file."""
 
-    tokens: Mapping[bytes, _Known] = field(default_factory=dict)
-    certificates: Mapping[str, _Known] = field(default_factory=dict)
+    tokens: Mapping[bytes, _Credential] = field(default_factory=dict)
+    certificates: Mapping[str, _Credential] = field(default_factory=dict)
 
-    def of_token(self, token: str, now: float) -> Identity | None:
-        """Returns whose token this is at `now` (seconds since the epoch); None for nobody's, or one that has expired."""
+    def find_token(self, token: str, now: float) -> Identity | None:
+        """Returns the identity of a token at `now` (seconds since the epoch); None if unknown or expired."""
         digest = hashlib.sha256(token.encode()).digest()
-        # What is looked up is a hash, which nobody can steer towards one that is there; and then compared in constant time.
+        # The lookup key is part of a hash, which a caller cannot choose; the comparison takes constant time.
         known = self.tokens.get(digest[:8])
         if known is None or not hmac.compare_digest(known.identity.credential or b"", digest):
             return None
-        return known.at(now)
+        return known.identity_at(now)
 
-    def of_names(self, names: Iterable[str], now: float) -> Identity | None:
-        """Returns whose certificate has one of these names, which TLS has verified."""
+    def find_certificate(self, names: Iterable[str], now: float) -> Identity | None:
+        """Returns the identity of the certificate with one of these names, which TLS has verified."""
         for name in names:
             known = self.certificates.get(name)
-            if known is not None and (identity := known.at(now)) is not None:
+            if known is not None and (identity := known.identity_at(now)) is not None:
                 return identity
         return None
 
-    def still(self, identity: Identity, now: float) -> bool:
-        """Returns whether an identity is still there as it was."""
+    def is_still_valid(self, identity: Identity, now: float) -> bool:
+        """Returns whether the identity is unchanged and has not expired."""
         if identity.credential is None:
             return True
         of_token = self.tokens.get(identity.credential[:8])
         of_name = self.certificates.get(identity.name)
-        return any(known is not None and known.at(now) == identity for known in (of_token, of_name))
+        return any(known is not None and known.identity_at(now) == identity for known in (of_token, of_name))
 
 
 def new_token() -> str:
-    """Returns a token that nobody can guess."""
     return f"kvt_{secrets.token_urlsafe(_TOKEN_BYTES)}"
 
 
-def hash_of(token: str) -> str:
-    """Returns how the file names a token."""
+def token_hash(token: str) -> str:
+    """Returns the hash by which the file names a token."""
     return f"{_PREFIX}{hashlib.sha256(token.encode()).hexdigest()}"
 
 
-def read_directory(path: Path) -> Directory:
-    """Reads the file. Raises TokensError."""
+def read_token_file(path: Path) -> TokenFile:
+    """Reads the file. Raises `TokensError`."""
     try:
         with path.open("rb") as file:
             text = file.read(_MAX_FILE_BYTES + 1)
@@ -140,21 +139,21 @@ def read_directory(path: Path) -> Directory:
     try:
         parsed = msgspec.convert(tomllib.loads(text.decode()), _File)
     except msgspec.ValidationError as error:
-        raise TokensError(f"{path}: {_in_words_of_toml(f'{error}')}") from None
-    except (ValueError, RecursionError) as error:  # a number of 5,000 digits is a plain ValueError
+        raise TokensError(f"{path}: {_explain(f'{error}')}") from None
+    except (ValueError, RecursionError) as error:  # an integer of over 4,300 digits raises a plain ValueError
         raise TokensError(f"{path}: is not TOML: {error}") from None
     for entry in (*parsed.tokens, *parsed.certificates):
         if entry.tenant is None and _TENANT_ROLES & set(entry.roles):
             raise TokensError(f'{path}: {entry.name}: an engine or reader has a tenant; write "*" for any')
-    tokens = {digest[:8]: _known(entry, digest) for entry in parsed.tokens if (digest := _digest(entry))}
-    certificates = {entry.name: _known(entry, b"name:" + entry.name.encode()) for entry in parsed.certificates}
+    tokens = {digest[:8]: _credential(entry, digest) for entry in parsed.tokens if (digest := _digest(entry))}
+    certificates = {entry.name: _credential(entry, b"name:" + entry.name.encode()) for entry in parsed.certificates}
     if len(tokens) < len(parsed.tokens) or len(certificates) < len(parsed.certificates):
         raise TokensError(f"{path}: a token or a certificate is there twice")
-    return Directory(tokens, certificates)
+    return TokenFile(tokens, certificates)
 
 
-def entry_text(name: str, hashed: str, tenant: str | None, roles: Sequence[str], *, shared_memory: bool) -> str:
-    """Returns the lines of a token for the file."""
+def format_entry(name: str, hashed: str, tenant: str | None, roles: Sequence[str], *, shared_memory: bool) -> str:
+    """Returns the file's entry for a token."""
     lines = ["[[tokens]]", f"name = {_toml(name)}", f"hash = {_toml(hashed)}"]
     if tenant is not None:
         lines.append(f"tenant = {_toml(tenant)}")
@@ -164,8 +163,8 @@ def entry_text(name: str, hashed: str, tenant: str | None, roles: Sequence[str],
     return "\n".join(lines) + "\n"
 
 
-def _in_words_of_toml(problem: str) -> str:
-    """Returns what is wrong with the tables as whoever writes them has to know it: which one, counted from 1, and what it takes."""
+def _explain(problem: str) -> str:
+    """Rewrites msgspec's message in TOML terms: the table's number, counted from 1, and the expected type."""
     what, _, where = problem.partition(" - at `$.")
     place = re.fullmatch(r"(\w+)(?:\[(\d+)\])?\.?([\w\[\].]*)`", where)
     if "matching regex" in what:
@@ -187,11 +186,11 @@ def _digest(entry: _Token) -> bytes:
     return bytes.fromhex(entry.hash.removeprefix(_PREFIX))
 
 
-def _known(entry: _Entry, credential: bytes) -> _Known:
+def _credential(entry: _Entry, credential: bytes) -> _Credential:
     expires = entry.expires
     if expires is not None and expires.tzinfo is None:
         expires = expires.replace(tzinfo=UTC)
-    return _Known(entry.identity(credential), expires.timestamp() if expires is not None else None)
+    return _Credential(entry.identity(credential), expires.timestamp() if expires is not None else None)
 
 
 def _toml(text: str) -> str:

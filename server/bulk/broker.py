@@ -47,13 +47,13 @@ class _Stream:
     """Open while the stream may write; empty for a Pull."""
     refused: bool = False
     detached: asyncio.Event = field(default_factory=asyncio.Event)
-    meter: RateLimiter | None = None
+    limiter: RateLimiter | None = None
     """Rate limiter of the stream's tenant, if it has a limit."""
 
     def count(self, nbytes: int) -> None:
         self.moved.inc(nbytes)
-        if self.meter is not None:
-            self.meter.moved(nbytes)
+        if self.limiter is not None:
+            self.limiter.count_bytes(nbytes)
 
 
 class BulkBroker:
@@ -66,16 +66,16 @@ class BulkBroker:
         validator: RequestValidator,
         metrics: Metrics,
         writers: Writers,
-        authority: Authenticator | None = None,
+        authenticator: Authenticator | None = None,
         audit: AuditLog | None = None,
     ) -> None:
-        """`authority` checks the callers of gRPC streams; `audit` records refused streams."""
+        """`authenticator` checks the callers of gRPC streams; `audit` records refused streams."""
         self.received = ReceivedOffsets(lambda: {store.id for store in runtime.core.stores()})
         self._runtime = runtime
         self._core = runtime.core
         self._sessions = sessions
         self._validator = validator
-        self._authority = authority
+        self._authenticator = authenticator
         self._audit = audit
         self.writers = writers
         self._observe = metrics.observe_rpc
@@ -135,13 +135,13 @@ class BulkBroker:
         self._streams[message.stream] = stream
         try:
             opened = self._sessions.find(ref)
-            stream.meter = opened.meter
+            stream.limiter = opened.limiter
             session = self._admit(message, opened)
             granted = self._grant_push(stream, session) if message.push else self._grant_pull(message, session)
         except (CoreError, Refused) as error:
             if self._audit is not None:
                 client = self._sessions.name_of(message.session_id)
-                self._audit.refused(_METHODS[message.push], None, error.reason, client)
+                self._audit.record_refusal(_METHODS[message.push], None, error.reason, client)
             self._refuse(stream, error.reason, str(error))
             return
         opened.transport = "grpc" if message.transport == "grpc-bulk" else message.transport
@@ -149,17 +149,17 @@ class BulkBroker:
 
     def _admit(self, message: Begin, session: OpenSession) -> EngineSession:
         """Checks role and tenant of the client, and the tenant's rate limit. Raises `Refused`."""
-        if self._authority is not None:
+        if self._authenticator is not None:
             caller = session.identity
             if message.transport == "grpc-bulk":
-                caller = self._authority.identify(message.token, message.names, is_local=message.is_local)
+                caller = self._authenticator.identify(message.token, message.names, is_local=message.is_local)
                 if caller.tenant not in (None, session.core.tenant):
                     raise Refused("WRONG_TENANT", "the session is another tenant's")
             require_role(_METHODS[message.push].lstrip("/"), caller)
             require_role(_METHODS[message.push].lstrip("/"), session.identity)
-        self._sessions.heard(session)
-        if session.meter is not None:
-            session.meter.stream()
+        self._sessions.count_call(session)
+        if session.limiter is not None:
+            session.limiter.check_stream()
         return session.core
 
     def _grant_push(self, stream: _Stream, session: EngineSession) -> Granted:

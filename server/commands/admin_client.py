@@ -1,4 +1,4 @@
-"""How the commands ask a running server: the one place where its endpoint is read, and what shows who asks."""
+"""Client of the commands for a running server's AdminService, with its errors as exit codes and texts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its own lines would stand beside ours
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own log lines would mix with our output
 
 import grpc
 from rich.console import Console
@@ -25,33 +25,28 @@ __all__ = [
     "ask",
     "ask_status",
     "channel_to",
-    "explain",
+    "error_of",
     "follow",
-    "inquire",
     "plain_console",
-    "refuse_inquiry",
+    "refuse_error",
+    "show_answer",
 ]
 
-# Whatever a line has: what reads it is no terminal, and breaks none.
-_PLAIN_WIDTH = 10_000
-_OPTIONS = (
-    # A proxy that is meant for the web has no business between us and the server.
-    ("grpc.enable_http_proxy", 0),
-)
-_LONG_OPTIONS = (
+_UNLIMITED_WIDTH = 10_000
+_OPTIONS = (("grpc.enable_http_proxy", 0),)  # a proxy for the web must not handle these calls
+_STREAM_OPTIONS = (
     *_OPTIONS,
-    # A host that vanishes is noticed, however long the call takes.
+    # Detects a host that has vanished, however long the call takes.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
 )
 
 
 class AdminClientError(Exception):
-    """A server answered, but not with what was asked; one line.
+    """A server has refused the call or sent an unexpected answer; the message is one line.
 
-    Attributes:
-        reason: the server's `ErrorReason`, or nothing where there is none; "TLS" where that let no connection come about,
-            "TIMEOUT" where no answer came.
+    `reason` is the server's `ErrorReason`, "TLS" if the connection failed because of TLS, "TIMEOUT" if
+    no answer came, or empty.
     """
 
     def __init__(self, text: str, reason: str = "") -> None:
@@ -60,7 +55,7 @@ class AdminClientError(Exception):
 
 
 class UnreachableError(AdminClientError):
-    """No server answered in time; one line."""
+    """No server answered in time; the message is one line."""
 
 
 def channel_to(endpoint: Endpoint, options: Sequence[tuple[str, Any]] = _OPTIONS) -> grpc.Channel:
@@ -77,61 +72,61 @@ def ask(endpoint: Endpoint, method: str, request: Any, timeout: float) -> Any:
         try:
             return getattr(AdminServiceStub(channel), method)(request, timeout=timeout)
         except grpc.RpcError as error:
-            raise explain(error, endpoint, timeout) from None
+            raise error_of(error, endpoint, timeout) from None
 
 
 def ask_status(endpoint: Endpoint, timeout: float) -> GetStatusResponse:
-    """Asks a server for its status, for at most `timeout` seconds. Raises `AdminClientError`."""
     answer: GetStatusResponse = ask(endpoint, "GetStatus", GetStatusRequest(), timeout)
     return answer
 
 
 def follow(endpoint: Endpoint, method: str, request: Any, timeout: float) -> Generator[Any, None, None]:
-    """Yields what a streaming method of a server's `AdminService` says, for as long as that takes.
+    """Yields the answers of a streaming method of a server's `AdminService`, without a limit of time.
 
-    `timeout` seconds are waited for the server to answer at all. Closing the iterator cancels the call. Raises `AdminClientError`.
+    Before that the server must answer a status call within `timeout` seconds. Closing the iterator cancels the call.
+    Raises `AdminClientError`.
     """
     ask_status(endpoint, timeout)
-    with channel_to(endpoint, _LONG_OPTIONS) as channel:
+    with channel_to(endpoint, _STREAM_OPTIONS) as channel:
         call = getattr(AdminServiceStub(channel), method)(request)
         try:
             yield from call
         except grpc.RpcError as error:
-            raise explain(error, endpoint, timeout) from None
+            raise error_of(error, endpoint, timeout) from None
         finally:
             call.cancel()
 
 
-def inquire(
+def show_answer(
     options: argparse.Namespace, fetch: Callable[[Endpoint, float], Any], show: Callable[[Any, Endpoint], None]
 ) -> int:
-    """Asks the server that the options name, and shows what it answers; returns the exit code."""
+    """Calls the server that the options name, and shows its answer; returns the exit code."""
     try:
         endpoint = client_endpoint(options.endpoint)
         answer = fetch(endpoint, options.timeout)
     except (EndpointError, AdminClientError) as error:
-        return refuse_inquiry(error)
+        return refuse_error(error)
     show(answer, endpoint)
     return 0
 
 
-def refuse_inquiry(error: EndpointError | AdminClientError) -> int:
-    """Says why a server was not asked, or did not answer; returns the exit code."""
+def refuse_error(error: EndpointError | AdminClientError) -> int:
+    """Prints the error; returns the exit code."""
     if isinstance(error, EndpointError):
         return refuse([f"{error}"], EXIT_USAGE)
     return refuse([f"{error}"], EXIT_UNREACHABLE if isinstance(error, UnreachableError) else EXIT_FAILURE)
 
 
 def plain_console() -> Console:
-    """Returns where people read: the terminal, or lines as long as they are."""
+    """Returns a console on standard output. If that is no terminal, lines are not wrapped."""
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = _PLAIN_WIDTH
+        console.width = _UNLIMITED_WIDTH
     return console
 
 
-def explain(error: grpc.RpcError, endpoint: Endpoint, timeout: float) -> AdminClientError:
-    """Returns what to say of a call that failed."""
+def error_of(error: grpc.RpcError, endpoint: Endpoint, timeout: float) -> AdminClientError:
+    """Converts the error of a call."""
     code, details = error.code(), (error.details() or "").partition("\n")[0]
     if (reason := reason_of(error.trailing_metadata())) is not None:
         return AdminClientError(f"{endpoint}: {details}", reason)
@@ -145,12 +140,12 @@ def explain(error: grpc.RpcError, endpoint: Endpoint, timeout: float) -> AdminCl
 
 
 def _unreachable(endpoint: Endpoint, details: str) -> UnreachableError:
-    """Tells somebody who hangs up from nobody who listens: gRPC calls both unavailable."""
+    """Distinguishes the causes that gRPC reports as UNAVAILABLE: TLS, permissions, or no server."""
     if "handshake failed" in details:
         cause = details.rpartition("OPENSSL_internal:")[2].removesuffix(": OK")
-        # Dates are the certificate's own affair: no other --ca helps.
-        doubt = "" if "expired" in cause or "not yet valid" in cause else "; does --ca fit?"
-        return UnreachableError(f"{endpoint}: no TLS with it: {cause}{doubt}", "TLS")
+        # If the certificate's dates are wrong, no other --ca helps.
+        hint = "" if "expired" in cause or "not yet valid" in cause else "; does --ca fit?"
+        return UnreachableError(f"{endpoint}: no TLS with it: {cause}{hint}", "TLS")
     if not endpoint.is_unix and ("Socket closed" in details or "reset by peer" in details):
         return UnreachableError(
             f"{endpoint} hangs up; does it want TLS (--ca), or a certificate (--cert, --key)?", "TLS"

@@ -13,7 +13,6 @@ __all__ = ["run"]
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints it; returns the exit code."""
     if options.reference:
         print_line(render.reference().rstrip())
         return 0

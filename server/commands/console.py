@@ -1,4 +1,4 @@
-"""How the commands talk to people and to scripts: answers, complaints, exit codes."""
+"""Output of the commands on standard output and standard error, and their exit codes."""
 
 from __future__ import annotations
 
@@ -28,32 +28,31 @@ EXIT_UNCHECKED = 4
 EXIT_CONFIG = 78
 
 EXIT_CODES = (
-    (0, "all", "done; of `doctor`: nothing fails, though there may be warnings; of `fsck`: all sound"),
+    (0, "all", "done; `doctor`: no check fails, though there may be warnings; `fsck`: no damage"),
     (EXIT_FAILURE, "all", "failed, or refused by the server; the line on standard error says why"),
     (EXIT_FAILURE, "doctor", "a check fails"),
-    (EXIT_FAILURE, "drain", "not all that was under way came to its end in time"),
-    (EXIT_FAILURE, "fsck", "there is damage, and it is still there"),
+    (EXIT_FAILURE, "drain", "some work did not finish in time"),
+    (EXIT_FAILURE, "fsck", "there is unrepaired damage"),
     (EXIT_USAGE, "all", "wrong usage, or no server answers"),
-    (EXIT_LEFT_BEHIND, "serve", "ended, and a tier was left behind"),
-    (EXIT_REPAIRED, "fsck", "there was damage, all repaired"),
+    (EXIT_LEFT_BEHIND, "serve", "ended, but a tier did not close in time"),
+    (EXIT_REPAIRED, "fsck", "all damage was repaired"),
     (EXIT_UNCHECKED, "fsck", "a tier could not be checked"),
-    (EXIT_CONFIG, "serve, config, fsck", "the configuration cannot be used (EX_CONFIG)"),
+    (EXIT_CONFIG, "serve, config, fsck", "the configuration is invalid (EX_CONFIG)"),
 )
-"""Every exit code, the commands that end with it, and what it says: the one table."""
+"""Every exit code, the commands that use it, and its meaning."""
 
 
 def print_line(text: str) -> None:
-    """Writes a part of the answer."""
     sys.stdout.write(f"{text}\n")
 
 
 def complain(lines: Iterable[str]) -> None:
-    """Writes what is wrong, a line each, where it does not get into the answer."""
+    """Writes each line to standard error."""
     for line in lines:
         sys.stderr.write(f"kvtier: {line}\n")
 
 
 def refuse(problems: Iterable[str], code: int) -> int:
-    """Says why nothing was done; returns the exit code."""
+    """Writes the problems to standard error; returns `code`."""
     complain(f"error: {problem}" for problem in problems)
     return code

@@ -1,4 +1,4 @@
-"""`kvtier doctor`: looks for what is wrong, and says of each check what was seen, why it matters and what to do."""
+"""`kvtier doctor`: runs all checks, and prints what each has found, why it matters and what to do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...protos.v1.session_pb2_grpc import SessionServiceStub
 from ..config.schema import Config, ConfigError
 from ..doctor import disk_checks, engine_checks, memory_checks, process_checks, server_checks, trust_checks
 from ..doctor.finding import Check, CheckContext, CheckResult, Verdict, fail
-from .admin_client import AdminClientError, ask_status, channel_to, explain, plain_console
+from .admin_client import AdminClientError, ask_status, channel_to, error_of, plain_console
 from .console import EXIT_FAILURE, EXIT_USAGE, print_line, refuse
 from .load_config import load
 
@@ -40,49 +40,48 @@ CHECKS: dict[str, Check] = {
     "hashes": engine_checks.hashes,
     "cuda_ipc": engine_checks.cuda_ipc,
 }
-"""Every check, by the name that `--only` and the JSON know it by."""
+"""Every check, by its name in `--only` and in the JSON."""
 
 _STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
 
 
 def run(options: argparse.Namespace) -> int:
-    """Checks; returns the exit code."""
     unknown = [name for name in options.only if name not in CHECKS]
     if unknown:
         return refuse([f"--only {unknown[0]}: there are {', '.join(CHECKS)}"], EXIT_USAGE)
     try:
-        scene = _scene(options)
+        context = _make_context(options)
     except EndpointError as error:
         return refuse([f"{error}"], EXIT_USAGE)
-    console, shown, failed = plain_console(), [], False
+    console, results, failed = plain_console(), [], False
     for name, check in CHECKS.items():
         if options.only and name not in options.only:
             continue
-        for finding in _findings(check, scene):
+        for finding in _findings(check, context):
             failed = failed or finding.verdict is Verdict.FAIL
-            shown.append({"check": name, **_values(finding)})
+            results.append({"check": name, **_values(finding)})
             if not options.json:
                 _show(console, name, finding)
     if options.json:
-        print_line(json.dumps({"ok": not failed, "findings": shown}, indent=2))
+        print_line(json.dumps({"ok": not failed, "findings": results}, indent=2))
     return EXIT_FAILURE if failed else 0
 
 
-def _findings(check: Check, scene: CheckContext) -> list[CheckResult]:
+def _findings(check: Check, context: CheckContext) -> list[CheckResult]:
     try:
-        return list(check(scene))
-    except Exception as error:  # noqa: BLE001 - one check that breaks must not hide what the others see
+        return list(check(context))
+    except Exception as error:  # noqa: BLE001 - an error in one check must not hide the results of the others
         return [
             fail(
                 f"the check itself broke: {type(error).__name__}: {error}",
                 "its verdict is missing",
-                "tell who wrote it",
+                "report it as a bug of kvtier",
             )
         ]
 
 
-def _scene(options: argparse.Namespace) -> CheckContext:
-    """Looks at the configuration, and asks the server. Raises `EndpointError`."""
+def _make_context(options: argparse.Namespace) -> CheckContext:
+    """Loads the configuration and asks the server. Raises `EndpointError`."""
     config, problems, warnings = None, list[str](), list[str]()
     try:
         loaded = load(options)
@@ -90,12 +89,12 @@ def _scene(options: argparse.Namespace) -> CheckContext:
     except ConfigError as error:
         problems = list(error.problems)
     endpoint = _endpoint(options, config)
-    status, silence, reason, capabilities = None, "", "", None
+    status, failure, reason, capabilities = None, "", "", None
     try:
         capabilities = _capabilities(endpoint, options.timeout)
         status = ask_status(endpoint, options.timeout)
     except AdminClientError as error:
-        silence, reason = f"{error}", error.reason
+        failure, reason = f"{error}", error.reason
     return CheckContext(
         config=config,
         problems=tuple(problems),
@@ -103,7 +102,7 @@ def _scene(options: argparse.Namespace) -> CheckContext:
         endpoint=endpoint,
         timeout=options.timeout,
         status=status,
-        silence=silence,
+        error=failure,
         reason=reason,
         protocol_versions=tuple(capabilities.protocol_versions) if capabilities else (),
         server_version=capabilities.server_version if capabilities else "",
@@ -114,21 +113,21 @@ def _scene(options: argparse.Namespace) -> CheckContext:
 
 
 def _endpoint(options: argparse.Namespace, config: Config | None) -> Endpoint:
-    """Returns where the server is: as said, else where one with this configuration listens. Raises `EndpointError`."""
+    """Returns the endpoint from flags or environment, else from the configuration. Raises `EndpointError`."""
     if config is None or options.endpoint or os.environ.get(ENDPOINT_VARIABLE):
         return client_endpoint(options.endpoint)
     return next((endpoint for endpoint in config.endpoints if endpoint.is_unix), config.endpoints[0])
 
 
 def _capabilities(endpoint: Endpoint, timeout: float) -> CapabilitiesResponse:
-    """Asks a server, of whatever version, which protocol it speaks. Raises `AdminClientError`."""
+    """Asks a server of any version for its protocol versions. Raises `AdminClientError`."""
     with channel_to(endpoint) as channel:
         try:
             answer: CapabilitiesResponse = SessionServiceStub(channel).Capabilities(
                 CapabilitiesRequest(), timeout=timeout
             )
         except grpc.RpcError as error:
-            raise explain(error, endpoint, timeout) from None
+            raise error_of(error, endpoint, timeout) from None
     return answer
 
 

@@ -1,4 +1,4 @@
-"""`kvtier drain`: has a server end in order, or take no new work."""
+"""`kvtier drain`: makes a server finish its work and end, or take no new work."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ import time
 
 from ...protos.endpoint import Endpoint, EndpointError, client_endpoint
 from ...protos.v1.admin_pb2 import DrainMode, DrainRequest, DrainResponse
-from .admin_client import AdminClientError, UnreachableError, ask_status, follow, refuse_inquiry
+from .admin_client import AdminClientError, UnreachableError, ask_status, follow, refuse_error
 from .console import EXIT_FAILURE, print_line, refuse
 from .progress import progress_bar
 
 __all__ = ["FIGURES", "run"]
 
 _END_SECONDS = 60.0
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 FIGURES = ("stores", "jobs", "queued_bytes", "sessions", "done", "complete")
-"""What is printed of each answer, besides: stable names."""
+"""Fields of the answer in the JSON output."""
 
 
 def run(options: argparse.Namespace) -> int:
-    """Drains; returns the exit code."""
     mode = DrainMode.DRAIN_MODE_END
     if options.stay or options.undo:
         mode = DrainMode.DRAIN_MODE_STAY if options.stay else DrainMode.DRAIN_MODE_UNDO
@@ -32,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
         last = _drain(endpoint, DrainRequest(mode=mode), options)
         ended = options.wait and mode == DrainMode.DRAIN_MODE_END and _wait_for_end(endpoint, epoch)
     except (EndpointError, AdminClientError) as error:
-        return refuse_inquiry(error)
+        return refuse_error(error)
     except KeyboardInterrupt:
         return refuse(["interrupted; the drain goes on"], EXIT_FAILURE)
     if options.json:
@@ -46,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _drain(endpoint: Endpoint, request: DrainRequest, options: argparse.Namespace) -> DrainResponse:
-    """Returns the last that the server said; the first, where nobody waits."""
+    """Returns the last answer; without --wait the first."""
     last = DrainResponse()
     most = 0
     steps = follow(endpoint, "Drain", request, options.timeout)
@@ -66,7 +65,7 @@ def _drain(endpoint: Endpoint, request: DrainRequest, options: argparse.Namespac
 
 
 def _wait_for_end(endpoint: Endpoint, epoch: int) -> bool:
-    """Waits until the server that had this epoch is gone; returns whether it is."""
+    """Waits until the server with this epoch is gone; returns False after `_END_SECONDS`."""
     deadline = time.monotonic() + _END_SECONDS
     while time.monotonic() < deadline:
         try:
@@ -76,7 +75,7 @@ def _wait_for_end(endpoint: Endpoint, epoch: int) -> bool:
             return True
         except AdminClientError:
             pass
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
     return False
 
 
@@ -86,12 +85,12 @@ def _word(options: argparse.Namespace) -> str:
 
 def _text(options: argparse.Namespace, last: DrainResponse, *, ended: bool) -> str:
     if options.undo:
-        return "it takes new work again"
-    left = "" if last.complete else "; not all that was under way came to its end in time"
+        return "the server takes new work again"
+    left = "" if last.complete else "; some work did not finish in time"
     if ended:
-        return f"it was drained and has ended{left}"
+        return f"the server was drained and has ended{left}"
     if options.stay and last.done:
-        return f"it is drained, and stays so until --undo{left}"
+        return f"the server is drained until --undo{left}"
     if options.wait:
-        return f"it does not end{left}"
-    return f"it takes no new work: {last.stores} stores and {last.jobs} jobs are under way"
+        return f"the server does not end{left}"
+    return f"the server takes no new work; {last.stores} stores and {last.jobs} jobs are running"

@@ -1,4 +1,4 @@
-"""`kvtier evict`: has a running server part with blocks, and says how much that was."""
+"""`kvtier evict`: makes a running server evict blocks, and prints how many."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import contextlib
 import json
 from typing import Any
 
-from rich.text import Text
-
 from ...protos.endpoint import EndpointError, client_endpoint
 from ...protos.v1.admin_pb2 import EvictRequest, EvictResponse
 from ..config.units import human_size, parse_duration, parse_size
-from .admin_client import AdminClientError, follow, plain_console, refuse_inquiry
+from .admin_client import AdminClientError, follow, plain_console, refuse_error
 from .console import EXIT_FAILURE, EXIT_USAGE, print_line, refuse
 from .progress import progress_bar
 from .tables import ResponsiveTable
@@ -21,17 +19,16 @@ __all__ = ["FIGURES", "run"]
 
 _CONDITIONS = ("tier", "tenant", "namespace", "older_than", "bytes")
 FIGURES = ("tier", "blocks", "bytes", "kept_blocks", "kept_bytes")
-"""What is printed of each answer, besides: stable names."""
+"""Fields of each tier in the JSON output."""
 
 
 def run(options: argparse.Namespace) -> int:
-    """Evicts; returns the exit code."""
     conditions = [name for name in _CONDITIONS if getattr(options, name) not in (None, [])]
     if conditions and options.all:
         flag = conditions[0].replace("_", "-")
-        return refuse([f"--all does not go with --{flag}: the conditions alone say what is to go"], EXIT_USAGE)
+        return refuse([f"--all cannot be combined with --{flag}"], EXIT_USAGE)
     if not conditions and not options.all:
-        return refuse(["say what is to go: one of the conditions, or --all"], EXIT_USAGE)
+        return refuse(["give at least one condition, or --all"], EXIT_USAGE)
     try:
         request = _request(options)
     except ValueError as error:
@@ -39,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         result = _evict(options, request)
     except (EndpointError, AdminClientError) as error:
-        return refuse_inquiry(error)
+        return refuse_error(error)
     if result is None:
         return EXIT_FAILURE
     if options.json:
@@ -47,11 +44,11 @@ def run(options: argparse.Namespace) -> int:
         print_line(json.dumps({"dry_run": options.dry_run, "done": result.done, "tiers": tiers}, indent=2))
     else:
         plain_console().print(_table(result, dry_run=options.dry_run))
-    return 0 if result.done else refuse(["interrupted: it was left at what has gone"], EXIT_FAILURE)
+    return 0 if result.done else refuse(["interrupted; the blocks counted above are evicted"], EXIT_FAILURE)
 
 
 def _evict(options: argparse.Namespace, request: EvictRequest) -> EvictResponse | None:
-    """Returns the last that the server said; not done where it was interrupted."""
+    """Returns the last answer, which is not `done` after Ctrl-C."""
     result = None
     steps = follow(client_endpoint(options.endpoint), "Evict", request, options.timeout)
     with progress_bar("evict") as progress, contextlib.closing(steps), contextlib.suppress(KeyboardInterrupt):
@@ -62,7 +59,7 @@ def _evict(options: argparse.Namespace, request: EvictRequest) -> EvictResponse 
 
 
 def _request(options: argparse.Namespace) -> EvictRequest:
-    """Returns the question that the flags are. Raises `ValueError`."""
+    """Raises `ValueError` if a flag is invalid."""
     request = EvictRequest(
         tiers=options.tier, tenant=options.tenant, include_retained=options.retained, dry_run=options.dry_run
     )
@@ -88,13 +85,11 @@ def _read(flag: str, text: str, read: Any) -> Any:
 
 
 def _table(result: EvictResponse, *, dry_run: bool) -> ResponsiveTable:
-    title = "would go" if dry_run else "gone"
-    table = ResponsiveTable("tier")
-    for column in (title, "size", "stays (pinned, at work, retained)", "size"):
-        table.add_column(column, justify="right")
+    title = "to evict" if dry_run else "evicted"
+    table = ResponsiveTable("tier", numbers=(title, "size", "kept (pinned, in transfer, retained)", "size"))
     for tier in result.tiers:
-        table.add_row(
-            Text(tier.tier),
+        table.add_plain_row(
+            tier.tier,
             f"{tier.blocks:,} blocks",
             human_size(tier.bytes),
             f"{tier.kept_blocks:,} blocks",

@@ -1,4 +1,4 @@
-"""`kvtier explain`: what became of a request's blocks."""
+"""`kvtier explain`: why blocks of a recent request were hits or misses."""
 
 from __future__ import annotations
 
@@ -23,48 +23,47 @@ from ...protos.v1.admin_pb2 import (
 from ...protos.v1.cache_pb2 import OffloadPolicy
 from ...protos.v1.handoff_pb2 import PublishStatus
 from ..config.units import human_age, seconds_of
-from .admin_client import ask, inquire, plain_console
+from .admin_client import ask, plain_console, show_answer
 from .console import print_line
 from .handoffs import DIRECTIONS
 
 __all__ = ["run", "show", "to_json"]
 
 _WHY = {
-    "never_stored": "nobody stored them, as far as is remembered",
-    "evicted": "they had to make room",
-    "store_failed": "they were offered and could not be written: no room, a writer that failed, a tier that was too busy",
-    "policy": "a rule kept them out",
-    "below_threshold": "the prefix that was found is shorter than what the lookup called worth having",
-    "format_mismatch": "they are there in another format (revision, dtype, layout, parallelism)",
-    "expired": "their time was over",
-    "load_failed": "a tier had them and could not give them back",
-    "no_room": "a tier has them, and every slot of the CPU tier was in use",
-    "reset": "the CPU tier was emptied on demand",
-    "pending": "they were on their way, and had not come when the wait of the claim was over",
+    "never_stored": "no record of a store of these blocks",
+    "evicted": "they were evicted to make room",
+    "store_failed": "the store failed: no room, a failed writer, or an overloaded tier",
+    "policy": "a rule excluded them",
+    "below_threshold": "the prefix found is shorter than the minimum that the lookup asked for",
+    "format_mismatch": "they are stored in another format (revision, dtype, layout, parallelism)",
+    "expired": "their time to live was over",
+    "load_failed": "a tier had them, and the load failed",
+    "no_room": "a tier has them, but every slot of the CPU tier was in use",
+    "reset": "the CPU tier was reset",
+    "pending": "they had not arrived when the wait of the claim ended",
 }
 
 _CLAIMED = {
     "held": "it was held",
-    "not_held": "nobody held it: not published in time, or ended; explain that request of that engine to see",
-    "expired": "its time was over, or nearly so",
+    "not_held": "there was no hold: not published in time, or ended; explain that request of that engine",
+    "expired": "it had expired, or nearly",
     "other_namespace": "it is held in another namespace (model, revision, dtype, layout, parallelism, tenant)",
 }
 
 _DECLINED = {
-    "no_room": "holds have as much of the CPU tier as they may (handoff.part)",
-    "too_many": "the tenant has as many holds as it may (handoff.max_holds)",
+    "no_room": "holds have reached their part of the CPU tier (handoff.part)",
+    "too_many": "the tenant has reached its number of holds (handoff.max_holds)",
 }
 
 _ENDED = {
     "released": "was released",
     "expired": "expired",
-    "replaced": "was replaced by another publication of its name",
+    "replaced": "was replaced by another publication with its name",
     "reset": "ended with a reset",
 }
 
 
 def run(options: argparse.Namespace) -> int:
-    """Explains a request; returns the exit code."""
     request_id: str = options.request
 
     def fetch(endpoint: Endpoint, timeout: float) -> Any:
@@ -74,11 +73,10 @@ def run(options: argparse.Namespace) -> int:
     def display(answer: Any, _: Endpoint) -> None:
         print_line(to_json(answer, request_id)) if options.json else show(answer, request_id)
 
-    return inquire(options, fetch, display)
+    return show_answer(options, fetch, display)
 
 
 def to_json(answer: ExplainRequestResponse, request_id: str) -> str:
-    """Returns the explanation as JSON."""
     return json.dumps(
         {
             "request_id": request_id,
@@ -97,21 +95,20 @@ def to_json(answer: ExplainRequestResponse, request_id: str) -> str:
 
 
 def show(answer: ExplainRequestResponse, request_id: str, console: Console | None = None) -> None:
-    """Prints the explanation for people."""
     console = console or plain_console()
     state = "finished" if answer.finished else "not finished"
-    heard = f"heard of {human_age(seconds_of(answer.age))} ago"
+    heard = f"last seen {human_age(seconds_of(answer.age))} ago"
     console.print(f"request {request_id} of engine {answer.engine_id}: {state}, {heard}", markup=False)
     for vote in answer.votes:
         console.print(f"  {vote.tier} wants it {_policy(vote.policy)}: {vote.why}", markup=False)
     if answer.incomplete_blocks:
-        console.print(f"  {answer.incomplete_blocks} blocks did not get where a request_level tier wanted them")
+        console.print(f"  {answer.incomplete_blocks} blocks did not reach a request_level tier")
     for hold in answer.holds:
         console.print(f"  {_publication(hold)}", markup=False)
     if answer.total_lookups > len(answer.lookups):
         console.print(f"  {answer.total_lookups} lookups, the last {len(answer.lookups)} of them:")
     for lookup in answer.lookups:
-        console.print(f"  {_asked(lookup)} {human_age(seconds_of(lookup.age))} ago:", markup=False)
+        console.print(f"  {_kind(lookup)} {human_age(seconds_of(lookup.age))} ago:", markup=False)
         for line in _lines(lookup):
             console.print(f"    {line}", markup=False)
 
@@ -122,7 +119,7 @@ def _publication(hold: HoldExplained) -> str:
     status = _name(PublishStatus, "PUBLISH_STATUS_", hold.status)
     if status != "published":
         return f"declined {when} ({what}): {_DECLINED.get(status, status)}"
-    pending = f", {hold.pending_blocks} of them on their way" if hold.pending_blocks else ""
+    pending = f", {hold.pending_blocks} of them not yet stored" if hold.pending_blocks else ""
     claims = f"claimed {hold.claims} times, {hold.claimed_blocks} blocks" if hold.claims else "never claimed"
     end = "is held"
     if hold.end:
@@ -131,7 +128,7 @@ def _publication(hold: HoldExplained) -> str:
     return f"published {when} ({what}{pending}): {claims}, {end}"
 
 
-def _asked(lookup: LookupExplained) -> str:
+def _kind(lookup: LookupExplained) -> str:
     if not lookup.claim_outcome:
         return "lookup"
     return f"claim of request {lookup.hold.request_id} of engine {lookup.hold.engine_id}"
@@ -144,28 +141,28 @@ def _lines(lookup: LookupExplained) -> Iterator[str]:
         if outcome != "held":
             return
     if lookup.unwanted_blocks:
-        yield f"{lookup.unwanted_blocks} blocks of it were not wanted; of the others,"
+        yield f"{lookup.unwanted_blocks} blocks were not requested; the others:"
     start = 0
     for span in lookup.spans:
         end = start + span.keys
         blocks = f"block {start}" if span.keys == 1 else f"blocks {start}-{end - 1}"
-        yield f"{blocks}: {_met(span)}"
+        yield f"{blocks}: {_outcome(span)}"
         start = end
     if lookup.first_missed_key:
         yield f"the first miss has the key {lookup.first_missed_key.hex()}"
     if not lookup.spans:
-        yield "it asked for nothing"
+        yield "no blocks were requested"
 
 
-def _met(span: KeySpan) -> str:
+def _outcome(span: KeySpan) -> str:
     match span.WhichOneof("met"):
         case "hit_tier":
             return f"hit in {span.hit_tier}"
         case "miss_reason":
             reason = _reason(span.miss_reason)
-            return f"miss, {reason}: {_WHY.get(reason, 'for a reason that this kvtier does not know')}"
+            return f"miss, {reason}: {_WHY.get(reason, 'a reason that this version of kvtier does not know')}"
         case _:
-            return "a tier had been asked and had not answered yet"
+            return "a tier had not answered yet"
 
 
 def _lookup_values(lookup: LookupExplained) -> dict[str, Any]:
@@ -212,7 +209,7 @@ def _reason(number: int) -> str:
 
 
 def _name(enum: Any, prefix: str, number: int) -> str:
-    """Returns an enum's value in words; its number where a newer server knows more of them."""
+    """Returns the short name of an enum value, or its number if it is unknown here."""
     names: dict[int, str] = {value.number: value.name for value in enum.DESCRIPTOR.values}
     return names.get(number, f"{number}").removeprefix(prefix).lower()
 

@@ -1,4 +1,4 @@
-"""`kvtier fsck`, with a running server and without."""
+"""`kvtier fsck`: checks the tiers' blocks, offline or through a running server."""
 
 from __future__ import annotations
 
@@ -13,33 +13,25 @@ from ..config.schema import Config, ConfigError
 from ..config.units import KIB, human_size, parse_size
 from ..tier_host import offline_fsck
 from ..tier_host.offline_fsck import TierReport
-from .admin_client import AdminClientError, follow
+from .admin_client import AdminClientError, UnreachableError, follow
 from .console import EXIT_CONFIG, EXIT_UNREACHABLE, EXIT_USAGE, complain, print_line, refuse
 from .load_config import load
 from .progress import progress_bar
 
 __all__ = ["check_by_server", "run"]
 
-
 _ONLY_OFFLINE = ("config", "data_dir")
-
-
 _ONLY_ONLINE = ("endpoint", "rate")
-
-
 _NO_TIER = "nothing to check: there is no tier below the CPU tier"
-
-
-_LEAST_RATE = 64 * KIB
-"""Less is a unit that was left out: such a check would not end."""
+_MIN_RATE = 64 * KIB
+"""A lower rate is most likely a missing unit; the check would hardly end."""
 
 
 def run(options: argparse.Namespace) -> int:
-    """Checks tiers; returns the exit code."""
     for name in _ONLY_OFFLINE if options.online else _ONLY_ONLINE:
         if getattr(options, name) is not None:
             flag = f"--{name.replace('_', '-')}"
-            return refuse([f"{flag} does not go with{'' if options.online else 'out'} --online"], EXIT_USAGE)
+            return refuse([f"{flag} cannot be used with{'' if options.online else 'out'} --online"], EXIT_USAGE)
     if options.online:
         return _online(options)
     try:
@@ -51,7 +43,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _offline(config: Config, options: argparse.Namespace) -> int:
-    """Checks the tiers, or those of them that were asked for; returns the exit code."""
     tiers = config.tiers
     names = [tier.name for tier in tiers]
     unknown = [name for name in options.tier if name not in names]
@@ -68,7 +59,7 @@ def _offline(config: Config, options: argparse.Namespace) -> int:
             with progress_bar(tier.name) as progress:
                 reports.append(offline_fsck.check_offline(tier, repair=options.repair, progress=progress))
         if not options.json:
-            _say_all(offline_fsck.lines(reports[-1]))
+            _print_all(offline_fsck.lines(reports[-1]))
     if options.json:
         print_line(offline_fsck.to_json(reports))
     elif not tiers:
@@ -77,9 +68,6 @@ def _offline(config: Config, options: argparse.Namespace) -> int:
 
 
 def _online(options: argparse.Namespace) -> int:
-    """Lets a running server check its tiers; returns the exit code."""
-    from .admin_client import AdminClientError, UnreachableError
-
     reports: dict[str, offline_fsck.TierReport] = {}
     try:
         _follow(options, reports)
@@ -95,12 +83,12 @@ def _online(options: argparse.Namespace) -> int:
         print_line(_NO_TIER)
     else:
         for report in reports.values():
-            _say_all(offline_fsck.summary_lines(report))
+            _print_all(offline_fsck.summary_lines(report))
     return offline_fsck.exit_code(list(reports.values()))
 
 
 def _follow(options: argparse.Namespace, reports: dict[str, offline_fsck.TierReport]) -> None:
-    """Takes in the steps of a check as they come, and names what they find."""
+    """Collects the reports of a running check in `reports`, and prints findings as they arrive."""
     endpoint = client_endpoint(options.endpoint)
     rate = _read_rate(options.rate)
     steps = check_by_server(endpoint, options.tier, repair=options.repair, rate=rate, timeout=options.timeout)
@@ -110,11 +98,11 @@ def _follow(options: argparse.Namespace, reports: dict[str, offline_fsck.TierRep
             if progress:
                 progress(report.blocks, total)
             if not options.json:
-                _say_all(offline_fsck.finding_lines(report.name, found))
+                _print_all(offline_fsck.finding_lines(report.name, found))
 
 
 def _read_rate(text: str | None) -> int:
-    """Returns bytes in a second; 0 where they are not bounded. Raises ValueError."""
+    """Returns bytes per second; 0 means no limit. Raises `ValueError`."""
     if text is None:
         return 0
     try:
@@ -122,13 +110,13 @@ def _read_rate(text: str | None) -> int:
     except ValueError as error:
         raise ValueError(f"--rate {text}: {error}") from None
     number = re.sub(r"[^\d.]", "", text)
-    if rate < _LEAST_RATE and float(number):
-        least = f"at least {human_size(_LEAST_RATE)}/s, or 0 for no bound"
-        raise ValueError(f"--rate {text}: {human_size(rate)}/s; did you mean {number}MiB? It takes {least}")
+    if rate < _MIN_RATE and float(number):
+        bounds = f"at least {human_size(_MIN_RATE)}/s, or 0 for no limit"
+        raise ValueError(f"--rate {text}: {human_size(rate)}/s; did you mean {number}MiB? It must be {bounds}")
     return rate
 
 
-def _say_all(lines: Iterable[str]) -> None:
+def _print_all(lines: Iterable[str]) -> None:
     for line in lines:
         print_line(line)
 
@@ -136,12 +124,10 @@ def _say_all(lines: Iterable[str]) -> None:
 def check_by_server(
     endpoint: Endpoint, tiers: Sequence[str], *, repair: bool, rate: int, timeout: float
 ) -> Iterator[tuple[TierReport, int, list[Finding]]]:
-    """Yields, step after step, the report of the tier so far, about how many blocks it has, and what the step found.
+    """Yields after each step the tier's report so far, its approximate number of blocks, and the step's findings.
 
-    `timeout` seconds are waited for the server to answer at all. A check that ends early says so in the last report.
-
-    Raises:
-        InquiryError: the server refuses, or none answers.
+    The server must answer within `timeout` seconds. If the check ends early, the last report has an error.
+    Raises `AdminClientError` if the server refuses or no server answers.
     """
     request = admin_pb2.FsckRequest(repair=repair, tiers=tiers, max_rate_bytes=rate)
     report = None
@@ -149,7 +135,7 @@ def check_by_server(
         for step in follow(endpoint, "Fsck", request, timeout):
             if report is None or report.name != step.tier:
                 report = TierReport(step.tier, step.tier_type)
-            found = _take_in(report, step)
+            found = _update(report, step)
             yield report, step.total_blocks, found
     except AdminClientError as error:
         if report is None:
@@ -158,7 +144,7 @@ def check_by_server(
         yield report, 0, []
 
 
-def _take_in(report: TierReport, step: admin_pb2.FsckResponse) -> list[Finding]:
+def _update(report: TierReport, step: admin_pb2.FsckResponse) -> list[Finding]:
     found = [
         Finding(finding.namespace_id + finding.key, finding.size_bytes, finding.problem, finding.repaired)
         for finding in step.findings

@@ -1,4 +1,4 @@
-"""`kvtier handoffs`: which requests are held, and what has become of the others."""
+"""`kvtier handoffs`: the requests that engines hold for each other, and totals since the start."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import json
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
 from ...protos.endpoint import Endpoint
 from ...protos.v1.admin_pb2 import HandoffStatus, HandoffTotals, ListHandoffsRequest, ListHandoffsResponse
 from ...protos.v1.handoff_pb2 import HandoffDirection
 from ..config.units import human_age, human_size, seconds_of
-from .admin_client import ask, inquire, plain_console
+from .admin_client import ask, plain_console, show_answer
 from .console import EXIT_USAGE, print_line, refuse
 from .tables import ResponsiveTable
 
@@ -26,7 +25,6 @@ DIRECTIONS = {
 
 
 def run(options: argparse.Namespace) -> int:
-    """Lists them; returns the exit code."""
     if not 0 <= options.most < 1 << 32:
         return refuse([f"--most {options.most}: must be 0 or more"], EXIT_USAGE)
 
@@ -36,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     def display(answer: Any, _: Endpoint) -> None:
         print_line(to_json(answer)) if options.json else show(answer)
 
-    return inquire(options, fetch, display)
+    return show_answer(options, fetch, display)
 
 
 def to_json(answer: ListHandoffsResponse) -> str:
@@ -51,12 +49,8 @@ def to_json(answer: ListHandoffsResponse) -> str:
 
 
 def show(answer: ListHandoffsResponse, console: Console | None = None) -> None:
-    """Prints the holds for people."""
     console = console or plain_console()
-    if answer.handoffs:
-        console.print(_holds(answer))
-    else:
-        console.print("no request is held")
+    console.print(_holds(answer) if answer.handoffs else "no request is held")
     if answer.total > len(answer.handoffs):
         console.print(f"the oldest {len(answer.handoffs):,} of {answer.total:,}")
     if any(totals.published or totals.declined for totals in answer.totals):
@@ -65,15 +59,14 @@ def show(answer: ListHandoffsResponse, console: Console | None = None) -> None:
 
 
 def _holds(answer: ListHandoffsResponse) -> ResponsiveTable:
-    table = ResponsiveTable("engine", "request", "direction", "tenant")
-    for column in ("tokens", "blocks", "size", "on their way", "claims", "age", "ends in"):
-        table.add_column(column, justify="right")
+    numbers = ("tokens", "blocks", "size", "on their way", "claims", "age", "ends in")
+    table = ResponsiveTable("engine", "request", "direction", "tenant", numbers=numbers)
     for hold in answer.handoffs:
-        table.add_row(
-            Text(hold.engine_id),
-            Text(hold.request_id),
+        table.add_plain_row(
+            hold.engine_id,
+            hold.request_id,
             DIRECTIONS.get(hold.direction, "?"),
-            Text(hold.tenant or "-"),
+            hold.tenant or "-",
             f"{hold.num_tokens:,}",
             f"{hold.blocks:,}",
             human_size(hold.bytes),
@@ -86,11 +79,10 @@ def _holds(answer: ListHandoffsResponse) -> ResponsiveTable:
 
 
 def _totals(answer: ListHandoffsResponse) -> ResponsiveTable:
-    table = ResponsiveTable("since start")
-    for column in ("held", "declined", "claims", "bytes claimed", "released", "expired", "dropped"):
-        table.add_column(column, justify="right")
+    numbers = ("held", "declined", "claims", "bytes claimed", "released", "expired", "dropped")
+    table = ResponsiveTable("since start", numbers=numbers)
     for totals in answer.totals:
-        table.add_row(
+        table.add_plain_row(
             DIRECTIONS.get(totals.direction, "?"),
             f"{totals.published:,}",
             f"{totals.declined:,}",

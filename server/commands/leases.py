@@ -1,4 +1,4 @@
-"""`kvtier leases`: who pins what, and for how long."""
+"""`kvtier leases`: the leases that pin blocks, with owner and remaining time."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import json
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
 from ...protos.endpoint import Endpoint
 from ...protos.v1.admin_pb2 import LeaseKind, LeaseStatus, ListLeasesRequest, ListLeasesResponse
 from ..config.units import human_age, human_size, seconds_of
-from .admin_client import ask, inquire, plain_console
+from .admin_client import ask, plain_console, show_answer
 from .console import EXIT_USAGE, print_line, refuse
 from .tables import ResponsiveTable
 
@@ -22,7 +21,6 @@ _KINDS = {LeaseKind.LEASE_KIND_READ: "read", LeaseKind.LEASE_KIND_WRITE: "write"
 
 
 def run(options: argparse.Namespace) -> int:
-    """Lists them; returns the exit code."""
     if not 0 <= options.most < 1 << 32:
         return refuse([f"--most {options.most}: must be 0 or more"], EXIT_USAGE)
 
@@ -32,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
     def display(answer: Any, _: Endpoint) -> None:
         print_line(to_json(answer)) if options.json else show(answer)
 
-    return inquire(options, fetch, display)
+    return show_answer(options, fetch, display)
 
 
 def to_json(answer: ListLeasesResponse) -> str:
@@ -41,22 +39,20 @@ def to_json(answer: ListLeasesResponse) -> str:
 
 
 def show(answer: ListLeasesResponse, console: Console | None = None) -> None:
-    """Prints the leases for people."""
     console = console or plain_console()
     if not answer.leases:
         console.print("no leases")
         return
-    table = ResponsiveTable("lease", "for", "engine", "client", "pid", "request")
-    for column in ("age", "ends in", "blocks", "size", "on their way"):
-        table.add_column(column, justify="right")
+    numbers = ("age", "ends in", "blocks", "size", "on their way")
+    table = ResponsiveTable("lease", "for", "engine", "client", "pid", "request", numbers=numbers)
     for lease in answer.leases:
-        table.add_row(
+        table.add_plain_row(
             str(lease.lease_id),
             _KINDS.get(lease.kind, "?"),
-            Text(lease.engine_id),
-            Text(lease.client_name),
+            lease.engine_id,
+            lease.client_name,
             str(lease.pid),
-            Text(lease.request_id or "-"),
+            lease.request_id or "-",
             human_age(seconds_of(lease.age)),
             human_age(seconds_of(lease.remaining)),
             f"{lease.blocks:,}",

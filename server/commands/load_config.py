@@ -1,4 +1,4 @@
-"""The configuration that the flags of a command make up, with what the file and the environment say."""
+"""Effective configuration of a command: its flags, the file and the environment."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ __all__ = ["load"]
 
 
 def load(options: argparse.Namespace) -> Loaded:
-    """Returns the effective configuration. Raises `ConfigError`."""
+    """Raises `ConfigError`."""
     flags = {key: value for key, value in vars(options).items() if key in SETTINGS}
     return load_sources(flags, file=options.config)

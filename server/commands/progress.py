@@ -1,4 +1,4 @@
-"""How far long work has come, on a terminal only."""
+"""Progress bar on a terminal."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 __all__ = ["Progress", "progress_bar"]
 
 Progress = Callable[[int, int], None]
-"""Is told how much has been done, and of how much."""
+"""Callback with the amount done and the total."""
 
 
 @contextlib.contextmanager
 def progress_bar(name: str) -> Iterator[Progress | None]:
-    """Shows a bar on standard error while the work runs; yields None where nobody would see it."""
+    """Shows a bar on standard error during the work; yields None if that is no terminal."""
     if not sys.stderr.isatty():
         yield None
         return

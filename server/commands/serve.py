@@ -14,7 +14,6 @@ __all__ = ["run"]
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs a server until it is told to end; returns the exit code."""
     try:
         loaded = load(options)
     except ConfigError as error:
@@ -29,5 +28,5 @@ def run(options: argparse.Namespace) -> int:
     finally:
         logs.flush()
     if code == EXIT_LEFT_BEHIND:
-        os._exit(code)  # an orderly end would unmap what a thread may be writing to
+        os._exit(code)  # an orderly end would unmap memory that a thread may be writing to
     return code

@@ -1,8 +1,9 @@
-"""`kvtier status`: the server at a glance."""
+"""`kvtier status`, `kvtier tiers` and `kvtier sessions`: three views of a server's status."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from typing import Any
 
 from rich.console import Console
@@ -12,23 +13,36 @@ from ...protos.v1.admin_pb2 import GetStatusResponse
 from ..config.units import human_age, human_size, seconds_of
 from ..telemetry import status
 from . import tables
-from .admin_client import ask_status, inquire, plain_console
+from .admin_client import ask_status, plain_console, show_answer
 from .console import print_line
+from .tables import ResponsiveTable
 
 __all__ = ["run", "show"]
 
+_TIER_VALUES = ("tiers", "region", "quarantined_bytes")
+
 
 def run(options: argparse.Namespace) -> int:
-    """Shows it; returns the exit code."""
+    """Prints the view that `options.command` names; returns the exit code."""
 
     def display(answer: Any, endpoint: Endpoint) -> None:
-        print_line(status.to_json(answer)) if options.json else show(answer, endpoint)
+        if options.command == "status":
+            print_line(status.to_json(answer)) if options.json else show(answer, endpoint)
+            return
+        values = status.values(answer)
+        if options.command == "tiers":
+            names = {name: values[name] for name in _TIER_VALUES}
+            print_line(json.dumps(names, indent=2)) if options.json else _show_tiers(answer)
+        elif options.json:
+            print_line(json.dumps({"sessions": values["sessions"]}, indent=2))
+        else:
+            plain_console().print(_sessions(answer) if answer.sessions else "no sessions")
 
-    return inquire(options, ask_status, display)
+    return show_answer(options, ask_status, display)
 
 
 def show(answer: GetStatusResponse, endpoint: Endpoint, console: Console | None = None) -> None:
-    """Prints the status for people."""
+    """Prints the view `kvtier status`."""
     console = console or plain_console()
     state = "draining" if answer.draining else f"up {human_age(seconds_of(answer.uptime))}"
     console.print(f"kvtier {answer.server_version} at {endpoint}, {state}, epoch {answer.epoch:016x}", markup=False)
@@ -36,11 +50,64 @@ def show(answer: GetStatusResponse, endpoint: Endpoint, console: Console | None 
     tables.print_troubles(answer, console)
     if any(len(tier.shares) > 1 for tier in answer.tiers):
         console.print(tables.shares(answer))
-    if answer.sessions:
-        console.print(tables.sessions(answer))
-    else:
-        console.print("no sessions")
-    quarantined = f", {human_size(answer.quarantined_bytes)} in quarantine" if answer.quarantined_bytes else ""
-    console.print(
-        f"{answer.leases} leases, {answer.stores} stores in flight, {answer.namespaces} namespaces{quarantined}"
-    )
+    console.print(tables.sessions(answer) if answer.sessions else "no sessions")
+    counts = f"{answer.leases} leases, {answer.stores} stores in flight, {answer.namespaces} namespaces"
+    console.print(f"{counts}{_quarantined(', ', answer)}")
+
+
+def _show_tiers(answer: GetStatusResponse) -> None:
+    console = plain_console()
+    console.print(tables.tiers(answer))
+    console.print(_queues(answer))
+    tables.print_troubles(answer, console)
+    console.print(tables.shares(answer))
+    console.print(_placement(answer), markup=False)
+
+
+def _queues(answer: GetStatusResponse) -> ResponsiveTable:
+    numbers = ("jobs", "queued", "dropped", "declined", "expired", "not retained")
+    table = ResponsiveTable("tier", numbers=numbers, title="queues, and blocks that were left out")
+    for tier in answer.tiers:
+        counts = (tier.dropped_blocks, tier.declined, tier.expired, tier.not_retained)
+        table.add_plain_row(tier.name, f"{tier.jobs:,}", human_size(tier.queued_bytes), *(f"{n:,}" for n in counts))
+    return table
+
+
+def _placement(answer: GetStatusResponse) -> str:
+    """Returns one line about the region's memory: backing, huge pages and memory nodes."""
+    region = answer.region
+    huge = region.huge_bytes / region.backed_bytes if region.backed_bytes else 0
+    nodes = ", ".join(map(str, region.memory_nodes))
+    where = f"spread over memory nodes {nodes}" if nodes else "on one memory node, or as the kernel chooses"
+    if region.misplaced:
+        where = f"as the kernel chooses: {region.misplaced}"
+    backed = f"{human_size(region.backed_bytes)} of {human_size(region.size_bytes)} backed"
+    return f"memory: {backed}, {huge:.0%} of it on huge pages, {where}{_quarantined('; ', answer)}"
+
+
+def _quarantined(separator: str, answer: GetStatusResponse) -> str:
+    return f"{separator}{human_size(answer.quarantined_bytes)} in quarantine" if answer.quarantined_bytes else ""
+
+
+def _sessions(answer: GetStatusResponse) -> ResponsiveTable:
+    names = ("client", "engine", "rank", "pid", "transport", "region", "model", "tenant")
+    table = ResponsiveTable(*names, numbers=("age", "last heard", "calls", "leases", "pinned", "stores", "writing"))
+    for session in answer.sessions:
+        table.add_plain_row(
+            session.client_name,
+            session.engine_id,
+            str(session.rank) if session.HasField("rank") else "scheduler",
+            str(session.pid),
+            session.transport,
+            "mapped" if session.attached else "-",
+            session.model,
+            session.tenant or "-",
+            human_age(seconds_of(session.age)),
+            human_age(seconds_of(session.idle)),
+            f"{session.calls:,}",
+            f"{session.leases:,}",
+            f"{session.leased_blocks:,} blocks",
+            f"{session.stores:,}",
+            human_size(session.storing_bytes),
+        )
+    return table

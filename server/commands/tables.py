@@ -1,4 +1,4 @@
-"""What several commands show of a server's status."""
+"""Tables that commands print: a table that adapts to the terminal's width, and tables of a server's status."""
 
 from __future__ import annotations
 
@@ -15,61 +15,60 @@ from ..telemetry.status import hit_rate
 
 __all__ = ["ResponsiveTable", "print_troubles", "sessions", "shares", "tiers"]
 
-
 _ANY_WIDTH = 10_000
-
-
-_TELLING = 12
-"""Characters that a name may be cut to, and tells something still. A figure may not be cut at all."""
-
-
+_MIN_NAME_WIDTH = 12
+"""Width to which names may be truncated. Figures are never truncated."""
 _BORDER = 1
-
-
-_AROUND = 3
-"""Characters of a column that are no text of its: blanks on both sides, and the line on one."""
+_PADDING = 3
+"""Width of a column besides its text: a blank on each side, and one border."""
 
 
 class ResponsiveTable(Table):
-    """A table that is turned on its side where the terminal is too narrow for it: what was a line is a column then.
+    """Table that is transposed if the terminal is too narrow: rows become columns, in several blocks if needed."""
 
-    As many of them stand beside each other as there is room for, and the next ones below.
-    """
+    def __init__(self, *names: str, numbers: Sequence[str] = (), title: str | None = None) -> None:
+        """Creates the left-aligned columns `names`, then the right-aligned columns `numbers`."""
+        super().__init__(*names, title=title, title_justify="left")
+        for header in numbers:
+            self.add_column(header, justify="right")
+
+    def add_plain_row(self, *cells: str) -> None:
+        """Adds a row whose cells are not parsed as markup."""
+        self.add_row(*map(Text, cells))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if not self.row_count or self._least(console, options) <= options.max_width:
+        if not self.row_count or self._min_width(console, options) <= options.max_width:
             yield from super().__rich_console__(console, options)
             return
         rows = list(zip(*(column.cells for column in self.columns), strict=True))
-        room = (
-            options.max_width - _BORDER - _width(console, options, [column.header for column in self.columns]) - _AROUND
-        )
-        taken: list[Sequence[RenderableType]] = []
-        title, left = self.title, room
+        headers = [column.header for column in self.columns]
+        available = options.max_width - _BORDER - _width(console, options, headers) - _PADDING
+        block: list[Sequence[RenderableType]] = []
+        title, left = self.title, available
         for row in rows:
-            width = _width(console, options, row) + _AROUND
-            if taken and width > left:
-                yield self._turned(taken, title)
-                taken, title, left = [], None, room
-            taken.append(row)
+            width = _width(console, options, row) + _PADDING
+            if block and width > left:
+                yield self._transposed(block, title)
+                block, title, left = [], None, available
+            block.append(row)
             left -= width
-        yield self._turned(taken, title)
+        yield self._transposed(block, title)
 
-    def _least(self, console: Console, options: ConsoleOptions) -> int:
-        """Returns how wide it must be to be read."""
+    def _min_width(self, console: Console, options: ConsoleOptions) -> int:
+        """Returns the width with truncated names."""
         names = [column for column in self.columns if column.justify == "left"]
         widths = [_width(console, options, [column.header, *column.cells]) for column in names]
-        return _width(console, options, [self]) - sum(max(0, width - _TELLING) for width in widths)
+        return _width(console, options, [self]) - sum(max(0, width - _MIN_NAME_WIDTH) for width in widths)
 
-    def _turned(self, rows: Sequence[Sequence[RenderableType]], title: TextType | None) -> Table:
-        turned = Table(title=title, title_justify="left")
+    def _transposed(self, rows: Sequence[Sequence[RenderableType]], title: TextType | None) -> Table:
+        table = Table(title=title, title_justify="left")
         first, *others = self.columns
-        turned.add_column(first.header)
+        table.add_column(first.header)
         for row in rows:
-            turned.add_column(row[0], overflow="fold")
+            table.add_column(row[0], overflow="fold")
         for index, column in enumerate(others, start=1):
-            turned.add_row(column.header, *(row[index] for row in rows))
-        return turned
+            table.add_row(column.header, *(row[index] for row in rows))
+        return table
 
 
 def _width(console: Console, options: ConsoleOptions, pieces: Iterable[RenderableType]) -> int:
@@ -77,17 +76,15 @@ def _width(console: Console, options: ConsoleOptions, pieces: Iterable[Renderabl
 
 
 def print_troubles(answer: GetStatusResponse, console: Console) -> None:
-    """Prints a line for each tier with which not all is well."""
+    """Prints a line for each unhealthy tier."""
     for tier in answer.tiers:
         if not tier.healthy:
             console.print(f"{tier.name}: {tier.trouble or 'in trouble'}", style="red", markup=False)
 
 
 def tiers(answer: GetStatusResponse) -> ResponsiveTable:
-    """Returns the tiers, a line each."""
-    table = ResponsiveTable("tier", "type", title="tiers", title_justify="left")
-    for column in ("used", "of", "fill", "blocks", "hits", "misses", "hit rate", "evicted", "damaged", "jobs"):
-        table.add_column(column, justify="right")
+    numbers = ("used", "of", "fill", "blocks", "hits", "misses", "hit rate", "evicted", "damaged", "jobs")
+    table = ResponsiveTable("tier", "type", numbers=numbers, title="tiers")
     table.add_column("health")
     for tier in answer.tiers:
         capacity = human_size(tier.capacity_bytes)
@@ -95,9 +92,9 @@ def tiers(answer: GetStatusResponse) -> ResponsiveTable:
             capacity += f" ({human_size(tier.available_bytes)} ready)"
         fill = tier.used_bytes / tier.capacity_bytes if tier.capacity_bytes else 0
         rate = hit_rate(tier)
-        table.add_row(
-            Text(tier.name),
-            Text(tier.type),
+        table.add_plain_row(
+            tier.name,
+            tier.type,
             human_size(tier.used_bytes),
             capacity,
             f"{fill:.1%}",
@@ -114,15 +111,13 @@ def tiers(answer: GetStatusResponse) -> ResponsiveTable:
 
 
 def shares(answer: GetStatusResponse) -> ResponsiveTable:
-    """Returns who has what of each tier."""
-    table = ResponsiveTable("tenant", "tier", title="tenants", title_justify="left")
-    for column in ("used", "quota", "limit", "retained"):
-        table.add_column(column, justify="right")
+    """Returns each tenant's space in each tier."""
+    table = ResponsiveTable("tenant", "tier", numbers=("used", "quota", "limit", "retained"), title="tenants")
     for tier in answer.tiers:
         for share in tier.shares:
-            table.add_row(
-                Text(share.tenant or "(the rest)"),
-                Text(tier.name),
+            table.add_plain_row(
+                share.tenant or "(the rest)",
+                tier.name,
                 human_size(share.used_bytes),
                 human_size(share.quota_bytes) if share.quota_bytes else "-",
                 human_size(share.limit_bytes) if share.HasField("limit_bytes") else "-",
@@ -132,16 +127,15 @@ def shares(answer: GetStatusResponse) -> ResponsiveTable:
 
 
 def sessions(answer: GetStatusResponse) -> ResponsiveTable:
-    """Returns who is there, a line each."""
     columns = ("client", "engine", "rank", "transport", "model", "pid", "age", "region")
-    table = ResponsiveTable(*columns, title="sessions", title_justify="left")
+    table = ResponsiveTable(*columns, title="sessions")
     for session in answer.sessions:
-        table.add_row(
-            Text(session.client_name),
-            Text(session.engine_id),
+        table.add_plain_row(
+            session.client_name,
+            session.engine_id,
             str(session.rank) if session.HasField("rank") else "scheduler",
-            Text(session.transport),
-            Text(session.model),
+            session.transport,
+            session.model,
             str(session.pid),
             human_age(seconds_of(session.age)),
             "mapped" if session.attached else "-",

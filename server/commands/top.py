@@ -1,4 +1,4 @@
-"""`kvtier top`: what a server does, in rates between two looks at it."""
+"""`kvtier top`: rates per second, computed from two successive statuses of a server."""
 
 from __future__ import annotations
 
@@ -16,42 +16,26 @@ from rich.text import Text
 from ...protos.endpoint import Endpoint, EndpointError, client_endpoint
 from ..config.units import human_age, human_size
 from ..telemetry import status
-from .admin_client import AdminClientError, UnreachableError, ask_status, plain_console, refuse_inquiry
+from .admin_client import AdminClientError, UnreachableError, ask_status, plain_console, refuse_error
 from .console import EXIT_USAGE, print_line, refuse
 from .tables import ResponsiveTable
 
 __all__ = ["rates", "run"]
 
-
 _TIER_COUNTERS = ("hits", "misses", "evictions", "expired", "dropped_blocks", "damaged_blocks", "used_bytes")
-
-
 _TIER_VALUES = ("name", "type", "used_bytes", "capacity_bytes", "fill", "jobs", "queued_bytes", "healthy", "trouble")
-
-
 _SESSION_VALUES = (
-    "client_name",
-    "engine_id",
-    "rank",
-    "pid",
-    "transport",
-    "model",
-    "tenant",
-    "leases",
-    "leased_blocks",
-    "stores",
-    "storing_bytes",
-    "idle_seconds",
+    *("client_name", "engine_id", "rank", "pid", "transport", "model", "tenant"),
+    *("leases", "leased_blocks", "stores", "storing_bytes", "idle_seconds"),
 )
-
-
 _VALUES = ("server_version", "epoch", "uptime_seconds", "draining", "leases", "stores", "holds", "loop_lag_seconds")
+_MOST_SESSIONS = 20
 
 
 def rates(before: dict[str, Any], after: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Returns figures per second, named `…_per_s`, beside those of the later look, of two looks (`status.values`) of one epoch.
+    """Returns the later of two statuses (`status.values`) of one epoch, with rates named `…_per_s`.
 
-    A hit ratio is of the interval, and None where nothing was asked. Sessions are in the order of their calls.
+    Hit ratios are those of the interval, None without lookups. Sessions are sorted by their calls per second.
     """
     keys, misses = (after[name] - before[name] for name in ("lookup_keys", "lookup_misses"))
     return {name: after[name] for name in _VALUES} | {
@@ -72,7 +56,6 @@ def _tier(old: dict[str, Any], new: dict[str, Any], seconds: float) -> dict[str,
 
 
 def _tenant_rates(before: dict[str, Any], after: dict[str, Any], seconds: float) -> list[dict[str, Any]]:
-    """Returns who has what of each tier, those that have most first."""
     had = {(tier["name"], share["tenant"]): share["used_bytes"] for tier in before["tiers"] for share in tier["shares"]}
     shares = [
         {"tenant": share["tenant"], "tier": tier["name"]}
@@ -97,11 +80,7 @@ def _name(session: dict[str, Any]) -> tuple[Any, ...]:
     return session["namespace_id"], session["engine_id"], session["rank"], session["pid"], session["client_name"]
 
 
-_MOST_SESSIONS = 20
-
-
 def run(options: argparse.Namespace) -> int:
-    """Watches; returns the exit code."""
     if not 0 < options.interval <= 3600 or options.count < 0:
         return refuse(["--interval is between 0 and 3600 seconds, --count 0 or more"], EXIT_USAGE)
     count = 1 if options.once else options.count
@@ -119,14 +98,14 @@ def run(options: argparse.Namespace) -> int:
                 for look in looks:
                     print_line(json.dumps(look)) if options.json else console.print(_view(look, endpoint))
     except (EndpointError, AdminClientError) as error:
-        return refuse_inquiry(error)
+        return refuse_error(error)
     return 0
 
 
 def _looks(
     endpoint: Endpoint, options: argparse.Namespace, count: int, *, keep_on: bool
 ) -> Iterator[dict[str, Any] | str]:
-    """Yields the rates of each interval; with `keep_on` why there are none, while no server answers."""
+    """Yields the rates of each interval; with `keep_on` the error text while no server answers."""
     before, at, shown = None, 0.0, 0
     while not count or shown < count:
         try:
@@ -151,7 +130,7 @@ def _view(look: dict[str, Any] | str, endpoint: Endpoint) -> Group | Text:
     state = "draining" if look["draining"] else f"up {human_age(look['uptime_seconds'])}"
     head = (
         f"kvtier {look['server_version']} at {endpoint}, {state}; {look['lookup_keys_per_s']:,.0f} keys/s looked up, "
-        f"{_part(look['hit_ratio'])} hits; the loop is {look['loop_lag_seconds'] * 1e3:.1f} ms late at most; "
+        f"{_percent(look['hit_ratio'])} hits; event loop lag up to {look['loop_lag_seconds'] * 1e3:.1f} ms; "
         f"{look['leases']} leases, {look['stores']} stores in flight"
     )
     pieces: list[Any] = [Text(head), _tiers(look), _tenants(look)]
@@ -161,21 +140,9 @@ def _view(look: dict[str, Any] | str, endpoint: Endpoint) -> Group | Text:
 
 
 def _tiers(look: dict[str, Any]) -> ResponsiveTable:
-    table = ResponsiveTable("tier", title="tiers, per second", title_justify="left")
-    for column in (
-        "used",
-        "fill",
-        "change",
-        "hits",
-        "misses",
-        "hit ratio",
-        "evicted",
-        "expired",
-        "dropped",
-        "jobs",
-        "queued",
-    ):
-        table.add_column(column, justify="right")
+    counters = ("hits", "misses", "hit ratio", "evicted", "expired", "dropped")
+    numbers = ("used", "fill", "change", *counters, "jobs", "queued")
+    table = ResponsiveTable("tier", numbers=numbers, title="tiers, per second")
     table.add_column("health")
     for tier in look["tiers"]:
         rows = [f"{tier[f'{name}_per_s']:,.0f}" for name in ("evictions", "expired", "dropped_blocks")]
@@ -186,7 +153,7 @@ def _tiers(look: dict[str, Any]) -> ResponsiveTable:
             _change(tier["used_bytes_per_s"]),
             f"{tier['hits_per_s']:,.0f}",
             f"{tier['misses_per_s']:,.0f}",
-            _part(tier["hit_ratio"]),
+            _percent(tier["hit_ratio"]),
             *rows,
             f"{tier['jobs']:,}",
             human_size(tier["queued_bytes"]),
@@ -196,13 +163,11 @@ def _tiers(look: dict[str, Any]) -> ResponsiveTable:
 
 
 def _tenants(look: dict[str, Any]) -> ResponsiveTable:
-    table = ResponsiveTable("tenant", "tier", title="tenants", title_justify="left")
-    for column in ("used", "change", "retained"):
-        table.add_column(column, justify="right")
+    table = ResponsiveTable("tenant", "tier", numbers=("used", "change", "retained"), title="tenants")
     for share in look["tenants"]:
-        table.add_row(
-            Text(share["tenant"] or "(the rest)"),
-            Text(share["tier"]),
+        table.add_plain_row(
+            share["tenant"] or "(the rest)",
+            share["tier"],
             human_size(share["used_bytes"]),
             _change(share["used_bytes_per_s"]),
             human_size(share["retained_bytes"]),
@@ -211,17 +176,15 @@ def _tenants(look: dict[str, Any]) -> ResponsiveTable:
 
 
 def _sessions(look: dict[str, Any]) -> ResponsiveTable:
-    table = ResponsiveTable(
-        "client", "engine", "rank", "transport", title="sessions, the busiest first", title_justify="left"
-    )
-    for column in ("calls/s", "leases", "pinned", "stores", "writing", "last heard"):
-        table.add_column(column, justify="right")
+    names = ("client", "engine", "rank", "transport")
+    numbers = ("calls/s", "leases", "pinned", "stores", "writing", "last heard")
+    table = ResponsiveTable(*names, numbers=numbers, title="sessions, the busiest first")
     for session in look["sessions"][:_MOST_SESSIONS]:
-        table.add_row(
-            Text(session["client_name"]),
-            Text(session["engine_id"]),
+        table.add_plain_row(
+            session["client_name"],
+            session["engine_id"],
             "scheduler" if session["rank"] is None else str(session["rank"]),
-            Text(session["transport"]),
+            session["transport"],
             f"{session['calls_per_s']:,.1f}",
             f"{session['leases']:,}",
             f"{session['leased_blocks']:,} blocks",
@@ -232,7 +195,7 @@ def _sessions(look: dict[str, Any]) -> ResponsiveTable:
     return table
 
 
-def _part(ratio: float | None) -> str:
+def _percent(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.1%}"
 
 

@@ -1,7 +1,7 @@
-"""The table of all settings, derived from the structs of `config`, and the reading of one value.
+"""Table of all settings, derived from the structs of `schema`, and conversion of single values.
 
-A setting is named by its path, `limits.max_keys`: the same in a file (`max_keys` in `[limits]`) and in the environment
-(`KVTIER_LIMITS_MAX_KEYS`).
+A setting is named by its path, like `limits.max_keys`. In a file it is `max_keys` in `[limits]`, in
+the environment `KVTIER_LIMITS_MAX_KEYS`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["LISTS", "SETTINGS", "TABLES", "TENANT_SETTINGS", "TIER_SETTINGS", "S
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting: how it is called, what it takes, and what it means."""
+    """One setting: name, type, bounds, default and description."""
 
     key: str
     type: Any
@@ -36,16 +36,16 @@ class Setting:
 
     @property
     def variable(self) -> str:
-        """The environment variable that sets it."""
+        """Name of the environment variable."""
         return f"KVTIER_{self.key.replace('.', '_').upper()}"
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The values it takes, where these can be listed."""
+        """Permitted values of an enumerated setting, else empty."""
         return typing.get_args(self.type) if typing.get_origin(self.type) is typing.Literal else ()
 
     def show(self, value: Any) -> str:
-        """Returns a value as people write it."""
+        """Formats a value with its unit."""
         if value is None:
             return "off"
         if self.unit == "bytes":
@@ -55,15 +55,15 @@ class Setting:
         return f"{value}".lower() if isinstance(value, bool) else f"{value}"
 
     def read(self, value: Any, *, is_text: bool = False) -> Any:
-        """Returns a value in its type, checked; `is_text` says that it comes from where there is nothing but text.
+        """Converts and checks a value. `is_text`: it comes from the environment or a flag.
 
-        Raises `ValueError` whose message continues the sentence "max_keys = 0: …".
+        Raises `ValueError` with a message that continues "max_keys = 0: …".
         """
         result = self._convert(value, is_text=is_text)
         if result is None:
             return None
         low, high = self.ge, self.le
-        # The other way round than one would say it: what is not a number is not within bounds either.
+        # Written so that NaN is out of bounds.
         if not ((low is None or result >= low) and (high is None or result <= high)):
             raise ValueError(f"must be {self.bounds()}")
         return result
@@ -88,12 +88,12 @@ class Setting:
         try:
             return msgspec.convert(value, self.type, strict=not is_text)
         except msgspec.ValidationError as error:
-            # A table within a table says itself what is wrong with it, and where.
+            # The message for a nested table already names the field.
             wanted = _TYPE_NAMES.get(self.type)
             raise ValueError(f"must be {wanted}" if wanted else str(error)) from None
 
     def bounds(self) -> str:
-        """Returns the bounds as people write them: "between 1MiB and 1GiB"."""
+        """Returns the bounds as text: "between 1MiB and 1GiB"."""
         if self.le is None:
             return f"at least {self.show(self.ge)}"
         if self.ge is None:
@@ -102,7 +102,7 @@ class Setting:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns "; did you mean …?" with the known name that is most like `name`, or nothing."""
+    """Returns "; did you mean …?" with the closest known name, or an empty string."""
     matches = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.6)
     return f"; did you mean {matches[0]}?" if matches else ""
 
@@ -150,16 +150,13 @@ def _tables(keys: Iterable[str]) -> tuple[str, ...]:
 
 
 SETTINGS: dict[str, Setting] = _settings_of(Config)
-"""All settings of the server by key, in the order of the documentation. Of `LISTS` each is one value."""
+"""All settings of the server by key, in the order of the documentation. Each of `LISTS` is one setting."""
 
 LISTS = ("tiers", "tenants")
-"""Settings that are tables of tables."""
+"""Settings that are lists or tables of tables."""
 
 TABLES: tuple[str, ...] = _tables(SETTINGS)
 """Names of the tables of the file: "log", "limits", …"""
 
 TIER_SETTINGS: dict[str, Setting] = _settings_of(TierConfig)
-"""The settings of one tier by key."""
-
 TENANT_SETTINGS: dict[str, Setting] = _settings_of(TenantConfig)
-"""The settings of one tenant by key."""

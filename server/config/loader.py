@@ -1,6 +1,6 @@
-"""Where settings come from: defaults < file < environment < flags.
+"""Configuration loader. Precedence: defaults < file < environment < flags.
 
-Every value remembers its origin, for `kvtier config` and for error messages. All problems are reported at once.
+Each value keeps its origin for `kvtier config` and for error messages. All problems are reported at once.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from .tenants import read_tenants
 from .tiers import default_tiers, read_tiers
 from .toml import toml_text
 from .units import GIB, MIB
-from .validation import contradictions, read_value, warnings
+from .validation import conflicts, read_value, warnings
 
 __all__ = ["CONFIG_VARIABLE", "Loaded", "load"]
 
 CONFIG_VARIABLE = "KVTIER_CONFIG"
-"""The environment variable that names the file."""
+"""Environment variable with the path of the file."""
 
 _PREFIX = "KVTIER_"
 _VARIABLES = {setting.variable: setting for setting in SETTINGS.values()}
 _OTHER_VARIABLES = (CONFIG_VARIABLE, ENDPOINT_VARIABLE, *CREDENTIAL_VARIABLES.values())
 
-# Kubernetes puts the former into every container beside a service called "kvtier" or "kvtier-…"; the latter belong to
-# programs around the server, which may share its environment.
+# Kubernetes sets the first group in every container next to a service called "kvtier" or "kvtier-…".
+# The second group belongs to other programs of the project that may share the environment.
 _NOT_OURS = re.compile(
     r"KVTIER_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)"
     r"|KVTIER_(BENCH|CLIENT|DEMO|TEST)_\w+"
@@ -49,14 +49,14 @@ class Loaded:
 
     config: Config
     origins: Mapping[str, str]
-    """For each setting by key: where its value comes from, for people."""
+    """Origin of each setting's value by key, as text."""
     warnings: tuple[str, ...] = ()
-    """What is allowed and yet worth a line in the log."""
+    """Permitted settings that deserve a line in the log."""
 
 
 @dataclass(slots=True)
-class _Draft:
-    """The configuration in the making: by key, what was found last."""
+class _Builder:
+    """Configuration under construction; later sources overwrite earlier ones."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
@@ -64,11 +64,11 @@ class _Draft:
     warnings: list[str] = field(default_factory=list)
 
     def put(self, key: str, value: Any, origin: str, *, is_text: bool = False) -> None:
-        """Takes a value, checked; one that cannot be read is a problem, and the next source's may still be one too."""
+        """Records a value; a value that is invalid is recorded as a problem."""
         try:
-            # Tables of tiers and tenants are read last: they depend on other settings.
+            # Tables of tiers and tenants depend on other settings, so they are checked last.
             self.values[key] = (
-                _tables(key, value) if key in LISTS else read_value(SETTINGS[key], value, is_text=is_text)
+                _parse_tables(key, value) if key in LISTS else read_value(SETTINGS[key], value, is_text=is_text)
             )
             self.origins[key] = origin
         except ValueError as error:
@@ -81,16 +81,16 @@ def load(
     file: str | os.PathLike[str] | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Loaded:
-    """Returns the effective configuration.
+    """Returns the effective configuration. Raises `ConfigError`.
 
-    `flags` are values by setting key, as text or in their type; those that are None were not given. `file` overrules
-    `KVTIER_CONFIG`. Looks at the machine's memory and disk, and creates nothing. Raises `ConfigError`.
+    `flags` maps setting keys to values, as text or in their type; None means not given. `file` takes precedence over
+    `KVTIER_CONFIG`. Reads the size of the machine's memory and disk, and creates nothing.
     """
-    draft = _Draft()
+    draft = _Builder()
     path = file or environ.get(CONFIG_VARIABLE)
     if path:
-        _take_file(Path(path), draft)
-    _take_environment(environ, draft)
+        _read_file(Path(path), draft)
+    _read_environment(environ, draft)
     for key, value in (flags or {}).items():
         if value is not None:
             draft.put(key, value, _flag(key), is_text=isinstance(value, str))
@@ -110,7 +110,7 @@ def load(
     problems = [f"{draft.origins['tiers']}: {problem}" for problem in tier_problems]
     if not tier_problems:
         problems += [f"{draft.origins['tenants']}: {problem}" for problem in tenant_problems]
-    problems += contradictions(values, draft.origins)
+    problems += conflicts(values, draft.origins)
     if problems:
         raise ConfigError(*problems)
     config = _build(values)
@@ -121,26 +121,26 @@ def _flag(key: str) -> str:
     return "--cpu-only" if key == "tiers" else f"--{re.sub('[._]', '-', key)}"
 
 
-def _take_file(path: Path, draft: _Draft) -> None:
+def _read_file(path: Path, draft: _Builder) -> None:
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         draft.problems.append(f"{path}: cannot be read: {error.strerror}")
         return
-    except (ValueError, RecursionError) as error:  # a number of 5,000 digits is an error that is not the parser's own
+    except (ValueError, RecursionError) as error:  # an integer of over 4,300 digits raises a plain ValueError
         draft.problems.append(f"{path}: is not TOML: {error}")
         return
     top_level = [key for key in SETTINGS if "." not in key] + list(TABLES)
     for name, value in tables.items():
         if name in TABLES:
-            _take_table(path, name, value, draft)
+            _read_table(path, name, value, draft)
         elif name in SETTINGS:
             draft.put(name, value, f"{path}")
         else:
             draft.problems.append(f"{path}: {name}: no such setting{nearest(name, top_level)}")
 
 
-def _take_table(path: Path, table: str, values: object, draft: _Draft) -> None:
+def _read_table(path: Path, table: str, values: object, draft: _Builder) -> None:
     if not isinstance(values, dict):
         draft.problems.append(f"{path}: {table}: must be a table, [{table}]")
         return
@@ -152,12 +152,12 @@ def _take_table(path: Path, table: str, values: object, draft: _Draft) -> None:
             draft.problems.append(f"{path}: [{table}] {name}: no such setting{nearest(name, known)}")
 
 
-def _take_environment(environ: Mapping[str, str], draft: _Draft) -> None:
+def _read_environment(environ: Mapping[str, str], draft: _Builder) -> None:
     for name, value in environ.items():
         if name in _VARIABLES:
             draft.put(_VARIABLES[name].key, value, name, is_text=True)
         elif name.startswith(_PREFIX) and name not in _OTHER_VARIABLES and not _NOT_OURS.fullmatch(name):
-            # Compared without the prefix: it would make everything alike.
+            # Compared without the prefix, which makes all names similar.
             known = [variable.removeprefix(_PREFIX) for variable in (*_VARIABLES, *_OTHER_VARIABLES)]
             close = difflib.get_close_matches(name.removeprefix(_PREFIX), known, n=1, cutoff=0.7)
             if close:
@@ -173,8 +173,8 @@ _EXAMPLES = {
 }
 
 
-def _tables(key: str, value: Any) -> Any:
-    """Returns tables of tiers or tenants, which the environment holds as one value in TOML; "none" means no such table."""
+def _parse_tables(key: str, value: Any) -> Any:
+    """Returns tables of tiers or tenants; in the environment they are TOML text, or "none"."""
     if not isinstance(value, str):
         return value
     if value.lower() in ("none", ""):
@@ -185,7 +185,7 @@ def _tables(key: str, value: Any) -> Any:
         raise ValueError(f'must be "none" or {_EXAMPLES[key]}: {error}') from None
 
 
-def _add_defaults(draft: _Draft, environ: Mapping[str, str]) -> None:
+def _add_defaults(draft: _Builder, environ: Mapping[str, str]) -> None:
     memory = memory_bytes()
     data_home = environ.get("XDG_DATA_HOME") or "~/.local/share"
     computed: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What this machine has and allows: memory, disk, descriptors."""
+"""Resources of this machine: memory, disk space, file descriptors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def memory_bytes() -> int:
-    """Returns the memory that this process may use: the machine's, or less where a cgroup says so."""
+    """Returns the memory available to this process: the machine's, or the cgroup's limit if that is lower."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(physical, int(_CGROUP_LIMIT.read_text()))
@@ -23,7 +23,7 @@ def memory_bytes() -> int:
 
 
 def disk_bytes(directory: Path) -> int:
-    """Returns what a directory can grow to: the free space of its file system and what its files occupy already.
+    """Returns the maximum size of a directory: free space of its file system plus the size of its files.
 
     Neither the directory nor its parents need to exist.
     """
@@ -37,7 +37,7 @@ def disk_bytes(directory: Path) -> int:
 
 
 def allow_descriptors() -> None:
-    """Lets this process have as many descriptors as the system allows: sessions, connections and files are some each."""
+    """Raises the soft limit of file descriptors to the hard limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,4 +1,4 @@
-"""The configuration as text: the effective one as TOML or JSON, and the reference of all settings."""
+"""Text forms of the configuration: TOML or JSON with origins, and the reference of all settings."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["reference", "to_json", "to_toml"]
 
 
 def to_toml(loaded: Loaded) -> str:
-    """Returns the configuration as a file that `kvtier serve --config` reads back, each value with its origin."""
-    lines = ["# The effective configuration; behind each value, where it comes from."]
+    """Returns a file that `kvtier serve --config` can read, with the origin of each value as a comment."""
+    lines = ["# The effective configuration. The comment after each value names its origin."]
     lines += _toml_settings(
         loaded, [setting for key, setting in SETTINGS.items() if "." not in key and key not in LISTS]
     )
@@ -35,7 +35,7 @@ def to_toml(loaded: Loaded) -> str:
 
 
 def to_json(loaded: Loaded) -> str:
-    """Returns the configuration as JSON: sizes in bytes, durations in seconds; and the origin of each setting."""
+    """Returns JSON with sizes in bytes, durations in seconds, and the origin of each setting."""
     config: dict[str, Any] = {}
     for key in SETTINGS:
         table, _, name = key.rpartition(".")
@@ -46,7 +46,7 @@ def to_json(loaded: Loaded) -> str:
 
 
 def reference() -> str:
-    """Returns the reference of all settings as Markdown."""
+    """Returns the reference of all settings in Markdown."""
     lines = ["| setting | environment | default | meaning |", "|---|---|---|---|"]
     lines += [
         f"| `{setting.key}` | `{setting.variable}` | {_default_text(setting)} | {_meaning(setting)} |"
@@ -81,12 +81,12 @@ def _toml_settings(loaded: Loaded, settings: list[Setting]) -> list[str]:
 def _toml_tier(tier: TierConfig) -> Iterator[str]:
     for key, setting in TIER_SETTINGS.items():
         if key in ("options", "rules") and not getattr(tier, key):
-            continue  # there is no word for "as by default" in a table of tables
+            continue  # TOML has no value for "default" in a table of tables
         yield f"{key} = {_toml_value(setting, getattr(tier, key))}"
 
 
 def _amounts(tenant: TenantConfig) -> dict[str, dict[str, Any]]:
-    """Returns what a tenant is given, as people write it; what has no unit is a number."""
+    """Returns a tenant's settings as text with units; values without a unit are numbers."""
     amounts = {key: getattr(tenant, key) for key in TENANT_SETTINGS if key != "rates"}
     given: dict[str, dict[str, Any]]
     given = {key: {tier: str(amount) for tier, amount in value.items()} for key, value in amounts.items()}
@@ -117,8 +117,10 @@ def _aligned(rows: list[tuple[str, str]]) -> list[str]:
 def _default_text(setting: Setting) -> str:
     if setting.default_doc is not None:
         return setting.default_doc
-    if not isinstance(setting.default, (str, int, float)):
-        return "none: must be given"
+    if setting.default is None:
+        return '"off"'
+    if setting.default is msgspec.NODEFAULT:
+        return "none: required"
     return f"`{_toml_value(setting, setting.default)}`"
 
 

@@ -1,4 +1,4 @@
-"""The tables of tenants in the configuration, and what the core makes of them once the tiers are open."""
+"""Tenant tables of the configuration, and the tier settings that result from them."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from .schema import Amount, Config, RateConfig, TenantConfig, TierConfig
 from .toml import toml_text
 from .units import human_size, parse_size
 
-__all__ = ["keeping_of", "read_tenants", "tenant_tag", "why_refused"]
+__all__ = ["quota_error_text", "read_tenants", "tenant_tag", "tier_settings"]
 
 
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
 
 
 _USABLE = {"lmdb": 0.8, "disk": 0.9}
-"""What of the size of a tier is for blocks; the tiers themselves are asked at the start."""
+"""Fraction of a tier's size that blocks can use. At start the open tiers report their real capacity."""
 
 
 class _Problem(ValueError):
-    """What is wrong with a table of a tenant, and with which of its keys."""
+    """Problem in one tenant's table; the message starts with the key."""
 
 
 def read_tenants(
     tables: object, tiers: Sequence[TierConfig], region_size: int
 ) -> tuple[tuple[TenantConfig, ...], list[str]]:
-    """Returns the tenants that these tables describe, and what is wrong with them, a line each."""
+    """Returns the tenants of these tables, and the problems found, one line each."""
     if not isinstance(tables, Mapping):
         return (), ["tenants: must be tables, [tenants.NAME]"]
     names = [CPU_TIER, *(tier.name for tier in tiers)]
@@ -45,12 +45,12 @@ def read_tenants(
             problems.append(f"[tenants.{name}] {error}")
     if not problems:
         capacities = {CPU_TIER: region_size} | {tier.name: _usable_bytes(tier) for tier in tiers}
-        problems += _contradictions(tenants, capacities)
+        problems += _conflicts(tenants, capacities)
     return tuple(tenants), problems
 
 
-def keeping_of(config: Config, region_bytes: int, tiers: Sequence[SecondaryTier]) -> TierSettings:
-    """Returns how tiers that are open keep blocks, and for whom."""
+def tier_settings(config: Config, region_bytes: int, tiers: Sequence[SecondaryTier]) -> TierSettings:
+    """Returns the core's settings for the open tiers."""
     capacities = {CPU_TIER: region_bytes} | {tier.name: tier.capacity_bytes for tier in tiers}
     configured = {CPU_TIER: config.cpu} | {tier.name: tier for tier in config.tiers}
     return TierSettings(
@@ -65,8 +65,8 @@ def keeping_of(config: Config, region_bytes: int, tiers: Sequence[SecondaryTier]
     )
 
 
-def why_refused(error: ValueError) -> str:
-    """Returns what is wrong with shares, with sizes as people write them."""
+def quota_error_text(error: ValueError) -> str:
+    """Returns the text of a `Quotas` error, with readable sizes."""
     if not isinstance(error, QuotaError):
         return f"{error}"
     quotas, over, room = map(
@@ -105,7 +105,7 @@ def _read_rates(table: object) -> RateConfig:
 
 
 def _read_amounts(key: str, value: object, tiers: Sequence[str]) -> dict[str, Amount]:
-    """Returns the amount per name of a tier; a part alone is one of every tier."""
+    """Returns the amount per tier name; a single fraction applies to every tier."""
     if isinstance(value, Mapping):
         for tier in value:
             if tier not in tiers:
@@ -145,15 +145,15 @@ def _tenants(tenants: Sequence[TenantConfig], capacities: Mapping[str, int]) -> 
     ]
 
 
-def _contradictions(tenants: Sequence[TenantConfig], capacities: Mapping[str, int]) -> Iterator[str]:
+def _conflicts(tenants: Sequence[TenantConfig], capacities: Mapping[str, int]) -> Iterator[str]:
     resolved = _tenants(tenants, capacities)
     for tier, capacity in capacities.items():
         try:
             Quotas(tier, capacity, resolved)
         except ValueError as error:
-            yield f"tenants: {why_refused(error)}"
+            yield f"tenants: {quota_error_text(error)}"
 
 
 def tenant_tag(tenant: str) -> bytes:
-    """Returns what the ids of a tenant's namespaces begin with: whose a block is shows before the tenant has come."""
+    """Returns the prefix of the tenant's namespace ids, by which blocks are assigned to tenants after a restart."""
     return hashlib.blake2b(tenant.encode(), digest_size=TENANT_TAG_BYTES, person=b"kvtier.tenant").digest()

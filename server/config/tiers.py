@@ -1,4 +1,4 @@
-"""The tables of tiers in the configuration: what they may say, and the tiers that are there by default."""
+"""Tier tables of the configuration, and the default tiers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .units import GIB, MIB
 __all__ = ["BUILT_IN_TYPES", "default_size", "default_tiers", "read_tiers"]
 
 BUILT_IN_TYPES = ("lmdb", "disk")
-"""The tiers that are part of kvtier. The CPU tier is always there and has no table."""
+"""Tiers that are part of kvtier. The CPU tier always exists and has no table."""
 
 _DEFAULT_SIZE = 16 * GIB
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
@@ -24,16 +24,16 @@ _CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
 
 class _Problem(ValueError):
-    """What is wrong with a table of a tier, and with which of its keys."""
+    """Problem in one tier's table; the message starts with the key."""
 
 
 def default_tiers(data_dir: Path) -> tuple[TierConfig, ...]:
-    """Returns the tiers of a server that was told nothing: one LMDB tier."""
+    """Returns the tiers of a server without a configuration: one LMDB tier."""
     return (_read_tier({"type": "lmdb"}, data_dir),)
 
 
 def read_tiers(tables: object, data_dir: Path) -> tuple[tuple[TierConfig, ...], list[str]]:
-    """Returns the tiers that these tables describe, and what is wrong with them, a line each."""
+    """Returns the tiers of these tables, and the problems found, one line each."""
     if not isinstance(tables, Sequence) or not all(isinstance(table, Mapping) for table in tables):
         return (), ["tiers: must be a list of tables, [[tiers]]; [] means CPU only"]
     tiers: list[TierConfig] = []
@@ -65,7 +65,7 @@ def _read_tier(table: Mapping[str, Any], data_dir: Path) -> TierConfig:
 
 
 def default_size(path: Path) -> int:
-    """Returns 16 GiB, or half of what the disk can give where that is less; whole MiB, and at least one."""
+    """Returns 16 GiB or half of the free disk space, if that is less: whole MiB, at least 1."""
     return max(MIB, min(_DEFAULT_SIZE, disk_bytes(path) // 2 // MIB * MIB))
 
 

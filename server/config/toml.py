@@ -1,4 +1,4 @@
-"""Values as TOML has them: for the configuration that is printed, and for what is said of values that are refused."""
+"""TOML writer, for the printed configuration and for error messages."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import msgspec
 __all__ = ["toml_text"]
 
 _LONG_BITS = 14_000
-"""Python writes no decimal number of more than 4,300 digits, though it reads a hexadecimal one."""
+"""Python prints integers of at most 4,300 decimal digits; longer ones are written in hexadecimal."""
 
 
 def toml_text(value: Any) -> str:
-    """Returns a value as a line of TOML; without what is None in a struct."""
+    """Returns a value as one line of TOML. Fields of a struct that are None are left out."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (str, Path)):
-        # JSON's strings are TOML's, but for DEL, which TOML wants escaped.
+        # JSON strings are TOML strings, except that TOML requires DEL to be escaped.
         return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, (date, time)):
         return value.isoformat()

@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them: "2GiB", "512MiB", "30s", "5m"."""
+"""Parser and formatter of sizes and durations: "2GiB", "512MiB", "30s", "5m"."""
 
 from __future__ import annotations
 
@@ -24,41 +24,27 @@ MIB = 1024 * KIB
 GIB = 1024 * MIB
 TIB = 1024 * GIB
 
-# Kubernetes writes Gi, most others GiB. A bare G means 10^9 to the one and 2^30 to the other, so it is refused.
-_SIZES = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "Ki": KIB,
-    "Mi": MIB,
-    "Gi": GIB,
-    "Ti": TIB,
-    "KiB": KIB,
-    "MiB": MIB,
-    "GiB": GIB,
-    "TiB": TIB,
-}
+# Kubernetes writes Gi, most others GiB. A bare G is ambiguous (10^9 or 2^30), so it is refused.
+_SIZES = {"": 1, "b": 1}
+for _power, _prefix in enumerate("kmgt", start=1):
+    _SIZES |= {f"{_prefix}b": 1000**_power, f"{_prefix}i": 1024**_power, f"{_prefix}ib": 1024**_power}
 _HUMAN = (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
-_SIZES_FOLDED = {unit.lower(): size for unit, size in _SIZES.items()}
 _DURATIONS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _MOST_BYTES = 2**63
-"""Sizes are signed 64-bit numbers wherever they go: files, memory, messages."""
+"""Sizes must fit a signed 64-bit integer: files, memory and messages use one."""
 
 _MOST_SECONDS = 2**63 / 1e9
-"""Durations are nanoseconds of 64 bits in some places."""
+"""Durations must fit 64-bit nanoseconds."""
 
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
 def parse_size(value: object) -> int:
-    """Returns bytes from an int or from text such as "2GiB", "1.5 GB", "4096". Raises `ValueError` with a reason."""
+    """Returns bytes from an int or from text like "2GiB", "1.5 GB", "4096". Raises `ValueError` with a reason."""
     if isinstance(value, int) and not isinstance(value, bool):
         return _checked_size(value)
     match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
-    unit = _SIZES_FOLDED.get(match[2].lower()) if match else None
+    unit = _SIZES.get(match[2].lower()) if match else None
     if match is None or unit is None:
         raise ValueError('not a size; write it like "2GiB", "512MiB" or a number of bytes')
     rough = float(match[1]) * unit
@@ -74,7 +60,7 @@ def _checked_size(size: float) -> int:
 
 
 def parse_duration(value: object) -> float:
-    """Returns seconds from a number or from text such as "30s", "5m", "250ms". Raises `ValueError` with a reason."""
+    """Returns seconds from a number or from text like "30s", "5m", "250ms". Raises `ValueError` with a reason."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return _checked_duration(value)
     match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
@@ -92,7 +78,7 @@ def _checked_duration(seconds: float) -> float:
 
 
 def format_size(size: int) -> str:
-    """Returns the shortest text that `parse_size` reads back as exactly this size."""
+    """Returns the shortest text that `parse_size` reads back as this size."""
     for unit, factor in _HUMAN:
         if size and size % factor == 0:
             return f"{size // factor}{unit}"
@@ -100,7 +86,7 @@ def format_size(size: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Returns text that `parse_duration` reads back as this duration, in the largest unit that needs no fraction."""
+    """Returns text that `parse_duration` reads back as this duration, in the largest unit without a fraction."""
     for unit in ("h", "m"):
         if seconds and seconds % _DURATIONS[unit] == 0:
             return f"{seconds / _DURATIONS[unit]:.0f}{unit}"
@@ -109,13 +95,13 @@ def format_duration(seconds: float) -> str:
 
 
 def human_size(size: float) -> str:
-    """Returns a size rounded for people: "1.5 GiB"."""
+    """Returns a rounded size: "1.5 GiB"."""
     unit, factor = next((pair for pair in _HUMAN if size >= pair[1]), ("B", 1))
     return f"{size:.0f} B" if factor == 1 else f"{size / factor:.1f} {unit}"
 
 
 def seconds_of(duration: Any) -> float:
-    """Returns a protobuf duration in seconds."""
+    """Converts a protobuf duration to seconds."""
     return float(duration.seconds) + float(duration.nanos) / 1e9
 
 

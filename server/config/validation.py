@@ -1,4 +1,4 @@
-"""What is wrong with a configuration beyond the types and bounds of single values."""
+"""Checks of a configuration beyond the types and bounds of single values."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from .machine import memory_bytes
 from .schema import Config
 from .units import format_size, human_size
 
-__all__ = ["contradictions", "read_value", "warnings"]
+__all__ = ["conflicts", "read_value", "warnings"]
 
-# What goes with each key on the wire (its length, and its position where a hold is published), and the largest request's rest.
+# Per key on the wire: its length, and its position in a publication. Per message: the fields of the largest request.
 _KEY_OVERHEAD_BYTES = 8
 _MESSAGE_OVERHEAD_BYTES = 16 * 1024
-
 
 _OFF = ("", "off", "none")
 
 
 def read_value(setting: Setting, value: Any, *, is_text: bool = False) -> Any:
-    """Returns one value, checked; addresses are checked as such. Raises `ValueError`."""
+    """Returns one checked value; addresses are parsed. Raises `ValueError`."""
     if setting.key == "listen":
         if isinstance(value, str):
             value = [part.strip() for part in value.split(",")] if is_text else [value]
@@ -42,8 +41,8 @@ def read_value(setting: Setting, value: Any, *, is_text: bool = False) -> Any:
     return result
 
 
-def contradictions(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
-    """Yields what is wrong with values that are fine one by one, a line each."""
+def conflicts(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
+    """Yields each conflict between values that are valid on their own, one line each."""
 
     def problem(key: str, why: str) -> str:
         return f"{origins[key]}: {key} = {SETTINGS[key].show(values[key])}: {why}"
@@ -54,7 +53,7 @@ def contradictions(values: Mapping[str, Any], origins: Mapping[str, str]) -> Ite
         yield problem(
             "leases.default", f"is more than leases.max = {SETTINGS['leases.max'].show(values['leases.max'])}"
         )
-    yield from _handoff_contradictions(values, problem)
+    yield from _handoff_conflicts(values, problem)
     needed = _MESSAGE_OVERHEAD_BYTES + max(
         values["limits.max_keys"] * (values["limits.max_key_bytes"] + _KEY_OVERHEAD_BYTES),
         values["limits.max_frame_bytes"],
@@ -63,13 +62,13 @@ def contradictions(values: Mapping[str, Any], origins: Mapping[str, str]) -> Ite
         least = format_size(-(-needed // 1024) * 1024)
         why = f"must be at least {least}, for max_keys keys of max_key_bytes and for a frame of max_frame_bytes"
         yield problem("limits.max_message_bytes", why)
-    yield from _trust_contradictions(values, origins, problem)
+    yield from _trust_conflicts(values, origins, problem)
 
 
-def _trust_contradictions(
+def _trust_conflicts(
     values: Mapping[str, Any], origins: Mapping[str, str], problem: Callable[[str, str], str]
 ) -> Iterator[str]:
-    """Yields what of TLS and tokens does not go together; and TCP that lacks either, where nobody has said that it may."""
+    """Yields incomplete TLS and token settings, and TCP addresses that lack either without `insecure`."""
     cert, key = values["tls.cert"], values["tls.key"]
     if (cert is None) != (key is None):
         given, missing = ("tls.cert", "tls.key") if key is None else ("tls.key", "tls.cert")
@@ -81,45 +80,42 @@ def _trust_contradictions(
             yield problem(switch, "needs auth.tokens, a file of tokens")
     if values["insecure"]:
         return
-    what = "use a Unix socket, or say --insecure"
+    remedy = "use a Unix socket, or set --insecure"
     for address in values["listen"]:
         if parse_endpoint(address).is_unix:
             continue
         where = f"{origins['listen']}: listen = {address}"
         if cert is None:
-            reach = "every user of this host" if parse_endpoint(address).is_loopback else "whoever reaches this address"
-            yield f"{where}: {reach} could read and write the cache in the clear; set tls.cert and tls.key, {what}"
+            reach = "every user of this host" if parse_endpoint(address).is_loopback else "everyone on the network"
+            yield f"{where}: {reach} could read and write the cache unencrypted; set tls.cert and tls.key, {remedy}"
         elif values["auth.tokens"] is None and values["tls.client_ca"] is None:
-            yield f"{where}: nobody is asked who he is; set auth.tokens or tls.client_ca, {what}"
+            yield f"{where}: clients are not authenticated; set auth.tokens or tls.client_ca, {remedy}"
 
 
-def _handoff_contradictions(values: Mapping[str, Any], problem: Callable[[str, str], str]) -> Iterator[str]:
+def _handoff_conflicts(values: Mapping[str, Any], problem: Callable[[str, str], str]) -> Iterator[str]:
     if values["handoff.default"] > values["handoff.max"]:
         longest = SETTINGS["handoff.max"].show(values["handoff.max"])
         yield problem("handoff.default", f"is more than handoff.max = {longest}")
     for key in ("handoff.default", "handoff.max"):
         if values[key] <= EXPIRY_MARGIN_SECONDS:
-            yield problem(
-                key, f"a hold is not read in its last {EXPIRY_MARGIN_SECONDS:g} s: nobody could ever claim one"
-            )
+            yield problem(key, f"no claim is possible in the last {EXPIRY_MARGIN_SECONDS:g} s of a hold: use more")
 
 
 def warnings(config: Config) -> Iterator[str]:
-    """Yields what is allowed and yet worth a line in the log."""
-    asks = config.auth.tokens is not None or config.tls.client_ca is not None
+    """Yields each permitted setting that deserves a line in the log."""
+    authenticates = config.auth.tokens is not None or config.tls.client_ca is not None
     for endpoint in config.endpoints:
-        who = "every user of this host" if endpoint.is_loopback else "whoever reaches it"
+        reach = "every user of this host" if endpoint.is_loopback else "everyone on the network"
         if endpoint.is_unix:
             continue
-        if config.tls.cert is None:
-            what = "and tokens are sent in the clear" if asks else "can read and write the cache"
-            yield f"listening on {endpoint} in the clear: {who} {'can listen in,' if asks else ''} {what}".replace(
-                "  ", " "
-            )
-        elif not asks:
-            yield f"listening on {endpoint} without asking for credentials: {who} can read and write the cache"
+        if config.tls.cert is None and authenticates:
+            yield f"listening on {endpoint} unencrypted: {reach} can listen in, and tokens are sent in the clear"
+        elif config.tls.cert is None:
+            yield f"listening on {endpoint} unencrypted: {reach} can read and write the cache"
+        elif not authenticates:
+            yield f"listening on {endpoint} without authentication: {reach} can read and write the cache"
     if config.metrics is not None and not config.auth.metrics and not parse_endpoint(config.metrics).is_loopback:
-        yield f"metrics on {config.metrics}: whoever reaches it sees models, engines and tenants; see auth.metrics"
+        yield f"metrics on {config.metrics}: the whole network sees models, engines and tenants; see auth.metrics"
     if config.region_size > memory_bytes() // 2:
         yield f"region_size = {format_size(config.region_size)} is more than half of this machine's memory"
 

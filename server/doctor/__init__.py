@@ -1,1 +1,1 @@
-"""What `kvtier doctor` looks at: a module per theme, and in each a function per check. None of them changes anything."""
+"""Checks of `kvtier doctor`: a module per topic, a function per check. Checks change nothing."""

@@ -1,4 +1,4 @@
-"""The disks that tiers are on: may they be written to, is there room, is it a file system for this, how fast is it."""
+"""Checks of the tiers' disks: permissions, free space, file system and speed."""
 
 from __future__ import annotations
 
@@ -18,42 +18,26 @@ from .finding import CheckContext, CheckResult, fail, ok, warn
 
 __all__ = ["disks"]
 
-_NETWORK = frozenset(
-    (
-        "9p",
-        "afs",
-        "ceph",
-        "cifs",
-        "fuse.glusterfs",
-        "fuse.sshfs",
-        "glusterfs",
-        "gpfs",
-        "lustre",
-        "ncpfs",
-        "nfs",
-        "nfs4",
-        "smb3",
-        "smbfs",
-        "virtiofs",
-    )
-)
-_LEAST_BYTES = 64 * MIB
+_NETWORK = {
+    *("9p", "afs", "ceph", "cifs", "fuse.glusterfs", "fuse.sshfs", "glusterfs", "gpfs"),
+    *("lustre", "ncpfs", "nfs", "nfs4", "smb3", "smbfs", "virtiofs"),
+}
+_MIN_ROOM_BYTES = 64 * MIB
 _CHUNK = 4 * MIB
-_MOST_BYTES = 64 * MIB
-_MOST_SECONDS = 1.0
+_MAX_BYTES = 64 * MIB
+_MAX_SECONDS = 1.0
 _SYNCS = 8
 _SLOW_BYTES_PER_S = 100e6
 _SLOW_SYNC_SECONDS = 0.02
 
 
-def disks(scene: CheckContext) -> Iterator[CheckResult]:
-    """Looks at the directory of each tier below the CPU tier."""
-    if scene.config is None:
+def disks(context: CheckContext) -> Iterator[CheckResult]:
+    if context.config is None:
         return
-    if not scene.config.tiers:
+    if not context.config.tiers:
         yield ok("no tiers below the CPU tier")
     measured: set[int] = set()
-    for tier in scene.config.tiers:
+    for tier in context.config.tiers:
         directory = _existing(tier.path)
         what = f"tier {tier.name} ({tier.path})"
         if not os.access(directory, os.W_OK | os.X_OK):
@@ -66,7 +50,7 @@ def disks(scene: CheckContext) -> Iterator[CheckResult]:
         yield from _file_system(what, directory)
         yield from _room(what, tier.path, tier.size)
         device = directory.stat().st_dev
-        if scene.measure_disks and device not in measured:
+        if context.measure_disks and device not in measured:
             measured.add(device)
             yield _speed(what, directory)
 
@@ -82,19 +66,19 @@ def _file_system(what: str, directory: Path) -> Iterator[CheckResult]:
     if kind in _NETWORK:
         yield fail(
             f"{what} is on {kind}, a network file system",
-            "LMDB maps its file into memory and locks it, which network file systems do not carry: blocks get lost or damaged",
+            "LMDB needs memory maps and locks, which fail on network file systems: blocks get lost or damaged",
             "set data_dir to a disk of this host",
         )
     elif kind in ("tmpfs", "ramfs"):
         yield warn(
             f"{what} is on {kind}",
-            "it is in memory: it takes it from everybody, and what is durable does not survive a restart of the host",
+            "its files use memory, and blocks do not survive a restart of the host",
             "set data_dir to a disk, or use a larger CPU tier and --cpu-only",
         )
     elif kind == "overlay":
         yield warn(
             f"{what} is on the container's own layer (overlay)",
-            "it goes when the container is made anew",
+            "its files are lost when the container is recreated",
             "mount a volume there",
         )
     else:
@@ -104,33 +88,31 @@ def _file_system(what: str, directory: Path) -> Iterator[CheckResult]:
 def _room(what: str, path: Path, size: int) -> Iterator[CheckResult]:
     room = disk_bytes(path)
     seen = f"{what}: room for {human_size(room)}, its size is {human_size(size)}"
-    if room < min(size, _LEAST_BYTES):
-        yield fail(
-            seen, "the disk is full: next to nothing can be stored", "make room, or set data_dir to another disk"
-        )
+    if room < min(size, _MIN_ROOM_BYTES):
+        yield fail(seen, "the disk is full: almost nothing can be stored", "make room, or set data_dir to another disk")
     elif room < size:
-        yield warn(seen, "when the disk is full, new blocks stay in memory only", "make room, or set a lower size")
+        yield warn(seen, "if the disk is full, new blocks stay in memory only", "make room, or set a lower size")
     else:
         yield ok(seen)
 
 
 def _speed(what: str, directory: Path) -> CheckResult:
-    """Measures a file without a name, which is gone when it is closed, however this process ends."""
+    """Measures with an unnamed file, which disappears when this process ends for any reason."""
     try:
         with _unnamed(directory) as descriptor:
             rate, latency = _write(descriptor), _sync(descriptor)
     except OSError as error:
         return fail(
             f"{what}: a file of {human_size(_CHUNK)} cannot be written: {error.strerror}",
-            "neither can the tier",
-            "make room; look at quotas, at ulimit -f, and at the kernel's log",
+            "the tier cannot write either",
+            "make room; check quotas, ulimit -f and the kernel's log",
         )
     seen = f"{what}: writes {human_size(rate)}/s with fdatasync, and syncs 4 KiB in {latency * 1e3:.2f} ms"
     if rate < _SLOW_BYTES_PER_S or latency > _SLOW_SYNC_SECONDS:
         return warn(
             seen,
-            "engines store faster than that: much is dropped on its way to the tier (kvtier_tier_dropped_total)",
-            "a local NVMe disk; measured for a second, so look again while nothing else uses the disk",
+            "engines store faster: many blocks are not written to the tier (kvtier_tier_dropped_total)",
+            "use a local NVMe disk; measure again while nothing else uses the disk",
         )
     return ok(seen)
 
@@ -139,7 +121,7 @@ def _speed(what: str, directory: Path) -> CheckResult:
 def _unnamed(directory: Path) -> Iterator[int]:
     try:
         descriptor = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError:  # not every file system has such files
+    except OSError:  # not every file system supports unnamed files
         descriptor, name = tempfile.mkstemp(dir=directory, prefix="kvtier-doctor-")
         os.unlink(name)  # noqa: PTH108 - beside the other calls of os
     try:
@@ -149,11 +131,11 @@ def _unnamed(directory: Path) -> Iterator[int]:
 
 
 def _write(descriptor: int) -> float:
-    """Returns how many bytes a second get onto the disk."""
+    """Returns the write rate in bytes per second."""
     with mmap.mmap(-1, _CHUNK) as chunk:
         chunk.write(os.urandom(1 << 16) * (_CHUNK >> 16))
         began, written = time.perf_counter(), 0
-        while written < _MOST_BYTES and time.perf_counter() - began < _MOST_SECONDS:
+        while written < _MAX_BYTES and time.perf_counter() - began < _MAX_SECONDS:
             view = memoryview(chunk)
             try:
                 written += os.write(descriptor, view)
@@ -164,7 +146,7 @@ def _write(descriptor: int) -> float:
 
 
 def _sync(descriptor: int) -> float:
-    """Returns how long a small write takes to be on the disk, in seconds."""
+    """Returns the median duration of a small durable write, in seconds."""
     times = []
     for number in range(_SYNCS):
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What engines beside the server are started with: do their hashes agree, can their GPUs' memory be shared."""
+"""Checks of engines on this machine: block hashes, and access of the server to GPU memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .finding import CheckContext, CheckResult, fail, ok, warn
 __all__ = ["cuda_ipc", "hashes"]
 
 _REPRODUCIBLE = frozenset(("sha256", "sha256_cbor"))
-"""What kvtier's connector for vLLM takes; the same as `client/engines/vllm` has, which a test compares."""
+"""Algorithms that kvtier's connector for vLLM accepts; a test compares them with `client/engines/vllm`."""
 _DEFAULT = "sha256"
 _FLAG = "--prefix-caching-hash-algo"
 _PROC = Path("/proc")
@@ -25,19 +25,19 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """An engine, or one that is to be started."""
+    """A running or planned engine."""
 
     name: str
     algorithm: str
     seed: str | None
-    """Its PYTHONHASHSEED."""
+    """PYTHONHASHSEED of the engine."""
 
 
-def hashes(scene: CheckContext) -> Iterator[CheckResult]:
-    """Do the engines' block hashes mean the same in every process."""
+def hashes(context: CheckContext) -> Iterator[CheckResult]:
+    """Checks that all engines compute the same block hashes."""
     engines = list(_running())
-    if scene.hash_algo is not None:
-        engines.append(Engine("an engine started from here", scene.hash_algo, scene.environ.get("PYTHONHASHSEED")))
+    if context.hash_algo is not None:
+        engines.append(Engine("an engine started from here", context.hash_algo, context.environ.get("PYTHONHASHSEED")))
     if not engines:
         yield ok("no vLLM of this user runs here; its default (sha256) agrees between processes")
     for engine in engines:
@@ -46,7 +46,7 @@ def hashes(scene: CheckContext) -> Iterator[CheckResult]:
     if len(seeds) > 1:
         yield fail(
             f"engines have different PYTHONHASHSEED: {', '.join('unset' if seed is None else repr(seed) for seed in seeds)}",
-            "vLLM hashes from it: no engine finds what another has stored, though their settings look alike",
+            "block hashes depend on it: no engine finds blocks of another, though their settings look alike",
             "set it alike in all engines, or in none",
         )
 
@@ -55,10 +55,10 @@ def _judge(engine: Engine) -> CheckResult:
     seed = "PYTHONHASHSEED is not set" if engine.seed in (None, "", "random") else f"PYTHONHASHSEED={engine.seed}"
     if engine.algorithm in _REPRODUCIBLE:
         return ok(f"{engine.name}: hashes by {engine.algorithm}, {seed}")
-    why = "kvtier's connector stores and loads nothing for it, with one warning: such hashes may collide"
+    why = "such hashes may collide: kvtier's connector stores and loads nothing for it, and logs one warning"
     if engine.seed in (None, "", "random"):
         why = (
-            "its block hashes are other ones in every process, so no engine finds what another has stored; "
+            "its block hashes differ in every process, so no engine would find blocks of another; "
             "kvtier's connector stores nothing for it"
         )
     return fail(
@@ -69,7 +69,7 @@ def _judge(engine: Engine) -> CheckResult:
 
 
 def _running(proc: Path = _PROC) -> Iterator[Engine]:
-    """Yields the vLLM servers whose command line can be read."""
+    """Yields the vLLM servers whose command line and environment can be read."""
     for entry in proc.iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
@@ -83,7 +83,7 @@ def _running(proc: Path = _PROC) -> Iterator[Engine]:
 
 
 def _is_vllm(arguments: Sequence[str]) -> bool:
-    """Whether a command line is that of a vLLM server: `vllm serve`, or its module."""
+    """Returns whether this is a command line of `vllm serve` or of vLLM's server module."""
     names = [Path(argument).name for argument in arguments[:4]]
     return ("vllm" in names and "serve" in names) or any(
         argument.startswith("vllm.entrypoints") for argument in arguments[:8]
@@ -93,7 +93,7 @@ def _is_vllm(arguments: Sequence[str]) -> bool:
 def _algorithm(arguments: Sequence[str]) -> str:
     for number, argument in enumerate(arguments):
         flag, equals, value = argument.partition("=")
-        if flag.replace("_", "-") != _FLAG:  # vLLM takes either
+        if flag.replace("_", "-") != _FLAG:  # vLLM accepts both
             continue
         if equals:
             return value
@@ -102,28 +102,30 @@ def _algorithm(arguments: Sequence[str]) -> str:
     return _DEFAULT
 
 
-def cuda_ipc(scene: CheckContext) -> Iterator[CheckResult]:
-    """Can the server copy to and from the memory of engines' GPUs."""
-    allocator = scene.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + scene.environ.get("PYTORCH_ALLOC_CONF", "")
+def cuda_ipc(context: CheckContext) -> Iterator[CheckResult]:
+    """Checks that the server can copy to and from the memory of engines' GPUs."""
+    allocator = context.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + context.environ.get("PYTORCH_ALLOC_CONF", "")
     if "expandable_segments:true" in allocator.lower():
         yield warn(
             f"PYTORCH_CUDA_ALLOC_CONF={allocator}",
-            "memory of expandable segments cannot be shared between processes: engines with it copy by way of the host",
+            "expandable segments cannot be shared between processes: these engines copy through host memory",
             "start engines without expandable_segments:True",
         )
     if not machine.has_gpu():
         yield ok("no NVIDIA GPU here: engines copy between their memory and the region themselves")
         return
-    reason = unavailable_reason(scene.config.devices.driver if scene.config else "auto")
+    reason = unavailable_reason(context.config.devices.driver if context.config else "auto")
     if reason:
         yield warn(
-            reason, "the server does not copy to and from GPUs; engines do it themselves, more slowly", "as it says"
+            reason,
+            "the server does not copy to and from GPUs; engines do it themselves, more slowly",
+            "see the message",
         )
         return
-    if scene.endpoint.path is not None and scene.status is not None and _peer_pid(scene.endpoint.path) == 0:
+    if context.endpoint.path is not None and context.status is not None and _peer_pid(context.endpoint.path) == 0:
         yield warn(
             "the server is in another PID namespace",
-            "the driver opens an engine's memory only where both see each other's processes",
+            "the driver shares memory only between processes that see each other",
             "share the PID namespace: docker --pid, Kubernetes shareProcessNamespace or hostPID",
         )
         return
@@ -131,7 +133,7 @@ def cuda_ipc(scene: CheckContext) -> Iterator[CheckResult]:
 
 
 def _peer_pid(path: str) -> int | None:
-    """Returns the process behind a socket: 0 where it is in a PID namespace that is not seen from here; None if nobody answers."""
+    """Returns the pid of the server of a socket: 0 if its PID namespace is not visible here; None without a server."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:

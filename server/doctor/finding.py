@@ -1,4 +1,4 @@
-"""What a check says, and what it is given to look at."""
+"""Input and result of a check."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Check", "CheckContext", "CheckResult", "Verdict", "fail", "ok", "war
 
 
 class Verdict(enum.StrEnum):
-    """How bad it is. Only a failure changes the exit code."""
+    """Severity. Only a failure changes the exit code."""
 
     OK = "ok"
     WARN = "warn"
@@ -23,56 +23,53 @@ class Verdict(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What one check has found."""
+    """Result of one check."""
 
     verdict: Verdict
     seen: str
-    """What is so."""
+    """What was found."""
     why: str = ""
-    """Why that matters; empty where all is well."""
+    """Why it matters; empty if the verdict is OK."""
     do: str = ""
-    """What to do about it; likewise."""
+    """What to do about it; empty if the verdict is OK."""
 
 
 def ok(seen: str) -> CheckResult:
-    """Returns that all is well."""
     return CheckResult(Verdict.OK, seen)
 
 
 def warn(seen: str, why: str, do: str) -> CheckResult:
-    """Returns that something will not be as good as it could be."""
     return CheckResult(Verdict.WARN, seen, why, do)
 
 
 def fail(seen: str, why: str, do: str) -> CheckResult:
-    """Returns that something does not work."""
     return CheckResult(Verdict.FAIL, seen, why, do)
 
 
 @dataclass(frozen=True, slots=True)
 class CheckContext:
-    """What checks look at beside the machine."""
+    """Input of the checks, besides the machine."""
 
     config: Config | None
-    """What a server would run with here; None where that cannot be used."""
+    """Effective configuration of a server here; None if it is invalid."""
     problems: tuple[str, ...]
-    """Why it cannot be used."""
+    """Problems of an invalid configuration."""
     warnings: tuple[str, ...]
-    """What is allowed in it, and yet worth a word."""
+    """Warnings about a valid configuration."""
     endpoint: Endpoint
     timeout: float
     status: GetStatusResponse | None
-    """What the server there says; None where none answers."""
-    silence: str
-    """Why none does, or why it does not say how it is."""
+    """Status of the server at the endpoint; None without an answer."""
+    error: str
+    """Error of the call, if there is no status."""
     reason: str
-    """The reason with which it refuses, "TLS", "TIMEOUT", or nothing where nobody is there."""
+    """Reason of the refusal, "TLS", "TIMEOUT", or empty if no server is there."""
     protocol_versions: tuple[int, ...]
-    """Those that it speaks; none where it did not say."""
+    """Protocol versions of the server; empty without an answer."""
     server_version: str
     environ: Mapping[str, str]
     hash_algo: str | None = None
-    """What engines are to hash by, where that was said."""
+    """Hash algorithm planned for engines, if given."""
     measure_disks: bool = True
 
 

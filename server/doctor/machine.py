@@ -1,4 +1,4 @@
-"""What the kernel says of this machine, this process and its control groups."""
+"""Facts from the kernel about this machine, this process and its control groups."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
 def has_gpu() -> bool:
-    """Returns whether there is an NVIDIA device that this process might use."""
     return any(path.exists() for path in _GPU)
 
 
 def has_capability(number: int) -> bool:
-    """Returns whether this process has a capability in effect."""
+    """Returns whether this process has an effective capability."""
     try:
         found = re.search(r"^CapEff:\s*([0-9a-f]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
     except OSError:
@@ -30,7 +29,7 @@ def has_capability(number: int) -> bool:
 
 
 def cpu_limit(root: Path = _CGROUP) -> float | None:
-    """Returns how many processors the control group gives; None for no limit."""
+    """Returns the control group's limit of processors; None without a limit."""
     try:
         quota, period = (root / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)
@@ -44,7 +43,7 @@ def cpu_limit(root: Path = _CGROUP) -> float | None:
 
 
 def memory_limit(root: Path = _CGROUP) -> int | None:
-    """Returns how many bytes of memory the control group allows; None for no limit."""
+    """Returns the control group's memory limit in bytes; None without a limit."""
     for path in (root / "memory.max", root / "memory" / "memory.limit_in_bytes"):
         try:
             limit = int(path.read_text())
@@ -55,7 +54,7 @@ def memory_limit(root: Path = _CGROUP) -> int | None:
 
 
 def file_system(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
-    """Returns the kind of file system that a path is on, as the kernel names it; "unknown" where it does not say."""
+    """Returns the type of the file system that a path is on; "unknown" if the kernel does not tell."""
     best, kind = -1, "unknown"
     try:
         lines = mounts.read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Memory: the region that is shared, huge pages, pinning; and what a container allows."""
+"""Checks of memory: shared region, huge pages, pinning, and limits of the container."""
 
 from __future__ import annotations
 
@@ -19,47 +19,49 @@ from .finding import CheckContext, CheckResult, fail, ok, warn
 __all__ = ["container", "huge_pages", "memlock", "shared_memory"]
 
 _OWN_BYTES = 256 * MIB
-"""What the server wants beside the region."""
+"""Memory of the server besides the region."""
 _THP = Path("/sys/kernel/mm/transparent_hugepage")
 
 
-def shared_memory(scene: CheckContext) -> Iterator[CheckResult]:
-    """Can the region be had. It is a memfd: nothing is in /dev/shm, whose size does not matter."""
+def shared_memory(context: CheckContext) -> Iterator[CheckResult]:
+    """Checks that the region can be created. It is a memfd, so the size of /dev/shm does not matter."""
     try:
         with HostRegion.create(mmap.PAGESIZE) as region:
             region.back(0, mmap.PAGESIZE)
     except RegionError as error:
         yield fail(
             f"{error}",
-            "the CPU tier is a memfd, and cannot be made",
+            "the CPU tier is a memfd, which cannot be created",
             "allow memfd_create and fallocate (seccomp, limits)",
         )
         return
-    if scene.config is None:
+    if context.config is None:
         return
-    size, limit = scene.config.region_size, memory_bytes()
+    size, limit = context.config.region_size, memory_bytes()
     most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if 0 <= most < size:
         yield fail(
-            f"this process may make files of {human_size(most)} at most (RLIMIT_FSIZE)",
-            f"the region of {human_size(size)} is a file in memory, and tiers are files on disk: a server is refused both",
+            f"files of at most {human_size(most)} are allowed (RLIMIT_FSIZE)",
+            f"the region of {human_size(size)} is a file in memory, and tiers are files on disk",
             "ulimit -f unlimited; for systemd LimitFSIZE=infinity",
         )
     free = available_bytes()
-    has = scene.status is not None and scene.status.region.backed_bytes > 0
-    if has and scene.status is not None:
-        region_ = scene.status.region
+    has = context.status is not None and context.status.region.backed_bytes > 0
+    if has and context.status is not None:
+        region_ = context.status.region
         seen = f"the server has {human_size(region_.backed_bytes)} of {human_size(region_.size_bytes)}"
         if region_.backed_bytes < region_.size_bytes:
             yield warn(
-                seen, "the rest is not there (yet): it serves with what there is", "look again; else lower region_size"
+                seen,
+                "the rest is not backed (yet); the server uses what there is",
+                "check again later, or lower region_size",
             )
         else:
             yield ok(f"{seen}, in a memfd; /dev/shm is not used")
     elif free is not None and free < size:
         yield warn(
             f"{human_size(free)} of memory are free, region_size is {human_size(size)}",
-            "the region is backed as far as memory goes, and the rest is missing",
+            "only a part of the region will be backed",
             "lower region_size, or free memory before the server starts",
         )
     elif 0 <= most < size:
@@ -69,14 +71,14 @@ def shared_memory(scene: CheckContext) -> Iterator[CheckResult]:
 
 
 def huge_pages(_: CheckContext) -> Iterator[CheckResult]:
-    """Can the region lie on huge pages. Tried with a small one."""
+    """Checks with a small region whether huge pages are available."""
     settings = ", ".join(f"{name}={_chosen(name)}" for name in ("enabled", "shmem_enabled"))
     try:
         with HostRegion.create(4 * HUGE_PAGE_BYTES) as region:
             region.back(0, region.size_bytes)
             huge = region.huge_bytes
     except RegionError as error:
-        yield warn(f"not tried: {error}", "huge pages make attaching free", "see shared_memory")
+        yield warn(f"not tried: {error}", "with huge pages, attaching costs nothing", "see shared_memory")
         return
     page = human_size(HUGE_PAGE_BYTES)
     if huge:
@@ -84,8 +86,8 @@ def huge_pages(_: CheckContext) -> Iterator[CheckResult]:
         return
     yield warn(
         f"MADV_COLLAPSE makes no pages of {page} ({settings})",
-        "processes pay 0.9 µs per 4 KiB page when they first touch the region, and direct I/O takes three times as long",
-        "a kernel from 6.1 on with transparent huge pages; echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled",
+        "first access costs 0.9 µs per 4 KiB page and process, and direct I/O takes three times as long",
+        "use Linux 6.1 or later; echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled",
     )
 
 
@@ -97,31 +99,28 @@ def _chosen(name: str) -> str:
     return text.partition("[")[2].partition("]")[0] or text.strip()
 
 
-def memlock(scene: CheckContext) -> Iterator[CheckResult]:
-    """May this user lock, and so pin, memory; tried with a page."""
+def memlock(context: CheckContext) -> Iterator[CheckResult]:
+    """Checks with one page whether memory can be locked, and so pinned."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    said = _limit(soft)
-    size = scene.config.region_size if scene.config else GIB
+    text = _limit(soft)
+    size = context.config.region_size if context.config else GIB
     raise_it = "ulimit -l unlimited; for systemd LimitMEMLOCK=infinity, for docker --ulimit memlock=-1"
     if not _locks_a_page():
         yield warn(
-            f"the limit of locked memory is {said} (hard limit {_limit(hard)}): not a page can be locked",
-            "memory that drivers read and write by DMA cannot be pinned: copies to and from GPUs go by way of the driver's "
-            "own buffers, at about half the speed",
+            f"the limit of locked memory is {text} (hard limit {_limit(hard)}): not a page can be locked",
+            "memory cannot be pinned for DMA: copies to and from GPUs use the driver's buffers, at about half the speed",
             raise_it,
         )
     elif machine.has_gpu() and 0 <= soft < size and not machine.has_capability(machine.CAP_IPC_LOCK):
         yield warn(
-            f"the limit of locked memory is {said}, less than the region",
-            "some drivers count pinned memory there, and refuse to pin what is beyond",
+            f"the limit of locked memory is {text}, less than the region",
+            "some drivers count pinned memory, and refuse to pin more than the limit",
             raise_it,
         )
     else:
-        beyond = (
-            ", and this process may go beyond" if machine.has_capability(machine.CAP_IPC_LOCK) and soft >= 0 else ""
-        )
+        beyond = "; this process may exceed it" if machine.has_capability(machine.CAP_IPC_LOCK) and soft >= 0 else ""
         pinned = "" if machine.has_gpu() else "; nothing is pinned without a GPU"
-        yield ok(f"the limit of locked memory is {said}{beyond}{pinned}")
+        yield ok(f"the limit of locked memory is {text}{beyond}{pinned}")
 
 
 def _limit(limit: int) -> str:
@@ -141,21 +140,21 @@ def _locks_a_page() -> bool:
     return locked
 
 
-def container(scene: CheckContext) -> Iterator[CheckResult]:
-    """What the control groups allow of processors and memory."""
+def container(context: CheckContext) -> Iterator[CheckResult]:
+    """Checks the control group's limits of processors and memory."""
     cores, usable = machine.cpu_limit(), len(os.sched_getaffinity(0))
     if cores is not None and cores < 1:
         yield warn(
             f"the control group gives {cores:g} of a processor",
-            "the event loop is stopped whenever that is used up: calls time out and count as misses",
-            "give the server two processors at least",
+            "the event loop is suspended when it is used up: calls time out and count as misses",
+            "give the server at least two processors",
         )
     most = min(usable, cores) if cores is not None else usable
-    limit, size = machine.memory_limit(), scene.config.region_size if scene.config else 0
+    limit, size = machine.memory_limit(), context.config.region_size if context.config else 0
     if limit is not None and limit < size + _OWN_BYTES:
         yield fail(
             f"the control group allows {human_size(limit)} of memory, region_size is {human_size(size)}",
-            f"the region is charged to it, and the server wants some {human_size(_OWN_BYTES)} besides: it would be killed",
+            f"the server would be killed: it needs the region and about {human_size(_OWN_BYTES)}",
             "raise the limit, or lower region_size",
         )
         return

@@ -1,4 +1,4 @@
-"""Descriptors and clocks."""
+"""Checks of file descriptors and the clock."""
 
 from __future__ import annotations
 
@@ -13,27 +13,25 @@ __all__ = ["clock", "descriptors"]
 
 _LEAST_DESCRIPTORS = 256
 _PER_SESSION = 4
-"""Descriptors of a session, about: its stream, the connection that maps the region, one or two for calls."""
+"""Approximate descriptors per session: heartbeat stream, attach connection, one or two for calls."""
 _BESIDES = 128
 _WATCH_SECONDS = 0.05
 _JUMP_SECONDS = 0.02
 _STA_UNSYNC = 0x40
 
 
-def descriptors(scene: CheckContext) -> Iterator[CheckResult]:
-    """May a server have as many descriptors as its sessions want. It raises its own soft limit."""
+def descriptors(context: CheckContext) -> Iterator[CheckResult]:
+    """Checks the hard limit of file descriptors; a server raises its soft limit itself."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    sessions = scene.config.limits.max_sessions if scene.config else 0
+    sessions = context.config.limits.max_sessions if context.config else 0
     wanted = _BESIDES + sessions * _PER_SESSION
     more = "raise the hard limit: ulimit -Hn; for systemd LimitNOFILE=, for docker --ulimit nofile="
     if hard < _LEAST_DESCRIPTORS:
-        yield fail(
-            f"{hard} open files are allowed", "a server has some dozens of its own, and more with every client", more
-        )
+        yield fail(f"{hard} open files are allowed", "a server needs dozens, and more with every client", more)
     elif hard < wanted:
         yield warn(
             f"{hard} open files are allowed, limits.max_sessions is {sessions}",
-            f"so many sessions want about {wanted}: the last of them are turned away",
+            f"that many sessions need about {wanted}: the last ones are refused",
             f"{more} or lower limits.max_sessions",
         )
     else:
@@ -41,21 +39,21 @@ def descriptors(scene: CheckContext) -> Iterator[CheckResult]:
 
 
 def clock(_: CheckContext) -> Iterator[CheckResult]:
-    """Does the wall clock run steadily, and does somebody set it. Leases and expiry go by the monotonic clock."""
+    """Checks that the wall clock is steady and synchronized. Leases and expiry use the monotonic clock."""
     wall, steady = time.time(), time.monotonic()
     time.sleep(_WATCH_SECONDS)
     jump = (time.time() - wall) - (time.monotonic() - steady)
     if abs(jump) > _JUMP_SECONDS:
         yield warn(
-            f"the wall clock jumped by {jump:.3f} s while it was looked at",
-            "times in logs and metrics, tokens and certificates go by it; leases do not",
-            "let it be slewed instead of stepped (chrony: makestep only at the start)",
+            f"the wall clock jumped by {jump:.3f} s during the check",
+            "log and metric times, tokens and certificates depend on it; leases do not",
+            "slew the clock instead of stepping it (chrony: makestep only at the start)",
         )
         return
     if _unsynchronized():
         yield warn(
             "the wall clock is not synchronized, as far as the kernel knows",
-            "times in logs and metrics of several hosts do not fit together, and certificates go by it; leases do not",
+            "log and metric times of several hosts differ, and certificates depend on it; leases do not",
             "run chrony or systemd-timesyncd on the host",
         )
     else:
@@ -75,7 +73,7 @@ class _Timex(ctypes.Structure):
 
 
 def _unsynchronized() -> bool:
-    """Returns whether the kernel says that its clock is not synchronized. Changes nothing: `modes` is 0."""
+    """Returns the kernel's flag. With `modes` = 0 adjtimex changes nothing."""
     timex = _Timex()
     libc = ctypes.CDLL(None, use_errno=True)
     try:

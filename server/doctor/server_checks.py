@@ -1,4 +1,4 @@
-"""The configuration, the socket and what answers there."""
+"""Checks of the configuration, the socket, the server, its ports and its tiers."""
 
 from __future__ import annotations
 
@@ -18,55 +18,50 @@ from ...tiers.base import TierError
 from ..config.schema import TierConfig
 from ..config.units import human_age, human_size, seconds_of
 from ..rpc.sessions import PROTOCOL_VERSIONS
-from ..rpc.sockets import trouble_with_port
+from ..rpc.sockets import port_error
 from ..tier_host.factory import tier_class
 from ..tier_host.guard import describe_error
 from .finding import CheckContext, CheckResult, fail, ok, warn
 
 __all__ = ["configuration", "ports", "server", "socket_file", "tiers", "versions"]
 
-
 _START = "start one: kvtier serve"
-
-
 _REMEDIES = {
-    "UNAUTHENTICATED": "show what it knows: --token-file (KVTIER_TOKEN_FILE), or --cert and --key; docs/security.md",
+    "UNAUTHENTICATED": "give valid credentials: --token-file (KVTIER_TOKEN_FILE), or --cert and --key; docs/security.md",
     "TIMEOUT": "does it hang (its log, its CPU), is a firewall in between? docs/troubleshooting.md#kvtier-server-not-answering",
-    "TLS": "--ca (KVTIER_CA) must vouch for its certificate, and --cert and --key must be whom it knows; docs/security.md",
+    "TLS": "--ca (KVTIER_CA) must match its certificate, and --cert and --key must be known to it; docs/security.md",
 }
 
 
-def configuration(scene: CheckContext) -> Iterator[CheckResult]:
-    """Can a server start with what file, environment and flags say."""
-    for problem in scene.problems:
+def configuration(context: CheckContext) -> Iterator[CheckResult]:
+    """Checks that a server can start with this configuration."""
+    for problem in context.problems:
         yield fail(
             problem,
             "kvtier serve ends with exit code 78",
-            "correct it; kvtier config shows where each value comes from",
+            "correct it; kvtier config shows the origin of each value",
         )
-    for warning in scene.warnings:
-        yield warn(
-            warning, "it is allowed, and may not be what is meant", "kvtier config shows where each value comes from"
-        )
-    if scene.config is not None and not scene.warnings:
+    for warning in context.warnings:
+        yield warn(warning, "it is allowed, but may not be intended", "kvtier config shows the origin of each value")
+    if context.config is not None and not context.warnings:
         yield ok(
-            f"can be used: {human_size(scene.config.region_size)} of memory, tiers below it: {len(scene.config.tiers)}"
+            f"can be used: {human_size(context.config.region_size)} of memory, tiers below it: {len(context.config.tiers)}"
         )
 
 
-def socket_file(scene: CheckContext) -> Iterator[CheckResult]:
-    """Is the socket there, whose is it, and does somebody listen."""
-    if scene.endpoint.path is None:
-        yield ok(f"{scene.endpoint} is TCP: there is no socket file to look at")
+def socket_file(context: CheckContext) -> Iterator[CheckResult]:
+    """Checks that the socket exists, its owner and mode, and that a server listens."""
+    if context.endpoint.path is None:
+        yield ok(f"{context.endpoint} is TCP and has no socket file")
         return
-    path = Path(scene.endpoint.path)
+    path = Path(context.endpoint.path)
     try:
         status = path.lstat()
     except PermissionError:
         yield fail(
             f"{path.parent} cannot be entered by user {os.getuid()}",
-            "neither the server's socket nor its companions can be reached",
-            "run this as the server's user, or choose a directory that both can enter",
+            "the server's sockets cannot be reached",
+            "run this as the server's user, or choose a directory that both users can enter",
         )
         return
     except (FileNotFoundError, NotADirectoryError):
@@ -77,7 +72,7 @@ def socket_file(scene: CheckContext) -> Iterator[CheckResult]:
         return
     yield from _ownership(path, status)
     if (trouble := _connect(path)) is not None:
-        yield _nobody(path, trouble)
+        yield _not_listening(path, trouble)
 
 
 def _absent(path: Path) -> Iterator[CheckResult]:
@@ -85,13 +80,11 @@ def _absent(path: Path) -> Iterator[CheckResult]:
     if not os.access(directory, os.W_OK | os.X_OK):
         yield fail(
             f"{path} is not there, and user {os.getuid()} cannot write to {directory}",
-            "a server could not make its socket",
-            "choose another path (--listen unix:PATH), or make the directory the server's",
+            "a server cannot create its socket",
+            "choose another path (--listen unix:PATH), or change the directory's owner",
         )
     else:
-        yield warn(
-            f"{path} is not there: no server runs here", "engines compute everything themselves meanwhile", _START
-        )
+        yield warn(f"{path} is not there: no server runs here", "engines recompute everything", _START)
 
 
 def _ownership(path: Path, status: os.stat_result) -> Iterator[CheckResult]:
@@ -99,20 +92,20 @@ def _ownership(path: Path, status: os.stat_result) -> Iterator[CheckResult]:
     if status.st_uid != own and path == Path(default_endpoint().path or ""):
         yield fail(
             f"{path} belongs to user {status.st_uid}, not to {own}",
-            "whoever made it in this user's own place could read and answer in the server's stead",
-            "find out who did, remove it, and start the server again",
+            "that user could read calls and answer instead of the server",
+            "find out who created it, remove it, and restart the server",
         )
     elif not os.access(path, os.R_OK | os.W_OK):
         yield fail(
             f"{path} belongs to user {status.st_uid}, mode {mode:04o}: user {own} cannot connect",
             "every call ends in a miss",
-            "run engines and this command as the server's user, or listen where both can connect",
+            "run engines and this command as the server's user, or use another directory",
         )
     elif mode & 0o077:
         yield warn(
             f"{path} has mode {mode:04o}",
-            "others than its owner can connect: whoever does can read and write the cache",
-            f"chmod 600 {path}; the server itself makes it so at its start",
+            "other users can connect, and read and write the cache",
+            f"chmod 600 {path}; the server does this when it starts",
         )
     else:
         whose = "this user's" if status.st_uid == own else f"user {status.st_uid}'s"
@@ -129,22 +122,22 @@ def _connect(path: Path) -> OSError | None:
     return None
 
 
-def _nobody(path: Path, trouble: OSError) -> CheckResult:
+def _not_listening(path: Path, trouble: OSError) -> CheckResult:
     if trouble.errno != errno.ECONNREFUSED:
         return fail(
             f"{path}: {trouble.strerror or trouble}",
-            "no call gets through",
-            "look at its permissions, and at the server",
+            "calls fail",
+            "check its permissions and the server",
         )
     if _is_locked(path.with_name(f"{path.name}.lock")):
         return fail(
-            f"{path}: nobody listens, and its lock is held",
-            "a server is starting, ending, or stands still",
-            "look at its log; it should serve or end within a minute",
+            f"{path}: no server listens, but its lock is held",
+            "a server is starting, ending, or hangs",
+            "check its log; it should serve or end within a minute",
         )
     return fail(
-        f"{path} is stale: a server was killed and left it, and nobody listens",
-        "engines compute everything themselves until a server runs again",
+        f"{path} is stale: its server was killed",
+        "engines recompute everything until a server runs again",
         f"{_START}; it replaces the socket",
     )
 
@@ -163,43 +156,43 @@ def _is_locked(path: Path) -> bool:
     return False
 
 
-def server(scene: CheckContext) -> Iterator[CheckResult]:
-    """Does a server answer, and is it well."""
-    status = scene.status
-    if status is None and scene.reason == "PERMISSION_DENIED":
-        yield ok(
-            f"answers at {scene.endpoint}: version {scene.server_version}; how it is, it tells a token of an admin"
-        )
+def server(context: CheckContext) -> Iterator[CheckResult]:
+    """Checks that a server answers and is healthy."""
+    status = context.status
+    if status is None and context.reason == "PERMISSION_DENIED":
+        yield ok(f"answers at {context.endpoint}: version {context.server_version}; its status requires an admin token")
         return
-    if status is None and scene.reason:
-        why = "an engine with the same settings only meets misses"
-        yield fail(
-            scene.silence, why, _REMEDIES.get(scene.reason, "as it says: docs/troubleshooting.md, errors by reason")
-        )
+    if status is None and context.reason:
+        why = "an engine with the same settings gets only misses"
+        yield fail(context.error, why, _REMEDIES.get(context.reason, "docs/troubleshooting.md, errors by reason"))
         return
     if status is None:
-        there = scene.endpoint.path is None or _is_listening(scene.endpoint)
+        there = context.endpoint.path is None or _is_listening(context.endpoint)
         judge = fail if there else warn
-        yield judge(scene.silence, "without a server engines compute everything themselves", _START)
+        yield judge(context.error, "without a server engines recompute everything", _START)
         return
     state = (
         f"version {status.server_version}, up {human_age(seconds_of(status.uptime))}, {len(status.sessions)} sessions"
     )
-    yield ok(f"answers at {scene.endpoint}: {state}")
+    yield ok(f"answers at {context.endpoint}: {state}")
     if status.draining:
-        yield warn("it takes no new work", "nothing new is stored", "kvtier drain --undo, unless it is about to end")
+        yield warn(
+            "the server takes no new work",
+            "new blocks are not stored",
+            "kvtier drain --undo, unless it is about to end",
+        )
     for tier in status.tiers:
         if not tier.healthy:
             yield warn(
                 f"tier {tier.name}: {tier.trouble}",
-                "the server goes on without that",
+                "the server works without it",
                 "docs/troubleshooting.md#a-tier-is-in-trouble",
             )
     if status.quarantined_bytes:
         yield warn(
             f"{human_size(status.quarantined_bytes)} are in quarantine",
-            "processes that lost their stores might still write there",
-            "end or wake who has the memory mapped and is no session: grep -ls memfd:kvtier /proc/[0-9]*/maps",
+            "processes whose stores have ended may still write to them",
+            "end or resume processes that map the memory without a session: grep -ls memfd:kvtier /proc/[0-9]*/maps",
         )
 
 
@@ -208,84 +201,84 @@ def _is_listening(endpoint: Endpoint) -> bool:
     return path.is_socket() and _connect(path) is None
 
 
-def versions(scene: CheckContext) -> Iterator[CheckResult]:
-    """Do this command, and so the clients installed beside it, and the server speak the same."""
-    if not scene.protocol_versions:
+def versions(context: CheckContext) -> Iterator[CheckResult]:
+    """Checks that this installation and the server have a protocol version in common."""
+    if not context.protocol_versions:
         yield ok(
             f"kvtier {__version__} here speaks protocol {_numbers(PROTOCOL_VERSIONS)}; no server to compare it with"
         )
-    elif not set(scene.protocol_versions) & set(PROTOCOL_VERSIONS):
+    elif not set(context.protocol_versions) & set(PROTOCOL_VERSIONS):
         yield fail(
-            f"the server ({scene.server_version}) speaks protocol {_numbers(scene.protocol_versions)}, "
+            f"the server ({context.server_version}) speaks protocol {_numbers(context.protocol_versions)}, "
             f"kvtier {__version__} here {_numbers(PROTOCOL_VERSIONS)}",
             "every session is refused",
             "install the same version of kvtier with the server and with the engines",
         )
-    elif scene.server_version != __version__:
+    elif context.server_version != __version__:
         yield warn(
-            f"the server is {scene.server_version}, kvtier here {__version__}; both speak protocol "
-            f"{_numbers(scene.protocol_versions)}",
-            "they work together, and what only one of them knows is not used",
-            "install the same version on both sides when it suits",
+            f"the server is {context.server_version}, kvtier here {__version__}; both speak protocol "
+            f"{_numbers(context.protocol_versions)}",
+            "they work together; features known to only one of them are not used",
+            "install the same version on both sides",
         )
     else:
-        yield ok(f"both sides are {__version__}, protocol {_numbers(scene.protocol_versions)}")
+        yield ok(f"both sides are {__version__}, protocol {_numbers(context.protocol_versions)}")
 
 
 def _numbers(versions: tuple[int, ...]) -> str:
     return ", ".join(map(str, versions))
 
 
-def ports(scene: CheckContext) -> Iterator[CheckResult]:
-    """Are the TCP ports free that a server would take, where none runs."""
-    config = scene.config
+def ports(context: CheckContext) -> Iterator[CheckResult]:
+    """Checks that the configured TCP ports are free, or used by the running server."""
+    config = context.config
     if config is None:
         return
     addresses = [endpoint for endpoint in config.endpoints if not endpoint.is_unix]
     addresses += [parse_endpoint(config.metrics)] if config.metrics else []
     if not addresses:
-        yield ok("none is wanted")
+        yield ok("none is configured")
     for address in addresses:
-        trouble = trouble_with_port(address) if address.port else None
+        trouble = port_error(address) if address.port else None
         if trouble is None:
             yield ok(f"{address} is free")
-        elif scene.status is not None and trouble.errno == errno.EADDRINUSE:
-            yield ok(f"{address} is in use, as it is when the server has it")
+        elif context.status is not None and trouble.errno == errno.EADDRINUSE:
+            yield ok(f"{address} is in use, probably by the running server")
         else:
             yield fail(
                 f"{address}: {trouble.strerror}",
-                "a server could not start",
-                "choose another port (--listen, --metrics), or end who has it: ss -ltnp",
+                "a server cannot start",
+                "choose another port (--listen, --metrics), or end the process that has it: ss -ltnp",
             )
 
 
-def tiers(scene: CheckContext) -> Iterator[CheckResult]:
-    """Can the classes be imported that the tables of tiers name. None of them is made: that would open its storage."""
-    if scene.config is None:
+def tiers(context: CheckContext) -> Iterator[CheckResult]:
+    """Checks that custom tier classes can be imported. They are not instantiated, which would open their storage."""
+    if context.config is None:
         return
-    custom = [tier for tier in scene.config.tiers if tier.is_custom]
+    custom = [tier for tier in context.config.tiers if tier.is_custom]
     if not custom:
-        yield ok("all of them are part of kvtier")
+        yield ok("all tiers are part of kvtier")
     for tier in custom:
-        trouble = _trouble(tier)
-        if trouble:
+        problem = _import_problem(tier)
+        if problem:
             yield fail(
-                f"tier {tier.name}: {trouble}",
+                f"tier {tier.name}: {problem}",
                 "the server does not start",
-                "install its package beside kvtier, or set PYTHONPATH; type is module:Class, of a SecondaryTier",
+                "install its package beside kvtier, or set PYTHONPATH; type is module:Class of a SecondaryTier",
             )
         else:
             yield ok(f"tier {tier.name}: {tier.type} can be imported")
 
 
-def _trouble(tier: TierConfig) -> str:
+def _import_problem(tier: TierConfig) -> str:
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # what a module prints is no part of the JSON
+        with contextlib.redirect_stdout(sys.stderr):  # output of the module must not mix with the JSON
             tier_class(tier)
     except TierError as error:
         return str(error)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # noqa: BLE001 - somebody else's module may raise anything
+    except BaseException as error:  # noqa: BLE001 - a foreign module may raise anything
         return f"cannot import {tier.type}: {describe_error(error)}"
     return ""

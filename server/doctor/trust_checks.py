@@ -1,4 +1,4 @@
-"""The files that say who may come in: can they be read, do they hold for now, and may others change them."""
+"""Checks of TLS and token files: can they be used, are they valid now, and who can change them."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..auth.tls import TlsError, TlsFiles, read_files
-from ..auth.tokens import TokensError, read_directory
+from ..auth.tokens import TokensError, read_token_file
 from ..config.units import human_age
 from .finding import CheckContext, CheckResult, fail, ok, warn
 
 __all__ = ["trust"]
 
 _SOON_SECONDS = 14 * 86400
-_NO_START = "the server does not start; one that runs goes on with what it has read before"
-_RENEW = "put a new one in its place: a server that runs takes it with the next connection"
+_NO_START = "the server does not start; a running one keeps the previous contents"
+_RENEW = "replace it; a running server uses the new one from the next connection on"
 
 
-def trust(scene: CheckContext) -> Iterator[CheckResult]:
-    """Can the certificate, its key and the tokens be used, do they hold for now, and who can read and change the files."""
-    config = scene.config
+def trust(context: CheckContext) -> Iterator[CheckResult]:
+    config = context.config
     if config is None:
         return
     if config.tls.cert is None and config.auth.tokens is None:
-        yield ok("neither TLS nor tokens are wanted")
+        yield ok("neither TLS nor tokens are configured")
     if config.tls.cert is not None and config.tls.key is not None:
         yield from _tls(config.tls.cert, config.tls.key, config.tls.client_ca)
     if config.auth.tokens is not None:
@@ -40,21 +39,21 @@ def _tls(cert: Path, key: Path, client_ca: Path | None) -> Iterator[CheckResult]
         yield fail(
             str(error),
             _NO_START,
-            f"correct tls.cert, tls.key or tls.client_ca, or files that user {os.getuid()} cannot use; docs/security.md#tls",
+            f"correct tls.cert, tls.key, tls.client_ca, or the files for user {os.getuid()}; docs/security.md#tls",
         )
     else:
         yield _certificate(cert, files)
         if client_ca is not None:
             yield _authorities(client_ca, files)
-    yield from _written_by_others(cert, "whoever does can have every client refuse the server")
-    yield from _written_by_others(key, "whoever does can have every client refuse the server")
+    yield from _written_by_others(cert, "they can make every client refuse the server")
+    yield from _written_by_others(key, "they can make every client refuse the server")
     if client_ca is not None:
-        yield from _written_by_others(client_ca, "whoever does can vouch for himself")
+        yield from _written_by_others(client_ca, "they can issue client certificates for themselves")
     if (mode := _mode(key)) & stat.S_IROTH:
         yield warn(
             f"{key} has mode {mode:04o}: every user can read the private key",
-            "whoever does can answer in the server's stead",
-            f"chmod o-rwx {key} (a Kubernetes secret: defaultMode); a new key, if somebody may have",
+            "they can impersonate the server",
+            f"chmod o-rwx {key} (a Kubernetes secret: defaultMode); and replace the key if it may have been read",
         )
 
 
@@ -73,7 +72,7 @@ def _authorities(path: Path, files: TlsFiles) -> CheckResult:
         return fail(f"{path}: all in it have expired", "every client is refused", _RENEW)
     if left is not None and left < _SOON_SECONDS:
         return warn(f"{path}: the last in it expires in {human_age(left)}", "every client is refused then", _RENEW)
-    return ok(f"{path}, who vouch for clients, can be used{_for(left)}")
+    return ok(f"{path}: the client CAs can be used{_for(left)}")
 
 
 def _left(expires: float | None) -> float | None:
@@ -86,7 +85,7 @@ def _for(left: float | None) -> str:
 
 def _tokens(path: Path) -> Iterator[CheckResult]:
     try:
-        directory = read_directory(path)
+        directory = read_token_file(path)
     except TokensError as error:
         yield fail(
             str(error), _NO_START, f"correct auth.tokens, or the file, which user {os.getuid()} must be able to read"
@@ -94,19 +93,19 @@ def _tokens(path: Path) -> Iterator[CheckResult]:
     else:
         entries = (*directory.tokens.values(), *directory.certificates.values())
         now = time.time()
-        expired = sum(known.at(now) is None for known in entries)
+        expired = sum(known.identity_at(now) is None for known in entries)
         seen = (
             f"{path}: tokens: {len(directory.tokens)}, certificates: {len(directory.certificates)}, expired: {expired}"
         )
         if expired == len(entries):
             yield warn(
                 seen,
-                "nobody gets in with a token or a certificate",
-                f"kvtier token new --role engine --tenant NAME --file {path}: it counts within seconds",
+                "no token or certificate is accepted",
+                f"kvtier token new --role engine --tenant NAME --file {path}: valid within seconds",
             )
         else:
             yield ok(seen)
-    yield from _written_by_others(path, "whoever does can give himself every role and every tenant")
+    yield from _written_by_others(path, "they can give themselves every role and every tenant")
 
 
 def _written_by_others(path: Path, why: str) -> Iterator[CheckResult]:
@@ -116,7 +115,7 @@ def _written_by_others(path: Path, why: str) -> Iterator[CheckResult]:
 
 
 def _mode(path: Path) -> int:
-    """Returns a file's permissions; none where it cannot be looked at, which is said elsewhere."""
+    """Returns a file's permissions; 0 if they cannot be read, which another check reports."""
     try:
         return stat.S_IMODE(path.stat().st_mode)
     except OSError:

@@ -1,7 +1,7 @@
-"""Processes that serve the server: what may crash, or hold the GIL, without taking the control process down.
+"""Child processes of the server, for work that may crash or hold the GIL.
 
-A child is a module of this package, run by the same interpreter. It shares a socket with the server, and whatever descriptors it
-was handed; it dies with the server, and its end is noticed. What it writes to its standard error goes to the server's log.
+A child is a module of this package, run by the same interpreter. It shares a socket with the server,
+inherits the given descriptors, and dies with the server. Its standard error goes to the server's log.
 """
 
 from __future__ import annotations
@@ -29,35 +29,34 @@ _STDERR_LINE_BYTES = 64 << 10
 
 
 class RestartBackoff:
-    """When a child may be started again: at once, then after twice as long each time, until one has lived for a while."""
+    """Restart delay of a child: none, then doubled after each end, until a child has run long enough."""
 
     def __init__(self, first: float = 0.1, most: float = 30.0, good: float = 60.0) -> None:
-        """In seconds; ``good`` is how long a child lives that has come up well."""
+        """All in seconds; a child that has run for `good` seconds resets the delay."""
         self._first, self._most, self._good = first, most, good
         self._pause = 0.0
         self._due = 0.0
 
     def remaining(self) -> float:
-        """Seconds until the next start is due; 0: it is."""
+        """Returns the seconds until the next start is due."""
         return max(0.0, self._due - time.monotonic())
 
     def ended(self, lived: float) -> None:
-        """Takes note that a child has ended after so many seconds."""
+        """Records the end of a child that has run for `lived` seconds."""
         self._pause = self._first if lived >= self._good else min(self._most, max(self._first, 2 * self._pause))
         self._due = time.monotonic() + self._pause
 
 
 class Child:
-    """A running child. Lives on the event loop."""
+    """A running child, created by `start`. Lives on the event loop."""
 
     def __init__(self, process: subprocess.Popen[bytes], name: str) -> None:
-        """Use `start`."""
         self.pid = process.pid
         self.name = name
         self._process = process
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._reader: asyncio.StreamReader
-        self._writer: asyncio.StreamWriter  # closes its transport when it is collected
+        self._writer: asyncio.StreamWriter  # kept: it closes its transport when garbage collected
         self._transport: asyncio.WriteTransport
         self._hung_up: asyncio.Future[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -70,14 +69,10 @@ class Child:
         fds: Sequence[int] = (),
         take: Callable[[dict[str, Any], bytes], None] | None = None,
     ) -> Self:
-        """Runs a module, with its socket's descriptor and ``arguments``; ``fds`` are open there under the same numbers.
+        """Runs a module with the descriptor of its socket and ``arguments``; it inherits ``fds`` under the same numbers.
 
-        ``take`` is given each message as soon as it has come, where nobody is going to iterate over `messages`.
-
-        To be called on the thread that lives as long as the server: the kernel takes the end of that one for the parent's.
-
-        Raises:
-            OSError: there are no processes, or no descriptors, to be had.
+        ``take`` is called with each message; without it, iterate over `messages`. Call this on a thread that lives as
+        long as the server: when it ends, the kernel kills the child. Raises `OSError`.
         """
         ours, theirs = socket.socketpair()
         try:
@@ -99,22 +94,22 @@ class Child:
         else:
             self._hung_up = hung_up = loop.create_future()
             self._transport, _ = await loop.create_unix_connection(
-                lambda: _Receiver(take, self._nonsense, hung_up), sock=connection
+                lambda: _Receiver(take, self._on_invalid, hung_up), sock=connection
             )
         self._tasks.append(loop.create_task(self._log_stderr()))
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended, as far as is known."""
+        """Whether its end has not been noticed yet."""
         return not self._ended.done()
 
     def send(self, header: dict[str, Any], payload: bytes = b"") -> None:
-        """Sends a message, now or as soon as the child takes it. Goes nowhere where the child is gone."""
+        """Sends a message, without waiting. Does nothing if the child is gone."""
         if not self._transport.is_closing():
             self._transport.write(pack(header, payload))
 
     async def messages(self) -> AsyncIterator[tuple[dict[str, Any], bytes]]:
-        """Yields what the child sends, until it hangs up, or sends nonsense: that ends it."""
+        """Yields the child's messages until it closes the socket. An invalid message kills the child."""
         try:
             while True:
                 header_bytes, payload_bytes = read_sizes(await self._reader.readexactly(SIZES_BYTES))
@@ -122,28 +117,27 @@ class Child:
         except (asyncio.IncompleteReadError, ConnectionError):
             return
         except ValueError as error:
-            self._nonsense(error)
+            self._on_invalid(error)
 
     async def hung_up(self) -> None:
-        """Waits until a child that was started with ``take`` sends no more, or has sent nonsense: that ends it."""
+        """Waits until a child with ``take`` closes the socket or has sent an invalid message."""
         assert self._hung_up is not None
         await asyncio.shield(self._hung_up)
 
-    def _nonsense(self, error: Exception) -> None:
-        _log.error("a child process sends nonsense", child=self.name, error=str(error))
+    def _on_invalid(self, error: Exception) -> None:
+        _log.error("a child process sent an invalid message", child=self.name, error=str(error))
         self.kill()
 
     async def ended(self) -> int:
-        """Waits for the end of the process; returns its exit code (negative: the signal). All its files are closed then."""
+        """Waits for the end of the process; returns its exit code (negative: the signal). Its files are then closed."""
         return await asyncio.shield(self._ended)
 
     def kill(self) -> None:
-        """SIGKILL."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
     async def close(self, grace: float) -> None:
-        """Hangs up, which tells the child to end; after ``grace`` seconds it is killed. Called for one that has ended as well."""
+        """Closes the socket, which asks the child to end, and kills it after ``grace`` seconds. Always call it."""
         self._transport.close()
         try:
             await asyncio.wait_for(self.ended(), grace)
@@ -157,10 +151,10 @@ class Child:
     def _reap(self, loop: asyncio.AbstractEventLoop) -> None:
         code = self._process.wait()
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(self._take_end, code)
+            loop.call_soon_threadsafe(self._on_end, code)
 
-    def _take_end(self, code: int) -> None:
-        # The socket stays: what it sent before its end is still to be read.
+    def _on_end(self, code: int) -> None:
+        # The socket stays open: the child's last messages may not have been read yet.
         if not self._ended.done():
             self._ended.set_result(code)
 
@@ -171,22 +165,22 @@ class Child:
         try:
             while line := await _line_of(reader):
                 if text := line.decode(errors="replace").rstrip():
-                    _log.info("a child process says", child=self.name, pid=self.pid, text=text)
+                    _log.info("output of a child process", child=self.name, pid=self.pid, text=text)
         finally:
             transport.close()
 
 
 class _Receiver(asyncio.Protocol):
-    """Takes messages apart as they come: a task that reads a stream is woken several times for each."""
+    """Parses messages as they arrive; a task that reads a stream would be woken several times per message."""
 
     def __init__(
         self,
         take: Callable[[dict[str, Any], bytes], None],
-        nonsense: Callable[[Exception], None],
+        on_invalid: Callable[[Exception], None],
         ended: asyncio.Future[None],
     ) -> None:
         self._take = take
-        self._nonsense = nonsense
+        self._on_invalid = on_invalid
         self._ended = ended
         self._received = bytearray()
 
@@ -196,7 +190,7 @@ class _Receiver(asyncio.Protocol):
             while (message := self._next()) is not None:
                 self._take(*message)
         except ValueError as error:
-            self._nonsense(error)
+            self._on_invalid(error)
             self._end()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -221,8 +215,8 @@ class _Receiver(asyncio.Protocol):
 
 
 def _run(module: str, connection: int, arguments: Sequence[str], fds: Sequence[int]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(  # noqa: S603 - our own interpreter, and nothing that somebody said
-        # -P: a folder `cuda` in the current directory is not NVIDIA's package.
+    return subprocess.Popen(  # noqa: S603 - our own interpreter and arguments
+        # -P: a folder `cuda` in the current directory must not shadow NVIDIA's package.
         [sys.executable, "-P", "-m", module, str(connection), *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -235,11 +229,11 @@ def _run(module: str, connection: int, arguments: Sequence[str], fds: Sequence[i
 async def _line_of(reader: asyncio.StreamReader) -> bytes:
     try:
         return await reader.readline()
-    except ValueError:  # longer than the limit: it is cut
+    except ValueError:  # longer than the limit: truncated
         return await reader.read(_STDERR_LINE_BYTES) or b"\n"
 
 
 def _python_path() -> str:
-    """Returns where a child finds this package: like ours, however we have found it."""
+    """Returns a PYTHONPATH by which a child finds this package."""
     own = str(Path(__file__).absolute().parents[3])
     return os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), own])

@@ -1,6 +1,6 @@
-"""The child's side of a process that serves the server (`child` is the other): its end with its parent, and messages.
+"""Child's side of the connection to its parent (`child` is the parent's side), and the message format.
 
-A message is a header, which is JSON, and bytes that follow it. Imports nothing of the server, so that a child is up at once.
+A message is a JSON header followed by bytes. This module imports nothing of the server, so that a child starts fast.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from typing import Any, Final
 __all__ = ["MAX_MESSAGE_BYTES", "SIZES_BYTES", "Channel", "connect", "pack", "read_sizes", "unpack"]
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
-_SIZES: Final = struct.Struct("<II")  # of the header, of what follows it
+_SIZES: Final = struct.Struct("<II")  # bytes of the header, bytes of the payload
 SIZES_BYTES: Final = _SIZES.size
 _PR_SET_PDEATHSIG: Final = 1
 
 
 def pack(header: dict[str, Any], payload: bytes = b"") -> bytes:
-    """Returns a message as it travels."""
     text = json.dumps(header, separators=(",", ":")).encode()
     return _SIZES.pack(len(text), len(payload)) + text + payload
 
 
 def read_sizes(data: bytes) -> tuple[int, int]:
-    """Returns the sizes of header and payload from the first SIZES_BYTES of a message. Raises ValueError for nonsense."""
+    """Returns the sizes of header and payload from a message's first SIZES_BYTES. Raises `ValueError` if too large."""
     header, payload = _SIZES.unpack(data)
     if header + payload > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {header + payload} bytes")
@@ -39,33 +38,33 @@ def read_sizes(data: bytes) -> tuple[int, int]:
 
 
 def unpack(body: bytes, header_bytes: int) -> tuple[dict[str, Any], bytes]:
-    """Returns header and payload of what follows the sizes. Raises ValueError for nonsense."""
+    """Returns header and payload from the bytes after the sizes. Raises `ValueError` if invalid."""
     header = json.loads(body[:header_bytes])
     if not isinstance(header, dict):
-        raise ValueError("a header is an object")  # noqa: TRY004 - for whoever reads, all nonsense is one
+        raise ValueError("a header is an object")  # noqa: TRY004 - callers treat every invalid message alike
     return header, body[header_bytes:]
 
 
 class Channel:
-    """Messages to and from the parent. Any thread may send; one receives."""
+    """Messages to and from the parent. Any thread may send; one thread receives."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._sending = threading.Lock()
 
     def send(self, header: dict[str, Any], payload: bytes = b"") -> None:
-        """Sends a message; waits while the parent is behind. Raises OSError where the parent is gone."""
+        """Sends a message; blocks while the socket's buffer is full. Raises `OSError` if the parent is gone."""
         with self._sending:
             self._connection.sendall(pack(header, payload))
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], bytes]]:
-        """Yields messages until the parent hangs up."""
+        """Yields messages until the parent closes the socket."""
         while sizes := self._receive(SIZES_BYTES):
             header_bytes, payload_bytes = read_sizes(sizes)
             yield unpack(self._receive(header_bytes + payload_bytes), header_bytes)
 
     def _receive(self, nbytes: int) -> bytes:
-        """Returns so many bytes; none where the parent is gone."""
+        """Returns `nbytes` bytes, or none if the parent is gone."""
         data = bytearray(nbytes)
         view, filled = memoryview(data), 0
         while filled < nbytes:
@@ -80,10 +79,10 @@ class Channel:
 
 
 def connect(fd: int) -> Channel:
-    """Takes over the socket that `Child` handed down. From here on the process dies with its parent."""
-    # The parent may have died before this line: then the socket is at its end, and the loop over its messages as well.
+    """Opens the socket inherited from `Child`. From now on the process dies with its parent."""
+    # If the parent died before this line, the socket is at its end, so the message loop ends at once.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    for number in (signal.SIGINT, signal.SIGTERM):  # may reach the whole group; the parent decides, when it has drained
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group; the parent ends us after its drain
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     return Channel(socket.socket(fileno=fd))

@@ -1,9 +1,9 @@
-"""How Python's cycle collector runs in the server.
+"""Tuning of Python's cyclic garbage collector for the server.
 
-The index of a full server is a million objects that live for hours and are in no cycle. A full collection walks over all of
-them, and nothing is answered meanwhile: 90 ms with 200,000 blocks, in a process where one comes whenever a quarter more objects
-are there. What calls leave behind in cycles (gRPC and asyncio do) is young: of 80,000 lookups and releases nothing had become
-old when it was garbage. So only the young are collected by themselves, and the old when nobody calls.
+The index of a full server has a million long-lived objects without cycles. A full collection visits all of them and
+blocks the event loop: 90 ms with 200,000 blocks. By default one runs whenever a quarter more objects exist. The cycles
+that calls leave behind (in gRPC and asyncio) are young: after 80,000 lookups and releases no garbage was old. So only
+the young generations are collected automatically, and the old one when the server is idle.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ import time
 __all__ = ["FullCollector", "disable_full_gc"]
 
 _YOUNG = 2000
-"""New objects between two collections of them: half a millisecond's work."""
+"""New objects that trigger a collection of the youngest generation, which takes 0.5 ms."""
 _YOUNG_ROUNDS = 10
-"""Collections of the youngest until those that survived one are looked at as well."""
+"""Collections of the youngest generation per collection of the next."""
 _NEVER = 1 << 30
 
 _IDLE_SECONDS = 60.0
 _BUSY_SECONDS = 3600.0
 _SHARE = 2000
-"""A full collection may take this part of the time at most: 0.1 s, which half a million blocks take, every 200 s."""
+"""Minimum ratio of pause to duration of full collections: 0.1 s (half a million blocks) every 200 s."""
 
 
 def disable_full_gc() -> None:
-    """Takes what is there by now for good, and collects of what comes only what is young. Called before serving."""
+    """Exempts existing objects from collection, and collects only young ones from now on. Called before serving."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG, _YOUNG_ROUNDS, _NEVER)
 
 
 class FullCollector:
-    """Has the old collected as well: now and then where nobody calls, once an hour where somebody always does.
+    """Runs a full collection every minute when idle and at most hourly under load.
 
-    What becomes garbage when it is old (sessions, errors of a bad day) is little; but a server runs for months.
+    Little garbage gets old (ended sessions, errors), but a server runs for months.
     """
 
     def __init__(self, now: float) -> None:
@@ -44,7 +44,7 @@ class FullCollector:
         self._calls = 0
 
     def tick(self, now: float, calls: int) -> bool:
-        """Takes note of the time, in seconds, and of how many calls there have been so far; returns whether it collected."""
+        """Takes the time in seconds and the number of calls so far; returns whether it collected."""
         idle, self._calls = calls == self._calls, calls
         pause = max(_IDLE_SECONDS if idle else _BUSY_SECONDS, self._took * _SHARE)
         if now - self._collected_at < pause:

@@ -1,7 +1,7 @@
-"""What the service manager is told: systemd's `sd_notify` protocol, as of sd_notify(3).
+"""Notification of systemd: the `sd_notify` protocol, see sd_notify(3).
 
-One datagram per message to the Unix socket that `NOTIFY_SOCKET` names. Who starts the server without one (a shell, a container)
-has set none, and then nothing is said. The protocol is frozen and this small, so that no library is needed for it.
+Each message is one datagram to the Unix socket named by `NOTIFY_SOCKET`. Without that variable (in a
+shell or a container) nothing is sent. The protocol is stable and small, so no library is used.
 """
 
 from __future__ import annotations
@@ -19,40 +19,37 @@ _log = get_logger(__name__)
 
 
 class ServiceManager:
-    """Tells the service manager of this process, if it has one, how the server is.
-
-    Never raises: a manager that is gone is no reason to fail.
-    """
+    """Reports the server's state to the service manager, if there is one. Never raises."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         path = environment.get("NOTIFY_SOCKET", "")
-        # "@" stands for the NUL byte of an abstract socket; other kinds (vsock) are for machines, not for services.
+        # "@" stands for the NUL byte of an abstract socket. Other kinds (vsock) are for virtual machines.
         self._address = {"/": path, "@": f"\0{path[1:]}"}.get(path[:1])
         self.watchdog_seconds = _watchdog_seconds(environment)
-        """How long the manager may hear nothing before it ends the process; None where it does not watch."""
+        """Watchdog time-out of the manager; None without a watchdog."""
         self._watchdog: asyncio.Task[None] | None = None
 
     def ready(self) -> None:
-        """The server serves. From now on the manager hears that the event loop turns, if it asked for that."""
-        self._say("READY=1")
+        """Reports that the server serves, and starts the watchdog messages if the manager wants them."""
+        self._send("READY=1")
         if self.watchdog_seconds is not None and self._address is not None:
-            self._watchdog = asyncio.get_running_loop().create_task(self._keep_saying(self.watchdog_seconds / 2))
+            self._watchdog = asyncio.get_running_loop().create_task(self._send_watchdog(self.watchdog_seconds / 2))
 
     def stopping(self) -> None:
-        """The server takes no new work. The loop is still watched: an end that hangs is noticed as well."""
-        self._say("STOPPING=1")
+        """Reports that the server takes no new work. Watchdog messages go on, so that a hanging end is noticed."""
+        self._send("STOPPING=1")
 
     def close(self) -> None:
-        """Ends what `ready` began."""
+        """Ends the watchdog messages."""
         if self._watchdog is not None:
             self._watchdog.cancel()
 
-    async def _keep_saying(self, seconds: float) -> None:
+    async def _send_watchdog(self, seconds: float) -> None:
         while True:
-            self._say("WATCHDOG=1")
+            self._send("WATCHDOG=1")
             await asyncio.sleep(seconds)
 
-    def _say(self, message: str) -> None:
+    def _send(self, message: str) -> None:
         if self._address is None:
             return
         try:
@@ -61,11 +58,11 @@ class ServiceManager:
             ) as sender:
                 sender.sendto(message.encode(), self._address)
         except OSError as error:
-            _log.debug("the service manager cannot be told", message=message, reason=str(error))
+            _log.debug("cannot notify the service manager", message=message, reason=str(error))
 
 
 def _watchdog_seconds(environment: Mapping[str, str]) -> float | None:
-    """Returns what `WATCHDOG_USEC` says, if it is meant for this process (`WATCHDOG_PID`; children inherit both)."""
+    """Returns the value of `WATCHDOG_USEC` in seconds, if `WATCHDOG_PID` names this process."""
     if environment.get("WATCHDOG_PID", f"{os.getpid()}") != f"{os.getpid()}":
         return None
     try:

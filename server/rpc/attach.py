@@ -1,7 +1,7 @@
-"""The server's second socket: hands the region's descriptor to clients on this host, notices when they are gone, takes calls.
+"""Attach socket: hands the region's descriptor to clients on this host, and serves their calls.
 
-The kernel closes a process' connections when it dies, however it dies and in whichever container: that is how the server knows that
-nobody writes to a fallen session's slots any more.
+When a process dies, the kernel closes its connections, even if it runs in another container. Then the
+server knows that the process no longer writes to the slots of its session.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _log = get_logger(__name__)
 
 _HANDSHAKE_SECONDS = 5.0
 _MAX_HANDSHAKES = 256
-"""Connections that have not said yet what they are for; one more is hung up on."""
+"""Maximum number of connections whose request has not arrived yet; further ones are closed."""
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
 class AttachServer:
-    """Listens on a Unix socket that only this user can connect to. Lives on the event loop."""
+    """Server of the attach socket, which only its owner can connect to. Lives on the event loop."""
 
     def __init__(
         self, path: Path, region_fd: int, region_bytes: int, sessions: SessionRegistry, calls: SocketCallServer
@@ -48,11 +48,7 @@ class AttachServer:
         self._handshakes = 0
 
     def start(self) -> None:
-        """Binds and listens. A socket that an earlier life left behind is replaced.
-
-        Raises:
-            OSError: the path cannot be bound.
-        """
+        """Binds and listens; replaces the socket of a server that was killed. Raises `OSError`."""
         with suppress(FileNotFoundError):
             self.path.unlink()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -64,7 +60,6 @@ class AttachServer:
         self._spawn(self._accept(listener))
 
     async def close(self) -> None:
-        """Ends all connections and removes the socket."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -78,7 +73,7 @@ class AttachServer:
         while True:
             try:
                 connection, _ = await loop.sock_accept(listener)
-            except OSError as error:  # out of descriptors, for one: the next client may have more luck
+            except OSError as error:  # for example no free file descriptor: a later attempt may succeed
                 _log.warning("cannot accept a connection", error=str(error))
                 await asyncio.sleep(0.1)
                 continue
@@ -93,8 +88,8 @@ class AttachServer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def take_calls(self, connection: socket.socket, request: bytes) -> None:
-        """Takes over a connection that another process has accepted, with what came first: it may be for calls only."""
+    def adopt(self, connection: socket.socket, request: bytes) -> None:
+        """Takes over a connection for calls that the bulk process has accepted, with its first bytes."""
         connection.setblocking(False)
         self._spawn(self._serve_handed(connection, request))
 
@@ -132,13 +127,13 @@ class AttachServer:
             connection.send(pack_reply(self._region_bytes, granted=False))
 
     async def _serve_region(self, connection: socket.socket, session_id: bytes, epoch: int) -> bool:
-        """Hands out the region, and waits until the client has hung up; returns False if it is refused."""
+        """Hands out the region and waits for the end of the connection; returns False if refused."""
         number = next(self._numbers)
         if not self._sessions.attach(session_id, epoch, number):
             return False
         try:
             socket.send_fds(connection, [pack_reply(self._region_bytes, granted=True)], [self._region_fd])
-            await _end_of(connection)
+            await _wait_for_end(connection)
         except OSError as error:
             _log.debug("attached client is gone", error=str(error))
         finally:
@@ -148,11 +143,11 @@ class AttachServer:
     async def _serve_calls(
         self, connection: socket.socket, session_id: bytes, epoch: int, *, plain: bool = False
     ) -> bool:
-        """Serves calls until the client has hung up, or its session falls; returns False if it is refused."""
+        """Serves calls until the connection or the session ends; returns False if refused."""
         serving = asyncio.current_task()
         assert serving is not None
-        hang_up = serving.cancel
-        caller = self._sessions.connect(session_id, epoch, hang_up, plain=plain)
+        disconnect = serving.cancel
+        caller = self._sessions.connect(session_id, epoch, disconnect, plain=plain)
         if caller is None:
             return False
         try:
@@ -161,14 +156,14 @@ class AttachServer:
         except OSError as error:
             _log.debug("local client is gone", error=str(error))
         finally:
-            self._sessions.disconnect(session_id, hang_up)
+            self._sessions.disconnect(session_id, disconnect)
         return True
 
 
 def _is_ours(connection: socket.socket) -> bool:
-    """Returns whether the other process is of our user, or root's: whatever the socket's mode has become since it was made.
+    """Returns whether the peer of a Unix socket is a process of this user or of root, whatever the socket's mode.
 
-    Of others than Unix sockets the kernel does not know it.
+    Other sockets have no peer credentials and count as ours.
     """
     if connection.family != socket.AF_UNIX:
         return True
@@ -187,6 +182,6 @@ async def _receive(connection: socket.socket, nbytes: int) -> bytes:
     return data
 
 
-async def _end_of(connection: socket.socket) -> None:
+async def _wait_for_end(connection: socket.socket) -> None:
     while await asyncio.get_running_loop().sock_recv(connection, 64):
         pass

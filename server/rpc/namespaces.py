@@ -1,4 +1,4 @@
-"""From the wire's namespace to the core's."""
+"""Conversion of the wire's namespace into the core's."""
 
 from __future__ import annotations
 
@@ -14,23 +14,16 @@ __all__ = ["namespace_spec"]
 
 
 _FORMAT = b"kvtier.namespace.2"
-
-
 _ID_BYTES = 16
-
-
 _MAX_BYTES = 64 << 10
-"""As a message. The server keeps some of it for as long as the session is open."""
+"""Maximum size of the message; the server keeps parts of it while the session is open."""
 
 
 def namespace_spec(namespace: common_pb2.Namespace) -> NamespaceSpec:
-    """Returns what the core needs; the id is the tag of the tenant and a digest of every field.
+    """Returns the core's namespace. Its id is the tenant's tag and a digest of every field.
 
-    The digest is written out field by field because protobuf's own serialization is not canonical across versions, and ids
-    outlive the server: they are in the keys of what the disk tiers hold.
-
-    Raises:
-        InvalidNamespace: it contradicts itself.
+    The digest does not use protobuf's serialization, which may change between versions: ids are part of
+    the keys on disk. Raises `InvalidNamespace` if the fields contradict each other.
     """
     if namespace.ByteSize() > _MAX_BYTES:
         raise InvalidNamespace(f"a namespace of {namespace.ByteSize()} bytes; the limit is {_MAX_BYTES}")

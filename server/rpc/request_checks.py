@@ -1,4 +1,4 @@
-"""What every call's arguments must look like before the core sees them."""
+"""Validation of request arguments before they reach the core."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NamesKeys: TypeAlias = cache_pb2.BeginRequestRequest | cache_pb2.LookupRequest 
 
 
 class RequestValidator:
-    """Checks arguments against the configured limits; raises `Refused`."""
+    """Checks arguments against the configured limits; raises `Refused`. Durations are in seconds."""
 
     def __init__(
         self, limits: LimitConfig, leases: LeaseConfig, retention: RetentionConfig, handoff: HandoffConfig
@@ -34,25 +34,19 @@ class RequestValidator:
         self._handoff = handoff
 
     def keys(self, keys: Sequence[bytes], namespace: NamespaceSpec) -> Sequence[bytes]:
-        """Checks number and length of keys, and that they name groups of the namespace. None at all is fine.
+        """Checks number, length and group of the keys; no keys are valid.
 
-        Raises:
-            Refused: there are too many, or they are too short or too long.
-            InvalidKey: one names a group that the namespace lacks.
+        Raises `Refused` for number or length, `InvalidKey` for a group that the namespace lacks.
         """
         self._check_number(len(keys))
-        keys = list(keys)  # protobuf makes each anew whenever it is looked at
+        keys = list(keys)  # protobuf would create the bytes again at each access
         if keys:
             self._check_lengths(set(map(len, keys)))
             namespace.check(keys)
         return keys
 
     def keys_of(self, request: _NamesKeys, namespace: NamespaceSpec) -> Sequence[bytes]:
-        """Returns the keys of a request, packed or not, checked as by `keys`.
-
-        Raises:
-            Refused: besides, where they do not fill what they are packed in, or come both ways.
-        """
+        """Returns the keys of a request, packed or not, checked as by `keys`."""
         packed, key_bytes = request.packed_keys.keys, request.packed_keys.key_bytes
         if not packed:
             return self.keys(request.keys, namespace)
@@ -81,19 +75,18 @@ class RequestValidator:
             )
 
     def numbers(self, numbers: Sequence[int], name: str) -> Sequence[int]:
-        """Checks that a call lists no more leases or items than it may name keys."""
+        """Checks that a call names at most `max_keys` leases or items."""
         if len(numbers) > self.limits.max_keys:
             raise Refused("INVALID_ARGUMENT", f"{len(numbers)} {name} in one call; the limit is {self.limits.max_keys}")
         return numbers
 
     def request_id(self, request_id: str) -> str:
-        """Checks the length of a request's id."""
         if len(request_id) > _MAX_REQUEST_ID_BYTES:
             raise Refused("INVALID_ARGUMENT", f"request_id is longer than {_MAX_REQUEST_ID_BYTES} characters")
         return request_id
 
     def tiers(self, exclude: cache_pb2.TierFilter) -> TierFilter:
-        """Returns which tiers a lookup leaves out."""
+        """Returns the tiers that a lookup leaves out."""
         try:
             media = frozenset(map(Medium, exclude.media))
         except ValueError as error:
@@ -101,23 +94,23 @@ class RequestValidator:
         return TierFilter(frozenset(exclude.names), media, exclude.remote)
 
     def wait(self, wait: Duration) -> float:
-        """Returns how long a call may wait, in seconds; 0 where it says nothing."""
+        """Returns the time that a call may wait; 0 if not given."""
         return min(_seconds(wait, "wait"), self.limits.max_wait)
 
     def lease(self, duration: Duration) -> float:
-        """Returns how long a lease is to hold, in seconds."""
+        """Returns the duration of a lease."""
         return min(_seconds(duration, "lease_duration") or self.leases.default, self.leases.max)
 
     def retention(self, retain_for: Duration) -> float:
-        """Returns for how long blocks are not to be evicted, in seconds; 0 where a call says nothing."""
+        """Returns the time for which blocks are exempt from eviction; 0 if not given."""
         return min(_seconds(retain_for, "retain_for"), self._retention.max)
 
     def hold(self, duration: Duration) -> float:
-        """Returns how long a request is to be held, in seconds."""
+        """Returns the duration of a hold."""
         return min(_seconds(duration, "duration") or self._handoff.default, self._handoff.max)
 
     def extension(self, extension: Duration) -> float | None:
-        """Returns to how many seconds from now a hold is to be extended; None where a call says nothing."""
+        """Returns the new remaining time of a hold; None if not given."""
         return min(_seconds(extension, "extension"), self._handoff.max) or None
 
 

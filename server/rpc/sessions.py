@@ -1,4 +1,4 @@
-"""The sessions that are open, and who has the region mapped."""
+"""Registry of open sessions, of the connections that map the region, and of the connections for calls."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ __all__ = ["OpenSession", "SessionRegistry"]
 PROTOCOL_VERSIONS = (1,)
 _MAX_NAME_LENGTH = 512
 _MAX_CONNECTIONS = 64
-"""Connections for calls of one session: as many threads of it can call at once without going by gRPC."""
+"""Connections for calls per session; each serves one thread of the client at a time."""
 _MAX_MODELS = 1024
 _MAX_MODEL_LENGTH = 128
 _MAX_SHOWN_GROUPS = 32
-"""Engines have a handful; the status of a thousand sessions stays below what one message may be."""
+"""Keeps the status of a thousand sessions below the message limit; engines have a few groups."""
 
 
 @dataclass(slots=True, eq=False)
 class OpenSession:
-    """One client process: what the core knows of it, and what people want to know."""
+    """State of one client process."""
 
     core: EngineSession
     ref: common_pb2.SessionRef
@@ -39,56 +39,55 @@ class OpenSession:
     client_name: str
     pid: int
     transport: str
-    """How its bytes have moved the last time, as far as the server has a hand in it; until then what it said when it opened."""
+    """Transport of the last transfer; before the first transfer the one named when the session was opened."""
     model: str
     groups: tuple[common_pb2.Group, ...] = ()
-    """Of its namespace, as far as they are told to people: without their names, and none where there are very many."""
+    """Groups of the namespace for status, without names; empty if there are more than `_MAX_SHOWN_GROUPS`."""
     attachments: set[int] = field(default_factory=set)
-    hang_ups: set[Callable[[], object]] = field(default_factory=set)
-    """What ends each of its connections for calls."""
+    disconnects: set[Callable[[], object]] = field(default_factory=set)
+    """Callbacks that close its connections for calls."""
     calls: int = 0
     heard_at: float = 0.0
-    """When its last call came, in seconds; meaningless before the first."""
+    """Time of the last call in seconds; meaningless before the first."""
     identity: Identity = OWNER
-    """Who opened it."""
-    meter: RateLimiter | None = None
-    """What its tenant may ask for, where that has a bound."""
+    """Caller that opened it."""
+    limiter: RateLimiter | None = None
+    """Rate limiter of its tenant, if the tenant has a limit."""
     revoked: bool = False
-    """Whether that one's credentials are not valid any more: nothing is done for it, and it ends with its next heartbeat."""
+    """Whether its credentials have become invalid: its calls are refused, and it ends with the next heartbeat."""
 
 
 class SessionRegistry:
     """Opens, finds and closes sessions. Lives on the event loop."""
 
-    def __init__(self, runtime: TierRuntime, max_sessions: int, meters: RateLimiters | None = None) -> None:
+    def __init__(self, runtime: TierRuntime, max_sessions: int, limiters: RateLimiters | None = None) -> None:
         self.epoch = secrets.randbits(63) + 1
         self.drain_began = asyncio.Event()
-        """Set when the server takes no new work any more."""
+        """Set while the server takes no new work."""
         self.ended = asyncio.Event()
-        """Set when the server is about to end: the streams of all sessions end with it."""
+        """Set when the server is about to end; the heartbeat streams then end."""
         self.on_close: list[Callable[[bytes], None]] = []
-        """Who is told of each session that has fallen, after the core."""
+        """Called with the id of each session that has ended, after the core."""
         self._runtime = runtime
         self.limit = max_sessions
-        """The most that may be open."""
+        """Maximum number of open sessions."""
         self.opened = 0
-        """Sessions that were opened since start."""
+        """Number of sessions opened since the start of the server."""
         self.models: dict[NamespaceId, str] = {}
-        """Models of the namespaces that came last, for people."""
-        self._meters = meters or RateLimiters(RateConfig(), {})
+        """Model names of the most recent namespaces, for status."""
+        self._limiters = limiters or RateLimiters(RateConfig(), {})
         self._sessions: dict[bytes, OpenSession] = {}
 
     @property
     def draining(self) -> bool:
-        """Whether the server takes no new work: it is shutting down, or drained."""
+        """Whether the server takes no new work, because of a drain or a shutdown."""
         return self.drain_began.is_set()
 
     def all(self) -> list[OpenSession]:
-        """Returns the open sessions."""
         return list(self._sessions.values())
 
     def open(self, request: session_pb2.OpenRequest) -> OpenSession:
-        """Opens a session, or raises `Refused` or a `CoreError`."""
+        """Opens a session. Raises `Refused` or a `CoreError`."""
         self.refuse_if_draining()
         if request.protocol_version not in PROTOCOL_VERSIONS:
             spoken = ", ".join(map(str, PROTOCOL_VERSIONS))
@@ -102,19 +101,19 @@ class SessionRegistry:
                 raise Refused("INVALID_ARGUMENT", f"{name} is longer than {_MAX_NAME_LENGTH} characters")
         rank = request.rank if request.HasField("rank") else None
         caller = CALLER.get()
-        _settle_tenant(request.namespace, caller)
+        _apply_tenant(request.namespace, caller)
         session_id = secrets.token_bytes(16)
         spec = namespace_spec(request.namespace)
-        meter = self._meters.of(request.namespace.tenant)
-        if meter is not None:
-            meter.opens()
+        limiter = self._limiters.for_tenant(request.namespace.tenant)
+        if limiter is not None:
+            limiter.open_session()
         try:
             core = self._runtime.core.open_session(
                 session_id, request.engine_id, rank, spec, tenant=request.namespace.tenant
             )
         except BaseException:
-            if meter is not None:
-                meter.closes()
+            if limiter is not None:
+                limiter.close_session()
             raise
         session = OpenSession(
             core=core,
@@ -124,97 +123,97 @@ class SessionRegistry:
             pid=request.pid,
             transport=request.transport,
             model=request.namespace.model,
-            groups=_shape(request.namespace.groups),
+            groups=_without_names(request.namespace.groups),
             identity=caller,
-            meter=meter,
+            limiter=limiter,
         )
         self._sessions[session_id] = session
         self.opened += 1
-        self._note_model(spec.id, session.model)
+        self._record_model(spec.id, session.model)
         return session
 
-    def _note_model(self, namespace: NamespaceId, model: str) -> None:
+    def _record_model(self, namespace: NamespaceId, model: str) -> None:
         self.models.pop(namespace, None)
         self.models[namespace] = model[:_MAX_MODEL_LENGTH]
         if len(self.models) > _MAX_MODELS:
             del self.models[next(iter(self.models))]
 
     def close(self, session: OpenSession) -> None:
-        """Lets a session fall; called when its stream has ended, whatever the reason."""
+        """Ends a session; called when its heartbeat stream has ended for any reason."""
         del self._sessions[session.core.id]
-        if session.meter is not None:
-            session.meter.closes()
-        for hang_up in session.hang_ups:
-            hang_up()
+        if session.limiter is not None:
+            session.limiter.close_session()
+        for disconnect in session.disconnects:
+            disconnect()
         self._runtime.core.close_session(session.core.id)
         for tell in self.on_close:
             tell(session.core.id)
         self._runtime.pump()
         self._runtime.notify()
 
-    def get(self, ref: common_pb2.SessionRef, *, gives_back: bool = False) -> EngineSession:
-        """Returns the session that a call belongs to, and counts the call; or raises `Refused`.
+    def get(self, ref: common_pb2.SessionRef, *, is_release: bool = False) -> EngineSession:
+        """Returns the session of a call and counts the call. Raises `Refused`.
 
-        A call that `gives_back` slots or pins is let through where others have to wait: nobody else would give them back.
+        `is_release`: the call releases slots or pins. Such a call is not delayed by the rate limit.
         """
         session = self.find(ref)
-        self.heard(session, gives_back=gives_back)
+        self.count_call(session, is_release=is_release)
         return session.core
 
-    def heard(self, session: OpenSession, *, gives_back: bool = False) -> None:
-        """Counts a call of a session, or raises `Refused` where its tenant has had its share of them."""
+    def count_call(self, session: OpenSession, *, is_release: bool = False) -> None:
+        """Counts a call of a session. Raises `Refused` if the tenant exceeds its rate limit."""
         session.calls += 1
         session.heard_at = self._runtime.now()
-        if session.meter is not None:
-            session.meter.call(gives_back=gives_back)
+        if session.limiter is not None:
+            session.limiter.count_call(is_release=is_release)
 
     def find(self, ref: common_pb2.SessionRef) -> OpenSession:
-        """Returns a session that whoever calls may use, or raises `Refused`. Its id is as good as a password: nobody guesses it."""
+        """Returns the session if the caller may use it, else raises `Refused`. Session ids are unguessable capabilities."""
         session = self._sessions.get(ref.session_id)
         if session is not None and ref.epoch == self.epoch:
             if CALLER.get().tenant not in (None, session.core.tenant):
                 raise Refused("WRONG_TENANT", "the session is another tenant's")
             if session.revoked:
-                raise Refused("UNKNOWN_SESSION", "the credentials of the session are not valid any more")
+                raise Refused("UNKNOWN_SESSION", "the credentials of the session are no longer valid")
             return session
         if ref.epoch != self.epoch:
-            raise Refused("STALE_EPOCH", "the session is of another life of this server; open a new one")
-        raise Refused("UNKNOWN_SESSION", "there is no such session: it fell, or was never opened")
+            raise Refused("STALE_EPOCH", "the session belongs to an earlier run of this server; open a new one")
+        raise Refused("UNKNOWN_SESSION", "there is no such session: it has ended, or was never opened")
 
     def check(self, session: EngineSession) -> None:
-        """Raises `Refused` if a session has fallen while somebody waited on its behalf."""
+        """Raises `Refused` if the session has ended during a wait."""
         if session.id not in self._sessions:
-            raise Refused("UNKNOWN_SESSION", "the session fell meanwhile")
+            raise Refused("UNKNOWN_SESSION", "the session has ended meanwhile")
 
     def name_of(self, session_id: bytes) -> str:
-        """Returns who has opened a session, for the log."""
+        """Returns the name of the caller that opened a session, for the log."""
         session = self._sessions.get(session_id)
         return session.identity.name if session is not None else "unknown"
 
-    def meter(self, session: EngineSession) -> RateLimiter | None:
-        """Returns what a session's tenant may ask for, where that has a bound and the session is still open."""
+    def limiter(self, session: EngineSession) -> RateLimiter | None:
+        """Returns the rate limiter of an open session's tenant, if the tenant has a limit."""
         known = self._sessions.get(session.id)
-        return known.meter if known is not None else None
+        return known.limiter if known is not None else None
 
-    def revoke(self, still: Callable[[Identity], bool]) -> None:
-        """Lets the sessions fall whose caller is not known any more.
+    def revoke(self, is_still_valid: Callable[[Identity], bool]) -> None:
+        """Revokes the sessions whose credentials are no longer valid.
 
-        Not by their streams alone: a client that does not read its heartbeats is not told, and must not go on for that.
+        Ending their streams is not enough: a client that does not read its heartbeats would go on.
         """
         for session in self._sessions.values():
-            if session.identity is not OWNER and not session.revoked and not still(session.identity):
+            if session.identity is not OWNER and not session.revoked and not is_still_valid(session.identity):
                 session.revoked = True
-                for hang_up in session.hang_ups:
-                    hang_up()
+                for disconnect in session.disconnects:
+                    disconnect()
 
     def set_transport(self, session: EngineSession, transport: str) -> None:
-        """Takes note of how a session's bytes move, for people and metrics."""
+        """Records the transport of a session's bytes, for status and metrics."""
         self.check(session)
         self._sessions[session.id].transport = transport
 
     def attach(self, session_id: bytes, epoch: int, connection: int) -> bool:
-        """Takes note that a connection maps the region for a session; returns whether there is such a session."""
-        session = self._standing(session_id, epoch)
+        """Records that a connection maps the region for a session; returns False if it may not."""
+        session = self._find_valid(session_id, epoch)
         if session is None or not session.identity.shared_memory:
             return False
         session.attachments.add(connection)
@@ -222,7 +221,7 @@ class SessionRegistry:
         return True
 
     def detach(self, session_id: bytes, connection: int) -> None:
-        """Takes note that such a connection has ended."""
+        """Records that such a connection has ended."""
         session = self._sessions.get(session_id)
         if session is not None:
             session.attachments.discard(connection)
@@ -230,47 +229,47 @@ class SessionRegistry:
         self._runtime.pump()
 
     def connect(
-        self, session_id: bytes, epoch: int, hang_up: Callable[[], object], *, plain: bool = False
+        self, session_id: bytes, epoch: int, disconnect: Callable[[], object], *, plain: bool = False
     ) -> Identity | None:
-        """Takes note of a connection for calls, which `hang_up` ends; `plain` if it came to the port for plain sockets.
+        """Records a connection for calls, which `disconnect` closes; `plain`: it came to the TCP port.
 
-        Returns who opened the session; None if there is none such, or no room for the connection.
+        Returns the caller that opened the session; None if the connection is refused.
         """
-        session = self._standing(session_id, epoch)
-        if session is None or len(session.hang_ups) >= _MAX_CONNECTIONS:
+        session = self._find_valid(session_id, epoch)
+        if session is None or len(session.disconnects) >= _MAX_CONNECTIONS:
             return None
-        session.hang_ups.add(hang_up)
+        session.disconnects.add(disconnect)
         if plain:
-            session.transport = "tcp"  # streams go there as well: both ways are found together
+            session.transport = "tcp"  # a client that calls over TCP also streams over TCP
         return session.identity
 
-    def disconnect(self, session_id: bytes, hang_up: Callable[[], object]) -> None:
-        """Takes note that such a connection has ended."""
+    def disconnect(self, session_id: bytes, disconnect: Callable[[], object]) -> None:
+        """Records that such a connection has ended."""
         session = self._sessions.get(session_id)
         if session is not None:
-            session.hang_ups.discard(hang_up)
+            session.disconnects.discard(disconnect)
 
-    def _standing(self, session_id: bytes, epoch: int) -> OpenSession | None:
+    def _find_valid(self, session_id: bytes, epoch: int) -> OpenSession | None:
         session = self._sessions.get(session_id)
         return None if session is None or epoch != self.epoch or session.revoked else session
 
     def refuse_if_draining(self) -> None:
-        """Raises `Refused` while the server takes no new work: it is shutting down, or drained."""
+        """Raises `Refused` while the server takes no new work."""
         if self.draining:
             raise Refused("DRAINING", "the server is shutting down, or drained: it takes no new work")
 
 
-def _settle_tenant(namespace: common_pb2.Namespace, caller: Identity) -> None:
-    """Makes the namespace the caller's tenant's. Raises Refused if it says that it is another's."""
+def _apply_tenant(namespace: common_pb2.Namespace, caller: Identity) -> None:
+    """Sets the namespace's tenant to the caller's. Raises `Refused` if it names another tenant."""
     if caller.tenant is None:
         return
     if namespace.tenant not in ("", caller.tenant):
-        text = f"the credentials of {caller.name} are of tenant {caller.tenant!r}, not {namespace.tenant!r}"
+        text = f"the credentials of {caller.name} belong to tenant {caller.tenant!r}, not {namespace.tenant!r}"
         raise Refused("WRONG_TENANT", text)
     namespace.tenant = caller.tenant
 
 
-def _shape(groups: Sequence[common_pb2.Group]) -> tuple[common_pb2.Group, ...]:
+def _without_names(groups: Sequence[common_pb2.Group]) -> tuple[common_pb2.Group, ...]:
     if len(groups) > _MAX_SHOWN_GROUPS:
         return ()
     return tuple(

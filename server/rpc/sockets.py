@@ -1,7 +1,7 @@
-"""Where a server listens: whose its Unix socket is, what becomes of one that a killed server left behind, and ports.
+"""Listening sockets: exclusive claim of a Unix socket, removal of stale ones, and a check of TCP ports.
 
-gRPC removes whatever socket it finds at its path and listens there, also when another server still does. So a server
-first claims the path: it locks a file beside it, which the kernel unlocks when the process ends, however it ends.
+gRPC replaces any socket at its path, even if another server listens there. So a server claims the path
+first: it locks a file beside it, and the kernel releases the lock when the process ends.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from pathlib import Path
 
 from ...protos.endpoint import Endpoint, default_endpoint
 
-__all__ = ["SocketClaim", "SocketError", "trouble_with_port"]
+__all__ = ["SocketClaim", "SocketError", "port_error"]
 
 _ATTEMPTS = 10
 
 
 class SocketError(Exception):
-    """A server cannot listen on this socket; the message says why, in one line."""
+    """A server cannot listen on this socket; the message is one line."""
 
 
 class SocketClaim:
-    """The right to listen on a Unix socket, from construction to `release`.
+    """Exclusive right to listen on a Unix socket, from construction to `release`.
 
-    Construction creates missing directories (0700), refuses a default directory that others could have prepared, and
-    removes the socket of a server that is gone. Raises `SocketError`.
+    Construction creates missing directories (0700), refuses a default directory of another user, and
+    removes the socket of a server that has ended. Raises `SocketError`.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
@@ -50,14 +50,14 @@ class SocketClaim:
             raise
 
     def restrict(self) -> None:
-        """Makes the socket its owner's alone (0600). Call it once gRPC has bound it, if it does."""
+        """Restricts the socket to its owner (0600), after gRPC has bound it."""
         with contextlib.suppress(FileNotFoundError):
             self.path.chmod(0o600)
 
     def release(self) -> None:
-        """Removes the socket and lets go of its path. May be called again."""
+        """Removes the socket and releases the path. Idempotent."""
         if self._lock is not None:
-            # Still under the lock: nobody else's socket can be there.
+            # The lock is still held, so this cannot be another server's socket.
             with contextlib.suppress(OSError):
                 self.path.unlink()
             self._unlock()
@@ -70,14 +70,14 @@ class SocketClaim:
             self._lock = None
 
 
-def trouble_with_port(endpoint: Endpoint) -> OSError | None:
-    """Returns why nobody could listen on this TCP address now; None if somebody could."""
+def port_error(endpoint: Endpoint) -> OSError | None:
+    """Returns the reason why a server could not listen on this TCP address now; None if it could."""
     try:
         family, kind, number, _, where = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, number) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(where)
-    except UnicodeError:  # a label that is empty, or too long
+    except UnicodeError:  # an empty or too long label
         return OSError(errno.EINVAL, "not the name of a host")
     except OSError as error:
         return error
@@ -85,23 +85,21 @@ def trouble_with_port(endpoint: Endpoint) -> OSError | None:
 
 
 def _prepare_directory(directory: Path) -> None:
-    """Makes sure of the directory: in one that others can write to, they could replace the socket by theirs."""
+    """Creates the directory. In a default directory that others can write to, they could replace the socket."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     if directory != Path(default_endpoint().path or "").parent:
-        return  # the user's own choice, and perhaps shared on purpose
+        return  # chosen by the operator, and possibly shared on purpose
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode):
         raise SocketError(f"{directory} is not a directory")
     if status.st_uid != os.getuid():
-        raise SocketError(
-            f"{directory} belongs to user {status.st_uid}: whoever made it could read and answer in our place"
-        )
+        raise SocketError(f"{directory} belongs to user {status.st_uid}: that user could answer instead of the server")
     if stat.S_IMODE(status.st_mode) & 0o077:
         directory.chmod(0o700)
 
 
 def _lock(path: Path, endpoint: Endpoint) -> int:
-    """Returns the descriptor of the locked file."""
+    """Returns the descriptor of the locked file. Raises `SocketError` if another server holds it."""
     for _ in range(_ATTEMPTS):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -109,7 +107,7 @@ def _lock(path: Path, endpoint: Endpoint) -> int:
         except BlockingIOError:
             os.close(descriptor)
             break
-        # A server that ended between our open and our lock has removed the file: what we locked is nobody's any more.
+        # A server that ended between our open and our lock has removed the file: then the lock is void.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), path.stat()):
                 return descriptor
@@ -118,15 +116,15 @@ def _lock(path: Path, endpoint: Endpoint) -> int:
 
 
 def _remove_stale(path: Path) -> None:
-    """Removes what a killed server left; refuses to touch anything else."""
+    """Removes the socket of a killed server; refuses to touch anything else."""
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise SocketError(f"unix:{path}: there is something else than a socket")
+            raise SocketError(f"unix:{path}: this is not a socket")
     except FileNotFoundError:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
-        # A server without our lock, of another program, may listen there.
+        # Another program, which does not use our lock, may listen there.
         if probe.connect_ex(str(path)) not in (errno.ECONNREFUSED, errno.ENOENT):
             raise SocketError(f"unix:{path} is in use: another program listens there")
     path.unlink(missing_ok=True)

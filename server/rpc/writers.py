@@ -1,7 +1,8 @@
-"""Copies into the slots of stores that other processes make on our behalf.
+"""Stores that helper processes write to on behalf of clients.
 
-While one runs, its store counts as having a writer, like a client that maps the region: should the store end before the copy does,
-its slots stay out of use until the copy has ended as well. A client's word that its store is over is not taken before that either.
+While such a copy runs, its store has a writer, like a client that maps the region. If the store ends
+before the copy, its slots stay out of use until the copy has ended. A client's report that it has
+finished a store counts only after the copy, too.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ __all__ = ["Writers"]
 
 
 class Writers:
-    """Who writes to which store. Lives on the event loop."""
+    """Number of running copies per store. Lives on the event loop."""
 
     def __init__(self, runtime: TierRuntime) -> None:
         self._runtime = runtime
-        self._numbers = itertools.count(1 << 32)  # `attach` counts its own from 1
+        self._numbers = itertools.count(1 << 32)  # the attach socket's connections count from 1
         self._running: Counter[int] = Counter()
         self._ended = asyncio.Event()
 
     @contextlib.contextmanager
     def writing(self, store: Store) -> Iterator[None]:
-        """Is entered before anything can be written to a store's slots, and left when nothing is any more."""
+        """Context during which a helper process may write to the store's slots."""
         number = next(self._numbers)
-        session_id = store.owner.session_id  # of the engine, perhaps not the one that asks for the copy
+        session_id = store.owner.session_id  # the engine's, which may differ from the caller's
         self._runtime.core.writer_attached(session_id, number)
         self._running[store.id] += 1
         try:
@@ -46,10 +47,10 @@ class Writers:
             self._ended = asyncio.Event()
 
     def busy(self, store_id: int) -> bool:
-        """Says whether somebody writes to a store's slots on our behalf."""
+        """Returns whether a helper process may be writing to the store's slots."""
         return self._running[store_id] > 0
 
     async def idle(self, store_id: int) -> None:
-        """Returns when nobody writes to a store's slots on our behalf."""
+        """Waits until no helper process writes to the store's slots."""
         while self.busy(store_id):
             await self._ended.wait()

@@ -105,7 +105,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     async def CompleteLoad(
         self, request: cache_pb2.CompleteLoadRequest, context: grpc.aio.ServicerContext
     ) -> cache_pb2.CompleteLoadResponse:
-        session = self._sessions.get(request.session, gives_back=True)
+        session = self._sessions.get(request.session, is_release=True)
         lease = self._core.lease(session, LeaseId(request.lease_id))
         if lease.expires_at <= self._runtime.now():
             raise LeaseNotFound(f"lease {lease.id} has expired")
@@ -116,7 +116,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     async def ReleaseLease(
         self, request: cache_pb2.ReleaseLeaseRequest, context: grpc.aio.ServicerContext
     ) -> cache_pb2.ReleaseLeaseResponse:
-        session = self._sessions.get(request.session, gives_back=True)
+        session = self._sessions.get(request.session, is_release=True)
         for lease_id in self._validator.numbers(request.lease_ids, "lease_ids"):
             try:
                 self._core.release(session, LeaseId(lease_id))
@@ -163,7 +163,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     async def CompleteStore(
         self, request: cache_pb2.CompleteStoreRequest, context: grpc.aio.ServicerContext
     ) -> cache_pb2.CompleteStoreResponse:
-        session = self._sessions.get(request.session, gives_back=True)
+        session = self._sessions.get(request.session, is_release=True)
         store_id = StoreId(request.store_id)
         await self._end_streams(session, store_id)
         try:
@@ -206,7 +206,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     async def FinishRequest(
         self, request: cache_pb2.FinishRequestRequest, context: grpc.aio.ServicerContext
     ) -> cache_pb2.FinishRequestResponse:
-        session = self._sessions.get(request.session, gives_back=True)
+        session = self._sessions.get(request.session, is_release=True)
         deadline = self._runtime.now() + self._validator.wait(request.wait)
         if not request.request_id:
             raise Refused("INVALID_ARGUMENT", "request_id is missing")

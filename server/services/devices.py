@@ -63,7 +63,7 @@ class DeviceCopyCalls:
     async def UnregisterDeviceBuffers(
         self, request: transfer_pb2.UnregisterDeviceBuffersRequest, context: grpc.aio.ServicerContext
     ) -> transfer_pb2.UnregisterDeviceBuffersResponse:
-        session = self._sessions.get(request.session, gives_back=True)
+        session = self._sessions.get(request.session, is_release=True)
         await self._devices.unregister(self._devices.get(session, request.buffers_id))
         return transfer_pb2.UnregisterDeviceBuffersResponse()
 

@@ -92,7 +92,7 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
     async def ReleaseHolds(
         self, request: handoff_pb2.ReleaseHoldsRequest, context: grpc.aio.ServicerContext
     ) -> handoff_pb2.ReleaseHoldsResponse:
-        session, now = self._sessions.get(request.session, gives_back=True), self._runtime.now()
+        session, now = self._sessions.get(request.session, is_release=True), self._runtime.now()
         for name in self._names(session, request.holds):
             self._handoffs.release(name, now)
         self._runtime.pump()

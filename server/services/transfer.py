@@ -77,7 +77,7 @@ class TransferService:
         store_id = StoreId(0)
         parts = PartSequence((), ())
         received = 0
-        meter = None
+        limiter = None
         async for message in frames:
             try:
                 fields, payload = decode_push_frame(message)
@@ -88,9 +88,9 @@ class TransferService:
                 session = self._sessions.get(ref)
                 store_id = StoreId(fields.store_id)
                 store = self._core.store(session, store_id)
-                meter = self._sessions.meter(session)
-                if meter is not None:
-                    meter.stream()
+                limiter = self._sessions.limiter(session)
+                if limiter is not None:
+                    limiter.check_stream()
                 self._sessions.set_transport(session, "grpc")
                 parts = PartSequence(store.slots(), [block.part_bytes for block in store.blocks])
             if xxhash.xxh3_64_intdigest(payload) != fields.xxh3_64:
@@ -109,8 +109,8 @@ class TransferService:
                 raise Refused("WRONG_SIZE", str(error)) from error
             received += taken
             self._pushed.inc(taken)
-            if meter is not None:
-                meter.moved(taken)
+            if limiter is not None:
+                limiter.count_bytes(taken)
             self._received.add(store_id, fields.offset_bytes, fields.offset_bytes + taken)
         if session is None:
             raise Refused("INVALID_ARGUMENT", "the stream ended before its first frame")
@@ -125,9 +125,9 @@ class TransferService:
         sizes = [block.part_bytes for item in items if (block := lease.items[item]) is not None]
         parts = PartSequence(slots, sizes)
         offset = 0
-        meter = self._sessions.meter(session)
-        if meter is not None:
-            meter.stream()
+        limiter = self._sessions.limiter(session)
+        if limiter is not None:
+            limiter.check_stream()
         self._sessions.set_transport(session, "grpc")
         while offset < parts.total_bytes:
             self._sessions.find(request.session)  # as above
@@ -137,8 +137,8 @@ class TransferService:
             yield encode_pull_frame(offset, _checksum(pieces), pieces)
             offset += nbytes
             self._pulled.inc(nbytes)
-            if meter is not None:
-                meter.moved(nbytes)
+            if limiter is not None:
+                limiter.count_bytes(nbytes)
 
     async def Locate(
         self, request: transfer_pb2.LocateRequest, context: grpc.aio.ServicerContext

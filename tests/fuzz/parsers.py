@@ -86,7 +86,7 @@ class Parsers:
 
     def _tokens(self, data: bytes) -> Any:
         self._file.write_bytes(data)
-        return tokens.read_directory(self._file)
+        return tokens.read_token_file(self._file)
 
     def _config(self, data: bytes) -> Any:
         self._file.write_bytes(data)
@@ -101,7 +101,7 @@ def _checked(data: bytes) -> bytes:
 def seeds() -> Iterator[bytes]:
     """Yields something sound for each parser that takes something sound."""
     push = transfer_pb2.PushRequest(store_id=1, offset_bytes=2, payload=b"abc").SerializeToString()
-    entry = tokens.entry_text("n", tokens.hash_of("t"), "acme", ["engine", "reader"], shared_memory=True)
+    entry = tokens.format_entry("n", tokens.token_hash("t"), "acme", ["engine", "reader"], shared_memory=True)
     config = 'region_size = "8MiB"\n[limits]\nmax_keys = 7\n[[tiers]]\ntype = "lmdb"\nsize = "1MiB"\n[tenants.a]\nquota = "5%"\n'
     sound: list[bytes] = [
         push,

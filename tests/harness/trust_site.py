@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from kvtier.client import Client, Credentials, KVTierError, Timeouts, Unavailable
-from kvtier.server.auth.tokens import entry_text, hash_of, new_token
+from kvtier.server.auth.tokens import format_entry, new_token, token_hash
 
 from .certificates import Authority
 from .long_timeouts import wait_until
@@ -50,7 +50,7 @@ class Tokens:
     def add(self, name: str, tenant: str | None, *roles: str, shared_memory: bool = False, more: str = "") -> str:
         """Adds one; returns it."""
         token = self.token[name] = new_token()
-        entry = entry_text(name, hash_of(token), tenant, roles, shared_memory=shared_memory) + more
+        entry = format_entry(name, token_hash(token), tenant, roles, shared_memory=shared_memory) + more
         self.path.write_text((self.path.read_text() if self.path.exists() else "") + entry + "\n")
         return token
 

@@ -16,45 +16,45 @@ from kvtier.server.auth import authenticator
 from kvtier.server.auth.audit_log import AuditLog
 from kvtier.server.auth.authenticator import Authenticator
 from kvtier.server.auth.roles import CALLER, OWNER, Identity, Role
-from kvtier.server.auth.tokens import Directory, TokensError, entry_text, hash_of, new_token, read_directory
+from kvtier.server.auth.tokens import TokenFile, TokensError, format_entry, new_token, read_token_file, token_hash
 from kvtier.server.commands import token as token_command
 from kvtier.server.config.schema import AuthConfig, Config
 from kvtier.server.refused import Refused
 
 
-def read(path: Path, text: str) -> Directory:
+def read(path: Path, text: str) -> TokenFile:
     """Writes `text` to a token file and reads it."""
     file = path / "tokens.toml"
     file.write_text(text, encoding="utf-8")
-    return read_directory(file)
+    return read_token_file(file)
 
 
 def test_an_entry_is_found_by_its_token_until_it_expires(tmp_path: Path) -> None:
     """A similar token, an empty one or the hash finds no entry."""
     token = new_token()
-    entry = entry_text('a "name"', hash_of(token), "acme", ["engine", "admin"], shared_memory=True)
-    directory = read(tmp_path, f"{entry}expires = 1970-01-01T00:16:40Z\n")
-    found = directory.of_token(token, 999.0)
+    entry = format_entry('a "name"', token_hash(token), "acme", ["engine", "admin"], shared_memory=True)
+    token_file = read(tmp_path, f"{entry}expires = 1970-01-01T00:16:40Z\n")
+    found = token_file.find_token(token, 999.0)
     assert found is not None
     assert (found.name, found.tenant, found.shared_memory) == ('a "name"', "acme", True)
     assert found.roles == {Role.ENGINE, Role.ADMIN}
-    assert directory.still(found, 999.0)
-    assert not directory.still(found, 1000.0)
-    for other, now in ((token, 1000.0), (token[:-1], 0.0), (f"{token} ", 0.0), ("", 0.0), (hash_of(token), 0.0)):
-        assert directory.of_token(other, now) is None
-    assert directory.still(OWNER, 0.0)
+    assert token_file.is_still_valid(found, 999.0)
+    assert not token_file.is_still_valid(found, 1000.0)
+    for other, now in ((token, 1000.0), (token[:-1], 0.0), (f"{token} ", 0.0), ("", 0.0), (token_hash(token), 0.0)):
+        assert token_file.find_token(other, now) is None
+    assert token_file.is_still_valid(OWNER, 0.0)
 
 
 def test_a_session_ends_if_the_tenant_of_its_entry_changes(tmp_path: Path) -> None:
     token = new_token()
-    before = read(tmp_path, entry_text("n", hash_of(token), "acme", ["engine"], shared_memory=False))
-    after = read(tmp_path, entry_text("n", hash_of(token), "zeta", ["engine"], shared_memory=False))
-    identity = before.of_token(token, 0.0)
+    before = read(tmp_path, format_entry("n", token_hash(token), "acme", ["engine"], shared_memory=False))
+    after = read(tmp_path, format_entry("n", token_hash(token), "zeta", ["engine"], shared_memory=False))
+    identity = before.find_token(token, 0.0)
     assert identity is not None
-    assert not after.still(identity, 0.0)
+    assert not after.is_still_valid(identity, 0.0)
 
 
-SOUND = f'name = "n"\nhash = "{hash_of("t")}"\n'
+SOUND = f'name = "n"\nhash = "{token_hash("t")}"\n'
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_an_invalid_file_is_refused(tmp_path: Path, text: str, message: str) -> 
 
 def test_a_missing_or_too_large_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TokensError, match="cannot be read: No such file"):
-        read_directory(tmp_path / "none")
+        read_token_file(tmp_path / "none")
     with pytest.raises(TokensError, match="is larger than"):
         read(tmp_path, "#" * (5 << 20))
 
@@ -110,7 +110,7 @@ def test_repeated_refusals_are_combined_into_few_lines(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(audit_module, "_log", Log())
     now = [100.0]
-    audit = AuditLog(looks=False, clock=lambda: now[0])
+    audit = AuditLog(logs_reads=False, clock=lambda: now[0])
 
     class Context:
         address = "ipv4:10.0.0.1:4711"
@@ -120,25 +120,25 @@ def test_repeated_refusals_are_combined_into_few_lines(monkeypatch: pytest.Monke
 
     context = Context()
     for _ in range(1000):
-        audit.refused("/kvtier.v1.CacheService/Lookup", context, "UNAUTHENTICATED")
+        audit.record_refusal("/kvtier.v1.CacheService/Lookup", context, "UNAUTHENTICATED")
     assert [line["who"] for line in lines] == ["ipv4:10.0.0.1"]
     now[0] += 11
-    audit.refused("/kvtier.v1.CacheService/Lookup", context, "UNAUTHENTICATED")
+    audit.record_refusal("/kvtier.v1.CacheService/Lookup", context, "UNAUTHENTICATED")
     assert lines[1]["left_out"] == 999
     eve = CALLER.set(Identity("eve", "acme", frozenset({Role.ENGINE}), shared_memory=False))
-    audit.refused("/kvtier.v1.AdminService/Fsck", context, "PERMISSION_DENIED")
+    audit.record_refusal("/kvtier.v1.AdminService/Fsck", context, "PERMISSION_DENIED")
     CALLER.reset(eve)
     assert lines[2] == {"who": "eve", "what": "/kvtier.v1.AdminService/Fsck", "outcome": "refused: PERMISSION_DENIED"}
-    audit.refused("/kvtier.v1.CacheService/Lookup", context, "INVALID_KEY")
-    audit.called("/kvtier.v1.AdminService/GetStatus", "OK")
-    audit.called("/kvtier.v1.CacheService/Lookup", "OK")
-    audit.called("/kvtier.v1.AdminService/Fsck", "UNAUTHENTICATED")
+    audit.record_refusal("/kvtier.v1.CacheService/Lookup", context, "INVALID_KEY")
+    audit.record_call("/kvtier.v1.AdminService/GetStatus", "OK")
+    audit.record_call("/kvtier.v1.CacheService/Lookup", "OK")
+    audit.record_call("/kvtier.v1.AdminService/Fsck", "UNAUTHENTICATED")
     assert len(lines) == 3
-    audit.called("/kvtier.v1.AdminService/Fsck", "OK")
+    audit.record_call("/kvtier.v1.AdminService/Fsck", "OK")
     assert lines[3]["outcome"] == "OK"
     for number in range(5000):
         context.address = f"ipv4:10.{number >> 8}.{number & 255}.1:1"
-        audit.refused("/kvtier.v1.CacheService/Lookup", context, "UNAUTHENTICATED")
+        audit.record_refusal("/kvtier.v1.CacheService/Lookup", context, "UNAUTHENTICATED")
     assert len(audit._last) <= 1024
 
 
@@ -147,13 +147,13 @@ def test_a_file_is_read_once_its_mode_is_corrected(tmp_path: Path, monkeypatch: 
     path, token = tmp_path / "tokens.toml", new_token()
     path.write_text("")
     who = Authenticator(Config(listen=(), region_size=0, data_dir=tmp_path, tiers=(), auth=AuthConfig(tokens=path)))
-    path.write_text(entry_text("late", hash_of(token), "acme", ["engine"], shared_memory=False))
+    path.write_text(format_entry("late", token_hash(token), "acme", ["engine"], shared_memory=False))
     with monkeypatch.context() as patched:
 
-        def unreadable(_: Path) -> Directory:
+        def unreadable(_: Path) -> TokenFile:
             raise TokensError("cannot be read")
 
-        patched.setattr(authenticator, "read_directory", unreadable)
+        patched.setattr(authenticator, "read_token_file", unreadable)
         who.refresh()
     with pytest.raises(Refused):
         who.identify(token, [], is_local=False)
@@ -178,21 +178,21 @@ def test_tokens_added_concurrently_are_all_kept(
         assert add_token(file, "earlier") == 0
     codes: list[int] = []
     second = threading.Thread(target=lambda: codes.append(add_token(file, "second")))
-    check = token_command.read_directory
+    check = token_command.read_token_file
 
-    def checked(path: Path) -> Directory:
+    def checked(path: Path) -> TokenFile:
         # the new file is being written, and the old text was read
         if path != file and not second.ident:
             second.start()
             second.join(0.3)  # without the lock the thread would end by then
         return check(path)
 
-    monkeypatch.setattr(token_command, "read_directory", checked)
+    monkeypatch.setattr(token_command, "read_token_file", checked)
     monkeypatch.setattr(os, "getpid", threading.get_native_id)
     codes.append(add_token(file, "first"))
     second.join()
     assert codes == [0, 0]
-    names = {known.identity.name for known in read_directory(file).tokens.values()}
+    names = {known.identity.name for known in read_token_file(file).tokens.values()}
     assert names == {"first", "second"} | (set() if is_new else {"earlier"})
     assert list(tmp_path.iterdir()) == [file]
 

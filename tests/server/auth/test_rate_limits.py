@@ -35,89 +35,89 @@ class Clock:
 def test_calls_beyond_a_burst_of_ten_seconds_are_refused() -> None:
     """The refusal says after how long the next call is allowed."""
     clock = Clock()
-    meter = RateLimiter("t", RateConfig(calls=5.0), clock)
+    limiter = RateLimiter("t", RateConfig(calls=5.0), clock)
     for _ in range(50):
-        meter.call()
+        limiter.count_call()
     with pytest.raises(Refused) as refused:
-        meter.call()
+        limiter.count_call()
     assert (refused.value.reason, refused.value.retry_after) == ("RATE_LIMITED", pytest.approx(0.2))
     clock.now += 0.2
-    meter.call()
+    limiter.count_call()
     with pytest.raises(Refused):
-        meter.call()
+        limiter.count_call()
     clock.now += 1000.0
     for _ in range(50):
-        meter.call()
+        limiter.count_call()
     with pytest.raises(Refused):
-        meter.call()
+        limiter.count_call()
 
 
 def test_calls_that_give_back_resources_may_exceed_the_rate() -> None:
     """Up to 1,024 such calls pass beyond the limit, and count against later calls."""
     clock = Clock()
-    meter = RateLimiter("t", RateConfig(calls=1.0), clock)
+    limiter = RateLimiter("t", RateConfig(calls=1.0), clock)
     for _ in range(10):
-        meter.call()
+        limiter.count_call()
     for _ in range(1024):
-        meter.call(gives_back=True)
+        limiter.count_call(is_release=True)
     with pytest.raises(Refused):
-        meter.call(gives_back=True)
+        limiter.count_call(is_release=True)
     clock.now += 1.0
-    meter.call(gives_back=True)
+    limiter.count_call(is_release=True)
     with pytest.raises(Refused) as refused:
-        meter.call()
+        limiter.count_call()
     assert refused.value.retry_after == pytest.approx(1025.0)
 
 
 def test_bytes_beyond_the_limit_delay_the_next_stream() -> None:
     """A running stream is never interrupted."""
     clock = Clock()
-    meter = RateLimiter("t", RateConfig(bytes=1000), clock)
-    meter.stream()
-    meter.moved(30_000)
+    limiter = RateLimiter("t", RateConfig(bytes=1000), clock)
+    limiter.check_stream()
+    limiter.count_bytes(30_000)
     with pytest.raises(Refused) as refused:
-        meter.stream()
+        limiter.check_stream()
     assert refused.value.retry_after == pytest.approx(20.001)
     clock.now += 20.1
-    meter.stream()
+    limiter.check_stream()
 
 
 def test_opening_a_session_counts_as_a_call() -> None:
     """Opening sessions in a loop is refused; refused sessions do not count as open."""
     clock = Clock()
-    meter = RateLimiter("t", RateConfig(calls=1.0), clock)
+    limiter = RateLimiter("t", RateConfig(calls=1.0), clock)
     for _ in range(10):
-        meter.opens()
-        meter.closes()
+        limiter.open_session()
+        limiter.close_session()
     for _ in range(3):
         with pytest.raises(Refused) as refused:
-            meter.opens()
+            limiter.open_session()
         assert refused.value.reason == "RATE_LIMITED"
-    assert meter.sessions == 0
+    assert limiter.sessions == 0
     clock.now += 1.0
-    meter.opens()
-    assert meter.sessions == 1
+    limiter.open_session()
+    assert limiter.sessions == 1
 
 
 def test_limits_are_per_tenant_and_its_table_overrides_the_default() -> None:
     """The number of buckets in memory stays bounded."""
     clock = Clock()
-    meters = RateLimiters(RateConfig(calls=1.0), {"a": RateConfig(sessions=1), "b": RateConfig(calls=9.0)}, clock)
-    first = meters.of("a")
+    limiters = RateLimiters(RateConfig(calls=1.0), {"a": RateConfig(sessions=1), "b": RateConfig(calls=9.0)}, clock)
+    first = limiters.for_tenant("a")
     assert first is not None
-    assert meters.of("a") is first
-    first.opens()
+    assert limiters.for_tenant("a") is first
+    first.open_session()
     with pytest.raises(Refused, match="1 sessions of tenant 'a' are open already"):
-        first.opens()
+        first.open_session()
     for _ in range(9):  # with the call that opened the session: ten
         first.call()
     with pytest.raises(Refused):
-        first.call()
-    assert RateLimiters(RateConfig(), {"a": RateConfig(sessions=1)}).of("b") is None
+        first.count_call()
+    assert RateLimiters(RateConfig(), {"a": RateConfig(sessions=1)}).for_tenant("b") is None
     for number in range(5000):
-        meters.of(f"t{number}")
-    assert len(meters._meters) <= 1024
-    assert meters.of("a") is first
+        limiters.for_tenant(f"t{number}")
+    assert len(limiters._limiters) <= 1024
+    assert limiters.for_tenant("a") is first
 
 
 def test_a_tenant_beyond_its_limits_is_refused_and_others_are_not(tmp_path: Path) -> None:

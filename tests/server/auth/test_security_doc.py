@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from harness.ports import ReservedPort
 
-from kvtier.server.auth.tokens import hash_of, read_directory
+from kvtier.server.auth.tokens import read_token_file, token_hash
 from kvtier.server.config.loader import load
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "security.md"
@@ -77,19 +77,19 @@ def test_its_commands_run(tmp_path: Path, port: int) -> None:
             server.terminate()
             server.wait(45)
     assert len(servers) == 1
-    known = read_directory(tmp_path / "tokens.toml")
+    known = read_token_file(tmp_path / "tokens.toml")
     assert len(known.tokens) == 3
     token = (tmp_path / "acme.token").read_text().strip()
-    assert hash_of(token) in (tmp_path / "tokens.toml").read_text()
+    assert token_hash(token) in (tmp_path / "tokens.toml").read_text()
     assert not stat.S_IMODE((tmp_path / "tokens.toml").stat().st_mode) & 0o077
 
 
 def test_its_configuration_files_are_valid(tmp_path: Path) -> None:
     tokens, _, bounds = TABLES
     (tmp_path / "tokens.toml").write_text(
-        tokens.replace("sha256:…", hash_of("x")).replace("# shared", "shared").replace("# exp", "exp")
+        tokens.replace("sha256:…", token_hash("x")).replace("# shared", "shared").replace("# exp", "exp")
     )
-    known = read_directory(tmp_path / "tokens.toml")
+    known = read_token_file(tmp_path / "tokens.toml")
     assert (len(known.tokens), len(known.certificates)) == (1, 1)
     (tmp_path / "c.toml").write_text(f'region_size = "64MiB"\n{bounds}')
     [tenant] = load(file=tmp_path / "c.toml", environ={}).config.tenants

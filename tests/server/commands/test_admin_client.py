@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.protos.credentials import Credentials, CredentialsError
 from kvtier.protos.endpoint import parse_endpoint
-from kvtier.server.commands.admin_client import explain
+from kvtier.server.commands.admin_client import error_of
 
 SOCKET, ADDRESS = "unix:/run/kvtier/kvtier.sock", "10.0.0.7:7450"
 EXPIRED = (
@@ -52,7 +52,7 @@ class Failed(grpc.RpcError):
 @pytest.mark.parametrize(("endpoint", "details", "wanted", "unwanted"), SAID)
 def test_errors_name_the_server_and_a_remedy(endpoint: str, details: str, wanted: str, unwanted: str) -> None:
     """The text is derived from the status and details of gRPC."""
-    text = f"{explain(Failed(details), parse_endpoint(endpoint), 5)}"
+    text = f"{error_of(Failed(details), parse_endpoint(endpoint), 5)}"
     assert wanted in text
     assert not unwanted or unwanted not in text
 

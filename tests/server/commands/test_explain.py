@@ -178,17 +178,17 @@ def test_a_handoff_is_explained_on_both_sides(client: Client, reader: Client, tm
     assert (second["claim"], second["spans"]) == (named | {"outcome": "not_held", "unwanted_blocks": 0}, [])
     published, claimed = kvtier(tmp_path, "explain", "p-1").stdout, kvtier(tmp_path, "explain", "d-1").stdout
     for piece in (
-        "(prefill to decode, 4 blocks of 64 tokens, 1 of them on their way)",
+        "(prefill to decode, 4 blocks of 64 tokens, 1 of them not yet stored)",
         "claimed 1 times, 2 blocks, was released",
     ):
         assert piece in published
     for piece in (
         "claim of request p-1 of engine e7",
         "it was held",
-        "1 blocks of it were not wanted; of the others,",
+        "1 blocks were not requested; the others:",
         "blocks 0-1: hit in cpu",
-        "block 2: miss, pending: they were on their way",
-        "nobody held it",
+        "block 2: miss, pending: they had not arrived",
+        "there was no hold",
     ):
         assert piece in claimed
 
@@ -209,14 +209,14 @@ def test_failed_handoffs_are_explained(client: Client, reader: Client, tmp_path:
     client.publish("brief", keys[:1], [0], num_tokens=16, hold_for=4)
     with pytest.raises(HoldGone):
         reader.claim(HoldName("e7", "brief"), request_id="d-1", wait=1)
-    assert "its time was over, or nearly so" in kvtier(tmp_path, "explain", "d-1").stdout
+    assert "it had expired, or nearly" in kvtier(tmp_path, "explain", "d-1").stdout
     reader.lookup(keys[:1], request_id="d-3").release()
     assert "is held" in kvtier(tmp_path, "explain", "small").stdout
     big = kvtier(tmp_path, "explain", "big").stdout
     for piece in (
         "declined",
         "decode to prefill, 48 blocks of 768 tokens",
-        "as much of the CPU tier as they may (handoff.part)",
+        "reached their part of the CPU tier (handoff.part)",
     ):
         assert piece in big
     assert "it is held in another namespace" in kvtier(tmp_path, "explain", "d-2").stdout

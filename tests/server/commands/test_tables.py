@@ -24,9 +24,7 @@ def shown(table: ResponsiveTable, width: int) -> list[str]:
 
 def of_sessions(count: int = 2) -> ResponsiveTable:
     """Returns a table with long names and figures."""
-    table = ResponsiveTable("client", "engine", title="sessions", title_justify="left")
-    for column in ("last heard", "calls", "written"):
-        table.add_column(column, justify="right")
+    table = ResponsiveTable("client", "engine", numbers=("last heard", "calls", "written"), title="sessions")
     for number in range(count):
         table.add_row("python", Text(f"{number}" * 32), f"{number}.5 s", f"1,000,00{number}", "256.0 KiB")
     return table
@@ -70,9 +68,7 @@ def test_a_transposed_table_has_whole_names_and_one_title() -> None:
 
 def test_transposed_rows_are_columns_if_they_fit() -> None:
     """Tiers can then be compared in one table."""
-    table = ResponsiveTable("tier")
-    for column in ("used", "of", "fill", "blocks", "hits", "misses"):
-        table.add_column(column, justify="right")
+    table = ResponsiveTable("tier", numbers=("used", "of", "fill", "blocks", "hits", "misses"))
     for tier in ("cpu", "lmdb"):
         table.add_row(tier, *["1"] * 6)
 

@@ -226,7 +226,7 @@ class TestRefusals:
         [line] = problems(environ=ENVIRON | {"KVTIER_LIMITS_MAX_MESSAGE_BYTES": "1MiB"})
         assert "limits.max_message_bytes = 1MiB: must be at least 5648KiB" in line
         [line] = problems(environ=ENVIRON | {"KVTIER_HANDOFF_DEFAULT": "5s"})
-        assert line.endswith("handoff.default = 5s: a hold is not read in its last 5 s: nobody could ever claim one")
+        assert line.endswith("handoff.default = 5s: no claim is possible in the last 5 s of a hold: use more")
         assert len(problems(environ=ENVIRON | {"KVTIER_HANDOFF_DEFAULT": "1s", "KVTIER_HANDOFF_MAX": "2s"})) == 2
         [line] = problems(environ=ENVIRON | {"KVTIER_REGION_SIZE": "900TiB"})
         assert "this machine has no more than" in line
@@ -234,13 +234,13 @@ class TestRefusals:
     def test_tcp_in_the_clear_needs_insecure(self) -> None:
         """The loopback interface, too; with --insecure there is a warning."""
         [line] = problems(flags={"listen": ["0.0.0.0:7070"]})
-        assert line.startswith("--listen: listen = 0.0.0.0:7070: whoever reaches this address")
+        assert line.startswith("--listen: listen = 0.0.0.0:7070: everyone on the network")
         [line] = problems(flags={"listen": ["127.0.0.1:7070", "unix:/a.sock"]})
         assert line.startswith("--listen: listen = 127.0.0.1:7070: every user of this host")
         loaded = load({"listen": ["0.0.0.0:7070"], "insecure": True}, environ=ENVIRON)
-        assert loaded.warnings[0].startswith("listening on 0.0.0.0:7070 in the clear")
+        assert loaded.warnings[0].startswith("listening on 0.0.0.0:7070 unencrypted")
         loaded = load({"listen": ["127.0.0.1:7070"], "insecure": True}, environ=ENVIRON)
-        assert loaded.warnings[0].startswith("listening on 127.0.0.1:7070 in the clear: every user of this host")
+        assert loaded.warnings[0].startswith("listening on 127.0.0.1:7070 unencrypted: every user of this host")
 
     def test_tcp_needs_tls_and_credentials(self) -> None:
         """Credentials are tokens or client certificates.
@@ -249,16 +249,16 @@ class TestRefusals:
         """
         tls = {"listen": ["127.0.0.1:7070"], "tls.cert": "/c.pem", "tls.key": "/k.pem"}
         [line] = problems(flags=tls)
-        assert "nobody is asked who he is; set auth.tokens or tls.client_ca" in line
+        assert "clients are not authenticated; set auth.tokens or tls.client_ca" in line
         assert (
             load(tls | {"insecure": True}, environ=ENVIRON)
             .warnings[0]
-            .startswith("listening on 127.0.0.1:7070 without asking for credentials")
+            .startswith("listening on 127.0.0.1:7070 without authentication")
         )
         for asks in ({"auth.tokens": "/t.toml"}, {"tls.client_ca": "/ca.pem"}):
             assert load(tls | asks, environ=ENVIRON).warnings == ()
         [line] = problems(flags={"listen": ["127.0.0.1:7070"], "auth.tokens": "/t.toml"})
-        assert "in the clear" in line
+        assert "unencrypted" in line
         assert problems(flags={"tls.cert": "/c.pem"}) == ["--tls-cert: tls.cert = /c.pem: goes with tls.key"]
         assert problems(flags={"tls.key": "/k.pem"}) == ["--tls-key: tls.key = /k.pem: goes with tls.cert"]
         assert problems(flags={"tls.client_ca": "/c.pem"})[0].endswith("needs tls.cert and tls.key")

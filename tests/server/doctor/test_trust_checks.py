@@ -12,14 +12,14 @@ from harness.command_line import answer_of, kvtier
 
 from kvtier.protos.endpoint import parse_endpoint
 from kvtier.server.access import AccessControl, AccessError
-from kvtier.server.auth.tokens import entry_text, hash_of
+from kvtier.server.auth.tokens import format_entry, token_hash
 from kvtier.server.config.schema import AuthConfig, Config, TierConfig, TlsConfig
 from kvtier.server.doctor.finding import CheckContext, CheckResult, Verdict
 from kvtier.server.doctor.server_checks import tiers
 from kvtier.server.doctor.trust_checks import trust
 
 LONG = (-1, 100)
-TOKEN = entry_text("me", hash_of("t"), "acme", ["engine"], shared_memory=False)
+TOKEN = format_entry("me", token_hash("t"), "acme", ["engine"], shared_memory=False)
 
 
 def config_of(pair: Pair | None = None, ca: str | None = None, tokens: Path | None = None, **more: object) -> Config:
@@ -31,7 +31,7 @@ def config_of(pair: Pair | None = None, ca: str | None = None, tokens: Path | No
     return Config(**default | more, tls=tls, auth=AuthConfig(tokens=tokens))  # type: ignore[arg-type]
 
 
-def scene_of(config: Config | None) -> CheckContext:
+def context_of(config: Config | None) -> CheckContext:
     """Returns the input of the checks, without a server."""
     return CheckContext(
         config=config,
@@ -40,7 +40,7 @@ def scene_of(config: Config | None) -> CheckContext:
         endpoint=parse_endpoint("unix:/nowhere"),
         timeout=1.0,
         status=None,
-        silence="",
+        error="",
         reason="",
         protocol_versions=(),
         server_version="",
@@ -88,17 +88,17 @@ class TestTrust:
 
         Another check reports that.
         """
-        [finding] = found("ok", of=list(trust(scene_of(config_of()))))
-        assert finding.seen == "neither TLS nor tokens are wanted"
-        assert list(trust(scene_of(None))) == []
+        [finding] = found("ok", of=list(trust(context_of(config_of()))))
+        assert finding.seen == "neither TLS nor tokens are configured"
+        assert list(trust(context_of(None))) == []
 
     def test_sound_files(self, authority: Authority, tokens: Path, caplog: pytest.LogCaptureFixture) -> None:
         """Each file has a finding with its validity or number of entries; nothing is logged."""
         pair = private(authority.issue("server", days=LONG))
         config = config_of(pair, authority.ca, tokens)
-        cert, ca, directory = found("ok", "ok", "ok", of=list(trust(scene_of(config))))
+        cert, ca, directory = found("ok", "ok", "ok", of=list(trust(context_of(config))))
         assert f"{pair.cert} and its key can be used for 99 d" in cert.seen
-        assert f"{authority.ca}, who vouch for clients, can be used for 99 d" in ca.seen
+        assert f"{authority.ca}: the client CAs can be used for 99 d" in ca.seen
         assert directory.seen == f"{tokens}: tokens: 1, certificates: 0, expired: 0"
         assert caplog.messages == []
 
@@ -124,10 +124,10 @@ class TestTrust:
         No warning is logged a second time.
         """
         pair = private(authority.issue("server", days=days))
-        [finding] = found(verdict, of=list(trust(scene_of(config_of(pair)))))
+        [finding] = found(verdict, of=list(trust(context_of(config_of(pair)))))
         assert seen in finding.seen
         assert pair.cert in finding.seen
-        assert ("put a new one in its place" in finding.do) is (verdict != "ok")
+        assert ("replace it" in finding.do) is (verdict != "ok")
         assert caplog.messages == []
 
     @pytest.mark.parametrize(
@@ -139,10 +139,10 @@ class TestTrust:
     ) -> None:
         """The last expiry counts: an old authority beside its successor is normal."""
         pair, old = private(authority.issue("server", days=LONG)), Path(Authority(tmp_path, "old", days=days).ca)
-        _, finding = found("ok", verdict, of=list(trust(scene_of(config_of(pair, str(old))))))
+        _, finding = found("ok", verdict, of=list(trust(context_of(config_of(pair, str(old))))))
         assert seen in finding.seen
         old.write_text(old.read_text() + Path(authority.ca).read_text())
-        found("ok", "ok", of=list(trust(scene_of(config_of(pair, str(old))))))
+        found("ok", "ok", of=list(trust(context_of(config_of(pair, str(old))))))
 
     @pytest.mark.parametrize(
         ("spoil", "seen"),
@@ -158,7 +158,7 @@ class TestTrust:
         pair = private(authority.issue("server", days=LONG))
         spoil(pair, authority.issue("other"))
         config = config_of(pair, authority.ca)
-        [finding] = found("fail", of=list(trust(scene_of(config))))
+        [finding] = found("fail", of=list(trust(context_of(config))))
         with pytest.raises(AccessError) as refused:
             AccessControl(config)
         assert finding.seen == str(refused.value)
@@ -169,7 +169,7 @@ class TestTrust:
         """The finding names the right one of the three files."""
         (tmp_path / "junk.pem").write_text("junk")
         pair = private(authority.issue("server"))
-        [finding] = found("fail", of=list(trust(scene_of(config_of(pair, f"{tmp_path}/junk.pem")))))
+        [finding] = found("fail", of=list(trust(context_of(config_of(pair, f"{tmp_path}/junk.pem")))))
         assert finding.seen.startswith(f"TLS with {tmp_path}/junk.pem: ")
 
     def test_files_with_unsafe_permissions(self, authority: Authority, tokens: Path) -> None:
@@ -181,10 +181,10 @@ class TestTrust:
         config = config_of(pair, authority.ca, tokens)
         Path(pair.key).chmod(0o640)  # readable for a group that may have it
         tokens.chmod(0o644)
-        found("ok", "ok", "ok", of=list(trust(scene_of(config))))
+        found("ok", "ok", "ok", of=list(trust(context_of(config))))
         for path in (pair.cert, pair.key, authority.ca, tokens):
             Path(path).chmod(0o666)
-        findings = found(*["ok"] * 2, *["warn"] * 4, "ok", "warn", of=list(trust(scene_of(config))))
+        findings = found(*["ok"] * 2, *["warn"] * 4, "ok", "warn", of=list(trust(context_of(config))))
         bad = [each for each in findings if each.verdict is Verdict.WARN]
         writable = (pair.cert, pair.key, authority.ca)
         assert [each.do for each in bad[:3]] == [f"chmod go-w {path}" for path in writable]
@@ -192,7 +192,7 @@ class TestTrust:
         assert bad[3].do.startswith(f"chmod o-rwx {pair.key} ")
         assert bad[4].do == f"chmod go-w {tokens}"
         tokens.chmod(0o620)
-        assert found("ok", "ok", *["warn"] * 4, "ok", "warn", of=list(trust(scene_of(config))))[-1].do == bad[4].do
+        assert found("ok", "ok", *["warn"] * 4, "ok", "warn", of=list(trust(context_of(config))))[-1].do == bad[4].do
 
     @pytest.mark.parametrize(
         ("text", "seen"),
@@ -210,7 +210,7 @@ class TestTrust:
             tokens.write_text(text)
             tokens.chmod(0o600)
         config = config_of(tokens=tokens)
-        [finding] = found("fail", of=list(trust(scene_of(config))))
+        [finding] = found("fail", of=list(trust(context_of(config))))
         with pytest.raises(AccessError) as refused:
             AccessControl(config)
         assert finding.seen == str(refused.value)
@@ -231,7 +231,7 @@ class TestTrust:
     def test_a_token_file_without_valid_entries(self, tokens: Path, text: str, verdict: str, seen: str) -> None:
         """The file is empty, or all entries have expired."""
         tokens.write_text(text)
-        [finding] = found(verdict, of=list(trust(scene_of(config_of(tokens=tokens)))))
+        [finding] = found(verdict, of=list(trust(context_of(config_of(tokens=tokens)))))
         assert seen in finding.seen
 
 
@@ -266,15 +266,15 @@ class TestTiers:
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.delitem(sys.modules, "odd_doctor", raising=False)
         tier = TierConfig(type="odd_doctor:Odd", name="odd", path=tmp_path / "odd", size=1 << 24)
-        [finding] = found(verdict, of=list(tiers(scene_of(config_of(tiers=(tier,))))))
+        [finding] = found(verdict, of=list(tiers(context_of(config_of(tiers=(tier,))))))
         assert seen in finding.seen
         assert capsys.readouterr().out == ""
         assert not tier.path.exists()
 
     def test_without_tiers(self) -> None:
         """There is one finding, and none if the configuration is invalid."""
-        found("ok", of=list(tiers(scene_of(config_of()))))
-        assert list(tiers(scene_of(None))) == []
+        found("ok", of=list(tiers(context_of(config_of()))))
+        assert list(tiers(context_of(None))) == []
 
 
 def test_the_command_prints_a_table_or_json(tmp_path: Path, authority: Authority, tokens: Path) -> None:

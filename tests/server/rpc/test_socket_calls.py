@@ -30,7 +30,7 @@ from kvtier.protos.error_reasons import reason_within
 from kvtier.protos.v1 import cache_pb2, common_pb2
 from kvtier.protos.wire.attach import REPLY_BYTES, Purpose, pack_request, unpack_reply
 from kvtier.protos.wire.call_frames import STATUS_OF_CODE, pack_call, unpack_answer, unpack_length
-from kvtier.server.rpc.socket_calls import _begin
+from kvtier.server.rpc.socket_calls import _run_eagerly
 
 PART = 64 << 10
 NAMESPACE = namespace_of(PART)
@@ -191,14 +191,14 @@ def test_a_waiting_call_can_be_cancelled(times: int) -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         waits = [loop.create_future() for _ in range(2)]
-        task = _begin(call(waits))
+        task = _run_eagerly(call(waits))
         assert task is not None
         for number in range(times):
             waits[number].set_result(number)
             await asyncio.sleep(0.01)
         task.cancel()
         await asyncio.wait([task])
-        assert _begin(call([])) is None
+        assert _run_eagerly(call([])) is None
 
     asyncio.run(main())
     assert seen == ([0, 1] if times == 2 else [*range(times), "cancelled"])

@@ -229,9 +229,9 @@ def test_wrong_usage_is_refused(server: ServerProcess, capsys: pytest.CaptureFix
     assert fsck(server, "--rate", "fast") == 2
     assert "--rate fast: not a size" in capsys.readouterr().err
     assert fsck(server, "--config", "x.toml") == 2
-    assert "--config does not go with --online" in capsys.readouterr().err
+    assert "--config cannot be used with --online" in capsys.readouterr().err
     assert main(["fsck", "--rate", "1MiB"]) == 2
-    assert "--rate does not go without --online" in capsys.readouterr().err
+    assert "--rate cannot be used without --online" in capsys.readouterr().err
     assert main(["fsck", "--online", "--endpoint", f"unix:{tmp_path}/none"]) == 2
     assert "no server answers" in capsys.readouterr().err
 
@@ -253,7 +253,7 @@ def test_a_rate_without_a_unit_is_refused(
     assert main(["fsck", "--online", "--endpoint", f"unix:{tmp_path}/none", "--rate", rate]) == 2
     error = capsys.readouterr().err
     if said:
-        assert error == f"kvtier: error: --rate {rate}: {said} It takes at least 64.0 KiB/s, or 0 for no bound\n"
+        assert error == f"kvtier: error: --rate {rate}: {said} It must be at least 64.0 KiB/s, or 0 for no limit\n"
     else:
         assert "no server answers" in error
 

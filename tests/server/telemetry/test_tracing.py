@@ -62,7 +62,7 @@ def test_a_call_continues_the_trace_of_its_caller(tmp_path: Path) -> None:
             look_up(raw, "malformed", "00-hello-world")
             look_up(raw, "recorded", f"00-{TRACE}-{PARENT}-01")
             stale = common_pb2.SessionRef(session_id=raw.ref.session_id, epoch=1)
-            with pytest.raises(Exception, match="another life"):
+            with pytest.raises(Exception, match="earlier run"):
                 raw.cache.Lookup(
                     cache_pb2.LookupRequest(session=stale, keys=[key_of(1)]),
                     timeout=60,
