@@ -110,7 +110,7 @@ def test_limits_are_per_tenant_and_its_table_overrides_the_default() -> None:
     with pytest.raises(Refused, match="1 sessions of tenant 'a' are open already"):
         first.open_session()
     for _ in range(9):  # with the call that opened the session: ten
-        first.call()
+        first.count_call()
     with pytest.raises(Refused):
         first.count_call()
     assert RateLimiters(RateConfig(), {"a": RateConfig(sessions=1)}).for_tenant("b") is None

@@ -265,4 +265,4 @@ class TestRefusals:
         assert problems(flags={"auth.unix": True})[0].endswith("needs auth.tokens, a file of tokens")
         assert problems(flags={"auth.metrics": True})[0].endswith("needs auth.tokens, a file of tokens")
         loaded = load({"metrics": "0.0.0.0:9464"}, environ=ENVIRON)
-        assert loaded.warnings[0].startswith("metrics on 0.0.0.0:9464: whoever reaches it")
+        assert loaded.warnings[0].startswith("metrics on 0.0.0.0:9464: the whole network")
