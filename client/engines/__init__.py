@@ -1,1 +1,1 @@
-"""Adapters that put kvtier behind an engine's own KV connector interface, one package per engine."""
+"""Adapters that connect kvtier to an engine's own KV connector interface, one per engine."""

@@ -129,7 +129,7 @@ def _moment_of(request: Any) -> str:
 
 def _held(live: LiveEngine) -> dict[str, int]:
     """What the server keeps on behalf of an engine at rest; each is to be 0. What is not pinned can be emptied."""
-    client = live.side._remote._client
+    client = live.side._gateway._client
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:
         status = client.status()

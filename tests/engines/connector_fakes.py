@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvtier.client import KeyStatus, OffloadPolicy, StoreStatus
-from kvtier.client.engines.vllm.background import LimitedLog
+from kvtier.client.engines.vllm.background import RateLimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
 from kvtier.client.engines.vllm.peers import Peers
 from kvtier.client.engines.vllm.scheduler.scheduler import SchedulerSide
@@ -104,7 +104,7 @@ def scheduler_side(
     world_size: int = 1,
     *,
     may_load: bool = True,
-    tally: TransferCounters | None = None,
+    counters: TransferCounters | None = None,
     events: bool = False,
 ) -> Iterator[tuple[SchedulerSide, FakePool]]:
     """The scheduler's half over one group of full attention, in an engine whose own prefix cache is empty.
@@ -120,15 +120,20 @@ def scheduler_side(
         world_size,
         may_load=may_load,
         may_save=True,
-        log=LimitedLog(),
-        tally=tally,
+        log=RateLimitedLog(),
+        counters=counters,
         publish_events=events,
         **alone(client),
     )
     side.bind_pool(pool)
     yield side, pool
-    calls, service = side._handoffs._calls, side._remote._service
-    for threads in (*calls._claims.values(), *calls._words.values(), service._lookups, service._returns):
+    calls, service = side._handoffs._calls, side._gateway._service
+    for threads in (
+        *calls._claim_threads.values(),
+        *calls._notify_threads.values(),
+        service._lookups,
+        service._control_thread,
+    ):
         threads.close(WAIT_SECONDS)
     side.close()
 

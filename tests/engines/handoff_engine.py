@@ -14,7 +14,7 @@ import torch
 from connector_fakes import FULL, PAGE, WAIT_SECONDS, FakePool, make_step, wait_for
 
 from kvtier.client import Client, Group, Namespace, Timeouts
-from kvtier.client.engines.vllm.background import LimitedLog
+from kvtier.client.engines.vllm.background import RateLimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
 from kvtier.client.engines.vllm.peers import Peers, address_of
 from kvtier.client.engines.vllm.scheduler.scheduler import SchedulerSide
@@ -91,9 +91,9 @@ class ToyEngine:
 
     def __post_init__(self) -> None:
         self.config = replace(self.config, lookup_timeout_s=60.0, claim_timeout_s=60.0)  # nothing is late
-        self.tally, self.reports, self.pool = TransferCounters(), WorkerReports(), FakePool(BLOCKS)
+        self.counters, self.reports, self.pool = TransferCounters(), WorkerReports(), FakePool(BLOCKS)
         self.caches = {layer: torch.zeros(BLOCKS * PAGE, dtype=torch.uint8).view(BLOCKS, PAGE) for layer in FULL.layers}
-        client, log = self._connect(self.endpoint), LimitedLog()
+        client, log = self._connect(self.endpoint), RateLimitedLog()
         self.scheduler = SchedulerSide(
             client,
             CacheGeometry((FULL,), BLOCK, BLOCK),
@@ -103,7 +103,7 @@ class ToyEngine:
             may_load=self.may_load,
             may_save=self.may_save,
             log=log,
-            tally=self.tally,
+            counters=self.counters,
             identity=EngineIdentity(self.name, *address_of(self.endpoint, self.config.advertise), 1),
             peers=self._peers(client),
         )
@@ -115,7 +115,7 @@ class ToyEngine:
             BLOCKS,
             self.reports,
             log,
-            self.tally,
+            self.counters,
             peers_of=lambda own, _: self._peers(own),
         )
         self.worker.register(self.caches)
@@ -124,7 +124,7 @@ class ToyEngine:
 
     def counts(self) -> dict[str, Any]:
         """Returns what was counted since the last call."""
-        stats = self.tally.take()
+        stats = self.counters.take()
         return dict(stats.data) if stats else {}
 
     def run(
@@ -183,7 +183,7 @@ class ToyEngine:
             return not self.scheduler.has_pending_work()
 
         wait_for(is_settled)
-        for threads in self.scheduler._handoffs._calls._words.values():
+        for threads in self.scheduler._handoffs._calls._notify_threads.values():
             told = threading.Event()
             threads.submit(told.set)
             assert told.wait(WAIT_SECONDS)

@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parent.parent / "cuda"))
 from devices.service import Service
 
 from kvtier.client import Client, Group, KeyStatus, Namespace, Timeouts, make_key
-from kvtier.client.engines.vllm.background import LimitedLog
+from kvtier.client.engines.vllm.background import RateLimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
 from kvtier.client.engines.vllm.layout import build_layouts
 from kvtier.client.engines.vllm.stats import TransferCounters
@@ -55,7 +55,7 @@ class Worker:
         self.caches = dict(zip("abcd", self.whole.view(4, BLOCKS, PAGE).unbind(0), strict=True))
         # New ones: a reset leaves what the tier below has, and a lookup would bring that back.
         self.keys = [make_key(os.urandom(32), group) for group in GROUPS]
-        self.reports, self.tally, self.log = WorkerReports(), TransferCounters(), LimitedLog()
+        self.reports, self.counters, self.log = WorkerReports(), TransferCounters(), RateLimitedLog()
         self.side = WorkerSide(
             lambda _: self.connect(service, "worker"),
             [FULL, WINDOW],
@@ -63,7 +63,7 @@ class Worker:
             BLOCKS,
             self.reports,
             self.log,
-            self.tally,
+            self.counters,
             route_of=lambda layouts, _, log: DeviceRoute(self.driver, layouts, lambda: self.stream, log),
         )
         self.client = self.connect(service, "test")
@@ -143,7 +143,7 @@ def test_blocks_go_over_the_mover_and_come_back(service: Service, worker: Worker
     assert not worker.load([4, 4, 6, 1]).failed_recving
     blocks = zip(GROUPS, [4, 4, 6, 1], strict=True)
     assert [worker.page(worker.whole, group, block) for group, block in blocks] == pages
-    stats = worker.tally.take()
+    stats = worker.counters.take()
     assert stats is not None
     assert stats.data["save_bytes"] == stats.data["load_bytes"] == 8 * PAGE
 
@@ -177,13 +177,13 @@ def test_a_mover_that_is_killed_costs_nothing(service: Service, worker: Worker) 
     """The engine copies itself where the server does not, and later the server does again."""
     before = worker.fill(5)
     for number in range(4):
-        for pid in service.movers:
+        for pid in service.copy_workers:
             os.kill(pid, signal.SIGKILL)
         assert worker.save([0, 1, 2, 3], number) == WorkerReport({number: 1})
         assert not worker.load([4, 5, 6, 7]).failed_recving
         assert worker.page(worker.whole, 0, 4) == worker.page(before, 0, 0)
         worker.client.reset(wait=5)
-    wait_for(lambda: worker.save([0, 1, 2, 3], 9) is not None and bool(service.movers))
+    wait_for(lambda: worker.save([0, 1, 2, 3], 9) is not None and bool(service.copy_workers))
 
 
 def test_a_server_without_devices(tmp_path: Path) -> None:
@@ -215,8 +215,8 @@ def test_tensors_that_come_anew(worker: Worker) -> None:
 def test_on_the_cpu_there_is_no_such_way() -> None:
     """Nothing of CUDA is touched, and jobs have no mark of their own."""
     caches = {name: torch.zeros(BLOCKS, PAGE, dtype=torch.uint8) for name in "ab"}
-    assert cuda_route(build_layouts([FULL], caches, BLOCKS), torch.device("cpu"), LimitedLog()) is None
-    worker = WorkerSide(lambda _: FakeTransfers(), [FULL], "ns", BLOCKS, WorkerReports(), LimitedLog())  # type: ignore[arg-type]
+    assert cuda_route(build_layouts([FULL], caches, BLOCKS), torch.device("cpu"), RateLimitedLog()) is None
+    worker = WorkerSide(lambda _: FakeTransfers(), [FULL], "ns", BLOCKS, WorkerReports(), RateLimitedLog())  # type: ignore[arg-type]
     worker.register(caches)
     assert worker._mark(1).mark is None
     worker.close()

@@ -55,7 +55,7 @@ def test_a_reset_clears_and_what_was_in_flight_is_not_announced() -> None:
         assert [type(event) for event in scheduler.take_events()] == [AllBlocksCleared]
         scheduler.saves_reported(WorkerReport({flying.job_id: 1}))
         assert not list(scheduler.take_events())
-        wait_for(lambda: not scheduler._remote.resets.pending)
+        wait_for(lambda: not scheduler._gateway.resets.pending)
         (again,) = scheduler.build_step(make_step({"r": TABLE}, r=12)).saves
         scheduler.saves_reported(WorkerReport({again.job_id: 1}))
         assert [type(event) for event in scheduler.take_events()] == [BlockStored] * 3
@@ -69,4 +69,4 @@ def test_a_save_of_which_nothing_is_heard_is_not_announced(monkeypatch: Any) -> 
         monkeypatch.setattr("kvtier.client.engines.vllm.scheduler.scheduler.time.monotonic", lambda: later)
         scheduler.build_step(make_step({}))
         assert not list(scheduler.take_events())
-        assert scheduler._tally.take().data["save_blocks:not_stored"] == 3  # type: ignore[union-attr]
+        assert scheduler._counters.take().data["save_blocks:not_stored"] == 3  # type: ignore[union-attr]

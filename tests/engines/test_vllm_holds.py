@@ -40,7 +40,7 @@ class HoldsClient(FakeClient):
         self.hits, self.before_claim = hits, before_claim
         self.claimed: list[HoldName] = []
         self.renewed: list[HoldName] = []
-        self.let_go: list[HoldName] = []
+        self.released_holds: list[HoldName] = []
         self.published: list[str] = []
         self.late_publications = 0
 
@@ -57,10 +57,10 @@ class HoldsClient(FakeClient):
         )
 
     def renew_holds(self, *holds: HoldName) -> None:
-        self.renewed += hold_calls
+        self.renewed += holds
 
     def release_holds(self, *holds: HoldName) -> None:
-        self.let_go += holds
+        self.released_holds += holds
 
     def publish(self, request_id: str, *_: Any, **__: Any) -> Any:
         if self.late_publications:
@@ -82,7 +82,7 @@ def test_a_part_of_a_hold_is_used_as_far_as_it_goes() -> None:
         assert [(read.lease_id, read.indices, read.block_ids) for read in load.reads] == [(1001, [0, 1, 2], [1, 2, 3])]
         assert client.released == []
         scheduler.loads_reported(["r"], [])
-        wait_for(lambda: client.released == [1001] and client.let_go == [HoldName("P", "p")])
+        wait_for(lambda: client.released == [1001] and client.released_holds == [HoldName("P", "p")])
 
 
 def test_what_is_about_to_be_pulled_is_kept_alive() -> None:
@@ -113,7 +113,7 @@ def test_a_claim_that_nobody_wants_any_more_is_given_back(*, answered: bool) -> 
             wait_for(lambda: bool(client.claimed))
         scheduler.request_finished(request, [[]])
         gate.set()
-        wait_for(lambda: client.released == [1001] and client.let_go == [HoldName("P", "p")])
+        wait_for(lambda: client.released == [1001] and client.released_holds == [HoldName("P", "p")])
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_a_claim_that_nobody_wants_any_more_is_given_back(*, answered: bool) -> 
 )
 def test_a_server_that_fails_is_left_in_peace(monkeypatch: Any, error: KVTierError, *, asks_again: bool) -> None:
     """A claim that fails is a miss, and the next request is not made to wait for the same; unless it was refused for itself."""
-    monkeypatch.setattr(hold_calls, "_COOL_DOWN_S", 600.0)
+    monkeypatch.setattr(hold_calls, "_CIRCUIT_OPEN_S", 600.0)
 
     def fail() -> None:
         raise error
@@ -181,7 +181,7 @@ def test_what_is_held_is_offered_once_more_where_it_was_not_stored() -> None:
         scheduler.new_request(request)
         wait_for(lambda: scheduler.matched_tokens(request, 0) == (0, False))
         scheduler.blocks_allocated(request, TABLE, 0)
-        wait_for(lambda: not scheduler._requests["r"].announcement.voting)
+        wait_for(lambda: not scheduler._requests["r"].registration.voting)
         [first] = scheduler.build_step(make_step({"r": TABLE}, r=24)).saves
         assert first.keys == KEYS
         scheduler.saves_reported(WorkerReport({first.job_id: 1}, {first.job_id: {1, 4}}))
@@ -231,8 +231,8 @@ def test_nothing_is_pulled_or_held_that_is_about_to_be_forgotten() -> None:
 
 def test_claims_behind_one_that_fails_are_not_made(monkeypatch: Any) -> None:
     """They would each wait as long as it did."""
-    monkeypatch.setattr(hold_calls, "_COOL_DOWN_S", 600.0)
-    monkeypatch.setattr(hold_calls, "_THREADS", 1)
+    monkeypatch.setattr(hold_calls, "_CIRCUIT_OPEN_S", 600.0)
+    monkeypatch.setattr(hold_calls, "_CLAIM_THREADS", 1)
     gate = threading.Event()
 
     def fail() -> None:
@@ -250,7 +250,7 @@ def test_claims_behind_one_that_fails_are_not_made(monkeypatch: Any) -> None:
             wait_for(lambda request=request: scheduler.matched_tokens(request, 0) == (0, False))  # type: ignore[misc]
             scheduler.blocks_allocated(request, TABLE, 0)
         assert len(client.claimed) == 1
-        wait_for(lambda: len(client.let_go) == 3)  # peers are told all the same
+        wait_for(lambda: len(client.released_holds) == 3)  # peers are told all the same
         done = make_request(6, "done", kv_transfer_params={"do_remote_decode": True}, num_computed_tokens=24)
         scheduler.new_request(done)
         scheduler.blocks_allocated(done, TABLE, 0)

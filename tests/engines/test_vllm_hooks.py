@@ -13,7 +13,7 @@ import torch
 from connector_fakes import FULL, FakeClient, make_request
 
 from kvtier.client.engines.vllm import KVTierConnector, connector, namespace
-from kvtier.client.engines.vllm.background import LimitedLog
+from kvtier.client.engines.vllm.background import RateLimitedLog
 from kvtier.client.engines.vllm.compat import CacheHitSource, KVConnectorRole, KVConnectorTransferResults
 from kvtier.client.engines.vllm.groups import Unsupported, resolve_geometry
 from kvtier.client.engines.vllm.ranks import Parts
@@ -129,7 +129,7 @@ def test_a_hook_that_fails_answers_with_its_fallback(monkeypatch: pytest.MonkeyP
         made._reports = Broken()
     if "handshake" in hook:
         made._geometry = made._kv_cache_config = Broken()
-    made._tally = Broken()
+    made._counters = Broken()
     made.bind_connector_metadata(STEP)
     assert getattr(made, hook)(*arguments) == fallback
     assert warning is None or warning in made.log.kinds
@@ -318,7 +318,7 @@ def test_memory_is_pinned_from_the_first_step_on(monkeypatch: pytest.MonkeyPatch
     registrar = SimpleNamespace(register=lambda *span: registered.append(span), unregister=lambda _: None)
     monkeypatch.setattr(worker, "CudaRegistrar", lambda _: registrar)
     made = _broken(monkeypatch, WORKER)
-    made._worker = worker.WorkerSide(lambda _: FakeClient(), [FULL], "ns", 8, made._reports, LimitedLog())
+    made._worker = worker.WorkerSide(lambda _: FakeClient(), [FULL], "ns", 8, made._reports, RateLimitedLog())
     pin = made._worker._pin_for(torch.device("cuda:0"))
     assert pin is not None
     assert made._worker._pin_for(torch.device("cpu")) is None

@@ -12,7 +12,7 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from kvtier.client import make_key
 from kvtier.client.engines.vllm import KVTierConnector, connector
-from kvtier.client.engines.vllm.background import LimitedLog
+from kvtier.client.engines.vllm.background import RateLimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
 from kvtier.client.engines.vllm.scheduler.scheduler import SchedulerSide
 from kvtier.client.engines.vllm.worker.reports import WorkerReport
@@ -38,7 +38,7 @@ def _side(pool: BlockPool, *, batched_tokens: int = 8, held: float = 0.5) -> Sch
         1,
         may_load=True,
         may_save=True,
-        log=LimitedLog(),
+        log=RateLimitedLog(),
         batched_tokens=batched_tokens,
         **alone(client),
     )

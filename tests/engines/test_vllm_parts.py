@@ -14,7 +14,7 @@ import torch
 from connector_fakes import FULL, PAGE, WINDOW, FakeClient, FakeTransfers, close_at_rest, wait_for
 
 from kvtier.client import NotConnected, make_key
-from kvtier.client.engines.vllm.background import LimitedLog
+from kvtier.client.engines.vllm.background import RateLimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
 from kvtier.client.engines.vllm.groups import Unsupported
 from kvtier.client.engines.vllm.layout import build_layouts
@@ -138,7 +138,7 @@ def _hashes(*counts: int) -> dict[int, list[bytes]]:
 
 @contextlib.contextmanager
 def _lookups(client: FakeClient, geometry: CacheGeometry, timeout_s: float = 60.0) -> Iterator[LookupService]:
-    service = LookupService(client, geometry, timeout_s, LimitedLog())  # type: ignore[arg-type]
+    service = LookupService(client, geometry, timeout_s, RateLimitedLog())  # type: ignore[arg-type]
     yield service
     service.close()
 
@@ -159,7 +159,7 @@ def test_only_the_windows_at_the_end_of_the_full_hit_are_asked_for() -> None:
 
 def test_a_lookup_that_nobody_waits_for_gives_its_lease_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """B4.3 A lookup dropped while it runs releases what it finds."""
-    monkeypatch.setattr(prefix_lookups, "_COOL_DOWN_S", 600.0)
+    monkeypatch.setattr(prefix_lookups, "_CIRCUIT_OPEN_S", 600.0)
     started, gate = threading.Event(), threading.Event()
 
     def hang() -> None:
@@ -185,7 +185,7 @@ def test_a_lookup_that_only_queued_says_nothing_of_the_server() -> None:
         lookups = [service.start(RequestRegistration(f"r{number}"), _hashes(1), 0, 4) for number in range(20)]
         queued = next(lookup for lookup in reversed(lookups) if lookup is not None)
         service.timed_out(queued)
-        assert not queued.begun
+        assert not queued.started
         assert service.start(RequestRegistration("next"), _hashes(1), 0, 4) is not None
         gate.set()
 
@@ -252,7 +252,7 @@ def test_every_job_is_reported_whatever_happens(error: Exception | None) -> None
     """Loads that fail are reported as failed, saves as ended: the engine waits for neither for ever."""
     client, caches = FakeTransfers(error), _caches(8)
     reports = WorkerReports()
-    worker = WorkerSide(lambda _: client, [FULL], "ns", 8, reports, LimitedLog())  # type: ignore[arg-type,return-value]
+    worker = WorkerSide(lambda _: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
     worker.register(caches)
     step = StepMetadata(
         loads=[LoadJob("good", [BlockRead(1, [0], [0], [2])]), LoadJob("impossible")],
@@ -282,7 +282,7 @@ def test_every_job_is_reported_whatever_happens(error: Exception | None) -> None
 def test_a_worker_of_another_namespace_moves_nothing() -> None:
     """Scheduler and worker that disagree about the namespace are a miss, never wrong bytes."""
     reports = WorkerReports()
-    worker = WorkerSide(lambda _: FakeTransfers(), [FULL], "ns", 8, reports, LimitedLog())  # type: ignore[arg-type]
+    worker = WorkerSide(lambda _: FakeTransfers(), [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type]
     worker.register(_caches(8))
     step = StepMetadata(
         [LoadJob("r", [BlockRead(1, [0], [0], [2])])], [SaveJob(1, "r", [b"k"], [0], [3])], namespace_digest="other"
@@ -297,7 +297,7 @@ def test_a_worker_of_another_namespace_moves_nothing() -> None:
 def test_a_worker_says_what_it_did_not_store() -> None:
     """B3.5 No room, and a block that another writer is at, are not stored for sure; calls hold at most the server's keys."""
     client, reports = FakeTransfers(max_keys=4), WorkerReports()
-    worker = WorkerSide(lambda _: client, [FULL], "ns", 8, reports, LimitedLog())  # type: ignore[arg-type,return-value]
+    worker = WorkerSide(lambda _: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
     worker.register(_caches(8))
     keys = [bytes([number]) * 8 for number in range(6)]
     job = SaveJob(1, "r", keys, [0] * 6, [1, 2, 3, 4, 5, 6])
@@ -310,7 +310,7 @@ def test_a_worker_says_what_it_did_not_store() -> None:
 def test_one_event_per_step_and_kind_taken_when_the_compute_was_submitted() -> None:
     """B4.4, B4.11 A step's loads wait for one event and its saves for another; the copies get the one of their own step."""
     client, reports, copied = FakeTransfers(), WorkerReports(), []
-    worker = WorkerSide(lambda _: client, [FULL], "ns", 8, reports, LimitedLog())  # type: ignore[arg-type,return-value]
+    worker = WorkerSide(lambda _: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
     worker.register(_caches(8))
     marks = iter(("loads 1", "saves 1", "saves 2"))
     worker._copier = SimpleNamespace(  # type: ignore[assignment]
@@ -341,7 +341,7 @@ def test_memory_of_every_client_of_a_gpu_is_pinned(monkeypatch: pytest.MonkeyPat
         return Peers(own)
 
     monkeypatch.setattr(WorkerSide, "_pin_for", lambda *_: pin)
-    worker = WorkerSide(connect, [FULL], "ns", 8, WorkerReports(), LimitedLog(), peers_of=peers_of)  # type: ignore[arg-type]
+    worker = WorkerSide(connect, [FULL], "ns", 8, WorkerReports(), RateLimitedLog(), peers_of=peers_of)  # type: ignore[arg-type]
     worker.register(_caches(8))
     close_at_rest(worker)
     assert given == [pin, pin]
@@ -351,7 +351,7 @@ def test_memory_of_every_client_of_a_gpu_is_pinned(monkeypatch: pytest.MonkeyPat
 def test_a_save_that_is_old_is_not_begun(*, late: bool) -> None:
     """B5.6 A worker that was stopped for long reads no block that its scheduler has let go meanwhile."""
     client, reports = FakeTransfers(), WorkerReports()
-    worker = WorkerSide(lambda _: client, [FULL], "ns", 8, reports, LimitedLog())  # type: ignore[arg-type,return-value]
+    worker = WorkerSide(lambda _: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
     worker.register(_caches(8))
     sent_at = time.time() - (SAVE_WITHIN_S if late else 0)
     worker.start_saves(StepMetadata([], [SaveJob(1, "r", [b"k0", b"k1"], [0, 0], [4, 5])], "ns", sent_at=sent_at))

@@ -20,7 +20,7 @@ from connector_fakes import (
 from server_process import ServerProcess
 
 from kvtier.client import Client, Group, InvalidRequest, Namespace, NotConnected, OffloadPolicy, Timeouts, make_key
-from kvtier.client.engines.vllm.background import LimitedLog
+from kvtier.client.engines.vllm.background import RateLimitedLog
 from kvtier.client.engines.vllm.scheduler import prefix_lookups
 from kvtier.client.engines.vllm.scheduler.scheduler import SchedulerSide
 from kvtier.client.engines.vllm.worker.reports import StepMetadata, WorkerReport, WorkerReports
@@ -56,7 +56,7 @@ def _prefill(scheduler: SchedulerSide, request: Any, hit: int, *, ahead: int = 0
     assert not _offered(scheduler, make_step({})), "nothing is offered while it is loaded"
     if hit:
         scheduler.loads_reported([request.request_id], [])
-    wait_for(lambda: not scheduler._requests[request.request_id].announcement.voting)
+    wait_for(lambda: not scheduler._requests[request.request_id].registration.voting)
     request.num_computed_tokens = hit
     tables = {request.request_id: TABLE}
     offered = _offered(scheduler, make_step(tables, **{request.request_id: prompt - hit}))
@@ -114,7 +114,7 @@ def test_a_request_that_the_engine_has_itself_is_voted_on_all_the_same() -> None
         output = make_step({"r": TABLE}, r=1)
         assert not _offered(scheduler, output), "not before the tiers have voted"
         gate.open = True
-        wait_for(lambda: not scheduler._requests["r"].announcement.voting)
+        wait_for(lambda: not scheduler._requests["r"].registration.voting)
         assert _offered(scheduler, output) == _keys(6)
         assert client.begun == {"r": (25, FLAG)}
         assert client.asked == [0]
@@ -146,7 +146,7 @@ def test_votes_that_cannot_be_had_keep_nobody_waiting() -> None:
 @pytest.mark.parametrize("may_load", [True, False])
 def test_a_refusal_is_no_reason_to_leave_the_server_in_peace(monkeypatch: Any, *, may_load: bool) -> None:
     """What the server refuses of one request says nothing of the next, which is looked up and voted on."""
-    monkeypatch.setattr(prefix_lookups, "_COOL_DOWN_S", 600.0)
+    monkeypatch.setattr(prefix_lookups, "_CIRCUIT_OPEN_S", 600.0)
     client = FakeClient(set(_keys(2)))
 
     def refuse() -> None:
@@ -201,7 +201,7 @@ def test_a_load_goes_by_the_whole_id() -> None:
 def test_a_block_that_the_server_holds_is_not_copied_a_second_time() -> None:
     """B1.5: of what is offered, only what the server lacks is written."""
     client, reports, copied = FakeTransfers(), WorkerReports(), []
-    worker = WorkerSide(lambda _: client, [FULL], "ns", 8, reports, LimitedLog())  # type: ignore[arg-type,return-value]
+    worker = WorkerSide(lambda _: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
     torch = pytest.importorskip("torch")
     worker.register({name: torch.zeros(8, PAGE, dtype=torch.uint8) for name in ("a", "b")})
     worker._copier = SimpleNamespace(  # type: ignore[assignment]
@@ -232,11 +232,11 @@ def test_votes_and_resets_of_a_real_server(server: ServerProcess) -> None:
     with scheduler_side(connect("stores"), may_load=False) as (scheduler, _):
         for params, policy in ((FLAG, REQUEST), (None, BLOCK)):
             scheduler.new_request(make_request(6, str(policy), kv_transfer_params=params))
-            announcement = scheduler._requests[str(policy)].announcement
-            wait_for(lambda announcement=announcement: not announcement.voting)  # type: ignore[misc]
-            assert announcement.policy is policy
+            registration = scheduler._requests[str(policy)].registration
+            wait_for(lambda registration=registration: not registration.voting)  # type: ignore[misc]
+            assert registration.policy is policy
         assert [tier["blocks"] for tier in server.status()["tiers"] if tier["name"] == "cpu"] == [3]
         assert scheduler.reset()
-        wait_for(lambda: not scheduler._remote.resets.pending)
+        wait_for(lambda: not scheduler._gateway.resets.pending)
         assert [tier["blocks"] for tier in server.status()["tiers"] if tier["name"] == "cpu"] == [0]
     server.kill()

@@ -145,7 +145,7 @@ class Engine:
     def step(self, worker: KVTierConnector, loads: list[LoadJob], saves: list[SaveJob]) -> None:
         """Gives a worker a step as the scheduler's connector sends it."""
         digest = self.scheduler._scheduler._digest if self.scheduler._scheduler is not None else ""
-        step = StepMetadata(loads, saves, digest, parts=self.scheduler._told)
+        step = StepMetadata(loads, saves, digest, parts=self.scheduler._all_parts)
         worker.bind_connector_metadata(pickle.loads(pickle.dumps(step)))  # noqa: S301 - our own
         worker.start_load_kv(None)
         worker.wait_for_save()
@@ -166,7 +166,7 @@ class Engine:
         """Asks the server with the scheduler's client."""
         assert self.scheduler._scheduler is not None
         keys = [make_key(key[:32], group) for key, group in zip(KEYS, groups, strict=True)]
-        return self.scheduler._scheduler._remote._client.lookup(keys, request_id="r", wait=0.0, prefix=False)
+        return self.scheduler._scheduler._gateway._client.lookup(keys, request_id="r", wait=0.0, prefix=False)
 
     def load(self, block_ids: list[int], groups: list[int] | None = None) -> None:
         """Every worker loads what KEYS have into blocks."""

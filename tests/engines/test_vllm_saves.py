@@ -12,8 +12,8 @@ from kvtier.client.engines.vllm.stats import TransferCounters
 from kvtier.client.engines.vllm.worker.reports import WorkerReport
 
 
-def _counted(tally: TransferCounters, name: str) -> Any:
-    stats = tally.take()
+def _counted(counters: TransferCounters, name: str) -> Any:
+    stats = counters.take()
     return stats.data.get(name, 0) if stats is not None else 0
 
 
@@ -26,14 +26,14 @@ def test_reports_of_workers_add_up() -> None:
 
 def test_what_was_not_stored_is_counted_and_offered_again() -> None:
     """B3.5 The counter rises, and the request offers its blocks at its end."""
-    tally = TransferCounters()
-    with scheduler_side(FakeClient(), tally=tally) as (scheduler, _):
+    counters = TransferCounters()
+    with scheduler_side(FakeClient(), counters=counters) as (scheduler, _):
         request = make_request(2)
         scheduler.new_request(request)
         (job,) = scheduler.build_step(make_step({"r": [[7, 8]]}, r=8)).saves
         scheduler.saves_reported(WorkerReport({job.job_id: 1}, {job.job_id: {0, 1}}))
-        assert _counted(tally, "save_blocks:not_stored") == 2
-        assert _counted(tally, "save_blocks:not_stored") == 0
+        assert _counted(counters, "save_blocks:not_stored") == 2
+        assert _counted(counters, "save_blocks:not_stored") == 0
         request.num_computed_tokens = 8
         scheduler.request_finished(request, [[7, 8]])
         (again,) = scheduler.build_step(make_step({})).saves

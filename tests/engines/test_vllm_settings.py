@@ -25,7 +25,7 @@ def _run(client: FakeClient, settings: Any, **fields: Any) -> tuple[int, list[by
         if hit:
             scheduler.build_step(make_step({}))
             scheduler.loads_reported({"r"}, ())
-        wait_for(lambda: not scheduler._requests["r"].announcement.voting)
+        wait_for(lambda: not scheduler._requests["r"].registration.voting)
         request.num_computed_tokens = hit
         saves = scheduler.build_step(make_step({"r": TABLE}, r=16 - (hit or 0))).saves
         return hit or 0, [key for save in saves for key in save.keys]

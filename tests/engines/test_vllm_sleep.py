@@ -13,8 +13,8 @@ import torch
 from connector_fakes import FULL, PAGE, FakeTransfers, close_at_rest
 
 from kvtier.client import InvalidRequest, KVTierError, LimitExceeded
-from kvtier.client.engines.vllm.background import LimitedLog
-from kvtier.client.engines.vllm.sleep import Asleep, SleepGate
+from kvtier.client.engines.vllm.background import RateLimitedLog
+from kvtier.client.engines.vllm.sleep import EngineAsleep, SleepGate
 from kvtier.client.engines.vllm.worker import worker
 from kvtier.client.engines.vllm.worker.device_route import StepMark
 from kvtier.client.engines.vllm.worker.reports import StepMetadata, WorkerReport, WorkerReports
@@ -38,7 +38,7 @@ def _worker(client: Any) -> Iterator[tuple[WorkerSide, WorkerReports, list[int]]
         made.append(1)
         return client
 
-    side = WorkerSide(connect, [FULL], "ns", 8, reports, LimitedLog())
+    side = WorkerSide(connect, [FULL], "ns", 8, reports, RateLimitedLog())
     side.register(_caches())
     yield side, reports, made
     close_at_rest(side)
@@ -127,7 +127,7 @@ def test_the_gate_counts_copies() -> None:
         with gate.copying():
             pass
         assert not gate.close(0.01)
-        with pytest.raises(Asleep), gate.copying():
+        with pytest.raises(EngineAsleep), gate.copying():
             pass
     assert gate.close(0.01)
     gate.open()
@@ -139,7 +139,7 @@ def test_a_refusal_of_one_save_holds_up_no_other(
     monkeypatch: pytest.MonkeyPatch, error: KVTierError, *, again: bool
 ) -> None:
     """What the server refuses of one request says nothing of the next; after a failure it is left in peace for a moment."""
-    monkeypatch.setattr(worker, "_COOL_DOWN_S", 600.0)
+    monkeypatch.setattr(worker, "_CIRCUIT_OPEN_S", 600.0)
     client = FakeTransfers(error)
     with _worker(client) as (side, _, _):
         side._copier = SimpleNamespace(mark=lambda: None, copy_out=lambda *_: None)  # type: ignore[assignment]

@@ -25,7 +25,7 @@ from connector_fakes import (
 
 from kvtier.client import KVTierError, NotConnected, make_key
 from kvtier.client.engines.vllm import KVTierConnector
-from kvtier.client.engines.vllm.background import LimitedLog
+from kvtier.client.engines.vllm.background import RateLimitedLog
 from kvtier.client.engines.vllm.scheduler import prefix_lookups
 from kvtier.client.engines.vllm.scheduler.prefix_lookups import LookupService
 from kvtier.client.engines.vllm.scheduler.requests import RequestRegistration
@@ -37,35 +37,36 @@ from kvtier.client.offload import BlockRead, CacheGeometry, LoadJob, SaveJob
 KEYS = [make_key(bytes([number]) * 32, 0) for number in range(4)]
 
 
-def _drain(tally: TransferCounters) -> dict[str, Any]:
-    stats = tally.take()
+def _drain(counters: TransferCounters) -> dict[str, Any]:
+    stats = counters.take()
     return stats.data if stats is not None else {}
 
 
 def test_a_tally_that_counted_nothing_says_nothing() -> None:
     """A step in which nothing happened sends nothing."""
-    tally = TransferCounters()
-    tally.count("save_bytes", 0)
-    assert tally.take() is None
-    tally.count("save_bytes", 3)
-    tally.count("save_bytes", 4)
-    tally.observe("save_seconds", 0.5)
-    assert _drain(tally) == {"save_bytes": 7, "save_seconds": [0.5]}
-    assert tally.take() is None
+    counters = TransferCounters()
+    counters.count("save_bytes", 0)
+    assert counters.take() is None
+    counters.count("save_bytes", 3)
+    counters.count("save_bytes", 4)
+    counters.observe("save_seconds", 0.5)
+    assert _drain(counters) == {"save_bytes": 7, "save_seconds": [0.5]}
+    assert counters.take() is None
 
 
 def test_counts_of_many_threads_are_all_there() -> None:
     """Copies and lookups end on threads of their own."""
-    tally, total, done = TransferCounters(), 0, threading.Event()
+    counters, total, done = TransferCounters(), 0, threading.Event()
     threads = [
-        threading.Thread(target=lambda: [tally.count("load_bytes") for _ in range(5000)], daemon=True) for _ in range(4)
+        threading.Thread(target=lambda: [counters.count("load_bytes") for _ in range(5000)], daemon=True)
+        for _ in range(4)
     ]
     for thread in threads:
         thread.start()
     while not done.is_set():
         if not any(thread.is_alive() for thread in threads):
             done.set()
-        total += _drain(tally).get("load_bytes", 0)
+        total += _drain(counters).get("load_bytes", 0)
     assert total == 20000
 
 
@@ -112,30 +113,30 @@ def test_counts_become_prometheus_series_of_their_engine() -> None:
 @pytest.mark.parametrize("error", [None, NotConnected("gone")])
 def test_a_worker_counts_what_it_copied(error: KVTierError | None) -> None:
     """Bytes that were moved, not those that the server had already, nor those of a load that failed."""
-    tally, reports = TransferCounters(), WorkerReports()
+    counters, reports = TransferCounters(), WorkerReports()
     worker = WorkerSide(
         lambda _: FakeTransfers(error),  # type: ignore[arg-type,return-value]
         [FULL],
         "ns",
         8,
         reports,
-        LimitedLog(),
-        tally,
+        RateLimitedLog(),
+        counters,
     )
     worker.register({name: torch.zeros(8, PAGE, dtype=torch.uint8) for name in ("a", "b")})
     loads = [LoadJob("r", [BlockRead(1, [0, 1], [0, 0], [2, 3])])]
     worker.start_loads(StepMetadata(loads, [], "ns"))
     worker.start_saves(StepMetadata([], [SaveJob(1, "r", KEYS[:2], [0, 0], [4, 5])], "ns"))
     close_at_rest(worker)
-    counted = _drain(tally)
+    counted = _drain(counters)
     assert [len(counted.pop(name)) for name in ("load_seconds", "save_seconds")] == [1, 1]
     assert counted == ({} if error else {"load_bytes": 2 * 2 * PAGE, "save_bytes": 2 * PAGE})
 
 
 def test_the_scheduler_counts_blocks() -> None:
     """Of loads and of saves, when all workers have reported them: by how they ended."""
-    tally = TransferCounters()
-    with scheduler_side(FakeClient(set(KEYS[:2])), tally=tally) as (scheduler, _):
+    counters = TransferCounters()
+    with scheduler_side(FakeClient(set(KEYS[:2])), counters=counters) as (scheduler, _):
         for name in ("good", "bad"):
             request = make_request(2, name, num_tokens=12)
             scheduler.new_request(request)
@@ -148,7 +149,7 @@ def test_the_scheduler_counts_blocks() -> None:
         (job,) = scheduler.build_step(make_step({"new": [[1, 2, 3, 4]]}, new=16)).saves
         scheduler.saves_reported(WorkerReport({job.job_id: 1}, {job.job_id: {3}}))
         wait_for(lambda: scheduler.matched_tokens(request, 0) == (8, True))
-    counted = _drain(tally)
+    counted = _drain(counters)
     assert len(counted.pop("lookup_seconds")) == 3
     assert counted == {
         "lookups:hit": 2,
@@ -170,27 +171,27 @@ def _fail() -> None:
 )
 def test_lookups_are_counted_by_how_they_end(found: int, before: Callable[[], None] | None, outcome: str) -> None:
     """One count and one duration for each."""
-    tally, client = TransferCounters(), FakeClient(set(KEYS[:found]), before or (lambda: None))
-    service = LookupService(client, CacheGeometry((FULL,), 4, 4), 60.0, LimitedLog(), tally)  # type: ignore[arg-type]
+    counters, client = TransferCounters(), FakeClient(set(KEYS[:found]), before or (lambda: None))
+    service = LookupService(client, CacheGeometry((FULL,), 4, 4), 60.0, RateLimitedLog(), counters)  # type: ignore[arg-type]
     lookup = service.start(RequestRegistration("r"), {0: [key[:32] for key in KEYS]}, 0, 16)
     assert lookup is not None
     wait_for(lambda: bool(service.take_done()))
     service.close()
-    counted = _drain(tally)
+    counted = _drain(counters)
     assert len(counted.pop("lookup_seconds")) == 1
     assert counted == {f"lookups:{outcome}": 1}
 
 
 def test_a_lookup_that_takes_too_long_and_one_that_cannot_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     """Given up once is one count, whenever the answer comes; so is a server that is left in peace, or away."""
-    monkeypatch.setattr(prefix_lookups, "_COOL_DOWN_S", 600.0)
-    gate, tally = threading.Event(), TransferCounters()
+    monkeypatch.setattr(prefix_lookups, "_CIRCUIT_OPEN_S", 600.0)
+    gate, counters = threading.Event(), TransferCounters()
     client = FakeClient(set(KEYS), lambda: gate.wait(60) and None)
-    service = LookupService(client, CacheGeometry((FULL,), 4, 4), 30.0, LimitedLog(), tally)  # type: ignore[arg-type]
+    service = LookupService(client, CacheGeometry((FULL,), 4, 4), 30.0, RateLimitedLog(), counters)  # type: ignore[arg-type]
     hashes = {0: [key[:32] for key in KEYS]}
     lookup = service.start(RequestRegistration("slow"), hashes, 0, 16)
     assert lookup is not None
-    wait_for(lambda: lookup.begun)
+    wait_for(lambda: lookup.started)
     service.timed_out(lookup)
     assert service.start(RequestRegistration("cooling"), hashes, 0, 16) is None
     client.connected = False
@@ -199,7 +200,7 @@ def test_a_lookup_that_takes_too_long_and_one_that_cannot_begin(monkeypatch: pyt
         assert service.start(away, hashes, 0, 16) is None, "as at every step in which the engine has no room for it"
     gate.set()
     service.close()
-    assert _drain(tally) == {"lookups:timeout": 1, "lookup_seconds": [30.0], "lookups:unavailable": 2}
+    assert _drain(counters) == {"lookups:timeout": 1, "lookup_seconds": [30.0], "lookups:unavailable": 2}
 
 
 def test_every_count_has_a_metric() -> None:

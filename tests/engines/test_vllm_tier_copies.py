@@ -135,9 +135,9 @@ def test_what_a_load_reads_is_given_back_after_the_load(room: Room, copy: HeldCo
     room.transfers.submit(job)
     request.loading += 1
     assert copy.begun.wait(LONG_TIMEOUT_SECONDS)
-    room.lookups.settle(request)
+    room.lookups.mark_scheduled(request)
     said_by_now = threading.Event()
-    room.lookups._returns.submit(said_by_now.set)
+    room.lookups._control_thread.submit(said_by_now.set)
     assert said_by_now.wait(LONG_TIMEOUT_SECONDS)
     assert (room.client.released, request.leases) == ([], [lease])
     copy.may_go_on.set()

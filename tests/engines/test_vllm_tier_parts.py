@@ -76,7 +76,7 @@ def test_a_load_is_good_for_the_leases_that_held(room: Room) -> None:
     room.client.confirm = confirm
     room.transfers.submit(room.job(1, room.lookups.begin("r", None), [1, 2, 1, 2]))
     assert room.finished() == {1: {KEYS[1], KEYS[3]}}
-    assert not room.lookups.cooling
+    assert not room.lookups.circuit_open
 
 
 def test_a_key_without_a_lease_is_not_loaded(room: Room) -> None:
@@ -108,7 +108,7 @@ def test_the_end_of_a_request_reaches_the_server_after_its_last_store(room: Room
         room.transfers.submit(room.job(number, request))
     room.lookups.end(request)
     said_by_now = threading.Event()
-    room.lookups._returns.submit(said_by_now.set)
+    room.lookups._control_thread.submit(said_by_now.set)
     assert said_by_now.wait(60)
     assert room.client.told == []
     stored.set()
@@ -173,7 +173,7 @@ def test_jobs_are_read_by_either_version_s_names() -> None:
 
 def test_a_lookup_that_fails_or_takes_too_long_is_a_miss(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of the server, and an answer that does not come, are misses of that request, and the server is left in peace."""
-    monkeypatch.setattr(prefix_lookups, "_COOL_DOWN_S", 600.0)
+    monkeypatch.setattr(prefix_lookups, "_CIRCUIT_OPEN_S", 600.0)
     answered, asked = threading.Event(), threading.Event()
     request = room.lookups.begin("waits", None)
     room.client.before = lambda: (asked.set(), answered.wait(60), None)[2]
@@ -182,7 +182,7 @@ def test_a_lookup_that_fails_or_takes_too_long_is_a_miss(room: Room, monkeypatch
     assert asked.wait(60)
     request.waiting[KEYS[0]] = room.lookups._timeout_s = 0.0  # its time is over
     wait_for(lambda: room.lookups.answer(request, KEYS[0], 16) is Answer.MISS)
-    assert room.lookups.cooling
+    assert room.lookups.circuit_open
     assert room.lookups.answer(room.lookups.begin("other", None), KEYS[0], 16) is Answer.MISS
     room.client.keys = set(KEYS)
     answered.set()
@@ -193,12 +193,12 @@ def test_a_lookup_that_fails_or_takes_too_long_is_a_miss(room: Room, monkeypatch
     def refuse() -> None:
         raise NotConnected("gone")
 
-    room.client.before, room.lookups._timeout_s, room.lookups._cool_until = refuse, 20.0, 0.0
+    room.client.before, room.lookups._timeout_s, room.lookups._circuit_open_until = refuse, 20.0, 0.0
     failed = room.lookups.begin("fails", None)
     room.lookups.answer(failed, KEYS[0], 16)
     room.lookups.send(failed)
     wait_for(lambda: room.lookups.answer(failed, KEYS[0], 16) is Answer.MISS)
-    assert room.lookups.cooling
+    assert room.lookups.circuit_open
 
 
 def test_a_question_that_had_to_queue_says_nothing_of_the_server(room: Room) -> None:
@@ -213,19 +213,19 @@ def test_a_question_that_had_to_queue_says_nothing_of_the_server(room: Room) -> 
     room.lookups.answer(queued, KEYS[0], 16)
     room.lookups.send(queued)
     wait_for(lambda: room.lookups.answer(queued, KEYS[0], 16) is Answer.MISS)
-    assert not room.lookups.cooling
+    assert not room.lookups.circuit_open
     answered.set()
 
 
 def test_stores_do_not_fail_because_lookups_did(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is left in peace by lookups for a moment still takes what was computed."""
-    monkeypatch.setattr(prefix_lookups, "_COOL_DOWN_S", 600.0)
-    room.lookups.cool_down()
+    monkeypatch.setattr(prefix_lookups, "_CIRCUIT_OPEN_S", 600.0)
+    room.lookups.open_circuit()
     room.transfers.submit(room.job(1, room.lookups.begin("stores", None)))
     room.transfers.submit(room.job(2, room.lookups.begin("loads", None), [1] * 4))
     found = room.finished()
     wait_for(lambda: bool(found.update(room.finished() if len(found) < 2 else {})) or len(found) == 2)
-    assert room.lookups.cooling
+    assert room.lookups.circuit_open
     assert found == {1: set(KEYS), 2: set()}
 
 
@@ -236,7 +236,7 @@ def test_what_comes_when_a_request_runs_already_is_given_back(room: Room) -> Non
     request = room.lookups.begin("runs", None)
     room.lookups.answer(request, KEYS[0], 16)
     room.lookups.send(request)
-    room.lookups.settle(request)
+    room.lookups.mark_scheduled(request)
     answered.set()
     wait_for(lambda: bool(room.lookups._done))
     assert room.lookups.answer(request, KEYS[0], 16) is Answer.UNKNOWN

@@ -13,7 +13,7 @@ from connector_fakes import FakeClient, wait_for
 from tiering_world import ROW, keys_of
 
 from kvtier.client import StoreStatus
-from kvtier.client.engines.vllm.background import BackgroundThreads, LimitedLog
+from kvtier.client.engines.vllm.background import BackgroundThreads, RateLimitedLog
 from kvtier.client.engines.vllm_tier.tier_lookups import Pin, TierLookups, TierRequest
 from kvtier.client.engines.vllm_tier.transfers import EnginePrimaryTier, Job, Transfers
 
@@ -85,7 +85,7 @@ class Room:
 @contextlib.contextmanager
 def make_room() -> Iterator[Room]:
     """Transfers and lookups over a client that is a stand-in."""
-    client, rows, log = SlotClient(), np.full((len(KEYS), ROW), 1, np.int8), LimitedLog()
+    client, rows, log = SlotClient(), np.full((len(KEYS), ROW), 1, np.int8), RateLimitedLog()
     lookups = TierLookups(client, 60.0, log, BackgroundThreads("lookup", log))  # type: ignore[arg-type]
     threads = [BackgroundThreads(name, log) for name in ("load", "store")]
     primary = EnginePrimaryTier(rows.ctypes.data, ROW, len(rows))

@@ -1,11 +1,11 @@
-"""transformers' `generate` with kvtier: the prefix comes from the store, what was computed goes to it.
+"""transformers' `generate` with kvtier: loads the known prefix and stores what was computed.
 
     from kvtier.client.engines.transformers import KVTierCache
 
-    with KVTierCache(model) as kv:                       # endpoint: KVTIER_ENDPOINT, or the default socket
+    with KVTierCache(model) as kv:  # endpoint: KVTIER_ENDPOINT, or the default socket
         output = kv.generate(input_ids, max_new_tokens=64)
 
-The smallest real engine: one process, one sequence at a time, full attention. Works with transformers 4.56 and newer.
+For one process, one sequence at a time, and full attention. Needs transformers 4.56 or newer.
 """
 
 from .cache import Hit, KVTierCache

@@ -1,4 +1,4 @@
-"""The cache that survives the process: restores a prefix into a `DynamicCache`, and stores what a model computed."""
+"""KV cache for transformers: restores prefixes into a `DynamicCache` and stores computed blocks."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ from .cache_layout import CacheLayout
 
 __all__ = ["HASH_SCHEME", "Hit", "KVTierCache", "block_hashes", "config_digest", "weights_digest"]
 
-
 _log = logging.getLogger(__name__)
 
-
-_HARMLESS = {
+_NEUTRAL_ARGUMENTS = {
     "attention_mask",
     "generation_config",
     "logits_processor",
@@ -34,10 +32,9 @@ _HARMLESS = {
     "streamer",
     "tokenizer",
 }
-"""Arguments of `generate`, beside its settings, that leave the meaning of the tokens alone. Others may be the model's inputs."""
+"""Arguments of `generate` that do not change the KV of the tokens. Others may be model inputs."""
 
-
-_DECIDING: dict[str, tuple[object, ...]] = {
+_SINGLE_SEQUENCE_VALUES: dict[str, tuple[object, ...]] = {
     "num_beams": (None, 1),
     "num_return_sequences": (None, 1),
     "use_cache": (None, True),
@@ -45,24 +42,41 @@ _DECIDING: dict[str, tuple[object, ...]] = {
     "prompt_lookup_num_tokens": (None,),
     "guidance_scale": (None, 1, 1.0),
 }
-"""Settings of `generate`, and the values with which there is one cache of one sequence."""
+"""Settings of `generate` with the values that mean one cache of one sequence."""
+
+HASH_SCHEME = "kvtier.transformers.sha256.1"
+"""Hash scheme in the namespace; changes when the hashes change."""
+
+SAMPLES = 256
+"""Elements of each parameter in the digest."""
+
+_IRRELEVANT = {
+    "_attn_implementation_autoset",
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
+"""Settings of origin and execution, which do not change the KV."""
 
 
 @dataclass(frozen=True)
 class Hit:
-    """What `KVTierCache.restore` found."""
+    """Result of `KVTierCache.restore`."""
 
     tokens: int = 0
     """Leading tokens whose KV was loaded."""
     tiers: Mapping[str, int] = field(default_factory=dict)
-    """Of these, how many were found in which tier."""
+    """Tokens by the tier in which they were found."""
 
 
 class KVTierCache:
-    """Gives one model's KV cache a home in a kvtier server.
+    """Loads and stores one model's KV cache in a kvtier server.
 
-    One sequence at a time (batch size 1, no beams); calls from several threads at once are not supported, as with the
-    model itself. A server that is absent, slow or of another opinion is a miss: only what the caller gets wrong raises.
+    One sequence at a time (batch size 1, no beams); not thread-safe, like the model itself. An
+    absent, slow or incompatible server is a miss. Only invalid arguments raise.
     """
 
     def __init__(
@@ -78,13 +92,14 @@ class KVTierCache:
         wait: float = 2.0,
         connect: Callable[[Namespace], Client] | None = None,
     ) -> None:
-        """Takes the model's measure, which costs one token and a look at its weights.
+        """Probes the model with one token and samples its weights.
 
-        Two processes share blocks if they agree on `name`, `revision`, `block_tokens`, `tenant`, `extra` and the model's
-        configuration. Without a `name` and a `revision` the weights are sampled instead (see `fingerprint`). `extra` is
-        whatever else changes the meaning of tokens, an adapter say. `wait` is how many seconds to wait for the server at
-        first, and in each lookup for blocks that have to come from a lower tier. `connect` makes the client instead of
-        `endpoint`: one with other settings, or of a `kvtier.client.testing.fake_server.FakeServer`.
+        Two processes share blocks if `name`, `revision`, `block_tokens`, `tenant`, `extra` and the
+        model's configuration are equal. Without `name` and `revision`, the weights are sampled
+        instead (see `weights_digest`). `extra`: anything else that changes the meaning of tokens,
+        such as an adapter. `wait`: seconds to wait for the server at start, and in each lookup for
+        blocks of a lower tier. `connect`: creates the client instead of `endpoint`, for example one
+        of a `kvtier.client.testing.fake_server.FakeServer`.
 
         Raises `UnsupportedModelError` for a model whose cache is not full attention throughout.
         """
@@ -94,58 +109,57 @@ class KVTierCache:
         self._layout = CacheLayout.probe(model, block_tokens)
         namespace = self._namespace(name, revision, tenant)
         self._client = connect(namespace) if connect else Client(endpoint, namespace=namespace, name="transformers")
-        self._in_trouble = False
+        self._failing = False
         self.last_hit = Hit()
-        """What the latest `restore` or `generate` found."""
-        with contextlib.suppress(KVTierError):  # the client goes on trying, and has said so
+        """Result of the latest `restore` or `generate`."""
+        with contextlib.suppress(KVTierError):  # the client has logged it, and retries
             self._client.wait_until_connected(wait)
 
     @property
     def client(self) -> Client:
-        """The client that this cache talks through."""
+        """The client of this cache."""
         return self._client
 
     @property
     def block_tokens(self) -> int:
-        """Tokens in one block."""
         return self._layout.block_tokens
 
     def restore(self, input_ids: Any) -> tuple[DynamicCache, Hit]:
-        """Returns a cache with as many leading full blocks of `input_ids` as the server has, and what it had.
+        """Returns a cache with the leading full blocks that the server has, and the hit.
 
-        The cache is to be handed to the model as `past_key_values`; it is empty after a miss. At least one token is left
-        to be computed. `input_ids` is one sequence: `[n]`, `[1, n]` or a list of integers.
+        Pass the cache to the model as `past_key_values`; it is empty after a miss. At least one
+        token is left to compute. `input_ids`: one sequence, as `[n]`, `[1, n]` or a list.
         """
         tokens = _sequence(input_ids)
         self.last_hit = Hit()
         try:
             cache, self.last_hit = self._restore(tokens[:-1])
-            self._in_trouble = False
-        except Exception as error:  # noqa: BLE001 - the engine goes on without the cache, whatever is wrong with it
-            self._complain("not restored, computing instead", error)
+            self._failing = False
+        except Exception as error:  # noqa: BLE001 - the engine must continue without the cache
+            self._log_failure("not restored, computing instead", error)
             cache = DynamicCache()
         return cache, self.last_hit
 
     def save(self, input_ids: Any, cache: DynamicCache) -> int:
-        """Stores the full blocks of `input_ids` that `cache` holds and the server lacks. Returns how many it stored.
+        """Stores the full blocks that `cache` holds and the server lacks. Returns their number.
 
-        The cache may hold more or fewer tokens than `input_ids`; what both have counts.
+        The cache may hold more or fewer tokens than `input_ids`; tokens that both have are stored.
         """
         tokens = _sequence(input_ids)
         try:
             return self._save(tokens[: cache.get_seq_length()], cache)
-        except Exception as error:  # noqa: BLE001 - a save that failed is a miss later on, no more
-            self._complain("not saved", error)
+        except Exception as error:  # noqa: BLE001 - a save that failed is a later miss
+            self._log_failure("not saved", error)
             return 0
 
     def generate(self, input_ids: torch.Tensor, **options: Any) -> Any:
-        """`model.generate` that restores the known prefix first and stores prompt and output afterwards.
+        """Calls `model.generate` with the known prefix restored, then stores prompt and output.
 
-        Takes and returns what `model.generate` does. Batches, beams, padding, other inputs than tokens and a cache of
-        the caller's own are computed as if there were no kvtier.
+        Takes and returns what `model.generate` does. Batches, beams, padding, inputs other than
+        tokens and a cache of the caller are computed without kvtier.
         """
         self.last_hit = Hit()
-        if not is_plain(input_ids, options, self._model.generation_config):
+        if not is_single_sequence(input_ids, options, self._model.generation_config):
             return self._model.generate(input_ids, **options)
         cache, _ = self.restore(input_ids)
         wants_dict = options.pop("return_dict_in_generate", False)
@@ -155,16 +169,15 @@ class KVTierCache:
         return output if wants_dict else output.sequences
 
     def flush(self, input_ids: Any, *, wait: float = 10.0) -> int:
-        """Waits until the full blocks of a sequence survive a restart of the server. Returns how many do."""
+        """Waits until a sequence's full blocks are durable. Returns how many of them are."""
         keys = self.keys(input_ids)
         try:
             return self._client.flush(keys, wait=wait).count(DurableStatus.DURABLE) if keys else 0
         except KVTierError as error:
-            self._complain("not flushed", error)
+            self._log_failure("not flushed", error)
             return 0
 
     def close(self) -> None:
-        """Ends the session."""
         self._client.close()
 
     def __enter__(self) -> Self:
@@ -193,7 +206,7 @@ class KVTierCache:
                 copies = self._layout.copy_in(batch.memory, batch.offsets)
         finally:
             lease.release()
-        # Only now: leaving the read has confirmed that the lease held while the bytes were copied.
+        # After the read, which has confirmed that the lease held during the copy.
         blocks = Counter(lease.sources[:hits])
         tiers = {tier: count * self.block_tokens for tier, count in blocks.items()}
         return self._layout.cache_of(copies), Hit(hits * self.block_tokens, tiers)
@@ -209,10 +222,10 @@ class KVTierCache:
                 self._layout.copy_out(cache, batch.wanted, batch.memory, batch.offsets)
             return len(batch.wanted)
 
-    def _complain(self, what: str, error: Exception) -> None:
-        """Warns of the first failure after a success; those that follow are for whoever debugs."""
-        _log.log(logging.DEBUG if self._in_trouble else logging.WARNING, "kvtier: %s: %s", what, error)
-        self._in_trouble = True
+    def _log_failure(self, what: str, error: Exception) -> None:
+        """Warns of the first failure after a success; later ones are debug messages."""
+        _log.log(logging.DEBUG if self._failing else logging.WARNING, "kvtier: %s: %s", what, error)
+        self._failing = True
 
     def _namespace(self, name: str | None, revision: str | None, tenant: str) -> Namespace:
         trusted = name is not None and revision is not None
@@ -240,26 +253,22 @@ def _sequence(input_ids: Any) -> list[int]:
     return [int(token) for token in input_ids]
 
 
-def is_plain(input_ids: torch.Tensor, options: Mapping[str, Any], defaults: Any) -> bool:
-    """Whether the tokens alone say what KV comes out: one sequence, no beams, no padding, no images, no other cache."""
+def is_single_sequence(input_ids: torch.Tensor, options: Mapping[str, Any], defaults: Any) -> bool:
+    """Whether the tokens alone determine the KV: no batch, beams, padding or images."""
     settings = options.get("generation_config") or defaults
     mask = options.get("attention_mask")
-    chosen = {name: options.get(name, getattr(settings, name, None)) for name in _DECIDING}
+    chosen = {name: options.get(name, getattr(settings, name, None)) for name in _SINGLE_SEQUENCE_VALUES}
     return (
         input_ids.dim() == 2
         and input_ids.shape[0] == 1
         and (mask is None or bool(mask.all()))
-        and all(name in _HARMLESS or hasattr(settings, name) for name in options)
-        and all(chosen[name] in plain for name, plain in _DECIDING.items())
+        and all(name in _NEUTRAL_ARGUMENTS or hasattr(settings, name) for name in options)
+        and all(chosen[name] in plain for name, plain in _SINGLE_SEQUENCE_VALUES.items())
     )
 
 
-HASH_SCHEME = "kvtier.transformers.sha256.1"
-"""Part of the namespace; changes when the hashes do."""
-
-
 def block_hashes(tokens: Sequence[int], block_tokens: int, *, extra: bytes = b"") -> list[bytes]:
-    """Returns the hash (32 bytes) of each full block of `tokens`; a rest that does not fill a block has none."""
+    """Returns the hash (32 bytes) of each full block of `tokens`."""
     data = np.asarray(tokens, dtype="<i8").tobytes()
     parent = hashlib.sha256(HASH_SCHEME.encode() + b"\0" + extra).digest()
     step = 8 * block_tokens
@@ -270,30 +279,14 @@ def block_hashes(tokens: Sequence[int], block_tokens: int, *, extra: bytes = b""
     return hashes
 
 
-SAMPLES = 256
-"""Elements of each parameter that the fingerprint covers."""
-
-
-_IRRELEVANT = {
-    "_attn_implementation_autoset",
-    "_name_or_path",
-    "architectures",
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-}
-"""Settings that say where a model came from or how it is run, not what its KV means."""
-
-
 @torch.no_grad()
 def weights_digest(model: torch.nn.Module) -> str:
-    """Returns a digest of a sample of all parameters and buffers, as hex."""
+    """Returns a hex digest of a sample of all parameters and buffers."""
     digest = hashlib.sha256()
     tensors = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in sorted(tensors, key=lambda named: named[0]):
         digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
-        if tensor.is_meta:  # offloaded: not here to be looked at
+        if tensor.is_meta:  # offloaded, so not in memory
             continue
         flat = tensor.detach().reshape(-1)
         count = min(SAMPLES, flat.numel())
@@ -305,6 +298,6 @@ def weights_digest(model: torch.nn.Module) -> str:
 
 
 def config_digest(config: Any) -> str:
-    """Returns a digest of a transformers config (rope, layer types, windows, …), as hex."""
+    """Returns a hex digest of a transformers config (rope, layer types, windows, …)."""
     settings = {name: value for name, value in config.to_dict().items() if name not in _IRRELEVANT}
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""How a block of a `DynamicCache` lies in a slot: layer after layer, keys then values, each `[heads, tokens, dim]`."""
+"""Layout of a `DynamicCache`'s block: per layer keys, then values, each `[heads, tokens, dim]`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ __all__ = ["CacheLayout", "UnsupportedModelError"]
 
 
 class UnsupportedModelError(ValueError):
-    """The model keeps something else than one full-attention KV cache per layer; the message says what."""
+    """The model's cache is not one full-attention KV cache per layer; the message says why."""
 
 
 @dataclass(frozen=True)
 class _Tensor:
-    """One layer's keys or values in a slot."""
-
     layer: int
     values: bool
     heads: int
@@ -30,10 +28,10 @@ class _Tensor:
 
 
 class CacheLayout:
-    """Where the bytes of each layer's keys and values are in a block. Made by `probe`."""
+    """Where each layer's keys and values are in a block. Made by `probe`."""
 
     def __init__(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], block_tokens: int) -> None:
-        """`layers` are keys and values `[1, heads, any, dim]`, whose shapes, type and device are taken."""
+        """`layers`: keys and values `[1, heads, any, dim]`, for shapes, dtype and device."""
         first = layers[0][0]
         self.block_tokens = block_tokens
         self.dtype, self.device = first.dtype, first.device
@@ -52,7 +50,7 @@ class CacheLayout:
 
     @classmethod
     def probe(cls, model: Any, block_tokens: int) -> CacheLayout:
-        """Runs the model on one token to see what its cache looks like; refuses what is not full attention throughout."""
+        """Runs the model on one token. Raises UnsupportedModelError if it cannot be served."""
         try:
             with torch.inference_mode():
                 token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
@@ -71,13 +69,13 @@ class CacheLayout:
         return cls([(layer.keys, layer.values) for layer in layers], block_tokens)
 
     def describe(self) -> str:
-        """Returns the layout in words, for the namespace."""
+        """Returns the layout as text for the namespace."""
         shapes = [f"{tensor.heads}x{tensor.dim}" for tensor in self._tensors]
         runs = ",".join(shapes) if len(set(shapes)) > 1 else f"{len(shapes) // 2}*2*{shapes[0]}"
         return f"layers,kv,heads,tokens,dim:{runs}"
 
     def copy_out(self, cache: DynamicCache, blocks: Sequence[int], memory: memoryview, offsets: Sequence[int]) -> None:
-        """Copies blocks, by their position in the sequence, from the cache to `memory` at `offsets`."""
+        """Copies blocks, by their position in the sequence, from the cache to `memory`."""
         for tensor in self._tensors:
             layer: Any = cache.layers[tensor.layer]
             source = (layer.values if tensor.values else layer.keys)[0]
@@ -85,7 +83,7 @@ class CacheLayout:
                 slot.copy_(source[:, block * self.block_tokens : (block + 1) * self.block_tokens])
 
     def copy_in(self, memory: memoryview, offsets: Sequence[int]) -> list[torch.Tensor]:
-        """Copies the leading blocks of a sequence from `memory`; returns layer by layer keys and values for `cache_of`."""
+        """Copies leading blocks from `memory`; returns keys and values per layer for `cache_of`."""
         tokens = len(offsets) * self.block_tokens
         copies = []
         for tensor in self._tensors:
@@ -104,7 +102,7 @@ class CacheLayout:
         return cache
 
     def matches(self, cache: Any, tokens: int) -> bool:
-        """Whether the cache is one of a single sequence of at least `tokens` tokens in this layout."""
+        """Whether the cache has this layout, one sequence and at least `tokens` tokens."""
         layers = getattr(cache, "layers", ())
         return len(layers) * 2 == len(self._tensors) and all(
             tensor.dtype == self.dtype

@@ -1,17 +1,14 @@
-"""The one place that knows which vLLM this is: everything this adapter takes from it is imported here.
+"""Everything that the adapter imports from vLLM, and the check of vLLM's version.
 
-Written against 0.32 and 0.33 (``tests/engines/connector_api.json``). What differs between them needs no branch here:
+Written for 0.32 and 0.33 (`tests/engines/connector_api.json`). Their differences need no branch:
 
-- 0.33 renamed the third item of ``yield_req_data``, which is not used: block tables are read from
-  ``scheduler_output.kv_connector_block_state``, which both have.
-- 0.33 tells connectors of sleep and wake (``unregister_kv_caches``, ``restore_kv_caches``); 0.32 calls neither.
-- 0.33 asserts less about the null block in ``BlockPool.touch``; this adapter never touches it in either.
+- 0.33 renamed the third item of `yield_req_data`. Block tables are read from
+  `scheduler_output.kv_connector_block_state` instead, which both have.
+- Only 0.33 calls `unregister_kv_caches` and `restore_kv_caches` for sleep and wake.
+- 0.33 asserts less about the null block in `BlockPool.touch`, which is never touched here.
 
-An older release, and one that lacks what is imported here, is refused with one ImportError; a newer one is one warning.
+An older release, or one without these names, raises ImportError. A newer one logs a warning.
 """
-
-# vLLM is not in the environment that is checked:
-# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -66,7 +63,7 @@ SUPPORTED = "vLLM 0.32 and 0.33"
 
 
 def release_of(version: str) -> Release | None:
-    """Returns major and minor; None for a build that does not say, like one from a checkout without tags ("0.1.dev7+g…")."""
+    """Returns (major, minor), or None for a build without a release number ("0.1.dev7+g…")."""
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None or version.startswith("0.1.dev"):
         return None
@@ -79,7 +76,7 @@ def is_known(version: str) -> bool:
 
 
 def refuse_text(version: str, reason: str = "") -> str | None:
-    """Returns why the connector cannot run in this vLLM: it is too old, or ``reason`` says what is missing; None where it may."""
+    """Returns why this vLLM is refused (too old, or `reason`), or None if it is accepted."""
     release = release_of(version)
     if not reason and (release is None or release >= _KNOWN[0]):
         return None
@@ -87,7 +84,6 @@ def refuse_text(version: str, reason: str = "") -> str | None:
 
 
 def unknown_text(version: str) -> str:
-    """Returns what to say of a vLLM that is newer than what was tested, or does not say what it is."""
     return f"kvtier: this is vLLM {version}; the connector was made for {SUPPORTED}, and goes on: all that it needs is there"
 
 
@@ -138,7 +134,7 @@ except ImportError as error:
     raise ImportError(refuse_text(vllm_version, str(error))) from error
 
 
-del _KVConnectorBlockState  # imported only to refuse a vLLM that does not offer block tables to its connector
+del _KVConnectorBlockState  # imported only to refuse a vLLM without block tables for connectors
 
 
 if not is_known(vllm_version):

@@ -1,4 +1,4 @@
-"""What ``kv_connector_extra_config`` may say, checked once at engine start."""
+"""Settings in `kv_connector_extra_config`, checked once when the engine starts."""
 
 from __future__ import annotations
 
@@ -18,24 +18,27 @@ Transport = Literal["auto", "shm", "tcp", "grpc", "cuda_ipc"]
 
 _MAX_TOKENS = 1 << 31
 _MAX_HOLD_S = 86400.0
-# A heartbeat adds two thirds of it; with less than the margin left, nobody reads what is held.
+# A heartbeat adds two thirds of the lease. Less than the margin would end before a block is read.
 _MIN_LEASE_S = 3 * EXPIRY_MARGIN_S
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """The settings that all of vLLM's ways to kvtier have.
+    """Settings common to vLLM's connector and vLLM's tiering.
 
-    ``endpoint``: where the server is (``unix:PATH`` or ``host:port``); by default ``$KVTIER_ENDPOINT``, else this user's socket.
-    ``transport``: ``auto``, ``shm``, ``tcp`` (gRPC where the server has TLS) or ``grpc``; with ``auto`` or ``cuda_ipc`` the server
-    itself copies to and from a GPU where it can, with ``cuda_ipc`` as with ``auto`` the engine copies where it cannot.
-    ``lookup_timeout_s``: how long a request may wait to learn what is cached; afterwards it is computed.
-    ``tenant``: part of the namespace; engines of different tenants never share blocks.
-    ``ca``, ``cert``, ``key``, ``token_file``: files, see ``kvtier.client.Credentials``; by default what ``KVTIER_CA`` and its
-    kin say. (There is no ``token``: vLLM logs this configuration.)
+    `endpoint`: the server, `unix:PATH` or `host:port`. Default: `$KVTIER_ENDPOINT`, else this
+        user's
+    socket.
+    `transport`: `auto`, `shm`, `tcp` (gRPC if the server has TLS), `grpc` or `cuda_ipc`. With
+        `auto`
+    and `cuda_ipc` the server copies to and from a GPU if it can; otherwise the engine copies.
+    `lookup_timeout_s`: the longest that a request waits for its lookup; then it is computed.
+    `tenant`: part of the namespace; engines of different tenants never share blocks.
+    `ca`, `cert`, `key`, `token_file`: files, see `kvtier.client.Credentials`. Default: `$KVTIER_CA`
+    and the like. There is no `token`, because vLLM logs this configuration.
     """
 
-    where: ClassVar[str] = "kv_connector_extra_config"
+    source: ClassVar[str] = "kv_connector_extra_config"
 
     endpoint: str | None = None
     transport: Transport = "auto"
@@ -48,21 +51,20 @@ class ServerConfig:
 
     @property
     def credentials(self) -> Credentials:
-        """What the engine shows its server, and others."""
         return Credentials.from_environment(ca=self.ca, cert=self.cert, key=self.key, token_file=self.token_file)
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any], warn: Callable[[str], None]) -> Self:
-        """Read ``extra``; an unknown key is a warning that names the nearest known one, a wrong value a ValueError.
+        """Parses `extra`. Warns of unknown keys and names the nearest known one.
 
-        Called once per process, while the engine starts: the one moment when raising helps more than it hurts.
+        Called once per process while the engine starts. Raises ValueError for a wrong value.
         """
         known = [field.name for field in fields(cls)]
         for key in extra:
             if key not in known:
                 near = difflib.get_close_matches(key, known, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(known)}"
-                warn(f"kvtier: unknown key {key!r} in {cls.where} is ignored{hint}")
+                warn(f"kvtier: unknown key {key!r} in {cls.source} is ignored{hint}")
         values = {key: extra[key] for key in known if key in extra}
         values.setdefault("endpoint", os.environ.get("KVTIER_ENDPOINT") or None)
         config = cls(**values)
@@ -70,7 +72,7 @@ class ServerConfig:
         return config
 
     def check(self) -> None:
-        """Raises ValueError for a value that cannot be."""
+        """Raises ValueError for an invalid value."""
         if self.endpoint is not None and not isinstance(self.endpoint, str):
             raise ValueError(f"kvtier: endpoint must be a string, not {self.endpoint!r}")
         if self.transport not in get_args(Transport):
@@ -87,15 +89,18 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class ConnectorConfig(ServerConfig):
-    """The connector's settings, besides those.
+    """The connector's settings.
 
-    ``max_held_fraction``: the share of the engine's KV blocks that saves in flight may hold back from reuse.
-    ``lazy_offload``: store blocks when the engine is about to evict them, not when they are full.
+    `max_held_fraction`: the share of the engine's KV blocks that pending saves may keep from reuse.
+    `lazy_offload`: store blocks when the engine is about to evict them, not when they are full.
 
-    For requests that engines hand to each other (``kv_transfer_params``, see ``HandoffOptions``):
-    ``kv_recompute_threshold``, ``bidirectional_kv_xfer``, ``kv_lease_duration``, ``decoder_kv_blocks_ttl``, ``claim_timeout_s``.
-    ``advertise``: under which address (``host:port``) engines of other hosts reach this engine's server; by default ``endpoint``.
-    ``peers``: the servers of other hosts that blocks may be pulled from; parameters that name another one pull nothing.
+    Hand-offs between engines (`kv_transfer_params`, see `HandoffOptions`):
+    `kv_recompute_threshold`, `bidirectional_kv_xfer`, `kv_lease_duration`, `decoder_kv_blocks_ttl`,
+    `claim_timeout_s`.
+    `advertise`: the address (`host:port`) at which engines of other hosts reach this engine's
+    server. Default: `endpoint`.
+    `peers`: servers of other hosts that blocks may be pulled from. Parameters that name another
+    server pull nothing.
     """
 
     max_held_fraction: float = 0.5
@@ -110,7 +115,6 @@ class ConnectorConfig(ServerConfig):
 
     @property
     def handoff(self) -> HandoffOptions:
-        """How requests are handed over."""
         return HandoffOptions(
             kv_recompute_threshold=self.kv_recompute_threshold,
             bidirectional_kv_xfer=self.bidirectional_kv_xfer,
@@ -120,7 +124,6 @@ class ConnectorConfig(ServerConfig):
         )
 
     def check(self) -> None:
-        """Raises ValueError for a value that cannot be."""
         super().check()
         for name in ("lazy_offload", "bidirectional_kv_xfer"):
             if not isinstance(value := getattr(self, name), bool):

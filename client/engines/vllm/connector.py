@@ -1,13 +1,9 @@
-"""KVTierConnector: what vLLM makes once in the scheduler's process and once in each worker.
+"""KVTierConnector: vLLM creates one in the scheduler's process and one in each worker.
 
-The rule of this file and of the two with the hooks (``scheduler_hooks``, ``worker_hooks``): nothing raises into the engine once it
-runs, and a set-up that cannot be served is one clear warning and misses from then on. A hook that fails is logged and answered with
-its fallback; what the engine then waits for (a load in the scheduler's hooks, a load or a save in the workers') is reported as
-failed.
+Once the engine runs, no exception reaches it. An unsupported set-up is one warning, and every
+request is a miss. A hook that fails is logged and returns its fallback. Loads and saves that the
+engine waits for are then reported as failed.
 """
-
-# vLLM is not in the environment that is checked:
-# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -19,11 +15,11 @@ from ....protos.endpoint import client_endpoint
 from ... import Client, InvalidRequest, KVTierError, Namespace
 from ...handoff import EngineIdentity
 from ...offload import CacheGeometry
-from .background import LimitedLog, logger
+from .background import RateLimitedLog, logger
 from .compat import KVConnectorHandshakeMetadata, KVConnectorPromMetrics, KVConnectorRole, KVConnectorStats
 from .config import ConnectorConfig
 from .groups import Unsupported, is_known_to_scheduler, resolve_geometry
-from .hooks import SchedulerHooks, WorkerHooks, never_raises, nothing
+from .hooks import SchedulerHooks, WorkerHooks, never_raises
 from .namespace import build_namespace, namespace_digest
 from .peers import Peers, address_of
 from .ranks import Parts, merge_stages, parts_of, resolve_ranks
@@ -38,38 +34,30 @@ __all__ = ["KVTierConnector"]
 _START_SECONDS = 2.0
 
 
-def _no_stats() -> KVConnectorStats | None:
-    return None
-
-
-def _no_parts() -> KVConnectorHandshakeMetadata | None:
-    return None
-
-
 class KVTierConnector(SchedulerHooks, WorkerHooks):
     """Loads KV blocks from kvtier and saves them there.
 
-    Configure with ``kv_connector="KVTierConnector"``, ``kv_connector_module_path="kvtier.client.engines.vllm"`` and
-    ``kv_load_failure_policy="recompute"``; see ConnectorConfig for ``kv_connector_extra_config``.
+    Set `kv_connector="KVTierConnector"`, `kv_connector_module_path="kvtier.client.engines.vllm"`
+    and `kv_load_failure_policy="recompute"`. `ConnectorConfig` lists `kv_connector_extra_config`.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Called once in the scheduler's process and once in each worker, while the engine starts.
+        """Called while the engine starts, in the scheduler's process and in each worker.
 
-        Raises ValueError for settings that are wrong, a typo in the endpoint included; for nothing else.
+        Raises ValueError for invalid settings (also a malformed endpoint) and nothing else.
         """
         super().__init__(vllm_config, role, kv_cache_config)
-        self.log = LimitedLog()
+        self.log = RateLimitedLog()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._reports = WorkerReports()
-        self._tally = TransferCounters()
+        self._counters = TransferCounters()
         self._unsent_loads: set[str] = set()
         self._geometry: CacheGeometry | None = None
         self._block_pool: Any = None
         self._kv_caches: dict[str, Any] = {}
-        # What all workers hold, where they had to tell each other (see ranks.py).
-        self._told: Parts | None = None
+        # What all workers hold, if the scheduler cannot know it (see ranks.py).
+        self._all_parts: Parts | None = None
         warn = logger.warning if role == KVConnectorRole.SCHEDULER else logger.debug
         self._config = ConnectorConfig.parse(vllm_config.kv_transfer_config.kv_connector_extra_config or {}, warn)
         try:
@@ -106,7 +94,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
         digest, config = namespace_digest(namespace), self._scheduler_config()
         client = self._connect(namespace, None)
         try:
-            # Requests may come right away, and the start of an engine takes half a minute anyway.
+            # Requests may arrive at once, and an engine takes half a minute to start anyway.
             client.wait_until_connected(_START_SECONDS)
         except KVTierError as error:
             logger.warning("kvtier: no server yet, the engine starts without: %s", error)
@@ -127,7 +115,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
             may_load=transfer.is_kv_consumer,
             may_save=transfer.is_kv_producer,
             log=self.log,
-            tally=self._tally,
+            counters=self._counters,
             publish_events=_publishes_events(self._vllm_config),
             identity=EngineIdentity(
                 client.engine_id, *self._address, self._vllm_config.parallel_config.tensor_parallel_size
@@ -137,7 +125,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
         )
 
     def _scheduler_config(self) -> ConnectorConfig:
-        """The settings, but for lazy mode where adapters are served: a free block does not say whose it was."""
+        """The settings without lazy mode if LoRA is on: a free block does not name its request."""
         config = self._config
         if config.lazy_offload and getattr(self._vllm_config, "lora_config", None) is not None:
             logger.warning("kvtier: lazy_offload does not go with LoRA adapters; blocks are stored when they are full")
@@ -155,7 +143,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
             self._kv_cache_config.num_blocks,
             self._reports,
             self.log,
-            self._tally,
+            self._counters,
             stores=ranks.stores(rank),
             peers_of=lambda own, pin: self._peers(own, namespace, ranks.part(rank), pin),
             route_of=cuda_route if self._config.transport in {"auto", "cuda_ipc"} else no_route,
@@ -191,58 +179,59 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: this is a cache, a save that is dropped is a later miss."""
+        """False: this is a cache, and a save that is dropped is a later miss."""
         return False
 
-    # ---- what all workers hold, where the scheduler cannot know (ranks.py)
+    # ---- handshake: what all workers hold, if the scheduler cannot know (ranks.py)
 
-    @never_raises(_no_parts)
+    @never_raises()
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Called once, when the KV tensors are registered: what this worker holds, if the scheduler does not know.
+        """Called once, when the KV tensors are registered.
 
-        None otherwise: of several connectors in one engine only one may say something.
+        Returns what this worker holds if the scheduler cannot know it, else None: only one of an
+        engine's connectors may return metadata.
         """
         geometry, kv_cache_config = self._geometry, self._kv_cache_config
         if geometry is None or kv_cache_config is None or is_known_to_scheduler(self._vllm_config, kv_cache_config):
             return None
         return parts_of(geometry, kv_cache_config)
 
-    @never_raises(nothing)
+    @never_raises()
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Called once, before any request, with what get_handshake_metadata of all workers said."""
+        """Called once before any request, with the handshake metadata of all workers."""
         geometry = self._geometry
-        if geometry is None or (self._scheduler is not None and not _have_told(metadata)):
+        if geometry is None or (self._scheduler is not None and not _has_parts(metadata)):
             return
         self._close_scheduler()
         self._scheduler = None
         parallel = self._vllm_config.parallel_config
         try:
-            self._told = merge_stages(metadata, parallel.pipeline_parallel_size, parallel.tensor_parallel_size)
-            self._scheduler = self._make_scheduler_side(geometry, self._told)
+            self._all_parts = merge_stages(metadata, parallel.pipeline_parallel_size, parallel.tensor_parallel_size)
+            self._scheduler = self._make_scheduler_side(geometry, self._all_parts)
         except Unsupported as reason:
             logger.warning("kvtier: the connector is disabled, every request is a miss: %s", reason)
             return
         self._scheduler.bind_pool(self._block_pool)
 
-    @never_raises(nothing)
-    def _join(self, parts: Parts) -> None:
-        if self._told is not None:
+    @never_raises()
+    def _adopt_parts(self, parts: Parts) -> None:
+        if self._all_parts is not None:
             return
-        self._told = parts
+        self._all_parts = parts
         if self._worker is None and self._geometry is not None:
             worker = self._make_worker_side(self._geometry, parts)
             self._register(worker)
-            worker.await_server()
+            worker.wait_for_server()
             self._worker = worker
 
-    # ---- both
+    # ---- statistics and shutdown
 
-    @never_raises(_no_stats)
+    @never_raises()
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Called each step, in workers after get_transfer_results, in the scheduler's process after update_connector_output."""
-        return self._tally.take()
+        """Called each step, after get_transfer_results or update_connector_output."""
+        return self._counters.take()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
@@ -257,26 +246,26 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
-        """Called in the API server's process, which makes no connector, while it starts."""
+        """Called while the API server's process starts; that process has no connector."""
         return KVTierPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """Called when the process ends, by scheduler and workers alike."""
+        """Called when the process ends, in the scheduler's process and in workers."""
         self._close_scheduler()
         self._close_worker()
 
-    @never_raises(nothing)
+    @never_raises()
     def _close_scheduler(self) -> None:
         if self._scheduler is not None:
             self._scheduler.close()
 
-    @never_raises(nothing)
+    @never_raises()
     def _close_worker(self) -> None:
         if self._worker is not None:
             self._worker.close()
 
 
-def _have_told(metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]) -> bool:
+def _has_parts(metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]) -> bool:
     return any(isinstance(told, Parts) for told in metadata.values())
 
 

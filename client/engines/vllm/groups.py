@@ -1,7 +1,4 @@
-"""vLLM's KV cache groups as kvtier sees them, and the refusal of those it cannot serve."""
-
-# vLLM is not in the environment that is checked:
-# pyright: reportAttributeAccessIssue=false
+"""Translates vLLM's KV cache groups to kvtier's, and refuses groups that kvtier cannot serve."""
 
 from __future__ import annotations
 
@@ -25,13 +22,13 @@ REPRODUCIBLE_HASHES = ("sha256", "sha256_cbor")
 
 
 class Unsupported(Exception):
-    """The engine's set-up cannot be served; the connector says why once and answers misses."""
+    """The engine's set-up cannot be served: the connector warns once; every request is a miss."""
 
 
 def resolve_geometry(vllm_config: Any, kv_cache_config: KVCacheConfig) -> CacheGeometry:
-    """Read the groups of an engine, as far as this process knows their layers (see is_known_to_scheduler).
+    """Returns the engine's groups, with the layers that this process knows (is_known_to_scheduler).
 
-    Raises Unsupported, with the reason, for what this connector does not serve (yet).
+    Raises Unsupported, with the reason, for what this connector does not serve.
     """
     _refuse_unsupported(vllm_config, kv_cache_config)
     step_tokens, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
@@ -48,9 +45,10 @@ def resolve_geometry(vllm_config: Any, kv_cache_config: KVCacheConfig) -> CacheG
 
 
 def is_known_to_scheduler(vllm_config: Any, kv_cache_config: KVCacheConfig) -> bool:
-    """Whether the scheduler's configuration says of all layers what a worker's does.
+    """Whether the scheduler's configuration describes the layers of every worker.
 
-    It has the layers of the first pipeline stage only, and takes all layers of a group for one like its first.
+    The scheduler has the layers of the first pipeline stage only, and assumes that all layers of a
+    group are like its first.
     """
     return vllm_config.parallel_config.pipeline_parallel_size == 1 and all(
         len({(_page_bytes(spec), _format(spec)) for spec in _layer_specs(group)}) == 1
@@ -111,7 +109,7 @@ def _page_bytes(spec: Any) -> int:
 
 
 def _format(spec: Any) -> str:
-    """What the bytes of a page are, where their number, the cache's type and the attention back end do not tell."""
+    """Returns what a page's bytes are if size, cache type and attention back end leave it open."""
     if not isinstance(spec, MambaSpec):
         return ""
     states = [f"{dtype}{list(shape)}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
@@ -119,7 +117,7 @@ def _format(spec: Any) -> str:
 
 
 def _retained_tokens(spec: Any) -> int | None:
-    # Exact types: subclasses add meaning that this adapter does not know (gaps inside a prefix, replayed windows, …).
+    # Exact types: subclasses may mean more (gaps inside a prefix, replayed windows, …).
     if type(spec) in (FullAttentionSpec, MLAAttentionSpec, MambaSpec):
         return None
     if type(spec) is SlidingWindowSpec:

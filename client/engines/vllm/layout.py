@@ -1,12 +1,10 @@
-"""An engine's KV tensors as bytes: for each group, where the pages of a block lie and in which order they fill a slot.
+"""An engine's KV tensors as bytes: where a block's pages are, and their order in a slot.
 
-A slot holds the pages of the group's layers one after the other, in the group's order, without padding. vLLM usually carves all
-layers of a group out of one allocation at even distances: then a block is one strided view, and one copy. The states of a
-state-space layer are one page, or several tensors whose pages follow each other in the slot.
+A slot holds the pages of the group's layers in the group's order, without padding. vLLM usually
+allocates all layers of a group at even distances in one storage. Then a block is one strided view
+and one copy. The states of a state-space layer are one page, or several tensors whose pages are
+adjacent in the slot.
 """
-
-# vLLM is not in the environment that is checked:
-# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -24,9 +22,9 @@ __all__ = ["GroupLayout", "Segment", "build_layouts"]
 
 @dataclass(frozen=True)
 class Segment:
-    """Evenly spaced layers: ``pages[block]`` is a ``[layers, page_bytes]`` view.
+    """Evenly spaced layers: `pages[block]` is a `[layers, page_bytes]` view.
 
-    They fill ``slot_bytes`` bytes of the slot from ``slot_offset`` on.
+    They fill `slot_bytes` bytes of the slot from `slot_offset` on.
     """
 
     pages: torch.Tensor
@@ -53,7 +51,7 @@ class _LayerPages:
 def build_layouts(
     groups: Sequence[CacheGroup], kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], num_blocks: int
 ) -> list[GroupLayout]:
-    """Views of ``kv_caches`` for every group. Raises Unsupported when a block's bytes are not where its spec says."""
+    """Returns views of `kv_caches` per group. Raises Unsupported if bytes differ from the spec."""
     layouts = []
     for group in groups:
         layers = [
@@ -114,7 +112,7 @@ def _segments(layers: Sequence[_LayerPages], num_blocks: int) -> list[Segment]:
 
 
 def _even_run(layers: Sequence[_LayerPages], start: int) -> tuple[int, int]:
-    """The end of the longest run of layers from ``start`` that lie at one distance in one storage, and that distance."""
+    """Returns the end of the longest evenly spaced run of layers from `start`, and the distance."""
     first = layers[start]
     distance = first.page_bytes
     end = start + 1

@@ -1,11 +1,8 @@
-"""The namespace of an engine: everything that changes what the bytes of a block mean.
+"""Namespace of an engine: every property that changes the meaning of a block's bytes.
 
-Scheduler and workers each compute it, from configuration only, and must arrive at the same one; the scheduler sends its digest
-along, so that a difference is a clear warning and misses, never wrong tokens.
+The scheduler and each worker compute it from configuration only, and must get the same result. The
+scheduler sends its digest along, so a difference is a warning and misses, never wrong tokens.
 """
-
-# vLLM is not in the environment that is checked:
-# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -51,12 +48,12 @@ def build_namespace(
     tenant: str = "",
     parts: Parts | None = None,
 ) -> Namespace:
-    """Returns the Namespace of this engine and tenant. Reads a local model's files a little (see _model_fingerprint).
+    """Returns the namespace of this engine and tenant. Reads samples of a local model's files.
 
-    ``parts`` is what all ranks hold, where that is not what this process knows from ``geometry``. Data parallel engines, each with
-    blocks for any of the others, have one namespace.
+    `parts` is what all ranks hold, if this process cannot know it from `geometry`. Data parallel
+    engines have one namespace, because their blocks are interchangeable.
 
-    Raises Unsupported where it cannot tell which weights the model has, and OSError for files that cannot be read.
+    Raises Unsupported if the model's weights cannot be identified, OSError for unreadable files.
     """
     parts = parts or parts_of(geometry, kv_cache_config)
     model, ranks = vllm_config.model_config, resolve_ranks(vllm_config, parts)
@@ -74,13 +71,13 @@ def build_namespace(
         groups=groups,
         tenant=tenant,
         attributes=model_attributes(vllm_config)
-        # Ranks that hold the same have one part: engines of any number of them share blocks.
+        # Ranks with the same bytes have one part, so their number does not matter.
         | {"tensor_parallel_size": str(ranks.shards), "layers": parts.digest},
     )
 
 
 def namespace_digest(namespace: Namespace) -> str:
-    """A short name of a namespace, equal in every process that computed an equal one."""
+    """Returns a short digest that is equal in every process for equal namespaces."""
     plain = {
         name: getattr(namespace, name)
         for name in ("model", "dtype", "hash_scheme", "layout", "revision", "world_size", "tenant")
@@ -91,11 +88,11 @@ def namespace_digest(namespace: Namespace) -> str:
 
 
 def model_attributes(vllm_config: Any) -> dict[str, str]:
-    """Returns what tells this engine's model, its weights and the inner format of its pages from others. Raises as above."""
+    """Returns what identifies the model, its weights and the page format. Raises as above."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     speculative = vllm_config.speculative_config
     return {
-        # The inner format of a page is the attention back end's, which vLLM may pick or change with its version and the device.
+        # The attention back end defines the inner format of a page; it may change with vLLM.
         "engine": f"vllm {vllm_version}",
         "device": _device_name(vllm_config),
         "attention_backend": str(getattr(vllm_config.attention_config, "backend", None)),
@@ -104,7 +101,7 @@ def model_attributes(vllm_config: Any) -> dict[str, str]:
         "load_format": str(vllm_config.load_config.load_format),
         "hf_overrides": _stable_text(model.hf_overrides),
         "settings": _stable_text({name: getattr(model, name, None) for name in _MODEL_SETTINGS}),
-        # Some models rotate or scale otherwise in engines for longer contexts (long RoPE, attention temperature).
+        # Some models rotate or scale differently for longer contexts (long RoPE).
         "max_model_len": str(model.max_model_len),
         "draft_model": str(speculative.model) if speculative is not None else "",
         "weights": _weights_of(model),
@@ -112,7 +109,7 @@ def model_attributes(vllm_config: Any) -> dict[str, str]:
 
 
 def _weights_of(model: Any) -> str:
-    """Returns what tells this model's weights from others of its name: a branch of a hub repository moves, its commits do not."""
+    """Returns what identifies the weights: a commit, because branches of a hub repository move."""
     if Path(model.model).is_dir():
         return _model_fingerprint(Path(model.model))
     revision = str(model.revision or "")
@@ -138,7 +135,7 @@ def _stable_text(value: object) -> str:
 
 
 def _device_name(vllm_config: Any) -> str:
-    """Device type and instruction set or compute capability; asks no CUDA context of the scheduler's process."""
+    """Returns device type and instruction set or compute capability, without a CUDA context."""
     device = str(vllm_config.device_config.device_type)
     if device == "cpu":
         return f"cpu {torch.backends.cpu.get_cpu_capability()}"
@@ -148,10 +145,10 @@ def _device_name(vllm_config: Any) -> str:
 
 
 def _model_fingerprint(directory: Path) -> str:
-    """Returns a hash that tells other weights at the same path, without reading them all.
+    """Returns a hash of samples of the model's files.
 
-    Of config.json all, and of each weight file its name, size and eight pages spread over it. A fine-tune changes nearly every
-    page; copies of one model agree.
+    It covers config.json, and of each weight file its name, size and eight pages spread over it. A
+    fine-tune changes nearly every page; copies of one model agree.
     """
     digest = hashlib.sha256()
     for path in sorted(directory.iterdir()):

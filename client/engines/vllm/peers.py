@@ -1,6 +1,7 @@
-"""The servers that hold what is pulled: this engine's own, and those on other hosts that its settings name.
+"""Connections to the servers that blocks are pulled from: this engine's own and those in `peers`.
 
-Parameters of requests say where to pull from, and come from outside: an engine connects to no server that its settings do not name.
+The parameters of requests name servers and come from outside. An engine therefore connects only to
+servers that its settings name.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from ...handoff import RemoteRequest
 __all__ = ["OWN", "Peers", "address_of"]
 
 OWN = ""
-"""How ``BlockRead.endpoint`` and Peers name this engine's own server."""
+"""This engine's own server in `BlockRead.endpoint` and `Peers`."""
 
 Address = tuple[str, int]
 
 
 def address_of(endpoint: str | None, advertise: str | None = None) -> Address:
-    """Returns what peers are told of the server at ``endpoint``: ``advertise`` if given; a Unix socket is ("unix:PATH", 0)."""
+    """Returns the address of the server for peers. A Unix socket is `("unix:PATH", 0)`."""
     return _address(client_endpoint(advertise or endpoint))
 
 
 class Peers:
-    """Connects to each server once, when it is needed first. Any thread."""
+    """Clients by endpoint, each connected when it is first needed. Thread-safe."""
 
     def __init__(
         self,
@@ -42,9 +43,9 @@ class Peers:
         self._clients = {OWN: own}
 
     def endpoint_of(self, remote: RemoteRequest) -> str | None:
-        """Returns where ``remote`` is held; None for a server that the settings do not name.
+        """Returns the endpoint that holds `remote`, or None if the settings do not name it.
 
-        A Unix socket is one of this host, which has one server, whatever it is called in somebody's container.
+        A Unix socket is on this host, which has one server; containers may see it at other paths.
         """
         address = (remote.host, remote.port)
         if address in self._own_addresses or remote.host.startswith("unix:"):
@@ -52,7 +53,7 @@ class Peers:
         return self._allowed.get(address)
 
     def client(self, endpoint: str) -> Client:
-        """Returns the client of a server; it may not be connected yet. Raises Unavailable where there is no way to others."""
+        """Returns the server's client. Raises Unavailable if this worker connects to no others."""
         with self._lock:
             client = self._clients.get(endpoint)
             if client is None:
@@ -62,7 +63,7 @@ class Peers:
             return client
 
     def close(self) -> None:
-        """End the sessions with other servers."""
+        """Ends the sessions with other servers."""
         with self._lock:
             clients = [client for endpoint, client in self._clients.items() if endpoint != OWN]
             self._clients = {OWN: self._clients[OWN]}

@@ -1,8 +1,9 @@
-"""What a request may ask of the connector: ``kv_transfer_params["kvtier"]``, as its user sent it.
+"""Per-request settings: `kv_transfer_params["kvtier"]`, as the user of the engine sent them.
 
-    {"kv_transfer_params": {"kvtier": {"retain_for_s": 600, "exclude": ["lmdb"], "skip_save": true}}}
+    {"kv_transfer_params": {
+        "kvtier": {"retain_for_s": 600, "exclude": ["lmdb"], "skip_save": true}}}
 
-It comes from outside: what is wrong in it is one warning, and the request goes on without it.
+They come from outside: invalid settings are ignored with one warning.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _MAX_NAMES = 16
 _MAX_NAME_CHARACTERS = 128
 _MAX_RETAIN_S = 30 * 86400.0
 _MAX_TOKENS = 1 << 31
-# vLLM 0.33 and newer call the ordinary policy "chunk_level"; kvtier keeps the older name (B3.1).
+# vLLM 0.33 and newer call it "chunk_level"; kvtier keeps the older name (B3.1).
 _POLICIES = {"block_level": "block_level", "chunk_level": "block_level", "request_level": "request_level"}
 
 
@@ -29,16 +30,17 @@ _POLICIES = {"block_level": "block_level", "chunk_level": "block_level", "reques
 class RequestSettings:
     """One request's settings.
 
-    ``retain_for_s``: for how long its blocks are not to be evicted, as far as the server lets that be.
-    ``exclude``, ``exclude_media`` ("disk", "network"), ``exclude_remote``: tiers that nothing is loaded from: by name, by what they
-    lie on, by not being on the server's host.
-    ``min_hit_tokens``: fewer tokens than that are not worth loading.
-    ``offload_policy``: ``request_level`` asks that tiers get every block of it; their rules may think otherwise.
-    ``hold_as``: what its hold is to be called when the request is handed on (then the ``remote_request_id`` of the next engine's
-    parameters): for who cannot wait for the answer to tell. One name, one request.
-    ``hold``: false keeps it from being held at its end, whatever its parameters say: nobody will go on with it.
-    ``skip_load``, ``skip_save``: compute it as if nothing were stored; store nothing of it. (In lazy mode blocks are stored when
-    they are nobody's any more: there ``skip_save`` and ``retain_for_s`` do not reach them.)
+    `retain_for_s`: for how long its blocks must not be evicted, within the server's limits.
+    `exclude`, `exclude_media` ("disk", "network"), `exclude_remote`: tiers that nothing is loaded
+    from: by name, by medium, or because they are not on the server's host.
+    `min_hit_tokens`: a shorter hit counts as a miss.
+    `offload_policy`: `request_level` asks tiers to store every block; their rules may decide
+    otherwise.
+    `hold_as`: the name of its hold when it is handed off, which is the next engine's
+    `remote_request_id`; for callers that cannot wait for the response. Unique per request.
+    `hold`: false prevents a hold at its end, also if other parameters ask for one.
+    `skip_load`, `skip_save`: load nothing; store nothing. (Lazy mode stores blocks that belong to
+    no request any more, so `skip_save` and `retain_for_s` have no effect there.)
     """
 
     retain_for_s: float | None = None
@@ -54,7 +56,7 @@ class RequestSettings:
 
     @classmethod
     def parse(cls, params: object, warn: Callable[[str], None]) -> RequestSettings:
-        """Read a request's ``kv_transfer_params``. What is wrong in them is left out; ``warn`` is told of it, once."""
+        """Parses a request's `kv_transfer_params`. Calls `warn` once if some of it is invalid."""
         given = params.get(_KEY) if isinstance(params, Mapping) else None
         if given is None:
             return _NO_SETTINGS
@@ -76,13 +78,13 @@ class RequestSettings:
 
     @property
     def tier_filter(self) -> TierFilter | None:
-        """The tiers that lookups leave out."""
+        """The tiers that lookups exclude, or None."""
         if not (self.exclude or self.exclude_media or self.exclude_remote):
             return None
         return TierFilter(self.exclude, self.exclude_media, self.exclude_remote)
 
-    def passed_on(self, params: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """Returns ``params`` as the tiers are to see them: without these settings, but for the policy that is asked for."""
+    def forwarded_params(self, params: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """Returns `params` for the server: without these settings, except the offload policy."""
         if not params or _KEY not in params:
             return params
         others = {name: value for name, value in params.items() if name != _KEY}

@@ -1,7 +1,7 @@
-"""Keeping copies off the KV tensors while their memory is given back (vLLM's sleep mode, on GPUs).
+"""Gate that keeps copies off the KV tensors while vLLM's sleep mode has freed their memory.
 
-A sleep aborts what runs and lets saves and loads end first: the engine keeps stepping while the scheduler's half says that some are
-pending. What may be left is a copy that the scheduler has taken for lost, at a server that hung for minutes. It would fault.
+Before a sleep vLLM aborts requests and lets saves and loads end. A copy may be left whose job the
+scheduler gave up because its server hung for minutes. Such a copy would fault.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["Asleep", "SleepGate"]
+__all__ = ["EngineAsleep", "SleepGate"]
 
 
-class Asleep(Exception):
+class EngineAsleep(Exception):
     """The KV tensors have no memory now."""
 
 
 class SleepGate:
-    """Copies go through it. Any thread; closed and opened by the worker's main thread."""
+    """Every copy passes it. Thread-safe; the worker's main thread opens and closes it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -27,15 +27,14 @@ class SleepGate:
 
     @property
     def is_open(self) -> bool:
-        """Whether copies may begin."""
         return self._open
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Around one copy; raises Asleep if it may not begin."""
+        """Context of one copy. Raises EngineAsleep while the gate is closed."""
         with self._changed:
             if not self._open:
-                raise Asleep("the engine sleeps")
+                raise EngineAsleep("the engine sleeps")
             self._copying += 1
         try:
             yield
@@ -45,12 +44,11 @@ class SleepGate:
                 self._changed.notify_all()
 
     def close(self, timeout_s: float) -> bool:
-        """Let no copy begin, and wait for those that run; False if some still do after ``timeout_s``."""
+        """Stops new copies and waits for running ones. Returns False after `timeout_s`."""
         with self._changed:
             self._open = False
             return self._changed.wait_for(lambda: not self._copying, timeout_s)
 
     def open(self) -> None:
-        """Let copies begin again."""
         with self._changed:
             self._open = True

@@ -1,12 +1,9 @@
-"""What the connector counts for vLLM's log and its ``/metrics``.
+"""Statistics for vLLM's log and its `/metrics`.
 
-Scheduler and workers each have a Tally, which vLLM empties once per step; it adds those of all ranks and of the step's scheduler
-together, and gives the sum to its log (``ConnectorStats.reduce``) and to Prometheus (``metrics``). A step in which nothing happened
-costs one look at an empty dict.
+The scheduler and each worker have counters that vLLM takes once per step. It adds those of all
+ranks and the scheduler, and passes the sum to its log (`ConnectorStats.reduce`) and to Prometheus.
+A step in which nothing was counted costs one look at an empty dict.
 """
-
-# vLLM is not in the environment that is checked:
-# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -21,9 +18,11 @@ from .compat import KVConnectorPromMetrics, KVConnectorStats
 
 __all__ = ["METRICS", "ConnectorStats", "KVTierPromMetrics", "LookupMetrics", "Metric", "TransferCounters"]
 
-
 Counts = dict[str, int | list[float]]
-"""Numbers that were counted, and seconds that were observed, by the names of ``metrics.METRICS``."""
+"""Counts, and observed seconds, by the names in `METRICS`."""
+
+_PREFIX = "vllm:kvtier_"
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
 class ConnectorStats(KVConnectorStats):
@@ -32,18 +31,16 @@ class ConnectorStats(KVConnectorStats):
     data: Counts
 
     def reset(self) -> None:
-        """Starts from nothing."""
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> ConnectorStats:
-        """Returns the sum with another rank's, or another step's."""
         total = ConnectorStats(dict(self.data))
         for name, value in other.data.items():
             total.data[name] = _sum(total.data.get(name), value)
         return total
 
     def reduce(self) -> dict[str, int | float]:
-        """Returns what is to be logged: numbers as they are, of seconds the mean and the greatest."""
+        """Returns the values for the log: counts, and of durations the mean and the maximum."""
         line: dict[str, int | float] = {}
         for name, value in self.data.items():
             if not isinstance(value, list):
@@ -54,28 +51,26 @@ class ConnectorStats(KVConnectorStats):
         return line
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to log."""
         return not self.data
 
 
 class TransferCounters:
-    """What was counted and not yet taken. Any thread."""
+    """Counts since the last `take`. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counts = {}
 
     def count(self, name: str, amount: int = 1) -> None:
-        """Add ``amount`` to a counter: of one outcome, where it has some (``lookups:hit``)."""
+        """Adds to a counter; a name with an outcome is `lookups:hit`."""
         if amount:
             self._add(name, amount)
 
     def observe(self, name: str, seconds: float) -> None:
-        """Note how long something took."""
         self._add(name, [seconds])
 
     def take(self) -> ConnectorStats | None:
-        """Returns what was counted since the last call, or None."""
+        """Returns the counts since the last call, or None if there are none."""
         if not self._counts:
             return None
         with self._lock:
@@ -93,15 +88,40 @@ def _sum(left: int | list[float] | None, right: int | list[float]) -> int | list
     return left + right if isinstance(left, int) else right
 
 
-_PREFIX = "vllm:kvtier_"
+class LookupMetrics:
+    """Counts each lookup once, by outcome. Thread-safe."""
 
+    def __init__(self, geometry: CacheGeometry, counters: TransferCounters) -> None:
+        # A draft model's last block is always recomputed.
+        self._never_hit = geometry.step_tokens if geometry.drop_last_block else 0
+        self._counters = counters
 
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+    def unavailable(self) -> None:
+        """No server was connected, so no lookup was made."""
+        self._count(_Outcome.UNAVAILABLE)
+
+    def timed_out(self, seconds: float) -> None:
+        """The lookup exceeded its timeout."""
+        self._count(_Outcome.TIMEOUT, seconds)
+
+    def answered(self, start: int, limit: int, hit: int | None, seconds: float) -> None:
+        """Tokens from `start` to `limit` hit up to `hit`; None if the server refused or failed."""
+        if hit is None:
+            self._count(_Outcome.UNAVAILABLE, seconds)
+        elif hit <= start:
+            self._count(_Outcome.MISS, seconds)
+        else:
+            self._count(_Outcome.HIT if hit >= limit - self._never_hit else _Outcome.PARTIAL, seconds)
+
+    def _count(self, outcome: _Outcome, seconds: float | None = None) -> None:
+        self._counters.count(f"lookups:{outcome.value}")
+        if seconds is not None:
+            self._counters.observe("lookup_seconds", seconds)
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A counter, of one series per outcome; or, in seconds, a histogram."""
+    """A counter with one series per outcome, or a histogram of seconds."""
 
     documentation: str
     outcomes: tuple[str, ...] = ()
@@ -146,11 +166,11 @@ METRICS = {
     "save_bytes": Metric("Bytes copied from KV blocks into the store, by all ranks."),
     "save_seconds": Metric("Seconds from handing a save to a worker to its end, one per rank.", in_seconds=True),
 }
-"""By name, without ``vllm:kvtier_``. A series is counted as NAME, or as NAME:OUTCOME."""
+"""By name, without `vllm:kvtier_`. Counters use NAME, or NAME:OUTCOME."""
 
 
 class KVTierPromMetrics(KVConnectorPromMetrics):
-    """All series of all engines, there from the start so that rates are right from the first count on."""
+    """All series of all engines, created at start so that rates are right from the first count."""
 
     def __init__(
         self,
@@ -168,7 +188,7 @@ class KVTierPromMetrics(KVConnectorPromMetrics):
                     self._series[engine, series] = made.labels(*values, *labels)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Called with one step's counts, of all ranks of an engine. A name that it does not know is left out."""
+        """Called with one step's counts of all ranks of an engine. Ignores unknown names."""
         for name, value in transfer_stats_data.items():
             series = self._series.get((engine_idx, name))
             if series is None:
@@ -196,41 +216,8 @@ def _series_of(name: str, metric: Metric) -> Iterator[tuple[str, tuple[str, ...]
 
 
 class _Outcome(Enum):
-    """By the names in ``metrics``."""
-
     HIT = "hit"
     PARTIAL = "partial"
     MISS = "miss"
     TIMEOUT = "timeout"
     UNAVAILABLE = "unavailable"
-
-
-class LookupMetrics:
-    """Counts each lookup that somebody waits for, once. Any thread."""
-
-    def __init__(self, geometry: CacheGeometry, tally: TransferCounters) -> None:
-        # A draft model's last block is computed anew, however much is there.
-        self._never_hit = geometry.step_tokens if geometry.drop_last_block else 0
-        self._tally = tally
-
-    def not_begun(self) -> None:
-        """There is nobody to ask."""
-        self._count(_Outcome.UNAVAILABLE)
-
-    def timed_out(self, seconds: float) -> None:
-        """It was not waited for any longer."""
-        self._count(_Outcome.TIMEOUT, seconds)
-
-    def answered(self, start: int, limit: int, hit: int | None, seconds: float) -> None:
-        """[``start``, ``limit``) tokens were asked for, and there is a hit up to ``hit``; None: the server refused or failed."""
-        if hit is None:
-            self._count(_Outcome.UNAVAILABLE, seconds)
-        elif hit <= start:
-            self._count(_Outcome.MISS, seconds)
-        else:
-            self._count(_Outcome.HIT if hit >= limit - self._never_hit else _Outcome.PARTIAL, seconds)
-
-    def _count(self, outcome: _Outcome, seconds: float | None = None) -> None:
-        self._tally.count(f"lookups:{outcome.value}")
-        if seconds is not None:
-            self._tally.observe("lookup_seconds", seconds)

@@ -1,15 +1,9 @@
-"""The one place that knows which vLLM this is: everything that the tier takes from it is imported here.
+"""Everything that the tier imports from vLLM, and the differences between versions.
 
-Written against 0.32 and 0.33. What differs between them, and before, needs no branch elsewhere:
-
-- 0.33 calls tiers under a lock, and may do so from another thread than the scheduler's; never two at once.
-- 0.33 holds promotions back after a reset until its workers have flushed: then a hit is a miss, without a load (B3.19).
-- Some versions call the policy for new blocks ``BLOCK_LEVEL`` and a job's rows ``block_ids``; now these are ``CHUNK_LEVEL`` (B3.1)
-  and ``chunk_ids``.
+- 0.33 calls tiers under a lock, possibly on another thread, but never two at once.
+- 0.33 delays promotions after a reset until its workers have flushed; a hit is then a miss (B3.19).
+- Some versions say `BLOCK_LEVEL` and `block_ids` for `CHUNK_LEVEL` (B3.1) and `chunk_ids`.
 """
-
-# vLLM is not in the environment that is checked:
-# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -29,7 +23,7 @@ try:
     from vllm.v1.kv_offload.base import Locality, LookupResult, OffloadPolicy, RequestOffloadingContext
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-    # What is relied on beside the names themselves: an answer for later, and loads that arrived in part.
+    # Features that are needed besides the names: answers in a later step, and partial loads.
     _RELIED_ON = (LookupResult.RETRY, JobResult.__dataclass_fields__["successful_keys"])
 except (ImportError, AttributeError, KeyError) as error:
     raise ImportError(f"{_NEEDS} ({error})") from error
@@ -52,14 +46,14 @@ __all__ = [
 
 
 def check_hooks(asked: frozenset[str], offered: frozenset[str]) -> None:
-    """Raises ImportError where vLLM asks a tier for hooks that are not ``offered``, before it fails with something less clear."""
+    """Raises ImportError, with the missing names, if vLLM asks for hooks that are not `offered`."""
     missing = asked - offered
     if missing:
         raise ImportError(f"{_NEEDS} (it asks a tier for {', '.join(sorted(missing))})")
 
 
 def block_level_of(policies: Any) -> Any:
-    """Returns what this vLLM calls the policy that stores new blocks only (B3.1)."""
+    """Returns this vLLM's policy that stores new blocks only (B3.1)."""
     return getattr(policies, "CHUNK_LEVEL", None) or policies.BLOCK_LEVEL
 
 
@@ -73,21 +67,21 @@ def rows_of(job: Any) -> list[int]:
 
 
 def end_token(req_context: Any, key: Any) -> int:
-    """Returns where the chunk with this key ends in its request, in tokens; 0 where this vLLM does not say."""
+    """Returns the token at which the key's chunk ends in its request; 0 if vLLM does not say."""
     position = getattr(req_context, "get_offload_key_position", None)
     return (position(key) or 0) if position is not None else 0
 
 
 def on_cpu() -> bool:
-    """Whether the engine computes on this host's processor, which then is pinned to cores."""
+    """Whether the engine computes on the CPU, so that its threads are pinned to cores."""
     return bool(current_platform.is_cpu())
 
 
 def find_engine_config(engine_id: str) -> Any:
-    """Returns the configuration of the engine that is being built, or None where it cannot be seen.
+    """Returns the configuration of the engine that is being built, or None if it cannot be found.
 
-    A tier is given the configuration of the offloading only, which does not tell one set of weights from another. So this looks
-    for the engine's among the variables of its callers: the connector that builds the tier was given it.
+    vLLM gives a tier the offloading configuration only, which does not identify the weights. This
+    searches the callers' local variables, because the connector that builds the tier has it.
     """
     frame = inspect.currentframe()
     while frame is not None:

@@ -1,12 +1,8 @@
-"""vLLM's hooks for a secondary tier, and what is behind each of them.
+"""vLLM's hooks for a secondary tier.
 
-All of them are called by vLLM's tiering manager, one at a time, on the scheduler's thread (later versions: or under a lock that it
-waits for). None of them calls the server, none blocks but ``drain_jobs`` and ``shutdown``, and none raises: an exception here ends
-the engine.
+vLLM's tiering manager calls them one at a time, on the scheduler's thread or under its lock. They
+make no remote call, do not raise, and only `drain_jobs` and `shutdown` block.
 """
-
-# vLLM is not in the environment that is checked:
-# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -17,10 +13,10 @@ from typing import Any, ClassVar
 
 from ....cuda.host.copy import address_of
 from ... import Client, InvalidRequest, KVTierError, Namespace, OffloadPolicy, Timeouts
-from ..vllm.background import BackgroundThreads, LimitedLog, leave_compute_cores, logger
+from ..vllm.background import BackgroundThreads, RateLimitedLog, leave_compute_cores, logger
 from ..vllm.config import ServerConfig
 from ..vllm.groups import Unsupported
-from ..vllm.hooks import never_raises, nothing
+from ..vllm.hooks import never_raises
 from ..vllm.namespace import namespace_digest
 from . import compat
 from .compat import JobResult, Locality, LookupResult, RequestOffloadingContext, SecondaryTierManager
@@ -30,43 +26,44 @@ from .transfers import EnginePrimaryTier, Job, Transfers
 
 __all__ = ["KVTierSecondaryTier", "ManagerConfig"]
 
-
 _START_SECONDS = 2.0
-
-
 _DRAIN_SECONDS = 5.0
-
-
 _TRANSFER_SECONDS = 10.0
-
-
-# They only wait: a burst of requests is not to queue behind the few that came first.
+# They only wait; a burst of requests must not queue behind the first few.
 _LOOKUP_THREADS = 8
-
-
 _ANSWERS = {Answer.HIT: LookupResult.HIT, Answer.MISS: LookupResult.MISS, Answer.UNKNOWN: LookupResult.RETRY}
-
-
 _POLICIES = {
     OffloadPolicy.BLOCK_LEVEL: compat.BLOCK_LEVEL,
     OffloadPolicy.REQUEST_LEVEL: compat.OffloadPolicy.REQUEST_LEVEL,
 }
+_LOCALITIES = (None, "LOCAL", "REMOTE")
 
 
-def _miss() -> Any:
-    return LookupResult.MISS
+@dataclass(frozen=True)
+class ManagerConfig(ServerConfig):
+    """The tier's settings, besides the common ones.
 
+    `identity`: a name for weights and settings, part of the namespace. Required if the tier cannot
+    see the engine's configuration (a warning at start says so). It then also asserts what cannot be
+    checked: equal block hashes in every process (`--prefix-caching-hash-algo sha256`) and no LoRA.
+    `locality`: `LOCAL` or `REMOTE` in vLLM's terms; requests can exclude tiers by it.
+    """
 
-def _no_jobs() -> list[Job]:
-    return []
+    source: ClassVar[str] = "the tier's table in secondary_tiers"
 
+    identity: str = ""
+    locality: str | None = None
 
-def _no_result() -> JobResult | None:
-    return None
+    def check(self) -> None:
+        super().check()
+        if not isinstance(self.identity, str):
+            raise ValueError(f"kvtier: identity must be a string, not {self.identity!r}")  # noqa: TRY004 - one kind for all
+        if self.locality not in _LOCALITIES:
+            raise ValueError(f"kvtier: locality must be LOCAL or REMOTE, not {self.locality!r}")
 
 
 class KVTierSecondaryTier(SecondaryTierManager):
-    """kvtier as a secondary tier of vLLM's own tiering."""
+    """kvtier as a secondary tier of vLLM's own tiering; `settings` are those of `ManagerConfig`."""
 
     def __init__(
         self,
@@ -76,18 +73,18 @@ class KVTierSecondaryTier(SecondaryTierManager):
         backpressure_detector: Any = None,
         **settings: Any,
     ) -> None:
-        """Called once, in the scheduler's process, while the engine starts. ``settings``: see TierConfig.
+        """Called once, in the scheduler's process, while the engine starts.
 
-        Raises ValueError for settings that are wrong, a typo in the endpoint included; for nothing else.
+        Raises ValueError for invalid settings (also a malformed endpoint) and nothing else.
         """
         given = {} if backpressure_detector is None else {"backpressure_detector": backpressure_detector}
         super().__init__(offloading_spec, primary_kv_view, tier_type, **given)
-        self.log = LimitedLog()
+        self.log = RateLimitedLog()
         self._settings = ManagerConfig.parse(settings, logger.warning)
         self.locality = Locality(self._settings.locality) if self._settings.locality else None
         self._requests: dict[str, TierRequest] = {}
-        self._asking: dict[int, TierRequest] = {}
-        # Jobs that could not even begin, or were not to.
+        self._to_send: dict[int, TierRequest] = {}
+        # Jobs that were refused before they began.
         self._refused: list[int] = []
         self._client: Client | None = None
         self._lookups: TierLookups | None = None
@@ -136,16 +133,16 @@ class KVTierSecondaryTier(SecondaryTierManager):
             credentials=self._settings.credentials,
         )
         try:
-            # Requests may come right away, and the start of an engine takes half a minute anyway.
+            # Requests may arrive at once, and an engine takes half a minute to start anyway.
             client.wait_until_connected(_START_SECONDS)
         except KVTierError as error:
             logger.warning("kvtier: no server yet, the engine starts without: %s", error)
         return client
 
-    # ---- a request's life
+    # ---- requests
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        """Called when a request comes, before anything else about it. Its policy is known by experience: see ``policy_of``."""
+        """Called first for each request. Its policy is an estimate, see `policy_of`."""
         return RequestOffloadingContext(policy=_POLICIES[self._begin(req_context)])
 
     @never_raises(lambda: OffloadPolicy.BLOCK_LEVEL)
@@ -154,45 +151,46 @@ class KVTierSecondaryTier(SecondaryTierManager):
             return OffloadPolicy.BLOCK_LEVEL
         return self._lookups.policy_of(self._request_of(req_context))
 
-    @never_raises(_miss)
+    @never_raises(lambda: LookupResult.MISS)
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
-        """Called for one key after the other, in each step in which the request is considered; RETRY means: in the next step."""
+        """Called per key in each step that considers the request. RETRY: ask in the next step."""
         if self._lookups is None:
             return LookupResult.MISS
         request = self._request_of(req_context)
         answer = self._lookups.answer(request, bytes(key), compat.end_token(req_context, key))
         if request.new:
-            self._asking[id(request)] = request
+            self._to_send[id(request)] = request
         return _ANSWERS[answer]
 
-    @never_raises(nothing)
+    @never_raises()
     def on_schedule_end(self, context: Any) -> None:
-        """Called at the end of each step: look-ups leave; what requests that run now did not load is given back.
+        """Called at the end of each step: sends lookups, and releases hits that were not loaded.
 
-        vLLM does not say which preempted requests run again: what those did not load is pinned until they end or the lease does.
+        vLLM does not report preempted requests that run again. Hits that those did not load stay
+        pinned until the request or its lease ends.
         """
         if self._lookups is None:
             return
-        asking, self._asking = self._asking, {}
-        for request in asking.values():
+        to_send, self._to_send = self._to_send, {}
+        for request in to_send.values():
             if request.new and not request.ended:
                 self._lookups.send(request)
         for request_id in context.new_req_ids:
             scheduled = self._requests.get(request_id)
             if scheduled is not None:
-                self._lookups.settle(scheduled)
-                if not scheduled.announcement.begun:
-                    self._lookups.announce(scheduled.announcement)
+                self._lookups.mark_scheduled(scheduled)
+                if not scheduled.registration.registered:
+                    self._lookups.register(scheduled.registration)
 
-    @never_raises(nothing)
+    @never_raises()
     def on_request_finished(self, req_context: Any) -> None:
-        """Called once at a request's end, however it came; no job of it is submitted after that, but some may still run."""
+        """Called once at a request's end. No job is submitted afterwards; some may still run."""
         request = self._requests.pop(req_context.req_id, None)
         if self._lookups is not None and request is not None:
             self._lookups.end(request)
 
     def touch(self, keys: Collection[Any], req_context: Any) -> None:
-        """Called with keys that the engine uses, most of which it has itself. The server orders its blocks by its own look-ups."""
+        """Called with keys that the engine uses. The server orders blocks by lookups instead."""
 
     # ---- jobs
 
@@ -201,12 +199,12 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self._submit(job_metadata, load=False)
 
     def submit_load(self, job_metadata: Any) -> None:
-        """Called at the end of the step in which ``lookup`` answered HIT, with rows that are the job's until it is reported."""
+        """Called at the end of a step in which `lookup` answered HIT; the rows are the job's."""
         self._submit(job_metadata, load=True)
 
     def _submit(self, metadata: Any, *, load: bool) -> None:
         if not self._begin_job(metadata, load=load):
-            # A job that is neither begun nor reported would pin its rows for ever.
+            # Every job must be reported, or its rows stay pinned for ever.
             self._refused.append(metadata.job_id)
 
     @never_raises(lambda: False)
@@ -214,9 +212,9 @@ class KVTierSecondaryTier(SecondaryTierManager):
         if self._transfers is None:
             return False
         request, rows = self._request_of(metadata.req_context), compat.rows_of(metadata)
-        if request.announcement.settings.skip_save and not load:
+        if request.registration.settings.skip_save and not load:
             return False
-        # In the order of the request's tokens: what a prefix begins with is stored, and read, first.
+        # In token order, so that the start of a prefix is stored, and loaded, first.
         order = sorted(
             zip(map(bytes, metadata.keys), rows, strict=True),
             key=lambda pair: compat.end_token(metadata.req_context, pair[0]),
@@ -224,7 +222,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         keys: Sequence[bytes] = [key for key, _ in order]
         pins = [request.known.get(key) for key in keys] if load else None
         if load:
-            # None of them is a hit again before this one has ended, and it may not even begin.
+            # No key is a hit again before this job has ended; it may not even begin.
             for key in keys:
                 request.known[key] = None
         self._transfers.submit(Job(metadata.job_id, request, keys, [row for _, row in order], pins))
@@ -232,38 +230,38 @@ class KVTierSecondaryTier(SecondaryTierManager):
         return True
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Called once per step: each job is reported once, partly failed loads with the keys that did arrive (B3.18)."""
+        """Called once per step. A partly failed load has the keys that arrived (B3.18)."""
         refused, self._refused = self._refused, []
         results = [JobResult(number, success=False) for number in refused]
         for job in self._take_finished():
-            # Each by itself: a job that is taken and not reported pins its rows for ever.
+            # One failure must not lose the other jobs, or their rows stay pinned for ever.
             result = self._result_of(job)
             results.append(JobResult(job.number, success=False) if result is None else result)
         return results
 
-    @never_raises(_no_jobs)
+    @never_raises(list)
     def _take_finished(self) -> list[Job]:
         return [] if self._transfers is None else self._transfers.take_finished()
 
-    @never_raises(_no_result)
+    @never_raises()
     def _result_of(self, job: Job) -> JobResult | None:
         done = JobResult(job.number, success=job.succeeded, transfer_time=job.seconds)
         if job.pins is not None and self._lookups is not None:
             done.successful_keys = tuple(job.done) if job.done and not job.succeeded else None
             for key, pin in zip(job.keys, job.pins, strict=True):
                 if key in job.done:
-                    # vLLM has it in its primary tier, and asks for it again only if that has to evict it.
+                    # vLLM asks for it again only if it evicts the chunk from its primary tier.
                     job.request.known[key] = pin
             self._lookups.loads_ended(job.request)
         return done
 
-    @never_raises(nothing)
+    @never_raises()
     def drain_jobs(self) -> None:
-        """Called between steps before the primary tier is emptied: afterwards nothing reads or writes its rows. In bounded time."""
+        """Called before the primary tier is emptied. Afterwards no job touches its rows."""
         if self._transfers is not None:
             self._transfers.drain(_DRAIN_SECONDS)
 
-    @never_raises(nothing)
+    @never_raises()
     def shutdown(self) -> None:
         """Called once at the end of the process, before the primary tier is unmapped."""
         if self._transfers is not None:
@@ -283,30 +281,3 @@ class KVTierSecondaryTier(SecondaryTierManager):
 
 
 compat.check_hooks(frozenset(SecondaryTierManager.__abstractmethods__), frozenset(vars(KVTierSecondaryTier)))
-
-
-_LOCALITIES = (None, "LOCAL", "REMOTE")
-
-
-@dataclass(frozen=True)
-class ManagerConfig(ServerConfig):
-    """The tier's settings, besides those of every way to kvtier.
-
-    ``identity``: a name for these weights and settings, part of the namespace; wanted where the tier cannot see the engine's
-    configuration (it says so at start), and otherwise a way to keep engines apart. Where it is wanted it also vouches for what then
-    cannot be checked: block hashes that are the same in every process (``--prefix-caching-hash-algo sha256``), and no LoRA.
-    ``locality``: vLLM's word for where this tier is, ``LOCAL`` or ``REMOTE``; requests can leave tiers out by it.
-    """
-
-    where: ClassVar[str] = "the tier's table in secondary_tiers"
-
-    identity: str = ""
-    locality: str | None = None
-
-    def check(self) -> None:
-        """Raises ValueError for a value that cannot be."""
-        super().check()
-        if not isinstance(self.identity, str):
-            raise ValueError(f"kvtier: identity must be a string, not {self.identity!r}")  # noqa: TRY004 - one kind for all
-        if self.locality not in _LOCALITIES:
-            raise ValueError(f"kvtier: locality must be LOCAL or REMOTE, not {self.locality!r}")

@@ -1,7 +1,7 @@
-"""Finding out what the store has of a request's chunks, off the scheduler's thread.
+"""Lookups of requests' chunks, made on background threads.
 
-vLLM asks for one key at a time, again and again until the answer is not RETRY. What is asked for the first time in a step goes to
-the server at the step's end, in one call per group, on a background thread. Whatever goes wrong is a miss in bounded time.
+vLLM asks for one key at a time, again in every step until the answer is not RETRY. The step's new
+keys go to the server at its end, in one call per group. A failure is a miss, in bounded time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from ... import Client, KeyStatus, KVTierError, Lease, OffloadPolicy
-from ..vllm.background import BackgroundThreads, LimitedLog
+from ..vllm.background import BackgroundThreads, RateLimitedLog
 from ..vllm.request_settings import RequestSettings
 from ..vllm.scheduler.prefix_lookups import RequestCalls
 from ..vllm.scheduler.requests import RequestRegistration, server_name
@@ -24,17 +24,17 @@ __all__ = ["Answer", "Pin", "TierLookups", "TierRequest"]
 
 _WAIT_SHARE = 0.8
 _GROUP_BYTES = 4
-_MOST_KINDS = 256
+_MAX_KINDS = 256
 _BY_VALUE = "offload_policy"
 _VALUE_CHARACTERS = 32
-# Who asked so late that this share of the budget was over knows nothing of the server: only of how many asked before.
+# A key sent after this share of the timeout queued behind others, so the server is not slow.
 _LATE_SHARE = 0.5
-# Less than the server's lease, which is a minute by default: what was found earlier is looked up again.
+# Less than the server's lease (a minute by default); an older hit is looked up again.
 _PIN_SECONDS = 40.0
 
 
 class Answer(Enum):
-    """What is known of a key."""
+    """State of a key's lookup."""
 
     HIT = "hit"
     MISS = "miss"
@@ -43,7 +43,7 @@ class Answer(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """Where a hit is: item ``item`` of ``lease``, which is taken for good until ``until``."""
+    """A hit: item `item` of `lease`, which is certain to last until `until`."""
 
     lease: Lease
     item: int
@@ -52,28 +52,29 @@ class Pin:
 
 @dataclass
 class TierRequest:
-    """What the tier knows of a request. Belongs to the scheduler's thread, but for the announcement.
+    """Lookup state of a request. Belongs to the scheduler's thread, except the registration.
 
-    ``known`` has a Pin for a hit and None for a miss; ``waiting`` the time until which the answer is waited for; ``new`` the keys
-    that were asked for in this step, with the token at which each ends; ``asked`` those that the server is being asked for, with
-    the time since when (the background threads'). ``loading`` counts loads of it that run; ``settled``: it was scheduled, so that
-    nothing more of what was found will be loaded.
+    `known`: a Pin for a hit, None for a miss. `waiting`: deadlines of keys without an answer.
+        `new`:
+    keys of this step, with the token at which each ends. `sent_at`: times at which keys were sent;
+    belongs to the background threads. `loading`: number of loads in flight. `scheduled`: the
+    request runs, so no more hits will be loaded.
     """
 
-    announcement: RequestRegistration
+    registration: RequestRegistration
     known: dict[bytes, Pin | None] = field(default_factory=dict)
     waiting: dict[bytes, float] = field(default_factory=dict)
     new: dict[bytes, int] = field(default_factory=dict)
-    asked: dict[bytes, float] = field(default_factory=dict)
+    sent_at: dict[bytes, float] = field(default_factory=dict)
     leases: list[Lease] = field(default_factory=list)
     loading: int = 0
-    settled: bool = False
+    scheduled: bool = False
     ended: bool = False
 
 
 @dataclass
-class _Question:
-    """Keys of one group that are looked up together. ``found`` and ``leases`` are the background thread's until it is done."""
+class _LookupBatch:
+    """Keys of one group in one lookup. The background thread fills in `found` and `leases`."""
 
     request: TierRequest
     keys: list[bytes]
@@ -84,34 +85,36 @@ class _Question:
 
 
 class TierLookups(RequestCalls):
-    """Runs lookups, and remembers how the server wants requests of a kind to be offloaded.
+    """Runs lookups, and remembers the server's policy per kind of request.
 
-    Public methods are called on the scheduler's thread, and none blocks.
+    Public methods run on the scheduler's thread and never block.
     """
 
-    def __init__(self, client: Client, timeout_s: float, log: LimitedLog, threads: BackgroundThreads) -> None:
-        """``threads`` carry the lookups out, and are closed with this."""
+    def __init__(self, client: Client, timeout_s: float, log: RateLimitedLog, threads: BackgroundThreads) -> None:
+        """`threads` run the lookups, and are closed with this object."""
         super().__init__(client, log)
         self._timeout_s = timeout_s
         self._threads = threads
-        self._done: deque[_Question] = deque()
+        self._done: deque[_LookupBatch] = deque()
         self._policies: dict[frozenset[tuple[str, str]], OffloadPolicy] = {}
 
     def begin(self, request_id: str, params: Mapping[str, Any] | None) -> TierRequest:
-        """A request has come; nothing is said to the server yet."""
+        """Returns the state of a new request; the server is not called yet."""
         settings = RequestSettings.parse(params, lambda text: self._log.warn("request", text))
-        announcement = RequestRegistration(server_name(request_id), kv_transfer_params=settings.passed_on(params))
-        announcement.settings = settings
-        return TierRequest(announcement)
+        registration = RequestRegistration(
+            server_name(request_id), kv_transfer_params=settings.forwarded_params(params)
+        )
+        registration.settings = settings
+        return TierRequest(registration)
 
     def policy_of(self, request: TierRequest) -> OffloadPolicy:
-        """How a request is to be offloaded, as far as that is known before the server was asked.
+        """Estimates a request's policy, because vLLM needs it before the server is asked.
 
-        vLLM wants to know at once, and takes no later word. So this is what the server said of the last request of its kind (one
-        with the same parameters, each set or not, and the same ``offload_policy``), and for the first of a kind what the shipped
-        rules say (B1.6).
+        It is the server's answer for the last request of this kind: the same parameters, each set
+        or not, and the same `offload_policy`. The first of a kind gets the shipped rules' policy
+        (B1.6).
         """
-        params = request.announcement.kv_transfer_params or {}
+        params = request.registration.kv_transfer_params or {}
         flagged = (
             bool(params.get("do_remote_decode")) or params.get(_BY_VALUE) == OffloadPolicy.REQUEST_LEVEL.name.lower()
         )
@@ -119,7 +122,7 @@ class TierLookups(RequestCalls):
         return self._policies.get(_kind(params), shipped)
 
     def answer(self, request: TierRequest, key: bytes, end_token: int) -> Answer:
-        """What is known of ``key``, whose chunk ends before the request's ``end_token``; if nothing is, it will be asked for."""
+        """Returns what is known of `key`, which ends at `end_token`, or queues its lookup."""
         self._take_done()
         now = time.monotonic()
         if key in request.known:
@@ -130,64 +133,62 @@ class TierLookups(RequestCalls):
                 return Answer.HIT
             del request.known[key]
         if key not in request.waiting:
-            return self._ask_later(request, key, end_token, now + self._timeout_s)
+            return self._queue_lookup(request, key, end_token, now + self._timeout_s)
         if now < request.waiting[key]:
             return Answer.UNKNOWN
-        if request.asked.get(key, now) < now - self._timeout_s * _LATE_SHARE:
-            self.cool_down()
+        if request.sent_at.get(key, now) < now - self._timeout_s * _LATE_SHARE:
+            self.open_circuit()
         self._log.warn("lookup", f"a lookup took longer than {self._timeout_s:g} s; requests are computed instead")
         return self.miss(request, key)
 
     def miss(self, request: TierRequest, key: bytes) -> Answer:
-        """``key`` is not to be had for this request, whatever was known or comes to be known: no endless retries (B3.18)."""
+        """Makes `key` a miss for this request for good, which prevents endless retries (B3.18)."""
         request.waiting.pop(key, None)
         request.new.pop(key, None)
         request.known[key] = None
         return Answer.MISS
 
     def send(self, request: TierRequest) -> None:
-        """The step ends: ask the server for what is new, one question per group."""
+        """Sends the step's new keys, one lookup per group."""
         groups: dict[bytes, list[bytes]] = {}
         for key in request.new:
             groups.setdefault(key[-_GROUP_BYTES:], []).append(key)
-        announcement = request.announcement
-        announcement.prompt_tokens = max(announcement.prompt_tokens, *request.new.values())
+        registration = request.registration
+        registration.prompt_tokens = max(registration.prompt_tokens, *request.new.values())
         for keys in groups.values():
-            # vLLM asks for a prefix from its start, and for windows and states from the end; only the former ends with a miss.
+            # vLLM asks for prefixes from the start; for windows and states from the end.
             prefix = all(request.new[first] < request.new[second] for first, second in pairwise(keys))
-            question = _Question(request, keys, prefix, min(request.waiting[key] for key in keys))
-            self.hold(announcement)
-            self._threads.submit(lambda question=question: self._run(question))  # type: ignore[misc]
+            batch = _LookupBatch(request, keys, prefix, min(request.waiting[key] for key in keys))
+            self.acquire(registration)
+            self._threads.submit(lambda batch=batch: self._run(batch))  # type: ignore[misc]
         request.new.clear()
 
     def loads_ended(self, request: TierRequest) -> None:
-        """A load of the request has ended."""
         request.loading -= 1
-        if request.settled:
-            self.settle(request)
+        if request.scheduled:
+            self.mark_scheduled(request)
 
-    def settle(self, request: TierRequest) -> None:
-        """The request is computed from here on: what was found and not loaded is given back, unless a load still reads it."""
-        request.settled = True
+    def mark_scheduled(self, request: TierRequest) -> None:
+        """The request runs: releases hits that were not loaded, unless a load still reads them."""
+        request.scheduled = True
         request.waiting.clear()
         if request.loading == 0:
             leases, request.leases = request.leases, []
             request.known.clear()
-            request.settled = False
-            self.release(leases)
+            request.scheduled = False
+            self.release_leases(leases)
 
     def end(self, request: TierRequest) -> None:
-        """The request has ended; the server, which gives back what is pinned for it, hears of it after what is still running."""
+        """The request has ended. The server is told after running calls, and releases its pins."""
         request.ended = True
-        self.finish_request(request.announcement)
+        self.finish_request(request.registration)
 
     def close(self) -> None:
-        """End the threads; called at shutdown."""
         self._threads.close(0.5)
         super().close()
 
-    def _ask_later(self, request: TierRequest, key: bytes, end_token: int, deadline: float) -> Answer:
-        if request.ended or request.announcement.settings.skip_load or not self.reachable():
+    def _queue_lookup(self, request: TierRequest, key: bytes, end_token: int, deadline: float) -> Answer:
+        if request.ended or request.registration.settings.skip_load or not self.reachable():
             return self.miss(request, key)
         request.waiting[key] = deadline
         request.new[key] = end_token
@@ -195,65 +196,65 @@ class TierLookups(RequestCalls):
 
     def _take_done(self) -> None:
         while self._done:
-            question = self._done.popleft()
-            request = question.request
+            batch = self._done.popleft()
+            request = batch.request
             if request.ended:
-                continue  # the server gives back the leases of a request that has ended
-            wanted = [key for key in question.keys if request.waiting.pop(key, None) is not None]
+                continue  # the server releases the leases of a request that has ended
+            wanted = [key for key in batch.keys if request.waiting.pop(key, None) is not None]
             for key in wanted:
-                request.known[key] = question.found.get(key)
-            if any(key in question.found for key in wanted):
-                request.leases += question.leases
+                request.known[key] = batch.found.get(key)
+            if any(key in batch.found for key in wanted):
+                request.leases += batch.leases
             else:
-                self.release(question.leases)
+                self.release_leases(batch.leases)
 
-    # ---- background threads from here on
+    # ---- on background threads
 
-    def _run(self, question: _Question) -> None:
+    def _run(self, batch: _LookupBatch) -> None:
         try:
-            if not question.request.ended and not self.cooling and time.monotonic() < question.deadline:
-                question.request.asked |= dict.fromkeys(question.keys, time.monotonic())
-                self._look_up(question)
+            if not batch.request.ended and not self.circuit_open and time.monotonic() < batch.deadline:
+                batch.request.sent_at |= dict.fromkeys(batch.keys, time.monotonic())
+                self._look_up(batch)
         except KVTierError as error:
-            self.cool_down(error)
+            self.open_circuit(error)
             self._log.warn("lookup", f"lookup failed, requests are computed instead: {error}")
         finally:
-            # Whatever happened: a question without an answer would make its request wait for its whole budget.
-            for key in question.keys:
-                question.request.asked.pop(key, None)
-            self._done.append(question)
-            self.let_go(question.request.announcement)
+            # Always: a key without an answer makes its request wait for the whole timeout.
+            for key in batch.keys:
+                batch.request.sent_at.pop(key, None)
+            self._done.append(batch)
+            self.release(batch.request.registration)
 
-    def _look_up(self, question: _Question) -> None:
-        most = self._client.max_keys or len(question.keys)
-        for first in range(0, len(question.keys), most):
-            keys = question.keys[first : first + most]
+    def _look_up(self, batch: _LookupBatch) -> None:
+        most = self._client.max_keys or len(batch.keys)
+        for first in range(0, len(batch.keys), most):
+            keys = batch.keys[first : first + most]
             until = time.monotonic() + _PIN_SECONDS
-            # Less than the budget: what is ready by then comes back in time to be used.
-            wait = max(0.0, question.deadline - time.monotonic()) * _WAIT_SHARE
-            lease = self.ask(question.request.announcement, keys, wait, prefix=question.prefix)
-            question.leases += [lease] if lease.id else []
+            # Less than the timeout, so that promoted chunks are reported in time.
+            wait = max(0.0, batch.deadline - time.monotonic()) * _WAIT_SHARE
+            lease = self.lookup_keys(batch.request.registration, keys, wait, prefix=batch.prefix)
+            batch.leases += [lease] if lease.id else []
             hits = {
                 key: Pin(lease, item, until) for item, key in enumerate(keys) if lease.statuses[item] == KeyStatus.HIT
             }
-            question.found |= hits
-            if question.prefix and len(hits) < len(keys):
+            batch.found |= hits
+            if batch.prefix and len(hits) < len(keys):
                 return
 
-    def ask(
+    def lookup_keys(
         self, request: RequestRegistration, keys: Sequence[bytes], wait: float, *, prefix: bool, min_hits: int = 0
     ) -> Lease:
-        """As in RequestCalls; and notes how the server wants requests of this kind to be offloaded."""
-        lease = super().ask(request, keys, wait, prefix=prefix, min_hits=min_hits)
+        """As in RequestCalls; also records the server's policy for this kind of request."""
+        lease = super().lookup_keys(request, keys, wait, prefix=prefix, min_hits=min_hits)
         if lease.policy is not None:
-            if len(self._policies) >= _MOST_KINDS:  # their names are the users'
+            if len(self._policies) >= _MAX_KINDS:  # users choose the names
                 self._policies.clear()
             self._policies[_kind(request.kv_transfer_params or {})] = lease.policy
         return lease
 
 
 def _kind(params: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
-    """Whether each is set; of the one that votes by its value, that."""
+    """Returns the kind of a request: which parameters are set, and the value of `_BY_VALUE`."""
     return frozenset(
         (str(name), str(value)[:_VALUE_CHARACTERS] if name == _BY_VALUE else str(bool(value)))
         for name, value in params.items()

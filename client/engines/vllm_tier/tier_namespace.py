@@ -1,13 +1,10 @@
-"""The namespace of a tier: what a row of vLLM's primary tier means.
+"""Namespace of a tier: the meaning of a row of vLLM's primary tier.
 
-A row is one chunk (``blocks_per_chunk`` blocks of one KV cache group) of all workers: each worker's part behind the last one's, in
-it the pages of one tensor after those of another, at the end padding to whole memory pages. In a row of one group the bytes of
-tensors that only other groups have are left over from earlier chunks; nobody reads them. So rows are no blocks of
-KVTierConnector, which has a part per rank and no padding: the layout in the namespace keeps the two apart.
+A row is one chunk (`blocks_per_chunk` blocks of one KV cache group) of all workers. It holds each
+worker's part in turn, in it the pages of each tensor in turn, and padding to whole memory pages. In
+a row of one group, the bytes of other groups' tensors are unused and hold old data. KVTierConnector
+has one part per rank and no padding; the namespace's layout keeps the two apart.
 """
-
-# vLLM is not in the environment that is checked:
-# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -24,21 +21,21 @@ from ..vllm.namespace import model_attributes
 __all__ = ["build_tier_namespace"]
 
 _LAYOUT = "vllm-tiering"
-_OF_THE_PROCESS = frozenset({"engine_id", "extra_config", "enable_kv_cache_events"})
-_OF_THE_REPLICA = frozenset({"rank", "data_parallel_index", "data_parallel_size", "data_parallel_rank_local"})
+_PROCESS_FIELDS = frozenset({"engine_id", "extra_config", "enable_kv_cache_events"})
+_REPLICA_FIELDS = frozenset({"rank", "data_parallel_index", "data_parallel_size", "data_parallel_rank_local"})
 
 
 def build_tier_namespace(
     config: Any, engine_config: Any, row_bytes: int, *, tenant: str = "", identity: str = ""
 ) -> Namespace:
-    """Returns the namespace of rows of ``row_bytes`` bytes under an OffloadingConfig.
+    """Returns the namespace of rows of `row_bytes` bytes under an OffloadingConfig.
 
-    ``engine_config`` is the engine's VllmConfig, or None where it is not known: then ``identity`` stands for it, and vouches for
-    reproducible block hashes and the absence of LoRA adapters as well.
-    Raises Unsupported where rows of equal keys could differ in their bytes, and OSError for a model that cannot be read.
+    `engine_config` is the engine's VllmConfig or None. If None, `identity` stands for it, and also
+    asserts reproducible block hashes and no LoRA adapters.
+    Raises Unsupported if equal keys could have different bytes, OSError for an unreadable model.
     """
     if config.parallel.dcp_size > 1 or config.parallel.pcp_size > 1:
-        # Which tokens a rank has of a block also depends on how they are interleaved, which is not in this configuration.
+        # A rank's tokens depend on the interleaving, which this configuration does not have.
         raise Unsupported("context parallelism is not supported yet")
     attributes = {"engine": f"vllm {vllm_version}", "row": _row_digest(config, row_bytes), "identity": identity}
     algorithm = revision = ""
@@ -74,14 +71,14 @@ def _refuse_unsupported(engine_config: Any) -> None:
             f" {', '.join(REPRODUCIBLE_HASHES)}"
         )
     if engine_config.lora_config is not None:
-        # A tier is not told which requests have an adapter, and an adapter's name, all that is in the hashes, not its weights.
+        # Hashes contain an adapter's name, not its weights, and a tier does not see adapters.
         raise Unsupported(
             "LoRA adapters are enabled, and their blocks cannot be told from those of others of their name"
         )
 
 
 def _groups(config: Any, row_bytes: int) -> tuple[Group, ...]:
-    """One group per number that a key may end in; vLLM may leave some out."""
+    """Returns one group per number that a key may end in; vLLM may skip some."""
     tokens = {group.group_id: group.tokens_per_block for group in config.groups}
     return tuple(
         Group(row_bytes, tokens.get(number, 1) * config.cache.blocks_per_chunk, f"group {number}")
@@ -90,7 +87,7 @@ def _groups(config: Any, row_bytes: int) -> tuple[Group, ...]:
 
 
 def _row_digest(config: Any, row_bytes: int) -> str:
-    """A digest of all that vLLM knows of a row; what is new in a later version counts, rather than to be forgotten."""
-    plain = {name: text for name, text in dataclasses.asdict(config).items() if name not in _OF_THE_PROCESS}
-    plain["parallel"] = {name: text for name, text in plain["parallel"].items() if name not in _OF_THE_REPLICA}
+    """Returns a digest of all of vLLM's settings of a row, including those of later versions."""
+    plain = {name: text for name, text in dataclasses.asdict(config).items() if name not in _PROCESS_FIELDS}
+    plain["parallel"] = {name: text for name, text in plain["parallel"].items() if name not in _REPLICA_FIELDS}
     return hashlib.sha256(json.dumps([plain, row_bytes], sort_keys=True, default=str).encode()).hexdigest()

@@ -18,7 +18,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from kvtier.client.engines.transformers.cache import block_hashes, config_digest, is_plain, weights_digest
+from kvtier.client.engines.transformers.cache import block_hashes, config_digest, is_single_sequence, weights_digest
 from kvtier.client.engines.transformers.cache_layout import CacheLayout, UnsupportedModelError
 
 SMALL = {
@@ -144,4 +144,4 @@ def test_only_what_tokens_alone_decide_is_cached(
 ) -> None:
     """Batches, beams, padding, images and foreign caches go past the cache: their KV is not named by the tokens alone."""
     tokens = torch.ones(shape, dtype=torch.int64)
-    assert is_plain(tokens, options, GenerationConfig()) is plain
+    assert is_single_sequence(tokens, options, GenerationConfig()) is plain

@@ -1,16 +1,14 @@
-"""KV events: what other programs, like a router that knows the caches, are told of what kvtier stores for this engine.
+"""KV events: tell other programs, such as a cache-aware router, which blocks kvtier has stored.
 
-With vLLM's ``--kv-events-config '{"enable_kv_cache_events": true, …}'``. A ``BlockStored`` with medium "CPU" follows when every
-worker has reported a block as stored, or as there already. It names the block by its hash and its group; the tokens and the parent
-were in the event for the GPU, which had the same hash.
+Needs vLLM's `--kv-events-config '{"enable_kv_cache_events": true, …}'`. A `BlockStored` with medium
+"CPU" follows when every worker has reported the block as stored or present. It has the block's hash
+and group; tokens and parent were in the event for the GPU, which has the same hash.
 
-What the server evicts, or loses in a restart, nobody tells the engine: there is no ``BlockRemoved``, and a reader must take a
-block of this medium for likely, not for certain. A reset is ``AllBlocksCleared``: that has no medium, but vLLM clears its own cache
-in the same call. What the tiers below the CPU tier keep over a reset is not announced.
+The engine does not learn what the server evicts or loses in a restart. There is no `BlockRemoved`,
+so a reader must treat such blocks as likely, not certain. A reset is `AllBlocksCleared`, which has
+no medium, but vLLM clears its own cache in the same call. Blocks that lower tiers keep over a reset
+are not announced.
 """
-
-# vLLM is not in the environment that is checked:
-# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ _GROUP_BYTES = 4  # at the end of a key, see make_key
 
 
 class KVEvents:
-    """Events that vLLM has not taken yet. Only on the scheduler's thread."""
+    """Queue of events for vLLM. Only used on the scheduler's thread."""
 
     def __init__(self, groups: Iterable[CacheGroup], *, enabled: bool) -> None:
         self._groups: Mapping[int, CacheGroup] = {group.index: group for group in groups}
@@ -34,16 +32,16 @@ class KVEvents:
         self._events: list[KVCacheEvent] = []
 
     def stored(self, save: EndedSave) -> None:
-        """A save has ended: all workers have stored its blocks, but for some."""
+        """Queues events for the blocks of `save` that all workers have stored."""
         if not self._enabled:
             return
         for position, (key, group_index) in enumerate(zip(save.job.keys, save.job.groups, strict=True)):
-            # What only a hold names is found by nobody who asks for content.
+            # A block that only a hold names cannot be found by its content.
             if position not in save.not_stored and not is_hold_key(key):
                 self._events.append(self._stored(key, group_index))
 
     def cleared(self) -> None:
-        """The store is emptied, and until that is done all is a miss."""
+        """Replaces all queued events with one `AllBlocksCleared`."""
         if self._enabled:
             self._events = [AllBlocksCleared()]
 
@@ -55,7 +53,7 @@ class KVEvents:
         return events
 
     def _stored(self, key: bytes, group_index: int) -> KVCacheEvent:
-        # One event per block: a list would say that each is the next one's parent.
+        # One event per block, because a list would make each block the next one's parent.
         return BlockStored(
             block_hashes=[maybe_convert_block_hash(key[:-_GROUP_BYTES])],
             parent_block_hash=None,

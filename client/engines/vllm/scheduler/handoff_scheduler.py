@@ -1,7 +1,4 @@
-"""The scheduler's half of handing requests over: vLLM's events translated for the core of it (``client/handoff``)."""
-
-# vLLM is not in the environment that is checked:
-# pyright: reportAttributeAccessIssue=false
+"""Scheduler half of hand-offs: translates between vLLM's events and `client/handoff`."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from ....handoff import (
     TransferParams,
 )
 from ....offload import CacheGeometry, LoadJob
-from ..background import LimitedLog
+from ..background import RateLimitedLog
 from ..peers import Peers
 from ..stats import TransferCounters
 from .hold_calls import HoldCalls
@@ -31,7 +28,10 @@ _REASONS = {"FINISHED_STOPPED": FinishReason.STOPPED, "FINISHED_LENGTH_CAPPED": 
 
 
 class HandoffScheduler:
-    """What one engine pulls from others, and holds for them. Every method is called on the scheduler's thread; none waits."""
+    """Blocks that this engine pulls, and requests that it holds for others.
+
+    Every method runs on the scheduler's thread and returns without waiting.
+    """
 
     def __init__(
         self,
@@ -39,15 +39,15 @@ class HandoffScheduler:
         identity: EngineIdentity,
         options: HandoffOptions,
         peers: Peers,
-        log: LimitedLog,
-        tally: TransferCounters,
+        log: RateLimitedLog,
+        counters: TransferCounters,
     ) -> None:
         self._options = options
         self._peers = peers
-        self._tally = tally
-        self._calls = HoldCalls(peers, options.claim_timeout_s, log, tally)
+        self._counters = counters
+        self._calls = HoldCalls(peers, options.claim_timeout_s, log, counters)
         self._core = HandoffCore(geometry, identity, options, self._calls)
-        # Whose hit was offered to the engine last; and the blocks of the pulls that workers are at.
+        # Requests whose hit was offered to the engine; blocks of the pulls that workers run.
         self._offered: set[str] = set()
         self._pulling: dict[str, int] = {}
 
@@ -57,16 +57,16 @@ class HandoffScheduler:
         return self._core.pending
 
     def holds_at_end(self, kv_transfer_params: object) -> bool:
-        """Whether a request with these is held at its end, for the engine that goes on with it."""
+        """Whether a request with these parameters is held at its end for another engine."""
         return self._options.holds_at_end(TransferParams.parse(kv_transfer_params))
 
     def arrived(self, request: VllmRequest) -> bool:
-        """A request is new; returns whether there may be something to pull for it."""
+        """Registers a new request. Returns whether there may be blocks to pull for it."""
         return self._core.arrived(request)
 
     def match(self, request_id: str, computed_tokens: int) -> int | None:
-        """How many tokens after ``computed_tokens`` can be pulled; None while that is not known yet."""
-        self._hear()
+        """Returns the tokens after `computed_tokens` that can be pulled; None if not known yet."""
+        self._process_answers()
         hit = self._core.match(request_id, computed_tokens, time.monotonic(), time.time())
         if hit:
             self._offered.add(request_id)
@@ -75,49 +75,48 @@ class HandoffScheduler:
         return hit
 
     def allocated(self, request_id: str, block_ids: Sequence[Sequence[int]], external_tokens: int) -> bool:
-        """The engine gave the request blocks; returns whether its ``external_tokens`` are to be pulled."""
+        """Records the request's blocks. Returns whether its `external_tokens` will be pulled."""
         pulls = request_id in self._offered and external_tokens > 0
         self._offered.discard(request_id)
         self._core.allocated(request_id, block_ids, external_tokens if pulls else 0)
         if pulls:
-            self._tally.count("pull_tokens", external_tokens)
+            self._counters.count("pull_tokens", external_tokens)
         return pulls
 
     def take_pulls(self) -> list[LoadJob]:
-        """Returns what the step's workers are to read; and sends heartbeats when it is time."""
-        self._hear()
+        """Returns the pulls for this step's workers, and sends heartbeats when they are due."""
+        self._process_answers()
         self._core.heartbeat(time.monotonic())
         jobs = [self._job(pull) for pull in self._core.take_pulls()]
         self._pulling.update((job.request_id, sum(len(read.block_ids) for read in job.reads)) for job in jobs)
         return jobs
 
     def pulls_ended(self, ended: Iterable[str], failed: Iterable[str]) -> set[str]:
-        """Workers have ended these loads; returns those that were pulls."""
+        """Workers have ended these loads. Returns those that were pulls."""
         pulls = self._pulling.keys() & ended
         for request_id in pulls:
             outcome = "failed" if request_id in failed else "pulled"
-            self._tally.count(f"pull_blocks:{outcome}", self._pulling.pop(request_id))
+            self._counters.count(f"pull_blocks:{outcome}", self._pulling.pop(request_id))
             self._core.pull_ended(request_id)
         return pulls
 
     def reset(self) -> bool:
-        """What was claimed counts for nothing any more; False while a pull is under way."""
+        """Drops all claims. Returns False while a pull is in flight."""
         self._core.reset()
         return not self._core.pending
 
     def finished(
         self, request: Any, block_ids: Sequence[Sequence[int]], confirmed_tokens: int, *, may_hold: bool = True
     ) -> FinishedRequest:
-        """The request has ended: what its caller is answered, and what is to be stored. ``may_hold``: whether anything may be."""
+        """The request has ended. Returns the response's parameters and the blocks to store."""
         self._offered.discard(request.request_id)
         reason = _REASONS.get(request.status.name, FinishReason.OTHER) if may_hold else FinishReason.OTHER
         return self._core.finished(request.request_id, block_ids, confirmed_tokens, reason, time.time())
 
     def close(self) -> None:
-        """End the threads."""
         self._calls.close()
 
-    def _hear(self) -> None:
+    def _process_answers(self) -> None:
         for number, claimed, at in self._calls.answers():
             self._core.claim_ended(number, claimed, at)
 

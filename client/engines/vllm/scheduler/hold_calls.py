@@ -1,4 +1,4 @@
-"""What the core of handing over wants of servers, carried out in the background; and what they answer."""
+"""Calls to servers about holds (claim, publish, renew, release), made on background threads."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from .... import (
 )
 from .... import HandoffDirection as WireDirection
 from ....handoff import ClaimedBlocks, ClaimId, Direction, HandoffRequest, HeldBlock, PlannedPublication, RemoteRequest
-from ..background import BackgroundThreads, LimitedLog, logger
+from ..background import BackgroundThreads, RateLimitedLog, logger
 from ..peers import OWN, Peers
 from ..stats import TransferCounters
 from .requests import VllmRequest
 
 __all__ = ["ClaimAnswer", "HoldCalls"]
 
-_THREADS = 8  # all they do is wait: for a peer's last saves
+_CLAIM_THREADS = 8  # they only wait for the last saves of other engines
 _WAIT_SHARE = 0.8
 _CONNECT_WITHIN_S = 1.0
-_COOL_DOWN_S = 2.0
-_LATE_S = 30.0
+_CIRCUIT_OPEN_S = 2.0
+_NOTIFY_WITHIN_S = 30.0
 _DIRECTIONS = {
     Direction.PREFILL_TO_DECODE: WireDirection.PREFILL_TO_DECODE,
     Direction.DECODE_TO_PREFILL: WireDirection.DECODE_TO_PREFILL,
@@ -43,7 +43,7 @@ _DIRECTIONS = {
 
 
 class ClaimAnswer(NamedTuple):
-    """What became of a claim; ``claimed`` is None where nothing is held, or nobody could be asked. ``at``: when it came."""
+    """Answer to a claim, received at `at`. `claimed` is None if nothing is held or it failed."""
 
     number: ClaimId
     claimed: ClaimedBlocks | None
@@ -51,92 +51,87 @@ class ClaimAnswer(NamedTuple):
 
 
 @dataclass
-class _Claim:
-    """A claim that somebody wants; ``lease`` is what was granted."""
+class _OpenClaim:
+    """A claim whose result is still wanted; `lease` is what was granted."""
 
     endpoint: str
     lease: Lease | None = None
 
 
 class HoldCalls:
-    """The core's ``HandoffServer``. Public methods are called on the scheduler's thread, and none blocks.
+    """Implements `HandoffServer`. Public methods run on the scheduler's thread and never block.
 
-    Threads are made when the first request is handed over: most engines never do that.
+    Threads start with the first hand-off, because most engines never have one.
     """
 
-    def __init__(self, peers: Peers, claim_timeout_s: float, log: LimitedLog, tally: TransferCounters) -> None:
+    def __init__(self, peers: Peers, claim_timeout_s: float, log: RateLimitedLog, counters: TransferCounters) -> None:
         self._peers = peers
         self._wait_s = claim_timeout_s * _WAIT_SHARE
         self._log = log
-        self._tally = tally
+        self._counters = counters
         self._lock = Lock()
-        self._wanted: dict[ClaimId, _Claim] = {}
+        self._open_claims: dict[ClaimId, _OpenClaim] = {}
         self._answers: deque[ClaimAnswer] = deque()
-        self._cool_until: dict[str, float] = {}
-        # By server: those that wait for one say nothing of the others.
-        self._claims: dict[str, BackgroundThreads] = {}
-        # By server, one thread each: what is to be told queues behind nobody who waits.
-        self._words: dict[str, BackgroundThreads] = {}
+        self._circuit_open_until: dict[str, float] = {}
+        # Per server, so that a slow server does not delay the claims of others.
+        self._claim_threads: dict[str, BackgroundThreads] = {}
+        # Per server, one thread each: notifications must not queue behind claims that wait.
+        self._notify_threads: dict[str, BackgroundThreads] = {}
 
     def answers(self) -> list[ClaimAnswer]:
-        """Returns what servers have answered since the last call."""
+        """Returns the answers since the last call."""
         return [self._answers.popleft() for _ in range(len(self._answers))]
 
     def close(self) -> None:
-        """End the threads and the sessions with other servers."""
-        for threads in (*self._claims.values(), *self._words.values()):
+        for threads in (*self._claim_threads.values(), *self._notify_threads.values()):
             threads.close(0.5)
         self._peers.close()
 
-    # ---- what the core asks for
+    # ---- HandoffServer
 
     def start_claim(
         self, claim: ClaimId, request: HandoffRequest, remote: RemoteRequest, first_positions: Sequence[int]
     ) -> bool:
-        """See HandoffServer."""
         assert isinstance(request, VllmRequest)
         endpoint = self._endpoint_of(remote)
         if endpoint is None or not self._reachable(endpoint):
-            self._tally.count("claims:unavailable")
+            self._counters.count("claims:unavailable")
             return False
-        if endpoint not in self._claims:
-            self._claims[endpoint] = BackgroundThreads("claim", self._log, threads=_THREADS)
+        if endpoint not in self._claim_threads:
+            self._claim_threads[endpoint] = BackgroundThreads("claim", self._log, threads=_CLAIM_THREADS)
         with self._lock:
-            self._wanted[claim] = _Claim(endpoint)
-        # A peer's server is told no end of our requests: what it grants is given back by itself.
+            self._open_claims[claim] = _OpenClaim(endpoint)
+        # Another server does not know this request's name, and its lease is released anyway.
         name, positions = request.server_name if endpoint == OWN else "", list(first_positions)
         deadline = time.monotonic() + self._wait_s
-        self._claims[endpoint].submit(lambda: self._claim(claim, endpoint, _hold_of(remote), name, positions, deadline))
+        self._claim_threads[endpoint].submit(
+            lambda: self._claim(claim, endpoint, _hold_of(remote), name, positions, deadline)
+        )
         return True
 
     def drop_claim(self, claim: ClaimId) -> None:
-        """See HandoffServer."""
         with self._lock:
-            dropped = self._wanted.pop(claim, None)
+            dropped = self._open_claims.pop(claim, None)
         if dropped is not None and dropped.lease is not None:
-            self._tell(dropped.endpoint, dropped.lease.release)
+            self._notify(dropped.endpoint, dropped.lease.release)
 
     def renew(self, remotes: Sequence[RemoteRequest]) -> None:
-        """See HandoffServer; a server that has failed a moment ago is left in peace: there will be another heartbeat."""
+        """Skips servers that have just failed; another heartbeat follows."""
         for endpoint, holds in self._by_endpoint(remotes).items():
             if self._reachable(endpoint):
-                self._tell_server(endpoint, operator.methodcaller("renew_holds", *holds))
+                self._notify_server(endpoint, operator.methodcaller("renew_holds", *holds))
 
     def release(self, remote: RemoteRequest) -> None:
-        """See HandoffServer."""
         for endpoint, holds in self._by_endpoint([remote]).items():
-            self._tell_server(endpoint, operator.methodcaller("release_holds", *holds))
+            self._notify_server(endpoint, operator.methodcaller("release_holds", *holds))
 
     def publish(self, publication: PlannedPublication) -> None:
-        """See HandoffServer."""
-        self._tell_server(OWN, lambda client: self._publish(client, publication))
+        self._notify_server(OWN, lambda client: self._publish(client, publication))
 
     def debug(self, text: str) -> None:
-        """See HandoffServer."""
         logger.debug("kvtier: %s", text)
 
     def warn(self, text: str) -> None:
-        """See HandoffServer."""
         self._log.warn("handoff", text)
 
     # ---- details
@@ -159,26 +154,26 @@ class HoldCalls:
         return holds
 
     def _reachable(self, endpoint: str) -> bool:
-        if time.monotonic() < self._cool_until.get(endpoint, 0.0):
+        if time.monotonic() < self._circuit_open_until.get(endpoint, 0.0):
             return False
         return endpoint != OWN or self._peers.client(OWN).connected
 
-    def _tell_server(self, endpoint: str, call: Callable[[Client], object]) -> None:
-        self._tell(endpoint, lambda: call(self._peers.client(endpoint)))
+    def _notify_server(self, endpoint: str, call: Callable[[Client], object]) -> None:
+        self._notify(endpoint, lambda: call(self._peers.client(endpoint)))
 
-    def _tell(self, endpoint: str, call: Callable[[], object]) -> None:
-        words = self._words.get(endpoint)
-        if words is None:
-            words = self._words[endpoint] = BackgroundThreads("handoff", self._log)
-        told_at = time.monotonic()
-        words.submit(lambda: self._say(call, told_at))
+    def _notify(self, endpoint: str, call: Callable[[], object]) -> None:
+        thread = self._notify_threads.get(endpoint)
+        if thread is None:
+            thread = self._notify_threads[endpoint] = BackgroundThreads("handoff", self._log)
+        queued_at = time.monotonic()
+        thread.submit(lambda: self._run_notification(call, queued_at))
 
-    # ---- background threads from here on
+    # ---- on background threads
 
-    def _say(self, call: Callable[[], object], told_at: float) -> None:
+    def _run_notification(self, call: Callable[[], object], queued_at: float) -> None:
         try:
-            # Behind a server that hangs, what is told to it piles up; nobody cares any more when it comes so late.
-            if time.monotonic() < told_at + _LATE_S:
+            # Calls pile up behind a server that hangs, and are useless when they are this late.
+            if time.monotonic() < queued_at + _NOTIFY_WITHIN_S:
                 call()
             else:
                 self._log.warn(
@@ -191,10 +186,10 @@ class HoldCalls:
         try:
             status = self._publish_once(client, publication)
         except DeadlineExceeded:
-            # Whether it was heard or not: a peer would wait for it, and once more under the same name does no harm.
+            # Publish again in case the call was lost; publishing twice under one name is safe.
             status = self._publish_once(client, publication)
         logger.debug("kvtier: request %s: %s", publication.request_id, status.name)
-        self._tally.count(f"publications:{status.name.lower()}")
+        self._counters.count(f"publications:{status.name.lower()}")
 
     def _publish_once(self, client: Client, publication: PlannedPublication) -> PublishStatus:
         return client.publish(
@@ -217,8 +212,8 @@ class HoldCalls:
     ) -> None:
         lease, outcome, begun_at = None, "unavailable", time.monotonic()
         try:
-            # It may have queued behind others that found out that the server does not answer.
-            if self._is_wanted(number) and self._reachable(endpoint):
+            # It may have queued behind calls that opened the circuit.
+            if self._is_open(number) and self._reachable(endpoint):
                 client = self._peers.client(endpoint)
                 if endpoint != OWN:
                     client.wait_until_connected(_CONNECT_WITHIN_S)
@@ -230,26 +225,26 @@ class HoldCalls:
             self.debug(f"{hold.request_id} of {hold.engine_id} cannot be pulled: {error}")
         except KVTierError as error:
             if not isinstance(error, (InvalidRequest, LimitExceeded)):
-                self._cool_until[endpoint] = time.monotonic() + _COOL_DOWN_S
+                self._circuit_open_until[endpoint] = time.monotonic() + _CIRCUIT_OPEN_S
             self._log.warn("claim", f"a claim failed, its request is computed instead: {error}")
         finally:
-            self._tally.count(f"claims:{outcome}")
-            self._tally.observe("claim_seconds", time.monotonic() - begun_at)
-            self._answered(number, lease)
+            self._counters.count(f"claims:{outcome}")
+            self._counters.observe("claim_seconds", time.monotonic() - begun_at)
+            self._record_answer(number, lease)
 
-    def _is_wanted(self, number: ClaimId) -> bool:
+    def _is_open(self, number: ClaimId) -> bool:
         with self._lock:
-            return number in self._wanted
+            return number in self._open_claims
 
-    def _answered(self, number: ClaimId, lease: Lease | None) -> None:
+    def _record_answer(self, number: ClaimId, lease: Lease | None) -> None:
         with self._lock:
-            wanted = self._wanted.get(number)
-            if wanted is not None:
-                wanted.lease = lease
-        if wanted is not None:
+            claim = self._open_claims.get(number)
+            if claim is not None:
+                claim.lease = lease
+        if claim is not None:
             self._answers.append(ClaimAnswer(number, _claimed(lease), time.monotonic()))
         elif lease is not None:
-            self._say(lease.release, time.monotonic())
+            self._run_notification(lease.release, time.monotonic())
 
 
 def _hold_of(remote: RemoteRequest) -> HoldName:

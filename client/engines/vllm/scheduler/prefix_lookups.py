@@ -1,8 +1,9 @@
-"""Finding out what the store has of a request, off the scheduler's thread.
+"""Lookups of requests' blocks, made on background threads.
 
-A lookup is started on the scheduler's thread, runs on a background thread, and is read again by the scheduler when it is done.
-Whatever goes wrong with the server makes it a miss in bounded time: the calls have deadlines, a lookup past its budget is not
-waited for, and after a failure no lookups are made for a moment: a hung server costs one budget, not one per request.
+The scheduler starts a lookup, a background thread runs it, and the scheduler reads the result. If
+the server fails, the lookup becomes a miss in bounded time: calls have deadlines, a lookup that
+exceeds its timeout is abandoned, and after a failure the circuit stays open for a moment. A hung
+server therefore costs one timeout, not one per request.
 """
 
 from __future__ import annotations
@@ -17,60 +18,64 @@ from typing import Any
 
 from .... import Client, InvalidRequest, KeyStatus, KVTierError, Lease, LimitExceeded, make_key
 from ....offload import BlockPosition, CacheGeometry, LookupId, PrefixHit, PresenceQuery, search_hit
-from ..background import BackgroundThreads, LimitedLog, logger
+from ..background import BackgroundThreads, RateLimitedLog, logger
 from ..stats import LookupMetrics, TransferCounters
 from .requests import RequestRegistration, plain_params
 
 __all__ = ["LookupService", "LookupState", "PendingLookup", "RequestCalls"]
 
-
-_COOL_DOWN_S = 2.0
+_CIRCUIT_OPEN_S = 2.0
+_WAIT_SHARE = 0.8
+_THREADS = 8  # most of them wait for promotions
 
 
 class RequestCalls:
-    """Announces requests and ends them. Public methods are called on the scheduler's thread, unless they say otherwise."""
+    """Registers requests at the server, finishes them, and counts calls that are in flight.
 
-    def __init__(self, client: Client, log: LimitedLog) -> None:
+    Public methods run on the scheduler's thread unless they are called thread-safe.
+    """
+
+    def __init__(self, client: Client, log: RateLimitedLog) -> None:
         self._client = client
         self._log = log
         self._lock = threading.Lock()
-        self._cool_until = 0.0
-        # Its own thread: giving back must not queue behind lookups that wait for promotions.
-        self._returns = BackgroundThreads("release", log)
+        self._circuit_open_until = 0.0
+        # Separate thread: releases must not queue behind lookups that wait for promotions.
+        self._control_thread = BackgroundThreads("release", log)
 
     @property
-    def cooling(self) -> bool:
-        """Whether the server failed a moment ago and is not asked now. Any thread."""
-        return time.monotonic() < self._cool_until
+    def circuit_open(self) -> bool:
+        """Whether the server has just failed and is not called now. Thread-safe."""
+        return time.monotonic() < self._circuit_open_until
 
     def reachable(self) -> bool:
-        """Whether it makes sense to ask the server anything now. Any thread."""
+        """Whether the server can be called now; warns if none is connected. Thread-safe."""
         if not self._client.connected:
             self._log.warn(
                 "disconnected", "no kvtier server is connected; requests are computed as if nothing were cached"
             )
             return False
-        return not self.cooling
+        return not self.circuit_open
 
-    def cool_down(self, error: KVTierError | None = None) -> None:
-        """Leave the server in peace for a moment; not for a refusal, which says something of one request only. Any thread."""
+    def open_circuit(self, error: KVTierError | None = None) -> None:
+        """Stops calls for a moment, except after a refusal of a single request. Thread-safe."""
         if not isinstance(error, (InvalidRequest, LimitExceeded)):
-            self._cool_until = time.monotonic() + _COOL_DOWN_S
+            self._circuit_open_until = time.monotonic() + _CIRCUIT_OPEN_S
 
-    def announce(self, request: RequestRegistration) -> None:
-        """Have the tiers vote on a request that is not looked up: they may want blocks that the engine has itself (B1.1)."""
-        if self._client.connected and not self.cooling:
-            self.hold(request)
+    def register(self, request: RequestRegistration) -> None:
+        """Lets tiers vote on a request that has no lookup: they may want its blocks too (B1.1)."""
+        if self._client.connected and not self.circuit_open:
+            self.acquire(request)
             request.voting = True
-            self._returns.submit(lambda: self._announce(request))
+            self._control_thread.submit(lambda: self._register(request))
 
-    def hold(self, request: RequestRegistration) -> None:
-        """A call about the request begins: the server is not told of its end before as many ``let_go``."""
+    def acquire(self, request: RequestRegistration) -> None:
+        """A call about the request begins; the server learns of its end after `release`."""
         with self._lock:
             request.pending += 1
 
-    def let_go(self, request: RequestRegistration) -> None:
-        """A call about the request has ended. Any thread."""
+    def release(self, request: RequestRegistration) -> None:
+        """A call about the request has ended. Thread-safe."""
         with self._lock:
             request.pending -= 1
             finish = request.ended and request.pending == 0
@@ -78,40 +83,39 @@ class RequestCalls:
             self._submit_finish(request)
 
     def finish_request(self, request: RequestRegistration) -> None:
-        """Tell the server, in the background, that the request has ended: once nothing of it is pending."""
+        """Tells the server that the request has ended, once no call about it is in flight."""
         with self._lock:
             request.ended = True
             finish = request.pending == 0
         if finish:
             self._submit_finish(request)
 
-    def release(self, leases: Sequence[Lease]) -> None:
-        """Give leases back, in the background. Any thread."""
+    def release_leases(self, leases: Sequence[Lease]) -> None:
+        """Releases leases in the background. Thread-safe."""
         for lease in leases:
-            self._returns.submit(lease.release)
+            self._control_thread.submit(lease.release)
 
     def close(self) -> None:
-        """End the thread; called at shutdown."""
-        self._returns.close(1.0)
+        self._control_thread.close(1.0)
 
     def _submit_finish(self, request: RequestRegistration) -> None:
         if self._client.connected:
-            self._returns.submit(lambda: self._finish(request.request_id))
+            self._control_thread.submit(lambda: self._finish(request.request_id))
 
-    # ---- background threads from here on
+    # ---- on background threads
 
-    def ask(
+    def lookup_keys(
         self, request: RequestRegistration, keys: Sequence[bytes], wait: float, *, prefix: bool, min_hits: int = 0
     ) -> Lease:
-        """A request's first call announces it, so that the tiers vote on it; the others only look up. Raises KVTierError.
+        """Looks up keys. The first call also registers the request, so that tiers vote on it.
 
-        ``min_hits``: with ``prefix``, fewer leading hits are misses.
+        With `prefix`, fewer than `min_hits` leading hits are misses. Raises KVTierError.
         """
         options: dict[str, Any] = request.lookup_options()
         if min_hits > 1:
             options["min_hits"] = min_hits
         with self._lock:
-            first, request.begun = not request.begun, True
+            first, request.registered = not request.registered, True
         if not first:
             return self._client.lookup(keys, request_id=request.request_id, wait=wait, prefix=prefix, **options)
         try:
@@ -126,22 +130,22 @@ class RequestCalls:
                 **request.begin_options(),
             )
         except KVTierError:
-            request.begun = False
+            request.registered = False
             raise
         request.policy = lease.policy
         logger.debug("kvtier: request %s: %s, votes %s", request.request_id, lease.policy, lease.votes)
         return lease
 
-    def _announce(self, request: RequestRegistration) -> None:
+    def _register(self, request: RequestRegistration) -> None:
         try:
-            if not request.begun:
-                self.ask(request, (), 0.0, prefix=True)
+            if not request.registered:
+                self.lookup_keys(request, (), 0.0, prefix=True)
         except KVTierError as error:
-            self.cool_down(error)
+            self.open_circuit(error)
             self._log.warn("announce", f"could not announce a request: {error}")
         finally:
             request.voting = False
-            self.let_go(request)
+            self.release(request)
 
     def _finish(self, request_id: str) -> None:
         try:
@@ -150,14 +154,8 @@ class RequestCalls:
             self._log.warn("finish", f"could not end a request: {error}")
 
 
-_WAIT_SHARE = 0.8
-
-
-_THREADS = 8  # most of them wait, for promotions
-
-
 class LookupState(Enum):
-    """PENDING: still running. DONE: ``found`` is complete. DROPPED: nobody wants it any more."""
+    """PENDING: still running. DONE: `found` is complete. DROPPED: its result is not wanted."""
 
     PENDING = "pending"
     DONE = "done"
@@ -166,9 +164,9 @@ class LookupState(Enum):
 
 @dataclass
 class PendingLookup:
-    """One request's lookup: where the blocks of [``start``, ``limit``) tokens are.
+    """Lookup of the blocks from `start` to `limit` tokens of one request.
 
-    ``found`` belongs to the background thread until the state is DONE, then to the scheduler's.
+    `found` belongs to the background thread until the state is DONE, then to the scheduler's.
     """
 
     number: LookupId
@@ -179,24 +177,24 @@ class PendingLookup:
     deadline: float
     found: PrefixHit
     state: LookupState = LookupState.PENDING
-    begun: bool = False
+    started: bool = False
     leases: list[Lease] = field(default_factory=list)
     done_at: float = 0.0
 
 
 class LookupService(RequestCalls):
-    """Runs lookups and gives their leases back. ``start`` and ``drop`` are called on the scheduler's thread and never block."""
+    """Runs lookups and releases their leases. Methods run on the scheduler's thread."""
 
     def __init__(
         self,
         client: Client,
         geometry: CacheGeometry,
         timeout_s: float,
-        log: LimitedLog,
-        tally: TransferCounters | None = None,
+        log: RateLimitedLog,
+        counters: TransferCounters | None = None,
     ) -> None:
         super().__init__(client, log)
-        self._counts = LookupMetrics(geometry, tally or TransferCounters())
+        self._counts = LookupMetrics(geometry, counters or TransferCounters())
         self._geometry = geometry
         self._timeout_s = timeout_s
         self._done_lookups: deque[PendingLookup] = deque()
@@ -210,51 +208,51 @@ class LookupService(RequestCalls):
         limit: int,
         number: LookupId = LookupId(0),  # noqa: B008 - a NewType is no call
     ) -> PendingLookup | None:
-        """Begin to look up the blocks between ``start`` and ``limit`` tokens.
+        """Starts a lookup of the blocks between `start` and `limit` tokens.
 
-        ``hashes[group][i]`` is that of the i-th one after ``start``. Returns None when the server is not there: a miss at once.
+        `hashes[group][i]` is the hash of the i-th block after `start`. Returns None, a miss, if the
+        server cannot be called.
         """
         if not self.reachable():
-            # A request that waits for room in the engine is looked up at every step.
-            if not request.unasked:
-                self._counts.not_begun()
-            request.unasked = True
+            # A request that waits for free blocks is looked up again in every step.
+            if not request.counted_unavailable:
+                self._counts.unavailable()
+            request.counted_unavailable = True
             return None
         lookup = PendingLookup(
             number, request, start, limit, hashes, time.monotonic() + self._timeout_s, PrefixHit(start)
         )
-        self.hold(request)
+        self.acquire(request)
         self._lookups.submit(lambda: self._run(lookup))
         return lookup
 
     def take_done(self) -> list[PendingLookup]:
-        """Returns the lookups that were done since the last call; some may have been dropped since."""
+        """Returns the lookups that ended since the last call; some may have been dropped since."""
         return [self._done_lookups.popleft() for _ in range(len(self._done_lookups))]
 
     def drop(self, lookup: PendingLookup) -> None:
-        """Nobody will load what this lookup found: give its leases back, now or when it ends."""
+        """Releases the lookup's leases, now or when it ends: nothing of it will be loaded."""
         self._drop(lookup)
 
     def timed_out(self, lookup: PendingLookup) -> None:
-        """A request has waited its whole budget for ``lookup``: drop it and leave the server in peace for a moment."""
+        """Drops a lookup that exceeded its timeout, and opens the circuit if it was running."""
         if not self._drop(lookup):
             self._counts.timed_out(self._timeout_s)
-        if lookup.begun:
-            # One that only queued behind others says nothing of the server: it may be waiting for a disk.
-            self.cool_down()
+        if lookup.started:
+            # A lookup that only queued behind others may have waited for a disk.
+            self.open_circuit()
         self._log.warn("lookup", f"a lookup took longer than {self._timeout_s:g} s; requests are computed instead")
 
     def close(self) -> None:
-        """End the threads; called at shutdown."""
         self._lookups.close(0.5)
         super().close()
 
     def _release(self, lookup: PendingLookup) -> None:
         leases, lookup.leases = lookup.leases, []
-        self.release(leases)
+        self.release_leases(leases)
 
     def _drop(self, lookup: PendingLookup) -> bool:
-        """Whether it was done already."""
+        """Returns whether it had ended already."""
         with self._lock:
             was_done = lookup.state is LookupState.DONE
             lookup.state = LookupState.DROPPED
@@ -262,22 +260,22 @@ class LookupService(RequestCalls):
             self._release(lookup)
         return was_done
 
-    # ---- background threads from here on
+    # ---- on background threads
 
     def _run(self, lookup: PendingLookup) -> None:
-        hit, lookup.begun = None, True
+        hit, lookup.started = None, True
         try:
-            if lookup.state is LookupState.PENDING and not self.cooling and time.monotonic() < lookup.deadline:
+            if lookup.state is LookupState.PENDING and not self.circuit_open and time.monotonic() < lookup.deadline:
                 hit = self._search(lookup)
         except KVTierError as error:
-            self.cool_down(error)
+            self.open_circuit(error)
             self._log.warn("lookup", f"lookup failed, requests are computed instead: {error}")
         finally:
-            # Whatever happened: a lookup that is never done would make its request wait for its whole budget.
+            # Always: a lookup without an end makes its request wait for the whole timeout.
             self._done(lookup, hit)
 
     def _done(self, lookup: PendingLookup, hit: int | None) -> None:
-        """The lookup has ended with a hit up to ``hit`` tokens; None: nobody knows."""
+        """The lookup has ended with a hit up to `hit` tokens; None if it failed."""
         with self._lock:
             dropped = lookup.state is LookupState.DROPPED
             lookup.found.hit_tokens, lookup.done_at = hit or lookup.start, time.monotonic()
@@ -289,52 +287,52 @@ class LookupService(RequestCalls):
             seconds = lookup.done_at - lookup.deadline + self._timeout_s
             self._counts.answered(lookup.start, lookup.limit, hit, seconds)
             self._done_lookups.append(lookup)
-        self.let_go(lookup.request)
+        self.release(lookup.request)
 
     def _search(self, lookup: PendingLookup) -> int:
-        """How far the hit reaches; fills in what was found, and leases."""
+        """Returns the end of the hit in tokens; fills in `found` and `leases`."""
         queries = search_hit(self._geometry, lookup.start, lookup.limit)
         try:
             query = next(queries)
             while True:
-                query = queries.send(self._ask(lookup, query))
+                query = queries.send(self._lookup_places(lookup, query))
         except StopIteration as end:
             hit = int(end.value)
         return hit if hit - lookup.start >= lookup.request.settings.min_hit_tokens else lookup.start
 
-    def _ask(self, lookup: PendingLookup, query: PresenceQuery) -> set[BlockPosition]:
-        """Looks up in calls of at most the server's number of keys; returns what hit."""
+    def _lookup_places(self, lookup: PendingLookup, query: PresenceQuery) -> set[BlockPosition]:
+        """Looks up in calls of at most the server's number of keys. Returns the hits."""
         most = self._client.max_keys or max(1, len(query.blocks))
         found: set[BlockPosition] = set()
         for first in range(0, len(query.blocks), most):
             chunk = query.blocks[first : first + most]
-            hits = self._ask_once(lookup, chunk, prefix=query.prefix, first=first == 0)
+            hits = self._lookup_chunk(lookup, chunk, prefix=query.prefix, first=first == 0)
             found.update(hits)
             if query.prefix and len(hits) < len(chunk):
                 break
         return found
 
-    def _ask_once(
+    def _lookup_chunk(
         self, lookup: PendingLookup, blocks: Sequence[BlockPosition], *, prefix: bool, first: bool
     ) -> list[BlockPosition]:
         keys = [
             make_key(lookup.hashes[g.index][position - lookup.start // g.block_tokens], g.index)
             for g, position in blocks
         ]
-        # Less than the budget: what is ready by then comes back in time to be used.
+        # Less than the timeout, so that promoted blocks are reported in time.
         wait = max(0.0, lookup.deadline - time.monotonic()) * _WAIT_SHARE
-        # So that nothing is brought up from a lower tier for a hit that is too short.
+        # Prevents promotions for a hit that is too short.
         least = -(-lookup.request.settings.min_hit_tokens // blocks[0].group.block_tokens) if prefix and first else 0
-        lease = self.ask(lookup.request, keys, wait, prefix=prefix, min_hits=min(least, len(blocks)))
+        lease = self.lookup_keys(lookup.request, keys, wait, prefix=prefix, min_hits=min(least, len(blocks)))
         lookup.leases.append(lease)
         statuses, sources = lease.statuses, lease.sources
         hits = []
-        for index, place in enumerate(blocks):
+        for index, block in enumerate(blocks):
             if statuses[index] == KeyStatus.HIT:
-                hits.append(place)
-                lookup.found.items.setdefault(place.group.index, {})[place.position] = (lease.id, index)
-                if place.group.index == self._geometry.leading_group.index:
-                    lookup.found.sources[place.position] = sources[index]
+                hits.append(block)
+                lookup.found.items.setdefault(block.group.index, {})[block.position] = (lease.id, index)
+                if block.group.index == self._geometry.leading_group.index:
+                    lookup.found.sources[block.position] = sources[index]
             elif prefix:
                 break
         return hits

@@ -1,7 +1,8 @@
-"""Moving blocks between an engine's KV tensors and slots. Called on the worker's background threads only.
+"""Copies between an engine's KV tensors and slots. Runs on the worker's background threads only.
 
-CPU engines copy with NumPy: it releases the GIL and stays on the calling thread, whereas a torch copy would start a second OpenMP
-team beside the engine's. CUDA engines gather on the device first, so that one block is one contiguous transfer.
+CPU engines copy with NumPy: it releases the GIL and stays on the calling thread, whereas torch
+would start a second OpenMP team beside the engine's. CUDA engines gather on the device first, so
+that one block is one contiguous transfer.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ __all__ = ["BlockCopier", "CpuCopier", "CudaCopier", "make_copier"]
 _Bytes: TypeAlias = NDArray[np.uint8]
 
 
-class _Run(NamedTuple):
-    """Blocks that follow each other, in slots ``distance`` bytes apart; 0 where there is one block only."""
+class _BlockRun(NamedTuple):
+    """Consecutive blocks, in slots `distance` bytes apart; 0 for a single block."""
 
     block_id: int
     offset: int
@@ -31,45 +32,45 @@ class _Run(NamedTuple):
     distance: int
 
 
-def _runs(block_ids: Sequence[int], offsets: Sequence[int]) -> Iterator[_Run]:
-    """Splits a batch into as few runs as its order allows: blocks and slots are mostly given out in a row."""
-    run: _Run | None = None
+def _runs(block_ids: Sequence[int], offsets: Sequence[int]) -> Iterator[_BlockRun]:
+    """Splits a batch into few runs; blocks and slots are mostly allocated consecutively."""
+    run: _BlockRun | None = None
     for block_id, offset in zip(block_ids, offsets, strict=True):
         if run is not None:
             distance = offset - (run.offset + (run.blocks - 1) * run.distance)
             if block_id == run.block_id + run.blocks and distance > 0 and run.distance in (0, distance):
-                run = _Run(run.block_id, run.offset, run.blocks + 1, distance)
+                run = _BlockRun(run.block_id, run.offset, run.blocks + 1, distance)
                 continue
             yield run
-        run = _Run(block_id, offset, 1, 0)
+        run = _BlockRun(block_id, offset, 1, 0)
     if run is not None:
         yield run
 
 
 class BlockCopier(Protocol):
-    """Copies whole blocks of one group; both calls return when the bytes are there, and raise only on broken devices.
+    """Copies whole blocks of one group. Calls return when the bytes are there.
 
-    ``device`` is the one that the KV tensors are on.
+    They raise only if the device fails. `device` is the device of the KV tensors.
     """
 
     device: torch.device
 
     def mark(self) -> Any:
-        """Note, on the engine's thread, the compute submitted so far; ``after`` of the copies waits for it."""
+        """Marks the compute submitted so far, on the engine's thread; a copy waits for `after`."""
 
     def copy_out(
         self, group: int, block_ids: Sequence[int], memory: memoryview, offsets: Sequence[int], after: Any
     ) -> None:
-        """Engine blocks → ``memory`` at ``offsets`` (bytes)."""
+        """Copies engine blocks to `memory` at `offsets` (bytes)."""
 
     def copy_in(
         self, group: int, block_ids: Sequence[int], memory: memoryview, offsets: Sequence[int], after: Any
     ) -> None:
-        """``memory`` at ``offsets`` (bytes) → engine blocks."""
+        """Copies from `memory` at `offsets` (bytes) to engine blocks."""
 
 
 def make_copier(layouts: Sequence[GroupLayout]) -> BlockCopier:
-    """The copier for the device that the KV tensors are on."""
+    """Returns the copier for the device of the KV tensors."""
     device = next(segment.pages.device for layout in layouts for segment in layout.segments)
     return CpuCopier(layouts) if device.type == "cpu" else CudaCopier(layouts, device)
 
@@ -88,26 +89,24 @@ class CpuCopier:
         }
 
     def mark(self) -> None:
-        """Does nothing: a CPU step has written its KV when it is over."""
+        """Does nothing, because a CPU step has written its KV when it is over."""
 
     def copy_out(
         self, group: int, block_ids: Sequence[int], memory: memoryview, offsets: Sequence[int], after: None
     ) -> None:
-        """See BlockCopier."""
         for pages, slots in self._pairs(group, block_ids, memory, offsets):
             np.copyto(slots, pages)
 
     def copy_in(
         self, group: int, block_ids: Sequence[int], memory: memoryview, offsets: Sequence[int], after: None
     ) -> None:
-        """See BlockCopier."""
         for pages, slots in self._pairs(group, block_ids, memory, offsets):
             np.copyto(pages, slots)
 
     def _pairs(
         self, group: int, block_ids: Sequence[int], memory: memoryview, offsets: Sequence[int]
     ) -> Iterator[tuple[_Bytes, _Bytes]]:
-        """Views of pages and of where they are in the slots, ``[blocks, layers, page_bytes]`` each."""
+        """Yields views of pages and of their slots, `[blocks, layers, page_bytes]` each."""
         for run in _runs(block_ids, offsets):
             for pages, slot_offset, slot_bytes in self._segments[group]:
                 strides = (run.distance or slot_bytes, pages.shape[2], 1)
@@ -116,9 +115,9 @@ class CpuCopier:
 
 
 class CudaCopier:
-    """For KV tensors on a GPU: gather into a device buffer, one transfer per run of adjacent slots, on streams of its own.
+    """For KV tensors on a GPU: gathers into a device buffer, one transfer per slot run.
 
-    Transfers overlap with compute only when the region is pinned; otherwise they are merely correct.
+    Copies use their own streams. They overlap with compute only if the region is pinned.
     """
 
     _STAGING_BYTES = 64 << 20
@@ -126,12 +125,11 @@ class CudaCopier:
     def __init__(self, layouts: Sequence[GroupLayout], device: torch.device) -> None:
         self.device = device
         self._segments: dict[int, tuple[Segment, ...]] = {layout.group.index: layout.segments for layout in layouts}
-        # The lowest priority: copies yield to the engine's kernels.
+        # Lowest priority, so that copies yield to the engine's kernels.
         self._out_stream = torch.cuda.Stream(device, priority=0)
         self._in_stream = torch.cuda.Stream(device, priority=0)
 
     def mark(self) -> torch.cuda.Event:
-        """See BlockCopier."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event
@@ -139,9 +137,8 @@ class CudaCopier:
     def copy_out(
         self, group: int, block_ids: Sequence[int], memory: memoryview, offsets: Sequence[int], after: torch.cuda.Event
     ) -> None:
-        """See BlockCopier."""
         flat = torch.frombuffer(memory, dtype=torch.uint8)
-        with torch.cuda.device(self.device), _whole(self._out_stream):
+        with torch.cuda.device(self.device), _synchronized(self._out_stream):
             self._out_stream.wait_event(after)
             for segment, ids, starts in self._batches(group, block_ids, offsets):
                 staging = segment.pages.index_select(0, self._indices(ids)).view(len(ids), -1)
@@ -151,9 +148,8 @@ class CudaCopier:
     def copy_in(
         self, group: int, block_ids: Sequence[int], memory: memoryview, offsets: Sequence[int], after: torch.cuda.Event
     ) -> None:
-        """See BlockCopier."""
         flat = torch.frombuffer(memory, dtype=torch.uint8)
-        with torch.cuda.device(self.device), _whole(self._in_stream):
+        with torch.cuda.device(self.device), _synchronized(self._in_stream):
             self._in_stream.wait_event(after)
             for segment, ids, starts in self._batches(group, block_ids, offsets):
                 staging = torch.empty((len(ids), segment.slot_bytes), dtype=torch.uint8, device=self.device)
@@ -176,8 +172,8 @@ class CudaCopier:
 
 
 @contextlib.contextmanager
-def _whole(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Work on a stream that is over when the block is left, also by an exception: nothing may go on behind a copy that failed."""
+def _synchronized(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Runs the block on `stream` and waits for it, also after an exception."""
     try:
         with torch.cuda.stream(stream):
             yield
@@ -188,7 +184,7 @@ def _whole(stream: torch.cuda.Stream) -> Iterator[None]:
 def _transfers(
     staging: torch.Tensor, flat: torch.Tensor, starts: Sequence[int]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pieces of the device's buffer and the host's memory for them: in one run each, and pinned as one, or not at all."""
+    """Yields parts of the device's buffer and of host memory, contiguous and pinned as one."""
     slot_bytes = staging.shape[1]
     rows = staging.view(-1)
     first = 0

@@ -1,11 +1,8 @@
-"""The way over the server for KV tensors on a GPU: its mover copies between blocks and slots, and the worker only says which.
+"""Copies by the server: its copy worker moves blocks between a GPU's KV tensors and slots.
 
-Where that cannot be (no CUDA IPC here, a server that serves no devices, a mover that was lost), the worker copies itself, as if
-there were no such way. **Unproven on a GPU**: docs/decisions/0013-cuda-ipc.md.
+Without CUDA IPC, a server that serves devices, or a running copy worker, this worker copies itself.
+**Unproven on a GPU**: docs/decisions/0013-cuda-ipc.md.
 """
-
-# vLLM is not in the environment that is checked:
-# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -20,16 +17,16 @@ from .....cuda.device.device_errors import DeviceError
 from .....cuda.device.driver import Driver, StreamId
 from .....cuda.device.layout import BlockLayout, LayoutError, LayoutRun
 from .... import Client, DeviceUnavailable, InvalidRequest, KvBuffers, KVTierError, Mark
-from ..background import LimitedLog
+from ..background import RateLimitedLog
 from ..layout import GroupLayout
 
 __all__ = ["DeviceRoute", "RouteOf", "StepMark", "cuda_route", "describe_layout", "no_route"]
 
-RouteOf = Callable[[Sequence[GroupLayout], torch.device, LimitedLog], "DeviceRoute | None"]
+RouteOf = Callable[[Sequence[GroupLayout], torch.device, RateLimitedLog], "DeviceRoute | None"]
 
 
 class StepMark:
-    """When a step's jobs of one kind may touch their blocks: one event each for the worker's own copies and the server's (B4.4)."""
+    """Marks when a step's jobs may touch their blocks: one event for each copier (B4.4)."""
 
     def __init__(self, compute: Any, mark: Mark | None, jobs: int) -> None:
         self.compute = compute
@@ -38,7 +35,7 @@ class StepMark:
         self._lock = threading.Lock()
 
     def job_ended(self) -> None:
-        """Called once per job; the last one gives the server's event back."""
+        """Called once per job; the last one releases the server's event."""
         with self._lock:
             self._jobs -= 1
             over = not self._jobs
@@ -47,13 +44,14 @@ class StepMark:
 
 
 class DeviceRoute:
-    """One worker's blocks on its device. `mark` is for the worker's main thread, the rest for its background threads.
+    """One worker's blocks on its device.
 
-    Raises DeviceUnavailable where the memory cannot be shared.
+    `mark` is called on the worker's main thread, the rest on its background threads.
+    Raises DeviceUnavailable if the memory cannot be shared.
     """
 
     def __init__(
-        self, driver: Driver, layouts: Sequence[GroupLayout], stream: Callable[[], StreamId], log: LimitedLog
+        self, driver: Driver, layouts: Sequence[GroupLayout], stream: Callable[[], StreamId], log: RateLimitedLog
     ) -> None:
         groups = {layout.group.index: describe_layout(layout) for layout in layouts}
         self._buffers = KvBuffers(driver, groups)
@@ -62,13 +60,13 @@ class DeviceRoute:
         self._client: Client | None = None
 
     def register(self, client: Client) -> None:
-        """Has the client's server open the blocks; may take seconds. From then on they go this way, for this client."""
+        """Lets the client's server open the blocks, which may take seconds, and uses this route."""
         try:
             client.register_kv_buffers(self._buffers)
         except (DeviceUnavailable, InvalidRequest) as error:
             self._log.warn("device", f"the engine copies its KV blocks itself, the server does not: {error}")
             return
-        except KVTierError as error:  # nobody there yet; the first call that finds a server registers
+        except KVTierError as error:  # no server yet; the first call that finds one registers
             self._log.warn("device", f"the engine copies its KV blocks itself until a server has them: {error}")
         self._client = client
 
@@ -85,7 +83,7 @@ class DeviceRoute:
     def store(
         self, client: Client, keys: Sequence[bytes], blocks: Sequence[int], after: StepMark, request_id: str
     ) -> bytes | None:
-        """Returns a `StoreStatus` per key; None where the worker has to copy itself."""
+        """Returns a `StoreStatus` per key, or None if the worker must copy itself."""
         if client is not self._client or after.mark is None:
             return None
         try:
@@ -95,7 +93,7 @@ class DeviceRoute:
             return None
 
     def load(self, client: Client, lease_id: int, items: Sequence[int], blocks: Sequence[int], after: StepMark) -> bool:
-        """Returns whether the blocks are filled; False where the worker has to copy itself."""
+        """Returns whether the blocks are filled; if not, the worker must copy itself."""
         if client is not self._client or after.mark is None:
             return False
         try:
@@ -106,29 +104,34 @@ class DeviceRoute:
         return True
 
     def close(self) -> None:
-        """Gives up the events; no job may use the route any more."""
+        """Releases the events. No job may use the route afterwards."""
         self._client = None
         self._buffers.close()
 
 
-def cuda_route(layouts: Sequence[GroupLayout], device: torch.device, limited: LimitedLog) -> DeviceRoute | None:
-    """The route for tensors on a GPU; None for others, and where they cannot be shared (the log has the cause)."""
+def cuda_route(layouts: Sequence[GroupLayout], device: torch.device, limited_log: RateLimitedLog) -> DeviceRoute | None:
+    """Returns the route for tensors on a GPU, or None (logged) if they cannot be shared."""
     if device.type != "cuda":
         return None
     try:
         driver = CudaDriver(device.index or 0)
-        return DeviceRoute(driver, layouts, lambda: StreamId(torch.cuda.current_stream(device).cuda_stream), limited)
+        return DeviceRoute(
+            driver, layouts, lambda: StreamId(torch.cuda.current_stream(device).cuda_stream), limited_log
+        )
     except (DeviceError, DeviceUnavailable, LayoutError) as error:
-        limited.warn("device", f"the engine copies its KV blocks itself, the server cannot: {error}")
+        limited_log.warn("device", f"the engine copies its KV blocks itself, the server cannot: {error}")
         return None
 
 
-def no_route(layouts: Sequence[GroupLayout], device: torch.device, limited: LimitedLog) -> DeviceRoute | None:
-    """None: the settings ask for another transport."""
+def no_route(layouts: Sequence[GroupLayout], device: torch.device, limited_log: RateLimitedLog) -> DeviceRoute | None:
+    """Returns None: the settings ask for another transport."""
 
 
 def describe_layout(layout: GroupLayout) -> tuple[BlockLayout, list[int]]:
-    """Where a group's blocks are: a run per segment, each its own buffer; and the buffers' addresses. Raises LayoutError."""
+    """Returns a run per segment, each in its own buffer, and the buffers' addresses.
+
+    Raises LayoutError.
+    """
     runs = []
     for buffer, segment in enumerate(layout.segments):
         block_stride, layer_stride, _ = segment.pages.stride()

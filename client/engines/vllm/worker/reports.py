@@ -1,11 +1,9 @@
-"""What a worker has finished and not yet told vLLM.
+"""Results of a worker's jobs, until vLLM takes them.
 
-Every load and save that a step hands to a worker must end up here exactly once, whatever goes wrong: an unreported load is a
-request that waits for ever, an unreported save holds its blocks for ever, and vLLM ends on a load reported twice.
+Every load and save of a step must be reported exactly once, also after a failure. A request waits
+for ever for an unreported load, an unreported save holds its blocks for ever, and vLLM ends if a
+load is reported twice.
 """
-
-# vLLM is not in the environment that is checked:
-# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -20,12 +18,56 @@ from ..ranks import Parts
 
 __all__ = ["SAVE_LOST_AFTER_S", "SAVE_WITHIN_S", "StepMetadata", "WorkerReport", "WorkerReports"]
 
-
 _IDLE_WAIT_S = 0.001
+
+SAVE_LOST_AFTER_S = 600.0
+"""A save that is not reported by then is given up, and its blocks are released (B5.6)."""
+
+SAVE_WITHIN_S = 300.0
+"""Workers begin no copy of a save later than this after it was sent; grants last as long."""
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """One step's loads and saves (see StepPlan).
+
+    `idle`: the step computes nothing, so a worker may wait a moment for its copies. `sent_at`: time
+    of day, which tells a worker that was stopped that its saves are old. `parts`: what all workers
+    hold, if they cannot know it.
+    """
+
+    loads: list[LoadJob] = field(default_factory=list)
+    saves: list[SaveJob] = field(default_factory=list)
+    namespace_digest: str = ""
+    idle: bool = False
+    sent_at: float = math.inf
+    parts: Parts | None = None
+
+
+@dataclass
+class WorkerReport(KVConnectorWorkerMetadata):
+    """Save jobs that ended (stored, dropped or failed), with the number of workers that report it.
+
+    `not_stored[job_id]`: positions in the job's keys that some worker did not store; absent if all
+    were stored.
+    """
+
+    ended_saves: dict[int, int] = field(default_factory=dict)
+    not_stored: dict[int, set[int]] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
+        """Adds another worker's report of the same step. Called on the engine's main thread."""
+        merged = WorkerReport(dict(self.ended_saves), dict(self.not_stored))
+        if isinstance(other, WorkerReport):
+            for job_id, count in other.ended_saves.items():
+                merged.ended_saves[job_id] = merged.ended_saves.get(job_id, 0) + count
+            for job_id, missed in other.not_stored.items():
+                merged.not_stored[job_id] = merged.not_stored.get(job_id, set()) | missed
+        return merged
 
 
 class WorkerReports:
-    """Filled by any thread, emptied by the worker's main thread."""
+    """Results so far. Filled by any thread, emptied by the worker's main thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -35,7 +77,7 @@ class WorkerReports:
         self._not_stored: dict[int, set[int]] = {}
 
     def load_ended(self, request_id: str, *, failed: bool) -> None:
-        """Note that a load ended; ``failed``: the request's blocks hold anything."""
+        """Records that a load ended; if it failed, its blocks have undefined content."""
         with self._changed:
             self._loaded.add(request_id)
             if failed:
@@ -43,7 +85,7 @@ class WorkerReports:
             self._changed.notify_all()
 
     def save_ended(self, job_id: int, not_stored: Iterable[int] = ()) -> None:
-        """Note that a save ended; ``not_stored`` are the positions in the job that the store does not have for sure."""
+        """Records that a save ended, with the positions of the blocks that may be missing."""
         missed = set(not_stored)
         with self._changed:
             self._ended_saves[job_id] = 1
@@ -52,23 +94,23 @@ class WorkerReports:
             self._changed.notify_all()
 
     def refuse_loads(self, step: StepMetadata) -> None:
-        """Report all of the step's loads as failed."""
+        """Reports all loads of the step as failed."""
         for job in step.loads:
             self.load_ended(job.request_id, failed=True)
 
     def refuse_saves(self, step: StepMetadata) -> None:
-        """Report all of the step's saves as ended, with nothing stored."""
+        """Reports all saves of the step as ended with nothing stored."""
         for job in step.saves:
             self.save_ended(job.job_id, range(len(job.keys)))
 
     def take_results(self, *, idle: bool) -> KVConnectorTransferResults:
         """Returns the loads that ended since the last call.
 
-        In an idle step it waits a moment for something to report: the engine has nothing else to do, and while it steps on for
-        a lookup or a copy, its busy loop (and those of other ranks) would take the processor and the GIL from just these.
+        In an idle step it waits a moment for a result: the engine's busy loop would otherwise take
+        the processor and the GIL from the lookup or the copy that it waits for.
         """
         if not (idle or self._loaded):
-            # Seen without the lock: what is just being added is for the next step.
+            # Read without the lock: a result that is being added is for the next step.
             return KVConnectorTransferResults()
         with self._changed:
             if idle and not (self._loaded or self._ended_saves):
@@ -85,48 +127,3 @@ class WorkerReports:
             ended, self._ended_saves = self._ended_saves, {}
             not_stored, self._not_stored = self._not_stored, {}
         return WorkerReport(ended, not_stored)
-
-
-SAVE_LOST_AFTER_S = 600.0
-"""A save that no worker has reported by then, since it was sent, never will be: its blocks are let go (B5.6)."""
-
-
-SAVE_WITHIN_S = 300.0
-"""Workers begin no copy of a save later than this after it was sent; for what they have begun by then, their grant ends."""
-
-
-@dataclass
-class StepMetadata(KVConnectorMetadata):
-    """One step's loads and saves (see StepPlan).
-
-    ``idle``: the step computes nothing, so that a worker may wait a moment for its copies. ``sent_at``: the time of the day, by
-    which a worker that was stopped knows that its saves are old. ``parts``: what all workers hold, where they cannot know it.
-    """
-
-    loads: list[LoadJob] = field(default_factory=list)
-    saves: list[SaveJob] = field(default_factory=list)
-    namespace_digest: str = ""
-    idle: bool = False
-    sent_at: float = math.inf
-    parts: Parts | None = None
-
-
-@dataclass
-class WorkerReport(KVConnectorWorkerMetadata):
-    """Save jobs that ended (stored, dropped or failed alike), each with the number of workers that say so.
-
-    ``not_stored[job_id]`` are positions in the job's keys that some worker did not store; a job that was stored whole is not in it.
-    """
-
-    ended_saves: dict[int, int] = field(default_factory=dict)
-    not_stored: dict[int, set[int]] = field(default_factory=dict)
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
-        """Add another worker's report of the same step; called by vLLM's KVOutputAggregator on the engine's main thread."""
-        merged = WorkerReport(dict(self.ended_saves), dict(self.not_stored))
-        if isinstance(other, WorkerReport):
-            for job_id, count in other.ended_saves.items():
-                merged.ended_saves[job_id] = merged.ended_saves.get(job_id, 0) + count
-            for job_id, missed in other.not_stored.items():
-                merged.not_stored[job_id] = merged.not_stored.get(job_id, set()) | missed
-        return merged

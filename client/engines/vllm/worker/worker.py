@@ -1,11 +1,8 @@
-"""One worker's half: copies between the engine's KV tensors and kvtier.
+"""Worker half of the connector: copies between the engine's KV tensors and kvtier.
 
-Hooks run on the worker's main thread and only queue; the copies and all remote calls happen on two background
-threads, so that a load never queues behind saves.
+Hooks run on the worker's main thread and only queue jobs. Two background threads make the copies
+and the remote calls, so that a load never queues behind saves.
 """
-
-# vLLM is not in the environment that is checked:
-# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -19,10 +16,10 @@ import torch
 from .....cuda.host.pinning import CudaRegistrar, Pin, PinError, Pinning
 from .... import Client, InvalidRequest, KVTierError, StoreStatus
 from ....offload import BlockRead, CacheGroup, LoadJob, SaveJob
-from ..background import BackgroundThreads, LimitedLog, leave_compute_cores
+from ..background import BackgroundThreads, RateLimitedLog, leave_compute_cores
 from ..layout import build_layouts
 from ..peers import OWN, Peers
-from ..sleep import Asleep, SleepGate
+from ..sleep import EngineAsleep, SleepGate
 from ..stats import TransferCounters
 from .copies import BlockCopier, make_copier
 from .device_route import DeviceRoute, RouteOf, StepMark, cuda_route
@@ -31,14 +28,14 @@ from .reports import SAVE_WITHIN_S, StepMetadata, WorkerReports
 __all__ = ["WorkerSide"]
 
 _BATCH_BYTES = 128 << 20
-_COOL_DOWN_S = 2.0
+_CIRCUIT_OPEN_S = 2.0
 _CONNECT_WITHIN_S = 2.0
-_END_OF_COPIES_S = 60.0
-_HAS = frozenset((StoreStatus.GRANTED, StoreStatus.PRESENT))
+_SUSPEND_TIMEOUT_S = 60.0
+_STORED = frozenset((StoreStatus.GRANTED, StoreStatus.PRESENT))
 
 
 class WorkerSide:
-    """Behind KVTierConnector in each worker. Every job given to it is reported, in bounded time, whatever happens."""
+    """KVTierConnector's part in a worker. It reports every job in bounded time."""
 
     def __init__(
         self,
@@ -47,8 +44,8 @@ class WorkerSide:
         namespace_digest: str,
         num_blocks: int,
         reports: WorkerReports,
-        log: LimitedLog,
-        tally: TransferCounters | None = None,
+        log: RateLimitedLog,
+        counters: TransferCounters | None = None,
         *,
         stores: bool = True,
         peers_of: Callable[[Client, Pin | None], Peers] = lambda own, _: Peers(own),
@@ -67,20 +64,20 @@ class WorkerSide:
         self._client: Client | None = None
         self._copier: BlockCopier | None = None
         self._threads: tuple[BackgroundThreads, BackgroundThreads] | None = None
-        # By server of another host: one that is slow holds up no load from this engine's own.
-        self._far_loads: dict[str, BackgroundThreads] = {}
+        # By server of another host, so that a slow one does not delay loads from this engine's.
+        self._peer_load_threads: dict[str, BackgroundThreads] = {}
         self._on_start: Callable[[], None] | None = None
-        self._save_after = 0.0
+        self._saves_paused_until = 0.0
         self._reports = reports
-        self._tally = tally or TransferCounters()
+        self._counters = counters or TransferCounters()
         self._gate = SleepGate()
         self.serving = False
-        """Whether the engine has taken its first step: it captures no graphs any more."""
+        """Whether the engine has taken its first step, after which it captures no graphs."""
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The KV tensors exist: lay views over them and connect. Raises Unsupported for layouts that cannot be served.
+        """Creates views of the KV tensors and connects. Called again if the tensors are replaced.
 
-        Called again with other tensors, it lets go of the ones before.
+        Raises Unsupported for layouts that cannot be served.
         """
         layouts = build_layouts(list(self._groups.values()), kv_caches, self._num_blocks)
         self.suspend()
@@ -104,25 +101,25 @@ class WorkerSide:
         self._register_route()
 
     def suspend(self) -> None:
-        """The KV tensors are about to lose their memory: end the copies that run, and refuse what comes until ``resume``."""
-        if not self._gate.close(_END_OF_COPIES_S):
+        """Ends running copies and refuses new ones before the KV tensors lose their memory."""
+        if not self._gate.close(_SUSPEND_TIMEOUT_S):
             self._log.warn(
-                "sleep", f"a copy still runs after {_END_OF_COPIES_S:g} s; the engine goes to sleep regardless"
+                "sleep", f"a copy still runs after {_SUSPEND_TIMEOUT_S:g} s; the engine goes to sleep regardless"
             )
 
     def resume(self) -> None:
-        """The KV tensors have memory again, at the same addresses: the views over them hold."""
+        """Accepts copies again: the KV tensors have memory at the same addresses."""
         self._gate.open()
 
-    def await_server(self) -> None:
-        """Have the jobs that come wait for the connection, briefly: it is being made only now, and the first load is under way."""
+    def wait_for_server(self) -> None:
+        """Makes the next jobs wait briefly for the connection that is being made."""
         for threads in self._threads or ():
             threads.submit(self._await_connection)
 
     def start_loads(self, step: StepMetadata) -> None:
-        """Queue the step's loads, ordered behind the compute submitted so far (it may still use the blocks' last content).
+        """Queues the step's loads behind the compute that may still use the blocks' last content.
 
-        Raises only before the first of them is queued: afterwards each is reported by itself (see reports.py).
+        Raises only before the first load is queued; afterwards each is reported on its own.
         """
         if not step.loads:
             return
@@ -132,14 +129,14 @@ class WorkerSide:
         after = self._mark(sum(bool(job.reads) for job in step.loads))
         for job in step.loads:
             if job.reads:
-                self._loads_from(job.reads[0].endpoint).submit(
+                self._load_threads_for(job.reads[0].endpoint).submit(
                     functools.partial(self._load, job, after, time.monotonic())
                 )
             else:
                 self._reports.load_ended(job.request_id, failed=True)
 
     def start_saves(self, step: StepMetadata) -> None:
-        """Queue the step's saves, ordered behind the compute that wrote the blocks (B4.11). Raises like start_loads."""
+        """Queues the step's saves behind the compute that wrote the blocks (B4.11)."""
         if not step.saves:
             return
         if not self._stores:
@@ -152,13 +149,13 @@ class WorkerSide:
         assert self._threads is not None
         after = self._mark(len(step.saves))
         now = time.monotonic()
-        give_up_at = now + SAVE_WITHIN_S - max(0.0, time.time() - step.sent_at)
+        write_until = now + SAVE_WITHIN_S - max(0.0, time.time() - step.sent_at)
         for job in step.saves:
-            self._threads[1].submit(functools.partial(self._save, job, after, now, give_up_at))
+            self._threads[1].submit(functools.partial(self._save, job, after, now, write_until))
 
     def close(self) -> None:
-        """Let queued copies end, briefly, and disconnect."""
-        for threads in (*(self._threads or ()), *self._far_loads.values()):
+        """Waits briefly for queued copies, and disconnects."""
+        for threads in (*(self._threads or ()), *self._peer_load_threads.values()):
             threads.close(2.0)
         if self._peers is not None:
             self._peers.close()
@@ -166,7 +163,7 @@ class WorkerSide:
             self._client.close()
 
     def _pin_for(self, device: torch.device) -> Pin | None:
-        """How regions and staging buffers are pinned for a GPU: from the first step on, when graphs have been captured (B4.16)."""
+        """Pins regions and staging buffers for a GPU, after graphs were captured (B4.16)."""
         if device.type != "cuda":
             return None
         try:
@@ -177,7 +174,7 @@ class WorkerSide:
         return lambda memory: Pinning(memory, registrar, allowed=lambda: self.serving)
 
     def _register_route(self) -> None:
-        """Has the server open the blocks, before the saves that come: the first process of a device takes seconds to start."""
+        """Registers the blocks before the first saves; a device's first process starts slowly."""
         route, client = self._route, self._client
         if route is not None and client is not None and self._threads is not None:
             self._threads[1].submit(self._await_connection)
@@ -185,7 +182,7 @@ class WorkerSide:
 
     def _mark(self, jobs: int) -> StepMark:
         assert self._copier is not None
-        # The last job gives the server's event back: without any, nobody would.
+        # Only with jobs, because the last job releases the server's event.
         by_server = self._route.mark() if self._route is not None and jobs else None
         return StepMark(self._copier.mark(), by_server, jobs)
 
@@ -197,15 +194,15 @@ class WorkerSide:
             return False
         return True
 
-    def _loads_from(self, endpoint: str) -> BackgroundThreads:
+    def _load_threads_for(self, endpoint: str) -> BackgroundThreads:
         assert self._threads is not None
         if endpoint == OWN:
             return self._threads[0]
-        if endpoint not in self._far_loads:
-            self._far_loads[endpoint] = BackgroundThreads("load", self._log, on_start=self._on_start)
-        return self._far_loads[endpoint]
+        if endpoint not in self._peer_load_threads:
+            self._peer_load_threads[endpoint] = BackgroundThreads("load", self._log, on_start=self._on_start)
+        return self._peer_load_threads[endpoint]
 
-    # ---- background threads from here on
+    # ---- on background threads
 
     def _await_connection(self) -> None:
         if self._client is not None:
@@ -218,12 +215,12 @@ class WorkerSide:
             for read in job.reads:
                 self._read(read, after)
             failed = False
-        except (KVTierError, Asleep) as error:
+        except (KVTierError, EngineAsleep) as error:
             self._log.warn("load", f"a load failed, its blocks are computed instead: {error}")
         finally:
             after.job_ended()
-            # Counted before it is reported: the engine may stop stepping then.
-            self._tally.observe("load_seconds", time.monotonic() - queued_at)
+            # Counted before it is reported, because the engine may then stop stepping.
+            self._counters.observe("load_seconds", time.monotonic() - queued_at)
             self._reports.load_ended(job.request_id, failed=failed)
 
     def _read(self, read: BlockRead, after: StepMark) -> None:
@@ -232,7 +229,7 @@ class WorkerSide:
         for chunk in self._chunks(read.groups, client):
             if not self._read_by_server(client, read, chunk, after):
                 self._copy_in(client, read, chunk, after)
-            self._tally.count("load_bytes", self._bytes_of(read.groups[chunk]))
+            self._counters.count("load_bytes", self._bytes_of(read.groups[chunk]))
 
     def _read_by_server(self, client: Client, read: BlockRead, chunk: slice, after: StepMark) -> bool:
         if self._route is None:
@@ -243,43 +240,43 @@ class WorkerSide:
     def _copy_in(self, client: Client, read: BlockRead, chunk: slice, after: StepMark) -> None:
         assert self._copier is not None
         groups, block_ids = read.groups[chunk], read.block_ids[chunk]
-        # Leaving the block confirms the lease and raises if it did not hold: the load then counts as failed.
+        # Leaving the block confirms the lease. If it did not hold, it raises and the load fails.
         with client.read(read.lease_id, read.indices[chunk]) as batch:
             for group, rows in _by_group(groups).items():
                 offsets = [batch.offsets[row] for row in rows]
                 with self._gate.copying():
                     self._copier.copy_in(group, [block_ids[row] for row in rows], batch.memory, offsets, after.compute)
 
-    def _save(self, job: SaveJob, after: StepMark, queued_at: float, give_up_at: float) -> None:
+    def _save(self, job: SaveJob, after: StepMark, queued_at: float, write_until: float) -> None:
         not_stored = set(range(len(job.keys)))
         try:
-            # A hung server costs one deadline, not one per job: blocks are held back from reuse meanwhile.
-            if time.monotonic() >= self._save_after and self._client is not None and self._client.connected:
+            # A hung server costs one deadline, not one per job, because blocks are held meanwhile.
+            if time.monotonic() >= self._saves_paused_until and self._client is not None and self._client.connected:
                 for chunk in self._chunks(job.groups, self._client):
-                    if time.monotonic() >= give_up_at:
-                        # The scheduler is about to take the job for lost, and the engine may reuse its blocks then (B5.6).
+                    if time.monotonic() >= write_until:
+                        # The scheduler is about to give the job up and reuse its blocks (B5.6).
                         self._log.warn("late", "saves take minutes; blocks are not stored")
                         break
                     not_stored.difference_update(self._write(job, chunk, after))
-        except (KVTierError, Asleep) as error:
-            if not isinstance(error, (InvalidRequest, Asleep)):
-                # A refusal says something of one request only: the next one's saves are none the worse for it.
-                self._save_after = time.monotonic() + _COOL_DOWN_S
+        except (KVTierError, EngineAsleep) as error:
+            if not isinstance(error, (InvalidRequest, EngineAsleep)):
+                # A refusal concerns one request only.
+                self._saves_paused_until = time.monotonic() + _CIRCUIT_OPEN_S
             self._log.warn("save", f"a save failed, its blocks are not stored: {error}")
         finally:
             after.job_ended()
-            self._tally.observe("save_seconds", time.monotonic() - queued_at)
+            self._counters.observe("save_seconds", time.monotonic() - queued_at)
             self._reports.save_ended(job.job_id, not_stored)
 
     def _write(self, job: SaveJob, chunk: slice, after: StepMark) -> list[int]:
-        """Returns the positions in the job that the store has now; one that another writer is at may yet come to nothing."""
+        """Returns the positions in the job that the store has; another writer's may still fail."""
         statuses = self._write_by_server(job, chunk, after)
         if statuses is None:
             statuses = self._copy_out(job, chunk, after)
         groups = job.groups[chunk]
         granted = [groups[index] for index, status in enumerate(statuses) if status == StoreStatus.GRANTED]
-        self._tally.count("save_bytes", self._bytes_of(granted))
-        return [chunk.start + index for index, status in enumerate(statuses) if status in _HAS]
+        self._counters.count("save_bytes", self._bytes_of(granted))
+        return [chunk.start + index for index, status in enumerate(statuses) if status in _STORED]
 
     def _write_by_server(self, job: SaveJob, chunk: slice, after: StepMark) -> bytes | None:
         if self._route is None or self._client is None:
@@ -303,7 +300,7 @@ class WorkerSide:
         return sum(self._groups[group].part_bytes for group in groups)
 
     def _chunks(self, groups: Sequence[int], client: Client) -> list[slice]:
-        """Slices of at most _BATCH_BYTES and the server's number of keys (and at least one block) each."""
+        """Returns slices within _BATCH_BYTES and the server's number of keys."""
         most = client.max_keys or len(groups)
         chunks, start, size = [], 0, 0
         for index, group in enumerate(groups):
