@@ -1,23 +1,32 @@
-"""The policy made for KV caches: keeps what is worth the most hits per block and unit of time.
+"""Forecast eviction policy: evicts the blocks with the lowest Gittins index of predicted reuse.
 
-A conversation comes back with its chain grown by a turn; an agent's system prompt comes back with another tail. So blocks
-are looked at as runs: what one request used, cut where the past of the blocks differs. Of a run it is known
+The algorithm, for each use of blocks by a request:
 
-- how often its blocks were used: more often than their conversation had turns means that they are *shared*;
-- the conversation's *turn*: how often, one upon the other, a request went on where another had ended;
-- by how many blocks it *grew* this time (short turns are followed by more turns, and sooner);
-- whether it is the *end*: an engine may hash a last block that is not full, which nobody asks for again.
+1. Split the used blocks into *runs*: consecutive blocks that the same earlier requests used
+   (`_split`). An evicted block may have left a *ghost* (its name), which identifies its run.
+2. Tell the reuse model that the reused runs had a hit at their age (`_count_reuse`).
+3. Determine the *turn* of the conversation: the request continues an earlier request if it matches
+   that request's chain up to its last block, which may have been partly filled (`_match_chain`).
+4. Append the runs to the request's *chain*. New blocks form one run; the last block is a run of its
+   own, because a partly filled block is rarely used again (`_append`).
+5. Classify every run of the chain into a *kind* (`_classify`): "end" (last block), "shared" (used
+   more often than its conversation has turns, by the logarithm of its uses), or turn and growth
+   (blocks that this request added, logarithm).
+6. Put the runs into the *bucket* of their kind and age bin. Age is counted in block uses (`_clock`).
+7. Move runs whose age has left its bin to the next bin, and tell the model about the misses
+   (`_age_runs`).
+8. Fit the model (`reuse_model`) in small steps. It computes a value per kind and age bin: the
+   Gittins index, i.e. the best expected hits per block and unit of time. Buckets are ranked by it.
 
-How soon blocks of such a kind come back, if at all, is learned on the job (`reuse`), from what is here and from ghosts. The run
-that is worth the least, by its kind and age, goes first, tail before head.
+Victims are taken from the bucket with the lowest value, tail before head within a run.
 """
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, insort
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Hashable, Iterator, Sequence
-from itertools import chain
 from typing import Generic
 
 from .open_requests import OpenRequests
@@ -29,18 +38,18 @@ __all__ = ["Forecast"]
 
 _MIN_GHOSTS = 1024
 _GHOST_EVERY = 8
-"""Of the blocks of a run that went, every eighth leaves a ghost, and those where the next turn would go on."""
-_MIN_ROUND = 2048
-"""Uses from one round of learning to the next; half as many as there are items, if that is more."""
-_AGES = 16
-"""Ages are told apart from this part of a turnover of all items on, so that the work per use does not grow with their number."""
-_MAX_TURNS = 5
+"""Every eighth evicted block of a run leaves a ghost, and so do the last two of a chain, where the next turn continues."""
+_MIN_LEARNING_PERIOD = 2048
+"""Uses between two fits of the model; half the number of items if that is more."""
+_AGE_RESOLUTION = 16
+"""Ages below this part of a turnover of all items share the first update, which bounds the work per use."""
+_MAX_TURN = 5
 _MAX_GROWTH = 8
 _MAX_SHARED = 10
 
 
 class Forecast(Generic[T]):
-    """Least worth first."""
+    """Evicts the run with the lowest predicted value first."""
 
     def __init__(self) -> None:
         self._model = ReuseModel()
@@ -48,42 +57,39 @@ class Forecast(Generic[T]):
         self._requests = OpenRequests[RequestChain[T]](RequestChain, RequestChain.close)
         self._count = 0
         self._ghosts: OrderedDict[Hashable, BlockRun[T]] = OrderedDict()
-        self._cells: dict[tuple[Kind, int], RankBucket[T]] = {}
+        self._buckets: dict[tuple[Kind, int], RankBucket[T]] = {}
         self._ranked: list[tuple[tuple[float, int], RankBucket[T]]] = []
-        """The cells that hold runs, by rank. Ranks differ, so cells are never compared."""
+        """The non-empty buckets, by rank. Ranks are unique, so buckets are never compared."""
         self._due: defaultdict[int, deque[tuple[int, BlockRun[T]]]] = defaultdict(deque)
-        """Per bin the runs that came into it, in that order, by when they leave it; and entries that have been overtaken."""
+        """Per bin its runs and when they leave it, in order. Entries whose time differs from `run.due` are stale."""
         self._clock = 0
-        self._next_round = _MIN_ROUND
-        self._round: Iterator[Kind | None] | None = None
+        self._next_fit = _MIN_LEARNING_PERIOD
+        self._fit: Iterator[Kind | None] | None = None
 
     def use(self, items: Sequence[T], request: Hashable = None) -> None:
-        """Moves the items to the request's runs, and all of these to the young end."""
-        trail = self._requests.of(request)
-        pieces = self._pieces(items, trail)
+        chain = self._requests.of(request)
+        pieces = self._split(items, chain)
         reused: dict[BlockRun[T], list[list[T]]] = {}
         for old, piece in pieces:
             if old is not None:
                 reused.setdefault(old, []).append(piece)
         for run, taken in reused.items():
             self._count_reuse(run, taken)
-        self._follow(trail, pieces)
-        self._fold_end(trail)
+        self._match_chain(chain, pieces)
+        self._merge_last_block(chain)
         for number, (old, piece) in enumerate(pieces, start=1):
-            self._append(trail, old, piece, last=number == len(pieces))
-        self._renew(trail)
+            self._append(chain, old, piece, last=number == len(pieces))
+        self._refresh(chain)
         if request is None:
-            trail.close()
+            chain.close()
         self._clock += sum(len(piece) for _, piece in pieces)
-        self._advance()
-        self._learn()
+        self._age_runs()
+        self._learn_step()
 
     def finish(self, request: Hashable) -> None:
-        """Forgets the request's name."""
         self._requests.finish(request)
 
     def remove(self, item: T) -> None:
-        """Takes an item out of its run; some leave ghosts, which tell when the chain comes back."""
         run: BlockRun[T] | None = item.policy_node
         if run is None:
             return
@@ -95,53 +101,52 @@ class Forecast(Generic[T]):
         else:
             index = run.items.index(item)
             del run.items[index]
-        place = run.start + index
-        if place % _GHOST_EVERY == 0 or place >= run.trail.length - 2 or not run.items:
+        position = run.start + index
+        if position % _GHOST_EVERY == 0 or position >= run.chain.length - 2 or not run.items:
             self._ghosts[item.name] = run
             run.ghosts += 1
-            self._trim()
+            self._trim_ghosts()
         if not run.items:
-            self._leave(run)
-            self._bury(run)
+            self._leave_bucket(run)
+            self._forget_run(run)
 
     def victims(self) -> Iterator[T]:
-        """Yields from the cell that is worth the least, of each run the tail first."""
-        for _, cell in self._ranked:
-            for run in cell.in_order():
+        for _, bucket in self._ranked:
+            for run in bucket.in_order():
                 yield from reversed(run.items)
 
     def oldest(self) -> T | None:
         """Returns the tail of the run that was used the longest ago."""
-        heads = (next(iter(cell.runs)) for _, cell in self._ranked)
-        run = min(heads, key=lambda run: run.trail.time, default=None)
+        heads = (next(iter(bucket.runs)) for _, bucket in self._ranked)
+        run = min(heads, key=lambda run: run.chain.last_use, default=None)
         return run.items[-1] if run else None
 
     def __len__(self) -> int:
         return self._count
 
-    def _pieces(self, items: Sequence[T], trail: RequestChain[T]) -> list[tuple[BlockRun[T] | None, list[T]]]:
-        """Cuts items where their past differs, and leaves out those that this request used before."""
+    def _split(self, items: Sequence[T], chain: RequestChain[T]) -> list[tuple[BlockRun[T] | None, list[T]]]:
+        """Splits items by their runs, and leaves out those that this request has used before."""
         pieces: list[tuple[BlockRun[T] | None, list[T]]] = []
-        place = 0
-        while place < len(items):
-            run: BlockRun[T] | None = items[place].policy_node
-            end = _end_if_whole(items, place, run)  # as it usually is, and nothing is to be looked up
+        start = 0
+        while start < len(items):
+            run: BlockRun[T] | None = items[start].policy_node
+            end = _end_of_whole_run(items, start, run)  # the usual case: no item is looked at
             if not end:
-                end = place + 1
+                end = start + 1
                 while end < len(items) and items[end].policy_node is run:
                     end += 1
-            piece = list(items[place:end])
-            place = end
+            piece = list(items[start:end])
+            start = end
             if run is None:
-                self._recognise(piece, trail, pieces)
-            elif run.trail is not trail:
+                self._match_ghosts(piece, chain, pieces)
+            elif run.chain is not chain:
                 pieces.append((run, piece))
         return pieces
 
-    def _recognise(
-        self, items: list[T], trail: RequestChain[T], pieces: list[tuple[BlockRun[T] | None, list[T]]]
+    def _match_ghosts(
+        self, items: list[T], chain: RequestChain[T], pieces: list[tuple[BlockRun[T] | None, list[T]]]
     ) -> None:
-        """Adds pieces for items that are not here; a ghost speaks for those before it as well."""
+        """Adds pieces for items that are not resident. A ghost also identifies the items before it."""
         names = [item.name for item in items] if self._ghosts else ()
         if self._ghosts.keys().isdisjoint(names):
             pieces.append((None, items))
@@ -153,7 +158,7 @@ class Forecast(Generic[T]):
             if run is None:
                 continue
             run.ghosts -= 1
-            if run.trail is trail:
+            if run.chain is chain:
                 continue
             if pieces and pieces[-1][0] is run:
                 pieces[-1][1].extend(piece)
@@ -164,199 +169,198 @@ class Forecast(Generic[T]):
             pieces.append((None, piece))
 
     def _count_reuse(self, run: BlockRun[T], pieces: list[list[T]]) -> None:
-        """Tells the model, and takes from a run at once what others take over: usually its head, in one piece."""
-        self._grow_old(run)
-        items = pieces[0] if len(pieces) == 1 else list(chain.from_iterable(pieces))
+        """Reports hits to the model and removes the reused blocks from their run, usually its head in one piece."""
+        self._count_misses(run)
+        items = pieces[0] if len(pieces) == 1 else list(itertools.chain.from_iterable(pieces))
         run.kind.hits[run.bin] += len(items)
         if run.items == items and len(pieces) == 1 and not run.ghosts:
-            return  # nothing of it stays behind: `_append` takes it over as it is
-        run.alive = max(0, run.alive - len(items))
+            return  # `_append` moves the whole run
+        run.at_risk = max(0, run.at_risk - len(items))
         if run.items:
-            here = items
+            resident = items
             if run.items[: len(items)] != items:
-                here = [item for item in items if item.policy_node is run]
-            if run.items[: len(here)] == here:
-                del run.items[: len(here)]
+                resident = [item for item in items if item.policy_node is run]
+            if run.items[: len(resident)] == resident:
+                del run.items[: len(resident)]
             else:
-                taken = set(here)
+                taken = set(resident)
                 run.items = [item for item in run.items if item not in taken]
-            run.start += len(here)
-            self._place(run)
-        self._bury(run)
+            run.start += len(resident)
+            self._put_in_bucket(run)
+        self._forget_run(run)
 
-    def _follow(self, trail: RequestChain[T], pieces: list[tuple[BlockRun[T] | None, list[T]]]) -> None:
-        """Finds out how far the chain is known, and whether it goes on where an earlier request ended."""
-        place = trail.length
+    def _match_chain(self, chain: RequestChain[T], pieces: list[tuple[BlockRun[T] | None, list[T]]]) -> None:
+        """Sets the matched length, and the turn: one more than that of the request that this one continues."""
+        position = chain.length
         for old, piece in pieces:
-            place += len(piece)
+            position += len(piece)
             if old is not None:
-                trail.known = place
-                goes_on = 1 < trail.known >= old.trail.length - 1
-                trail.turn = old.trail.turn + 1 if goes_on else 0
+                chain.matched_length = position
+                continues = 1 < chain.matched_length >= old.chain.length - 1
+                chain.turn = old.chain.turn + 1 if continues else 0
 
-    def _fold_end(self, trail: RequestChain[T]) -> None:
-        """Makes the last block a block like any other: the request goes on."""
-        end, trail.end = trail.end, None
-        if end is None or not end.items or end.trail is not trail:
+    def _merge_last_block(self, chain: RequestChain[T]) -> None:
+        """Merges the run of the last block into the run of new blocks: the request continues behind it."""
+        last, chain.last_block = chain.last_block, None
+        if last is None or not last.items or last.chain is not chain:
             return
-        body = trail.body
-        if body is None or not body.items or body.trail is not trail:
-            trail.body = end
+        run = chain.new_run
+        if run is None or not run.items or run.chain is not chain:
+            chain.new_run = last
             return
-        body.items += end.items
-        body.alive += end.alive
-        self._take_in(end.items, body)
-        end.items, end.alive = [], 0
-        self._leave(end)
+        run.items += last.items
+        run.at_risk += last.at_risk
+        self._assign(last.items, run)
+        last.items, last.at_risk = [], 0
+        self._leave_bucket(last)
 
-    def _append(self, trail: RequestChain[T], old: BlockRun[T] | None, piece: list[T], *, last: bool) -> None:
-        place = trail.length
-        trail.length += len(piece)
+    def _append(self, chain: RequestChain[T], old: BlockRun[T] | None, piece: list[T], *, last: bool) -> None:
+        """Adds a piece to a request's chain. `last` says that it ends the use."""
+        position = chain.length
+        chain.length += len(piece)
         if old is not None and old.items == piece:
-            old.trail, old.start, old.alive = trail, place, len(piece)
+            old.chain, old.start, old.at_risk = chain, position, len(piece)
             old.uses += 1
-            trail.runs.append(old)
+            chain.runs.append(old)
             return
         if old is not None:
-            self._start(trail, piece, place, old.uses + 1)
+            self._add_run(chain, piece, position, old.uses + 1)
             return
         tail = [piece.pop()] if last else []
         if piece:
-            body = trail.body
-            if body and body.trail is trail and body.items and body.start + len(body.items) == place:
-                body.items += piece
-                body.alive += len(piece)
-                self._take_in(piece, body)
+            run = chain.new_run
+            if run and run.chain is chain and run.items and run.start + len(run.items) == position:
+                run.items += piece
+                run.at_risk += len(piece)
+                self._assign(piece, run)
             else:
-                trail.body = self._start(trail, piece, place, 1)
+                chain.new_run = self._add_run(chain, piece, position, 1)
         if tail:
-            trail.end = self._start(trail, tail, place + len(piece), 1)
+            chain.last_block = self._add_run(chain, tail, position + len(piece), 1)
 
-    def _start(self, trail: RequestChain[T], items: list[T], place: int, uses: int) -> BlockRun[T]:
-        run = BlockRun(trail, items, place, uses, self._unknown)
-        trail.runs.append(run)
-        self._take_in(items, run)
+    def _add_run(self, chain: RequestChain[T], items: list[T], position: int, uses: int) -> BlockRun[T]:
+        run = BlockRun(chain, items, position, uses, self._unknown)
+        chain.runs.append(run)
+        self._assign(items, run)
         return run
 
-    def _take_in(self, items: Sequence[T], run: BlockRun[T]) -> None:
-        """Puts items into a run, be they new or another one's."""
+    def _assign(self, items: Sequence[T], run: BlockRun[T]) -> None:
+        """Makes a run the owner of items, new ones or those of another run."""
         for item in items:
             self._count += item.policy_node is None
             item.policy_node = run
 
-    def _renew(self, trail: RequestChain[T]) -> None:
-        """Makes a request's runs young again, of the kind that they are by now."""
-        trail.time = self._clock
-        trail.runs = [run for run in trail.runs if run.alive and run.trail is trail]
-        for run in trail.runs:
-            run.kind, run.bin = self._kind_of(run), 0
-            self._place(run)
-            self._wait(run)
+    def _refresh(self, chain: RequestChain[T]) -> None:
+        """Sets the age of a request's runs to 0, and classifies them anew."""
+        chain.last_use = self._clock
+        chain.runs = [run for run in chain.runs if run.at_risk and run.chain is chain]
+        for run in chain.runs:
+            run.kind, run.bin = self._classify(run), 0
+            self._put_in_bucket(run)
+            self._schedule(run)
 
-    def _kind_of(self, run: BlockRun[T]) -> Kind:
-        trail = run.trail
-        if run is trail.end:
+    def _classify(self, run: BlockRun[T]) -> Kind:
+        chain = run.chain
+        if run is chain.last_block:
             return self._model.kind(("end", 0))
-        if run.uses > trail.turn + 1:
+        if run.uses > chain.turn + 1:
             return self._model.kind(("shared", min((run.uses - 1).bit_length(), _MAX_SHARED)))
-        growth = (trail.length - trail.known).bit_length()
-        return self._model.kind(("turn", min(trail.turn, _MAX_TURNS)), ("growth", min(growth, _MAX_GROWTH)))
+        growth = (chain.length - chain.matched_length).bit_length()
+        return self._model.kind(("turn", min(chain.turn, _MAX_TURN)), ("growth", min(growth, _MAX_GROWTH)))
 
-    def _advance(self) -> None:
+    def _age_runs(self) -> None:
         """Moves runs to the bin of their age."""
         for due in list(self._due.values()):
             while due and due[0][0] <= self._clock:
                 when, run = due.popleft()
-                if not run.alive or when != run.due:
+                if not run.at_risk or when != run.due:
                     continue
-                self._grow_old(run)
-                if self._clock < run.trail.time + BIN_ENDS[-1]:
-                    self._place(run)
-                    self._wait(run)
+                self._count_misses(run)
+                if self._clock < run.chain.last_use + BIN_ENDS[-1]:
+                    self._put_in_bucket(run)
+                    self._schedule(run)
                 else:
-                    run.kind.misses[-1] += run.alive
+                    run.kind.misses[-1] += run.at_risk
 
-    def _grow_old(self, run: BlockRun[T]) -> None:
-        """Counts the bins that a run has come through without being used."""
-        number, age = run.bin, self._clock - run.trail.time
+    def _count_misses(self, run: BlockRun[T]) -> None:
+        """Sets the bin of a run's age, and counts a miss in each bin that it has passed."""
+        number, age = run.bin, self._clock - run.chain.last_use
         while age >= BIN_ENDS[number] and number + 1 < BINS:
-            run.kind.misses[number] += run.alive
+            run.kind.misses[number] += run.at_risk
             number += 1
         run.bin = number
 
-    def _learn(self) -> None:
-        """Takes a step of the round of learning, if one runs or is due."""
-        if self._round is None:
-            if self._clock < self._next_round:
+    def _learn_step(self) -> None:
+        """Does one step of a fit, if one is running or due."""
+        if self._fit is None:
+            if self._clock < self._next_fit:
                 return
-            self._next_round = self._clock + max(_MIN_ROUND, self._count // 2)
-            self._round = self._model.learn()
+            self._next_fit = self._clock + max(_MIN_LEARNING_PERIOD, self._count // 2)
+            self._fit = self._model.fit()
         try:
-            kind = next(self._round)
+            kind = next(self._fit)
         except StopIteration:
-            self._round = None
+            self._fit = None
             return
         if kind is not None:
             for number in range(BINS):
-                cell = self._cells.get((kind, number))
-                if cell is not None and cell.runs:
-                    self._strike(cell)
-                    self._list(cell)
+                bucket = self._buckets.get((kind, number))
+                if bucket is not None and bucket.runs:
+                    self._unrank(bucket)
+                    self._rank(bucket)
 
-    def _wait(self, run: BlockRun[T]) -> None:
-        """Sees to it that a run leaves its bin; the first ones together, for what is so young need not be told apart."""
-        due = run.trail.time + max(BIN_ENDS[run.bin], self._count // _AGES)
+    def _schedule(self, run: BlockRun[T]) -> None:
+        """Schedules when a run leaves its bin. The youngest bins share one time."""
+        due = run.chain.last_use + max(BIN_ENDS[run.bin], self._count // _AGE_RESOLUTION)
         if due != run.due:
             run.due = due
             self._due[run.bin].append((due, run))
 
-    def _place(self, run: BlockRun[T]) -> None:
-        """Puts a run into the cell of its kind and age, if it has items."""
-        self._leave(run)
+    def _put_in_bucket(self, run: BlockRun[T]) -> None:
+        """Moves a run to the bucket of its kind and bin. A run without items is in no bucket."""
+        self._leave_bucket(run)
         if not run.items:
             return
-        cell = self._cells.get((run.kind, run.bin))
-        if cell is None:
-            cell = self._cells[run.kind, run.bin] = RankBucket(run.kind, run.bin, len(self._cells))
-        if not cell.runs:
-            self._list(cell)
-        cell.runs[run] = None
-        run.cell = cell
+        bucket = self._buckets.get((run.kind, run.bin))
+        if bucket is None:
+            bucket = self._buckets[run.kind, run.bin] = RankBucket(run.kind, run.bin, len(self._buckets))
+        if not bucket.runs:
+            self._rank(bucket)
+        bucket.runs[run] = None
+        run.bucket = bucket
 
-    def _leave(self, run: BlockRun[T]) -> None:
-        cell, run.cell = run.cell, None
-        if cell is not None:
-            del cell.runs[run]
-            if not cell.runs:
-                self._strike(cell)
+    def _leave_bucket(self, run: BlockRun[T]) -> None:
+        bucket, run.bucket = run.bucket, None
+        if bucket is not None:
+            del bucket.runs[run]
+            if not bucket.runs:
+                self._unrank(bucket)
 
-    def _list(self, cell: RankBucket[T]) -> None:
-        """Ranks a cell by what its blocks are worth now."""
-        cell.rank = (cell.kind.worth[cell.bin], cell.rank[1])
-        insort(self._ranked, (cell.rank, cell))
+    def _rank(self, bucket: RankBucket[T]) -> None:
+        bucket.rank = (bucket.kind.values[bucket.bin], bucket.rank[1])
+        insort(self._ranked, (bucket.rank, bucket))
 
-    def _strike(self, cell: RankBucket[T]) -> None:
-        """Takes a cell out of the ranking."""
-        del self._ranked[bisect_left(self._ranked, (cell.rank,))]
+    def _unrank(self, bucket: RankBucket[T]) -> None:
+        del self._ranked[bisect_left(self._ranked, (bucket.rank,))]
 
-    def _trim(self) -> None:
+    def _trim_ghosts(self) -> None:
         while len(self._ghosts) > max(_MIN_GHOSTS, self._count):
             run = self._ghosts.popitem(last=False)[1]
             run.ghosts -= 1
-            self._bury(run)
+            self._forget_run(run)
 
-    def _bury(self, run: BlockRun[T]) -> None:
-        """Gives up a run of which nothing is left to be recognised by."""
+    def _forget_run(self, run: BlockRun[T]) -> None:
+        """Ends the observation of a run without items and ghosts: its reuse could not be recognised."""
         if not run.items and not run.ghosts:
-            run.alive = 0
+            run.at_risk = 0
 
 
-def _end_if_whole(items: Sequence[T], place: int, run: BlockRun[T] | None) -> int:
-    """Returns where a run ends whose items all follow from a place on, in their order; 0 if they do not."""
+def _end_of_whole_run(items: Sequence[T], start: int, run: BlockRun[T] | None) -> int:
+    """Returns where a run ends if all of its items follow from `start` on, in order; else 0."""
     if run is None or not run.items:
         return 0
-    end = place + len(run.items)
-    # Where runs take turns, none is compared that does not end there.
-    if end > len(items) or items[end - 1] is not run.items[-1] or items[place:end] != run.items:
+    end = start + len(run.items)
+    # The last item is compared first, so that alternating runs cost one comparison each.
+    if end > len(items) or items[end - 1] is not run.items[-1] or items[start:end] != run.items:
         return 0
     return end

@@ -1,14 +1,17 @@
-"""How soon, and how likely, blocks of a kind are used again: what the forecast policy learns.
+"""Reuse model of the `forecast` policy: the chance and the value of reuse, by kind and age.
 
-Age is counted in uses since a block's last one, in bins of half an octave. Of every kind the model counts how many blocks came
-through a bin without being used, and how many were used in it. From that it takes the chance of reuse within a bin,
+A discrete-time proportional hazards model. Age is the number of uses since a block's last one, in bins
+of half an octave. For every kind the model counts, per bin, the blocks that were reused in it (hits)
+and those that passed through it (misses). The chance of reuse within a bin is
 
-    chance(kind, bin) = shape(bin) · product of the kind's factors,
+    hazard(kind, bin) = baseline(bin) · product of the factors of the kind's features,
 
-one shape for all kinds and one factor per feature: few numbers, so that a thousand requests teach them. And from the
-chances what a block is worth: the most hits per unit of space and time that keeping it, for as long as is best, will yield (the
-Gittins index of the bandit that is a cache slot). It needs no tuning to the size of the cache; where reuse comes after
-a think time, a block's worth rises with its age until that is over, and a cache that cannot hold everyone for so long holds some.
+with one baseline for all kinds and one factor per feature. These few parameters can be learned from a
+thousand requests.
+
+The value of a block is its Gittins index: the highest ratio of expected hits to expected time that any
+stopping age yields. It does not depend on the size of the cache. If reuse comes after a think time, the
+value rises with age until then, so a cache that is too small for all blocks keeps some of them.
 """
 
 from __future__ import annotations
@@ -24,53 +27,51 @@ Factor = tuple[str, int]
 _FIRST_EDGE = 64
 BINS = 32
 _EDGES = [0] + [round(_FIRST_EDGE * 2 ** (step / 2)) for step in range(BINS)]
-"""Where the bins begin; the last one ends here: at 3 million uses nobody waits any longer."""
+"""Where the bins begin, and where the last one ends: at 3 million uses."""
 BIN_ENDS = _EDGES[1:]
-"""Per bin the age at which it ends."""
 
-_PRIOR_CHANCE = 0.05
-_PRIOR = [_PRIOR_CHANCE * _EDGES[1] / (_EDGES[2] - _EDGES[1])] + [_PRIOR_CHANCE] * (BINS - 1)
-"""Chance of reuse per bin before anything was seen: a heavy tail, that is, the same in every half octave."""
+_PRIOR_HAZARD = 0.05
+_PRIOR = [_PRIOR_HAZARD * _EDGES[1] / (_EDGES[2] - _EDGES[1])] + [_PRIOR_HAZARD] * (BINS - 1)
+"""Prior baseline: a heavy tail, i.e. the same hazard in every half octave."""
 PRIOR_BLOCKS = 500.0
-"""How many blocks' worth of evidence that counts for; some twenty requests."""
+"""Weight of the prior baseline, in blocks: about twenty requests."""
 PRIOR_HITS = 50.0
-"""How many hits the prior of a factor counts for."""
-FADE = 0.98
-"""What evidence is worth after a round of learning, so that fifty rounds are remembered."""
-_SWEEPS = 3
-"""Rounds of fitting shape and factors to one another."""
-_CERTAIN = 0.98
-_REGULAR = 30.0
-"""Kinds that are used so much more often than others (a prompt's first block) are no evidence on the shape."""
+"""Weight of the prior of a factor, in hits."""
+DECAY = 0.98
+"""Weight of earlier observations after each fit: about fifty fits are remembered."""
+_ITERATIONS = 3
+"""Alternations between fitting the baseline and the factors."""
+_MAX_HAZARD = 0.98
+_MAX_BASELINE_RATIO = 30.0
+"""Kinds with a higher hazard ratio, e.g. the first block of all prompts, do not contribute to the baseline."""
 
 
 def bin_of(age: int) -> int:
-    """Returns the bin that an age falls in."""
     return min(bisect_right(_EDGES, age), BINS) - 1
 
 
 class Kind:
-    """Blocks that are expected to behave alike."""
+    """Blocks with the same features. They are expected to behave alike."""
 
-    __slots__ = ("factors", "hits", "misses", "worth")
+    __slots__ = ("factors", "hits", "misses", "values")
 
     def __init__(self, factors: tuple[Factor, ...]) -> None:
         self.factors = factors
         self.hits = [0.0] * BINS
-        """Per bin, how many blocks were used again in it."""
+        """Per bin, the blocks that were reused in it."""
         self.misses = [0.0] * BINS
-        """Per bin, how many came through it without."""
-        self.worth = [0.0] * BINS
-        """Per bin, the hits per use and block to expect."""
+        """Per bin, the blocks that passed through it without reuse."""
+        self.values = [0.0] * BINS
+        """Per bin, the Gittins index, in hits per use and block."""
 
 
 class ReuseModel:
-    """Learns what blocks are worth, by kind and age."""
+    """Learns the value of blocks by kind and age."""
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[Factor, ...], Kind] = {}
         self._factors: dict[Factor, float] = {}
-        self._shape = _PRIOR.copy()
+        self._baseline = _PRIOR.copy()
 
     def kind(self, *factors: Factor) -> Kind:
         """Returns the kind with these features."""
@@ -79,79 +80,82 @@ class ReuseModel:
             kind = self._kinds[factors] = Kind(factors)
             for factor in factors:
                 self._factors.setdefault(factor, _prior(factor))
-            kind.worth = self._worth_of(kind)
+            kind.values = self._gittins_indices(kind)
         return kind
 
-    def learn(self) -> Iterator[Kind | None]:
-        """Works the evidence of late into what every kind is worth; yields the kind whose worth has just changed, if any.
+    def fit(self) -> Iterator[Kind | None]:
+        """Fits the model to the observations. Yields each kind whose values have changed, or None.
 
-        A round takes milliseconds, which no lookup should wait for: so it is taken in steps of a tenth of that.
+        A whole fit takes milliseconds and would delay a lookup, so it is done in about ten steps.
         """
         seen = [kind for kind in self._kinds.values() if any(kind.hits) or any(kind.misses)]
-        for _ in range(_SWEEPS):
-            self._fit_shape(seen)
+        for _ in range(_ITERATIONS):
+            self._fit_baseline(seen)
             self._fit_factors(seen)
             yield None
         for kind in list(self._kinds.values()):
-            kind.worth = self._worth_of(kind)
-            kind.hits = [FADE * count for count in kind.hits]
-            kind.misses = [FADE * count for count in kind.misses]
+            kind.values = self._gittins_indices(kind)
+            kind.hits = [DECAY * count for count in kind.hits]
+            kind.misses = [DECAY * count for count in kind.misses]
             yield kind
 
-    def _level(self, kind: Kind) -> float:
-        level = 1.0
+    def _hazard_ratio(self, kind: Kind) -> float:
+        ratio = 1.0
         for factor in kind.factors:
-            level *= self._factors[factor]
-        return level
+            ratio *= self._factors[factor]
+        return ratio
 
-    def _fit_shape(self, kinds: list[Kind]) -> None:
+    def _fit_baseline(self, kinds: list[Kind]) -> None:
         hits, expected = [0.0] * BINS, [PRIOR_BLOCKS] * BINS
         for kind in kinds:
-            level = self._level(kind)
-            if level > _REGULAR:
+            ratio = self._hazard_ratio(kind)
+            if ratio > _MAX_BASELINE_RATIO:
                 continue
             for number, (hit, miss) in enumerate(zip(kind.hits, kind.misses, strict=True)):
                 hits[number] += hit
-                expected[number] += level * (hit + miss)
-        lean = 1.0
+                expected[number] += ratio * (hit + miss)
+        deviation = 1.0
         for number, prior in enumerate(_PRIOR):
-            # Where there is no evidence, a bin is taken to lean from the prior about as the one before does.
-            self._shape[number] = (hits[number] + PRIOR_BLOCKS * prior * lean) / expected[number]
-            lean = min(8.0, max(0.125, self._shape[number] / prior)) ** 0.9
+            # A bin without observations deviates from the prior about as much as the one before it.
+            self._baseline[number] = (hits[number] + PRIOR_BLOCKS * prior * deviation) / expected[number]
+            deviation = min(8.0, max(0.125, self._baseline[number] / prior)) ** 0.9
 
     def _fit_factors(self, kinds: list[Kind]) -> None:
         hits = {kind: sum(kind.hits) for kind in kinds}
-        exposed = {kind: sum(map(lambda a, b, c: (a + b) * c, kind.hits, kind.misses, self._shape)) for kind in kinds}
-        having: dict[Factor, list[Kind]] = {}
+        exposed = {
+            kind: sum(map(lambda a, b, c: (a + b) * c, kind.hits, kind.misses, self._baseline)) for kind in kinds
+        }
+        kinds_with: dict[Factor, list[Kind]] = {}
         for kind in kinds:
             for factor in kind.factors:
-                having.setdefault(factor, []).append(kind)
-        for factor, those in having.items():
+                kinds_with.setdefault(factor, []).append(kind)
+        for factor, those in kinds_with.items():
             old = self._factors[factor]
             observed = sum(hits[kind] for kind in those)
-            expected = sum(exposed[kind] * self._level(kind) for kind in those) / old
+            expected = sum(exposed[kind] * self._hazard_ratio(kind) for kind in those) / old
             self._factors[factor] = (observed + PRIOR_HITS * _prior(factor)) / (expected + PRIOR_HITS)
 
-    def _worth_of(self, kind: Kind) -> list[float]:
-        """Returns the Gittins index per bin: from there on, the best ratio of hits to time spent that stopping can reach."""
-        level = self._level(kind)
-        worth = [0.0] * BINS
-        ahead: list[tuple[float, float, float]] = []
+    def _gittins_indices(self, kind: Kind) -> list[float]:
+        """Returns per bin the best ratio of expected hits to expected time, over all ages to stop at."""
+        ratio = self._hazard_ratio(kind)
+        values = [0.0] * BINS
+        later: list[tuple[float, float, float]] = []
+        """Stages behind the current bin, nearest last: (hits, time, part of the blocks left after it)."""
         for number in range(BINS - 1, -1, -1):
-            chance = min(level * self._shape[number], _CERTAIN)
-            hits, left = chance, 1 - chance
-            time = (1 - chance / 2) * (_EDGES[number + 1] - _EDGES[number])
-            while ahead and ahead[-1][0] * time >= hits * ahead[-1][1]:
-                more_hits, more_time, still_left = ahead.pop()
+            hazard = min(ratio * self._baseline[number], _MAX_HAZARD)
+            hits, left = hazard, 1 - hazard
+            time = (1 - hazard / 2) * (_EDGES[number + 1] - _EDGES[number])
+            while later and later[-1][0] * time >= hits * later[-1][1]:
+                more_hits, more_time, still_left = later.pop()
                 hits += left * more_hits
                 time += left * more_time
                 left *= still_left
-            ahead.append((hits, time, left))
-            worth[number] = hits / time
-        return worth
+            later.append((hits, time, left))
+            values[number] = hits / time
+        return values
 
 
 def _prior(factor: Factor) -> float:
-    """Returns what a feature is taken for before anything was seen: use breeds use."""
+    """Returns the prior of a feature: blocks that were used more often are reused more often."""
     feature, value = factor
     return {"turn": 1 + value / 2, "shared": 1.5 * (1 + value), "end": 0.5}.get(feature, 1.0)

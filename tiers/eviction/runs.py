@@ -1,4 +1,4 @@
-"""What the forecast policy puts in line: not blocks but runs of them."""
+"""Block runs, request chains and rank buckets: the data structures of the `forecast` policy."""
 
 from __future__ import annotations
 
@@ -13,55 +13,59 @@ __all__ = ["BlockRun", "RankBucket", "RequestChain"]
 
 
 class RequestChain(Generic[T]):
-    """One request: what it used, and what that says."""
+    """The blocks that one request used, as runs in chain order, and what is known of its conversation."""
 
-    __slots__ = ("body", "end", "known", "length", "runs", "time", "turn")
+    __slots__ = ("last_block", "last_use", "length", "matched_length", "new_run", "runs", "turn")
 
     def __init__(self) -> None:
-        self.time = 0
+        self.last_use = 0
+        """Clock of the request's last use."""
         self.length = 0
         """Blocks so far."""
-        self.known = 0
-        """Blocks up to the last one that was used before."""
+        self.matched_length = 0
+        """Blocks up to the last one that an earlier request had used."""
         self.turn = 0
+        """Turn of the conversation: number of earlier requests that this one continues."""
         self.runs: list[BlockRun[T]] = []
-        self.body: BlockRun[T] | None = None
-        """The run of new blocks, and"""
-        self.end: BlockRun[T] | None = None
-        """the one behind it, of the last block."""
+        self.new_run: BlockRun[T] | None = None
+        """The run of blocks that no earlier request had used, without the last block."""
+        self.last_block: BlockRun[T] | None = None
+        """A run of one block: the last block, which may be partly filled."""
 
     def close(self) -> None:
-        """Lets go of the runs, which hold on to it: nothing is added any more."""
+        """Drops the references to the runs: the request has ended, and the runs refer to it."""
         self.runs = []
-        self.body = self.end = None
+        self.new_run = self.last_block = None
 
 
 class BlockRun(Generic[T]):
-    """Blocks of one request with the same past, in the order of their chain."""
+    """Consecutive blocks of one request with the same history. The unit that is ranked and evicted."""
 
-    __slots__ = ("alive", "bin", "cell", "due", "ghosts", "items", "kind", "start", "trail", "uses")
+    __slots__ = ("at_risk", "bin", "bucket", "chain", "due", "ghosts", "items", "kind", "start", "uses")
 
-    def __init__(self, trail: RequestChain[T], items: list[T], start: int, uses: int, kind: Kind) -> None:
-        self.trail = trail
+    def __init__(self, chain: RequestChain[T], items: list[T], start: int, uses: int, kind: Kind) -> None:
+        self.chain = chain
         self.items = items
+        """The resident blocks, head first."""
         self.start = start
-        """Place of the first item in the chain."""
+        """Position of the first item in the chain."""
         self.uses = uses
+        """Requests that have used the blocks."""
         self.kind = kind
         self.bin = 0
         """The bin of its age."""
-        self.cell: RankBucket[T] | None = None
-        """Where it stands while it has items."""
+        self.bucket: RankBucket[T] | None = None
+        """None while it has no items."""
         self.due = 0
-        """When it leaves its bin."""
-        self.alive = len(items)
-        """Blocks that are here or gone, and not used since."""
+        """Clock at which it leaves its bin."""
+        self.at_risk = len(items)
+        """Blocks, resident or evicted, that have not been used since: the population at risk of reuse."""
         self.ghosts = 0
-        """How many of them left a ghost."""
+        """Evicted blocks of the run that left a ghost."""
 
 
 class RankBucket(Generic[T]):
-    """Runs of one kind and about one age, in the order of their last use."""
+    """Runs of one kind and one age bin, in the order of their last use. All have the same value."""
 
     __slots__ = ("bin", "kind", "rank", "runs")
 
@@ -70,9 +74,9 @@ class RankBucket(Generic[T]):
         self.bin = number
         self.runs: OrderedDict[BlockRun[T], None] = OrderedDict()
         self.rank = (0.0, serial)
-        """What its blocks are worth; the second number makes ranks differ."""
+        """Value of the runs; the serial number makes ranks unique."""
 
     def in_order(self) -> Iterator[BlockRun[T]]:
-        """Yields the run to go first first: the oldest, but the youngest where waiting makes a block worth more."""
-        rising = self.bin + 1 < BINS and self.kind.worth[self.bin + 1] > self.kind.worth[self.bin]
+        """Yields runs in eviction order: the oldest first, or the youngest first if the value rises with age."""
+        rising = self.bin + 1 < BINS and self.kind.values[self.bin + 1] > self.kind.values[self.bin]
         return reversed(self.runs) if rising else iter(self.runs)

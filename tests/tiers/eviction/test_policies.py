@@ -332,7 +332,7 @@ def test_forecast_recognises_a_conversation_by_its_ghosts() -> None:
     assert (0, 0) not in cache.items
     cache.serve(*chain(0, 24))
     run = run_of(cache.items[0, 0])
-    assert (run.trail.turn, run.uses) == (1, 2)
+    assert (run.chain.turn, run.uses) == (1, 2)
     assert run_of(cache.items[0, 22]).uses == 1
 
 
@@ -343,7 +343,7 @@ def test_forecast_tells_a_shared_prompt_from_a_conversation() -> None:
     for number in range(1, 10):
         cache.serve(*chain(0, 8), *chain(number, 8))
     run = run_of(cache.items[0, 0])
-    assert (run.trail.turn, run.uses) == (0, 9)
+    assert (run.chain.turn, run.uses) == (0, 9)
     assert run.kind.factors == (("shared", 4),)
 
 
@@ -354,13 +354,13 @@ def test_forecast_keeps_books_that_add_up() -> None:
     cache = Cache(forecast, 300)
     for _ in range(1500):
         cache.serve(*chain(rng.randrange(80), rng.randint(1, 40)))
-        standing = [(run, cell) for _, cell in forecast._ranked for run in cell.runs]
+        standing = [(run, bucket) for _, bucket in forecast._ranked for run in bucket.runs]
         assert {run for run, _ in standing} == set(map(run_of, cache.items.values()))
-        for run, cell in standing:
-            assert run.cell is cell
-            assert (cell.kind, cell.bin) == (run.kind, run.bin)
+        for run, bucket in standing:
+            assert run.bucket is bucket
+            assert (bucket.kind, bucket.bin) == (run.kind, run.bin)
             assert all(run_of(item) is run for item in run.items)
-            assert run.alive >= len(run.items) > 0
+            assert run.at_risk >= len(run.items) > 0
         ghosts = list(forecast._ghosts.values())
         assert all(run.ghosts == ghosts.count(run) for run in set(ghosts))
         assert forecast._ranked == sorted(forecast._ranked, key=lambda entry: entry[0])
@@ -429,9 +429,9 @@ def test_worth_rises_while_reuse_is_ahead_and_falls_behind_it() -> None:
     kind = model.kind(("turn", 0), ("growth", 3))
     for _ in range(5):
         feed(kind, dict.fromkeys(range(BINS), (0, 20000)) | {12: (10000, 10000)})
-        list(model.learn())
-    assert kind.worth[0] < kind.worth[6] < kind.worth[12]
-    assert kind.worth[13] < kind.worth[0] / 10
+        list(model.fit())
+    assert kind.values[0] < kind.values[6] < kind.values[12]
+    assert kind.values[13] < kind.values[0] / 10
 
 
 def test_a_factor_is_learned_across_kinds() -> None:
@@ -442,8 +442,8 @@ def test_a_factor_is_learned_across_kinds() -> None:
         for turn, growth in ((0, 1), (0, 5), (1, 5)):
             hits = 1000 * (1 + turn) * (3 if growth == 1 else 1)
             feed(kinds[turn, growth], dict.fromkeys(range(8, 16), (hits, 10000 - hits)))
-        list(model.learn())
-    assert kinds[1, 1].worth[10] > kinds[0, 1].worth[10] > kinds[0, 5].worth[10]
+        list(model.fit())
+    assert kinds[1, 1].values[10] > kinds[0, 1].values[10] > kinds[0, 5].values[10]
 
 
 def test_every_tier_evicts_by_the_policy_of_its_name() -> None:
