@@ -1,1 +1,1 @@
-"""The wire contract: `kvtier.v1` and the few bytes that travel outside of protobuf."""
+"""Wire contract: the protobuf package `kvtier.v1`, and the framings outside protobuf."""

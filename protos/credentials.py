@@ -1,7 +1,7 @@
-"""What a client shows a server: who it is, and how it knows whom it talks to. And the channels that carry it.
+"""Client credentials (CA, certificate, token), the gRPC channels that use them, and PEM checks.
 
-A certificate authority (`ca`) or a certificate (`cert` and `key`) make TCP a TLS connection. A token goes with every call,
-over TLS or a Unix socket; in the clear over TCP only where somebody has said `insecure`.
+With `ca`, or with `cert` and `key`, a TCP connection uses TLS. A token goes with every call, over
+TLS or a Unix socket. It goes over plain TCP only if `insecure` is set.
 """
 
 from __future__ import annotations
@@ -19,28 +19,25 @@ from .endpoint import CREDENTIAL_VARIABLES, Endpoint
 
 __all__ = ["Credentials", "CredentialsError", "PairError", "PemError", "check_certificates", "check_pair"]
 
-
 _SYSTEM: Final = "system"
-
-
 _MAX_FILE_BYTES: Final = 1 << 20
 
 
 class CredentialsError(ValueError):
-    """Credentials cannot be used as they are; one line, without a secret in it."""
+    """Credentials cannot be used. The message is one line without secrets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """A client's credentials; all of them may be absent, as on a Unix socket.
+    """A client's credentials. All are optional, as on a Unix socket.
 
     Attributes:
-        ca: file with the certificates (PEM) of who may vouch for the server; "system" for gRPC's own list.
-        cert: file with this client's certificate chain (PEM), where the server asks for one.
+        ca: file with the CA certificates (PEM) that verify the server; "system" for gRPC's default.
+        cert: file with this client's certificate chain (PEM), if the server requires one.
         key: file with its private key (PEM).
-        token: a bearer token, as `kvtier token new` has printed it.
-        token_file: file that has it instead; read again whenever it has changed.
-        insecure: whether a token may go over TCP in the clear.
+        token: a bearer token, as printed by `kvtier token new`.
+        token_file: file with the token; read again when it changes.
+        insecure: whether a token may be sent over TCP without TLS.
     """
 
     ca: str | None = None
@@ -52,7 +49,10 @@ class Credentials:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None, **given: Any) -> Self:
-        """Returns what is given, and of the rest what the environment says. A given `token_file` overrules a token from there."""
+        """Returns the given values, completed from the environment.
+
+        A given token or `token_file` overrides both variables.
+        """
         environ = os.environ if environ is None else environ
         values: dict[str, Any] = {
             name: environ.get(variable) or None for name, variable in CREDENTIAL_VARIABLES.items()
@@ -68,7 +68,7 @@ class Credentials:
         return self.token is not None or self.token_file is not None
 
     def is_tls(self, endpoint: Endpoint) -> bool:
-        """Whether a connection to this endpoint is one of TLS."""
+        """Whether connections to this endpoint use TLS."""
         return not endpoint.is_unix and (self.ca is not None or self.cert is not None)
 
     def channel(self, endpoint: Endpoint, options: Sequence[tuple[str, Any]] = ()) -> grpc.Channel:
@@ -91,12 +91,12 @@ class Credentials:
         return grpc.aio.secure_channel(endpoint.target, tls, list(options), interceptors=interceptors)
 
     def check(self, endpoint: Endpoint) -> None:
-        """Raises CredentialsError where they cannot be used to talk to this endpoint."""
+        """Raises CredentialsError if they cannot be used with this endpoint."""
         if (self.cert is None) != (self.key is None):
             raise CredentialsError("a certificate goes with its key: give both `cert` and `key`, or neither")
         if self.has_token and not (endpoint.is_unix or self.is_tls(endpoint) or self.insecure):
             raise CredentialsError(
-                f"the token is not sent to {endpoint} in the clear: give the `ca` of the server, or say `insecure`"
+                f"the token is not sent to {endpoint} in the clear: give the `ca` of the server, or set `insecure`"
             )
 
     def _tls(self, endpoint: Endpoint) -> grpc.ChannelCredentials | None:
@@ -112,7 +112,7 @@ class Credentials:
         return grpc.ssl_channel_credentials(root_certificates=roots, private_key=key, certificate_chain=chain)
 
     def _bearer(self) -> Callable[[], str]:
-        """Returns what returns the metadata's value; looks at the file first, to fail early."""
+        """Returns a function for the metadata value. Reads the token file now, to fail early."""
         if self.token is not None:
             value = f"Bearer {_checked(self.token, 'the token')}"
             return lambda: value
@@ -122,7 +122,7 @@ class Credentials:
 
 
 class _TokenFile:
-    """A token in a file, read again when that has changed. What cannot be read any more is used as it was."""
+    """A token in a file, read again when it changes. If that fails, the last token is used."""
 
     def __init__(self, path: str) -> None:
         self._path = os.path.expanduser(path)  # noqa: PTH111 - as with `os.stat` below
@@ -131,21 +131,21 @@ class _TokenFile:
 
     def __call__(self) -> str:
         try:
-            status = os.stat(self._path)  # noqa: PTH116 - with each call: half the time of a Path
+            status = os.stat(self._path)  # noqa: PTH116 - once per call: half the time of Path.stat
             seen = (status.st_mtime_ns, status.st_size, status.st_ino)
             if seen != self._seen:
                 text = (_contents("token_file", self._path) or b"").decode(errors="replace").strip()
-                self._value, self._seen = f"Bearer {_checked(text, 'what it has')}", seen
+                self._value, self._seen = f"Bearer {_checked(text, 'its content')}", seen
         except (OSError, CredentialsError) as error:
             if not self._value:
-                why = error.strerror if isinstance(error, OSError) else error
-                raise CredentialsError(f"token_file {self._path}: {why}") from None
+                reason = error.strerror if isinstance(error, OSError) else error
+                raise CredentialsError(f"token_file {self._path}: {reason}") from None
         return self._value
 
 
 def _checked(token: str, what: str) -> str:
     if not token or not token.isascii() or not token.isprintable() or " " in token:
-        raise CredentialsError(f"{what} is no token: one line of printable characters")
+        raise CredentialsError(f"{what} is not a token: one line of printable characters")
     return token
 
 
@@ -160,33 +160,36 @@ def _contents(name: str, path: str | None) -> bytes | None:
 
 
 def _check_pem(name: str, path: str | None, contents: bytes | None, kind: bytes) -> None:
-    """Raises CredentialsError for a file without any of what it is for: gRPC reports it as a server that is not there.
+    """Raises CredentialsError if a file has no PEM object of the kind; gRPC would report no server.
 
-    What is damaged behind something sound is not looked at: gRPC goes by the sound part.
+    Damaged objects after a valid one are not checked, because gRPC uses the valid one.
     """
     if contents is not None and kind + b"-----" not in contents:
         raise CredentialsError(f"{name} {path}: there is no {kind.decode().lower()} in PEM in it")
 
 
 def _check_pair(cert: str | None, key: str | None) -> None:
-    """Raises CredentialsError for a certificate and a key that do not belong together; a pipe was read already, and is empty."""
+    """Raises CredentialsError if key and certificate do not match.
+
+    Pipes are not checked: they are empty by now.
+    """
     if cert is None or key is None:
         return
     cert_path, key_path = (Path(path).expanduser() for path in (cert, key))
     if not (cert_path.is_file() and key_path.is_file()):
         return
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.set_ciphers("ALL:@SECLEVEL=0")  # how long keys must be is for who is shown them
+    context.set_ciphers("ALL:@SECLEVEL=0")  # the server decides which key lengths it accepts
     try:
         check_pair(str(cert_path), str(key_path), context)
     except PairError as error:
         raise CredentialsError(f"cert {cert}, key {key}: {error}") from None
     except PemError:
-        pass  # gRPC may take it, and else it says that it does not connect
+        pass  # gRPC may accept it; if not, it reports a failed connection
 
 
 def _with(details: Any, value: str) -> Any:
-    """Returns the details of a call, with the token among its metadata."""
+    """Returns the call details with the token added to their metadata."""
     metadata = [*(details.metadata or ()), ("authorization", value)]
     of_aio: Any = grpc.aio.ClientCallDetails
     if isinstance(details, of_aio):
@@ -217,7 +220,7 @@ class _Bearer(
     grpc.StreamUnaryClientInterceptor,  # type: ignore[misc]
     grpc.StreamStreamClientInterceptor,  # type: ignore[misc]
 ):
-    """Puts a token to every call."""
+    """Adds the token to every call."""
 
     def __init__(self, value: Callable[[], str]) -> None:
         self._value = value
@@ -232,7 +235,7 @@ class _Bearer(
 
 
 def _aio_bearers(value: Callable[[], str]) -> list[Any]:
-    """Returns an interceptor for each kind of call: grpc.aio looks at the class, and takes each for one kind only."""
+    """Returns one interceptor per kind of call: grpc.aio registers each class for one kind only."""
 
     async def intercept(_: Any, continuation: Any, details: Any, request: Any) -> Any:
         return await continuation(_with(details, value()), request)
@@ -247,47 +250,48 @@ def _aio_bearers(value: Callable[[], str]) -> list[Any]:
 
 
 _MISMATCH = "KEY_VALUES_MISMATCH"
-
-
-_SAYINGS = {
+_TEXTS = {
     _MISMATCH: f"the key is not this certificate's ({_MISMATCH})",
     "NO_CERTIFICATE_OR_CRL_FOUND": "the file contains no certificate",
 }
 
 
 class PemError(ValueError):
-    """A file cannot be used; the message says why, and does not name it."""
+    """A PEM file cannot be used. The message gives the reason, without the file's name."""
 
 
 class PairError(PemError):
-    """A key is another certificate's, or has a password: whoever reads the files, they are of no use."""
+    """A key belongs to another certificate, or has a password: the files are never usable."""
 
 
 def check_certificates(path: str) -> None:
-    """Raises PemError if a file has no certificates, or damaged ones."""
+    """Raises PemError if a file has no valid certificates."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
     except OSError as error:  # ssl.SSLError is one
-        raise PemError(f"not certificates in PEM: {_said(error, 'damaged')}") from None
+        raise PemError(f"not certificates in PEM: {_describe(error, 'damaged')}") from None
 
 
 def check_pair(cert: str, key: str, context: ssl.SSLContext) -> None:
-    """Loads a certificate, of which `check_certificates` thinks well, with its key. Raises PemError, PairError."""
+    """Loads a certificate that `check_certificates` accepted, and its key.
+
+    Raises PemError, PairError.
+    """
     try:
         context.load_cert_chain(cert, key, password=_no_password)
     except PairError:
         raise
     except (OSError, ValueError) as error:
         if getattr(error, "reason", "") == _MISMATCH:
-            raise PairError(_SAYINGS[_MISMATCH]) from None
-        raise PemError(_said(error, "the key is not a private key in PEM")) from None
+            raise PairError(_TEXTS[_MISMATCH]) from None
+        raise PemError(_describe(error, "the key is not a private key in PEM")) from None
 
 
 def _no_password() -> str:
     raise PairError("the key has a password")
 
 
-def _said(error: Exception, otherwise: str) -> str:
+def _describe(error: Exception, otherwise: str) -> str:
     if isinstance(error, ssl.SSLError):
-        return _SAYINGS.get(error.reason or "", error.reason or otherwise)
+        return _TEXTS.get(error.reason or "", error.reason or otherwise)
     return (isinstance(error, OSError) and error.strerror) or str(error)

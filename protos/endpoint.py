@@ -1,7 +1,8 @@
-"""Where a server listens: the one rule that server and clients share.
+"""Endpoints: how server and clients write, parse and default the server's address.
 
-An endpoint is written `unix:PATH` or `HOST:PORT`. Where nobody says one, both sides compute the same default:
-`$XDG_RUNTIME_DIR/kvtier/kvtier.sock`, else `/tmp/kvtier-<uid>/kvtier.sock`. Clients read `KVTIER_ENDPOINT` first.
+An endpoint is `unix:PATH` or `HOST:PORT`. The default of both sides is
+`$XDG_RUNTIME_DIR/kvtier/kvtier.sock`, else `/tmp/kvtier-<uid>/kvtier.sock`. Clients read
+`KVTIER_ENDPOINT` first.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ __all__ = [
 ]
 
 ENDPOINT_VARIABLE = "KVTIER_ENDPOINT"
-"""The environment variable that tells clients where the server is."""
+"""Environment variable with the server's endpoint, for clients."""
 
 CREDENTIAL_VARIABLES = {
     "ca": "KVTIER_CA",
@@ -35,22 +36,22 @@ CREDENTIAL_VARIABLES = {
     "token_file": "KVTIER_TOKEN_FILE",
     "insecure": "KVTIER_INSECURE",
 }
-"""The environment variable of each field of `Credentials`. The last one is the server's as well, and means the same there."""
+"""Environment variable of each field of `Credentials`. The server reads `KVTIER_INSECURE` too."""
 
 MAX_SOCKET_PATH_BYTES = 100
-"""Longest path of a server's socket. The kernel takes 107 bytes (unix(7)); 7 are left for the suffix of a companion
-socket, such as the one that hands out the region."""
+"""Longest path of a server's socket. The kernel allows 107 bytes (unix(7)); 7 are reserved for the
+suffix of a companion socket, such as the one that passes the region."""
 
 _MAX_PORT = 65535
 
 
 class EndpointError(ValueError):
-    """What was given does not name an endpoint; the message says why, in one line."""
+    """A text is not an endpoint. The message gives the reason in one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A Unix socket (`path` is set) or a TCP address (`host` and `port` are)."""
+    """A Unix socket (`path`) or a TCP address (`host` and `port`)."""
 
     path: str | None = None
     host: str = ""
@@ -58,12 +59,11 @@ class Endpoint:
 
     @property
     def is_unix(self) -> bool:
-        """Whether this is a Unix socket."""
         return self.path is not None
 
     @property
     def is_loopback(self) -> bool:
-        """Whether nothing but this host can reach it: a Unix socket, or TCP on a loopback address."""
+        """Whether only this host can reach it: a Unix socket, or TCP on a loopback address."""
         if self.path is not None or self.host == "localhost":
             return True
         try:
@@ -73,7 +73,7 @@ class Endpoint:
 
     @property
     def target(self) -> str:
-        """How gRPC names it. gRPC reads targets as URIs, so that a path needs its `%`, `?` and `#` quoted."""
+        """GRPC target. It is a URI, so `%`, `?` and `#` in a path are quoted."""
         return str(self) if self.path is None else f"unix:{quote(self.path)}"
 
     def __str__(self) -> str:
@@ -83,10 +83,10 @@ class Endpoint:
 
 
 def parse_endpoint(text: str) -> Endpoint:
-    """Reads `unix:PATH` (also `unix:///PATH`, `unix:~/PATH`, relative paths) or `HOST:PORT` (IPv6 in brackets).
+    """Parses `unix:PATH` or `HOST:PORT`. Raises `EndpointError`.
 
-    Paths come back absolute. Port 0 is allowed: a server that listens on it takes any free port. Raises
-    `EndpointError`.
+    Also accepts `unix:///PATH`, `unix:~/PATH`, relative paths and IPv6 addresses in brackets. Paths
+    of the result are absolute. Port 0 lets a server choose a free port.
     """
     if text.startswith("unix:"):
         return Endpoint(path=_socket_path(text))
@@ -99,7 +99,7 @@ def parse_endpoint(text: str) -> Endpoint:
 
 
 def default_endpoint(environ: Mapping[str, str] = os.environ) -> Endpoint:
-    """Returns the Unix socket of this user that is used where nobody says another."""
+    """Returns the default Unix socket of this user."""
     runtime = environ.get("XDG_RUNTIME_DIR", "")
     path = f"{runtime}/kvtier/kvtier.sock"
     if not runtime.startswith("/") or len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
@@ -108,7 +108,7 @@ def default_endpoint(environ: Mapping[str, str] = os.environ) -> Endpoint:
 
 
 def client_endpoint(text: str | None = None, environ: Mapping[str, str] = os.environ) -> Endpoint:
-    """Returns where a client connects: what it was told, else `KVTIER_ENDPOINT`, else the default.
+    """Returns a client's endpoint: `text`, else `KVTIER_ENDPOINT`, else the default.
 
     Raises `EndpointError`.
     """
@@ -135,7 +135,7 @@ def _socket_path(text: str) -> str:
         raise EndpointError(f"{text!r}: a path has no NUL in it")
     try:
         path = str(Path(path).expanduser().absolute())
-    except RuntimeError as error:  # ~ of nobody
+    except RuntimeError as error:  # ~ of an unknown user
         raise EndpointError(f"{text!r}: {error}") from None
     if (length := len(os.fsencode(path))) > MAX_SOCKET_PATH_BYTES:
         raise EndpointError(f"{text!r}: a socket's path has at most {MAX_SOCKET_PATH_BYTES} bytes, this one {length}")

@@ -1,7 +1,7 @@
-"""The one table of errors: each reason, its gRPC status, and how both travel.
+"""Error reasons: the gRPC status of each, and how both travel.
 
-A refused call ends in the reason's status code, with a `google.rpc.ErrorInfo` in the trailing metadata
-(`grpc-status-details-bin`), so that clients match reasons and never texts.
+A refused call ends with the reason's status code and a `google.rpc.ErrorInfo` in the trailing
+metadata (`grpc-status-details-bin`). Clients match the reason, never the text.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ STATUS_OF = MappingProxyType(
         "RATE_LIMITED": grpc.StatusCode.RESOURCE_EXHAUSTED,
     }
 )
-"""Status of each reason. A test holds it against `kvtier.v1.ErrorReason`: none is missing, none is unknown."""
+"""Status code of each reason of `kvtier.v1.ErrorReason`; a test compares the two."""
 
 
 def status_of(reason: str, message: str, retry_after: float | None = None) -> status_pb2.Status:
-    """Returns what a refused call is answered with, its reason included; `retry_after` says in how many seconds it may succeed."""
+    """Returns the status of a refused call; `retry_after`: seconds until it may succeed."""
     code: int = STATUS_OF[reason].value[0]
     status = status_pb2.Status(code=code, message=message)
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN))
@@ -64,12 +64,12 @@ def status_of(reason: str, message: str, retry_after: float | None = None) -> st
 
 
 def error_details(reason: str, message: str, retry_after: float | None = None) -> tuple[tuple[str, bytes], ...]:
-    """Returns the trailing metadata that goes with a refused call."""
+    """Returns the trailing metadata of a refused call."""
     return ((_DETAILS_KEY, status_of(reason, message, retry_after).SerializeToString()),)
 
 
 def status_within(trailing_metadata: Iterable[Any] | None) -> status_pb2.Status | None:
-    """Returns the whole status that a failed call came back with; None where it says no more than its code."""
+    """Returns the status in a failed call's metadata; None if it has only a code."""
     for key, value in trailing_metadata or ():
         if key == _DETAILS_KEY:
             status: status_pb2.Status = status_pb2.Status.FromString(value)
@@ -78,13 +78,13 @@ def status_within(trailing_metadata: Iterable[Any] | None) -> status_pb2.Status 
 
 
 def reason_of(trailing_metadata: Iterable[Any] | None) -> str | None:
-    """Returns the reason that a failed call came back with; None where the answer is not from kvtier."""
+    """Returns the reason in a failed call's metadata; None if it is not from kvtier."""
     status = status_within(trailing_metadata)
     return None if status is None else reason_within(status)
 
 
 def reason_within(status: status_pb2.Status) -> str | None:
-    """Returns the reason that a status carries, if it is from kvtier."""
+    """Returns the reason in a status; None if it is not from kvtier."""
     for detail in status.details:
         info = error_details_pb2.ErrorInfo()
         if detail.Unpack(info) and info.domain == DOMAIN:

@@ -5,8 +5,8 @@ the server arrive as method calls. ``now`` is in seconds of a clock that never g
 saves leave once per step as a ``StepPlan``; requests to the server leave by ``OffloadServer``.
 Calls for one request:
 
-    arrived -> match (until it is known) -> allocated -> [loads_ended] -> plan_saves, take_plan
-    (every step) -> finished
+    arrived -> match (until it is known) -> allocated -> [loads_ended] -> plan_saves (every step)
+    -> take_plan (every step) -> finished
 
 Other events: ``lookup_ended``, ``saves_ended``, ``preempted``, ``server_changed``, ``reset`` and
 ``emptied``. The engine computes requests that the core does not know; they are not stored.

@@ -1,10 +1,10 @@
-"""The few bytes with which a connection to the server's second socket begins.
+"""First bytes of a connection to the server's attach socket.
 
-That is the Unix socket that `CapabilitiesResponse.region` names. The client sends a request, which says what the connection is
-for; the server grants it, or refuses. A granted reply to a client that asks for the region carries its descriptor as ancillary data
-(SCM_RIGHTS); both then keep the connection: as long as it stands, the server takes it that the client may write to the
-region. What follows on a connection for calls is told by `local_calls`. A client of another host connects for calls to the port for
-plain sockets (`plain`), with the same first bytes.
+That is the Unix socket in `CapabilitiesResponse.region`. The client's request says what the
+connection is for; the server grants or refuses it. A granted reply for the region carries its file
+descriptor (SCM_RIGHTS). While that connection is open, the server assumes that the client may write
+to the region. A connection for calls continues as in `call_frames`. Clients of other hosts send the
+same bytes to the TCP port of `tcp_frames`; they may only ask for calls.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["REPLY_BYTES", "REQUEST_BYTES", "Purpose", "pack_reply", "pack_reques
 
 
 class Purpose(enum.Enum):
-    """What a connection is for. Values are its first bytes."""
+    """Purpose of a connection. Values are its first bytes."""
 
     REGION = b"KVT1"
     CALLS = b"KVC1"
@@ -31,12 +31,12 @@ REPLY_BYTES = _REPLY.size
 
 
 def pack_request(session_id: bytes, epoch: int, purpose: Purpose = Purpose.REGION) -> bytes:
-    """Returns what a client sends."""
+    """Returns the client's request."""
     return _REQUEST.pack(purpose.value, session_id, epoch)
 
 
 def unpack_request(data: bytes) -> tuple[Purpose, bytes, int]:
-    """Returns what the connection is for, session id and epoch.
+    """Returns purpose, session id and epoch.
 
     Raises:
         ValueError: it is not a request of this version.
@@ -49,7 +49,7 @@ def unpack_request(data: bytes) -> tuple[Purpose, bytes, int]:
 
 
 def pack_reply(size_bytes: int, *, granted: bool) -> bytes:
-    """Returns what the server answers; a granted reply travels with the descriptor."""
+    """Returns the server's reply; a granted one is sent with the descriptor."""
     return _REPLY.pack(_MAGIC, granted, size_bytes)
 
 

@@ -1,13 +1,15 @@
-"""Calls over a Unix socket, for clients on the server's host: the messages of gRPC without gRPC around them.
+"""Frames of unary calls over a socket, without gRPC.
 
-A unary call of gRPC takes 0.33 ms where a round trip over a Unix socket takes 0.05: nothing else stands between a step of an
-engine and its answer. So what a client on the same host calls, of whichever service, goes over connections of
-`attach.Purpose.CALLS`, one call at a time on each:
+A gRPC call takes 0.33 ms, a round trip over a Unix socket 0.05 ms. So clients on the server's host
+send their calls, of any service, over connections of `attach.Purpose.CALLS`. Each carries one call
+at a time:
 
-    request   uint32 length of the rest, uint8 length of the name, the name ("CacheService/Lookup"), the message
-    answer    uint32 length of the rest, uint8 gRPC status code, the message; if the code is not 0, a `google.rpc.Status`
+- Request: uint32 length of the rest, uint8 length of the name, the name ("CacheService/Lookup"), the
+  message.
+- Answer: uint32 length of the rest, uint8 gRPC status code, the message. If the code is not 0, the
+  message is a `google.rpc.Status`.
 
-Numbers are little-endian. A client that gives up on a call closes the connection, and the call is cancelled.
+Numbers are little-endian. A client cancels a call by closing the connection.
 """
 
 from __future__ import annotations
@@ -33,26 +35,21 @@ _HEAD = struct.Struct("<IB")
 LENGTH_BYTES = _LENGTH.size
 
 STATUS_OF_CODE = MappingProxyType({status.value[0]: status for status in grpc.StatusCode})
-"""gRPC's status codes by their numbers."""
 
 
 def unpack_length(data: bytes | bytearray | memoryview) -> int:
-    """Returns how many bytes of a request or an answer follow the first four."""
+    """Returns the length of a request or answer after its first four bytes."""
     (length,) = _LENGTH.unpack_from(data)
     return int(length)
 
 
 def pack_call(name: bytes, message: bytes) -> bytes:
-    """Returns a request whole. `name` has 255 bytes at most."""
+    """Returns a request, its length included. `name` has at most 255 bytes."""
     return b"".join((_HEAD.pack(1 + len(name) + len(message), len(name)), name, message))
 
 
 def unpack_call(body: bytes) -> tuple[bytes, bytes]:
-    """Returns name and message of a request; `body` is what follows the length.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Splits the body of a request into name and message. Raises ValueError."""
     end = 1 + body[0] if body else 0
     if not 1 < end <= len(body):
         raise ValueError("not a call")
@@ -60,16 +57,12 @@ def unpack_call(body: bytes) -> tuple[bytes, bytes]:
 
 
 def pack_answer(code: int, message: bytes) -> bytes:
-    """Returns an answer whole."""
+    """Returns an answer, its length included."""
     return _HEAD.pack(1 + len(message), code) + message
 
 
 def unpack_answer(body: bytes) -> tuple[int, bytes]:
-    """Returns status code and message of an answer; `body` is what follows the length.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Splits the body of an answer into status code and message. Raises ValueError."""
     if not body or body[0] not in STATUS_OF_CODE:
         raise ValueError("not an answer")
     return body[0], body[1:]

@@ -1,11 +1,11 @@
-"""The frames of `TransferService`, sent and taken without copying their payload through a protobuf message.
+"""Frames of `TransferService`, encoded and decoded without a protobuf copy of their payload.
 
-A frame is a `PushRequest` or `PullResponse` whose last field is `payload`. So it is the small message of the other
-fields, serialized by protobuf as usual, followed by one tag, one length and the raw bytes. A protobuf `bytes` field
-costs a copy at each end, a third to a half of the rate of a bulk stream.
+A frame is a `PushRequest` or `PullResponse` with `payload` as its last field. So it is the other
+fields, serialized by protobuf, then one tag, one length and the raw bytes. A protobuf `bytes` field
+costs a copy at each end, a third to a half of the throughput of a bulk stream.
 
-Both sides hand these functions to gRPC's raw-bytes handlers; any thread may call them. Peers in other languages can use
-the generated messages: the bytes are the same.
+Both sides use these functions as gRPC serializers, on any thread. Peers may use the generated
+messages: the bytes are the same.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Final, NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from ..v1.common_pb2 import SessionRef
 from ..v1.transfer_pb2 import PullResponse, PushRequest
 
 __all__ = [
@@ -24,7 +23,6 @@ __all__ = [
     "decode_pull_frame",
     "decode_push_frame",
     "encode_pull_frame",
-    "encode_push_frame",
     "pull_head",
     "push_head",
 ]
@@ -32,7 +30,8 @@ __all__ = [
 _Fields = TypeVar("_Fields", PushRequest, PullResponse)
 
 FRAME_BYTES: Final = 1 << 20
-"""Payload of a frame where nothing asks for less: what both ends make of it, and gRPC's own copies, stay in a processor's cache."""
+"""Default payload of a frame. It is small enough that the copies of it stay in a
+processor's cache."""
 
 _VARINT: Final = 0
 _FIXED64: Final = 1
@@ -40,24 +39,26 @@ _DELIMITED: Final = 2
 _FIXED32: Final = 5
 _PAYLOAD_TAG: Final = PushRequest.PAYLOAD_FIELD_NUMBER << 3 | _DELIMITED
 _TAGS: Final = range(1 << 3, 2**32)
-_MORE: Final = 0x80  # the bit of a varint's byte that says that another one follows
+_MORE: Final = 0x80  # bit of a varint's byte: another one follows
 
 
 class Head(NamedTuple):
-    """What comes before the payload of a frame. Its checksum is still to be filled in, whatever it is."""
+    """Bytes before the payload of a frame.
+
+    The caller fills in the checksum: 8 bytes at `checksum_at`, little-endian.
+    """
 
     data: bytes
     checksum_at: int
-    """Where its 8 bytes are, the lowest first."""
 
 
 def push_head(fields: PushRequest, payload_bytes: int) -> Head:
-    """Returns the head of a frame with these fields, whose own checksum and payload are empty, for some payload."""
+    """Returns the head of a frame with these fields, which have no checksum and no payload."""
     return _head(fields, PushRequest.XXH3_64_FIELD_NUMBER, payload_bytes)
 
 
 def pull_head(fields: PullResponse, payload_bytes: int) -> Head:
-    """Returns the head of a frame with these fields, whose own checksum and payload are empty, for some payload."""
+    """Returns the head of a frame with these fields, which have no checksum and no payload."""
     return _head(fields, PullResponse.XXH3_64_FIELD_NUMBER, payload_bytes)
 
 
@@ -66,53 +67,29 @@ def _head(fields: Message, checksum_field: int, payload_bytes: int) -> Head:
     return Head(start + bytes(8) + bytes((_PAYLOAD_TAG,)) + _varint(payload_bytes), len(start))
 
 
-def encode_push_frame(
-    offset_bytes: int,
-    xxh3_64: int,
-    payload: Sequence[bytes | bytearray | memoryview],
-    *,
-    session: SessionRef | None = None,
-    store_id: int = 0,
-) -> bytes:
-    """Returns the bytes of a `PushRequest`; its payload is the given buffers, one after the other.
-
-    `session` and `store_id` belong in the first frame of a stream only. Copies the payload once, holding the GIL.
-    """
-    fields = PushRequest(session=session, store_id=store_id, offset_bytes=offset_bytes, xxh3_64=xxh3_64)
-    return _encode(fields, payload)
-
-
 def encode_pull_frame(offset_bytes: int, xxh3_64: int, payload: Sequence[bytes | bytearray | memoryview]) -> bytes:
-    """Returns the bytes of a `PullResponse`; its payload is the given buffers, one after the other.
+    """Returns a `PullResponse` with the given buffers as its payload.
 
-    Copies the payload once, holding the GIL.
+    Copies them once, holding the GIL.
     """
-    return _encode(PullResponse(offset_bytes=offset_bytes, xxh3_64=xxh3_64), payload)
+    size = sum(memoryview(piece).nbytes for piece in payload)
+    head = PullResponse(offset_bytes=offset_bytes, xxh3_64=xxh3_64).SerializeToString()
+    if not size:
+        return head
+    return b"".join((head, bytes((_PAYLOAD_TAG,)), _varint(size), *payload))
 
 
 def decode_push_frame(message: bytes) -> tuple[PushRequest, memoryview]:
-    """Splits a `PushRequest` into its fields, `payload` left empty, and a view of the payload.
+    """Splits a `PushRequest` into its other fields and a view of its payload.
 
-    Unknown fields are skipped. Raises `ValueError` for whatever is not a frame, and where `payload` is not the last
-    field.
+    Skips unknown fields. Raises ValueError if it is not a frame or `payload` is not its last field.
     """
     return _decode(PushRequest, message)
 
 
 def decode_pull_frame(message: bytes) -> tuple[PullResponse, memoryview]:
-    """Splits a `PullResponse` into its fields, `payload` left empty, and a view of the payload.
-
-    Errors as `decode_push_frame`.
-    """
+    """Splits a `PullResponse` as `decode_push_frame` does."""
     return _decode(PullResponse, message)
-
-
-def _encode(fields: Message, payload: Sequence[bytes | bytearray | memoryview]) -> bytes:
-    size = sum(memoryview(piece).nbytes for piece in payload)
-    head = fields.SerializeToString()
-    if not size:
-        return head
-    return b"".join((head, bytes((_PAYLOAD_TAG,)), _varint(size), *payload))
 
 
 def _decode(kind: type[_Fields], message: bytes) -> tuple[_Fields, memoryview]:
@@ -125,7 +102,7 @@ def _decode(kind: type[_Fields], message: bytes) -> tuple[_Fields, memoryview]:
 
 
 def _find_payload(message: bytes) -> tuple[int, int]:
-    """Returns where the fields before the payload end and where its bytes start; both the end without one."""
+    """Returns where the other fields end and where the payload starts, at the latest the end."""
     position, end = 0, len(message)
     while position < end:
         tag, value_start = _read_varint(message, position)

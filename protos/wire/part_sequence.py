@@ -1,4 +1,4 @@
-"""The sequence of bytes that the parts of one store or load form; see `TransferService`."""
+"""Byte sequence formed by the parts of one store or load; see `TransferService`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ __all__ = ["PartSequence"]
 
 
 class PartSequence:
-    """Parts that lie here and there in memory, as one sequence."""
+    """Scattered parts as one sequence.
+
+    Part i is `sizes[i]` bytes at offset `offsets[i]` of the memory.
+    """
 
     def __init__(self, offsets: Sequence[int], sizes: Sequence[int]) -> None:
-        """`offsets[i]` is where part i lies in memory, `sizes[i]` its bytes."""
         self._offsets, self._sizes = _joined(offsets, sizes)
         self._ends = list(accumulate(self._sizes))
         self.total_bytes = self._ends[-1] if self._ends else 0
 
     def locate(self, position: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Yields where a piece of the sequence lies in memory, as (offset, bytes).
+        """Yields (memory offset, bytes) of each piece of a range of the sequence.
 
-        Raises:
-            ValueError: the piece reaches beyond the sequence.
+        Raises ValueError if the range exceeds the sequence.
         """
         if position + nbytes > self.total_bytes:
             raise ValueError(f"bytes {position} to {position + nbytes} of a sequence of {self.total_bytes}")
@@ -37,15 +38,15 @@ class PartSequence:
 
 
 def _joined(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Returns the same bytes in fewer pieces, where parts lie one behind the other: each piece costs as much as some KiB."""
-    places: list[int] = []
+    """Joins adjacent parts, because each piece costs as much as copying a few KiB."""
+    starts: list[int] = []
     lengths: list[int] = []
     end = -1
     for offset, size in zip(offsets, sizes, strict=True):
         if offset == end:
             lengths[-1] += size
         else:
-            places.append(offset)
+            starts.append(offset)
             lengths.append(size)
         end = offset + size
-    return places, lengths
+    return starts, lengths

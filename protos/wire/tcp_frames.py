@@ -1,10 +1,13 @@
-"""What travels over a plain TCP socket to the bulk process, where gRPC would copy each byte five times on its way.
+"""Frames of Push and Pull over TCP to the bulk process. gRPC would copy each byte five times.
 
-A request is its head and a `PushRequest` or `PullRequest` without a payload. Frames follow, from the client for a Push and
-from the server for a Pull: a head, with a checksum of its own, and the bytes, each a piece of the sequence that
-`TransferService` tells of. A frame of no bytes ends them. Then the server answers: a head, and a `PushResponse` or
-`PullResponse`; the next request may come. Or it refuses, with reason and text, perhaps in mid-stream, and hangs up. Numbers
-have their lowest byte first. A connection that begins like one to the server's own socket, for calls (`attach`), is one for calls.
+- Request: a head, and a `PushRequest` or `PullRequest` without payload.
+- Frames: a head with its own checksum, and bytes: a piece of the sequence that `TransferService`
+  describes. The client sends them for a Push, the server for a Pull. The last one has no bytes.
+- Answer: a head, and a `PushResponse` or `PullResponse`. Then the client may send the next request.
+
+Instead of an answer, or between frames, the server may send a refusal (reason and text) and close
+the connection. Numbers are little-endian. A connection that begins with the first bytes of `attach`
+is one for calls.
 """
 
 from __future__ import annotations
@@ -42,18 +45,16 @@ REQUEST_BYTES: Final = _REQUEST.size
 FRAME_HEAD_BYTES: Final = _FRAME.size + _CHECK.size
 ANSWER_BYTES: Final = _ANSWER.size
 MAX_MESSAGE_BYTES: Final = 1 << 20
-"""Largest message behind a head."""
+"""Largest message after a head."""
 
 
 class Method(enum.IntEnum):
-    """What is asked for."""
-
     PUSH = 1
     PULL = 2
 
 
 class FrameHead(NamedTuple):
-    """What comes before the bytes of a frame."""
+    """Head of a frame: offset in the sequence, length and checksum of the bytes that follow."""
 
     offset: int
     nbytes: int
@@ -61,12 +62,11 @@ class FrameHead(NamedTuple):
 
 
 def pack_request(method: Method, message: bytes) -> bytes:
-    """Returns a request, its message included."""
     return _REQUEST.pack(_MAGIC, method, len(message)) + message
 
 
 def unpack_request(head: bytes | bytearray) -> tuple[Method, int]:
-    """Returns the method, and the bytes of the message that follows. Raises ValueError for what is no request."""
+    """Returns the method and the length of the message that follows. Raises ValueError."""
     magic, method, nbytes = _REQUEST.unpack(head)
     if magic != _MAGIC or nbytes > MAX_MESSAGE_BYTES:
         raise ValueError("not a request of this version")
@@ -74,13 +74,16 @@ def unpack_request(head: bytes | bytearray) -> tuple[Method, int]:
 
 
 def pack_frame_head(offset: int, nbytes: int, xxh3_64: int) -> bytes:
-    """Returns the head of a frame; no bytes end the frames. Its checksum keeps bytes from going where a damaged head says."""
+    """Returns the head of a frame; 0 bytes end the frames.
+
+    Its checksum guards against a damaged offset.
+    """
     head = _FRAME.pack(offset, nbytes, xxh3_64)
     return head + _CHECK.pack(xxhash.xxh32_intdigest(head))
 
 
 def unpack_frame_head(head: bytes | bytearray) -> FrameHead:
-    """Returns the head of a frame. Raises ValueError for one that arrived damaged."""
+    """Raises ValueError if the head's checksum does not match."""
     fields, (check,) = head[: _FRAME.size], _CHECK.unpack(head[_FRAME.size :])
     if xxhash.xxh32_intdigest(bytes(fields)) != check:
         raise ValueError("the head of a frame arrived damaged")
@@ -88,18 +91,19 @@ def unpack_frame_head(head: bytes | bytearray) -> FrameHead:
 
 
 def pack_answer(message: bytes) -> bytes:
-    """Returns an answer, its message included."""
     return _ANSWER.pack(True, len(message)) + message
 
 
 def pack_refusal(reason: str, text: str) -> bytes:
-    """Returns a refusal."""
     message = f"{reason}\n{text}".encode()[:MAX_MESSAGE_BYTES]
     return _ANSWER.pack(False, len(message)) + message
 
 
 def unpack_answer(head: bytes | bytearray) -> tuple[bool, int]:
-    """Returns whether it is an answer and no refusal, and the bytes of what follows. Raises ValueError for nonsense."""
+    """Returns whether it is an answer (False: a refusal) and the length of its message.
+
+    Raises ValueError.
+    """
     granted, nbytes = _ANSWER.unpack(head)
     if nbytes > MAX_MESSAGE_BYTES:
         raise ValueError("an answer that is too long")
@@ -107,6 +111,6 @@ def unpack_answer(head: bytes | bytearray) -> tuple[bool, int]:
 
 
 def unpack_refusal(message: bytes | bytearray) -> tuple[str, str]:
-    """Returns reason and text of a refusal."""
+    """Returns the reason and the text."""
     reason, _, text = message.decode(errors="replace").partition("\n")
     return reason, text

@@ -20,11 +20,11 @@ from harness.misbehaving import (
     refuse,
 )
 from harness.payloads import key_of
+from harness.push_frames import encode_push_frame
 from harness.raw import RawSession
 from harness.server_process import MIB
 
 from kvtier.protos.v1 import cache_pb2, common_pb2, handoff_pb2, session_pb2, transfer_pb2
-from kvtier.protos.wire.grpc_frames import encode_push_frame
 
 
 def test_table_names_every_method_of_the_cache() -> None:

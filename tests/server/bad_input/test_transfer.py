@@ -30,13 +30,14 @@ from harness.misbehaving import (
     refuse,
 )
 from harness.payloads import assert_serves, key_of, payload
+from harness.push_frames import encode_push_frame
 from harness.raw import refusal_of
 from harness.server_process import MIB
 
 from kvtier.client.results import KeyStatus
 from kvtier.protos.error_reasons import STATUS_OF
 from kvtier.protos.v1 import cache_pb2, transfer_pb2
-from kvtier.protos.wire.grpc_frames import decode_pull_frame, encode_push_frame
+from kvtier.protos.wire.grpc_frames import decode_pull_frame
 
 
 def frames_of(world: World, store_id: int, payload_bytes: bytes, **changed: Any) -> list[bytes]:

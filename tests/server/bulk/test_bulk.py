@@ -21,6 +21,7 @@ from harness.bulk import bulk_pid, bulk_streams, locate, wait_for_bulk, wait_unt
 from harness.delay_proxy import delay_proxy
 from harness.long_timeouts import DEFAULTS, wait_until
 from harness.payloads import assert_serves, filled, is_payload, key_of, namespace_of, payload
+from harness.push_frames import encode_push_frame
 from harness.raw import RawSession, refusal_of
 from harness.server_process import MIB, ServerProcess
 from harness.signals import stop
@@ -30,7 +31,7 @@ from kvtier.client.transport import bulk_connector
 from kvtier.client.transport.bulk_connector import BulkConnector, BulkStreams, GrpcStreams
 from kvtier.protos.endpoint import parse_endpoint
 from kvtier.protos.v1 import cache_pb2, transfer_pb2
-from kvtier.protos.wire.grpc_frames import decode_pull_frame, encode_push_frame
+from kvtier.protos.wire.grpc_frames import decode_pull_frame
 from kvtier.server.bulk import supervisor
 from kvtier.server.bulk.supervisor import BulkProcess
 from kvtier.server.config.schema import BulkConfig

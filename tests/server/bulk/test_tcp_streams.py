@@ -18,6 +18,7 @@ import xxhash
 from harness.bulk import bulk_pid, bulk_streams, locate, wait_for_bulk, wait_until_received
 from harness.long_timeouts import wait_until
 from harness.payloads import assert_serves, filled, is_payload, key_of, namespace_of, payload
+from harness.push_frames import encode_push_frame
 from harness.raw import RawSession
 from harness.server_process import MIB, ServerProcess
 
@@ -28,7 +29,6 @@ from kvtier.client.transport.tcp_streams import TcpStreamClient
 from kvtier.cuda.host.copy import address_of
 from kvtier.protos.v1 import cache_pb2, common_pb2, session_pb2, transfer_pb2
 from kvtier.protos.wire import tcp_frames
-from kvtier.protos.wire.grpc_frames import encode_push_frame
 from kvtier.server.bulk import tcp_streams as plain_module
 from kvtier.server.bulk.tcp_streams import TcpStreamServer
 
