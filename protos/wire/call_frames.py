@@ -4,8 +4,8 @@ A gRPC call takes 0.33 ms, a round trip over a Unix socket 0.05 ms. So clients o
 send their calls, of any service, over connections of `attach.Purpose.CALLS`. Each carries one call
 at a time:
 
-- Request: uint32 length of the rest, uint8 length of the name, the name ("CacheService/Lookup"), the
-  message.
+- Request: uint32 length of the rest, uint8 length of the name, the name ("CacheService/Lookup"),
+  the message.
 - Answer: uint32 length of the rest, uint8 gRPC status code, the message. If the code is not 0, the
   message is a `google.rpc.Status`.
 

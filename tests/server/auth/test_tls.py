@@ -46,7 +46,7 @@ def test_blocks_travel_over_tls_through_the_bulk_process(site: Site) -> None:
         client.store(KEYS, [payload(key, PART) for key in KEYS])
         assert_serves(client, KEYS)
         streams = client._transport._bulk._streams  # type: ignore[attr-defined]
-        assert type(streams).__name__ == "Streams"
+        assert type(streams).__name__ == "GrpcStreams"
 
 
 async def test_the_asyncio_client_uses_tls(site: Site) -> None:
