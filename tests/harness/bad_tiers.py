@@ -1,6 +1,7 @@
-"""A tier in memory that misbehaves as files in its directory tell it to, while a server has it.
+"""A tier in memory that misbehaves in a running server, controlled by files in its directory.
 
-`hang-store` makes `store` hang as long as the file is there, `raise-load` makes `load` raise what is named in it, and so on.
+While the file `hang-store` exists, `store` hangs; `raise-load` makes `load` raise the error that it
+names, and so on.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ HONEST_ENTRY = Entry(NamespaceId(b"a real namespace"), b"a block" + bytes(4), 40
 
 
 class OddError(BaseException):
-    """What `except Exception` does not catch."""
+    """An error that `except Exception` does not catch."""
 
 
 ERRORS = {error.__name__: error for error in (OddError, RuntimeError, GeneratorExit, SystemExit, MemoryError)}
 
 
 class BadTier(SecondaryTier):
-    """Keeps blocks in a dict; durable by its own word only."""
+    """Keeps blocks in a dict and claims that they are durable."""
 
     type: ClassVar[str] = "bad"
     durable: ClassVar[bool] = True
@@ -91,7 +92,7 @@ class BadTier(SecondaryTier):
 
 
 def lies(capacity: int) -> Iterator[object]:
-    """Yields what no tier can hold."""
+    """Invalid values that no tier can hold."""
     space, key = HONEST_ENTRY.namespace, b"lie" + bytes(4)
     for nbytes in (0, -1, -(1 << 70), capacity + 1, 1 << 70, 1.5, None, True, "4096"):
         yield Entry(space, key, nbytes)  # type: ignore[arg-type]

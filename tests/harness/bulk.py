@@ -1,4 +1,4 @@
-"""The bulk process of a real server: where it is, and streams to it without the client's good manners."""
+"""The bulk process of a real server: its pid, and raw streams to it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["bulk_pid", "bulk_streams", "locate", "wait_for_bulk", "wait_until_re
 
 
 def wait_for_bulk(client: Any) -> None:
-    """Waits until a client's streams go to the bulk process."""
+    """Waits until a client's streams use the bulk process."""
     route = client._transport._bulk
 
     def found() -> bool:
@@ -35,9 +35,9 @@ def wait_for_bulk(client: Any) -> None:
 
 
 def bulk_pid(server_pid: int) -> int | None:
-    """Returns the process id of a server's bulk process, if it has one."""
+    """The pid of a server's bulk process, if it has one."""
     for task in Path(f"/proc/{server_pid}/task").iterdir():
-        with contextlib.suppress(OSError):  # a thread that has just ended, as the one that waited for the last child
+        with contextlib.suppress(OSError):  # the thread has just ended
             for child in map(int, (task / "children").read_text().split()):
                 with contextlib.suppress(OSError):
                     if b"kvtier.server.bulk" in Path(f"/proc/{child}/cmdline").read_bytes():
@@ -46,7 +46,7 @@ def bulk_pid(server_pid: int) -> int | None:
 
 
 def locate(session: RawSession, store_id: int = 0) -> transfer_pb2.LocateResponse:
-    """Asks where the bulk process is."""
+    """Calls Locate."""
     call = session.channel.unary_unary(path_of(LOCATE), serialize, transfer_pb2.LocateResponse.FromString)
     answer: transfer_pb2.LocateResponse = call(
         transfer_pb2.LocateRequest(session=session.ref, store_id=store_id), timeout=60
@@ -55,7 +55,7 @@ def locate(session: RawSession, store_id: int = 0) -> transfer_pb2.LocateRespons
 
 
 def wait_until_received(client: Client, source: PartSender, nbytes: int) -> None:
-    """Waits until the server has heard of so many bytes of the store that a client is sending."""
+    """Waits until the server has received this many bytes of a client's store."""
     channel = client._transport._channel  # type: ignore[attr-defined]
     call = channel.unary_unary(path_of(LOCATE), serialize, transfer_pb2.LocateResponse.FromString)
     request = transfer_pb2.LocateRequest(session=source._ref, store_id=source._store_id)
@@ -64,7 +64,7 @@ def wait_until_received(client: Client, source: PartSender, nbytes: int) -> None
 
 @contextlib.contextmanager
 def bulk_streams(session: RawSession, endpoint: str) -> Iterator[None]:
-    """Has the streams of a raw session go to the bulk process of the server on this Unix socket."""
+    """Routes the streams of a raw session to the bulk process of the server at this Unix socket."""
     suffix = wait_until(lambda: locate(session).socket_suffix)
     before = session.push, session.pull
     with grpc.insecure_channel(endpoint + suffix, options=CHANNEL_OPTIONS) as channel:

@@ -1,4 +1,4 @@
-"""Certificate authorities, and certificates of theirs, made when a test runs and for as long as it asks."""
+"""Certificate authorities and certificates, made by tests with chosen validity."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["Authority", "Pair"]
 
 
 class Pair:
-    """A certificate and its key, in files."""
+    """Files of a certificate and its key."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self.cert = str(directory / f"{name}.pem")
         self.key = str(directory / f"{name}.key")
 
     def write(self, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
-        """Writes both, the key first."""
+        """Writes both files, the key first."""
         pem = serialization.Encoding.PEM
         no_password = serialization.NoEncryption()
         Path(self.key).write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, no_password))
@@ -30,7 +30,7 @@ class Pair:
 
 
 class Authority:
-    """Somebody who vouches for others, between these days from now; `ca` is the file to hand out."""
+    """A certificate authority, valid between these days from now; `ca` is its certificate file."""
 
     def __init__(self, directory: Path, name: str = "ca", *, days: tuple[float, float] = (-1, 1)) -> None:
         self._directory = directory
@@ -45,7 +45,7 @@ class Authority:
         Path(self.ca).write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
     def issue(self, name: str, *, days: tuple[float, float] = (-1, 1), alternative: str | None = None) -> Pair:
-        """Writes a certificate for 127.0.0.1 with this common name, valid between these days from now; returns where it is."""
+        """Issues a certificate for 127.0.0.1 with a common name, valid between these days from now."""
         key = ec.generate_private_key(ec.SECP256R1())
         names: list[x509.GeneralName] = [x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
         if alternative is not None:

@@ -1,4 +1,4 @@
-"""A collector of OpenTelemetry: takes spans over gRPC, and keeps them."""
+"""An OpenTelemetry collector that receives spans over gRPC and keeps them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Collector", "Span", "collector"]
 
 @dataclass(frozen=True)
 class Span:
-    """A span as it arrived."""
+    """A received span."""
 
     name: str
     trace_id: str
@@ -29,7 +29,7 @@ class Span:
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """What has arrived."""
+    """The received spans."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -38,14 +38,13 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     def Export(  # noqa: N802 - as in the protos
         self, request: trace_service_pb2.ExportTraceServiceRequest, _: grpc.ServicerContext
     ) -> trace_service_pb2.ExportTraceServiceResponse:
-        """Takes spans."""
         for source in request.resource_spans:
             for scope in source.scope_spans:
                 self.spans += (_span(span, source.resource) for span in scope.spans)
         return trace_service_pb2.ExportTraceServiceResponse()
 
     def wait_for(self, wanted: Callable[[Span], bool], seconds: float = 60.0) -> Span:
-        """Returns the first span of which this is true, once it has come."""
+        """Waits for a span that matches `wanted` and returns it."""
         deadline = time.monotonic() + seconds
         while True:
             found = next(filter(wanted, list(self.spans)), None)
@@ -73,7 +72,7 @@ def _values(attributes: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def collector() -> Iterator[Collector]:
-    """Runs one on loopback."""
+    """Runs a collector on the loopback."""
     kept = Collector()
     with ThreadPoolExecutor(2) as threads:
         server = grpc.server(threads)

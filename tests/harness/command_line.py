@@ -1,4 +1,4 @@
-"""`kvtier` as a user runs it: a process, what it prints, how it exits."""
+"""Runs `kvtier` commands as a user does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ def kvtier(
     interpreter: Sequence[str] = (sys.executable,),
     **more: Any,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command, which must exit with this code, without a traceback; `interpreter` is what runs Python."""
+    """Runs a command and checks its exit code and that it prints no traceback.
+
+    `interpreter` runs Python.
+    """
     clean = {name: text for name, text in os.environ.items() if not name.startswith("KVTIER_")}
     done = subprocess.run(
         [*interpreter, "-m", "kvtier.server", *arguments],
@@ -36,5 +39,5 @@ def kvtier(
 
 
 def answer_of(*arguments: str, code: int = 0, **more: Any) -> Any:
-    """Returns what a command says in JSON."""
+    """The JSON output of a command."""
     return json.loads(kvtier(*arguments, "--json", code=code, **more).stdout)

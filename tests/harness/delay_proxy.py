@@ -1,4 +1,4 @@
-"""Another way to a server: a TCP port that leads to one socket of it and to no other, and perhaps takes its time."""
+"""TCP proxy to one socket of a server, with an optional delay."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["delay_proxy"]
 
 
 class _Passage(socketserver.BaseRequestHandler):
-    """One connection: kept waiting, then passed on."""
+    """One connection: delayed, then forwarded."""
 
     server: _Port
     request: socket.socket
@@ -57,7 +57,10 @@ def _pass_on(source: socket.socket, target: socket.socket) -> None:
 
 @contextlib.contextmanager
 def delay_proxy(to: Path | str, *, host: str = "127.0.0.1", delay: float = 0.0) -> Iterator[str]:
-    """Leads to a Unix socket or a TCP address, everybody `delay` seconds late, as if that were busy or far; yields its address."""
+    """Runs a proxy to a Unix socket or TCP address with `delay` seconds per connection.
+
+    Yields its address.
+    """
     with _Port(host, to, delay) as port:
         serving = threading.Thread(target=port.serve_forever, args=(0.05,))
         serving.start()

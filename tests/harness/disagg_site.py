@@ -1,4 +1,4 @@
-"""Engines that stand in for real ones, and the proxy in front of them."""
+"""Fake engines with the disaggregation proxy in front of them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["Site"]
 
 @dataclass
 class Site:
-    """Two engines of each role, of which a test uses as many as it wants."""
+    """Two engines of each role."""
 
     prefill: list[StandinEngine]
     decode: list[StandinEngine]
 
     def settings(self, prefills: int = 1, decodes: int = 1) -> Settings:
-        """For a proxy in front of so many of them."""
+        """Settings of a proxy for this many engines."""
         return Settings(
             prefill=tuple(engine.url for engine in self.prefill[:prefills]),
             decode=tuple(Decode(engine.url) for engine in self.decode[:decodes]),
@@ -31,7 +31,7 @@ class Site:
 
     @asynccontextmanager
     async def proxy(self, settings: Settings | None = None, clock: Clock | None = None) -> AsyncIterator[RunningProxy]:
-        """Runs one that knows its decode engines."""
+        """Runs a proxy that has discovered its decode engines."""
         settings = settings or self.settings()
         async with run_proxy(settings, clock) as running:
             urls = {decode.url for decode in settings.decode}

@@ -1,4 +1,4 @@
-"""`kvtier serve` as a user starts it: with flags, and what it says and leaves behind."""
+"""Starts `kvtier serve` with flags, as a user does; gives access to its log and memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ END_SECONDS = 60.0
 
 
 class Launched:
-    """A server process, and its log in JSON lines."""
+    """A server process and its log in JSON lines."""
 
     def __init__(self, arguments: list[str], log_path: Path) -> None:
         environment = {name: text for name, text in os.environ.items() if not name.startswith("KVTIER_")}
@@ -39,18 +39,17 @@ class Launched:
 
     @property
     def pid(self) -> int:
-        """The process."""
         return self.process.pid
 
     @property
     def log(self) -> list[dict[str, Any]]:
-        """What it has logged."""
+        """The log lines so far."""
         return [json.loads(line) for line in self._log_path.read_text().splitlines()]
 
     def wait_ready(self, *, backed: bool = True) -> dict[str, Any]:
-        """Waits until it says that it is ready, and with `backed` until its region has memory behind it.
+        """Waits until the server is ready, with `backed` until its region is backed.
 
-        Returns that line of the log, with the `seconds` since the process was made.
+        Returns that log line, and `seconds` since the start of the process.
         """
         line = self._wait_line("ready")
         if backed:
@@ -58,12 +57,12 @@ class Launched:
         return line
 
     def end(self, number: int = signal.SIGTERM) -> int:
-        """Sends a signal and waits for the end; returns the exit code."""
+        """Sends a signal, waits for the end, returns the exit code."""
         self.process.send_signal(number)
         return self.process.wait(END_SECONDS)
 
     def memory(self) -> dict[str, int]:
-        """Returns the fields of /proc/PID/status that are memory, in bytes."""
+        """Memory fields of /proc/PID/status, in bytes."""
         rows = (line.split() for line in Path(f"/proc/{self.pid}/status").read_text().splitlines())
         return {row[0].rstrip(":"): int(row[1]) << 10 for row in rows if row[-1] == "kB"}
 
@@ -89,14 +88,14 @@ class Launched:
 
 
 def launch(directory: Path, *flags: str, region: str = "32MiB", listen: str | None = None) -> Launched:
-    """Starts a server with its socket `s` and its data in this directory; later flags win."""
+    """Starts a server with socket `s` and its data in this directory; later flags win."""
     number = len(list(directory.glob("log*")))
     arguments = ["--listen", listen or f"unix:{directory}/s", "--data-dir", f"{directory}/data"]
     return Launched([*arguments, "--region-size", region, *flags], directory / f"log{number}")
 
 
 def refused_start(directory: Path, *flags: str, **more: Any) -> str:
-    """Starts a server that is to refuse; returns why it did."""
+    """Starts a server that must refuse to start; returns the reason."""
     with launch(directory, *flags, **more) as server:
         assert server.process.wait(READY_SECONDS) == 1
         [line] = [line for line in server.log if line["level"] == "error"]

@@ -1,6 +1,6 @@
-"""Patience, for tests that are not about deadlines: a machine that they run on may pause for longer than an engine would wait.
+"""Long time-outs for tests that are not about deadlines, because a test machine may pause.
 
-The product gives a server 2 s to answer. A host that is short of processors takes them from a virtual machine for ten.
+By default the client waits 2 s for an answer. A busy host may pause a virtual machine for 10 s.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ _DEADLINES = (
     (tcp_streams, "_CONNECT_SECONDS"),
 )
 DEFAULTS = {(module, name): getattr(module, name) for module, name in _DEADLINES}
-"""What the product sets, for the tests that are about it."""
+"""The product's defaults, for tests of them."""
 
 
 @contextlib.contextmanager
 def long_timeouts() -> Iterator[None]:
-    """Clients of this process wait long for an answer, unless they are told how long; what has died they notice as soon as ever."""
+    """Gives clients of this process long default time-outs.
+
+    The detection of dead processes is unchanged.
+    """
     deadlines = (LONG_TIMEOUT_SECONDS,) * len(Timeouts.__init__.__defaults__ or ())
     with contextlib.ExitStack() as changes:
         changes.enter_context(mock.patch.object(Timeouts.__init__, "__defaults__", deadlines))
@@ -42,7 +45,7 @@ def long_timeouts() -> Iterator[None]:
 
 
 def wait_until(what: Callable[[], T], seconds: float = LONG_TIMEOUT_SECONDS) -> T:
-    """Waits until `what()` is true, and returns it."""
+    """Waits until `what()` is true, and returns its value."""
     deadline = time.monotonic() + seconds
     while not (found := what()):
         assert time.monotonic() < deadline, "it has not come about"

@@ -1,6 +1,6 @@
-"""Two hosts and the link between them: network namespaces, and tunnel devices whose packets go through this process.
+"""Two hosts with a slow or lossy link: network namespaces, whose tunnel packets this process relays.
 
-So a link is slow, lossy or down on kernels without `tc netem` as well.
+This works on kernels without `tc netem`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _TUNSETIFF = 0x400454CA
 _IFF_TUN_NO_PI = 0x1001
 _MTU = 9000
 _QUEUE_PACKETS = 1000
-"""What waits in one direction at most; a router has no more memory than that either."""
+"""Length of the queue of each direction, as in a router."""
 
 
 def unavailable_reason() -> str | None:
-    """Returns why there can be no such link here; None where there can."""
+    """Why no such link can be made here, or None."""
     if os.geteuid() != 0:
         return "network namespaces take root"
     if not shutil.which("ip") or not Path("/dev/net/tun").exists():
@@ -42,10 +42,13 @@ def unavailable_reason() -> str | None:
 
 
 class LossyNetwork:
-    """The link: `delay` seconds each way, a part `loss` of its packets lost. `spaces` are the hosts, at `addresses`."""
+    """A link with `delay` seconds each way and a fraction `loss` of lost packets.
+
+    `spaces` are the two hosts, at `addresses`.
+    """
 
     def __init__(self, subnet: str) -> None:
-        """Makes both hosts; `close` removes them. `subnet` is the first three numbers of their addresses."""
+        """Makes both hosts. `subnet` is the first three numbers of their addresses."""
         self.delay = 0.0
         self.loss = 0.0
         self._down_until = 0.0
@@ -62,11 +65,10 @@ class LossyNetwork:
         self._thread.start()
 
     def down(self, seconds: float) -> None:
-        """Loses every packet for a while."""
+        """Loses every packet for this time."""
         self._down_until = time.monotonic() + seconds
 
     def close(self) -> None:
-        """Removes the hosts."""
         self._closing.set()
         self._thread.join()
         for end, space in zip(self._ends, self.spaces, strict=True):
@@ -104,7 +106,7 @@ class LossyNetwork:
         for _ in range(64):
             try:
                 packet = os.read(end, 65536)
-            except OSError:  # nothing more for now
+            except OSError:  # no packet is available
                 return
             now = time.monotonic()
             lost = now < self._down_until or self._random.random() < self.loss

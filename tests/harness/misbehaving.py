@@ -1,4 +1,4 @@
-"""What tables of bad input are made of: a server, sessions without manners, calls, and the refusals that they get."""
+"""Shared parts of bad-input tests: a server, raw sessions, calls and expected refusals."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ KEYS = [key_of(number) for number in range(32)]
 FRESH = [key_of(number, salt="fresh") for number in range(8)]
 HOLD = handoff_pb2.HoldRef(engine_id="mine", request_id="r")
 GROWTH_BYTES = 128 * MIB
-"""How much the server may have grown: some of these messages are as large as messages may be, and malloc keeps that."""
+"""Allowed growth of the server's memory: malloc keeps the memory of the largest messages."""
 TIMEOUT = 20.0
 
 INVALID = ("INVALID_ARGUMENT", "INVALID_ARGUMENT")
@@ -74,12 +74,12 @@ NOT_OWNER = ("PERMISSION_DENIED", "NOT_OWNER")
 NOT_READY = ("FAILED_PRECONDITION", "NOT_READY")
 DAMAGED = ("DATA_LOSS", "CHECKSUM_MISMATCH")
 TOO_LARGE = ("RESOURCE_EXHAUSTED", None)
-"""What gRPC itself says of a message beyond the limit."""
+"""gRPC's own error for a message beyond the limit."""
 
 
 @dataclass
 class World:
-    """A server, a client that minds its own business, and three raw sessions that do not."""
+    """A server, a well-behaved client (the bystander), and three raw sessions."""
 
     server: ServerProcess
     bystander: Client
@@ -89,10 +89,10 @@ class World:
     """A scheduler: it has no rank, in a world of two."""
     own_bytes: int
     held: list[Callable[[], object]] = field(default_factory=list)
-    """Gives back what a case was granted before it misbehaved."""
+    """Undoes what a case was granted before its invalid call."""
 
     def lease(self, session: RawSession | None = None, keys: list[bytes] = KEYS) -> int:
-        """Returns a lease on blocks of the bystander's."""
+        """A lease on blocks of the bystander."""
         session = session or self.mine
         request = cache_pb2.LookupRequest(session=session.ref, keys=keys, mode=cache_pb2.LOOKUP_MODE_EACH)
         lease_id: int = session.cache.Lookup(request, timeout=TIMEOUT).lease_id
@@ -102,7 +102,7 @@ class World:
         return lease_id
 
     def store(self, session: RawSession | None = None, keys: list[bytes] = FRESH) -> int:
-        """Returns a store of fresh blocks that is not complete."""
+        """An open store of new blocks."""
         session = session or self.mine
         request = cache_pb2.PrepareStoreRequest(session=session.ref, keys=keys)
         answer = session.cache.PrepareStore(request, timeout=TIMEOUT)
@@ -113,7 +113,7 @@ class World:
         return store_id
 
     def hold(self, keys: list[bytes] = KEYS, **fields: Any) -> handoff_pb2.HoldRef:
-        """Returns a hold of session `mine`."""
+        """A hold of session `mine`."""
         request = handoff_pb2.PublishHoldRequest(
             session=self.mine.ref, request_id="held", keys=keys, positions=range(len(keys)), **fields
         )
@@ -124,12 +124,12 @@ class World:
         return hold
 
     def push(self, frames: list[bytes], timeout: float = TIMEOUT) -> transfer_pb2.PushResponse:
-        """Sends frames as they are."""
+        """Pushes raw frames."""
         answer: transfer_pb2.PushResponse = self.mine.push(iter(frames), timeout=timeout)
         return answer
 
     def pull(self, session: RawSession, lease_id: int, items: list[int]) -> list[bytes]:
-        """Reads items of a lease."""
+        """Pulls items of a lease."""
         request = transfer_pb2.PullRequest(session=session.ref, lease_id=lease_id, items=items)
         return list(session.pull(request, timeout=TIMEOUT))
 
@@ -138,7 +138,7 @@ Call = Callable[[World], object]
 
 
 def call(method: str, make: Callable[[World], Any]) -> Call:
-    """Returns a call of a method of CacheService or HandoffService as session `mine`, if the request names no other."""
+    """A call of CacheService or HandoffService as session `mine`, unless the request names another."""
 
     def run(world: World) -> object:
         request = make(world)
@@ -150,14 +150,14 @@ def call(method: str, make: Callable[[World], Any]) -> Call:
 
 
 def refuse(world: World, run: Call, expected: tuple[str, str | None]) -> None:
-    """Makes a call, and fails unless it is refused like this."""
+    """Makes a call and checks that it is refused with this status and reason."""
     with pytest.raises(grpc.RpcError) as refusal:
         run(world)
     assert refusal_of(refusal.value) == expected, refusal.value.details()
 
 
 def seconds(number: float) -> Duration:
-    """Returns a duration, negative ones as well."""
+    """A duration, which may be negative."""
     duration = Duration()
     duration.FromNanoseconds(int(number * 1e9))
     return duration

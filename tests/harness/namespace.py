@@ -1,7 +1,8 @@
-"""A place of its own for a test: processes with their own mounts and process ids, and no way to this machine's files.
+"""Private mount and pid namespace for a test: its processes cannot reach this machine's files.
 
-The interpreter of the tests is there as /opt/kvtier/bin/python, and the command as /opt/kvtier/bin/kvtier, for whoever may not see
-homes. The kernel ends whatever is in the namespace with its first process. Wants root.
+The tests' interpreter is at /opt/kvtier/bin/python and the command at /opt/kvtier/bin/kvtier,
+because some users cannot read home directories. The kernel kills all processes of the namespace
+with its first one. Needs root.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 60.0
 _FLAGS = ("--mount", "--pid", "--cgroup", "--ipc", "--uts")
 
-# Mounts are seen by this namespace only.
+# Mounts are visible in this namespace only.
 _BOOT = """
 set -e
 mount --make-rprivate /
@@ -46,7 +47,7 @@ chmod 755 /opt/kvtier/bin/python /opt/kvtier/bin/kvtier
 
 
 def unavailable_reason() -> str | None:
-    """Returns why there can be no such place here; None where there can."""
+    """Why no namespace can be made here, or None."""
     if os.getuid() != 0:
         return "not root"
     if not shutil.which("nsenter"):
@@ -56,7 +57,10 @@ def unavailable_reason() -> str | None:
 
 
 class OwnNamespace:
-    """Runs from `__enter__` to `__exit__`; `boot` is what its first process does, in bash, once all is mounted."""
+    """A namespace from `__enter__` to `__exit__`.
+
+    Its first process mounts, then runs `boot` in bash.
+    """
 
     def __init__(self, log: Path, boot: str) -> None:
         self._log = log
@@ -65,7 +69,7 @@ class OwnNamespace:
 
     @property
     def log(self) -> str:
-        """What its first process has said."""
+        """Output of the first process."""
         return self._log.read_text(errors="replace")
 
     def __enter__(self) -> Self:
@@ -95,12 +99,12 @@ class OwnNamespace:
         self._end()
 
     def command(self, *command: str) -> list[str]:
-        """Returns what runs a command there, as root."""
+        """The command line that runs a command in the namespace, as root."""
         flags = ["nsenter", "--target", f"{self._init()}", *_FLAGS, "--"]
         return [*flags, *command]
 
     def run(self, *command: str, seconds: float = 60.0) -> subprocess.CompletedProcess[str]:
-        """Runs a command there, as root, and waits for it."""
+        """Runs a command in the namespace, as root, and waits for it."""
         return subprocess.run(
             self.command(*command),
             stdin=subprocess.DEVNULL,
@@ -111,7 +115,7 @@ class OwnNamespace:
         )
 
     def booted(self) -> bool:
-        """Whether its first process is ready."""
+        """Whether the first process is ready."""
         return self.run("test", "-e", "/run/booted").returncode == 0
 
     def _init(self) -> int:
@@ -134,7 +138,7 @@ class OwnNamespace:
         assert self._unshare is not None
         if self._unshare.poll() is None:
             with contextlib.suppress(OSError, IndexError, ValueError):
-                os.kill(self._init(), signal.SIGKILL)  # and with it all that is in its namespace
+                os.kill(self._init(), signal.SIGKILL)  # the kernel then kills all other processes of the namespace
             try:
                 self._unshare.wait(60)
             except subprocess.TimeoutExpired:

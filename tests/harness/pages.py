@@ -45,7 +45,10 @@ def pages() -> list[Path]:
 
 
 def blocks_of(page: Path) -> Iterator[Block]:
-    """Yields the fenced blocks of a page. Raises `ValueError` for a mark that stands above none, or above another language's."""
+    """Yields the fenced blocks of a page.
+
+    Raises `ValueError` for a mark that stands above none, or above another language's.
+    """
     lines = page.read_text().splitlines()
     mark: re.Match[str] | None = None
     opened: tuple[int, str, str] | None = None

@@ -1,4 +1,4 @@
-"""Blocks whose bytes follow from their keys, so that whoever reads one can tell whether it is the right one."""
+"""Blocks whose bytes are computed from their keys, so that loaded bytes can be verified."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ POISON = 0xA5
 
 
 def key_of(number: int, group: int = 0, *, salt: str = "") -> bytes:
-    """Returns the key of block `number`."""
+    """The key of block `number`."""
     return make_key(hashlib.blake2b(f"{salt}:{number}".encode(), digest_size=16).digest(), group)
 
 
 def payload(key: bytes, nbytes: int, rank: int = 0) -> np.ndarray:
-    """Returns the bytes of one rank's part: every eight of them differ from any other eight of any other block."""
+    """The bytes of one rank's part; every aligned 8 bytes are unique among all blocks."""
     seed = int.from_bytes(hashlib.blake2b(key + bytes([rank]), digest_size=8).digest(), "little")
     words = np.arange(-(-nbytes // 8), dtype=np.uint64) * _STEP + np.uint64(seed)
     return words.view(np.uint8)[:nbytes]
 
 
 def is_payload(key: bytes, found: np.ndarray, rank: int = 0) -> bool:
-    """Returns whether these are the bytes of this key's part, all of them."""
+    """Whether these are exactly the bytes of this key's part."""
     return bool(np.array_equal(found, payload(key, found.nbytes, rank)))
 
 
 def filled(count: int, nbytes: int) -> list[np.ndarray]:
-    """Returns buffers to load into, full of what no block is full of."""
+    """Buffers to load into, filled with bytes that no block has."""
     return list(np.full((count, nbytes), POISON, np.uint8))
 
 
 def namespace_of(*part_bytes: int, model: str = "test", world_size: int = 1, tenant: str = "") -> Namespace:
-    """Returns a namespace with a group for each of these sizes."""
+    """A namespace with a group for each of these sizes."""
     groups = tuple(Group(nbytes, 16, f"group.{number}") for number, nbytes in enumerate(part_bytes))
     return Namespace(model, "uint8", groups, "bytes", "test", world_size=world_size, tenant=tenant)
 
 
 def assert_serves(client: Client, keys: list[bytes], *, wait: float = 5.0, step: int = 64) -> None:
-    """Loads all of these blocks, and fails unless each is there and bit-identical."""
+    """Loads all of these blocks and checks them bit by bit."""
     for start in range(0, len(keys), step):
         batch = keys[start : start + step]
         buffers = [filled(1, client.namespace.part_bytes_of(key))[0] for key in batch]

@@ -1,4 +1,4 @@
-"""Ports of the loopback for servers that are to listen at a port that is known before they do."""
+"""Loopback ports for servers whose port must be known before they start."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ __all__ = ["ReservedPort"]
 
 
 class ReservedPort:
-    """A port that nobody else is given until `close`, and that a server which asks for it by its number gets all the same.
+    """A port reserved until `close`, which a server can bind by its number.
 
-    A socket is bound to it and does not listen: whoever connects is refused. A port that was only looked for is free again: the
-    kernel may give it to whoever asks for any one, before the server comes up or between two lives of it.
+    The reserving socket is bound but does not listen, so connections are refused. Without it the
+    kernel could give the port to another process before the server starts or between two starts.
     """
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do, else neither could be bound
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do; otherwise neither could bind
         self._socket.bind(("127.0.0.1", 0))
         self.number: int = self._socket.getsockname()[1]
 
     def close(self) -> None:
-        """Gives it up; may be repeated."""
+        """Releases the port. May be repeated."""
         self._socket.close()
 
     def __enter__(self) -> Self:

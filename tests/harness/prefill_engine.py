@@ -60,14 +60,14 @@ class StandInEngine:
                 self.wfile.write(raw)
 
             def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002 - http.server's name
-                """Says nothing."""
+                ...
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def clock(self) -> float:
-        """Returns the seconds that it has computed."""
+        """The computed seconds so far."""
         return self._now
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Sessions without the client's good manners: raw stubs, and an attach connection that is ours to keep or drop."""
+"""Sessions with raw gRPC stubs and their own attach connection."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["RawSession", "attach_reply", "refusal_of"]
 
 
 class RawSession:
-    """An open session: `ref` names it, the stubs call it. Nothing heals by itself."""
+    """An open session: `ref` names it. It never reconnects."""
 
     def __init__(
         self,
@@ -63,16 +63,16 @@ class RawSession:
         self.ref: common_pb2.SessionRef = next(self._stream).session
 
     def method(self, name: str) -> Callable[..., object]:
-        """Returns a unary method by its name, of whichever service has it."""
+        """A unary method by its name, of any service."""
         found: Callable[..., object] = getattr(self.cache, name, None) or getattr(self.handoff, name)
         return found
 
     def attach(self) -> Attachment:
-        """Maps the region; the attachment outlives this session's stream until it is closed."""
+        """Maps the region. The attachment outlives the session until it is closed."""
         return Attachment.connect(self.capabilities.region.attach_path, self.ref)
 
     def fall(self) -> None:
-        """Ends the stream, and with it the session."""
+        """Ends the heartbeat stream, which ends the session."""
         self._stream.cancel()
 
     def close(self) -> None:
@@ -90,12 +90,12 @@ class RawSession:
 
 
 def refusal_of(error: grpc.RpcError) -> tuple[str, str | None]:
-    """Returns status and reason of a call that failed."""
+    """Status and reason of a failed call."""
     return error.code().name, reason_of(error.trailing_metadata())
 
 
 def attach_reply(path: str, ref: common_pb2.SessionRef) -> int | None:
-    """Asks for the region and hangs up; returns its size, or None if the server refused."""
+    """Requests the region and closes the connection; returns its size, or None if refused."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(60)
         connection.connect(path)

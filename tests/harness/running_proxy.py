@@ -1,4 +1,4 @@
-"""The proxy of ``examples/disagg_proxy``, listening on a port of this process."""
+"""The proxy of ``examples/disagg_proxy`` on a port of this process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PATH = "/v1/completions"
 
 
 class Clock:
-    """Real time, and what a test adds to it."""
+    """Real time plus what a test adds."""
 
     def __init__(self) -> None:
         self.ahead = 0.0
@@ -33,7 +33,7 @@ class Clock:
 
 
 class RunningProxy:
-    """A proxy, and a client for it."""
+    """A proxy and a client for it."""
 
     def __init__(self, url: str, http: httpx.AsyncClient, clock: Clock) -> None:
         self.url = url
@@ -41,24 +41,24 @@ class RunningProxy:
         self.clock = clock
 
     async def turn(self, conversation_id: str | None = "c", *, path: str = PATH, **body: Any) -> httpx.Response:
-        """Sends one turn; streams are read to their end."""
+        """Sends one turn; reads streams to their end."""
         named = {} if conversation_id is None else {"conversation_id": conversation_id}
         return await self.http.post(path, json={"model": "m", "prompt": "Tell me", **named, **body})
 
     async def health(self) -> dict[str, Any]:
-        """What it says of itself."""
+        """The answer of its health endpoint."""
         answer: dict[str, Any] = (await self.http.get("/health")).json()
         return answer
 
     async def metric(self, name: str, **labels: str) -> float:
-        """One of its figures; 0 where there is none yet."""
+        """A metric's value; 0 if it has no sample."""
         text = (await self.http.get("/metrics")).text
         wanted = "".join(f'{label}="{value}",' for label, value in sorted(labels.items())).rstrip(",")
         start = f"disagg_proxy_{name}{{{wanted}}} " if labels else f"disagg_proxy_{name} "
         return sum(float(line.removeprefix(start)) for line in text.splitlines() if line.startswith(start))
 
     async def knows(self, *engine_ids: str) -> None:
-        """Waits until it has learned who these decode engines are."""
+        """Waits until it has discovered these decode engines."""
 
         async def known() -> bool:
             return {engine.get("engine_id") for engine in (await self.health())["decode"]} >= set(engine_ids)
@@ -66,7 +66,7 @@ class RunningProxy:
         await until(known)
 
     async def sees(self, engine: StandinEngine, *, up: bool) -> None:
-        """Waits until it has noticed that an engine came or went."""
+        """Waits until it has marked an engine as up or down."""
 
         async def noticed() -> bool:
             health = await self.health()
@@ -76,7 +76,7 @@ class RunningProxy:
 
 
 async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 60.0) -> None:
-    """Waits for something that is about to happen."""
+    """Waits until a condition is true."""
     async with asyncio.timeout(timeout_s):
         while True:
             met = condition()
@@ -87,7 +87,7 @@ async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: floa
 
 @asynccontextmanager
 async def run_proxy(settings: Settings, clock: Clock | None = None) -> AsyncIterator[RunningProxy]:
-    """Runs a proxy as long as the context lasts."""
+    """Runs a proxy inside of the context."""
     clock = clock or Clock()
     config = uvicorn.Config(
         make_app(settings, clock), log_config=None, lifespan="on", ws="none", timeout_graceful_shutdown=1
@@ -107,6 +107,6 @@ async def run_proxy(settings: Settings, clock: Clock | None = None) -> AsyncIter
 
 
 def data_of(stream: str) -> list[Mapping[str, Any]]:
-    """Returns the JSON of each event of a stream but the last, which ends it."""
+    """The JSON of each event of a stream except for the final one."""
     events = [event.removeprefix("data: ") for event in stream.split("\n\n") if event]
     return [json.loads(event) for event in events if event != "[DONE]"]

@@ -1,4 +1,4 @@
-"""A real `kvtier serve` in a process of its own, to be killed, stopped, starved and started again."""
+"""`kvtier serve` in a child process that tests can kill, stop, limit and restart."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ MIB = 1 << 20
 READY_SECONDS = 60.0
 END_SECONDS = 60.0
 LEASE = "10m"
-"""Unless a test sets another time: what is left behind by mistake does not end by itself while a test waits for that."""
+"""Long enough that leases never expire during a test, unless the test sets its own."""
 HEARTBEAT_INTERVAL = "10s"
-"""Unless a test sets another one, clients do not give a server up that is silent for seconds: all of the machine may be."""
+"""Clients tolerate a server that is silent for seconds, because the machine may pause."""
 
-# Imports what takes time, says so, and begins to serve when it is told to: restarts take a tenth of a second.
+# Imports everything, reports that, and serves on command, so a restart takes 0.1 s.
 _STANDBY = (
     "import sys, kvtier.server.app, kvtier.tiers.lmdb.tier, kvtier.server.cli as cli;"
     "sys.stdin.readline() or sys.exit(0); sys.exit(cli.main(sys.argv[1:]))"
@@ -104,22 +104,20 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """The process of this life."""
         assert self._process is not None
         return self._process.pid
 
     @property
     def log(self) -> str:
-        """What it has logged, in all its lives."""
+        """The log of all its processes."""
         return self.log_path.read_text() if self.log_path.exists() else ""
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
         return self._process is not None and self._process.poll() is None
 
     def start(self, *, backed: bool = True) -> Self:
-        """Starts a process and waits until it serves; with `backed` until it has all of its region as well."""
+        """Starts a process and waits until it serves; with `backed` until its region is backed."""
         assert not self.alive
         if self._standby:
             process = self._spare or self._spawn(standby=True)
@@ -134,7 +132,7 @@ class ServerProcess:
         return self
 
     def wait_ready(self, *, backed: bool = True) -> None:
-        """Waits until the health check says SERVING."""
+        """Waits until the health check returns SERVING."""
         deadline = time.monotonic() + READY_SECONDS
         while not self._is_ready(backed=backed):
             assert self.alive, f"the server ended with {self._process and self._process.poll()}:\n{self.log[-3000:]}"
@@ -150,17 +148,17 @@ class ServerProcess:
         return self._signal_and_wait(signal.SIGTERM)
 
     def wait(self) -> int:
-        """Waits until it has ended by itself, or by somebody else's doing; returns the exit code."""
+        """Waits until the process ends without a signal from here; returns the exit code."""
         assert self._process is not None
         return self._process.wait(END_SECONDS)
 
     def restart(self) -> None:
-        """SIGKILL, and another life on the same socket and directory."""
+        """SIGKILL, and a new process on the same socket and directory."""
         self.kill()
         self.start()
 
     def suspend(self) -> None:
-        """SIGSTOP: the process is there, and silent."""
+        """SIGSTOP."""
         stop(self.pid)
 
     def resume(self) -> None:
@@ -168,23 +166,21 @@ class ServerProcess:
         os.kill(self.pid, signal.SIGCONT)
 
     def limit(self, what: int, value: int) -> None:
-        """Sets a resource limit (`resource.RLIMIT_…`) of the running process, the soft one."""
+        """Sets a soft resource limit (`resource.RLIMIT_…`) of the running process."""
         _, hard = resource.prlimit(self.pid, what)
         resource.prlimit(self.pid, what, (value, hard))
 
     def status(self, timeout: float = 60.0) -> admin_pb2.GetStatusResponse:
-        """Returns its status."""
         answer: admin_pb2.GetStatusResponse = self._admin.GetStatus(
             admin_pb2.GetStatusRequest(), timeout=timeout, wait_for_ready=True
         )
         return answer
 
     def tier(self, name: str) -> admin_pb2.TierStatus:
-        """Returns the status of one tier."""
         return next(tier for tier in self.status().tiers if tier.name == name)
 
     def wait_for(self, what: Any, seconds: float = 60.0) -> admin_pb2.GetStatusResponse:
-        """Waits until `what(status)` holds; returns that status."""
+        """Waits until `what(status)` is true; returns that status."""
         deadline = time.monotonic() + seconds
         while True:
             status = self.status()
@@ -194,18 +190,18 @@ class ServerProcess:
             time.sleep(0.02)
 
     def own_bytes(self) -> int:
-        """Returns its own memory, without the region that it shares."""
+        """Its resident memory without the shared region."""
         for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
             if line.startswith("RssAnon:"):
                 return int(line.split()[1]) << 10
         raise AssertionError("no RssAnon")
 
     def descriptors(self) -> int:
-        """Returns the number of its open descriptors."""
+        """Number of its open descriptors."""
         return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
 
     def close(self) -> None:
-        """Ends whatever runs. What a killed one leaves in the directory stays there."""
+        """Ends the running processes. Files of a killed process stay in the directory."""
         for process in (self._process, self._spare):
             if process is not None and process.poll() is None:
                 process.kill()
@@ -241,7 +237,7 @@ class ServerProcess:
             answer = self._health.Check(health_pb2.HealthCheckRequest(), timeout=5, wait_for_ready=True)
             if answer.status != health_pb2.HealthCheckResponse.SERVING:
                 return False
-            # The last extent may be a piece that is too short for one.
+            # The last extent may be too short for a piece.
             return not backed or self.status(5).tiers[0].available_bytes >= self._region * 0.9
         except grpc.RpcError:
             return False

@@ -1,4 +1,4 @@
-"""A tier on a directory that several servers share, as on a network file system. One file per block: for tests only."""
+"""A tier on a directory shared by several servers, one file per block. For tests only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["SharedDirectory"]
 
 
 class SharedDirectory(SecondaryTier):
-    """Knows what it has stored itself in this life; for what others have stored it must be asked."""
+    """Knows its own stores of this process; other blocks must be looked up."""
 
     type: ClassVar[str] = "harness.shared_tier:SharedDirectory"
     durable: ClassVar[bool] = True

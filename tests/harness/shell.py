@@ -1,4 +1,4 @@
-"""A place where commands of the documentation run as a reader would run them: a home, a socket, a server that has served."""
+"""Sandbox that runs the documentation's commands: a home, a socket, a server with some blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Desk"]
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 100.0
 REQUEST = "demo-2"
-"""The request that pages ask about."""
+"""The request id that pages use."""
 
 _PRELUDE = """
 set -e -m
@@ -35,14 +35,14 @@ trap finish EXIT
 _PROGRAMS = {
     "kvtier": 'PYTHONPATH={root}/src:$PYTHONPATH exec {python} -m kvtier.server "$@"',
     "python": 'exec {python} "$@"',
-    # Found, and a process of the machine has gone meanwhile: that is its error 2.
+    # Error 2 of grep: a process ended during the search.
     "grep": '/usr/bin/grep "$@" || [ $? -eq 2 ]',
 }
-"""What a reader has on the path."""
+"""Programs on a reader's path."""
 
 
 class Desk:
-    """A directory with a link to everything in the repository, and an environment of its own."""
+    """A directory with links to all files of the repository, and its own environment."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -50,7 +50,7 @@ class Desk:
         self._work = directory / "work"
         for made in (self._runtime, self._work, directory / "home", directory / "bin"):
             made.mkdir()
-        (directory / "home" / "data" / "kvtier").mkdir(mode=0o700, parents=True)  # a server was here
+        (directory / "home" / "data" / "kvtier").mkdir(mode=0o700, parents=True)  # as if a server had run here
         for name in ("deploy", "docs", "examples", "tests", "bench"):
             (self._work / name).symlink_to(ROOT / name)
         for name, program in _PROGRAMS.items():
@@ -58,7 +58,7 @@ class Desk:
             file.write_text(f"#!/bin/sh\n{program.format(root=ROOT, python=sys.executable)}\n")
             file.chmod(0o755)
         self._port = ReservedPort()
-        # A page's figures are for a server of a serious size; ports and places of this machine may be somebody else's.
+        # Pages show a large server, and its ports and paths may be in use on this machine.
         self._instead = {
             "127.0.0.1:9464": f"127.0.0.1:{self._port.number}",
             "/var/lib/kvtier": f"{directory}/var",
@@ -77,17 +77,17 @@ class Desk:
 
     @property
     def socket(self) -> str:
-        """Where a server of this reader listens by default."""
+        """The default socket of this reader's server."""
         return f"unix:{self._runtime}/kvtier/kvtier.sock"
 
     def server(self) -> Launched:
-        """Starts a server as `kvtier serve` would, in the background, that has served a request of which nothing was there."""
+        """Starts `kvtier serve` in the background and makes one request with misses."""
         arguments = ["--listen", self.socket, "--data-dir", f"{self.directory}/served", "--region-size", "64MiB"]
         arguments += ["--metrics", self._instead["127.0.0.1:9464"], "--log-format", "json"]
         return Launched(arguments, self.directory / "log")
 
     def serve_a_request(self) -> None:
-        """Stores some blocks and asks for one more, in the name that pages use."""
+        """Stores some blocks and makes one request with the id that pages use."""
         keys = [key_of(number) for number in range(5)]
         with Client(self.socket, namespace=namespace_of(PART)) as client:
             wait_connected(client)
@@ -95,7 +95,10 @@ class Desk:
             client.load(keys, list(np.zeros((5, PART), np.uint8)), request_id=REQUEST)
 
     def run(self, commands: list[str]) -> subprocess.CompletedProcess[str]:
-        """Runs commands in one shell, each of which has to end with 0; servers in the background are waited for."""
+        """Runs commands in one shell; each must exit with 0.
+
+        Waits for servers in the background.
+        """
         script = _PRELUDE
         for command in commands:
             script += f"{self._translated(command)}\n"
@@ -106,11 +109,11 @@ class Desk:
         return self._run(["bash", "-c", script])
 
     def run_python(self, text: str) -> subprocess.CompletedProcess[str]:
-        """Runs a script."""
+        """Runs a Python script."""
         return self._run([sys.executable, "-W", "error", "-c", self._translated(text)])
 
     def clear(self) -> None:
-        """Ends whatever a command has left running here, and gives up its port."""
+        """Kills processes that a command has left running, and releases the port."""
         mark = f"KVTIER_TEST_DESK={self.directory}".encode()
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -124,7 +127,7 @@ class Desk:
         return text
 
     def _run(self, command: list[str]) -> subprocess.CompletedProcess[str]:
-        # A file, not a pipe: a process that a command left behind would hold a pipe open.
+        # A file, because a background process of the command would keep a pipe open.
         log = self.directory / f"output{time.monotonic_ns()}"
         with log.open("w") as output:
             done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Signals that have taken effect before a test goes on."""
+"""Signals that take effect before a test continues."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ __all__ = ["stop"]
 
 
 def stop(pid: int, seconds: float = 60.0) -> None:
-    """Sends SIGSTOP, and waits until all threads have stopped: they run on until one of them has taken the signal."""
+    """Sends SIGSTOP and waits until all threads have stopped.
+
+    They run until one has received it.
+    """
     os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + seconds
     while not all(_is_stopped(task) for task in Path(f"/proc/{pid}/task").iterdir()):

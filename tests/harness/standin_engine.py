@@ -1,6 +1,7 @@
-"""An HTTP server that answers as a vLLM engine with kvtier's connector does, records what it is asked, and fails on demand.
+"""Fake vLLM engine with kvtier's connector over HTTP: records requests and fails on demand.
 
-By hand on asyncio's streams: it must be able to hang up anywhere in an answer, and to see that somebody hung up on it.
+Uses asyncio's streams directly, so that it can close a connection anywhere in an answer, and detect
+that the client has closed it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PROMPT_TOKENS = 20
 
 @dataclass
 class Seen:
-    """One request; ``gone`` when its sender hung up before the end of the answer."""
+    """One request; ``gone`` if the client closed the connection before the end of the answer."""
 
     method: str
     path: str
@@ -38,14 +39,15 @@ class Seen:
 
 
 Behaviour = Callable[["StandinEngine", Seen, asyncio.StreamWriter], Awaitable[None]]
-"""How one request is answered."""
+"""Answers one request."""
 
 
 class StandinEngine:
-    """One engine. ``script`` has what it does with its next requests, before it behaves again.
+    """One engine. ``script`` has the behaviours of its next requests; after them it answers normally.
 
-    ``health``: what it says of that, None for nothing; ``looks``: how often it was asked.
-    ``bidirectional``: whether it holds what it answered after a pull, as a decode engine.
+    ``health``: its health status, None for no answer. ``looks``: number of health requests.
+
+    ``bidirectional``: whether it holds blocks after a pull, as a decode engine does.
     """
 
     def __init__(self, engine_id: str, *, bidirectional: bool = True) -> None:
@@ -64,20 +66,19 @@ class StandinEngine:
 
     @property
     def url(self) -> str:
-        """Where it is."""
         return f"http://127.0.0.1:{self._port.number}"
 
     async def start(self) -> None:
-        """Comes up; after ``stop`` where it was before."""
+        """Starts; after ``stop`` on the same port."""
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port.number)
 
     async def stop(self) -> None:
-        """Dies: whatever is connected is cut off."""
+        """Stops and closes all connections."""
         assert self._server is not None
         loop = asyncio.get_running_loop()
         for listening in self._server.sockets:
             loop.remove_reader(listening.fileno())
-        for _ in range(5):  # whom it has let in already is on the way to `_serve`; asyncio would forget to close it
+        for _ in range(5):  # accepted connections may not have reached `_serve`; asyncio would not close them
             await asyncio.sleep(0)
         self._server.close()
         for writer in list(self._open):
@@ -85,13 +86,13 @@ class StandinEngine:
         await self._server.wait_closed()
 
     def close(self) -> None:
-        """Gives up its place; after ``stop``."""
+        """Releases the port, after ``stop``."""
         self._port.close()
 
-    # ---- what it says
+    # ---- answers
 
     def params(self, name: str, tokens: int, *, prefilled: bool) -> dict[str, Any]:
-        """What it returns of a request that it holds."""
+        """The ``kv_transfer_params`` of a request that it holds."""
         self.holds.add(name)
         return {
             "do_remote_prefill": prefilled,
@@ -107,7 +108,7 @@ class StandinEngine:
         }
 
     def held(self, asked: Seen, answered: int) -> dict[str, Any] | None:
-        """What it holds at the end of a request."""
+        """What it holds after a request."""
         params = asked.params or {}
         name = (params.get("kvtier") or {}).get("hold_as") or f"req-{uuid.uuid4().hex[:8]}"
         tokens = PROMPT_TOKENS + answered - 1
@@ -118,7 +119,7 @@ class StandinEngine:
         return None
 
     def whole(self, asked: Seen) -> dict[str, Any]:
-        """A whole answer."""
+        """A complete answer."""
         tokens = min(asked.body.get("max_tokens") or len(ANSWER), len(ANSWER))
         return {
             "id": "cmpl-1",
@@ -128,7 +129,7 @@ class StandinEngine:
         }
 
     def events(self, asked: Seen) -> list[bytes]:
-        """A stream: vLLM 0.32 does not say in it what it holds."""
+        """A streamed answer. vLLM 0.32 leaves out ``kv_transfer_params`` in streams."""
         self.held(asked, len(ANSWER))
         chunks: list[dict[str, Any]] = [
             {"choices": [{"index": 0, "text": text, "finish_reason": None}]} for text in ANSWER
@@ -138,7 +139,7 @@ class StandinEngine:
             chunks.append({"choices": [], "usage": _usage(len(ANSWER))})
         return [b"data: " + json.dumps({"id": "cmpl-1", **chunk}).encode() + b"\n\n" for chunk in chunks] + [DONE]
 
-    # ---- how it is served
+    # ---- server
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._open.add(writer)
@@ -173,7 +174,7 @@ class StandinEngine:
             await say(
                 writer, 200, json.dumps({"object": "list", "data": [{"id": f"model-of-{self.engine_id}"}]}).encode()
             )
-        elif asked.headers.get("content-type") != "application/json":  # vLLM insists
+        elif asked.headers.get("content-type") != "application/json":  # as vLLM does
             await fail(415)(self, asked, writer)
         elif asked.body.get("prompt") == [1]:
             self.probes.append(asked)
@@ -187,7 +188,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 async def behave(engine: StandinEngine, asked: Seen, writer: asyncio.StreamWriter) -> None:
-    """As it should."""
+    """The normal behaviour."""
     if asked.body.get("stream"):
         await _begin(writer)
         for event in engine.events(asked):
@@ -198,7 +199,7 @@ async def behave(engine: StandinEngine, asked: Seen, writer: asyncio.StreamWrite
 
 
 def fail(status: int, message: str = "no") -> Behaviour:
-    """Says an error."""
+    """Answers with an error."""
 
     async def behaviour(_: StandinEngine, __: Seen, writer: asyncio.StreamWriter) -> None:
         await say(writer, status, json.dumps({"error": {"message": message, "code": status}}).encode())
@@ -207,17 +208,20 @@ def fail(status: int, message: str = "no") -> Behaviour:
 
 
 async def hang(_: StandinEngine, __: Seen, ___: asyncio.StreamWriter) -> None:
-    """Says nothing, until the other side has had enough."""
+    """Never answers; waits until the client closes the connection."""
     await asyncio.Event().wait()
 
 
 async def hang_up(_: StandinEngine, __: Seen, writer: asyncio.StreamWriter) -> None:
-    """Dies before its first byte."""
+    """Closes the connection before the first byte."""
     writer.transport.abort()
 
 
 def cut_off(after: int, *, cleanly: bool = False) -> Behaviour:
-    """Dies after so many events; 0: after the head. ``cleanly``: its stream ends, without having come to an end."""
+    """Closes the connection after ``after`` events (0: after the head).
+
+    ``cleanly``: ends the HTTP stream correctly, but without the final event.
+    """
 
     async def behaviour(engine: StandinEngine, asked: Seen, writer: asyncio.StreamWriter) -> None:
         await _begin(writer)
@@ -226,14 +230,14 @@ def cut_off(after: int, *, cleanly: bool = False) -> Behaviour:
         if cleanly:
             await _chunk(writer, b"")
         else:
-            await asyncio.sleep(0.05)  # what was written is to arrive
+            await asyncio.sleep(0.05)  # lets the written bytes arrive
             writer.transport.abort()
 
     return behaviour
 
 
 def stream(*events: bytes) -> Behaviour:
-    """Sends these, each in a piece of its own, and ends in good order."""
+    """Sends these events, one per chunk, and ends correctly."""
 
     async def behaviour(_: StandinEngine, __: Seen, writer: asyncio.StreamWriter) -> None:
         await _begin(writer)
@@ -244,7 +248,7 @@ def stream(*events: bytes) -> Behaviour:
 
 
 def hold_back(after: int, gate: asyncio.Event) -> Behaviour:
-    """Sends so many events and the others when the gate opens."""
+    """Sends ``after`` events, and the others when the gate opens."""
 
     async def behaviour(engine: StandinEngine, asked: Seen, writer: asyncio.StreamWriter) -> None:
         await _begin(writer)
@@ -258,7 +262,7 @@ def hold_back(after: int, gate: asyncio.Event) -> Behaviour:
 
 
 async def say(writer: asyncio.StreamWriter, status: int, body: bytes, content_type: str = "application/json") -> None:
-    """Sends a whole answer."""
+    """Sends a complete answer."""
     head = (
         f"HTTP/1.1 {status} X\r\ncontent-type: {content_type}\r\ncontent-length: {len(body)}\r\nx-engine: yes\r\n\r\n"
     )
@@ -295,6 +299,6 @@ async def _read(reader: asyncio.StreamReader) -> Seen | None:
 
 
 async def _until_end(reader: asyncio.StreamReader) -> None:
-    """Waits for the other side to hang up; it sends nothing else before it has its answer."""
+    """Waits until the client closes the connection."""
     while not reader.at_eof() and reader.exception() is None:  # noqa: ASYNC110 - to read would eat the next request
         await asyncio.sleep(0.005)

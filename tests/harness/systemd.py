@@ -1,4 +1,4 @@
-"""A systemd of its own for a test: the first process of a namespace, with nothing to run but the units of one directory."""
+"""Private systemd for a test: pid 1 of a namespace, with the units of one directory."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ exec env -i container=other PATH="$PATH" SYSTEMD_UNIT_PATH={units} SYSTEMD_LOG_T
 
 
 def unavailable_reason() -> str | None:
-    """Returns why there can be no systemd here; None where there can."""
+    """Why systemd cannot run here, or None."""
     return namespace.unavailable_reason() if MANAGER.exists() else "no systemd"
 
 
 class Systemd(OwnNamespace):
-    """Runs from `__enter__` to `__exit__`; `units` is a directory with all the units that there are."""
+    """Runs from `__enter__` to `__exit__`; `units` is the directory with all its units."""
 
     def __init__(self, units: Path, log: Path) -> None:
         super().__init__(log, _BOOT.format(units=units, manager=MANAGER))
@@ -42,7 +42,7 @@ class Systemd(OwnNamespace):
         self._lock = -1
 
     def __enter__(self) -> Self:
-        # Two at a time would share the folders in which the kernel counts their units. Of no process of another checkout either.
+        # One at a time, also across checkouts: two would share the cgroup folders of their units.
         self._lock = os.open(CGROUPS, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         (self._units / "nothing.target").write_text("[Unit]\nDefaultDependencies=no\n")
@@ -57,7 +57,7 @@ class Systemd(OwnNamespace):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)
-        # What it has made for its units outlives it. A folder of the kernel's can go when nobody is in it.
+        # cgroup folders of its units remain; the kernel removes a folder only if it is empty
         deadline = time.monotonic() + 60
         while (left := _cgroups() - self._cgroups) and time.monotonic() < deadline:
             for folder in sorted(left, reverse=True):
@@ -66,12 +66,12 @@ class Systemd(OwnNamespace):
             time.sleep(0.05)
         for folder in (
             self._private() - self._folders
-        ):  # of PrivateTmp: units that are killed with their namespace leave it behind
+        ):  # of PrivateTmp; units that were killed with their namespace leave them behind
             shutil.rmtree(folder, ignore_errors=True)
         os.close(self._lock)
 
     def _private(self) -> set[Path]:
-        """Returns the folders that stand for /tmp in units of these names."""
+        """The folders of units' private /tmp."""
         names = [path.name for path in self._units.iterdir()]
         return {
             path
@@ -81,11 +81,10 @@ class Systemd(OwnNamespace):
         }
 
     def booted(self) -> bool:
-        """Whether it answers."""
         return self.run("systemctl", "is-active", "nothing.target").stdout.strip() == "active"
 
     def show(self, unit: str, name: str) -> str:
-        """Returns a property of a unit, as `systemctl show` prints it."""
+        """A property of a unit, as `systemctl show` prints it."""
         return self.run("systemctl", "show", "--value", "--property", name, unit).stdout.strip()
 
     def wait_for(self, unit: str, name: str, value: str, seconds: float = 60.0) -> None:
@@ -97,7 +96,7 @@ class Systemd(OwnNamespace):
 
 
 def _cgroups() -> set[Path]:
-    """Returns the folders in which a systemd keeps its units, in every hierarchy."""
+    """The cgroup folders of a systemd's units, in every hierarchy."""
     found: set[Path] = set()
     for base in (CGROUPS, *CGROUPS.glob("*")):
         for name in ("init.scope", "system.slice"):

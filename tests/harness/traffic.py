@@ -1,4 +1,4 @@
-"""What an engine does with a server, in a few lines."""
+"""Stores and loads of an engine, in one call each."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvtier.client import Client, DurableStatus
 __all__ = ["PART", "assert_stored", "store", "wait_connected"]
 
 PART = 64 << 10
-"""Size of a block, in bytes."""
+"""Bytes of a block."""
 
 
 def wait_connected(client: Client, seconds: float = 60.0) -> None:
-    """Waits for a session, over attempts that fail: the server may be starting, and the machine busy."""
+    """Waits for a session and retries: the server may be starting, and the machine busy."""
     deadline = time.monotonic() + seconds
     while not client.connected:
         assert time.monotonic() < deadline, "the client does not find the server"
@@ -23,7 +23,7 @@ def wait_connected(client: Client, seconds: float = 60.0) -> None:
 
 
 def store(endpoint: str, count: int = 8, *, flush: bool = True) -> list[bytes]:
-    """Stores blocks as an engine would; returns their keys."""
+    """Stores blocks and returns their keys."""
     keys = [key_of(number) for number in range(count)]
     with Client(endpoint, namespace=namespace_of(PART)) as client:
         wait_connected(client)
@@ -35,7 +35,7 @@ def store(endpoint: str, count: int = 8, *, flush: bool = True) -> list[bytes]:
 
 
 def assert_stored(endpoint: str, keys: list[bytes]) -> None:
-    """Fails unless all these blocks read back bit-identical."""
+    """Checks that all these blocks read back bit by bit."""
     with Client(endpoint, namespace=namespace_of(PART)) as client:
         wait_connected(client)
         assert_serves(client, keys)

@@ -1,4 +1,4 @@
-"""A server with a certificate and a file of tokens, and clients of all kinds that have credentials, or none."""
+"""A server with TLS and a token file, and clients with and without credentials."""
 
 from __future__ import annotations
 
@@ -42,20 +42,19 @@ TIMEOUTS = Timeouts(connect=60.0, call=60.0, transfer=60.0)
 
 @dataclass
 class Tokens:
-    """A file of tokens, and the tokens themselves."""
+    """A token file and its tokens."""
 
     path: Path
     token: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str, tenant: str | None, *roles: str, shared_memory: bool = False, more: str = "") -> str:
-        """Adds one; returns it."""
+        """Adds and returns a token."""
         token = self.token[name] = new_token()
         entry = format_entry(name, token_hash(token), tenant, roles, shared_memory=shared_memory) + more
         self.path.write_text((self.path.read_text() if self.path.exists() else "") + entry + "\n")
         return token
 
     def remove(self, name: str) -> None:
-        """Removes one."""
         entries = self.path.read_text().split("\n\n")
         kept = [entry for entry in entries if f'name = "{name}"' not in entry]
         beside = self.path.with_suffix(".new")
@@ -65,19 +64,19 @@ class Tokens:
 
 @dataclass
 class Site:
-    """A running server, its files, and what leads to it."""
+    """A running server, its files and its clients."""
 
     server: ServerProcess
     authority: Authority
     tokens: Tokens
 
     def credentials(self, name: str | None = None, **more: Any) -> Credentials:
-        """Returns what the holder of a token shows, over TLS."""
+        """The credentials of a token's holder, over TLS."""
         token = self.tokens.token[name] if name is not None else None
         return Credentials(ca=self.authority.ca, token=token, **more)
 
     def client(self, name: str | None, *, tenant: str = "", unix: bool = False, **more: Any) -> Client:
-        """Returns a client that has a token."""
+        """A client with a token."""
         return Client(
             self.server.endpoint if unix else self.server.tcp,
             namespace=namespace_of(PART, tenant=tenant),
@@ -87,14 +86,14 @@ class Site:
         )
 
     def audits(self) -> list[str]:
-        """Returns the lines of the audit log."""
+        """The lines of the audit log."""
         return [line for line in self.server.log.splitlines() if '"event": "audit"' in line]
 
 
 def make_site(directory: Path, *, config: str = "", tls: str = "", auth: str = "", heartbeat: float = 4.0) -> Site:
-    """Returns a server that listens on TLS, not started; `tls` and `auth` are more of their tables.
+    """A server that listens on TLS, not started; `tls` and `auth` are additions to their tables.
 
-    A client takes five heartbeats that it does not hear for the end: not less than a busy machine may be silent.
+    A client tolerates five missing heartbeats, because a busy machine may be silent for that long.
     """
     authority = Authority(directory)
     pair = authority.issue("server")
@@ -117,28 +116,28 @@ def make_site(directory: Path, *, config: str = "", tls: str = "", auth: str = "
 
 @contextlib.contextmanager
 def connected(channel: grpc.Channel) -> Iterator[grpc.Channel]:
-    """Waits until a channel's handshake is over, and closes the channel: on a busy machine the first one may take too long."""
+    """Waits until a channel's handshake has ended; closes the channel at the end."""
     with channel:
         grpc.channel_ready_future(channel).result(60)
         yield channel
 
 
 def status_of(call: Callable[[], object]) -> str:
-    """Returns the status that a call is refused with."""
+    """The status of a refused call."""
     with pytest.raises(grpc.RpcError) as refused:
         call()
     return str(refused.value.code().name)
 
 
 def error_of(client: Client, seconds: float = 3.0) -> KVTierError:
-    """Returns why a client has found no server in so many seconds."""
+    """The client's error if it finds no server in this time."""
     with pytest.raises(KVTierError) as error:
         client.wait_until_connected(seconds)
     return error.value
 
 
 def why_refused(client: Client, seconds: float = 60.0) -> KVTierError:
-    """Returns why a server refuses a client, as soon as it does."""
+    """The error with which a server refuses a client."""
     deadline = time.monotonic() + seconds
     while isinstance(error := error_of(client, 0.05), Unavailable):
         assert time.monotonic() < deadline, error
@@ -146,7 +145,7 @@ def why_refused(client: Client, seconds: float = 60.0) -> KVTierError:
 
 
 def ready_line(server: ServerProcess) -> dict[str, Any]:
-    """Returns what the server has logged when it was ready; that is written a moment after it serves."""
+    """The server's log line of its start, which is written just after it begins to serve."""
 
     def said() -> dict[str, Any] | None:
         lines = server.log.splitlines(keepends=True)
