@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable
 
 import pytest
-from harness.prefill_engine import StandInEngine
+from harness.fake_prefill_engine import FakePrefillEngine
 
 from bench.breakeven import (
     BreakEvenError,
@@ -171,7 +171,7 @@ class TestGeometry:
 class TestPrefillEngine:
     def test_what_a_token_costs_is_found(self) -> None:
         """An engine whose clock goes by what it computes: the line is its own, to the last digit that counts."""
-        with StandInEngine(seconds_per_request=0.25, seconds_per_token=2**-10) as stand_in:
+        with FakePrefillEngine(seconds_per_request=0.25, seconds_per_token=2**-10) as stand_in:
             engine = PrefillEngine(stand_in.url, clock=stand_in.clock)
             assert engine.find_model() == 512
             line = fit({tokens: [engine.prefill(tokens)] for tokens in (16, 64, 256)})
@@ -180,7 +180,7 @@ class TestPrefillEngine:
 
     def test_prompts_are_new(self) -> None:
         """No two begin alike, so that no block of one is found for another; and one token is all that is asked for."""
-        with StandInEngine() as stand_in:
+        with FakePrefillEngine() as stand_in:
             engine = PrefillEngine(f"{stand_in.url}/v1/")
             engine.find_model()
             for tokens in (16, 16, 64, 64):
@@ -202,7 +202,7 @@ class TestPrefillEngine:
     )
     def test_what_is_no_measure(self, said: dict[str, object], why: str) -> None:
         """A prompt that was cut, cached or refused was not computed."""
-        with StandInEngine(**said) as stand_in:  # type: ignore[arg-type]
+        with FakePrefillEngine(**said) as stand_in:  # type: ignore[arg-type]
             engine = PrefillEngine(stand_in.url)
             engine.find_model()
             with pytest.raises(BreakEvenError, match=why):
@@ -211,20 +211,20 @@ class TestPrefillEngine:
     def test_usage_may_be_missing_or_more(self) -> None:
         """Engines may put a token of their own in front, and need not count."""
         for usage in ({}, {"prompt_tokens": 17, "prompt_tokens_details": None}):
-            with StandInEngine(usage=usage, max_model_len=None) as stand_in:
+            with FakePrefillEngine(usage=usage, max_model_len=None) as stand_in:
                 engine = PrefillEngine(stand_in.url, clock=stand_in.clock)
                 assert engine.find_model() is None
                 assert engine.prefill(16) == 0
 
     def test_no_engine(self) -> None:
         """Nobody there, not HTTP, or not an engine: each is said."""
-        with StandInEngine() as gone:
+        with FakePrefillEngine() as gone:
             pass
         with pytest.raises(
             PeerUnreachable, match=r"^no engine answers at http://127\.0\.0\.1:\d+: Connection refused$"
         ):
             PrefillEngine(gone.url).find_model()
-        with StandInEngine() as stand_in, pytest.raises(BreakEvenError, match="does not say which model"):
+        with FakePrefillEngine() as stand_in, pytest.raises(BreakEvenError, match="does not say which model"):
             PrefillEngine(f"{stand_in.url}/elsewhere").find_model()
         for url in ("127.0.0.1:8000", "file:///etc/passwd", "http://"):
             with pytest.raises(ValueError, match="is no URL of an engine"):

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.fake_prefill_engine import FakePrefillEngine
 from harness.payloads import key_of, namespace_of, payload
-from harness.prefill_engine import StandInEngine
 from harness.server_process import MIB, ServerProcess
 from rich.console import Console
 
@@ -114,7 +114,7 @@ def test_an_engine_is_measured_by_prompts(
 
     The rate uses its token counts.
     """
-    with StandInEngine(max_model_len=300, seconds_per_request=0.5, seconds_per_token=2**-10) as stand_in:
+    with FakePrefillEngine(max_model_len=300, seconds_per_request=0.5, seconds_per_token=2**-10) as stand_in:
         monkeypatch.setattr(command, "PrefillEngine", functools.partial(PrefillEngine, clock=stand_in.clock))
         report = told(capsys, server, *KV, "--engine", stand_in.url, "--rounds", "3", "--max-tokens", "512")
         assert [len(prompt) for prompt in stand_in.prompts] == [16, 32, 64, 144, 288] * 4
@@ -248,7 +248,7 @@ class TestRefusals:
         self, server: ServerProcess, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """If longer prompts take no longer, there is no proposal."""
-        with StandInEngine(seconds_per_request=0.5) as stand_in:
+        with FakePrefillEngine(seconds_per_request=0.5) as stand_in:
             monkeypatch.setattr(command, "PrefillEngine", functools.partial(PrefillEngine, clock=stand_in.clock))
             code, why = refused(capsys, server, *KV, "--engine", stand_in.url, "--max-tokens", "64")
         assert (code, why.startswith("what a token costs to compute is lost in the noise")) == (1, True)
@@ -293,7 +293,7 @@ class TestRefusals:
 
         The server is unchanged.
         """
-        with StandInEngine(refuse=400) as stand_in:
+        with FakePrefillEngine(refuse=400) as stand_in:
             code, why = refused(capsys, server, *KV, "--engine", stand_in.url, "--max-tokens", "64")
             assert (code, f"{stand_in.url}/v1/completions answers 400" in why) == (1, True)
         totals(server)
@@ -304,7 +304,7 @@ class TestRefusals:
         self, server: ServerProcess, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """Prompts of one or two blocks are too short to measure."""
-        with StandInEngine(max_model_len=20) as stand_in:
+        with FakePrefillEngine(max_model_len=20) as stand_in:
             code, why = refused(capsys, server, *KV, "--engine", stand_in.url, "--max-tokens", "64")
         assert (code, "takes prompts of 19 tokens at most" in why) == (1, True)
 

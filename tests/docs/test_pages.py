@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness.doc_sandbox import DocSandbox
 from harness.pages import ROOT, Block, blocks_of, commands_of, pages
-from harness.shell import Desk
 
 from kvtier.server.config.loader import load
 
@@ -45,10 +45,10 @@ def _of(language: str) -> list[Block]:
 
 
 @pytest.fixture
-def desk() -> Iterator[Desk]:
+def sandbox() -> Iterator[DocSandbox]:
     """Environment of a reader. The path is short because the length of a socket path is limited."""
     path = Path(tempfile.mkdtemp(prefix="kvt-"))
-    place = Desk(path)
+    place = DocSandbox(path)
     yield place
     place.clear()
     shutil.rmtree(path, ignore_errors=True)
@@ -63,17 +63,17 @@ def test_every_block_has_a_known_language_and_mark() -> None:
 
 
 @pytest.mark.parametrize("block", [block for block in _of("console") if block.mark not in NEEDS], ids=str)
-def test_console_block_runs(desk: Desk, block: Block) -> None:
+def test_console_block_runs(sandbox: DocSandbox, block: Block) -> None:
     """All commands of the block run in one shell and exit with 0."""
     commands = commands_of(block)
     assert commands, "a console block without a command: is the dollar missing?"
     if block.mark:
-        done = desk.run(commands)
+        done = sandbox.run(commands)
     else:
-        with desk.server() as server:
+        with sandbox.server() as server:
             server.wait_ready()
-            desk.serve_a_request()
-            done = desk.run(commands)
+            sandbox.serve_a_request()
+            done = sandbox.run(commands)
     assert done.returncode == 0, done.stdout
 
 
@@ -96,11 +96,11 @@ def test_console_block_is_valid_without_running(block: Block) -> None:
 
 
 @pytest.mark.parametrize("block", [block for block in _of("python") if not block.mark], ids=str)
-def test_python_block_runs(desk: Desk, block: Block) -> None:
+def test_python_block_runs(sandbox: DocSandbox, block: Block) -> None:
     """The block runs as a script while a server runs."""
-    with desk.server() as server:
+    with sandbox.server() as server:
         server.wait_ready()
-        done = desk.run_python(block.text)
+        done = sandbox.run_python(block.text)
     assert done.returncode == 0, done.stdout
 
 

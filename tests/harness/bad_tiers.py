@@ -60,7 +60,7 @@ class BadTier(SecondaryTier):
     def entries(self) -> Iterator[Entry]:
         self.misbehave("entries")
         if (self.directory / "lie-entries").exists():
-            yield from lies(self.capacity_bytes)
+            yield from invalid_entries(self.capacity_bytes)
         yield HONEST_ENTRY
         self.misbehave("last-entry")
 
@@ -91,7 +91,7 @@ class BadTier(SecondaryTier):
         self.misbehave("close")
 
 
-def lies(capacity: int) -> Iterator[object]:
+def invalid_entries(capacity: int) -> Iterator[object]:
     """Invalid values that no tier can hold."""
     space, key = HONEST_ENTRY.namespace, b"lie" + bytes(4)
     for nbytes in (0, -1, -(1 << 70), capacity + 1, 1 << 70, 1.5, None, True, "4096"):

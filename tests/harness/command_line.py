@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["answer_of", "kvtier"]
+__all__ = ["json_output", "kvtier"]
 
 
 def kvtier(
@@ -38,6 +38,6 @@ def kvtier(
     return done
 
 
-def answer_of(*arguments: str, code: int = 0, **more: Any) -> Any:
+def json_output(*arguments: str, code: int = 0, **more: Any) -> Any:
     """The JSON output of a command."""
     return json.loads(kvtier(*arguments, "--json", code=code, **more).stdout)

@@ -13,7 +13,7 @@ from pathlib import Path
 __all__ = ["delay_proxy"]
 
 
-class _Passage(socketserver.BaseRequestHandler):
+class _Connection(socketserver.BaseRequestHandler):
     """One connection: delayed, then forwarded."""
 
     server: _Port
@@ -21,10 +21,10 @@ class _Passage(socketserver.BaseRequestHandler):
 
     def handle(self) -> None:
         time.sleep(self.server.delay)
-        with self.server.onward() as inner:
-            back = threading.Thread(target=_pass_on, args=(inner, self.request))
+        with self.server.connect_upstream() as inner:
+            back = threading.Thread(target=_forward, args=(inner, self.request))
             back.start()
-            _pass_on(self.request, inner)
+            _forward(self.request, inner)
             back.join()
 
 
@@ -33,10 +33,10 @@ class _Port(socketserver.ThreadingTCPServer):
     block_on_close = False
 
     def __init__(self, host: str, to: Path | str, delay: float) -> None:
-        super().__init__((host, 0), _Passage)
+        super().__init__((host, 0), _Connection)
         self._to, self.delay = to, delay
 
-    def onward(self) -> socket.socket:
+    def connect_upstream(self) -> socket.socket:
         """Connects to the server."""
         if isinstance(self._to, str):
             host, _, port = self._to.rpartition(":")
@@ -46,7 +46,7 @@ class _Port(socketserver.ThreadingTCPServer):
         return connection
 
 
-def _pass_on(source: socket.socket, target: socket.socket) -> None:
+def _forward(source: socket.socket, target: socket.socket) -> None:
     with contextlib.suppress(OSError):
         while piece := source.recv(1 << 20):
             target.sendall(piece)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from disagg_proxy.settings import Decode, Settings
 
+from .fake_engine import FakeEngine
 from .running_proxy import Clock, RunningProxy, run_proxy
-from .standin_engine import StandinEngine
 
 __all__ = ["Site"]
 
@@ -18,8 +18,8 @@ __all__ = ["Site"]
 class Site:
     """Two engines of each role."""
 
-    prefill: list[StandinEngine]
-    decode: list[StandinEngine]
+    prefill: list[FakeEngine]
+    decode: list[FakeEngine]
 
     def settings(self, prefills: int = 1, decodes: int = 1) -> Settings:
         """Settings of a proxy for this many engines."""
@@ -35,7 +35,7 @@ class Site:
         settings = settings or self.settings()
         async with run_proxy(settings, clock) as running:
             urls = {decode.url for decode in settings.decode}
-            await running.knows(
+            await running.wait_discovered(
                 *(engine.engine_id for engine in self.decode if engine.url in urls and engine.bidirectional)
             )
             yield running

@@ -95,14 +95,14 @@ class LossyNetwork:
             readable, _, _ = select.select(self._ends, [], [], max(0.0, min([0.1, *(due - now for due in heads)])))
             for side, end in enumerate(self._ends):
                 if end in readable:
-                    self._take_in(end, waiting[side])
+                    self._receive_packets(end, waiting[side])
             now = time.monotonic()
             for side, queue in enumerate(waiting):
                 while queue and queue[0][0] <= now:
                     with contextlib.suppress(OSError):
                         os.write(self._ends[1 - side], queue.popleft()[1])
 
-    def _take_in(self, end: int, queue: deque[tuple[float, bytes]]) -> None:
+    def _receive_packets(self, end: int, queue: deque[tuple[float, bytes]]) -> None:
         for _ in range(64):
             try:
                 packet = os.read(end, 65536)

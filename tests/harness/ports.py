@@ -17,7 +17,9 @@ class ReservedPort:
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do; otherwise neither could bind
+        self._socket.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # as servers do; otherwise neither could bind
         self._socket.bind(("127.0.0.1", 0))
         self.number: int = self._socket.getsockname()[1]
 

@@ -71,13 +71,13 @@ class RawSession:
         """Maps the region. The attachment outlives the session until it is closed."""
         return Attachment.connect(self.capabilities.region.attach_path, self.ref)
 
-    def fall(self) -> None:
+    def end(self) -> None:
         """Ends the heartbeat stream, which ends the session."""
         self._stream.cancel()
 
     def close(self) -> None:
         """Ends everything but attachments."""
-        self.fall()
+        self.end()
         self.channel.close()
 
     def __enter__(self) -> Self:

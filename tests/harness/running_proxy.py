@@ -15,9 +15,9 @@ import uvicorn
 from disagg_proxy.app import make_app
 from disagg_proxy.settings import Settings
 
-from .standin_engine import StandinEngine
+from .fake_engine import FakeEngine
 
-__all__ = ["Clock", "RunningProxy", "data_of", "run_proxy", "until"]
+__all__ = ["Clock", "RunningProxy", "async_wait_until", "data_of", "run_proxy"]
 
 PATH = "/v1/completions"
 
@@ -57,25 +57,25 @@ class RunningProxy:
         start = f"disagg_proxy_{name}{{{wanted}}} " if labels else f"disagg_proxy_{name} "
         return sum(float(line.removeprefix(start)) for line in text.splitlines() if line.startswith(start))
 
-    async def knows(self, *engine_ids: str) -> None:
+    async def wait_discovered(self, *engine_ids: str) -> None:
         """Waits until it has discovered these decode engines."""
 
         async def known() -> bool:
             return {engine.get("engine_id") for engine in (await self.health())["decode"]} >= set(engine_ids)
 
-        await until(known)
+        await async_wait_until(known)
 
-    async def sees(self, engine: StandinEngine, *, up: bool) -> None:
+    async def wait_health(self, engine: FakeEngine, *, up: bool) -> None:
         """Waits until it has marked an engine as up or down."""
 
         async def noticed() -> bool:
             health = await self.health()
             return up in [seen["up"] for seen in health["prefill"] + health["decode"] if seen["url"] == engine.url]
 
-        await until(noticed)
+        await async_wait_until(noticed)
 
 
-async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 60.0) -> None:
+async def async_wait_until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 60.0) -> None:
     """Waits until a condition is true."""
     async with asyncio.timeout(timeout_s):
         while True:
@@ -97,7 +97,7 @@ async def run_proxy(settings: Settings, clock: Clock | None = None) -> AsyncIter
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     try:
-        await until(lambda: server.started or serving.done())
+        await async_wait_until(lambda: server.started or serving.done())
         async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http:
             yield RunningProxy(url, http, clock)
     finally:

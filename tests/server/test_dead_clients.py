@@ -130,7 +130,7 @@ def test_slots_of_an_ended_session_wait_for_its_process(server: ServerProcess) -
             second = raw.attach()
             request = cache_pb2.PrepareStoreRequest(session=raw.ref, keys=KEYS)
             offsets = unpack_offsets(raw.cache.PrepareStore(request).slot_offsets)
-            raw.fall()
+            raw.end()
             status = server.wait_for(lambda status: len(status.sessions) == 1)
             assert status.quarantined_bytes == len(KEYS) * PART
             assert statuses_of(other, KEYS) == {KeyStatus.MISS}
@@ -154,7 +154,7 @@ def test_a_store_of_an_ended_session_cannot_be_completed(server: ServerProcess) 
     """A later session of the same engine cannot complete it either."""
     with RawSession(server.endpoint, NAMESPACE, engine_id="raw") as raw:
         store_id = raw.cache.PrepareStore(cache_pb2.PrepareStoreRequest(session=raw.ref, keys=KEYS)).store_id
-        raw.fall()
+        raw.end()
         server.wait_for(lambda status: not status.sessions)
     with RawSession(server.endpoint, NAMESPACE, engine_id="raw") as raw:
         with pytest.raises(grpc.RpcError) as refusal:

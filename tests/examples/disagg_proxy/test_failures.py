@@ -11,35 +11,35 @@ import httpx
 import pytest
 from disagg_proxy.transfer import first_turn, hold_only
 from harness.disagg_site import Site
-from harness.running_proxy import PATH, RunningProxy, data_of, until
-from harness.standin_engine import (
+from harness.fake_engine import (
     ANSWER,
     DONE,
     Behaviour,
-    Seen,
-    StandinEngine,
-    cut_off,
+    FakeEngine,
+    RecordedRequest,
+    close_connection,
+    close_midway,
     fail,
     hang,
-    hang_up,
     hold_back,
-    say,
+    send_answer,
 )
+from harness.running_proxy import PATH, RunningProxy, async_wait_until, data_of
 
 TEXT = "".join(ANSWER)
 PATIENCE_S = 2.0
 """For an engine that hangs: what does not must answer within it, on a busy machine too."""
 
 
-async def nonsense(_: StandinEngine, __: Seen, writer: asyncio.StreamWriter) -> None:
+async def nonsense(_: FakeEngine, __: RecordedRequest, writer: asyncio.StreamWriter) -> None:
     """An answer that is none."""
-    await say(writer, 200, b"<html>")
+    await send_answer(writer, 200, b"<html>")
 
 
-async def error_event(_: StandinEngine, __: Seen, writer: asyncio.StreamWriter) -> None:
+async def error_event(_: FakeEngine, __: RecordedRequest, writer: asyncio.StreamWriter) -> None:
     """A stream whose first event is an error: so vLLM says that its engine died."""
     error = json.dumps({"error": {"message": "EngineCore died", "code": 500}}).encode()
-    await say(writer, 200, b"data: " + error + b"\n\n" + DONE, "text/event-stream")
+    await send_answer(writer, 200, b"data: " + error + b"\n\n" + DONE, "text/event-stream")
 
 
 def _text(answer: httpx.Response) -> str:
@@ -50,14 +50,14 @@ def _text(answer: httpx.Response) -> str:
     return text
 
 
-async def _home(proxy: RunningProxy, engines: list[StandinEngine]) -> StandinEngine:
+async def _home(proxy: RunningProxy, engines: list[FakeEngine]) -> FakeEngine:
     """Has a first turn, and returns the engine of the conversation."""
     await proxy.turn()
     (home,) = [engine for engine in engines if engine.seen]
     return home
 
 
-def _other(engines: list[StandinEngine], engine: StandinEngine) -> StandinEngine:
+def _other(engines: list[FakeEngine], engine: FakeEngine) -> FakeEngine:
     return engines[1 - engines.index(engine)]
 
 
@@ -74,7 +74,9 @@ async def test_no_connection_is_used_twice(site: Site) -> None:
 # ---- P
 
 
-@pytest.mark.parametrize(("behaviour", "cause"), [(fail(500), "status"), (hang_up, "broken"), (nonsense, "broken")])
+@pytest.mark.parametrize(
+    ("behaviour", "cause"), [(fail(500), "status"), (close_connection, "broken"), (nonsense, "broken")]
+)
 async def test_another_p_does_it(site: Site, behaviour: Behaviour, cause: str) -> None:
     """P fails, hangs up or talks nonsense: another P is asked the same, the hold included."""
     async with site.proxy(replace(site.settings(prefills=2), check_interval=60.0)) as proxy:
@@ -99,7 +101,7 @@ async def test_a_p_that_is_down_is_not_asked(site: Site) -> None:
         assert len(_other(site.prefill, home).seen) == 3
         assert await proxy.metric("retries_total", cause="connect", role="prefill") == 1
         await home.start()
-        await proxy.sees(home, up=True)
+        await proxy.wait_health(home, up=True)
         await proxy.turn()
         assert len(home.seen) == 2
 
@@ -123,7 +125,7 @@ async def test_without_p_and_conversation_d_holds_nothing(site: Site) -> None:
     """Nobody would come for it."""
     async with site.proxy() as proxy:
         await site.prefill[0].stop()
-        await proxy.sees(site.prefill[0], up=False)
+        await proxy.wait_health(site.prefill[0], up=False)
         assert _text(await proxy.turn(None)) == TEXT
         assert await proxy.metric("fallbacks_total", cause="down") == 1
         assert await proxy.metric("retries_total", cause="connect", role="prefill") == 0
@@ -140,8 +142,10 @@ async def test_no_p_at_all_is_no_fallback(site: Site) -> None:
 async def test_a_p_that_hands_nothing_over(site: Site) -> None:
     """P without a connector answers without params: D computes, and says so in the metrics. Another P would do no better."""
 
-    async def plain(engine: StandinEngine, asked: Seen, writer: asyncio.StreamWriter) -> None:
-        await say(writer, 200, json.dumps({**engine.whole(asked), "kv_transfer_params": None}).encode())
+    async def plain(engine: FakeEngine, asked: RecordedRequest, writer: asyncio.StreamWriter) -> None:
+        await send_answer(
+            writer, 200, json.dumps({**engine.complete_answer(asked), "kv_transfer_params": None}).encode()
+        )
 
     async with site.proxy(site.settings(prefills=2)) as proxy:
         for engine in site.prefill:
@@ -174,10 +178,10 @@ async def test_what_p_refuses_is_refused(site: Site, status: int) -> None:
     [
         (fail(500), False, "status"),
         (fail(503), True, "status"),
-        (hang_up, False, "broken"),
-        (hang_up, True, "broken"),
-        (cut_off(0), True, "broken"),
-        (cut_off(0, cleanly=True), True, "broken"),
+        (close_connection, False, "broken"),
+        (close_connection, True, "broken"),
+        (close_midway(0), True, "broken"),
+        (close_midway(0, cleanly=True), True, "broken"),
         (error_event, True, "status"),
         (nonsense, False, "broken"),
     ],
@@ -204,7 +208,7 @@ async def test_a_d_that_is_down_is_not_asked(site: Site) -> None:
     async with site.proxy(site.settings(decodes=2)) as proxy:
         home = await _home(proxy, site.decode)
         await home.stop()
-        await proxy.sees(home, up=False)
+        await proxy.wait_health(home, up=False)
         assert _text(await proxy.turn()) == TEXT
         assert site.prefill[0].seen[1].params["remote_engine_id"] == home.engine_id
         assert await proxy.metric("retries_total", cause="connect", role="decode") == 0
@@ -249,7 +253,7 @@ async def test_d_dies_in_the_middle(site: Site) -> None:
     """After the first byte nothing can be made good: the client has what came, an error and no `[DONE]`; nothing is kept."""
     async with site.proxy(site.settings(decodes=2)) as proxy:
         home = await _home(proxy, site.decode)
-        home.script.append(cut_off(2))
+        home.script.append(close_midway(2))
         answer = await proxy.turn(stream=True)
         *came, error = data_of(answer.text)
         assert [chunk["choices"][0]["text"] for chunk in came] == list(ANSWER[:2])
@@ -263,7 +267,7 @@ async def test_d_dies_in_the_middle(site: Site) -> None:
 
 async def test_d_dies_after_the_end(site: Site) -> None:
     """All was said: the answer is whole, and its hold is remembered."""
-    site.decode[0].script.append(cut_off(len(ANSWER) + 2))
+    site.decode[0].script.append(close_midway(len(ANSWER) + 2))
     async with site.proxy() as proxy:
         answer = await proxy.turn(stream=True)
         assert (_text(answer), answer.text.endswith("[DONE]\n\n")) == (TEXT, True)
@@ -283,11 +287,11 @@ async def test_d_stalls_in_the_middle(site: Site) -> None:
 # ---- clients
 
 
-async def _leaves(proxy: RunningProxy, engine: StandinEngine, **body: Any) -> None:
+async def _leaves(proxy: RunningProxy, engine: FakeEngine, **body: Any) -> None:
     """A client that hangs up when its request has reached the engine."""
     before = len(engine.seen)
     turn = asyncio.create_task(proxy.turn(**body))
-    await until(lambda: len(engine.seen) > before)
+    await async_wait_until(lambda: len(engine.seen) > before)
     turn.cancel()
     await asyncio.gather(turn, return_exceptions=True)
 
@@ -303,7 +307,7 @@ async def test_a_client_leaves_during_prefill(site: Site, *, stream: bool) -> No
     async with site.proxy() as proxy:
         await _leaves(proxy, site.prefill[0], stream=stream)
         await site.prefill[0].seen[0].gone.wait()
-        await until(lambda: _gone(proxy))
+        await async_wait_until(lambda: _gone(proxy))
         assert await proxy.metric("instance_outstanding", role="prefill", instance=site.prefill[0].url) == 0
         assert await proxy.metric("instance_up", role="prefill", instance=site.prefill[0].url) == 1
     assert not site.decode[0].seen
@@ -316,7 +320,7 @@ async def test_a_client_leaves_during_the_answer(site: Site, *, stream: bool) ->
     async with site.proxy() as proxy:
         await _leaves(proxy, site.decode[0], stream=stream)
         await site.decode[0].seen[0].gone.wait()
-        await until(lambda: _gone(proxy))
+        await async_wait_until(lambda: _gone(proxy))
         assert (await proxy.health())["conversations"] == 0
         await proxy.turn()
     assert site.prefill[0].seen[1].params == first_turn()
@@ -332,5 +336,5 @@ async def test_a_client_leaves_while_its_request_is_read(site: Site) -> None:
         await asyncio.sleep(0.05)
         writer.close()
         await writer.wait_closed()
-        await until(lambda: _gone(proxy))
+        await async_wait_until(lambda: _gone(proxy))
     assert not site.prefill[0].seen

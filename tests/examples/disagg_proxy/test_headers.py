@@ -7,8 +7,8 @@ import json
 
 import pytest
 from harness.disagg_site import Site
+from harness.fake_engine import ANSWER, FakeEngine, RecordedRequest, send_answer
 from harness.running_proxy import PATH
-from harness.standin_engine import ANSWER, Seen, StandinEngine, say
 
 OF_THE_CONNECTION = {
     "connection": "close, X-Hop",
@@ -65,9 +65,11 @@ async def test_headers_of_the_connection_stay_on_it(site: Site) -> None:
 async def test_headers_of_an_engines_connection_stay_on_it(site: Site) -> None:
     """The same the other way; what the engine says of its answer is the client's."""
 
-    async def chatty(engine: StandinEngine, asked: Seen, writer: asyncio.StreamWriter) -> None:
+    async def chatty(engine: FakeEngine, asked: RecordedRequest, writer: asyncio.StreamWriter) -> None:
         more = "connection: x-hop\r\nx-hop: 1\r\nkeep-alive: timeout=5\r\nserver: engine\r\ncontent-encoding: identity"
-        await say(writer, 200, json.dumps(engine.whole(asked)).encode(), f"application/json\r\n{more}")
+        await send_answer(
+            writer, 200, json.dumps(engine.complete_answer(asked)).encode(), f"application/json\r\n{more}"
+        )
 
     site.decode[0].script.append(chatty)
     async with site.proxy() as proxy:
@@ -81,9 +83,9 @@ async def test_headers_of_an_engines_connection_stay_on_it(site: Site) -> None:
 async def test_headers_of_a_stream(site: Site) -> None:
     """Its request's id comes along, and nobody on the way is to keep it."""
 
-    async def named(engine: StandinEngine, asked: Seen, writer: asyncio.StreamWriter) -> None:
+    async def named(engine: FakeEngine, asked: RecordedRequest, writer: asyncio.StreamWriter) -> None:
         event = b"".join(engine.events(asked))
-        await say(writer, 200, event, "text/event-stream\r\nx-request-id: theirs\r\ncache-control: public")
+        await send_answer(writer, 200, event, "text/event-stream\r\nx-request-id: theirs\r\ncache-control: public")
 
     site.decode[0].script.append(named)
     async with site.proxy() as proxy:

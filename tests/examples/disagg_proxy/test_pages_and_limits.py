@@ -14,9 +14,9 @@ import httpx
 import pytest
 from disagg_proxy import app
 from harness.disagg_site import Site
+from harness.fake_engine import fail, hang
 from harness.ports import ReservedPort
-from harness.running_proxy import PATH, Clock, run_proxy, until
-from harness.standin_engine import fail, hang
+from harness.running_proxy import PATH, Clock, async_wait_until, run_proxy
 
 FOLDER = Path(__file__).resolve().parents[3] / "examples" / "disagg_proxy"
 
@@ -26,15 +26,15 @@ async def test_health_is_that_of_the_decode_engines(site: Site) -> None:
     p, d = site.prefill[0], site.decode[0]
     async with site.proxy() as proxy:
         p.health = 503
-        await proxy.sees(p, up=False)
+        await proxy.wait_health(p, up=False)
         assert (await proxy.http.get("/health")).status_code == 200
         d.health = 404
-        await proxy.sees(d, up=False)
+        await proxy.wait_health(d, up=False)
         assert (await proxy.http.get("/health")).status_code == 503
         assert await proxy.metric("instance_up", role="decode", instance=d.url) == 0
         p.health = d.health = 200
-        await proxy.sees(p, up=True)
-        await proxy.sees(d, up=True)
+        await proxy.wait_health(p, up=True)
+        await proxy.wait_health(d, up=True)
         assert (await proxy.http.get("/health")).status_code == 200
 
 
@@ -117,7 +117,7 @@ async def test_requests_at_once_are_bounded(site: Site) -> None:
     async with site.proxy(replace(site.settings(), max_requests=2)) as proxy:
         site.prefill[0].script.extend([hang, hang])
         busy = [asyncio.create_task(proxy.turn()) for _ in range(2)]
-        await until(lambda: len(site.prefill[0].seen) == 2)
+        await async_wait_until(lambda: len(site.prefill[0].seen) == 2)
         answer = await proxy.turn()
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         assert await proxy.metric("requests_total", outcome="busy", route=PATH) == 1
@@ -129,7 +129,7 @@ async def test_requests_at_once_are_bounded(site: Site) -> None:
         async def served() -> bool:
             return (await proxy.turn()).status_code == 200
 
-        await until(served)
+        await async_wait_until(served)
 
 
 async def test_entries_are_bounded(site: Site) -> None:
@@ -162,11 +162,11 @@ async def test_a_probe_that_fails_is_not_repeated_at_once(site: Site) -> None:
     probes, clock = site.decode[0].probes, Clock()
     site.decode[0].probe_script.append(fail(500))
     async with run_proxy(replace(site.settings(), check_interval=60.0), clock) as proxy:
-        await until(lambda: len(probes) == 1)
+        await async_wait_until(lambda: len(probes) == 1)
         await asyncio.sleep(2.5)
         assert len(probes) == 1
         clock.ahead += 61.0
-        await proxy.knows("d0")
+        await proxy.wait_discovered("d0")
     assert len(probes) == 2
 
 
@@ -201,7 +201,7 @@ async def test_the_program(site: Site, arguments: list[str], port: int) -> None:
                 except httpx.TransportError:
                     return False
 
-            await until(answers)
+            await async_wait_until(answers)
             for _ in range(2):
                 assert (await http.post(PATH, json={"prompt": "x", "conversation_id": "c"})).status_code == 200
         process.send_signal(signal.SIGTERM)

@@ -11,17 +11,17 @@ from pathlib import Path
 import disagg_proxy
 import pytest
 from harness.disagg_site import Site
-from harness.standin_engine import Seen, StandinEngine, say
+from harness.fake_engine import FakeEngine, RecordedRequest, send_answer
 
 README = Path(disagg_proxy.__file__).with_name("README.md").read_text()
 ANSWER = "They said: \"it\\s 'blue' $HOME\".\n\tYes"
 
 
-async def odd(engine: StandinEngine, asked: Seen, writer: asyncio.StreamWriter) -> None:
+async def odd(engine: FakeEngine, asked: RecordedRequest, writer: asyncio.StreamWriter) -> None:
     """An answer with all that a shell and JSON might stumble over."""
-    answer = engine.whole(asked)
+    answer = engine.complete_answer(asked)
     answer["choices"][0]["text"] = ANSWER
-    await say(writer, 200, json.dumps(answer).encode())
+    await send_answer(writer, 200, json.dumps(answer).encode())
 
 
 @pytest.mark.skipif(not (shutil.which("jq") and shutil.which("curl")), reason="needs jq and curl")

@@ -10,20 +10,20 @@ import pytest
 from disagg_proxy import engines, watch
 from disagg_proxy.transfer import hold_only
 from harness.disagg_site import Site
-from harness.running_proxy import PATH, RunningProxy, until
-from harness.standin_engine import ANSWER, Behaviour, Seen, StandinEngine, hang, hang_up, say
+from harness.fake_engine import ANSWER, Behaviour, FakeEngine, RecordedRequest, close_connection, hang, send_answer
+from harness.running_proxy import PATH, RunningProxy, async_wait_until
 
 PATIENCE_S = 1.0
 
 
-async def huge(engine: StandinEngine, asked: Seen, writer: asyncio.StreamWriter) -> None:
+async def huge(engine: FakeEngine, asked: RecordedRequest, writer: asyncio.StreamWriter) -> None:
     """An answer that is right, and larger than what the proxy takes."""
-    await say(writer, 200, json.dumps({**engine.whole(asked), "more": "x" * 10_000}).encode())
+    await send_answer(writer, 200, json.dumps({**engine.complete_answer(asked), "more": "x" * 10_000}).encode())
 
 
-async def _is_up_after_a_look(proxy: RunningProxy, engine: StandinEngine, looks: int) -> bool:
+async def _is_up_after_a_look(proxy: RunningProxy, engine: FakeEngine, looks: int) -> bool:
     """Whether it gets requests, after its health was asked for once more than ``looks`` times."""
-    await until(lambda: engine.looks > looks)
+    await async_wait_until(lambda: engine.looks > looks)
     described = (await proxy.health())["prefill"] + (await proxy.health())["decode"]
     (is_up,) = [seen["up"] for seen in described if seen["url"] == engine.url]
     return bool(is_up)
@@ -59,7 +59,7 @@ async def test_an_answer_that_is_slow_is_asked_for_once(site: Site, *, stream: b
         assert await proxy.metric("requests_total", outcome="engine_error", route=PATH) == 1
 
 
-@pytest.mark.parametrize("behaviour", [hang_up, huge])
+@pytest.mark.parametrize("behaviour", [close_connection, huge])
 async def test_an_answer_that_breaks_takes_no_engine_down(
     site: Site, behaviour: Behaviour, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,8 +82,8 @@ async def test_who_is_not_well_either_is_down(site: Site, monkeypatch: pytest.Mo
     monkeypatch.setattr(watch, "HEALTH_TIMEOUT_S", 0.2)
     async with site.proxy(replace(site.settings(prefills=2), check_interval=60.0)) as proxy:
         for engine in site.prefill:
-            engine.script.append(hang_up)
+            engine.script.append(close_connection)
             engine.health = health
         assert (await proxy.turn()).status_code == 200
         for engine in site.prefill:
-            await proxy.sees(engine, up=False)
+            await proxy.wait_health(engine, up=False)

@@ -9,8 +9,8 @@ import pytest
 from disagg_proxy import reply
 from disagg_proxy.transfer import first_turn
 from harness.disagg_site import Site
-from harness.running_proxy import PATH, RunningProxy, data_of, until
-from harness.standin_engine import ANSWER, DONE, PROMPT_TOKENS, Seen, StandinEngine, cut_off, stream
+from harness.fake_engine import ANSWER, DONE, PROMPT_TOKENS, FakeEngine, RecordedRequest, close_midway, stream
+from harness.running_proxy import PATH, RunningProxy, async_wait_until, data_of
 
 ERROR = b'data: {"error": {"message": "EngineCore died", "code": 500}}\n\n'
 TEXT = b'data: {"choices": [{"index": 0, "text": "x", "finish_reason": null}]}\n\n'
@@ -22,7 +22,7 @@ async def _outcome(proxy: RunningProxy, outcome: str) -> float:
 
 async def test_a_stream_without_an_end_is_broken(site: Site) -> None:
     """It ended in good order, but D never said that it was done: an error for the client, no `[DONE]`, nothing remembered."""
-    site.decode[0].script.append(cut_off(len(ANSWER) + 1, cleanly=True))
+    site.decode[0].script.append(close_midway(len(ANSWER) + 1, cleanly=True))
     async with site.proxy() as proxy:
         answer = await proxy.turn(stream=True)
         assert data_of(answer.text)[-1]["error"]["code"] == 502
@@ -36,7 +36,7 @@ async def test_a_stream_without_an_end_is_broken(site: Site) -> None:
 async def test_an_end_without_a_blank_line_is_one(site: Site) -> None:
     """`[DONE]` may be the last that comes: the answer is whole, and its hold is remembered."""
 
-    async def unended(engine: StandinEngine, asked: Seen, writer: asyncio.StreamWriter) -> None:
+    async def unended(engine: FakeEngine, asked: RecordedRequest, writer: asyncio.StreamWriter) -> None:
         *events, done = engine.events(asked)
         await stream(*events, done.rstrip())(engine, asked, writer)
 
@@ -52,7 +52,7 @@ async def test_an_end_without_a_blank_line_is_one(site: Site) -> None:
 async def test_half_an_event_does_not_show_what_engines_tell_one_another(site: Site, length: int | None) -> None:
     """A last event without its blank line, whole or cut off, is not passed on unread."""
 
-    async def newer(engine: StandinEngine, asked: Seen, writer: asyncio.StreamWriter) -> None:
+    async def newer(engine: FakeEngine, asked: RecordedRequest, writer: asyncio.StreamWriter) -> None:
         held = engine.params("d's own name", PROMPT_TOKENS, prefilled=False)
         last = b"data: " + json.dumps({"kv_transfer_params": held, "choices": []}).encode()
         await stream(TEXT, last[:length])(engine, asked, writer)
@@ -93,7 +93,7 @@ class Endless:
     sent = 0
     is_cut_off = False
 
-    async def __call__(self, engine: StandinEngine, asked: Seen, writer: asyncio.StreamWriter) -> None:
+    async def __call__(self, engine: FakeEngine, asked: RecordedRequest, writer: asyncio.StreamWriter) -> None:
         event = b": " + b"x" * 65536 + b"\n\n"
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n")
         try:
@@ -112,12 +112,12 @@ async def test_a_client_that_does_not_read_is_gone(site: Site, monkeypatch: pyte
     site.decode[0].script.append(endless)
     async with site.proxy() as proxy:
         writer = await _without_reading(proxy)
-        await until(lambda: endless.is_cut_off)
+        await async_wait_until(lambda: endless.is_cut_off)
 
         async def counted() -> bool:
             return await _outcome(proxy, "client_gone") == 1
 
-        await until(counted)
+        await async_wait_until(counted)
         writer.transport.abort()
 
 
@@ -135,7 +135,7 @@ async def test_a_slow_client_slows_d_down(site: Site) -> None:
             await asyncio.sleep(0.3)
             return endless.sent == before == now > 0
 
-        await until(stands_still)
+        await async_wait_until(stands_still)
         assert endless.sent < MORE_THAN_BUFFERS
         writer.transport.abort()
-        await until(lambda: endless.is_cut_off)
+        await async_wait_until(lambda: endless.is_cut_off)

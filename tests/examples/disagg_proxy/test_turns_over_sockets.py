@@ -11,8 +11,8 @@ import pytest
 from disagg_proxy.settings import Decode
 from disagg_proxy.transfer import Address, first_turn, hold_only
 from harness.disagg_site import Site
-from harness.running_proxy import PATH, Clock, RunningProxy, data_of, until
-from harness.standin_engine import ANSWER, DONE, PROMPT_TOKENS, Seen, StandinEngine, hold_back, say
+from harness.fake_engine import ANSWER, DONE, PROMPT_TOKENS, FakeEngine, RecordedRequest, hold_back, send_answer
+from harness.running_proxy import PATH, Clock, RunningProxy, async_wait_until, data_of
 
 TOKENS = PROMPT_TOKENS + len(ANSWER) - 1
 """What D holds after a turn: all but the last token."""
@@ -132,10 +132,10 @@ async def test_events_arrive_as_they_come(site: Site) -> None:
 async def test_answers_do_not_show_what_engines_tell_one_another(site: Site) -> None:
     """`kv_transfer_params` of whole answers and of chunks (newer engines) are taken out; the latter are used."""
 
-    async def newer(engine: StandinEngine, _: Seen, writer: asyncio.StreamWriter) -> None:
+    async def newer(engine: FakeEngine, _: RecordedRequest, writer: asyncio.StreamWriter) -> None:
         held = engine.params("d's own name", TOKENS, prefilled=False)
         last = {"choices": [{"index": 0, "text": "x", "finish_reason": "stop"}], "kv_transfer_params": held}
-        await say(writer, 200, b"data: " + json.dumps(last).encode() + b"\n\n" + DONE, "text/event-stream")
+        await send_answer(writer, 200, b"data: " + json.dumps(last).encode() + b"\n\n" + DONE, "text/event-stream")
 
     async with site.proxy() as proxy:
         whole = await proxy.turn()
@@ -177,7 +177,7 @@ async def test_an_entry_is_used_once(site: Site) -> None:
         await proxy.turn()
         site.decode[0].script.extend([hold_back(1, gate)] * 2)
         both = [asyncio.create_task(proxy.turn(stream=True)) for _ in range(2)]
-        await until(lambda: len(p.seen) == 3)
+        await async_wait_until(lambda: len(p.seen) == 3)
         gate.set()
         await asyncio.gather(*both)
     assert sorted(_is_miss(asked.params) for asked in p.seen[1:]) == [False, True]
@@ -259,8 +259,8 @@ async def test_one_id_for_a_request_everywhere(site: Site) -> None:
 async def test_odd_headers_do_no_harm(site: Site) -> None:
     """What is no ASCII is not for engines; cookies of a balancer before them are for nobody."""
 
-    async def with_cookie(_: StandinEngine, __: Seen, writer: asyncio.StreamWriter) -> None:
-        await say(writer, 200, b"{}", "application/json\r\nset-cookie: user=one")
+    async def with_cookie(_: FakeEngine, __: RecordedRequest, writer: asyncio.StreamWriter) -> None:
+        await send_answer(writer, 200, b"{}", "application/json\r\nset-cookie: user=one")
 
     async with site.proxy() as proxy:
         site.decode[0].script.append(with_cookie)
@@ -289,9 +289,11 @@ async def test_a_hold_that_nobody_could_pull_is_not_remembered(site: Site) -> No
     """B2.3 D that returned no blocks leaves a miss, not a claim that P would wait for."""
     async with site.proxy() as proxy:
 
-        async def nothing_held(engine: StandinEngine, asked: Seen, writer: asyncio.StreamWriter) -> None:
+        async def nothing_held(engine: FakeEngine, asked: RecordedRequest, writer: asyncio.StreamWriter) -> None:
             params = engine.params("r", 0, prefilled=False)
-            await say(writer, 200, json.dumps({**engine.whole(asked), "kv_transfer_params": params}).encode())
+            await send_answer(
+                writer, 200, json.dumps({**engine.complete_answer(asked), "kv_transfer_params": params}).encode()
+            )
 
         site.decode[0].script.append(nothing_held)
         await proxy.turn()
@@ -303,7 +305,7 @@ async def test_where_d_holds_nothing_streams_are_not_remembered(site: Site) -> N
     """B2.15 D without the feature says so to a probe: P would wait in vain for a hold of that name."""
     site.decode[0].bidirectional = False
     async with site.proxy() as proxy:
-        await until(lambda: bool(site.decode[0].probes))
+        await async_wait_until(lambda: bool(site.decode[0].probes))
         await proxy.turn(stream=True)
         await proxy.turn(stream=True)
     assert [_is_miss(asked.params) for asked in site.prefill[0].seen] == [True, True]
@@ -314,7 +316,7 @@ async def test_probes_hold_one_name(site: Site) -> None:
     clock = Clock()
     async with site.proxy(clock=clock):
         clock.ahead += 301.0
-        await until(lambda: len(site.decode[0].probes) == 2)
+        await async_wait_until(lambda: len(site.decode[0].probes) == 2)
     probes = site.decode[0].probes
     assert {asked.body["max_tokens"] for asked in probes} == {1}
     assert {asked.body["model"] for asked in probes} == {"model-of-d0"}
@@ -328,19 +330,19 @@ async def test_who_d_is_can_be_learned_from_what_it_answers(site: Site, *, strea
     """Without a probe that tells: from a whole answer, or a chunk of a newer engine. The next stream is remembered under it."""
     d = site.decode[0]
 
-    async def telling(engine: StandinEngine, asked: Seen, writer: asyncio.StreamWriter) -> None:
-        body = {**engine.whole(asked), "kv_transfer_params": engine.params("own", TOKENS, prefilled=False)}
+    async def telling(engine: FakeEngine, asked: RecordedRequest, writer: asyncio.StreamWriter) -> None:
+        body = {**engine.complete_answer(asked), "kv_transfer_params": engine.params("own", TOKENS, prefilled=False)}
         event = b"data: " + json.dumps(body).encode() + b"\n\n" + DONE
-        await say(writer, 200, event, "text/event-stream") if stream else await say(
+        await send_answer(writer, 200, event, "text/event-stream") if stream else await send_answer(
             writer, 200, json.dumps(body).encode()
         )
 
     d.bidirectional = False  # so the probe says; what it answers now says otherwise
     async with site.proxy() as proxy:
-        await until(lambda: bool(d.probes))
+        await async_wait_until(lambda: bool(d.probes))
         d.script.append(telling)
         await proxy.turn("other", stream=stream)
-        await proxy.knows("d0")
+        await proxy.wait_discovered("d0")
         await proxy.turn(stream=True)
         await proxy.turn()
     told = site.prefill[0].seen[2].params
@@ -354,14 +356,14 @@ async def test_a_d_that_holds_nothing_any_more_is_believed(site: Site) -> None:
     async with site.proxy(clock=clock) as proxy:
         d.bidirectional = False
         clock.ahead += 301.0
-        await until(lambda: len(d.probes) == 2)
+        await async_wait_until(lambda: len(d.probes) == 2)
 
         async def forgotten() -> bool:
             return "engine_id" not in (await proxy.health())["decode"][0]
 
-        await until(forgotten)
+        await async_wait_until(forgotten)
         d.health = 500
-        await proxy.sees(d, up=False)  # several looks at its health later
+        await proxy.wait_health(d, up=False)  # several looks at its health later
         assert len(d.probes) == 2
 
 
@@ -371,10 +373,10 @@ async def test_a_d_that_came_back_is_somebody_else(site: Site) -> None:
     async with site.proxy() as proxy:
         await proxy.turn("old", stream=True)
         await d.stop()
-        await proxy.sees(d, up=False)
+        await proxy.wait_health(d, up=False)
         d.engine_id = "d0-again"
         await d.start()
-        await proxy.knows("d0-again")
+        await proxy.wait_discovered("d0-again")
         await proxy.turn("old", stream=True)
         await proxy.turn("new", stream=True)
         await proxy.turn("new", stream=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from disagg_proxy import watch
 from harness.disagg_site import Site
-from harness.running_proxy import Clock, run_proxy, until
-from harness.standin_engine import fail, hang
+from harness.fake_engine import fail, hang
+from harness.running_proxy import Clock, async_wait_until, run_proxy
 
 
 async def test_a_probe_that_is_refused_tells_nothing(site: Site, caplog: pytest.LogCaptureFixture) -> None:
@@ -16,8 +16,8 @@ async def test_a_probe_that_is_refused_tells_nothing(site: Site, caplog: pytest.
         for number in (1, 2):
             d.probe_script.append(fail(401))
             clock.ahead += 301.0
-            await until(lambda number=number: len(d.probes) == number + 1)  # type: ignore[misc]
-            await until(lambda: "refuses probes (status 401)" in caplog.text)
+            await async_wait_until(lambda number=number: len(d.probes) == number + 1)  # type: ignore[misc]
+            await async_wait_until(lambda: "refuses probes (status 401)" in caplog.text)
             assert (await proxy.health())["decode"][0]["engine_id"] == "d0"
         d.engine_id = "d0-again"
 
@@ -25,7 +25,7 @@ async def test_a_probe_that_is_refused_tells_nothing(site: Site, caplog: pytest.
             clock.ahead += 301.0
             return (await proxy.health())["decode"][0]["engine_id"] == "d0-again"
 
-        await until(is_asked_again)
+        await async_wait_until(is_asked_again)
     assert caplog.text.count("refuses probes") == 1
 
 
@@ -36,7 +36,7 @@ async def test_an_engine_whose_health_hangs_is_down(site: Site, monkeypatch: pyt
     async with site.proxy() as proxy:
         assert [engine["up"] for engine in (await proxy.health())["prefill"]] == [False]
         site.prefill[0].health = 200
-        await proxy.sees(site.prefill[0], up=True)
+        await proxy.wait_health(site.prefill[0], up=True)
 
 
 async def test_a_probe_that_hangs_ends(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,10 +45,10 @@ async def test_a_probe_that_hangs_ends(site: Site, monkeypatch: pytest.MonkeyPat
     d = site.decode[0]
     d.probe_script.append(hang)
     async with run_proxy(site.settings()) as proxy:
-        await until(lambda: len(d.probes) == 1)
+        await async_wait_until(lambda: len(d.probes) == 1)
         d.health = 500
-        await proxy.sees(d, up=False)
+        await proxy.wait_health(d, up=False)
         assert not d.probes[0].gone.is_set()
         d.health = 200
         await d.probes[0].gone.wait()
-        await proxy.knows("d0")
+        await proxy.wait_discovered("d0")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from harness.trust_site import Site, make_site
+from harness.auth_site import Site, make_site
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,11 @@ from urllib.request import urlopen
 
 import grpc
 import pytest
+from harness.auth_site import KEYS, PART, Site, make_site, ready_line
 from harness.bulk import wait_for_bulk
 from harness.long_timeouts import wait_until
 from harness.payloads import assert_serves, namespace_of, payload
 from harness.raw import RawSession, refusal_of
-from harness.trust_site import KEYS, PART, Site, make_site, ready_line
 from prometheus_client import CollectorRegistry
 
 from kvtier.protos.v1 import cache_pb2

@@ -8,12 +8,12 @@ from pathlib import Path
 import grpc
 import pytest
 from google.rpc import error_details_pb2
+from harness.auth_site import KEYS, PART, TIMEOUTS, error_of
 from harness.bulk import wait_for_bulk
 from harness.long_timeouts import wait_until
 from harness.payloads import key_of, namespace_of, payload
 from harness.raw import RawSession, refusal_of
 from harness.server_process import MIB, ServerProcess
-from harness.trust_site import KEYS, PART, TIMEOUTS, error_of
 
 from kvtier.client import Client, LimitExceeded
 from kvtier.protos.error_reasons import status_within

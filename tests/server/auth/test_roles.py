@@ -21,12 +21,7 @@ import pytest
 import xxhash
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
-from harness.bulk import locate, wait_for_bulk
-from harness.launch import launch
-from harness.long_timeouts import wait_until
-from harness.payloads import assert_serves, key_of, namespace_of, payload
-from harness.raw import RawSession, attach_reply, refusal_of
-from harness.trust_site import (
+from harness.auth_site import (
     KEYS,
     PART,
     Site,
@@ -34,9 +29,14 @@ from harness.trust_site import (
     error_of,
     make_site,
     ready_line,
+    refusal_error,
     status_of,
-    why_refused,
 )
+from harness.bulk import locate, wait_for_bulk
+from harness.launch import launch
+from harness.long_timeouts import wait_until
+from harness.payloads import assert_serves, key_of, namespace_of, payload
+from harness.raw import RawSession, attach_reply, refusal_of
 
 from kvtier.client import AccessDenied, Client, Credentials, SessionLost
 from kvtier.client.session import connection
@@ -118,7 +118,7 @@ class TestWithoutCredentials:
         """An expired token has the same effect."""
         for name in (None, "old"):
             with site.client(name) as client:
-                error = why_refused(client)
+                error = refusal_error(client)
                 assert isinstance(error, AccessDenied)
                 assert error.reason == "UNAUTHENTICATED"
 
@@ -150,7 +150,7 @@ class TestTenants:
             with site.client("any-engine", tenant="acme") as any_engine:
                 assert_serves(any_engine, KEYS)
             with site.client("zeta-engine", tenant="acme") as thief:
-                error = why_refused(thief)
+                error = refusal_error(thief)
                 assert isinstance(error, AccessDenied)
                 assert error.reason == "WRONG_TENANT"
 
@@ -221,7 +221,9 @@ class TestRoles:
                 push = bulk.stream_unary(PUSH, None, transfer_pb2.PushResponse.FromString)
                 assert refused(lambda: push(iter([frame]), timeout=60)) == NOT_FOR_YOU
         # The log line is written a moment later.
-        wait_until(lambda: any('"acme-reader"' in line and "TransferService/Push" in line for line in site.audits()))
+        wait_until(
+            lambda: any('"acme-reader"' in line and "TransferService/Push" in line for line in site.audit_lines())
+        )
 
     def test_admin_calls_and_cache_calls_have_separate_roles(self, site: Site) -> None:
         """Only an admin calls AdminService, and an admin calls nothing else."""
@@ -245,7 +247,7 @@ class TestRoles:
 
     def test_a_metrics_token_may_call_no_rpc(self, site: Site) -> None:
         with site.client("prometheus") as client:
-            assert why_refused(client).reason == "PERMISSION_DENIED"
+            assert refusal_error(client).reason == "PERMISSION_DENIED"
         assert all(Role.METRICS not in (roles or ()) for roles in RPC_ROLES.values())
 
 
@@ -269,7 +271,7 @@ class TestSharedMemory:
     def test_explicit_shared_memory_without_permission_is_an_error(self, site: Site) -> None:
         """With "auto" the client uses streams, and the link reports why."""
         with site.client("acme-far", unix=True, transport="shm") as client:
-            error = why_refused(client)
+            error = refusal_error(client)
             assert isinstance(error, AccessDenied)
             assert "shared_memory" in str(error)
         with site.client("acme-far", unix=True) as client:
@@ -306,7 +308,7 @@ class TestStrict:
     def test_the_unix_socket_requires_a_token(self, strict: Site) -> None:
         """With a token a client is served and gets shared memory; without one it is refused."""
         with Client(strict.server.endpoint, namespace=namespace_of(PART)) as client:
-            assert why_refused(client).reason == "UNAUTHENTICATED"
+            assert refusal_error(client).reason == "UNAUTHENTICATED"
         with strict.client("acme-engine", unix=True) as client:
             client.wait_until_connected(60)
             assert client.transport == "shm"
@@ -481,8 +483,8 @@ class TestAudit:
         with connected(site.credentials("boss").channel(parse_endpoint(site.server.tcp))) as channel:
             admin = admin_pb2_grpc.AdminServiceStub(channel)
             list(admin.Evict(admin_pb2.EvictRequest(dry_run=True), timeout=60))
-            wait_until(lambda: any("AdminService/Evict" in line for line in site.audits()))
-            before = len(site.audits())  # lines of earlier tests, all written by now
+            wait_until(lambda: any("AdminService/Evict" in line for line in site.audit_lines()))
+            before = len(site.audit_lines())  # lines of earlier tests, all written by now
             for _ in range(50):
                 admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=60)
             list(admin.Fsck(admin_pb2.FsckRequest(), timeout=60))
@@ -494,9 +496,9 @@ class TestAudit:
         with connected(Credentials(ca=site.authority.ca).channel(parse_endpoint(site.server.tcp))) as channel:
             status_of(lambda c=channel: admin_pb2_grpc.AdminServiceStub(c).GetStatus(admin_pb2.GetStatusRequest()))  # type: ignore[misc]
         # The log line is written a moment later.
-        wait_until(lambda: any("AdminService/Fsck" in line for line in site.audits()[before:]))
-        wait_until(lambda: any("ipv4:127.0.0.1" in line for line in site.audits()))
-        lines = [json.loads(line) for line in site.audits()]
+        wait_until(lambda: any("AdminService/Fsck" in line for line in site.audit_lines()[before:]))
+        wait_until(lambda: any("ipv4:127.0.0.1" in line for line in site.audit_lines()))
+        lines = [json.loads(line) for line in site.audit_lines()]
         looks = [line["who"] == "boss" and line["what"].endswith("GetStatus") for line in lines]
         refusals = [(line["who"], line["outcome"]) == ("acme-far", "refused: PERMISSION_DENIED") for line in lines]
         for found, most in ((looks, 3), (refusals, 6)):

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
+from harness.auth_site import KEYS, PART, TIMEOUTS, Site, error_of, make_site, refusal_error
 from harness.bulk import wait_for_bulk
 from harness.certificates import Authority, Pair
 from harness.launch import launch, refused_start
 from harness.long_timeouts import wait_until
 from harness.payloads import assert_serves, namespace_of, payload
-from harness.trust_site import KEYS, PART, TIMEOUTS, Site, error_of, make_site, why_refused
 
 from kvtier.client import AsyncClient, Client, Credentials, InvalidRequest, NotConnected
 from kvtier.server.auth.tls import server_credentials
@@ -207,13 +207,13 @@ class TestMutual:
                 client.store(KEYS, [payload(key, PART) for key in KEYS])
                 assert_serves(client, KEYS)
             with self.connect(mutual, pair, tenant="zeta") as client:
-                assert why_refused(client).reason == "WRONG_TENANT"
+                assert refusal_error(client).reason == "WRONG_TENANT"
 
     def test_a_certificate_without_an_entry_needs_a_token(self, mutual: Site) -> None:
         """A valid certificate admits the connection; the token then identifies the caller."""
         pair = mutual.authority.issue("stranger")
         with self.connect(mutual, pair) as client:
-            assert why_refused(client).reason == "UNAUTHENTICATED"
+            assert refusal_error(client).reason == "UNAUTHENTICATED"
         with self.connect(mutual, pair, "zeta-engine") as client:
             client.wait_until_connected(60)
 
@@ -293,7 +293,7 @@ def test_tokens_identify_the_tenant_over_insecure_tcp(tmp_path: Path) -> None:
     token = site.tokens.token["acme-far"]
     with site.server.start():
         with Client(site.server.tcp, namespace=namespace_of(PART)) as client:
-            assert why_refused(client).reason == "UNAUTHENTICATED"
+            assert refusal_error(client).reason == "UNAUTHENTICATED"
         credentials = Credentials(token=token, insecure=True)
         with Client(site.server.tcp, namespace=namespace_of(PART), credentials=credentials) as client:
             client.wait_until_connected(60)

@@ -371,7 +371,7 @@ def test_slots_of_an_ended_session_are_reused_when_no_stream_can_write(
     store_id = prepare(session)
     with pushing(session, store_id):
         pid = kill_bulk(server, signal.SIGSTOP)
-        session.fall()
+        session.end()
         server.wait_for(lambda status: status.quarantined_bytes == len(KEYS) * PART)
         time.sleep(0.5)
         assert server.status().quarantined_bytes == len(KEYS) * PART
@@ -384,7 +384,7 @@ def test_slots_are_free_after_the_bulk_process_ends(server: ServerProcess, sessi
     store_id = prepare(session)
     with pushing(session, store_id) as call:
         pid = kill_bulk(server, signal.SIGSTOP)
-        session.fall()
+        session.end()
         server.wait_for(lambda status: status.quarantined_bytes == len(KEYS) * PART)
         os.kill(pid, signal.SIGKILL)
         server.wait_for(lambda status: status.quarantined_bytes == 0)

@@ -306,7 +306,7 @@ def test_slots_of_an_ended_session_become_free(
     store_id = prepare(session, fresh("fallen", 2))
     connection.sendall(push_of(session, store_id) + frame_of(b"\xee" * PART)[:1000])
     time.sleep(0.3)
-    session.fall()
+    session.end()
     server.wait_for(lambda status: not (status.stores or status.quarantined_bytes))
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness.command_line import answer_of, kvtier
+from harness.command_line import json_output, kvtier
 from harness.payloads import assert_serves, key_of, namespace_of, payload
 from harness.server_process import MIB, ServerProcess
 
@@ -79,7 +79,7 @@ def test_tiers_are_listed(shared: ServerProcess) -> None:
     """Columns: fill, hits, queues, shares of tenants, and memory."""
     # the last bytes are backed after the first calls
     shared.wait_for(lambda status: status.region.backed_bytes == 64 * MIB)
-    answer = answer_of("tiers", "--endpoint", shared.endpoint)
+    answer = json_output("tiers", "--endpoint", shared.endpoint)
     assert [tier["name"] for tier in answer["tiers"]] == ["cpu", "lmdb"]
     assert {"queued_bytes", "dropped_blocks", "declined", "hit_rate", "shares"} <= set(answer["tiers"][1])
     region = answer["region"]
@@ -96,7 +96,7 @@ def test_sessions_are_listed(shared: ServerProcess) -> None:
     with client_of(shared, tenant="acme", name="sess") as client:
         keys = store(client, *range(100, 103))
         with client.lookup(keys), client.write([key_of(110), key_of(111)]):
-            [session] = answer_of("sessions", "--endpoint", shared.endpoint)["sessions"]
+            [session] = json_output("sessions", "--endpoint", shared.endpoint)["sessions"]
             text = ask(shared, "sessions").stdout
     assert (session["client_name"], session["engine_id"], session["pid"]) == ("sess", "e-sess", os.getpid())
     assert (session["tenant"], session["transport"], session["attached"]) == ("acme", "shm", True)
@@ -113,7 +113,7 @@ def test_sessions_are_listed(shared: ServerProcess) -> None:
 
 def test_the_status_describes_the_server_process(shared: ServerProcess) -> None:
     """Process, protocol, region, and delay of the event loop."""
-    answer = answer_of("status", "--endpoint", shared.endpoint)
+    answer = json_output("status", "--endpoint", shared.endpoint)
     assert (answer["pid"], answer["protocol_versions"]) == (shared.pid, [1])
     assert 0 <= answer["loop_lag_seconds"] < 30
     assert answer["region"]["size_bytes"] == 64 * MIB
@@ -129,7 +129,7 @@ class TestTop:
             before = _status(shared)
             client.lookup([*keys, key_of(201)], prefix=False).release()
             look = rates(before, _status(shared), 0.5)
-            idle = answer_of("top", "--once", "--interval", "0.2", "--endpoint", shared.endpoint)
+            idle = json_output("top", "--once", "--interval", "0.2", "--endpoint", shared.endpoint)
         assert (look["lookup_keys_per_s"], look["hit_ratio"]) == (4, 0.5)
         cpu, lmdb = look["tiers"]
         assert (cpu["hits_per_s"], cpu["misses_per_s"], cpu["hit_ratio"]) == (2, 2, 0.5)
@@ -191,30 +191,30 @@ class TestEvict:
         with client_of(server) as client:
             keys = store(client, *range(10))
             with client.lookup(keys[:2]):
-                dry = answer_of(*arguments, "--dry-run")
-                assert answer_of("tiers", "--endpoint", server.endpoint)["tiers"][0]["blocks"] == 10
-                wet = answer_of(*arguments)
+                dry = json_output(*arguments, "--dry-run")
+                assert json_output("tiers", "--endpoint", server.endpoint)["tiers"][0]["blocks"] == 10
+                wet = json_output(*arguments)
             tier = {"tier": "cpu", "blocks": 8, "bytes": 8 * PART, "kept_blocks": 2, "kept_bytes": 2 * PART}
             assert dry == {"dry_run": True, "done": True, "tiers": [tier]}
             assert wet == {"dry_run": False, "done": True, "tiers": [tier]}
-            cpu, lmdb = answer_of("tiers", "--endpoint", server.endpoint)["tiers"]
+            cpu, lmdb = json_output("tiers", "--endpoint", server.endpoint)["tiers"]
             assert (cpu["blocks"], cpu["evictions"], lmdb["blocks"]) == (2, 8, 10)
             assert_serves(client, keys)
         text = ask(server, "evict", "--all").stdout
         for piece in ("evicted", "kept", "cpu", "lmdb", "10 blocks", "640.0 KiB"):
             assert piece in text
-        assert [tier["blocks"] for tier in answer_of("tiers", "--endpoint", server.endpoint)["tiers"]] == [0, 0]
+        assert [tier["blocks"] for tier in json_output("tiers", "--endpoint", server.endpoint)["tiers"]] == [0, 0]
 
     def test_conditions_select_blocks(self, server: ServerProcess) -> None:
         """Tenant, namespace, age and bytes; a block that has left every tier is a miss."""
 
         def gone(*conditions: str) -> list[int]:
-            answer = answer_of("evict", *conditions, "--endpoint", server.endpoint)
+            answer = json_output("evict", *conditions, "--endpoint", server.endpoint)
             return [tier["blocks"] for tier in answer["tiers"]]
 
         with client_of(server, "alice", "alice") as alice, client_of(server, "bob", "bob") as bob:
             keys, others = store(alice, *range(6)), store(bob, *range(4))
-            sessions = answer_of("sessions", "--endpoint", server.endpoint)["sessions"]
+            sessions = json_output("sessions", "--endpoint", server.endpoint)["sessions"]
             [namespace] = [each["namespace_id"] for each in sessions if each["tenant"] == "bob"]
             assert gone("--older-than", "1h") == [0, 0]
             assert gone("--tenant", "unknown") == [0, 0]
@@ -232,7 +232,7 @@ class TestEvict:
             client.store(keys, [payload(keys[0], PART)], retain_for=600)
             client.flush(keys)
             for flags, blocks in (((), 0), (("--retained",), 1)):
-                answer = answer_of("evict", "--tier", "cpu", *flags, "--endpoint", server.endpoint)
+                answer = json_output("evict", "--tier", "cpu", *flags, "--endpoint", server.endpoint)
                 assert answer["tiers"][0]["blocks"] == blocks
 
     def test_a_progress_bar_is_drawn_on_terminals_only(self, shared: ServerProcess) -> None:
@@ -280,7 +280,7 @@ class TestDrain:
         with client_of(server) as client:
             keys = [key_of(number) for number in range(20)]
             client.store(keys, [payload(key, PART) for key in keys])
-            answer = answer_of("drain", "--wait", "--endpoint", server.endpoint)
+            answer = json_output("drain", "--wait", "--endpoint", server.endpoint)
         assert (answer["mode"], answer["complete"], answer["ended"]) == ("end", True, True)
         assert server.wait() == 0
         server.start()
@@ -296,15 +296,15 @@ class TestDrain:
         """While drained, it refuses stores and sessions and serves lookups."""
         with client_of(server) as client:
             keys = store(client, 0, 1)
-            answer = answer_of("drain", "--stay", "--wait", "--endpoint", server.endpoint)
+            answer = json_output("drain", "--stay", "--wait", "--endpoint", server.endpoint)
             assert (answer["mode"], answer["done"], answer["complete"], answer["ended"]) == ("stay", True, True, False)
-            assert answer_of("status", "--endpoint", server.endpoint)["draining"]
+            assert json_output("status", "--endpoint", server.endpoint)["draining"]
             with pytest.raises(KVTierError), client.write([key_of(9)]):
                 pass
             assert_serves(client, keys)
             assert "is drained" in ask(server, "drain", "--stay", "--wait").stdout, "twice is once"
             assert ask(server, "drain", "--undo").stdout == "the server takes new work again\n"
-            assert not answer_of("status", "--endpoint", server.endpoint)["draining"]
+            assert not json_output("status", "--endpoint", server.endpoint)["draining"]
             client.wait_until_connected(60)
             store(client, 9)
         assert server.terminate() == 0

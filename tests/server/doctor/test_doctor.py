@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 import pytest
-from harness.command_line import answer_of, kvtier
+from harness.command_line import json_output, kvtier
 from harness.launch import launch
 
 from kvtier import __version__
@@ -44,7 +44,7 @@ def doctor(
     `limits` are arguments of the shell's `ulimit`, such as "-n 64". `unprivileged` removes root's
     capabilities.
     """
-    answer = answer_of(
+    answer = json_output(
         *("doctor", "--data-dir", f"{place}/data", "--region-size", "64MiB", "--no-disk-test", *flags),
         code=code,
         interpreter=_interpreter(limits, unprivileged=unprivileged),
@@ -155,7 +155,7 @@ class TestBroken:
             named(findings, "disks", "fail", "room for 1.0 MiB", "make room")
             named(findings, "disks", "warn", "is on tmpfs", "to a disk")
             arguments = ("doctor", "--config", f"{place}/c.toml", "--region-size", "64MiB", "--only", "disks")
-            [speed] = [each for each in answer_of(*arguments, code=1)["findings"] if "written" in each["seen"]]
+            [speed] = [each for each in json_output(*arguments, code=1)["findings"] if "written" in each["seen"]]
             assert (speed["verdict"], list(tiny.iterdir())) == ("fail", [])
         finally:
             subprocess.run(["umount", tiny], check=True)
@@ -240,7 +240,7 @@ class TestHealthy:
     def test_without_a_server(self, place: Path) -> None:
         """Its absence is a warning; the disk measurement leaves no files."""
         (place / "data").mkdir()
-        answer = answer_of(
+        answer = json_output(
             "doctor",
             "--data-dir",
             f"{place}/data",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from harness.certificates import Authority, Pair
-from harness.command_line import answer_of, kvtier
+from harness.command_line import json_output, kvtier
 
 from kvtier.protos.endpoint import parse_endpoint
 from kvtier.server.access import AccessControl, AccessError
@@ -290,7 +290,7 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path, authority: Authority
     )
     flags = ("--config", str(config), "--region-size", "64MiB")
     only = ("--only", "trust", "--only", "tiers")
-    findings = answer_of("doctor", *flags, *only, code=1)["findings"]
+    findings = json_output("doctor", *flags, *only, code=1)["findings"]
     verdicts = [(each["check"], each["verdict"]) for each in findings]
     assert verdicts == [("trust", "fail"), ("trust", "ok"), ("tiers", "fail")]
     said = kvtier("doctor", *flags, *only, code=1)

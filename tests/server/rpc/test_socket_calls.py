@@ -284,7 +284,7 @@ def test_a_connection_ends_with_its_session(server: ServerProcess) -> None:
                 wait = lookup_of(session, [key_of(78)], wait=30).SerializeToString()
                 busy.socket.sendall(pack_call(b"CacheService/Lookup", wait))
                 _until(lambda: _leases(client) == 1)
-                session.fall()
+                session.end()
                 assert idle.ended()
                 assert busy.ended()
                 _until(lambda: _leases(client) == 0)

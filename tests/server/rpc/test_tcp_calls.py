@@ -141,7 +141,7 @@ def test_a_connection_for_calls_ends_with_its_session(server: ServerProcess, ses
         connection.sendall(pack_call(b"TransferService/Locate", request.SerializeToString()))
         length = unpack_length(connection.recv(4, socket.MSG_WAITALL))
         assert unpack_answer(connection.recv(length, socket.MSG_WAITALL))[0] == 0
-        session.fall()
+        session.end()
         assert received(connection) == b""
 
 

@@ -31,8 +31,8 @@ __all__ = [
     "error_of",
     "make_site",
     "ready_line",
+    "refusal_error",
     "status_of",
-    "why_refused",
 ]
 
 PART = 16 << 10
@@ -85,7 +85,7 @@ class Site:
             **more,
         )
 
-    def audits(self) -> list[str]:
+    def audit_lines(self) -> list[str]:
         """The lines of the audit log."""
         return [line for line in self.server.log.splitlines() if '"event": "audit"' in line]
 
@@ -136,7 +136,7 @@ def error_of(client: Client, seconds: float = 3.0) -> KVTierError:
     return error.value
 
 
-def why_refused(client: Client, seconds: float = 60.0) -> KVTierError:
+def refusal_error(client: Client, seconds: float = 60.0) -> KVTierError:
     """The error with which a server refuses a client."""
     deadline = time.monotonic() + seconds
     while isinstance(error := error_of(client, 0.05), Unavailable):

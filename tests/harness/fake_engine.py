@@ -16,14 +16,25 @@ from typing import Any
 
 from .ports import ReservedPort
 
-__all__ = ["Behaviour", "Seen", "StandinEngine", "cut_off", "fail", "hang", "hang_up", "hold_back", "say", "stream"]
+__all__ = [
+    "Behaviour",
+    "FakeEngine",
+    "RecordedRequest",
+    "close_connection",
+    "close_midway",
+    "fail",
+    "hang",
+    "hold_back",
+    "send_answer",
+    "stream",
+]
 
 ANSWER = ("Once", " upon", " a", " time")
 PROMPT_TOKENS = 20
 
 
 @dataclass
-class Seen:
+class RecordedRequest:
     """One request; ``gone`` if the client closed the connection before the end of the answer."""
 
     method: str
@@ -38,11 +49,11 @@ class Seen:
         return self.body.get("kv_transfer_params")
 
 
-Behaviour = Callable[["StandinEngine", Seen, asyncio.StreamWriter], Awaitable[None]]
+Behaviour = Callable[["FakeEngine", RecordedRequest, asyncio.StreamWriter], Awaitable[None]]
 """Answers one request."""
 
 
-class StandinEngine:
+class FakeEngine:
     """One engine. ``script`` has the behaviours of its next requests; after them it answers normally.
 
     ``health``: its health status, None for no answer. ``looks``: number of health requests.
@@ -55,8 +66,8 @@ class StandinEngine:
         self.bidirectional = bidirectional
         self.health: int | None = 200
         self.looks = 0
-        self.seen: list[Seen] = []
-        self.probes: list[Seen] = []
+        self.seen: list[RecordedRequest] = []
+        self.probes: list[RecordedRequest] = []
         self.script: deque[Behaviour] = deque()
         self.probe_script: deque[Behaviour] = deque()
         self.holds: set[str] = set()
@@ -107,7 +118,7 @@ class StandinEngine:
             "remote_blocks_expiry_time": None if prefilled else 2e9,
         }
 
-    def held(self, asked: Seen, answered: int) -> dict[str, Any] | None:
+    def held(self, asked: RecordedRequest, answered: int) -> dict[str, Any] | None:
         """What it holds after a request."""
         params = asked.params or {}
         name = (params.get("kvtier") or {}).get("hold_as") or f"req-{uuid.uuid4().hex[:8]}"
@@ -118,7 +129,7 @@ class StandinEngine:
             return self.params(name, tokens, prefilled=False)
         return None
 
-    def whole(self, asked: Seen) -> dict[str, Any]:
+    def complete_answer(self, asked: RecordedRequest) -> dict[str, Any]:
         """A complete answer."""
         tokens = min(asked.body.get("max_tokens") or len(ANSWER), len(ANSWER))
         return {
@@ -128,7 +139,7 @@ class StandinEngine:
             "kv_transfer_params": self.held(asked, tokens),
         }
 
-    def events(self, asked: Seen) -> list[bytes]:
+    def events(self, asked: RecordedRequest) -> list[bytes]:
         """A streamed answer. vLLM 0.32 leaves out ``kv_transfer_params`` in streams."""
         self.held(asked, len(ANSWER))
         chunks: list[dict[str, Any]] = [
@@ -153,7 +164,7 @@ class StandinEngine:
             writer.close()
 
     async def _answer_while_connected(
-        self, asked: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, asked: RecordedRequest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         answering = asyncio.ensure_future(self._answer(asked, writer))
         ending = asyncio.ensure_future(_until_end(reader))
@@ -166,28 +177,28 @@ class StandinEngine:
             if isinstance(result, Exception):
                 raise result
 
-    async def _answer(self, asked: Seen, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, asked: RecordedRequest, writer: asyncio.StreamWriter) -> None:
         if asked.path == "/health":
             self.looks += 1
-            await (hang(self, asked, writer) if self.health is None else say(writer, self.health, b""))
+            await (hang(self, asked, writer) if self.health is None else send_answer(writer, self.health, b""))
         elif asked.path == "/v1/models":
-            await say(
+            await send_answer(
                 writer, 200, json.dumps({"object": "list", "data": [{"id": f"model-of-{self.engine_id}"}]}).encode()
             )
         elif asked.headers.get("content-type") != "application/json":  # as vLLM does
             await fail(415)(self, asked, writer)
         elif asked.body.get("prompt") == [1]:
             self.probes.append(asked)
-            await (self.probe_script.popleft() if self.probe_script else behave)(self, asked, writer)
+            await (self.probe_script.popleft() if self.probe_script else answer_normally)(self, asked, writer)
         else:
             self.seen.append(asked)
-            await (self.script.popleft() if self.script else behave)(self, asked, writer)
+            await (self.script.popleft() if self.script else answer_normally)(self, asked, writer)
 
 
 DONE = b"data: [DONE]\n\n"
 
 
-async def behave(engine: StandinEngine, asked: Seen, writer: asyncio.StreamWriter) -> None:
+async def answer_normally(engine: FakeEngine, asked: RecordedRequest, writer: asyncio.StreamWriter) -> None:
     """The normal behaviour."""
     if asked.body.get("stream"):
         await _begin(writer)
@@ -195,35 +206,35 @@ async def behave(engine: StandinEngine, asked: Seen, writer: asyncio.StreamWrite
             await _chunk(writer, event)
         await _chunk(writer, b"")
     else:
-        await say(writer, 200, json.dumps(engine.whole(asked)).encode())
+        await send_answer(writer, 200, json.dumps(engine.complete_answer(asked)).encode())
 
 
 def fail(status: int, message: str = "no") -> Behaviour:
     """Answers with an error."""
 
-    async def behaviour(_: StandinEngine, __: Seen, writer: asyncio.StreamWriter) -> None:
-        await say(writer, status, json.dumps({"error": {"message": message, "code": status}}).encode())
+    async def behaviour(_: FakeEngine, __: RecordedRequest, writer: asyncio.StreamWriter) -> None:
+        await send_answer(writer, status, json.dumps({"error": {"message": message, "code": status}}).encode())
 
     return behaviour
 
 
-async def hang(_: StandinEngine, __: Seen, ___: asyncio.StreamWriter) -> None:
+async def hang(_: FakeEngine, __: RecordedRequest, ___: asyncio.StreamWriter) -> None:
     """Never answers; waits until the client closes the connection."""
     await asyncio.Event().wait()
 
 
-async def hang_up(_: StandinEngine, __: Seen, writer: asyncio.StreamWriter) -> None:
+async def close_connection(_: FakeEngine, __: RecordedRequest, writer: asyncio.StreamWriter) -> None:
     """Closes the connection before the first byte."""
     writer.transport.abort()
 
 
-def cut_off(after: int, *, cleanly: bool = False) -> Behaviour:
+def close_midway(after: int, *, cleanly: bool = False) -> Behaviour:
     """Closes the connection after ``after`` events (0: after the head).
 
     ``cleanly``: ends the HTTP stream correctly, but without the final event.
     """
 
-    async def behaviour(engine: StandinEngine, asked: Seen, writer: asyncio.StreamWriter) -> None:
+    async def behaviour(engine: FakeEngine, asked: RecordedRequest, writer: asyncio.StreamWriter) -> None:
         await _begin(writer)
         for event in engine.events(asked)[:after]:
             await _chunk(writer, event)
@@ -239,7 +250,7 @@ def cut_off(after: int, *, cleanly: bool = False) -> Behaviour:
 def stream(*events: bytes) -> Behaviour:
     """Sends these events, one per chunk, and ends correctly."""
 
-    async def behaviour(_: StandinEngine, __: Seen, writer: asyncio.StreamWriter) -> None:
+    async def behaviour(_: FakeEngine, __: RecordedRequest, writer: asyncio.StreamWriter) -> None:
         await _begin(writer)
         for event in (*events, b""):
             await _chunk(writer, event)
@@ -250,7 +261,7 @@ def stream(*events: bytes) -> Behaviour:
 def hold_back(after: int, gate: asyncio.Event) -> Behaviour:
     """Sends ``after`` events, and the others when the gate opens."""
 
-    async def behaviour(engine: StandinEngine, asked: Seen, writer: asyncio.StreamWriter) -> None:
+    async def behaviour(engine: FakeEngine, asked: RecordedRequest, writer: asyncio.StreamWriter) -> None:
         await _begin(writer)
         for number, event in enumerate(engine.events(asked)):
             if number == after:
@@ -261,7 +272,9 @@ def hold_back(after: int, gate: asyncio.Event) -> Behaviour:
     return behaviour
 
 
-async def say(writer: asyncio.StreamWriter, status: int, body: bytes, content_type: str = "application/json") -> None:
+async def send_answer(
+    writer: asyncio.StreamWriter, status: int, body: bytes, content_type: str = "application/json"
+) -> None:
     """Sends a complete answer."""
     head = (
         f"HTTP/1.1 {status} X\r\ncontent-type: {content_type}\r\ncontent-length: {len(body)}\r\nx-engine: yes\r\n\r\n"
@@ -286,7 +299,7 @@ async def _chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
     await writer.drain()
 
 
-async def _read(reader: asyncio.StreamReader) -> Seen | None:
+async def _read(reader: asyncio.StreamReader) -> RecordedRequest | None:
     try:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
     except asyncio.IncompleteReadError:
@@ -295,7 +308,7 @@ async def _read(reader: asyncio.StreamReader) -> Seen | None:
     method, path, _ = request.split(" ", 2)
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     body = await reader.readexactly(int(headers.get("content-length", "0")))
-    return Seen(method, path, headers, json.loads(body) if body else {})
+    return RecordedRequest(method, path, headers, json.loads(body) if body else {})
 
 
 async def _until_end(reader: asyncio.StreamReader) -> None:

@@ -18,7 +18,7 @@ from harness.traffic import PART, wait_connected
 
 from kvtier.client import Client
 
-__all__ = ["Desk"]
+__all__ = ["DocSandbox"]
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 100.0
@@ -41,7 +41,7 @@ _PROGRAMS = {
 """Programs on a reader's path."""
 
 
-class Desk:
+class DocSandbox:
     """A directory with links to all files of the repository, and its own environment."""
 
     def __init__(self, directory: Path) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
-__all__ = ["StandInEngine"]
+__all__ = ["FakePrefillEngine"]
 
 
-class StandInEngine:
+class FakePrefillEngine:
     """Listens on a port of loopback. Its clock goes on by what it computes, and not otherwise.
 
     Args:
