@@ -121,9 +121,9 @@ class Server:
         sockets = claim_sockets(config, closers)
         runtime = self._runtime = await open_runtime(config, closers)
         sessions = SessionRegistry(runtime, config.limits.max_sessions, access.rate_limiters)
-        telemetry = open_telemetry(config, runtime, sessions, started, closers)
-        backend = Backend(config, runtime, sessions, access, telemetry.metrics)
-        listeners = open_listeners(backend, telemetry.tracing, sockets, closers)
+        metrics, tracing = open_telemetry(config, runtime, sessions, started, closers)
+        backend = Backend(config, runtime, sessions, access, metrics)
+        listeners = open_listeners(backend, tracing, sockets, closers)
 
         drain, loop_lag = Drain(runtime, sessions, self._end), LoopLag()
         status = StatusBuilder(runtime, sessions, started, loop_lag)
@@ -132,7 +132,7 @@ class Server:
         self.ports = bind_endpoints(config, listeners.grpc, access)
         self.metrics_port = start_metrics_server(backend, drain, status, closers)
 
-        # again: the tiers have added the objects that they loaded from their disks
+        # Again, because the tiers have loaded many objects from their disks.
         disable_full_gc()
         await runtime.start()  # backs the first pages before the first call
         await listeners.grpc.start()
@@ -142,7 +142,7 @@ class Server:
             claim.restrict()
         await health.update(runtime.stats())
         self._run_until_stop(_watch(backend, health))
-        self._run_until_stop(watch_loop(telemetry.metrics.loop_lag.observe, loop_lag.observe))
+        self._run_until_stop(watch_loop(metrics.loop_lag.observe, loop_lag.observe))
         closers.push_async_callback(health.shut_down)
         _log.info(
             "ready",

@@ -354,9 +354,9 @@ class TierRuntime:
         for offset in range(start, self.region.size_bytes, chunk):
             if self._closing.is_set() or not self._back(offset, min(chunk, self.region.size_bytes - offset)):
                 return
-        placed = ",".join(map(str, self.region.nodes)) or "one, or as the kernel likes"
+        placed = ",".join(map(str, self.region.nodes)) or "chosen by the kernel"
         if self.region.misplaced is not None:
-            placed = f"as the kernel likes: {self.region.misplaced}"
+            placed = f"chosen by the kernel: {self.region.misplaced}"
         _log.info("region backed", bytes=self.region.size_bytes, huge_bytes=self.region.huge_bytes, memory_nodes=placed)
 
     def _back(self, offset: int, nbytes: int) -> bool:

@@ -58,7 +58,6 @@ __all__ = [
     "Backend",
     "Listeners",
     "StartError",
-    "Telemetry",
     "add_services",
     "bind_endpoints",
     "claim_sockets",
@@ -101,12 +100,6 @@ def _start_errors() -> Iterator[None]:
         yield
     except (SocketError, TierError, RegionError, MetricsServerError, TracingError, AccessError, OSError) as error:
         raise StartError(str(error)) from error
-
-
-@dataclass(frozen=True, slots=True)
-class Telemetry:
-    metrics: Metrics
-    tracing: Tracing | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +174,7 @@ def _memory_nodes(numa: str) -> tuple[int, ...]:
 
 def open_telemetry(
     config: Config, runtime: TierRuntime, sessions: SessionRegistry, started: float, closers: AsyncExitStack
-) -> Telemetry:
+) -> tuple[Metrics, Tracing | None]:
     """Creates the metrics and the tracing, and connects both to the runtime."""
     loop = asyncio.get_running_loop()
     metrics = Metrics(on_loop(loop, lambda: _server_stats(runtime, sessions, started)))
@@ -192,7 +185,7 @@ def open_telemetry(
         closers.push_async_callback(asyncio.to_thread, tracing.close)
     runtime.observe_jobs(metrics.observe_job if tracing is None else tracing.with_spans(metrics.observe_job))
     runtime.observe_failures(metrics.failed)
-    return Telemetry(metrics, tracing)
+    return metrics, tracing
 
 
 def _server_stats(runtime: TierRuntime, sessions: SessionRegistry, started: float) -> ServerStats:

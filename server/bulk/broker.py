@@ -163,7 +163,7 @@ class BulkBroker:
         return session.core
 
     def _grant_push(self, stream: _Stream, session: EngineSession) -> Granted:
-        store = self._core.renew_store(session, StoreId(stream.target), self._renewed())
+        store = self._core.renew_store(session, StoreId(stream.target), self._new_expiry())
         stream.writing.enter_context(self.writers.writing(store))
         return Granted(stream.number, store.slots(), [block.part_bytes for block in store.blocks])
 
@@ -179,10 +179,10 @@ class BulkBroker:
         try:
             session = self._sessions.find(stream.ref).core
             if stream.push:
-                self._core.renew_store(session, StoreId(stream.target), self._renewed())
+                self._core.renew_store(session, StoreId(stream.target), self._new_expiry())
                 self.received.add(stream.target, message.start, message.end)
             else:
-                self._core.renew(session, LeaseId(stream.target), self._renewed())
+                self._core.renew(session, LeaseId(stream.target), self._new_expiry())
         except (CoreError, Refused) as error:
             self._refuse(stream, error.reason, str(error))
 
@@ -231,7 +231,7 @@ class BulkBroker:
         stream.detached.set()
         stream.writing.close()
 
-    def _renewed(self) -> float:
+    def _new_expiry(self) -> float:
         return self._runtime.now() + self._validator.leases.default
 
 

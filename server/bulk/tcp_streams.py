@@ -61,7 +61,7 @@ class TcpStreamServer:
                     family = socket.AF_INET6 if ":" in host else socket.AF_INET
                     listener = socket.create_server((host, number), family=family, backlog=128)
                 except OSError as error:
-                    _log.warning("plain sockets are not served on %s port %d: %s", host, number, error)
+                    _log.warning("raw TCP streams are not served on %s port %d: %s", host, number, error)
                     continue
                 port = listener.getsockname()[1]
                 threading.Thread(target=self._accept, args=(listener,), name="kvtier-accept", daemon=True).start()

@@ -140,7 +140,7 @@ class CopyWorker:
                 engine.blocks.close()
             except DeviceError as error:
                 self._end_if_broken(error)
-                _log.warning("memory of an engine was not closed well: %s", error)
+                _log.warning("memory of an engine was not closed cleanly: %s", error)
         for thread in engine.threads.values():
             thread.shutdown(wait=False)
         self._channel.send({"op": "closed", "buffers": number})

@@ -60,18 +60,18 @@ class CopyWorkerClient:
         self._watch: asyncio.Task[None] | None = None
         self._answers: dict[tuple[str, int], asyncio.Future[dict[str, Any]]] = {}
         self._last_error = "DEVICE_LOST"
-        self._asked_to_run = 0
+        self._start_waiters = 0
 
     @property
     def idle(self) -> bool:
         """Whether there is no process, and no caller waits for one."""
-        return self._child is None and not self._asked_to_run and (self._watch is None or self._watch.done())
+        return self._child is None and not self._start_waiters and (self._watch is None or self._watch.done())
 
     async def open(self, number: int, export: DeviceExport) -> bool:
         """Opens an engine's blocks; returns whether its events can be awaited. Raises Refused."""
-        child = await self._running()
-        asking = self._ask(child, ("opened", number), {"op": "open", "buffers": number}, export.to_bytes())
-        answer = await self._answered(child, asking, _HANDLES_SECONDS, "opening an engine's memory")
+        child = await self._ensure_running()
+        header = {"op": "open", "buffers": number}
+        answer = await self._request(child, ("opened", number), header, export.to_bytes(), seconds=_HANDLES_SECONDS)
         if "cause" in answer:
             child.send({"op": "close", "buffers": number})  # without waiting for the answer
             raise Refused("DEVICE_UNAVAILABLE", f"{answer['cause']}: {answer['message']}")
@@ -79,7 +79,7 @@ class CopyWorkerClient:
 
     async def copy(self, buffers: int, number: int, plan: CopyPlan) -> None:
         """Copies the plan; afterwards, nothing accesses its memory any more. Raises Refused."""
-        child = self._alive()
+        child = self._running_child()
         groups, payload = pack_plan(plan.groups)
         header = {
             "op": "copy",
@@ -90,8 +90,8 @@ class CopyWorkerClient:
             "give_up_at": plan.give_up_at,
             "groups": groups,
         }
-        asking = self._ask(child, ("done", number), header, payload)
-        answer = await self._answered(child, asking, _overdue(plan), "a copy")
+        seconds = max(0.0, (plan.give_up_at - time.monotonic_ns()) / 1e9) + _OVERDUE_SECONDS
+        answer = await self._request(child, ("done", number), header, payload, seconds=seconds)
         if "cause" in answer:
             raise Refused("DEVICE_LOST", f"{answer['cause']}: {answer['message']}")
 
@@ -104,9 +104,9 @@ class CopyWorkerClient:
         """Closes an engine's blocks; returns when no copy uses them any more."""
         child = self._child
         if child is not None:
-            asking = self._ask(child, ("closed", number), {"op": "close", "buffers": number})
+            header = {"op": "close", "buffers": number}
             with contextlib.suppress(Refused):  # the process has ended, which closes them
-                await self._answered(child, asking, _HANDLES_SECONDS, "closing an engine's memory")
+                await self._request(child, ("closed", number), header, seconds=_HANDLES_SECONDS)
 
     async def stop(self) -> None:
         """Ends the process; immediately if it is idle."""
@@ -116,20 +116,20 @@ class CopyWorkerClient:
         if self._watch is not None:
             await self._watch
 
-    def _alive(self) -> Child:
+    def _running_child(self) -> Child:
         if self._child is None:
             raise Refused("DEVICE_LOST", "the device copy worker has ended: register again")
         return self._child
 
-    async def _running(self) -> Child:
-        self._asked_to_run += 1
+    async def _ensure_running(self) -> Child:
+        self._start_waiters += 1
         try:
             async with self._starting:
                 if self._child is None:
                     await self._start()
-                return self._alive()
+                return self._running_child()
         finally:
-            self._asked_to_run -= 1
+            self._start_waiters -= 1
 
     async def _start(self) -> None:
         pause = self._backoff.remaining()
@@ -195,28 +195,19 @@ class CopyWorkerClient:
         if future is not None and not future.done():
             future.set_result(header)
 
-    def _ask(
-        self, child: Child, key: tuple[str, int], header: dict[str, Any], payload: bytes = b""
-    ) -> asyncio.Future[dict[str, Any]]:
-        """Sends a message; the future gets the answer, or Refused if the process ends before.
-
-        Not a coroutine: the loop must not run between the check that the child is alive and this.
-        """
-        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._answers[key] = future
-        child.send(header, payload)
-        return future
-
-    async def _answered(
-        self, child: Child, asking: asyncio.Future[dict[str, Any]], seconds: float, work: str
+    async def _request(
+        self, child: Child, key: tuple[str, int], header: dict[str, Any], payload: bytes = b"", *, seconds: float
     ) -> dict[str, Any]:
-        """Returns the answer. After ``seconds`` the worker is killed; then raises Refused."""
-        done, _ = await asyncio.wait([asking], timeout=seconds)
+        """Sends a message, before any other task runs, and returns its answer.
+
+        Kills a worker that has not answered after ``seconds``. Raises Refused when the process has
+        ended.
+        """
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._answers[key] = answer
+        child.send(header, payload)
+        done, _ = await asyncio.wait([answer], timeout=seconds)
         if not done:
-            _log.error("device copy worker hangs and is killed", device=self.device, work=work)
+            _log.error("device copy worker hangs and is killed", device=self.device, operation=header["op"])
             child.kill()
-        return await asking
-
-
-def _overdue(plan: CopyPlan) -> float:
-    return max(0.0, (plan.give_up_at - time.monotonic_ns()) / 1e9) + _OVERDUE_SECONDS
+        return await answer

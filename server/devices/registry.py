@@ -88,7 +88,7 @@ class DeviceRegistry:
         if (host_error := other_host(export.origin, Origin.here())) is not None:
             raise Refused("DEVICE_UNAVAILABLE", f"{host_error.cause}: {host_error}")
         self._check_parts(session, export)
-        registration: Registration = await self._to_its_end(self._register(session, export))
+        registration: Registration = await self._shielded(self._register(session, export))
         return registration
 
     async def _register(self, session: EngineSession, export: DeviceExport) -> Registration:
@@ -98,7 +98,7 @@ class DeviceRegistry:
             for one in earlier:
                 if one.export == export:
                     return one
-            worker = self._worker_of(export.device)
+            worker = self._get_worker(export.device)
             number = self._next_id = self._next_id + 1
             has_events = await worker.open(number, export)
             registration = Registration(number, session.id, worker, export, len(export.events) if has_events else 0)
@@ -122,7 +122,7 @@ class DeviceRegistry:
 
     async def unregister(self, registration: Registration) -> None:
         del self._registered[registration.id]
-        await self._to_its_end(registration.worker.close(registration.id))
+        await self._shielded(registration.worker.close(registration.id))
 
     async def copy(self, registration: Registration, plan: CopyPlan, store: Store | None) -> None:
         """Executes a plan, which fills slots of ``store`` if given. Raises Refused.
@@ -140,7 +140,7 @@ class DeviceRegistry:
                 await registration.worker.copy(registration.id, number, plan)
 
         try:
-            await self._to_its_end(carry_out())
+            await self._shielded(carry_out())
         except asyncio.CancelledError:
             registration.worker.cancel(registration.id, number)
             raise
@@ -149,7 +149,7 @@ class DeviceRegistry:
         await asyncio.gather(*(worker.stop() for worker in self._workers.values()))
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _worker_of(self, device: str) -> CopyWorkerClient:
+    def _get_worker(self, device: str) -> CopyWorkerClient:
         worker = self._workers.get(device)
         if worker is None:
             if len(self._workers) >= _MAX_DEVICES:
@@ -193,7 +193,7 @@ class DeviceRegistry:
             if registration.worker.device == device:
                 del self._registered[number]
 
-    async def _to_its_end(self, work: Coroutine[Any, Any, Any]) -> Any:
+    async def _shielded(self, work: Coroutine[Any, Any, Any]) -> Any:
         return await asyncio.shield(self._spawn(work))
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:

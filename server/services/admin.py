@@ -22,7 +22,7 @@ from ..runtime import TierRuntime
 from ..telemetry.logs import get_logger
 from .admin_messages import (
     evict_step,
-    explained,
+    explain_answer,
     fsck_step,
     handoff_status,
     handoff_totals,
@@ -66,7 +66,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.ListLeasesResponse:
         now, clients = self._runtime.now(), {session.core.id: session for session in self._sessions.all()}
         held: list[BlockLease | Store] = [*self._runtime.core.leases(), *self._runtime.core.stores()]
-        held.sort(key=_since)
+        held.sort(key=_begun_at)
         return admin_pb2.ListLeasesResponse(
             leases=[
                 lease_status(lease, clients.get(lease.owner.session_id), now)
@@ -95,7 +95,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         for record in self._runtime.core.explain(request.request_id):
             if request.engine_id in ("", record.engine_id):
                 tiers = [tier.name for tier in self._runtime.stats().tiers]
-                return explained(record, tiers, self._runtime.now())
+                return explain_answer(record, tiers, self._runtime.now())
         raise Refused(
             "REQUEST_NOT_FOUND", f"nothing is known of request {request.request_id!r}; it may be too long ago"
         )
@@ -181,5 +181,5 @@ def _eviction_request(request: admin_pb2.EvictRequest, tiers: list[str], now: fl
     )
 
 
-def _since(lease: BlockLease | Store) -> float:
+def _begun_at(lease: BlockLease | Store) -> float:
     return lease.granted_at if isinstance(lease, BlockLease) else lease.begun_at

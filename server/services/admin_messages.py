@@ -25,7 +25,7 @@ from .online_fsck import Progress
 __all__ = [
     "POLICIES",
     "evict_step",
-    "explained",
+    "explain_answer",
     "fsck_step",
     "handoff_status",
     "handoff_totals",
@@ -164,7 +164,7 @@ def handoff_totals(direction: HandoffDirection, stats: HandoffStats) -> admin_pb
     )
 
 
-def explained(record: RequestRecord, tiers: list[str], now: float) -> admin_pb2.ExplainRequestResponse:
+def explain_answer(record: RequestRecord, tiers: list[str], now: float) -> admin_pb2.ExplainRequestResponse:
     """`tiers` are the names of all tiers, in lookup order."""
     answer = admin_pb2.ExplainRequestResponse(
         engine_id=record.engine_id,

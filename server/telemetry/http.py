@@ -219,7 +219,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_status(self, page: StatusPage) -> None:
         try:
-            status, body = HTTPStatus.OK, page.figures()
+            status, body = HTTPStatus.OK, page.status_json()
         except Exception as error:  # noqa: BLE001 - the page reports a loop that does not answer
             status = HTTPStatus.SERVICE_UNAVAILABLE
             body = json.dumps({"error": f"no answer from the server: {type(error).__name__}"}).encode()

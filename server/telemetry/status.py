@@ -92,18 +92,18 @@ def _region_values(region: RegionStatus) -> dict[str, Any]:
 
 
 def _miss_values(miss: MissCount) -> dict[str, Any]:
-    return {"reason": _words(MissReason, "MISS_REASON_", miss.reason), "keys": miss.keys}
+    return {"reason": _enum_name(MissReason, "MISS_REASON_", miss.reason), "keys": miss.keys}
 
 
 def _handoff_values(totals: HandoffTotals) -> dict[str, Any]:
     shown = [field.name for field in totals.DESCRIPTOR.fields if field.name not in ("direction", "held_time")]
-    return {"direction": _words(HandoffDirection, "HANDOFF_DIRECTION_", totals.direction)} | {
+    return {"direction": _enum_name(HandoffDirection, "HANDOFF_DIRECTION_", totals.direction)} | {
         **{name: getattr(totals, name) for name in shown},
         "held_time_seconds": seconds_of(totals.held_time),
     }
 
 
-def _words(enum: Any, prefix: str, number: int) -> str:
+def _enum_name(enum: Any, prefix: str, number: int) -> str:
     """Returns the value's name as in metrics, or the number of an unknown value."""
     names: dict[int, str] = {value.number: value.name for value in enum.DESCRIPTOR.values}
     return names.get(number, f"{number}").removeprefix(prefix).lower()

@@ -47,6 +47,6 @@ class StatusPage:
     def file(self, path: str) -> tuple[str, bytes] | None:
         return self._files.get(path)
 
-    def figures(self) -> bytes:
+    def status_json(self) -> bytes:
         """Returns the status as JSON, as `kvtier status --json`. Raises what `status` raises."""
         return to_json(self._status()).encode()

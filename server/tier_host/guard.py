@@ -32,48 +32,10 @@ __all__ = [
 ]
 
 CANARY_BYTES = 8
-
-
-def describe_error(error: BaseException) -> str:
-    """Returns the error's type and text, or only its type if its `__str__` raises."""
-    try:
-        return f"{type(error).__name__}: {error!s:.200}"
-    except BaseException:  # noqa: BLE001 - `__str__` may raise anything
-        return type(error).__name__
-
-
-def safe_repr(thing: object) -> str:
-    """Returns a shortened `repr`, or only the type if `__repr__` raises."""
-    try:
-        return f"{thing!r:.100}"
-    except BaseException:  # noqa: BLE001
-        return f"a {type(thing).__name__}"
-
-
-def copy_views(blocks: Sequence[BlockBytes]) -> list[BlockBytes]:
-    """Returns the blocks with new views, which a tier may release without harm to other users."""
-    return [BlockBytes(block.namespace, block.key, tuple(part[:] for part in block.parts)) for block in blocks]
-
-
-def write_canary(part: memoryview, canary: bytes) -> None:
-    """Marks start, middle and end of a part (not of tiny ones), to detect an unfilled load."""
-    for at in _canary_offsets(part):
-        part[at : at + CANARY_BYTES] = canary
-
-
-def canary_intact(part: memoryview, canary: bytes) -> bool:
-    return any(part[at : at + CANARY_BYTES] == canary for at in _canary_offsets(part))
-
-
-def _canary_offsets(part: memoryview) -> tuple[int, ...]:
-    tiny = part.nbytes < 3 * CANARY_BYTES
-    return () if tiny else (0, part.nbytes // 2, part.nbytes - CANARY_BYTES)
-
-
 VOTE_SECONDS = 0.05
 """Maximum wait for the vote of a third-party tier; 0 if its last vote came late."""
 _MAX_KEY_BYTES = 1024
-_OWN = f"{SecondaryTier.__module__.partition('.')[0]}."
+_KVTIER = f"{SecondaryTier.__module__.partition('.')[0]}."
 _ATTRIBUTES = ("type", "durable", "medium", "local", "shared")
 """Attributes copied from the tier; `open_tier` has checked them."""
 _FAILED = object()
@@ -92,7 +54,7 @@ class CheckedTier(SecondaryTier):
             setattr(self, attribute, getattr(tier, attribute))
         self.invalid_entries: list[Name] = []
         """Listed entries with an impossible size; the runtime removes them."""
-        self._foreign = not type(tier).__module__.startswith(_OWN)
+        self._foreign = not type(tier).__module__.startswith(_KVTIER)
         self._threads = threads
         self._voting: Future[Vote] | None = None
         self._last_vote_late = False
@@ -106,7 +68,7 @@ class CheckedTier(SecondaryTier):
         own = self._try("last_error", lambda: f"{self._tier.last_error or ''}")
         if own is _FAILED:
             return self._last_error
-        self.note("last_error", None)
+        self.report("last_error", None)
         return "; ".join(error for error in (own, self._last_error) if error) or None
 
     @last_error.setter
@@ -118,7 +80,7 @@ class CheckedTier(SecondaryTier):
         """The tier, if its blocks can be verified."""
         return cast("Checkable", self._tier) if isinstance(self._tier, Checkable) else None
 
-    def note(self, work: str, error: str | None) -> None:
+    def report(self, work: str, error: str | None) -> None:
         """Records the error of one kind of work, or None if it succeeded. Thread-safe."""
         self._health.report(work, error)
 
@@ -155,7 +117,7 @@ class CheckedTier(SecondaryTier):
 
         def finish() -> None:
             if self._try("on_request_finished", lambda: self._tier.on_request_finished(request_id)) is not _FAILED:
-                self.note("on_request_finished", None)
+                self.report("on_request_finished", None)
 
         if request_id in self._not_asked:
             self._not_asked -= Counter([request_id])
@@ -174,7 +136,7 @@ class CheckedTier(SecondaryTier):
         answers: Any = self._try("lookup", lambda: list(self._tier.lookup(keys)))
         if answers is _FAILED or not self._counts("lookup", answers, keys):
             return [False] * len(keys)
-        self.note("lookup", None)
+        self.report("lookup", None)
         return [answer is True for answer in answers]
 
     def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
@@ -192,20 +154,20 @@ class CheckedTier(SecondaryTier):
         outcomes = self._outcomes("load", self._tier.load, copy_views(blocks))
         for number, block in enumerate(blocks):
             if outcomes[number] is Outcome.DONE and any(canary_intact(part, canary) for part in block.parts):
-                self.note("load", "reports blocks as loaded that it has not filled")
+                self.report("load", "reports blocks as loaded that it has not filled")
                 outcomes[number] = Outcome.CORRUPT
         return outcomes
 
     def remove(self, keys: Sequence[Name]) -> None:
         if self._try("remove", lambda: self._tier.remove(keys)) is not _FAILED:
-            self.note("remove", None)
+            self.report("remove", None)
 
     def close(self) -> None:
         self._tier.close()
 
     def _note_late(self, *, late: bool) -> None:
         self._last_vote_late = late
-        self.note("vote", f"on_new_request: no vote within {VOTE_SECONDS:g} s" if late else None)
+        self.report("vote", f"on_new_request: no vote within {VOTE_SECONDS:g} s" if late else None)
 
     def _answer(self, future: Future[Vote], request: RequestInfo, deadline: float) -> None:
         """Sets the future in any case: otherwise the tier would not be asked again."""
@@ -221,7 +183,7 @@ class CheckedTier(SecondaryTier):
             vote: Any = self._tier.on_new_request(request)
             if isinstance(vote, Vote) and isinstance(vote.policy, OffloadPolicy):
                 return Vote(vote.policy, f"{vote.why}")
-            self.note("on_new_request", f"votes {safe_repr(vote)}")
+            self.report("on_new_request", f"votes {safe_repr(vote)}")
             return None
 
         vote = self._try("on_new_request", ask)
@@ -229,7 +191,7 @@ class CheckedTier(SecondaryTier):
             return _abstain("it failed")
         if vote is None:
             return _abstain("its vote is invalid")
-        self.note("on_new_request", None)
+        self.report("on_new_request", None)
         return cast("Vote", vote)
 
     def _valid_entries(self) -> list[Entry]:
@@ -245,15 +207,15 @@ class CheckedTier(SecondaryTier):
                 else:
                     valid[entry.namespace, entry.key] = entry
         except BaseException as error:  # noqa: BLE001 - the server starts with the entries so far
-            bad.append(f"the list broke off: {describe_error(error)}")
+            bad.append(f"listing them failed: {describe_error(error)}")
         if bad:
-            self.note("entries", f"{len(bad)} of the blocks that it lists were left out; the first: {bad[0]}")
+            self.report("entries", f"{len(bad)} of the blocks that it lists were left out; the first: {bad[0]}")
         return list(valid.values())
 
     def _problem_of(self, entry: Any) -> str:
         """Returns what is wrong with an entry, or ""."""
         if not isinstance(entry, Entry):
-            return "is no entry"
+            return "is not an Entry"
         namespace, key, nbytes = cast("tuple[Any, Any, Any]", (entry.namespace, entry.key, entry.nbytes))
         if not isinstance(namespace, bytes) or len(namespace) != NAMESPACE_BYTES:
             return "is in no namespace"
@@ -271,15 +233,15 @@ class CheckedTier(SecondaryTier):
         if outcomes is _FAILED or not self._counts(work, outcomes, blocks):
             return [Outcome.FAILED] * len(blocks)
         if not all(isinstance(outcome, Outcome) for outcome in outcomes):
-            self.note(work, f"{work} returns invalid outcomes: {safe_repr(outcomes)}")
+            self.report(work, f"{work} returns invalid outcomes: {safe_repr(outcomes)}")
             return [outcome if isinstance(outcome, Outcome) else Outcome.FAILED for outcome in outcomes]
-        self.note(work, None)
+        self.report(work, None)
         return list(outcomes)
 
     def _counts(self, work: str, answers: Sequence[object], asked: Sequence[object]) -> bool:
         if len(answers) == len(asked):
             return True
-        self.note(work, f"{work} returns {len(answers)} outcomes for {len(asked)} blocks")
+        self.report(work, f"{work} returns {len(answers)} outcomes for {len(asked)} blocks")
         return False
 
     def _try(self, work: str, call: Callable[[], Any]) -> Any:
@@ -287,9 +249,45 @@ class CheckedTier(SecondaryTier):
         try:
             return call()
         except BaseException as error:  # noqa: BLE001 - a third-party tier may raise anything
-            self.note(work, f"{work} failed: {describe_error(error)}")
+            self.report(work, f"{work} failed: {describe_error(error)}")
             return _FAILED
 
 
 def _abstain(why: str) -> Vote:
     return Vote(OffloadPolicy.BLOCK_LEVEL, f"no vote: {why}")
+
+
+def describe_error(error: BaseException) -> str:
+    """Returns the error's type and text, or only its type if its `__str__` raises."""
+    try:
+        return f"{type(error).__name__}: {error!s:.200}"
+    except BaseException:  # noqa: BLE001 - `__str__` may raise anything
+        return type(error).__name__
+
+
+def safe_repr(thing: object) -> str:
+    """Returns a shortened `repr`, or only the type if `__repr__` raises."""
+    try:
+        return f"{thing!r:.100}"
+    except BaseException:  # noqa: BLE001
+        return f"a {type(thing).__name__}"
+
+
+def copy_views(blocks: Sequence[BlockBytes]) -> list[BlockBytes]:
+    """Returns the blocks with new views, which a tier may release without harm to other users."""
+    return [BlockBytes(block.namespace, block.key, tuple(part[:] for part in block.parts)) for block in blocks]
+
+
+def write_canary(part: memoryview, canary: bytes) -> None:
+    """Marks start, middle and end of a part (not of tiny ones), to detect an unfilled load."""
+    for at in _canary_offsets(part):
+        part[at : at + CANARY_BYTES] = canary
+
+
+def canary_intact(part: memoryview, canary: bytes) -> bool:
+    return any(part[at : at + CANARY_BYTES] == canary for at in _canary_offsets(part))
+
+
+def _canary_offsets(part: memoryview) -> tuple[int, ...]:
+    tiny = part.nbytes < 3 * CANARY_BYTES
+    return () if tiny else (0, part.nbytes // 2, part.nbytes - CANARY_BYTES)

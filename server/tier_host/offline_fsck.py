@@ -110,7 +110,7 @@ def foreign_contents(data_dir: Path, tiers: Sequence[TierConfig]) -> str | None:
     if not others:
         return None
     named = ", ".join(others[:_MAX_NAMED]) + (", …" if len(others) > _MAX_NAMED else "")
-    return f"nothing in {data_dir} is of these tiers; there is {named}"
+    return f"nothing in {data_dir} belongs to these tiers; it contains {named}"
 
 
 def _check_directory(config: TierConfig) -> None:
@@ -166,7 +166,7 @@ def summary_lines(report: TierReport) -> Iterator[str]:
     if report.damage:
         yield f"{name}: {report.damage}{', moved aside' if report.damage_repaired else ''}"
     if report.error:
-        yield f"{name}: not checked{' to its end' if report.blocks else ''}: {report.error}"
+        yield f"{name}: not checked{' completely' if report.blocks else ''}: {report.error}"
     elif report.note:
         yield f"{name}: nothing to check: {report.note}{where}"
     elif not report.damage or report.damage_repaired:

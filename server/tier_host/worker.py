@@ -114,7 +114,7 @@ class TierWorker:
         """
         overdue = self._threads.overdue(seconds)
         calls = ", ".join(sorted(overdue.values()))
-        self.tier.note("stalled", f"{calls}: no end for more than {seconds:g} s" if calls else None)
+        self.tier.report("stalled", f"{calls}: no end for more than {seconds:g} s" if calls else None)
         self.stalled = WorkQueue.STORE in overdue or WorkQueue.LOAD in overdue
         if self.stalled:
             self._threads.abandon(WorkQueue.LOAD)
@@ -139,7 +139,7 @@ class TierWorker:
 
     def _note_failure(self, operation: str, error: BaseException) -> None:
         """Records an error, without a traceback, which would call third-party `__repr__`s."""
-        self.tier.note(operation, f"{operation} failed: {describe_error(error)}")
+        self.tier.report(operation, f"{operation} failed: {describe_error(error)}")
 
     def _close_tier(self) -> None:
         try:

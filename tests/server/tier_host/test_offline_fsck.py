@@ -165,7 +165,7 @@ def test_a_directory_with_foreign_files_is_not_checked(config: Path, capsys: pyt
         assert run(config, "--data-dir", str(wrong)) == 4
         said = capsys.readouterr().out.splitlines()
         assert [line.partition(" not checked: ")[0] for line in said] == ["lmdb:", "disk:"]
-        assert all(f"nothing in {wrong} is of these tiers; there is data" in line for line in said)
+        assert all(f"nothing in {wrong} belongs to these tiers; it contains data" in line for line in said)
     shutil.rmtree(config.parent / "data" / "lmdb")
     assert run(config) == 0
     assert "lmdb: nothing to check: no files" in capsys.readouterr().out
