@@ -174,7 +174,7 @@ async def _watch(backend: Backend, health: Health) -> None:
     while True:
         await asyncio.sleep(_WATCH_SECONDS)
         try:
-            backend.access.refresh(backend.sessions)
+            backend.access.refresh(backend.sessions.revoke)
             await health.update(runtime.stats())
             collector.tick(runtime.now(), metrics.calls)
         except Exception as error:  # noqa: BLE001 - the task must go on: it revokes tokens

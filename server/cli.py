@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def set_credentials(options: argparse.Namespace) -> None:
-    """Puts the credentials of the flags into the environment, where every connection to a server looks."""
+    """Copies the credential flags into the environment, from which connections read them."""
     for name, variable in _CREDENTIALS.items():
         if getattr(options, name, None) is not None:
             os.environ[variable] = getattr(options, name)

@@ -1,4 +1,6 @@
-"""Graceful drain: the server finishes running work and takes no new work. Then it ends, waits, or resumes.
+"""Graceful drain: the server finishes running work and takes no new work.
+
+Then it ends, waits, or resumes.
 
 A signal that ends the server drains it through `Server.stop`.
 """

@@ -24,7 +24,7 @@ from ..cuda.host.region import PAGE_BYTES, HostRegion, RegionError
 from ..protos.endpoint import Endpoint, default_endpoint
 from ..protos.v1 import admin_pb2_grpc, cache_pb2_grpc, handoff_pb2_grpc, session_pb2_grpc
 from ..tiers.base import TierError
-from .access import AccessControl, AccessError
+from .auth.authenticator import AccessControl, AccessError
 from .bulk.broker import BulkBroker
 from .bulk.supervisor import BulkProcess
 from .config.schema import Config

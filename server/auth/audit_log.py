@@ -1,4 +1,7 @@
-"""Audit log: lines with the event `audit` that name caller, call and outcome. They never contain a token."""
+"""Audit log: lines with the event `audit` that name caller, call and outcome.
+
+They never contain a token.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ _log = get_logger(__name__)
 
 _ADMIN = "/kvtier.v1.AdminService/"
 _READS = frozenset({"GetStatus", "ListLeases", "ListHandoffs", "ExplainRequest"})
-"""Calls of AdminService that change nothing. They and refusals are logged once per `_INTERVAL_SECONDS`, kind and caller."""
+"""Calls of AdminService that change nothing. They and refusals are logged once per
+`_INTERVAL_SECONDS`, kind and caller."""
 _REFUSALS = frozenset({"UNAUTHENTICATED", "PERMISSION_DENIED", "WRONG_TENANT", "RATE_LIMITED"})
 _REFUSED = frozenset({"UNAUTHENTICATED", "PERMISSION_DENIED"})
 _INTERVAL_SECONDS = 10.0
@@ -32,7 +36,7 @@ class AuditLog:
         self._last: dict[tuple[str, ...], tuple[float, int]] = {}
 
     def record_call(self, method: str, outcome: str) -> None:
-        """Logs a call of AdminService that has ended. Refused calls are logged by `record_refusal`."""
+        """Logs an AdminService call that has ended. `record_refusal` logs refused calls."""
         if not method.startswith(_ADMIN) or outcome in _REFUSED:
             return
         name = CALLER.get().name
@@ -59,7 +63,8 @@ class AuditLog:
             self._last[kind] = (last, left_out + 1)
             return
         if len(self._last) >= _MAX_KINDS:
-            # Bounds the memory if the caller's address changes with each call. Pending `left_out` counts are lost.
+            # Bounds the memory if the caller's address changes with each call. Pending `left_out`
+            # counts are lost.
             self._last.clear()
         self._last[kind] = (now, 0)
         _log.info("audit", who=who, what=what, outcome=outcome, **({"left_out": left_out} if left_out else {}))

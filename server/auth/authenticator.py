@@ -1,4 +1,4 @@
-"""Authentication of callers by token, by certificate, or by access to the Unix socket."""
+"""Access control: authentication by token, certificate or Unix socket, TLS, rates and audit."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ import grpc
 from ..config.schema import Config
 from ..refused import Refused
 from ..telemetry.logs import get_logger
+from .audit_log import AuditLog
+from .rate_limits import RateLimiters
 from .roles import CALLER, OWNER, Identity, is_public, require_role
+from .tls import TlsError, server_credentials
 from .tokens import TokensError, read_token_file
 
-__all__ = ["AuthInterceptor", "Authenticator", "bearer_token", "peer_credentials"]
+__all__ = ["AccessControl", "AccessError", "AuthInterceptor", "Authenticator", "bearer_token", "peer_credentials"]
 
 _log = get_logger(__name__)
 
@@ -24,7 +27,7 @@ _MAX_TOKEN_CHARACTERS = 512
 
 
 def peer_credentials(context: grpc.ServicerContext) -> tuple[str | None, list[str], bool]:
-    """Returns a call's token (unchecked), its certificate's names (verified by TLS), and whether it uses a Unix socket."""
+    """Returns a call's token, its certificate's names, and whether it uses a Unix socket."""
     token = None
     for key, value in context.invocation_metadata() or ():
         if key == "authorization" and isinstance(value, str):
@@ -39,7 +42,7 @@ def peer_credentials(context: grpc.ServicerContext) -> tuple[str | None, list[st
 
 
 def bearer_token(header: str) -> str | None:
-    """Returns the token of an `authorization` header; None without a header, "" if the header is invalid."""
+    """Returns the token of an `authorization` header; None without one, "" if invalid."""
     if not header:
         return None
     if header[: len(_BEARER)].lower() != _BEARER or len(header) > _MAX_TOKEN_CHARACTERS:
@@ -50,8 +53,8 @@ def bearer_token(header: str) -> str | None:
 class Authenticator:
     """Maps tokens and certificates to identities. Used on the event loop, except `may_see_metrics`.
 
-    Construction raises `TokensError` if the token file cannot be used. If a later change of the file
-    cannot be used, the previous contents stay in use.
+    Construction raises `TokensError` if the token file cannot be used. If a later change of the
+    file cannot be used, the previous contents stay in use.
     """
 
     def __init__(self, config: Config, clock: Callable[[], float] = time.time) -> None:
@@ -66,7 +69,10 @@ class Authenticator:
         return config.auth.tokens is not None or config.tls.client_ca is not None
 
     def identify(self, token: str | None, names: Sequence[str], *, is_local: bool) -> Identity:
-        """Returns the identity of a caller with this token or these certificate names. Raises `Refused`."""
+        """Returns the identity of a caller with this token or these certificate names.
+
+        Raises `Refused`.
+        """
         now = self._clock()
         if self._token_file is None:
             if names:  # TLS has verified the certificate, and nothing else is required
@@ -83,7 +89,7 @@ class Authenticator:
         raise Refused("UNAUTHENTICATED", "a token is needed: metadata `authorization: Bearer TOKEN`")
 
     def is_still_valid(self, identity: Identity) -> bool:
-        """Returns whether the credential of an earlier `identify` would give the same identity now."""
+        """Returns whether the identity's credential would give the same identity now."""
         return self._token_file is None or self._token_file.is_still_valid(identity, self._clock())
 
     def refresh(self) -> None:
@@ -99,7 +105,10 @@ class Authenticator:
             _log.info("tokens read again", path=str(self._path), tokens=len(self._token_file.tokens))
 
     def may_see_metrics(self, header: str | None) -> bool:
-        """Returns whether an HTTP request with this `Authorization` header may see the metrics. Thread-safe."""
+        """Returns whether an HTTP request with this `Authorization` header may see the metrics.
+
+        Thread-safe.
+        """
         token, token_file = bearer_token(header or ""), self._token_file
         identity = token_file.find_token(token, self._clock()) if token_file is not None and token is not None else None
         return identity is not None and any(role.value in ("metrics", "admin") for role in identity.roles)
@@ -112,7 +121,10 @@ class AuthInterceptor:
         self._authenticator = authenticator
 
     def __call__(self, method: str, context: Any) -> None:
-        """Sets `CALLER`; raises `Refused`. `context` is gRPC's, or an object with the authenticated `caller`."""
+        """Sets `CALLER`; raises `Refused`.
+
+        `context` is gRPC's, or an object with the authenticated `caller`.
+        """
         method = method.lstrip("/")
         caller = getattr(context, "caller", None)
         if caller is None:
@@ -122,6 +134,44 @@ class AuthInterceptor:
             caller = self._authenticator.identify(token, names, is_local=is_local)
         CALLER.set(caller)
         require_role(method, caller)
+
+
+class AccessError(Exception):
+    """A token file or certificate cannot be used; the message is one line."""
+
+
+class AccessControl:
+    """Access control built from the configuration. Construction raises `AccessError`.
+
+    Without authentication `authenticator` and `authorize` are None, so calls have no extra cost.
+    """
+
+    def __init__(self, config: Config) -> None:
+        tls = config.tls
+        try:
+            self.credentials: grpc.ServerCredentials | None = (
+                server_credentials(str(tls.cert), str(tls.key), str(tls.client_ca) if tls.client_ca else None)
+                if tls.cert is not None and tls.key is not None
+                else None
+            )
+            self.authenticator = Authenticator(config) if Authenticator.is_required(config) else None
+        except (TlsError, TokensError) as error:
+            raise AccessError(str(error)) from None
+        self.audit_log = AuditLog(logs_reads=self.authenticator is not None)
+        self.authorize = AuthInterceptor(self.authenticator) if self.authenticator is not None else None
+        self.rate_limiters = RateLimiters(config.rates, {tenant.name: tenant.rates for tenant in config.tenants})
+        self._metrics_need_token = config.auth.metrics
+
+    def may_see_metrics(self, header: str | None) -> bool:
+        """Returns whether this `Authorization` header may see the metrics. Thread-safe."""
+        authenticator = self.authenticator
+        return not self._metrics_need_token or (authenticator is not None and authenticator.may_see_metrics(header))
+
+    def refresh(self, revoke: Callable[[Callable[[Identity], bool]], None]) -> None:
+        """Reads changed tokens again; `revoke` ends sessions with invalid credentials."""
+        if self.authenticator is not None:
+            self.authenticator.refresh()
+            revoke(self.authenticator.is_still_valid)
 
 
 def _version_of(path: Path | None) -> tuple[int, ...] | None:

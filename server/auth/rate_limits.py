@@ -1,4 +1,7 @@
-"""Rate limits per tenant: calls per second, bytes per second and open sessions. Used on the event loop only."""
+"""Rate limits per tenant: calls per second, bytes per second and open sessions.
+
+Used on the event loop only.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _MAX_OVERDRAFT = 1024
 
 
 class _TokenBucket:
-    """Token bucket with a capacity of ten seconds. It may be overdrawn; the next caller then waits."""
+    """Token bucket with a capacity of ten seconds. If overdrawn, the next caller waits."""
 
     def __init__(self, rate: float, now: float) -> None:
         self._rate = rate
@@ -62,7 +65,10 @@ class RateLimiter:
         self._bytes = _TokenBucket(rates.bytes, now) if rates.bytes is not None else None
 
     def open_session(self) -> None:
-        """Counts a session and the call that opens it. Raises `Refused` if either exceeds its limit."""
+        """Counts a session and the call that opens it.
+
+        Raises `Refused` if either exceeds its limit.
+        """
         if self._rates.sessions is not None and self.sessions >= self._rates.sessions:
             raise Refused("LIMIT_EXCEEDED", f"{self.sessions} sessions of tenant {self._tenant!r} are open already")
         self.count_call()
@@ -72,7 +78,10 @@ class RateLimiter:
         self.sessions -= 1
 
     def count_call(self, *, is_release: bool = False) -> None:
-        """Counts a call. Raises `Refused` if it exceeds the limit; a release may overdraw the limit."""
+        """Counts a call.
+
+        Raises `Refused` if it exceeds the limit; a release may overdraw the limit.
+        """
         if self._calls is not None:
             if not is_release or self._calls.overdraft(self._clock()) >= _MAX_OVERDRAFT:
                 self._check(self._calls, "calls")

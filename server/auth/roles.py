@@ -53,47 +53,27 @@ _READS = frozenset({Role.ENGINE, Role.READER})
 _WRITES = frozenset({Role.ENGINE})
 _ADMINS = frozenset({Role.ADMIN})
 
-RPC_ROLES: Mapping[str, frozenset[Role] | None] = MappingProxyType(
-    {
-        # Health probes have no credentials.
-        "grpc.health.v1.Health/Check": _PUBLIC,
-        "grpc.health.v1.Health/Watch": _USERS,
-        "grpc.health.v1.Health/List": _USERS,
-        "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _USERS,
-        "kvtier.v1.SessionService/Capabilities": _USERS,
-        "kvtier.v1.SessionService/Open": _READS,
-        "kvtier.v1.CacheService/BeginRequest": _READS,
-        "kvtier.v1.CacheService/Lookup": _READS,
-        "kvtier.v1.CacheService/PrepareLoad": _READS,
-        "kvtier.v1.CacheService/CompleteLoad": _READS,
-        "kvtier.v1.CacheService/ReleaseLease": _READS,
-        "kvtier.v1.CacheService/Touch": _READS,
-        "kvtier.v1.CacheService/PrepareStore": _WRITES,
-        "kvtier.v1.CacheService/CompleteStore": _WRITES,
-        "kvtier.v1.CacheService/Flush": _WRITES,
-        "kvtier.v1.CacheService/FinishRequest": _READS,
-        "kvtier.v1.CacheService/Reset": _WRITES,
-        "kvtier.v1.HandoffService/PublishHold": _WRITES,
-        "kvtier.v1.HandoffService/ClaimHold": _READS,
-        "kvtier.v1.HandoffService/RenewHolds": _WRITES,
-        "kvtier.v1.HandoffService/ReleaseHolds": _WRITES,
-        "kvtier.v1.TransferService/Push": _WRITES,
-        "kvtier.v1.TransferService/Pull": _READS,
-        "kvtier.v1.TransferService/Locate": _READS,
-        "kvtier.v1.TransferService/RegisterDeviceBuffers": _READS,
-        "kvtier.v1.TransferService/UnregisterDeviceBuffers": _READS,
-        "kvtier.v1.TransferService/StoreFromDevice": _WRITES,
-        "kvtier.v1.TransferService/LoadToDevice": _READS,
-        "kvtier.v1.AdminService/GetStatus": _ADMINS,
-        "kvtier.v1.AdminService/Fsck": _ADMINS,
-        "kvtier.v1.AdminService/Evict": _ADMINS,
-        "kvtier.v1.AdminService/Drain": _ADMINS,
-        "kvtier.v1.AdminService/ListLeases": _ADMINS,
-        "kvtier.v1.AdminService/ExplainRequest": _ADMINS,
-        "kvtier.v1.AdminService/ListHandoffs": _ADMINS,
-    }
+_SERVICES = (
+    # Health probes have no credentials.
+    ("grpc.health.v1.Health", _PUBLIC, "Check"),
+    ("grpc.health.v1.Health", _USERS, "Watch List"),
+    ("grpc.reflection.v1alpha.ServerReflection", _USERS, "ServerReflectionInfo"),
+    ("kvtier.v1.SessionService", _USERS, "Capabilities"),
+    ("kvtier.v1.SessionService", _READS, "Open"),
+    ("kvtier.v1.CacheService", _READS, "BeginRequest Lookup PrepareLoad CompleteLoad ReleaseLease Touch FinishRequest"),
+    ("kvtier.v1.CacheService", _WRITES, "PrepareStore CompleteStore Flush Reset"),
+    ("kvtier.v1.HandoffService", _READS, "ClaimHold"),
+    ("kvtier.v1.HandoffService", _WRITES, "PublishHold RenewHolds ReleaseHolds"),
+    ("kvtier.v1.TransferService", _READS, "Pull Locate RegisterDeviceBuffers UnregisterDeviceBuffers LoadToDevice"),
+    ("kvtier.v1.TransferService", _WRITES, "Push StoreFromDevice"),
+    ("kvtier.v1.AdminService", _ADMINS, "GetStatus Fsck Evict Drain ListLeases ExplainRequest ListHandoffs"),
 )
-"""For each RPC the roles of which the caller needs one; None: no credentials needed. Other RPCs are refused."""
+
+RPC_ROLES: Mapping[str, frozenset[Role] | None] = MappingProxyType(
+    {f"{service}/{method}": roles for service, roles, methods in _SERVICES for method in methods.split()}
+)
+"""For each RPC the roles of which the caller needs one; None: no credentials needed. Other RPCs are
+refused."""
 
 
 def is_public(method: str) -> bool:

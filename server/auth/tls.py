@@ -1,8 +1,8 @@
 """The server's TLS certificate, read from files that may be replaced while it runs.
 
-Each handshake checks the files, so a new certificate is used from the next connection on. Files that
-do not match (a new key with the old certificate, half a file) are ignored until they do. The server
-and the bulk process both use this module.
+Each handshake checks the files, so a new certificate is used from the next connection on. Files
+that do not match (a new key with the old certificate, half a file) are ignored until they do. The
+server and the bulk process both use this module.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def read_files(cert: str, key: str, client_ca: str | None) -> TlsFiles:
 
 
 def server_credentials(cert: str, key: str, client_ca: str | None) -> grpc.ServerCredentials:
-    """Returns credentials that follow the files (PEM). `client_ca` makes client certificates mandatory.
+    """Returns credentials that follow the files (PEM).
+
+    `client_ca` makes client certificates mandatory.
 
     Raises `TlsError` if the files are missing or do not match.
     """
@@ -125,7 +127,8 @@ def _contents(path: str) -> bytes:
 def _dates(context: ssl.SSLContext, cert: str) -> tuple[str, float | None]:
     """Returns the reason why the certificate is not valid now (empty if it is), and its expiry.
 
-    `ssl` cannot read the dates of a local certificate, so an in-memory handshake presents it to a client.
+    `ssl` cannot read the dates of a local certificate, so an in-memory handshake presents it to a
+    client.
     """
     trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     trusting.check_hostname = False

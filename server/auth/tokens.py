@@ -1,17 +1,13 @@
 """File of tokens and certificates: the credentials, with their tenant and roles.
 
-    [[tokens]]
-    name = "vllm"                  # appears in the log
-    hash = "sha256:…"              # hash of the token; `kvtier token new` prints both
-    tenant = "acme"                # "*" for any
-    roles = ["engine"]             # engine, reader, admin, metrics
-    shared_memory = true           # may map the region, which holds the blocks of all tenants; else streams only
-    expires = 2027-01-01T00:00:00Z
+    [[tokens]] name = "vllm"                  # appears in the log hash = "sha256:…"              #
+    hash of the token; `kvtier token new` prints both tenant = "acme"                # "*" for any
+    roles = ["engine"]             # engine, reader, admin, metrics shared_memory = true           #
+    may map the region, which holds the blocks of all tenants; else streams only expires =
+    2027-01-01T00:00:00Z
 
-    [[certificates]]
-    name = "engine-1.acme.example" # a subject alternative name of the certificate, or its common name
-    tenant = "acme"
-    roles = ["engine"]
+    [[certificates]] name = "engine-1.acme.example" # a subject alternative name of the certificate,
+    or its common name tenant = "acme" roles = ["engine"]
 
 Tokens are random (256 bits), so a plain hash protects them; it takes a microsecond.
 """
@@ -93,16 +89,17 @@ class TokenFile:
     certificates: Mapping[str, _Credential] = field(default_factory=dict)
 
     def find_token(self, token: str, now: float) -> Identity | None:
-        """Returns the identity of a token at `now` (seconds since the epoch); None if unknown or expired."""
+        """Returns the token's identity at `now` (Unix time); None if unknown or expired."""
         digest = hashlib.sha256(token.encode()).digest()
-        # The lookup key is part of a hash, which a caller cannot choose; the comparison takes constant time.
+        # The lookup key is part of a hash, which a caller cannot choose; the comparison takes
+        # constant time.
         known = self.tokens.get(digest[:8])
         if known is None or not hmac.compare_digest(known.identity.credential or b"", digest):
             return None
         return known.identity_at(now)
 
     def find_certificate(self, names: Iterable[str], now: float) -> Identity | None:
-        """Returns the identity of the certificate with one of these names, which TLS has verified."""
+        """Returns the identity of a certificate with one of these names, verified by TLS."""
         for name in names:
             known = self.certificates.get(name)
             if known is not None and (identity := known.identity_at(now)) is not None:
@@ -140,7 +137,7 @@ def read_token_file(path: Path) -> TokenFile:
         parsed = msgspec.convert(tomllib.loads(text.decode()), _File)
     except msgspec.ValidationError as error:
         raise TokensError(f"{path}: {_explain(f'{error}')}") from None
-    except (ValueError, RecursionError) as error:  # an integer of over 4,300 digits raises a plain ValueError
+    except (ValueError, RecursionError) as error:  # an integer of over 4,300 digits
         raise TokensError(f"{path}: is not TOML: {error}") from None
     for entry in (*parsed.tokens, *parsed.certificates):
         if entry.tenant is None and _TENANT_ROLES & set(entry.roles):
@@ -164,7 +161,7 @@ def format_entry(name: str, hashed: str, tenant: str | None, roles: Sequence[str
 
 
 def _explain(problem: str) -> str:
-    """Rewrites msgspec's message in TOML terms: the table's number, counted from 1, and the expected type."""
+    """Rewrites msgspec's message in TOML terms, with the table's number counted from 1."""
     what, _, where = problem.partition(" - at `$.")
     place = re.fullmatch(r"(\w+)(?:\[(\d+)\])?\.?([\w\[\].]*)`", where)
     if "matching regex" in what:

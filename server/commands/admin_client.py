@@ -1,4 +1,4 @@
-"""Client of the commands for a running server's AdminService, with its errors as exit codes and texts."""
+"""Client of a running server's AdminService, for the commands."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ _STREAM_OPTIONS = (
 class AdminClientError(Exception):
     """A server has refused the call or sent an unexpected answer; the message is one line.
 
-    `reason` is the server's `ErrorReason`, "TLS" if the connection failed because of TLS, "TIMEOUT" if
-    no answer came, or empty.
+    `reason` is the server's `ErrorReason`, "TLS" if the connection failed because of TLS, "TIMEOUT"
+    if no answer came, or empty.
     """
 
     def __init__(self, text: str, reason: str = "") -> None:
@@ -59,7 +59,10 @@ class UnreachableError(AdminClientError):
 
 
 def channel_to(endpoint: Endpoint, options: Sequence[tuple[str, Any]] = _OPTIONS) -> grpc.Channel:
-    """Returns a channel to a server, with the credentials of the environment. Raises `AdminClientError`."""
+    """Returns a channel to a server, with the credentials of the environment.
+
+    Raises `AdminClientError`.
+    """
     try:
         return Credentials.from_environment().channel(endpoint, options)
     except CredentialsError as error:
@@ -67,7 +70,10 @@ def channel_to(endpoint: Endpoint, options: Sequence[tuple[str, Any]] = _OPTIONS
 
 
 def ask(endpoint: Endpoint, method: str, request: Any, timeout: float) -> Any:
-    """Calls a method of a server's `AdminService`, for at most `timeout` seconds. Raises `AdminClientError`."""
+    """Calls a method of a server's `AdminService`, for at most `timeout` seconds.
+
+    Raises `AdminClientError`.
+    """
     with channel_to(endpoint) as channel:
         try:
             return getattr(AdminServiceStub(channel), method)(request, timeout=timeout)
@@ -81,10 +87,10 @@ def ask_status(endpoint: Endpoint, timeout: float) -> GetStatusResponse:
 
 
 def follow(endpoint: Endpoint, method: str, request: Any, timeout: float) -> Generator[Any, None, None]:
-    """Yields the answers of a streaming method of a server's `AdminService`, without a limit of time.
+    """Yields the answers of a streaming method of `AdminService`, without a time limit.
 
-    Before that the server must answer a status call within `timeout` seconds. Closing the iterator cancels the call.
-    Raises `AdminClientError`.
+    Before that the server must answer a status call within `timeout` seconds. Closing the iterator
+    cancels the call. Raises `AdminClientError`.
     """
     ask_status(endpoint, timeout)
     with channel_to(endpoint, _STREAM_OPTIONS) as channel:

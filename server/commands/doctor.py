@@ -1,4 +1,4 @@
-"""`kvtier doctor`: runs all checks, and prints what each has found, why it matters and what to do."""
+"""`kvtier doctor`: runs checks, and prints what was found, why it matters and what to do."""
 
 from __future__ import annotations
 
@@ -113,7 +113,10 @@ def _make_context(options: argparse.Namespace) -> CheckContext:
 
 
 def _endpoint(options: argparse.Namespace, config: Config | None) -> Endpoint:
-    """Returns the endpoint from flags or environment, else from the configuration. Raises `EndpointError`."""
+    """Returns the endpoint from flags or environment, else from the configuration.
+
+    Raises `EndpointError`.
+    """
     if config is None or options.endpoint or os.environ.get(ENDPOINT_VARIABLE):
         return client_endpoint(options.endpoint)
     return next((endpoint for endpoint in config.endpoints if endpoint.is_unix), config.endpoints[0])

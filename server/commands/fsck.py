@@ -124,10 +124,10 @@ def _print_all(lines: Iterable[str]) -> None:
 def check_by_server(
     endpoint: Endpoint, tiers: Sequence[str], *, repair: bool, rate: int, timeout: float
 ) -> Iterator[tuple[TierReport, int, list[Finding]]]:
-    """Yields after each step the tier's report so far, its approximate number of blocks, and the step's findings.
+    """Yields after each step the tier's report, its number of blocks and new findings.
 
-    The server must answer within `timeout` seconds. If the check ends early, the last report has an error.
-    Raises `AdminClientError` if the server refuses or no server answers.
+    The server must answer within `timeout` seconds. If the check ends early, the last report has an
+    error. Raises `AdminClientError` if the server refuses or no server answers.
     """
     request = admin_pb2.FsckRequest(repair=repair, tiers=tiers, max_rate_bytes=rate)
     report = None

@@ -1,4 +1,4 @@
-"""Argument parser of `kvtier`. Imports only the standard library, so that `kvtier --help` is fast."""
+"""Argument parser of `kvtier`. Imports only the standard library, to start fast."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def new_parser() -> argparse.ArgumentParser:
     """Returns the parser; `options.command` is the name of the command."""
     parser = argparse.ArgumentParser(
         prog="kvtier",
-        description="A tiered home for the KV cache of LLM inference engines.",
+        description="Tiered KV cache server for LLM inference engines.",
         epilog=_epilog(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,4 +1,4 @@
-"""Tables that commands print: a table that adapts to the terminal's width, and tables of a server's status."""
+"""Tables for terminals of any width, and tables of a server's status."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PADDING = 3
 
 
 class ResponsiveTable(Table):
-    """Table that is transposed if the terminal is too narrow: rows become columns, in several blocks if needed."""
+    """Table that is transposed if the terminal is too narrow: rows become columns."""
 
     def __init__(self, *names: str, numbers: Sequence[str] = (), title: str | None = None) -> None:
         """Creates the left-aligned columns `names`, then the right-aligned columns `numbers`."""

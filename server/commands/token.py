@@ -18,7 +18,7 @@ __all__ = ["run"]
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints a new token on standard output, and its entry on standard error or appends it to --file."""
+    """Prints a new token and its entry, or appends the entry to --file."""
     if options.tenant is None and {"engine", "reader"} & set(options.role):
         return refuse(['--tenant is missing: engines and readers need one ("*" for any)'], EXIT_USAGE)
     token = new_token()
@@ -42,12 +42,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _append(path: Path, entry: str) -> None:
-    """Adds an entry to a file. A new file gets mode 0600; an existing one keeps its owner and mode."""
+    """Adds an entry to a file. A new file gets mode 0600; others keep owner and mode."""
     path = path.resolve()  # replaces the target of a link, not the link
     with _locked(path):
         read_token_file(path)
         text = path.read_text(encoding="utf-8")
-        # Written to a temporary file and renamed, so that a server reads either the old or the new contents.
+        # Written to a temporary file and renamed, so that a server reads either the old or the new
+        # contents.
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         opened = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -65,9 +66,12 @@ def _append(path: Path, entry: str) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Locks the file against concurrent additions. A missing file is created, and removed again after an error.
+    """Locks the file against concurrent additions.
 
-    The file itself is the lock, so only users who may read it can hold it, and no lock file remains.
+    A missing file is created, and removed again after an error.
+
+    The file itself is the lock, so only users who may read it can hold it, and no lock file
+    remains.
     """
     while True:
         descriptor, is_new = _open(path)

@@ -35,7 +35,8 @@ _MOST_SESSIONS = 20
 def rates(before: dict[str, Any], after: dict[str, Any], seconds: float) -> dict[str, Any]:
     """Returns the later of two statuses (`status.values`) of one epoch, with rates named `…_per_s`.
 
-    Hit ratios are those of the interval, None without lookups. Sessions are sorted by their calls per second.
+    Hit ratios are those of the interval, None without lookups. Sessions are sorted by their calls
+    per second.
     """
     keys, misses = (after[name] - before[name] for name in ("lookup_keys", "lookup_misses"))
     return {name: after[name] for name in _VALUES} | {

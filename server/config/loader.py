@@ -1,6 +1,7 @@
 """Configuration loader. Precedence: defaults < file < environment < flags.
 
-Each value keeps its origin for `kvtier config` and for error messages. All problems are reported at once.
+Each value keeps its origin for `kvtier config` and for error messages. All problems are reported at
+once.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ _PREFIX = "KVTIER_"
 _VARIABLES = {setting.variable: setting for setting in SETTINGS.values()}
 _OTHER_VARIABLES = (CONFIG_VARIABLE, ENDPOINT_VARIABLE, *CREDENTIAL_VARIABLES.values())
 
-# Kubernetes sets the first group in every container next to a service called "kvtier" or "kvtier-…".
-# The second group belongs to other programs of the project that may share the environment.
+# Kubernetes sets the first group in every container next to a service called "kvtier" or
+# "kvtier-…". The second group belongs to other programs of the project that may share the
+# environment.
 _NOT_OURS = re.compile(
     r"KVTIER_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)"
     r"|KVTIER_(BENCH|CLIENT|DEMO|TEST)_\w+"
@@ -83,8 +85,9 @@ def load(
 ) -> Loaded:
     """Returns the effective configuration. Raises `ConfigError`.
 
-    `flags` maps setting keys to values, as text or in their type; None means not given. `file` takes precedence over
-    `KVTIER_CONFIG`. Reads the size of the machine's memory and disk, and creates nothing.
+    `flags` maps setting keys to values, as text or in their type; None means not given. `file`
+    takes precedence over `KVTIER_CONFIG`. Reads the size of the machine's memory and disk, and
+    creates nothing.
     """
     draft = _Builder()
     path = file or environ.get(CONFIG_VARIABLE)
@@ -127,7 +130,7 @@ def _read_file(path: Path, draft: _Builder) -> None:
     except OSError as error:
         draft.problems.append(f"{path}: cannot be read: {error.strerror}")
         return
-    except (ValueError, RecursionError) as error:  # an integer of over 4,300 digits raises a plain ValueError
+    except (ValueError, RecursionError) as error:  # an integer of over 4,300 digits
         draft.problems.append(f"{path}: is not TOML: {error}")
         return
     top_level = [key for key in SETTINGS if "." not in key] + list(TABLES)

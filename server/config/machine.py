@@ -14,7 +14,7 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def memory_bytes() -> int:
-    """Returns the memory available to this process: the machine's, or the cgroup's limit if that is lower."""
+    """Returns the machine's memory, or the cgroup's limit if that is lower."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(physical, int(_CGROUP_LIMIT.read_text()))
@@ -23,7 +23,7 @@ def memory_bytes() -> int:
 
 
 def disk_bytes(directory: Path) -> int:
-    """Returns the maximum size of a directory: free space of its file system plus the size of its files.
+    """Returns a directory's maximum size: free space plus the size of its files.
 
     Neither the directory nor its parents need to exist.
     """

@@ -1,7 +1,7 @@
-"""Schema of the server's configuration: one struct per table, with the meaning and bounds of each setting.
+"""Schema of the configuration: one struct per table, with meaning and bounds of each setting.
 
-`fields.SETTINGS` (names, environment variables, checks) and the reference in the documentation are derived from these
-structs. `loader.load` reads the values.
+`fields.SETTINGS` (names, environment variables, checks) and the reference in the documentation are
+derived from these structs. `loader.load` reads the values.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ _TTL = 'Time after which an unused block is removed, or "off". A restart of the 
 
 
 class ConfigError(Exception):
-    """The configuration is invalid. Each of `problems` is one line that names a setting and its origin."""
+    """The configuration is invalid.
+
+    Each of `problems` is one line that names a setting and its origin.
+    """
 
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
@@ -211,7 +214,10 @@ class AuthConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RateConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Rate limits per tenant, over all its sessions. `[tenants.NAME]` can override them for one tenant."""
+    """Rate limits per tenant, over all its sessions.
+
+    `[tenants.NAME]` can override them for one tenant.
+    """
 
     calls: Annotated[float | None, _setting("Maximum calls per second, averaged over 10 s.", ge=1, le=1e9)] = None
     bytes: Annotated[int | None, _size("Maximum bytes per second that streams move, averaged over 10 s.", 1024)] = None
@@ -229,7 +235,10 @@ class TracingConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RuleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One rule of a tier's vote. A rule matches if all its conditions hold; the first match decides."""
+    """One rule of a tier's vote.
+
+    A rule matches if all its conditions hold; the first match decides.
+    """
 
     policy: Literal["block_level", "request_level"]
     why: str = "as configured"
@@ -329,7 +338,11 @@ class TenantConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """All settings. `loader.load` computes defaults that depend on the machine (listen, region_size, data_dir, tiers)."""
+    """All settings.
+
+    `loader.load` computes defaults that depend on the machine (listen, region_size, data_dir,
+    tiers).
+    """
 
     listen: Annotated[
         tuple[str, ...],

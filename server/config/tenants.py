@@ -22,7 +22,8 @@ _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
 
 
 _USABLE = {"lmdb": 0.8, "disk": 0.9}
-"""Fraction of a tier's size that blocks can use. At start the open tiers report their real capacity."""
+"""Fraction of a tier's size that blocks can use. At start the open tiers report their real
+capacity."""
 
 
 class _Problem(ValueError):
@@ -79,7 +80,7 @@ def _read_tenant(name: str, table: object, tiers: Sequence[str]) -> TenantConfig
     if not isinstance(table, Mapping):
         raise _Problem("must be a table")
     if not name:
-        raise _Problem("a tenant has a name; those without one share what is nobody's quota")
+        raise _Problem("a tenant must have a name; clients without one share the unreserved rest")
     for key in table:
         if key not in TENANT_SETTINGS:
             raise _Problem(f"{key}: no such setting{nearest(key, TENANT_SETTINGS)}")
@@ -155,5 +156,5 @@ def _conflicts(tenants: Sequence[TenantConfig], capacities: Mapping[str, int]) -
 
 
 def tenant_tag(tenant: str) -> bytes:
-    """Returns the prefix of the tenant's namespace ids, by which blocks are assigned to tenants after a restart."""
+    """Returns the prefix of the tenant's namespace ids, which identifies its stored blocks."""
     return hashlib.blake2b(tenant.encode(), digest_size=TENANT_TAG_BYTES, person=b"kvtier.tenant").digest()

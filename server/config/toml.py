@@ -13,7 +13,8 @@ import msgspec
 __all__ = ["toml_text"]
 
 _LONG_BITS = 14_000
-"""Python prints integers of at most 4,300 decimal digits; longer ones are written in hexadecimal."""
+"""Python prints integers of at most 4,300 decimal digits; longer ones are written in
+hexadecimal."""
 
 
 def toml_text(value: Any) -> str:

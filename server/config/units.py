@@ -40,7 +40,10 @@ _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
 def parse_size(value: object) -> int:
-    """Returns bytes from an int or from text like "2GiB", "1.5 GB", "4096". Raises `ValueError` with a reason."""
+    """Returns bytes from an int or from text like "2GiB", "1.5 GB", "4096".
+
+    Raises `ValueError` with a reason.
+    """
     if isinstance(value, int) and not isinstance(value, bool):
         return _checked_size(value)
     match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
@@ -60,7 +63,10 @@ def _checked_size(size: float) -> int:
 
 
 def parse_duration(value: object) -> float:
-    """Returns seconds from a number or from text like "30s", "5m", "250ms". Raises `ValueError` with a reason."""
+    """Returns seconds from a number or from text like "30s", "5m", "250ms".
+
+    Raises `ValueError` with a reason.
+    """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return _checked_duration(value)
     match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
@@ -86,7 +92,7 @@ def format_size(size: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Returns text that `parse_duration` reads back as this duration, in the largest unit without a fraction."""
+    """Returns text that `parse_duration` reads back, in the largest unit without a fraction."""
     for unit in ("h", "m"):
         if seconds and seconds % _DURATIONS[unit] == 0:
             return f"{seconds / _DURATIONS[unit]:.0f}{unit}"

@@ -15,7 +15,8 @@ from .units import format_size, human_size
 
 __all__ = ["conflicts", "read_value", "warnings"]
 
-# Per key on the wire: its length, and its position in a publication. Per message: the fields of the largest request.
+# Per key on the wire: its length, and its position in a publication. Per message: the fields of the
+# largest request.
 _KEY_OVERHEAD_BYTES = 8
 _MESSAGE_OVERHEAD_BYTES = 16 * 1024
 
@@ -68,7 +69,7 @@ def conflicts(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator
 def _trust_conflicts(
     values: Mapping[str, Any], origins: Mapping[str, str], problem: Callable[[str, str], str]
 ) -> Iterator[str]:
-    """Yields incomplete TLS and token settings, and TCP addresses that lack either without `insecure`."""
+    """Yields incomplete TLS and token settings, and unprotected TCP without `insecure`."""
     cert, key = values["tls.cert"], values["tls.key"]
     if (cert is None) != (key is None):
         given, missing = ("tls.cert", "tls.key") if key is None else ("tls.key", "tls.cert")

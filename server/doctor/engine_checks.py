@@ -17,7 +17,8 @@ from .finding import CheckContext, CheckResult, fail, ok, warn
 __all__ = ["cuda_ipc", "hashes"]
 
 _REPRODUCIBLE = frozenset(("sha256", "sha256_cbor"))
-"""Algorithms that kvtier's connector for vLLM accepts; a test compares them with `client/engines/vllm`."""
+"""Algorithms that kvtier's connector for vLLM accepts; a test compares them with
+`client/engines/vllm`."""
 _DEFAULT = "sha256"
 _FLAG = "--prefix-caching-hash-algo"
 _PROC = Path("/proc")
@@ -133,7 +134,7 @@ def cuda_ipc(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def _peer_pid(path: str) -> int | None:
-    """Returns the pid of the server of a socket: 0 if its PID namespace is not visible here; None without a server."""
+    """Returns the server's pid; 0 if its PID namespace is not visible, None without a server."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:

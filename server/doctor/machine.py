@@ -54,7 +54,7 @@ def memory_limit(root: Path = _CGROUP) -> int | None:
 
 
 def file_system(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
-    """Returns the type of the file system that a path is on; "unknown" if the kernel does not tell."""
+    """Returns the type of the file system of a path; "unknown" if the kernel does not tell."""
     best, kind = -1, "unknown"
     try:
         lines = mounts.read_text().splitlines()

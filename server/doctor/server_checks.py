@@ -253,7 +253,10 @@ def ports(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def tiers(context: CheckContext) -> Iterator[CheckResult]:
-    """Checks that custom tier classes can be imported. They are not instantiated, which would open their storage."""
+    """Checks that custom tier classes can be imported.
+
+    They are not instantiated, which would open their storage.
+    """
     if context.config is None:
         return
     custom = [tier for tier in context.config.tiers if tier.is_custom]
@@ -273,7 +276,8 @@ def tiers(context: CheckContext) -> Iterator[CheckResult]:
 
 def _import_problem(tier: TierConfig) -> str:
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # output of the module must not mix with the JSON
+        # output of the module must not mix with the JSON
+        with contextlib.redirect_stdout(sys.stderr):
             tier_class(tier)
     except TierError as error:
         return str(error)

@@ -1,7 +1,8 @@
 """Child processes of the server, for work that may crash or hold the GIL.
 
-A child is a module of this package, run by the same interpreter. It shares a socket with the server,
-inherits the given descriptors, and dies with the server. Its standard error goes to the server's log.
+A child is a module of this package, run by the same interpreter. It shares a socket with the
+server, inherits the given descriptors, and dies with the server. Its standard error goes to the
+server's log.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _STDERR_LINE_BYTES = 64 << 10
 
 
 class RestartBackoff:
-    """Restart delay of a child: none, then doubled after each end, until a child has run long enough."""
+    """Restart delay of a child: none at first, then doubled, reset after a long run."""
 
     def __init__(self, first: float = 0.1, most: float = 30.0, good: float = 60.0) -> None:
         """All in seconds; a child that has run for `good` seconds resets the delay."""
@@ -69,10 +70,11 @@ class Child:
         fds: Sequence[int] = (),
         take: Callable[[dict[str, Any], bytes], None] | None = None,
     ) -> Self:
-        """Runs a module with the descriptor of its socket and ``arguments``; it inherits ``fds`` under the same numbers.
+        """Runs a module with its socket's descriptor and ``arguments``; it inherits ``fds``.
 
-        ``take`` is called with each message; without it, iterate over `messages`. Call this on a thread that lives as
-        long as the server: when it ends, the kernel kills the child. Raises `OSError`.
+        ``take`` is called with each message; without it, iterate over `messages`. Call this on a
+        thread that lives as long as the server: when it ends, the kernel kills the child. Raises
+        `OSError`.
         """
         ours, theirs = socket.socketpair()
         try:
@@ -109,7 +111,10 @@ class Child:
             self._transport.write(pack(header, payload))
 
     async def messages(self) -> AsyncIterator[tuple[dict[str, Any], bytes]]:
-        """Yields the child's messages until it closes the socket. An invalid message kills the child."""
+        """Yields the child's messages until it closes the socket.
+
+        An invalid message kills the child.
+        """
         try:
             while True:
                 header_bytes, payload_bytes = read_sizes(await self._reader.readexactly(SIZES_BYTES))
@@ -129,7 +134,10 @@ class Child:
         self.kill()
 
     async def ended(self) -> int:
-        """Waits for the end of the process; returns its exit code (negative: the signal). Its files are then closed."""
+        """Waits for the end of the process; returns its exit code (negative: the signal).
+
+        Its files are then closed.
+        """
         return await asyncio.shield(self._ended)
 
     def kill(self) -> None:
@@ -137,7 +145,10 @@ class Child:
             self._process.kill()
 
     async def close(self, grace: float) -> None:
-        """Closes the socket, which asks the child to end, and kills it after ``grace`` seconds. Always call it."""
+        """Closes the socket, which asks the child to end, and kills it after ``grace`` seconds.
+
+        Always call it.
+        """
         self._transport.close()
         try:
             await asyncio.wait_for(self.ended(), grace)
@@ -171,7 +182,7 @@ class Child:
 
 
 class _Receiver(asyncio.Protocol):
-    """Parses messages as they arrive; a task that reads a stream would be woken several times per message."""
+    """Parses messages as they arrive, with fewer wake-ups than a task that reads a stream."""
 
     def __init__(
         self,

@@ -1,6 +1,7 @@
-"""Child's side of the connection to its parent (`child` is the parent's side), and the message format.
+"""Message format of child processes, and the child's side of the connection to its parent.
 
-A message is a JSON header followed by bytes. This module imports nothing of the server, so that a child starts fast.
+A message is a JSON header followed by bytes. This module imports nothing of the server, so that a
+child starts fast.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ def pack(header: dict[str, Any], payload: bytes = b"") -> bytes:
 
 
 def read_sizes(data: bytes) -> tuple[int, int]:
-    """Returns the sizes of header and payload from a message's first SIZES_BYTES. Raises `ValueError` if too large."""
+    """Returns the sizes of header and payload from a message's first SIZES_BYTES.
+
+    Raises `ValueError` if too large.
+    """
     header, payload = _SIZES.unpack(data)
     if header + payload > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {header + payload} bytes")
@@ -53,7 +57,10 @@ class Channel:
         self._sending = threading.Lock()
 
     def send(self, header: dict[str, Any], payload: bytes = b"") -> None:
-        """Sends a message; blocks while the socket's buffer is full. Raises `OSError` if the parent is gone."""
+        """Sends a message; blocks while the socket's buffer is full.
+
+        Raises `OSError` if the parent is gone.
+        """
         with self._sending:
             self._connection.sendall(pack(header, payload))
 
@@ -80,9 +87,11 @@ class Channel:
 
 def connect(fd: int) -> Channel:
     """Opens the socket inherited from `Child`. From now on the process dies with its parent."""
-    # If the parent died before this line, the socket is at its end, so the message loop ends at once.
+    # If the parent died before this line, the socket is at its end, so the message loop ends at
+    # once.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group; the parent ends us after its drain
+    # sent to the whole group; the parent ends us after its drain
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     return Channel(socket.socket(fileno=fd))

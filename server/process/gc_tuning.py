@@ -1,9 +1,10 @@
 """Tuning of Python's cyclic garbage collector for the server.
 
-The index of a full server has a million long-lived objects without cycles. A full collection visits all of them and
-blocks the event loop: 90 ms with 200,000 blocks. By default one runs whenever a quarter more objects exist. The cycles
-that calls leave behind (in gRPC and asyncio) are young: after 80,000 lookups and releases no garbage was old. So only
-the young generations are collected automatically, and the old one when the server is idle.
+The index of a full server has a million long-lived objects without cycles. A full collection visits
+all of them and blocks the event loop: 90 ms with 200,000 blocks. By default one runs whenever a
+quarter more objects exist. The cycles that calls leave behind (in gRPC and asyncio) are young:
+after 80,000 lookups and releases no garbage was old. So only the young generations are collected
+automatically, and the old one when the server is idle.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ _NEVER = 1 << 30
 _IDLE_SECONDS = 60.0
 _BUSY_SECONDS = 3600.0
 _SHARE = 2000
-"""Minimum ratio of pause to duration of full collections: 0.1 s (half a million blocks) every 200 s."""
+"""Minimum ratio of pause to duration of full collections: 0.1 s (half a million blocks) every 200
+s."""
 
 
 def disable_full_gc() -> None:
-    """Exempts existing objects from collection, and collects only young ones from now on. Called before serving."""
+    """Exempts existing objects from collection, and collects only young ones from now on.
+
+    Called before serving.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG, _YOUNG_ROUNDS, _NEVER)
@@ -44,7 +49,7 @@ class FullCollector:
         self._calls = 0
 
     def tick(self, now: float, calls: int) -> bool:
-        """Takes the time in seconds and the number of calls so far; returns whether it collected."""
+        """Gets the time in seconds and the calls so far; returns whether it collected."""
         idle, self._calls = calls == self._calls, calls
         pause = max(_IDLE_SECONDS if idle else _BUSY_SECONDS, self._took * _SHARE)
         if now - self._collected_at < pause:

@@ -1,7 +1,7 @@
 """Attach socket: hands the region's descriptor to clients on this host, and serves their calls.
 
-When a process dies, the kernel closes its connections, even if it runs in another container. Then the
-server knows that the process no longer writes to the slots of its session.
+When a process dies, the kernel closes its connections, even if it runs in another container. Then
+the server knows that the process no longer writes to the slots of its session.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class AttachServer:
         while True:
             try:
                 connection, _ = await loop.sock_accept(listener)
-            except OSError as error:  # for example no free file descriptor: a later attempt may succeed
+            except OSError as error:  # for example no free descriptor; tries again
                 _log.warning("cannot accept a connection", error=str(error))
                 await asyncio.sleep(0.1)
                 continue
@@ -89,7 +89,7 @@ class AttachServer:
         task.add_done_callback(self._tasks.discard)
 
     def adopt(self, connection: socket.socket, request: bytes) -> None:
-        """Takes over a connection for calls that the bulk process has accepted, with its first bytes."""
+        """Takes over a connection for calls from the bulk process, with its first bytes."""
         connection.setblocking(False)
         self._spawn(self._serve_handed(connection, request))
 
@@ -127,7 +127,7 @@ class AttachServer:
             connection.send(pack_reply(self._region_bytes, granted=False))
 
     async def _serve_region(self, connection: socket.socket, session_id: bytes, epoch: int) -> bool:
-        """Hands out the region and waits for the end of the connection; returns False if refused."""
+        """Hands out the region and waits for the end; returns False if refused."""
         number = next(self._numbers)
         if not self._sessions.attach(session_id, epoch, number):
             return False
@@ -161,7 +161,7 @@ class AttachServer:
 
 
 def _is_ours(connection: socket.socket) -> bool:
-    """Returns whether the peer of a Unix socket is a process of this user or of root, whatever the socket's mode.
+    """Returns whether the peer of a Unix socket runs as this user or as root.
 
     Other sockets have no peer credentials and count as ours.
     """

@@ -1,4 +1,4 @@
-"""gRPC interceptor of every call: authorization, mapping of errors to statuses, metrics, audit and traces."""
+"""gRPC interceptor of every call: authorization, error statuses, metrics, audit and traces."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _log = get_logger(__name__)
 
 
 class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Maps refusals to their status and reason, and other errors to INTERNAL with a traceback in the log.
+    """Maps refusals to status and reason, and other errors to INTERNAL with a log entry.
 
     Calls `observe(method, code, seconds)` for each call that has ended, streams included, and
     `refused(method, reason)` for each call that was refused or has failed.
@@ -43,7 +43,8 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
     ) -> None:
         """If `tracing` records a call, `observe` also gets its trace id.
 
-        `authorize(method, context)` is called before each call, and raises `Refused` if it is not allowed.
+        `authorize(method, context)` is called before each call, and raises `Refused` if it is not
+        allowed.
         """
         self.observe = observe
         self.refused = refused
@@ -66,7 +67,8 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
             if behavior is not None:
                 wrap = self._wrap_stream if kind.endswith("stream") else self._wrap_unary
                 if kind.startswith("unary") and handler.request_deserializer:
-                    # If gRPC parses the message itself, it answers UNKNOWN without a reason when that fails.
+                    # If gRPC parses the message itself, it answers UNKNOWN without a reason when
+                    # that fails.
                     parse = handler.request_deserializer
                     if self.tracing is not None:
                         parse = self.tracing.recording_request_id(parse)
@@ -89,15 +91,17 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         return call
 
     def _wrap_stream(self, method: str, behavior: Any) -> Any:
-        # Not a generator: if a call is cancelled while an answer is being sent, gRPC drops the generator, and its
-        # `finally` block (which ends the session) would run only when it is garbage collected.
+        # Not a generator: if a call is cancelled while an answer is being sent, gRPC drops the
+        # generator, and its `finally` block (which ends the session) would run only when it is
+        # garbage collected.
         async def call(request: Any, context: grpc.aio.ServicerContext) -> None:
             with _Outcome(self, method, context) as outcome:
                 try:
                     if self._authorize is not None:
                         self._authorize(method, context)
                     answers = behavior(request, context)
-                    if not hasattr(answers, "__anext__"):  # the health service writes its answers itself
+                    # the health service writes its answers itself
+                    if not hasattr(answers, "__anext__"):
                         await answers
                         return
                 except Exception as error:  # noqa: BLE001 - as above
@@ -119,7 +123,10 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
 
 
 async def _send(context: grpc.aio.ServicerContext, answer: Any) -> None:
-    """Sends an answer. If the client is gone, cancels the call: gRPC would log its own error as a server defect."""
+    """Sends an answer.
+
+    If the client is gone, cancels the call: gRPC would log its own error as a server defect.
+    """
     try:
         await context.write(answer)
     except grpc.aio.InternalError as error:
@@ -167,8 +174,9 @@ class _Outcome:
     async def abort(self, context: grpc.aio.ServicerContext, error: Exception) -> None:
         """Aborts the call with the status of this error; always raises.
 
-        gRPC keeps the raised exception in a reference cycle with the context. The traceback, whose frames hold the
-        request, is removed first: ten refused messages of 7 MB otherwise occupied 600 MB.
+        gRPC keeps the raised exception in a reference cycle with the context. The traceback, whose
+        frames hold the request, is removed first: ten refused messages of 7 MB otherwise occupied
+        600 MB.
         """
         if isinstance(error, grpc.aio.AbortError):
             self._code = context.code() or grpc.StatusCode.UNKNOWN

@@ -23,7 +23,7 @@ _NamesKeys: TypeAlias = cache_pb2.BeginRequestRequest | cache_pb2.LookupRequest 
 
 
 class RequestValidator:
-    """Checks arguments against the configured limits; raises `Refused`. Durations are in seconds."""
+    """Checks arguments against the limits; raises `Refused`. Durations are in seconds."""
 
     def __init__(
         self, limits: LimitConfig, leases: LeaseConfig, retention: RetentionConfig, handoff: HandoffConfig

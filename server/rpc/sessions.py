@@ -1,23 +1,25 @@
-"""Registry of open sessions, of the connections that map the region, and of the connections for calls."""
+"""Registry of open sessions and their connections, and conversion of namespaces."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ...protos.v1 import common_pb2, session_pb2
 from ...tiers.base import NamespaceId
-from ...tiers.types import EngineSession
+from ...tiers.errors import InvalidNamespace
+from ...tiers.types import TENANT_TAG_BYTES, EngineSession, NamespaceSpec
 from ..auth.rate_limits import RateLimiter, RateLimiters
 from ..auth.roles import CALLER, OWNER, Identity
 from ..config.schema import RateConfig
+from ..config.tenants import tenant_tag
 from ..refused import Refused
 from ..runtime import TierRuntime
-from .namespaces import namespace_spec
 
-__all__ = ["OpenSession", "SessionRegistry"]
+__all__ = ["OpenSession", "SessionRegistry", "namespace_spec"]
 
 PROTOCOL_VERSIONS = (1,)
 _MAX_NAME_LENGTH = 512
@@ -27,6 +29,10 @@ _MAX_MODELS = 1024
 _MAX_MODEL_LENGTH = 128
 _MAX_SHOWN_GROUPS = 32
 """Keeps the status of a thousand sessions below the message limit; engines have a few groups."""
+_NAMESPACE_FORMAT = b"kvtier.namespace.2"
+_NAMESPACE_ID_BYTES = 16
+_MAX_NAMESPACE_BYTES = 64 << 10
+"""Maximum size of the message; the server keeps parts of it while the session is open."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,10 +45,12 @@ class OpenSession:
     client_name: str
     pid: int
     transport: str
-    """Transport of the last transfer; before the first transfer the one named when the session was opened."""
+    """Transport of the last transfer; before the first transfer the one named when the session was
+    opened."""
     model: str
     groups: tuple[common_pb2.Group, ...] = ()
-    """Groups of the namespace for status, without names; empty if there are more than `_MAX_SHOWN_GROUPS`."""
+    """Groups of the namespace for status, without names; empty if there are more than
+    `_MAX_SHOWN_GROUPS`."""
     attachments: set[int] = field(default_factory=set)
     disconnects: set[Callable[[], object]] = field(default_factory=set)
     """Callbacks that close its connections for calls."""
@@ -54,7 +62,8 @@ class OpenSession:
     limiter: RateLimiter | None = None
     """Rate limiter of its tenant, if the tenant has a limit."""
     revoked: bool = False
-    """Whether its credentials have become invalid: its calls are refused, and it ends with the next heartbeat."""
+    """Whether its credentials have become invalid: its calls are refused, and it ends with the next
+    heartbeat."""
 
 
 class SessionRegistry:
@@ -168,7 +177,10 @@ class SessionRegistry:
             session.limiter.count_call(is_release=is_release)
 
     def find(self, ref: common_pb2.SessionRef) -> OpenSession:
-        """Returns the session if the caller may use it, else raises `Refused`. Session ids are unguessable capabilities."""
+        """Returns the session if the caller may use it, else raises `Refused`.
+
+        Session ids are unguessable capabilities.
+        """
         session = self._sessions.get(ref.session_id)
         if session is not None and ref.epoch == self.epoch:
             if CALLER.get().tenant not in (None, session.core.tenant):
@@ -231,7 +243,7 @@ class SessionRegistry:
     def connect(
         self, session_id: bytes, epoch: int, disconnect: Callable[[], object], *, plain: bool = False
     ) -> Identity | None:
-        """Records a connection for calls, which `disconnect` closes; `plain`: it came to the TCP port.
+        """Records a connection for calls, closed by `disconnect`; `plain`: over TCP.
 
         Returns the caller that opened the session; None if the connection is refused.
         """
@@ -257,6 +269,40 @@ class SessionRegistry:
         """Raises `Refused` while the server takes no new work."""
         if self.draining:
             raise Refused("DRAINING", "the server is shutting down, or drained: it takes no new work")
+
+
+def namespace_spec(namespace: common_pb2.Namespace) -> NamespaceSpec:
+    """Returns the core's namespace. Its id is the tenant's tag and a digest of every field.
+
+    The digest does not use protobuf's serialization, which may change between versions: ids are
+    part of the keys on disk. Raises `InvalidNamespace` if the fields contradict each other.
+    """
+    if namespace.ByteSize() > _MAX_NAMESPACE_BYTES:
+        raise InvalidNamespace(f"a namespace of {namespace.ByteSize()} bytes; the limit is {_MAX_NAMESPACE_BYTES}")
+    fields: list[str] = [
+        namespace.model,
+        namespace.revision,
+        namespace.dtype,
+        namespace.layout,
+        namespace.hash_scheme,
+        str(namespace.world_size),
+        namespace.tenant,
+        str(len(namespace.groups)),
+    ]
+    for group in namespace.groups:
+        fields += [group.name, str(int(group.kind)), str(group.block_tokens), str(group.part_bytes)]
+    for name, value in sorted(namespace.attributes.items()):
+        fields += [name, value]
+    digest = hashlib.blake2b(digest_size=_NAMESPACE_ID_BYTES - TENANT_TAG_BYTES, person=b"kvtier")
+    digest.update(_NAMESPACE_FORMAT)
+    for text in fields:
+        raw = text.encode()
+        digest.update(len(raw).to_bytes(8, "little") + raw)
+    return NamespaceSpec(
+        id=NamespaceId(tenant_tag(namespace.tenant) + digest.digest()),
+        world_size=namespace.world_size,
+        part_bytes=tuple(group.part_bytes for group in namespace.groups),
+    )
 
 
 def _apply_tenant(namespace: common_pb2.Namespace, caller: Identity) -> None:

@@ -33,7 +33,8 @@ _REQUEST_SECONDS = 30.0
 class SocketCallServer:
     """Server of unary calls over sockets. Lives on the event loop.
 
-    Services are registered as with a gRPC server (`add_…Servicer_to_server`); only unary methods are served.
+    Services are registered as with a gRPC server (`add_…Servicer_to_server`); only unary methods
+    are served.
     """
 
     def __init__(self, interceptor: RefusalInterceptor, max_message_bytes: int) -> None:
@@ -88,7 +89,7 @@ class _Aborted(grpc.aio.AbortError):  # type: ignore[misc]  # grpc has no types
 
 
 class _CallContext:
-    """The part of gRPC's context that the interceptor uses. Handlers of unary calls use none of it."""
+    """The part of gRPC's context that the interceptor uses; unary handlers use none."""
 
     __slots__ = ("caller",)
 
@@ -120,7 +121,8 @@ class _Connection(asyncio.Protocol):
         self._is_scheduled = False
         """Whether the loop is about to call `_resume`."""
         self._write_paused = False
-        """Whether the client does not read its answers: no further call is started until it does."""
+        """Whether the client does not read its answers: no further call is started until
+        it does."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -169,7 +171,8 @@ class _Connection(asyncio.Protocol):
             del self._received[:end]
             self._set_deadline(waiting=False)
             self._task = _run_eagerly(self._answer(body))
-            if self._task is None and self._received:  # other connections get a turn before the next call
+            # other connections get a turn before the next call
+            if self._task is None and self._received:
                 self._is_scheduled = True
                 asyncio.get_running_loop().call_soon(self._resume)
         else:
@@ -177,7 +180,7 @@ class _Connection(asyncio.Protocol):
 
     @property
     def _buffer_is_full(self) -> bool:
-        """Whether the buffer holds more than one request of maximum size; then reading is paused."""
+        """Whether more than one maximum request is buffered; reading is then paused."""
         return len(self._received) > LENGTH_BYTES + self._calls.max_message_bytes
 
     def _resume(self) -> None:
@@ -187,7 +190,7 @@ class _Connection(asyncio.Protocol):
             self._next()
 
     def _set_deadline(self, *, waiting: bool) -> None:
-        """Sets the deadline for the rest of a request when the wait begins, and clears it when it ends."""
+        """Sets the deadline for the rest of a request, or clears it."""
         if waiting and self._deadline is None:
             self._deadline = asyncio.get_running_loop().call_later(_REQUEST_SECONDS, self.close)
         elif not waiting and self._deadline is not None:
@@ -195,7 +198,7 @@ class _Connection(asyncio.Protocol):
             self._deadline = None
 
     def _discard(self) -> None:
-        """Drops received bytes of a request that is too large, and refuses it once all have arrived."""
+        """Drops bytes of an oversized request, and refuses it once all have arrived."""
         dropped = min(self._oversized, len(self._received))
         del self._received[:dropped]
         self._oversized -= dropped
@@ -217,7 +220,7 @@ class _Connection(asyncio.Protocol):
 
 
 def _run_eagerly(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
-    """Runs a coroutine until it first waits; returns a task for the rest, or None if it has finished.
+    """Runs a coroutine until it waits; returns a task for the rest, None if finished.
 
     Most calls never wait. A task and a turn of the loop would cost more than many of them.
     """
@@ -234,7 +237,8 @@ def _run_eagerly(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None] | N
 class _StartedCoroutine(Coroutine[Any, Any, None]):
     """Wraps a coroutine that was already started, so that a Task can continue it.
 
-    The first `send` yields again the future that the coroutine awaits. For Python 3.11, which lacks eager tasks.
+    The first `send` yields again the future that the coroutine awaits. For Python 3.11, which lacks
+    eager tasks.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, None], future: Any) -> None:

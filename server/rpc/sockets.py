@@ -1,6 +1,7 @@
-"""Listening sockets: exclusive claim of a Unix socket, removal of stale ones, and a check of TCP ports.
+"""Listening sockets: exclusive claim of a Unix socket, stale sockets, and free TCP ports.
 
-gRPC replaces any socket at its path, even if another server listens there. So a server claims the path
+gRPC replaces any socket at its path, even if another server listens there. So a server claims the
+path
 first: it locks a file beside it, and the kernel releases the lock when the process ends.
 """
 
@@ -28,8 +29,8 @@ class SocketError(Exception):
 class SocketClaim:
     """Exclusive right to listen on a Unix socket, from construction to `release`.
 
-    Construction creates missing directories (0700), refuses a default directory of another user, and
-    removes the socket of a server that has ended. Raises `SocketError`.
+    Construction creates missing directories (0700), refuses a default directory of another user,
+    and removes the socket of a server that has ended. Raises `SocketError`.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
@@ -71,7 +72,7 @@ class SocketClaim:
 
 
 def port_error(endpoint: Endpoint) -> OSError | None:
-    """Returns the reason why a server could not listen on this TCP address now; None if it could."""
+    """Returns why a server could not listen on this TCP address now; None if it could."""
     try:
         family, kind, number, _, where = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, number) as probe:
@@ -85,7 +86,10 @@ def port_error(endpoint: Endpoint) -> OSError | None:
 
 
 def _prepare_directory(directory: Path) -> None:
-    """Creates the directory. In a default directory that others can write to, they could replace the socket."""
+    """Creates the directory.
+
+    In a default directory that others can write to, they could replace the socket.
+    """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     if directory != Path(default_endpoint().path or "").parent:
         return  # chosen by the operator, and possibly shared on purpose
@@ -99,7 +103,7 @@ def _prepare_directory(directory: Path) -> None:
 
 
 def _lock(path: Path, endpoint: Endpoint) -> int:
-    """Returns the descriptor of the locked file. Raises `SocketError` if another server holds it."""
+    """Returns the descriptor of the locked file. Raises `SocketError` if it is locked."""
     for _ in range(_ATTEMPTS):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -107,7 +111,8 @@ def _lock(path: Path, endpoint: Endpoint) -> int:
         except BlockingIOError:
             os.close(descriptor)
             break
-        # A server that ended between our open and our lock has removed the file: then the lock is void.
+        # A server that ended between our open and our lock has removed the file: then the lock is
+        # void.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), path.stat()):
                 return descriptor

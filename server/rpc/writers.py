@@ -1,8 +1,8 @@
 """Stores that helper processes write to on behalf of clients.
 
-While such a copy runs, its store has a writer, like a client that maps the region. If the store ends
-before the copy, its slots stay out of use until the copy has ended. A client's report that it has
-finished a store counts only after the copy, too.
+While such a copy runs, its store has a writer, like a client that maps the region. If the store
+ends before the copy, its slots stay out of use until the copy has ended. A client's report that it
+has finished a store counts only after the copy, too.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from kvtier.server.config.render import to_json, to_toml
 from kvtier.server.config.schema import Admission, ConfigError, Eviction
 from kvtier.server.config.tenants import tenant_tag, tier_settings
 from kvtier.server.config.units import MIB
-from kvtier.server.rpc.namespaces import namespace_spec
+from kvtier.server.rpc.sessions import namespace_spec
 from kvtier.tiers.eviction import DEFAULT_POLICY, POLICIES
 from kvtier.tiers.eviction.admission import ADMISSION, DEFAULT_ADMISSION
 
@@ -78,7 +78,7 @@ def test_tenants_in_the_environment() -> None:
         ("[tenants.a]\nrates = {calls = [false]}", r"rates.calls = \[false\]: must be"),
         ('[tenants.a]\nqouta = "25%"', "did you mean quota"),
         ("[tenants.a]", "must say quota, or limit"),
-        ('[tenants.""]\nquota = "25%"', "a tenant has a name"),
+        ('[tenants.""]\nquota = "25%"', "a tenant must have a name"),
         ('tenants = "x = "', "must be .none. or a table of tables"),
         ("tenants = 7", "must be tables"),
         ("[cpu]\nttl = 0", "at least 1s"),

@@ -11,7 +11,7 @@ from harness.certificates import Authority, Pair
 from harness.command_line import json_output, kvtier
 
 from kvtier.protos.endpoint import parse_endpoint
-from kvtier.server.access import AccessControl, AccessError
+from kvtier.server.auth.authenticator import AccessControl, AccessError
 from kvtier.server.auth.tokens import format_entry, token_hash
 from kvtier.server.config.schema import AuthConfig, Config, TierConfig, TlsConfig
 from kvtier.server.doctor.finding import CheckContext, CheckResult, Verdict

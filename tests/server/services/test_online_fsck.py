@@ -22,7 +22,7 @@ from harness.traffic import wait_connected
 from kvtier.client import Client, DurableStatus, KeyStatus
 from kvtier.protos.v1 import admin_pb2, admin_pb2_grpc
 from kvtier.server.cli import main
-from kvtier.server.rpc.namespaces import namespace_spec
+from kvtier.server.rpc.sessions import namespace_spec
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
