@@ -6,10 +6,7 @@ __all__ = ["Refused"]
 
 
 class Refused(Exception):
-    """The server refuses a call.
-
-    `reason` is the name of a `kvtier.v1.ErrorReason` without its prefix.
-    """
+    """The server refuses a call; `reason` is the short name of a `kvtier.v1.ErrorReason`."""
 
     def __init__(self, reason: str, message: str, retry_after: float | None = None) -> None:
         """`retry_after` says in how many seconds it may succeed, where that is known."""

@@ -18,8 +18,7 @@ _log = get_logger(__name__)
 
 _ADMIN = "/kvtier.v1.AdminService/"
 _READS = frozenset({"GetStatus", "ListLeases", "ListHandoffs", "ExplainRequest"})
-"""Calls of AdminService that change nothing. They and refusals are logged once per
-`_INTERVAL_SECONDS`, kind and caller."""
+"""Calls of AdminService that change nothing; logged once per interval, as are refusals."""
 _REFUSALS = frozenset({"UNAUTHENTICATED", "PERMISSION_DENIED", "WRONG_TENANT", "RATE_LIMITED"})
 _REFUSED = frozenset({"UNAUTHENTICATED", "PERMISSION_DENIED"})
 _INTERVAL_SECONDS = 10.0

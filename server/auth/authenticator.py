@@ -69,10 +69,7 @@ class Authenticator:
         return config.auth.tokens is not None or config.tls.client_ca is not None
 
     def identify(self, token: str | None, names: Sequence[str], *, is_local: bool) -> Identity:
-        """Returns the identity of a caller with this token or these certificate names.
-
-        Raises `Refused`.
-        """
+        """Returns the caller's identity by token or certificate names. Raises `Refused`."""
         now = self._clock()
         if self._token_file is None:
             if names:  # TLS has verified the certificate, and nothing else is required
@@ -105,10 +102,7 @@ class Authenticator:
             _log.info("tokens read again", path=str(self._path), tokens=len(self._token_file.tokens))
 
     def may_see_metrics(self, header: str | None) -> bool:
-        """Returns whether an HTTP request with this `Authorization` header may see the metrics.
-
-        Thread-safe.
-        """
+        """Returns whether this `Authorization` header may see the metrics. Thread-safe."""
         token, token_file = bearer_token(header or ""), self._token_file
         identity = token_file.find_token(token, self._clock()) if token_file is not None and token is not None else None
         return identity is not None and any(role.value in ("metrics", "admin") for role in identity.roles)

@@ -65,10 +65,7 @@ class RateLimiter:
         self._bytes = _TokenBucket(rates.bytes, now) if rates.bytes is not None else None
 
     def open_session(self) -> None:
-        """Counts a session and the call that opens it.
-
-        Raises `Refused` if either exceeds its limit.
-        """
+        """Counts a session and the call that opens it; raises `Refused` beyond a limit."""
         if self._rates.sessions is not None and self.sessions >= self._rates.sessions:
             raise Refused("LIMIT_EXCEEDED", f"{self.sessions} sessions of tenant {self._tenant!r} are open already")
         self.count_call()
@@ -78,10 +75,7 @@ class RateLimiter:
         self.sessions -= 1
 
     def count_call(self, *, is_release: bool = False) -> None:
-        """Counts a call.
-
-        Raises `Refused` if it exceeds the limit; a release may overdraw the limit.
-        """
+        """Counts a call; raises `Refused` beyond the limit, which a release may overdraw."""
         if self._calls is not None:
             if not is_release or self._calls.overdraft(self._clock()) >= _MAX_OVERDRAFT:
                 self._check(self._calls, "calls")

@@ -72,8 +72,7 @@ _SERVICES = (
 RPC_ROLES: Mapping[str, frozenset[Role] | None] = MappingProxyType(
     {f"{service}/{method}": roles for service, roles, methods in _SERVICES for method in methods.split()}
 )
-"""For each RPC the roles of which the caller needs one; None: no credentials needed. Other RPCs are
-refused."""
+"""For each RPC the roles of which the caller needs one; None: no credentials needed."""
 
 
 def is_public(method: str) -> bool:

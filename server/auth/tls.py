@@ -125,11 +125,7 @@ def _contents(path: str) -> bytes:
 
 
 def _dates(context: ssl.SSLContext, cert: str) -> tuple[str, float | None]:
-    """Returns the reason why the certificate is not valid now (empty if it is), and its expiry.
-
-    `ssl` cannot read the dates of a local certificate, so an in-memory handshake presents it to a
-    client.
-    """
+    """Returns why the certificate is not valid now, or "", and its expiry (by a handshake)."""
     trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     trusting.check_hostname = False
     trusting.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN

@@ -59,10 +59,7 @@ class UnreachableError(AdminClientError):
 
 
 def channel_to(endpoint: Endpoint, options: Sequence[tuple[str, Any]] = _OPTIONS) -> grpc.Channel:
-    """Returns a channel to a server, with the credentials of the environment.
-
-    Raises `AdminClientError`.
-    """
+    """Returns a channel with the environment's credentials. Raises `AdminClientError`."""
     try:
         return Credentials.from_environment().channel(endpoint, options)
     except CredentialsError as error:
@@ -70,10 +67,7 @@ def channel_to(endpoint: Endpoint, options: Sequence[tuple[str, Any]] = _OPTIONS
 
 
 def ask(endpoint: Endpoint, method: str, request: Any, timeout: float) -> Any:
-    """Calls a method of a server's `AdminService`, for at most `timeout` seconds.
-
-    Raises `AdminClientError`.
-    """
+    """Calls a method of a server's `AdminService`. Raises `AdminClientError`."""
     with channel_to(endpoint) as channel:
         try:
             return getattr(AdminServiceStub(channel), method)(request, timeout=timeout)

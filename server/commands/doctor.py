@@ -113,10 +113,7 @@ def _make_context(options: argparse.Namespace) -> CheckContext:
 
 
 def _endpoint(options: argparse.Namespace, config: Config | None) -> Endpoint:
-    """Returns the endpoint from flags or environment, else from the configuration.
-
-    Raises `EndpointError`.
-    """
+    """Returns the endpoint of flags, environment or configuration. Raises `EndpointError`."""
     if config is None or options.endpoint or os.environ.get(ENDPOINT_VARIABLE):
         return client_endpoint(options.endpoint)
     return next((endpoint for endpoint in config.endpoints if endpoint.is_unix), config.endpoints[0])

@@ -150,8 +150,7 @@ def _tables(keys: Iterable[str]) -> tuple[str, ...]:
 
 
 SETTINGS: dict[str, Setting] = _settings_of(Config)
-"""All settings of the server by key, in the order of the documentation. Each of `LISTS` is one
-setting."""
+"""All settings by key, in the order of the documentation. Each of `LISTS` is one setting."""
 
 LISTS = ("tiers", "tenants")
 """Settings that are lists or tables of tables."""

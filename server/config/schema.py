@@ -56,10 +56,7 @@ _TTL = 'Time after which an unused block is removed, or "off". A restart of the 
 
 
 class ConfigError(Exception):
-    """The configuration is invalid.
-
-    Each of `problems` is one line that names a setting and its origin.
-    """
+    """The configuration is invalid. Each of `problems` names a setting and its origin."""
 
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
@@ -214,10 +211,7 @@ class AuthConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RateConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Rate limits per tenant, over all its sessions.
-
-    `[tenants.NAME]` can override them for one tenant.
-    """
+    """Rate limits per tenant, over all its sessions; `[tenants.NAME]` can override them."""
 
     calls: Annotated[float | None, _setting("Maximum calls per second, averaged over 10 s.", ge=1, le=1e9)] = None
     bytes: Annotated[int | None, _size("Maximum bytes per second that streams move, averaged over 10 s.", 1024)] = None
@@ -235,10 +229,7 @@ class TracingConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RuleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One rule of a tier's vote.
-
-    A rule matches if all its conditions hold; the first match decides.
-    """
+    """One rule of a tier's vote; the first rule whose conditions all hold decides."""
 
     policy: Literal["block_level", "request_level"]
     why: str = "as configured"
@@ -338,11 +329,7 @@ class TenantConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """All settings.
-
-    `loader.load` computes defaults that depend on the machine (listen, region_size, data_dir,
-    tiers).
-    """
+    """All settings. `loader.load` computes the defaults that depend on the machine."""
 
     listen: Annotated[
         tuple[str, ...],

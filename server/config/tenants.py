@@ -22,8 +22,7 @@ _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
 
 
 _USABLE = {"lmdb": 0.8, "disk": 0.9}
-"""Fraction of a tier's size that blocks can use. At start the open tiers report their real
-capacity."""
+"""Fraction of a tier's size that blocks can use; open tiers report their capacity."""
 
 
 class _Problem(ValueError):

@@ -13,8 +13,7 @@ import msgspec
 __all__ = ["toml_text"]
 
 _LONG_BITS = 14_000
-"""Python prints integers of at most 4,300 decimal digits; longer ones are written in
-hexadecimal."""
+"""Python refuses to print integers of more than 4,300 decimal digits."""
 
 
 def toml_text(value: Any) -> str:

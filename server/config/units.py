@@ -40,10 +40,7 @@ _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
 def parse_size(value: object) -> int:
-    """Returns bytes from an int or from text like "2GiB", "1.5 GB", "4096".
-
-    Raises `ValueError` with a reason.
-    """
+    """Parses an int or text like "2GiB", "1.5 GB", "4096". Raises `ValueError`."""
     if isinstance(value, int) and not isinstance(value, bool):
         return _checked_size(value)
     match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
@@ -63,10 +60,7 @@ def _checked_size(size: float) -> int:
 
 
 def parse_duration(value: object) -> float:
-    """Returns seconds from a number or from text like "30s", "5m", "250ms".
-
-    Raises `ValueError` with a reason.
-    """
+    """Parses seconds or text like "30s", "5m", "250ms". Raises `ValueError`."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return _checked_duration(value)
     match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None

@@ -17,8 +17,7 @@ from .finding import CheckContext, CheckResult, fail, ok, warn
 __all__ = ["cuda_ipc", "hashes"]
 
 _REPRODUCIBLE = frozenset(("sha256", "sha256_cbor"))
-"""Algorithms that kvtier's connector for vLLM accepts; a test compares them with
-`client/engines/vllm`."""
+"""Algorithms that kvtier's vLLM connector accepts; a test compares the two lists."""
 _DEFAULT = "sha256"
 _FLAG = "--prefix-caching-hash-algo"
 _PROC = Path("/proc")

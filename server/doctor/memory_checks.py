@@ -24,10 +24,7 @@ _THP = Path("/sys/kernel/mm/transparent_hugepage")
 
 
 def shared_memory(context: CheckContext) -> Iterator[CheckResult]:
-    """Checks that the region can be created.
-
-    It is a memfd, so the size of /dev/shm does not matter.
-    """
+    """Checks that the region, a memfd, can be created. The size of /dev/shm does not matter."""
     try:
         with HostRegion.create(mmap.PAGESIZE) as region:
             region.back(0, mmap.PAGESIZE)

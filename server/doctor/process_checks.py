@@ -13,8 +13,7 @@ __all__ = ["clock", "descriptors"]
 
 _LEAST_DESCRIPTORS = 256
 _PER_SESSION = 4
-"""Approximate descriptors per session: heartbeat stream, attach connection, one or two
-for calls."""
+"""Approximate descriptors per session: heartbeats, attach, and one or two for calls."""
 _BESIDES = 128
 _WATCH_SECONDS = 0.05
 _JUMP_SECONDS = 0.02
@@ -40,10 +39,7 @@ def descriptors(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def clock(_: CheckContext) -> Iterator[CheckResult]:
-    """Checks that the wall clock is steady and synchronized.
-
-    Leases and expiry use the monotonic clock.
-    """
+    """Checks that the wall clock is steady and synchronized. Leases do not depend on it."""
     wall, steady = time.time(), time.monotonic()
     time.sleep(_WATCH_SECONDS)
     jump = (time.time() - wall) - (time.monotonic() - steady)

@@ -253,10 +253,7 @@ def ports(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def tiers(context: CheckContext) -> Iterator[CheckResult]:
-    """Checks that custom tier classes can be imported.
-
-    They are not instantiated, which would open their storage.
-    """
+    """Checks that custom tier classes can be imported, without opening their storage."""
     if context.config is None:
         return
     custom = [tier for tier in context.config.tiers if tier.is_custom]

@@ -111,10 +111,7 @@ class Child:
             self._transport.write(pack(header, payload))
 
     async def messages(self) -> AsyncIterator[tuple[dict[str, Any], bytes]]:
-        """Yields the child's messages until it closes the socket.
-
-        An invalid message kills the child.
-        """
+        """Yields the child's messages until it closes the socket or sends an invalid one."""
         try:
             while True:
                 header_bytes, payload_bytes = read_sizes(await self._reader.readexactly(SIZES_BYTES))
@@ -134,10 +131,7 @@ class Child:
         self.kill()
 
     async def ended(self) -> int:
-        """Waits for the end of the process; returns its exit code (negative: the signal).
-
-        Its files are then closed.
-        """
+        """Waits for the end; returns the exit code (negative: the signal). Its files are closed."""
         return await asyncio.shield(self._ended)
 
     def kill(self) -> None:
@@ -145,10 +139,7 @@ class Child:
             self._process.kill()
 
     async def close(self, grace: float) -> None:
-        """Closes the socket, which asks the child to end, and kills it after ``grace`` seconds.
-
-        Always call it.
-        """
+        """Closes the socket, which ends the child, and kills it after ``grace`` seconds."""
         self._transport.close()
         try:
             await asyncio.wait_for(self.ended(), grace)

@@ -31,10 +31,7 @@ def pack(header: dict[str, Any], payload: bytes = b"") -> bytes:
 
 
 def read_sizes(data: bytes) -> tuple[int, int]:
-    """Returns the sizes of header and payload from a message's first SIZES_BYTES.
-
-    Raises `ValueError` if too large.
-    """
+    """Returns the sizes of header and payload. Raises `ValueError` if too large."""
     header, payload = _SIZES.unpack(data)
     if header + payload > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {header + payload} bytes")
@@ -57,10 +54,7 @@ class Channel:
         self._sending = threading.Lock()
 
     def send(self, header: dict[str, Any], payload: bytes = b"") -> None:
-        """Sends a message; blocks while the socket's buffer is full.
-
-        Raises `OSError` if the parent is gone.
-        """
+        """Sends a message; may block. Raises `OSError` if the parent is gone."""
         with self._sending:
             self._connection.sendall(pack(header, payload))
 

@@ -23,15 +23,11 @@ _NEVER = 1 << 30
 _IDLE_SECONDS = 60.0
 _BUSY_SECONDS = 3600.0
 _SHARE = 2000
-"""Minimum ratio of pause to duration of full collections: 0.1 s (half a million blocks) every 200
-s."""
+"""Minimum ratio of pause to duration: 0.1 s (half a million blocks) every 200 s."""
 
 
 def disable_full_gc() -> None:
-    """Exempts existing objects from collection, and collects only young ones from now on.
-
-    Called before serving.
-    """
+    """Exempts existing objects from collection; collects only young ones from now on."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG, _YOUNG_ROUNDS, _NEVER)

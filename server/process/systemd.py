@@ -37,10 +37,7 @@ class ServiceManager:
             self._watchdog = asyncio.get_running_loop().create_task(self._send_watchdog(self.watchdog_seconds / 2))
 
     def stopping(self) -> None:
-        """Reports that the server takes no new work.
-
-        Watchdog messages go on, so that a hanging end is noticed.
-        """
+        """Reports the shutdown. Watchdog messages go on, so that a hanging end is noticed."""
         self._send("STOPPING=1")
 
     def close(self) -> None:

@@ -161,10 +161,7 @@ class AttachServer:
 
 
 def _is_ours(connection: socket.socket) -> bool:
-    """Returns whether the peer of a Unix socket runs as this user or as root.
-
-    Other sockets have no peer credentials and count as ours.
-    """
+    """Returns whether a Unix socket's peer runs as this user or root; True for other sockets."""
     if connection.family != socket.AF_UNIX:
         return True
     _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))

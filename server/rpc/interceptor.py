@@ -41,11 +41,7 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         authorize: Callable[[str, Any], None] | None = None,
         audit_log: AuditLog | None = None,
     ) -> None:
-        """If `tracing` records a call, `observe` also gets its trace id.
-
-        `authorize(method, context)` is called before each call, and raises `Refused` if it is not
-        allowed.
-        """
+        """`authorize(method, context)` is called before each call, and may raise `Refused`."""
         self.observe = observe
         self.refused = refused
         self.tracing = tracing
@@ -123,10 +119,7 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
 
 
 async def _send(context: grpc.aio.ServicerContext, answer: Any) -> None:
-    """Sends an answer.
-
-    If the client is gone, cancels the call: gRPC would log its own error as a server defect.
-    """
+    """Sends an answer. If the client is gone, cancels the call without an error in the log."""
     try:
         await context.write(answer)
     except grpc.aio.InternalError as error:

@@ -45,12 +45,10 @@ class OpenSession:
     client_name: str
     pid: int
     transport: str
-    """Transport of the last transfer; before the first transfer the one named when the session was
-    opened."""
+    """Transport of the last transfer, or the one named when the session was opened."""
     model: str
     groups: tuple[common_pb2.Group, ...] = ()
-    """Groups of the namespace for status, without names; empty if there are more than
-    `_MAX_SHOWN_GROUPS`."""
+    """Groups of the namespace for status, without names; empty if there are too many."""
     attachments: set[int] = field(default_factory=set)
     disconnects: set[Callable[[], object]] = field(default_factory=set)
     """Callbacks that close its connections for calls."""
@@ -62,8 +60,7 @@ class OpenSession:
     limiter: RateLimiter | None = None
     """Rate limiter of its tenant, if the tenant has a limit."""
     revoked: bool = False
-    """Whether its credentials have become invalid: its calls are refused, and it ends with the next
-    heartbeat."""
+    """Whether its credentials have become invalid: calls are refused until it ends."""
 
 
 class SessionRegistry:
@@ -177,10 +174,7 @@ class SessionRegistry:
             session.limiter.count_call(is_release=is_release)
 
     def find(self, ref: common_pb2.SessionRef) -> OpenSession:
-        """Returns the session if the caller may use it, else raises `Refused`.
-
-        Session ids are unguessable capabilities.
-        """
+        """Returns the session if the caller may use it, else raises `Refused`. Ids are secret."""
         session = self._sessions.get(ref.session_id)
         if session is not None and ref.epoch == self.epoch:
             if CALLER.get().tenant not in (None, session.core.tenant):

@@ -121,8 +121,7 @@ class _Connection(asyncio.Protocol):
         self._is_scheduled = False
         """Whether the loop is about to call `_resume`."""
         self._write_paused = False
-        """Whether the client does not read its answers: no further call is started until
-        it does."""
+        """Whether answers wait for the client to read them; no further call is started."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)

@@ -86,10 +86,7 @@ def port_error(endpoint: Endpoint) -> OSError | None:
 
 
 def _prepare_directory(directory: Path) -> None:
-    """Creates the directory.
-
-    In a default directory that others can write to, they could replace the socket.
-    """
+    """Creates the directory, and secures the default one against other users."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     if directory != Path(default_endpoint().path or "").parent:
         return  # chosen by the operator, and possibly shared on purpose
