@@ -89,85 +89,85 @@ def load(
     takes precedence over `KVTIER_CONFIG`. Reads the size of the machine's memory and disk, and
     creates nothing.
     """
-    draft = _Builder()
+    builder = _Builder()
     path = file or environ.get(CONFIG_VARIABLE)
     if path:
-        _read_file(Path(path), draft)
-    _read_environment(environ, draft)
+        _read_file(Path(path), builder)
+    _read_environment(environ, builder)
     for key, value in (flags or {}).items():
         if value is not None:
-            draft.put(key, value, _flag(key), is_text=isinstance(value, str))
-    if draft.problems:
-        raise ConfigError(*draft.problems)
+            builder.put(key, value, _flag(key), is_text=isinstance(value, str))
+    if builder.problems:
+        raise ConfigError(*builder.problems)
 
-    _add_defaults(draft, environ)
-    values = draft.values
-    if "tiers" in draft.origins:
+    _add_defaults(builder, environ)
+    values = builder.values
+    if "tiers" in builder.origins:
         values["tiers"], tier_problems = read_tiers(values["tiers"], values["data_dir"])
     else:
         values["tiers"], tier_problems = default_tiers(values["data_dir"]), []
-        draft.origins["tiers"] = "default"
-    draft.origins.setdefault("tenants", "default")
+        builder.origins["tiers"] = "default"
+    builder.origins.setdefault("tenants", "default")
     tables = values.get("tenants", {})
     values["tenants"], tenant_problems = read_tenants(tables, values["tiers"], values["region_size"])
-    problems = [f"{draft.origins['tiers']}: {problem}" for problem in tier_problems]
+    problems = [f"{builder.origins['tiers']}: {problem}" for problem in tier_problems]
     if not tier_problems:
-        problems += [f"{draft.origins['tenants']}: {problem}" for problem in tenant_problems]
-    problems += conflicts(values, draft.origins)
+        problems += [f"{builder.origins['tenants']}: {problem}" for problem in tenant_problems]
+    problems += conflicts(values, builder.origins)
     if problems:
         raise ConfigError(*problems)
     config = _build(values)
-    return Loaded(config, draft.origins, (*draft.warnings, *warnings(config)))
+    return Loaded(config, builder.origins, (*builder.warnings, *warnings(config)))
 
 
 def _flag(key: str) -> str:
     return "--cpu-only" if key == "tiers" else f"--{re.sub('[._]', '-', key)}"
 
 
-def _read_file(path: Path, draft: _Builder) -> None:
+def _read_file(path: Path, builder: _Builder) -> None:
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        draft.problems.append(f"{path}: cannot be read: {error.strerror}")
+        builder.problems.append(f"{path}: cannot be read: {error.strerror}")
         return
     except (ValueError, RecursionError) as error:  # an integer of over 4,300 digits
-        draft.problems.append(f"{path}: is not TOML: {error}")
+        builder.problems.append(f"{path}: is not TOML: {error}")
         return
     top_level = [key for key in SETTINGS if "." not in key] + list(TABLES)
     for name, value in tables.items():
         if name in TABLES:
-            _read_table(path, name, value, draft)
+            _read_table(path, name, value, builder)
         elif name in SETTINGS:
-            draft.put(name, value, f"{path}")
+            builder.put(name, value, f"{path}")
         else:
-            draft.problems.append(f"{path}: {name}: no such setting{nearest(name, top_level)}")
+            builder.problems.append(f"{path}: {name}: no such setting{nearest(name, top_level)}")
 
 
-def _read_table(path: Path, table: str, values: object, draft: _Builder) -> None:
+def _read_table(path: Path, table: str, values: object, builder: _Builder) -> None:
     if not isinstance(values, dict):
-        draft.problems.append(f"{path}: {table}: must be a table, [{table}]")
+        builder.problems.append(f"{path}: {table}: must be a table, [{table}]")
         return
     known = [key.removeprefix(f"{table}.") for key in SETTINGS if key.startswith(f"{table}.")]
     for name, value in values.items():
         if name in known:
-            draft.put(f"{table}.{name}", value, f"{path}")
+            builder.put(f"{table}.{name}", value, f"{path}")
         else:
-            draft.problems.append(f"{path}: [{table}] {name}: no such setting{nearest(name, known)}")
+            builder.problems.append(f"{path}: [{table}] {name}: no such setting{nearest(name, known)}")
 
 
-def _read_environment(environ: Mapping[str, str], draft: _Builder) -> None:
+def _read_environment(environ: Mapping[str, str], builder: _Builder) -> None:
     for name, value in environ.items():
         if name in _VARIABLES:
-            draft.put(_VARIABLES[name].key, value, name, is_text=True)
+            builder.put(_VARIABLES[name].key, value, name, is_text=True)
         elif name.startswith(_PREFIX) and name not in _OTHER_VARIABLES and not _NOT_OURS.fullmatch(name):
             # Compared without the prefix, which makes all names similar.
             known = [variable.removeprefix(_PREFIX) for variable in (*_VARIABLES, *_OTHER_VARIABLES)]
             close = difflib.get_close_matches(name.removeprefix(_PREFIX), known, n=1, cutoff=0.7)
             if close:
                 message = f"{name}: no such environment variable; did you mean {_PREFIX}{close[0]}?"
-                draft.problems.append(message)
+                builder.problems.append(message)
             else:
-                draft.warnings.append(f"{name}: no such setting of the server; ignored")
+                builder.warnings.append(f"{name}: no such setting of the server; ignored")
 
 
 _EXAMPLES = {
@@ -188,7 +188,7 @@ def _parse_tables(key: str, value: Any) -> Any:
         raise ValueError(f'must be "none" or {_EXAMPLES[key]}: {error}') from None
 
 
-def _add_defaults(draft: _Builder, environ: Mapping[str, str]) -> None:
+def _add_defaults(builder: _Builder, environ: Mapping[str, str]) -> None:
     memory = memory_bytes()
     data_home = environ.get("XDG_DATA_HOME") or "~/.local/share"
     computed: dict[str, Any] = {
@@ -197,8 +197,8 @@ def _add_defaults(draft: _Builder, environ: Mapping[str, str]) -> None:
         "data_dir": f"{data_home}/kvtier",
     }
     for key, setting in SETTINGS.items():
-        if key not in draft.values and key not in LISTS:
-            draft.put(key, computed.get(key, setting.default), "default")
+        if key not in builder.values and key not in LISTS:
+            builder.put(key, computed.get(key, setting.default), "default")
 
 
 def _build(values: Mapping[str, Any]) -> Config:
