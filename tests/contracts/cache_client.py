@@ -1,4 +1,4 @@
-"""What every client promises, whichever way its bytes go: run against the real server, and against the fake."""
+"""Contract of every client, for any transport: tested with the real server and with the fake."""
 
 import os
 from collections.abc import Callable
@@ -28,7 +28,7 @@ NAMESPACE = Namespace("contract", "uint8", (Group(SMALL, 16), Group(LARGE, 16)))
 
 
 def new_keys(count: int, group: int = 0) -> list[bytes]:
-    """Returns keys that nobody has used before."""
+    """Returns keys that no test has used before."""
     return [make_key(os.urandom(32), group) for _ in range(count)]
 
 
@@ -40,7 +40,7 @@ class CacheClientContract:
         return connect(NAMESPACE)
 
     @pytest.mark.parametrize(("group", "size", "count"), [(0, SMALL, 1), (0, SMALL, 300), (1, LARGE, 5)])
-    def test_what_was_stored_is_loaded(self, client: Any, group: int, size: int, count: int) -> None:
+    def test_stored_blocks_are_loaded(self, client: Any, group: int, size: int, count: int) -> None:
         """Blocks come back bit by bit, in buffers of several kinds."""
         keys = new_keys(count, group)
         data = [os.urandom(size) for _ in keys]
@@ -49,8 +49,8 @@ class CacheClientContract:
         assert client.load(keys, [memoryview(buffer) for buffer in buffers]) == count
         assert [bytes(buffer) for buffer in buffers] == data
 
-    def test_groups_of_different_sizes_go_together(self, client: Any) -> None:
-        """One store and one load may mix groups."""
+    def test_a_store_may_mix_groups(self, client: Any) -> None:
+        """A load may, too."""
         keys = [key for pair in zip(new_keys(3), new_keys(3, 1), strict=True) for key in pair]
         data = [os.urandom(size) for size in (SMALL, LARGE) * 3]
         client.store(keys, data)
@@ -59,7 +59,7 @@ class CacheClientContract:
         assert [bytes(buffer) for buffer in buffers] == data
 
     def test_only_the_unbroken_prefix_is_loaded(self, client: Any) -> None:
-        """What follows the first miss is left alone."""
+        """Buffers behind the first miss are not written."""
         keys = new_keys(4)
         data = [os.urandom(SMALL) for _ in keys]
         client.store([keys[0], keys[1], keys[3]], [data[0], data[1], data[3]])
@@ -68,7 +68,7 @@ class CacheClientContract:
         assert [bytes(buffer) for buffer in buffers] == [data[0], data[1], bytes(SMALL), bytes(SMALL)]
 
     def test_lookup_modes(self, client: Any) -> None:
-        """By prefix, a key behind a miss is a miss; each for itself, it is a hit."""
+        """With PREFIX a key behind a miss is a miss; with EACH it is a hit."""
         keys = new_keys(3)
         client.store(keys[::2], [bytes(SMALL)] * 2)
         hit, miss = KeyStatus.HIT, KeyStatus.MISS
@@ -79,15 +79,15 @@ class CacheClientContract:
             assert (lease.statuses, lease.prefix_hits) == (bytes([hit, miss, hit]), 1)
 
     def test_unknown_keys_are_misses(self, client: Any) -> None:
-        """Nothing is leased where nothing is found, and no keys at all are fine."""
+        """They get no lease; an empty list of keys is valid."""
         assert client.lookup(new_keys(3)).id == 0
         empty = client.lookup([])
         assert (empty.id, empty.statuses, empty.prefix_hits) == (0, b"", 0)
         assert client.store([], []) == b""
         assert client.load([], []) == 0
 
-    def test_what_is_there_is_not_written_again(self, client: Any) -> None:
-        """B1.5: a block that is held is PRESENT, and keeps its first bytes."""
+    def test_a_present_block_is_not_written_again(self, client: Any) -> None:
+        """B1.5: its status is PRESENT, and it keeps its first bytes."""
         keys = new_keys(2)
         client.store(keys[:1], [b"1" * SMALL])
         assert client.store(keys, [b"2" * SMALL] * 2) == bytes([StoreStatus.PRESENT, StoreStatus.GRANTED])
@@ -95,8 +95,8 @@ class CacheClientContract:
         assert client.load(keys[:1], [buffer]) == 1
         assert buffer == b"1" * SMALL
 
-    def test_a_time_to_stay_can_be_said_wherever_blocks_are_used(self, client: Any) -> None:
-        """Once for a request, or call by call; what is beyond the bounds would be said, and here nothing is."""
+    def test_retention_can_be_set_per_request_or_per_call(self, client: Any) -> None:
+        """Blocks beyond the limits are counted; here there are none."""
         keys = new_keys(2)
         client.begin_request("r", retain_for=60)
         assert set(client.store(keys, [b"1" * SMALL] * 2, request_id="r", retain_for=30)) == {StoreStatus.GRANTED}
@@ -107,7 +107,7 @@ class CacheClientContract:
         client.finish_request("r")
 
     def test_a_block_that_is_being_written_is_not_visible(self, client: Any) -> None:
-        """B4.5: until its store is completed a block is no hit, and nobody else may write it."""
+        """B4.5: until then a block is no hit, and other clients may not write it."""
         keys = new_keys(1)
         with client.write(keys) as batch:
             assert batch.wanted == [0]
@@ -118,8 +118,11 @@ class CacheClientContract:
         assert client.load(keys, [buffer]) == 1
         assert buffer == b"w" * SMALL
 
-    def test_who_has_released_the_memory_has_written_all_the_same(self, client: Any) -> None:
-        """A batch's memory may be used as a context manager, as any view: it is unmapped no sooner, and others write after it."""
+    def test_views_of_a_batch_may_be_released_early(self, client: Any) -> None:
+        """A view is an ordinary context manager.
+
+        The memory stays mapped, and others can write to it later.
+        """
         for _ in range(2):
             keys = new_keys(2)
             with client.write(keys) as batch, batch.memory as memory:
@@ -128,14 +131,14 @@ class CacheClientContract:
             with client.lookup(keys) as lease, client.read(lease, [0, 1]) as read, read.memory as memory:
                 assert [bytes(memory[offset : offset + SMALL]) for offset in read.offsets] == [b"x" * SMALL] * 2
 
-    def test_the_same_key_twice_is_written_once(self, client: Any) -> None:
-        """A repetition within one store finds the first one in progress."""
+    def test_a_repeated_key_is_written_once(self, client: Any) -> None:
+        """The repetition is PENDING, because the first one is in progress."""
         (key,) = new_keys(1)
         statuses = client.store([key, key], [b"a" * SMALL, b"b" * SMALL])
         assert statuses == bytes([StoreStatus.GRANTED, StoreStatus.IN_PROGRESS])
 
     def test_an_exception_aborts_a_store(self, client: Any) -> None:
-        """Nothing of it becomes visible, and the next one is granted."""
+        """None of its blocks becomes visible, and the next store is granted."""
         keys = new_keys(2)
         with pytest.raises(ZeroDivisionError), client.write(keys):
             raise ZeroDivisionError
@@ -143,7 +146,7 @@ class CacheClientContract:
         assert set(client.store(keys, [bytes(SMALL)] * 2)) == {StoreStatus.GRANTED}
 
     def test_items_that_failed_are_left_out(self, client: Any) -> None:
-        """The rest of the store counts."""
+        """The other blocks of the store are published."""
         keys = new_keys(3)
         with client.write(keys) as batch:
             batch.failed.add(1)
@@ -152,7 +155,7 @@ class CacheClientContract:
             assert lease.statuses == bytes([hit, miss, hit])
 
     def test_reading_items_of_a_lease(self, client: Any) -> None:
-        """Any hits of a lease can be read, in any order, as often as one likes, until it is released."""
+        """In any order and repeatedly, until the lease is released."""
         keys = new_keys(4)
         data = [os.urandom(SMALL) for _ in keys]
         client.store(keys, data)
@@ -166,16 +169,16 @@ class CacheClientContract:
         with pytest.raises(LeaseLost), client.read(lease.id, [2]):
             pass
 
-    def test_a_lease_that_ends_while_it_is_read_spoils_the_read(self, client: Any) -> None:
-        """Leaving the block raises: what was copied may be anything."""
+    def test_a_read_fails_if_its_lease_ends(self, client: Any) -> None:
+        """Leaving the `with` block raises, because the copied bytes may be wrong."""
         keys = new_keys(1)
         client.store(keys, [bytes(SMALL)])
         lease = client.lookup(keys)
         with pytest.raises(LeaseLost), client.read(lease, [0]):
             lease.release()
 
-    def test_items_that_are_no_hits_cannot_be_read(self, client: Any) -> None:
-        """A miss within a lease, and an item that it does not have."""
+    def test_only_hits_can_be_read(self, client: Any) -> None:
+        """A miss of the lease and an unknown item are refused."""
         keys = new_keys(2)
         client.store(keys[:1], [bytes(SMALL)])
         with client.lookup(keys) as lease:
@@ -185,7 +188,7 @@ class CacheClientContract:
                 pass
 
     def test_finishing_a_request_releases_its_leases(self, client: Any) -> None:
-        """Those of other requests stay."""
+        """Leases of other requests stay."""
         keys = new_keys(1)
         client.store(keys, [bytes(SMALL)])
         mine = client.begin_request("mine", keys, kv_transfer_params={"tag": 1})
@@ -197,8 +200,11 @@ class CacheClientContract:
         assert client.touch(mine.id, other.id) == [mine.id]
         other.release()
 
-    def test_engines_do_not_touch_each_others_leases_and_stores(self, connect: Callable[..., Any]) -> None:
-        """NOT_OWNER, and the owner is none the worse for it; a second client of the same engine may."""
+    def test_leases_and_stores_belong_to_their_engine(self, connect: Callable[..., Any]) -> None:
+        """Other engines get NOT_OWNER and have no effect.
+
+        Another client of the same engine may use them.
+        """
         owner = connect(NAMESPACE, engine_id="owner")
         friend = connect(NAMESPACE, engine_id="owner")
         stranger = connect(NAMESPACE, engine_id="stranger")
@@ -212,21 +218,21 @@ class CacheClientContract:
             with friend.read(lease.id, [0]) as batch:
                 assert bytes(batch.views()[0]) == b"x" * SMALL
 
-    def test_namespaces_never_meet(self, connect: Callable[..., Any]) -> None:
-        """A client with another dtype, or another layout, finds nothing under the same key."""
+    def test_namespaces_are_separate(self, connect: Callable[..., Any]) -> None:
+        """A client with another dtype or layout finds nothing under the same key."""
         keys = new_keys(1)
         connect(NAMESPACE).store(keys, [bytes(SMALL)])
         for other in (
             Namespace("contract", "float16", NAMESPACE.groups),
             Namespace("contract", "uint8", NAMESPACE.groups, layout="transposed"),
-            Namespace("contract", "uint8", NAMESPACE.groups, tenant="somebody"),
+            Namespace("contract", "uint8", NAMESPACE.groups, tenant="another"),
             Namespace("contract", "uint8", NAMESPACE.groups, attributes={"rope": "yarn"}),
             Namespace("contract", "uint8", (Group(SMALL, 32), NAMESPACE.groups[1])),
         ):
             assert connect(other).lookup(keys).id == 0
 
     def test_a_block_is_visible_when_every_rank_has_stored_its_part(self, connect: Callable[..., Any]) -> None:
-        """B3.14: each rank reads its own part back; a part that is missing makes the block a miss."""
+        """B3.14: each rank reads its own part; a missing part makes the block a miss."""
         world = Namespace("ranks", "uint8", (Group(SMALL, 16),), world_size=2)
         ranks = [connect(world, engine_id="tp", rank=rank) for rank in range(2)]
         keys = new_keys(2)
@@ -239,15 +245,15 @@ class CacheClientContract:
                 with ranks[rank].read(lease.id, [0]) as batch:
                     assert bytes(batch.views()[0]) == b"%d" % rank * SMALL
 
-    def test_flush_tells_what_is_durable(self, client: Any) -> None:
-        """Blocks that were stored are durable in the end; unknown ones are not."""
+    def test_flush_reports_durable_blocks(self, client: Any) -> None:
+        """Stored blocks become durable; unknown ones do not."""
         keys = new_keys(3)
         client.store(keys[:2], [os.urandom(SMALL) for _ in range(2)])
         durable, volatile = DurableStatus.DURABLE, DurableStatus.VOLATILE
         assert client.flush(keys, wait=30) == bytes([durable, durable, volatile])
 
-    def test_input_that_cannot_be_right_is_refused(self, client: Any) -> None:
-        """Before anything is stored."""
+    def test_invalid_input_is_refused(self, client: Any) -> None:
+        """Nothing is stored then."""
         (key,) = new_keys(1)
         for keys, buffers in (
             ([key], []),
@@ -266,8 +272,11 @@ class CacheClientContract:
             client.lookup([b"key"])
         assert client.lookup([key]).id == 0
 
-    def test_a_request_is_handed_over(self, connect: Callable[..., Any]) -> None:
-        """B2.17: one engine publishes, another claims and reads it with an ordinary lease, then lets it go."""
+    def test_a_request_can_be_handed_over(self, connect: Callable[..., Any]) -> None:
+        """B2.17: one engine publishes.
+
+        Another claims, reads with an ordinary lease, and releases.
+        """
         prefill, decode = connect(NAMESPACE, engine_id="prefill"), connect(NAMESPACE, engine_id="decode")
         keys = [*new_keys(2), *new_keys(1, 1), make_hold_key("prefill", "r", 1, 1)]
         data = [os.urandom(SMALL if key[-1] == 0 else LARGE) for key in keys]
@@ -283,15 +292,20 @@ class CacheClientContract:
             assert list(claim.keys) == keys
             with decode.read(claim, [1, 3]) as batch:
                 assert [bytes(view) for view in batch.views()] == [data[1], data[3]]
-        decode.release_holds(hold, HoldName("nobody", "r"))
+        decode.release_holds(hold, HoldName("unknown", "r"))
         with pytest.raises(HoldGone) as gone:
             decode.claim(hold)
         assert gone.value.reason == "HOLD_NOT_FOUND"
         with decode.lookup(keys, prefix=False) as lease:
-            assert lease.statuses == bytes([*[KeyStatus.HIT] * 3, KeyStatus.MISS]), "the last one was the hold's own"
+            assert lease.statuses == bytes([*[KeyStatus.HIT] * 3, KeyStatus.MISS]), (
+                "the last block belonged to the hold"
+            )
 
-    def test_who_reads_a_hold_may_finish(self, connect: Callable[..., Any]) -> None:
-        """B2.6 B2.17: the hold may end meanwhile, in whatever way; what only it named goes with the lease then."""
+    def test_a_reader_of_a_hold_may_finish(self, connect: Callable[..., Any]) -> None:
+        """B2.6 B2.17: the hold may end during the read.
+
+        Blocks that only it named end with the lease.
+        """
         prefill, decode = connect(NAMESPACE, engine_id="prefill"), connect(NAMESPACE, engine_id="decode")
         hold = HoldName("prefill", "again")
         for replace in (False, True):
@@ -311,7 +325,10 @@ class CacheClientContract:
         decode.release_holds(hold)
 
     def test_a_hold_waits_for_its_blocks(self, connect: Callable[..., Any]) -> None:
-        """What is on its way is PENDING, and a miss once its engine is gone; what has come outlives the engine."""
+        """Blocks being stored are PENDING, and misses once their engine has ended.
+
+        Stored ones stay.
+        """
         prefill, decode = connect(NAMESPACE, engine_id="prefill"), connect(NAMESPACE, engine_id="decode")
         keys, hold = new_keys(2), HoldName("prefill", "early")
         published = prefill.publish("early", keys, [0, 1], num_tokens=32, direction=HandoffDirection.DECODE_TO_PREFILL)
@@ -325,8 +342,8 @@ class CacheClientContract:
             assert claim.statuses == bytes([KeyStatus.HIT, KeyStatus.MISS])
         decode.release_holds(hold)
 
-    def test_a_heartbeat_says_which_holds_are_gone(self, client: Any) -> None:
-        """B2.1: one call for many; nothing at all is fine."""
+    def test_a_heartbeat_reports_ended_holds(self, client: Any) -> None:
+        """B2.1: one call renews many holds; an empty list is valid."""
         client.publish("here", new_keys(1), [0], num_tokens=16)
         here, gone = HoldName(client.engine_id, "here"), HoldName(client.engine_id, "gone")
         assert client.renew_holds(here, gone, extension=20) == [gone]
@@ -334,8 +351,7 @@ class CacheClientContract:
         client.release_holds(here)
         assert client.renew_holds(here) == [here]
 
-    def test_a_hold_has_a_name_and_a_position_per_block(self, client: Any) -> None:
-        """What has not is refused."""
+    def test_a_hold_needs_a_name_and_a_position_per_block(self, client: Any) -> None:
         for request_id, keys, positions in (("", new_keys(1), [0]), ("r", new_keys(1), []), ("r", [b"key"], [0])):
             with pytest.raises(InvalidRequest):
                 client.publish(request_id, keys, positions, num_tokens=16)
@@ -346,8 +362,8 @@ class CacheClientContract:
         with pytest.raises(HoldGone):
             client.claim(HoldName(client.engine_id, "r"))
 
-    def test_holds_of_two_namespaces_never_meet(self, connect: Callable[..., Any]) -> None:
-        """Not even under one name."""
+    def test_holds_of_two_namespaces_are_separate(self, connect: Callable[..., Any]) -> None:
+        """Also with the same name."""
         keys = new_keys(1)
         here, there = connect(NAMESPACE, engine_id="e"), connect(Namespace("other", "uint8", NAMESPACE.groups))
         here.publish("r", keys, [0], num_tokens=16)

@@ -1,4 +1,7 @@
-"""What every secondary tier must do besides `contracts.tier`: subclass `SecondaryTierContract`, and pytest runs the rest."""
+"""Contract of every secondary tier, in addition to `contracts.tier`.
+
+Subclass `SecondaryTierContract`, and pytest runs the tests.
+"""
 
 from __future__ import annotations
 
@@ -54,10 +57,11 @@ __all__ = [
 ]
 
 SHAPES = [(4080,), (100, 2000, 30_000), (2 * MIB, 1), (1, 0, 4096)]
-"""Part sizes of blocks to try, besides those of `contracts.tier`: ranks may hold more and less."""
+"""Part sizes of test blocks, besides those of `contracts.tier`; ranks may differ."""
 
 
-# Stores blocks for ever, under few keys, so that most replace another. Says what it is about to store and what is stored.
+# Stores blocks forever, mostly replacing earlier ones. Prints what it is about to store and what is
+# stored.
 KILLED_CHILD = """
 import random, sys
 from pathlib import Path
@@ -86,22 +90,25 @@ while True:
 
 
 class SecondaryTierContract(TierContract):
-    """The tests that any tier must pass."""
+    """Tests that every secondary tier must pass."""
 
     child_source: ClassVar[str]
-    """Program text that defines `make(directory, size_bytes)` as `make_tier` does. For durable tiers."""
+    """For durable tiers: source text of `make(directory, size_bytes)`, like `make_tier`."""
 
     @abstractmethod
     def make_tier(self, directory: Path, size_bytes: int) -> SecondaryTier:
         """Opens a tier whose storage is in `directory` and may use `size_bytes`."""
 
     def corrupt(self, tier: SecondaryTier, namespace: NamespaceId, key: bytes) -> None:
-        """Changes stored bytes of a block behind the tier's back."""
+        """Changes stored bytes of a block without the tier's knowledge."""
         pytest.skip("no way to corrupt a block of this tier")
 
     @pytest.fixture
     def tier(self, no_leaks: None, tmp_path: Path) -> Iterator[SecondaryTier]:
-        """Gives an empty tier of 64 MiB, closes it, and sees to it that no thread and no descriptor stays."""
+        """Yields an empty tier of 64 MiB.
+
+        Closes it, and checks that no thread or descriptor is left.
+        """
         tier = self.make_tier(tmp_path, 64 * MIB)
         assert list(tier.entries()) == []
         yield tier
@@ -121,22 +128,22 @@ class SecondaryTierContract(TierContract):
         assert 0 < tier.capacity_bytes <= 64 * MIB
         assert tier.last_error is None
 
-    def test_votes(self, tier: SecondaryTier) -> None:
-        """A tier votes on a request, says why, and takes note of its end."""
+    def test_a_tier_votes_on_requests(self, tier: SecondaryTier) -> None:
+        """The vote has a reason, and the tier accepts the end of the request."""
         vote = tier.on_new_request(RequestInfo("request", SPACE))
         assert vote.policy in OffloadPolicy
         assert vote.why
         tier.on_request_finished("request")
 
     @pytest.mark.parametrize("sizes", SHAPES, ids=lambda sizes: f"{len(sizes)}x{sizes[0]}")
-    def test_round_trip(self, tier: SecondaryTier, sizes: tuple[int, ...]) -> None:
-        """A block of any size and number of parts comes back bit by bit, each part in its place."""
+    def test_parts_of_different_sizes_come_back(self, tier: SecondaryTier, sizes: tuple[int, ...]) -> None:
+        """A block has any size and number of parts; each part returns to its place."""
         parts = content(sizes, sizes)
         assert tier.store([full(b"key", parts)]) == [DONE]
         assert fetch(tier, b"key", sizes) == parts
 
-    def test_a_region(self, tier: SecondaryTier) -> None:
-        """Parts may be views into one larger buffer; a load writes nothing outside of them."""
+    def test_parts_may_be_views_into_one_buffer(self, tier: SecondaryTier) -> None:
+        """A load writes nothing outside of them."""
         region = memoryview(bytearray(b"." * (100 * KIB)))
         data = content("region", (30 * KIB,))[0]
         region[KIB : 31 * KIB] = data
@@ -147,7 +154,7 @@ class SecondaryTierContract(TierContract):
         assert bytes(region[80 * KIB :]) == b"." * (20 * KIB)
 
     def test_outcomes_are_per_block_and_in_order(self, tier: SecondaryTier) -> None:
-        """What goes wrong with one block of a load leaves the others alone."""
+        """An error of one block of a load does not affect the others."""
         tier.store([full(b"a", [b"aa"]), full(b"b", [b"bb"]), full(b"c", [b"cc"])])
         batch = [empty(b"c", (2,)), empty(b"x", (2,)), empty(b"b", (3,)), empty(b"a", (2,))]
         assert tier.load(batch) == [DONE, MISSING, CORRUPT, DONE]
@@ -155,34 +162,34 @@ class SecondaryTierContract(TierContract):
         assert held(batch[3]) == (b"aa",)
 
     @pytest.mark.parametrize("sizes", [(999,), (1001,), (500, 500), (1000, 1000), (1,)], ids=str)
-    def test_wrong_sizes(self, tier: SecondaryTier, sizes: tuple[int, ...]) -> None:
-        """A block that was stored in other parts is corrupt, and then gone."""
+    def test_a_block_with_other_part_sizes_is_corrupt(self, tier: SecondaryTier, sizes: tuple[int, ...]) -> None:
+        """It is then missing."""
         tier.store([full(b"key", content(1, (1000,)))])
         assert tier.load([empty(b"key", sizes)]) == [CORRUPT]
         assert tier.load([empty(b"key", (1000,))]) == [MISSING]
 
-    def test_a_block_without_bytes(self, tier: SecondaryTier) -> None:
-        """A block without parts, or of empty parts, is refused; the blocks beside it are stored."""
+    def test_a_block_without_bytes_is_refused(self, tier: SecondaryTier) -> None:
+        """It has no parts, or empty ones; other blocks of the batch are stored."""
         batch = [full(b"a", [b"a"]), full(b"none", []), full(b"nothing", [b"", b""]), full(b"b", [b"b"])]
         assert tier.store(batch) == [DONE, FAILED, FAILED, DONE]
         assert fetch(tier, b"a", (1,)) == (b"a",)
         assert fetch(tier, b"b", (1,)) == (b"b",)
         assert tier.load([empty(b"none", (1,))]) == [MISSING]
 
-    def test_an_empty_part(self, tier: SecondaryTier) -> None:
-        """A rank may have nothing in a block that others have something in."""
+    def test_single_parts_may_be_empty(self, tier: SecondaryTier) -> None:
+        """A rank may have no bytes of a block."""
         parts = (b"", b"x" * 5000, b"")
         assert tier.store([full(b"key", parts)]) == [DONE]
         assert fetch(tier, b"key", (0, 5000, 0)) == parts
 
-    def test_keys_are_bytes(self, tier: SecondaryTier) -> None:
-        """Keys of any bytes, of up to 128 of them, and keys that begin with one another are kept apart."""
+    def test_keys_are_arbitrary_bytes(self, tier: SecondaryTier) -> None:
+        """Keys of up to 128 bytes, also with common beginnings, are kept apart."""
         keys = [bytes(1), bytes(2), b"\xff" * 36, b"\xff" * 37, bytes(range(128)), b"k", b"k\0", b"k\0\0"]
         assert tier.store([full(key, [b"=" + key]) for key in keys]) == [DONE] * len(keys)
         for key in keys:
             assert fetch(tier, key, (len(key) + 1,)) == (b"=" + key,)
 
-    def test_namespaces_do_not_meet(self, tier: SecondaryTier) -> None:
+    def test_a_key_names_a_block_per_namespace(self, tier: SecondaryTier) -> None:
         """The same key in two namespaces names two blocks."""
         tier.store([full(b"key", [b"1"], SPACE), full(b"key", [b"2"], OTHER_SPACE), full(b"only", [b"3"], SPACE)])
         assert fetch(tier, b"key", (1,), SPACE) == (b"1",)
@@ -192,21 +199,20 @@ class SecondaryTierContract(TierContract):
         assert fetch(tier, b"key", (1,), OTHER_SPACE) == (b"2",)
 
     @pytest.mark.parametrize("sizes", [(70_000,), (10,), (300_000, 5)], ids=str)
-    def test_replace(self, tier: SecondaryTier, sizes: tuple[int, ...]) -> None:
-        """A store replaces what was under the key, whatever its sizes."""
+    def test_a_store_replaces_the_block_of_its_key(self, tier: SecondaryTier, sizes: tuple[int, ...]) -> None:
+        """The sizes may differ."""
         tier.store([full(b"key", content("old", (70_000,))), full(b"other", [b"x"])])
         new = content("new", sizes)
         assert tier.store([full(b"key", new)]) == [DONE]
         assert fetch(tier, b"key", sizes) == new
         assert fetch(tier, b"other", (1,)) == (b"x",)
 
-    def test_a_key_twice_in_a_batch(self, tier: SecondaryTier) -> None:
-        """Of two blocks with one key in a batch, the later one stays."""
+    def test_the_last_block_of_a_repeated_key_stays(self, tier: SecondaryTier) -> None:
         tier.store([full(b"key", [b"1" * 9000]), full(b"other", [b"x"]), full(b"key", [b"2"])])
         assert fetch(tier, b"key", (1,)) == (b"2",)
 
-    def test_remove(self, tier: SecondaryTier) -> None:
-        """Removed blocks are missing, the others stay, and unknown keys are ignored."""
+    def test_removed_blocks_are_missing(self, tier: SecondaryTier) -> None:
+        """Other blocks stay, and unknown keys are ignored."""
         tier.store([full(b"%d" % number, content(number, (5000,))) for number in range(10)])
         tier.remove([(SPACE, b"3"), (SPACE, b"unknown"), (OTHER_SPACE, b"4"), (SPACE, b"5"), (SPACE, b"5")])
         outcomes = tier.load([empty(b"%d" % number, (5000,)) for number in range(10)])
@@ -216,8 +222,8 @@ class SecondaryTierContract(TierContract):
         assert tier.store([full(b"3", [b"back"])]) == [DONE]
         assert fetch(tier, b"3", (4,)) == (b"back",)
 
-    def test_corrupt_bytes(self, tier: SecondaryTier) -> None:
-        """A block whose stored bytes have changed is reported, never handed out, and then gone; others are as they were."""
+    def test_a_corrupt_block_is_reported_and_dropped(self, tier: SecondaryTier) -> None:
+        """Its bytes are never returned, and other blocks are unaffected."""
         sizes = (100_000, 30)
         blocks = {key: content(key, sizes) for key in (b"a", b"b", b"c")}
         tier.store([full(key, parts) for key, parts in blocks.items()])
@@ -229,8 +235,8 @@ class SecondaryTierContract(TierContract):
             assert fetch(tier, key, sizes) == parts
 
     @pytest.mark.parametrize("size", [1, 3000, 64 * KIB, 300_000], ids=str)
-    def test_full(self, no_leaks: None, tmp_path: Path, size: int) -> None:
-        """A full storage says so, keeps what it has, and takes blocks again after removals."""
+    def test_a_full_tier_reports_no_space(self, no_leaks: None, tmp_path: Path, size: int) -> None:
+        """It keeps its blocks, and stores new ones after removals."""
         tier = self.make_tier(tmp_path, 4 * MIB)
         stored: list[bytes] = []
         outcomes: list[Outcome] = []
@@ -247,7 +253,7 @@ class SecondaryTierContract(TierContract):
         for start in range(0, half, 10):
             tier.remove([(SPACE, key) for key in stored[start : min(half, start + 10)]])
         assert tier.load([empty(key, (size,)) for key in stored[:half]]) == [MISSING] * half
-        # What the last removal freed may be of use only to a later transaction.
+        # The space of the last removal may be usable only by a later transaction.
         for number in range(max(4, half // 2)):
             outcomes = tier.store([full(b"new %d" % number, content(number, (size,)))])
         assert outcomes == [DONE]
@@ -255,8 +261,8 @@ class SecondaryTierContract(TierContract):
         assert fetch(tier, stored[-1], (size,)) == content(stored[-1], (size,))
         tier.close()
 
-    def test_reopen(self, no_leaks: None, tmp_path: Path) -> None:
-        """After a restart the blocks are there, oldest first; one that was replaced is as young as its replacement."""
+    def test_blocks_survive_a_restart(self, no_leaks: None, tmp_path: Path) -> None:
+        """They are listed oldest first; a replaced block has the age of its replacement."""
         tier = self.make_tier(tmp_path, 64 * MIB)
         shapes = [(5000,), (64 * KIB, 64 * KIB), (1,), (300_000,), (10, 20, 30)]
         for number, sizes in enumerate(shapes * 4):
@@ -278,8 +284,8 @@ class SecondaryTierContract(TierContract):
             again.close()
 
     @pytest.mark.parametrize("seed", range(3))
-    def test_against_a_dict(self, no_leaks: None, tmp_path: Path, seed: int) -> None:
-        """A long run of random stores, replacements, removals, loads and restarts leaves what a dict would hold."""
+    def test_random_operations_against_a_dict(self, no_leaks: None, tmp_path: Path, seed: int) -> None:
+        """A long run of operations and restarts leaves the contents of the dict."""
         source = random.Random(seed)
         model: dict[bytes, tuple[int, ...]] = {}
         tier = self.make_tier(tmp_path, 64 * MIB)
@@ -310,8 +316,8 @@ class SecondaryTierContract(TierContract):
                     ]
         tier.close()
 
-    def test_killed_in_mid_store(self, no_leaks: None, tmp_path: Path) -> None:
-        """SIGKILL at any moment loses no acknowledged block and leaves no part of another."""
+    def test_sigkill_loses_no_stored_block(self, no_leaks: None, tmp_path: Path) -> None:
+        """SIGKILL at any moment leaves no partial block."""
         if not hasattr(self, "child_source"):
             pytest.skip("not durable")
         acknowledged: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -336,12 +342,12 @@ class SecondaryTierContract(TierContract):
             tier.close()
 
     def _run_and_kill(self, directory: Path, generation: int) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
-        """Lets a child store until it is killed, at a random moment after its first store; yields what it said."""
+        """Runs a child that stores until it is killed at a random moment; yields its output."""
         program = KILLED_CHILD.format(child_source=textwrap.dedent(self.child_source))
         path = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         child = subprocess.Popen(
             [sys.executable, "-c", program, str(directory), str(generation)],
-            bufsize=0,  # `communicate` passes over what `readline` has read ahead
+            bufsize=0,  # `communicate` would skip lines that `readline` has buffered
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
@@ -359,7 +365,7 @@ class SecondaryTierContract(TierContract):
     def _which(
         self, tier: SecondaryTier, key: int, possible: dict[int, tuple[int, ...]], nbytes: int
     ) -> tuple[int, tuple[int, ...]]:
-        """Finds out which of the possible generations of a block the tier holds, bit by bit."""
+        """Returns which of the possible generations of a block the tier holds, bit by bit."""
         fitting = {sizes for sizes in possible.values() if sum(sizes) == nbytes}
         assert len(fitting) == 1, (key, possible, nbytes)
         sizes = fitting.pop()

@@ -1,7 +1,7 @@
-"""What every tier must do, the CPU tier too: it takes blocks, gives them back bit by bit, and keeps within its bounds.
+"""Contract of every tier, including the CPU tier: blocks come back bit by bit, within the capacity.
 
-Subclass `TierContract`, fill in the hooks, and pytest runs the rest. A tier that is a `SecondaryTier` must do more:
-`contracts.secondary_tier`.
+Subclass `TierContract`, fill in the hooks, and pytest runs the rest. `contracts.secondary_tier` has
+more tests for a `SecondaryTier`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DONE, MISSING, CORRUPT, NO_SPACE, FAILED = Outcome
 
 
 def content(seed: object, sizes: Sequence[int]) -> tuple[bytes, ...]:
-    """Returns the parts of a block, always the same ones for a seed."""
+    """Returns the parts of a block, the same for equal seeds."""
     source = random.Random(repr(seed))
     return tuple(source.randbytes(size) for size in sizes)
 
@@ -41,7 +41,7 @@ def empty(key: bytes, sizes: Sequence[int], namespace: NamespaceId = SPACE) -> B
 
 
 def held(block: BlockBytes) -> tuple[bytes, ...]:
-    """Returns what is in the parts of a block."""
+    """Returns the bytes of the parts of a block."""
     return tuple(bytes(part) for part in block.parts)
 
 
@@ -53,7 +53,7 @@ def fetch(tier: Tier, key: bytes, sizes: Sequence[int], namespace: NamespaceId =
 
 
 class Tier(Protocol):
-    """A `SecondaryTier`, or something that does with the CPU tier what such a one does."""
+    """A `SecondaryTier`, or an adapter of the CPU tier with the same methods."""
 
     capacity_bytes: int
 
@@ -67,7 +67,7 @@ class Tier(Protocol):
 
 
 def key(number: int, *, group: int = 0) -> bytes:
-    """Returns a key as engines make them: a hash and the index of a group."""
+    """Returns a key as in engines: a hash and the index of a group."""
     return number.to_bytes(16, "big") + group.to_bytes(4, "big")
 
 
@@ -83,11 +83,11 @@ PARTS = [
     (64 * KIB,) * 8,
     (5,) * 40,
 ]
-"""Part sizes of blocks to try, the same for all ranks."""
+"""Part sizes of test blocks, the same for all ranks."""
 
 
 class TierContract(ABC):
-    """The tests that every tier must pass."""
+    """Tests that every tier must pass."""
 
     bad_key: ClassVar[bytes] = b"k" * 5000
     """A key that the tier refuses."""
@@ -98,77 +98,78 @@ class TierContract(ABC):
 
     @pytest.fixture
     def tier(self, no_leaks: None, tmp_path: Path) -> Iterator[Tier]:
-        """Gives an empty tier of 64 MiB, closes it, and sees to it that no thread and no descriptor stays."""
+        """Yields an empty tier of 64 MiB.
+
+        Closes it, and checks that no thread or descriptor is left.
+        """
         tier = self.make_tier(tmp_path, 64 * MIB)
         yield tier
         tier.close()
 
-    def test_nothing_to_do(self, tier: Tier) -> None:
-        """Empty batches have no outcomes."""
+    def test_empty_batches_have_no_outcomes(self, tier: Tier) -> None:
         assert tier.store([]) == []
         assert tier.load([]) == []
         tier.remove([])
 
     @pytest.mark.parametrize("sizes", PARTS, ids=lambda sizes: f"{len(sizes)}x{sizes[0]}")
-    def test_bytes_come_back(self, tier: Tier, sizes: tuple[int, ...]) -> None:
-        """A block of any size and number of ranks comes back bit by bit, each part in its place."""
+    def test_blocks_come_back_bit_by_bit(self, tier: Tier, sizes: tuple[int, ...]) -> None:
+        """A block has any size and number of ranks; each part returns to its place."""
         parts = content(sizes, sizes)
         assert tier.store([full(key(1), parts)]) == [DONE]
         assert fetch(tier, key(1), sizes) == parts
 
     def test_a_stored_block_is_a_copy(self, tier: Tier) -> None:
-        """Once a store has returned, its buffers may be used for something else."""
+        """The buffers of a finished store may be reused."""
         buffer = bytearray(b"a" * 70_000)
         tier.store([full(key(1), [buffer])])
         buffer[:] = b"b" * 70_000
         assert fetch(tier, key(1), (70_000,)) == (b"a" * 70_000,)
 
-    def test_many_blocks(self, tier: Tier) -> None:
-        """A batch of hundreds of blocks is stored, and loaded in another order."""
+    def test_hundreds_of_blocks_in_a_batch(self, tier: Tier) -> None:
+        """They can be loaded in another order."""
         blocks = {key(number): content(number, (number * 97 % 60_000 + 1,)) for number in range(500)}
         assert tier.store([full(name, parts) for name, parts in blocks.items()]) == [DONE] * 500
         into = [empty(name, [len(part) for part in parts]) for name, parts in reversed(blocks.items())]
         assert tier.load(into) == [DONE] * 500
         assert all(held(block) == blocks[block.key] for block in into)
 
-    def test_what_is_missing_is_said_in_its_place(self, tier: Tier) -> None:
-        """Outcomes are per block and in order; a block that is missing leaves the others alone."""
+    def test_a_missing_block_has_its_outcome(self, tier: Tier) -> None:
+        """Outcomes are per block and in order; other blocks are loaded."""
         tier.store([full(key(1), [b"aa"]), full(key(2), [b"bb"])])
         batch = [empty(key(2), (2,)), empty(key(9), (2,)), empty(key(1), (2,))]
         assert tier.load(batch) == [DONE, MISSING, DONE]
         assert held(batch[0]) == (b"bb",)
         assert held(batch[2]) == (b"aa",)
 
-    def test_a_bad_key(self, tier: Tier) -> None:
-        """A key that cannot be one is refused and is nowhere; the blocks beside it are stored."""
+    def test_an_invalid_key_is_refused(self, tier: Tier) -> None:
+        """Other blocks of the batch are stored."""
         batch = [full(key(1), [b"a"]), full(self.bad_key, [b"x"]), full(key(2), [b"b"])]
         assert tier.store(batch) == [DONE, FAILED, DONE]
         assert tier.load([empty(key(1), (1,)), empty(self.bad_key, (1,)), empty(key(2), (1,))]) == [DONE, MISSING, DONE]
 
-    def test_keys_that_begin_alike(self, tier: Tier) -> None:
-        """Keys of any bytes, and keys that begin with one another, are kept apart."""
+    def test_keys_with_common_beginnings_are_separate(self, tier: Tier) -> None:
+        """Keys have any bytes."""
         names = [bytes(5), bytes(6), b"\xff" * 36 + bytes(4), b"\xff" * 37 + bytes(4), b"k" + bytes(4), b"k" + bytes(5)]
         assert tier.store([full(name, [b"=" + name]) for name in names]) == [DONE] * len(names)
         for name in names:
             assert fetch(tier, name, (len(name) + 1,)) == (b"=" + name,)
 
-    def test_namespaces_are_apart(self, tier: Tier) -> None:
-        """The same key in two namespaces names two blocks."""
+    def test_equal_keys_of_two_namespaces_are_separate(self, tier: Tier) -> None:
         tier.store([full(key(1), [b"1"], SPACE), full(key(1), [b"2"], OTHER_SPACE), full(key(2), [b"3"], SPACE)])
         assert fetch(tier, key(1), (1,), SPACE) == (b"1",)
         assert fetch(tier, key(1), (1,), OTHER_SPACE) == (b"2",)
         assert tier.load([empty(key(2), (1,), OTHER_SPACE)]) == [MISSING]
 
-    def test_the_same_block_again(self, tier: Tier) -> None:
-        """A block that is stored again is there, once, with the bytes that its key stands for."""
+    def test_a_repeated_store_keeps_one_block(self, tier: Tier) -> None:
+        """Its bytes are those of its key."""
         parts = content("again", (5000, 5000))
         for _ in range(3):
             assert tier.store([full(key(1), parts), full(key(2), [b"x"])]) == [DONE, DONE]
         assert fetch(tier, key(1), (5000, 5000)) == parts
         assert fetch(tier, key(2), (1,)) == (b"x",)
 
-    def test_loads_beside_stores(self, tier: Tier) -> None:
-        """Loads on several threads see whole blocks while a thread stores, replaces and removes others."""
+    def test_concurrent_loads_and_stores(self, tier: Tier) -> None:
+        """Loads see whole blocks while a thread stores, replaces and removes others."""
         sizes = (70_000, 70_000)
         fixed = {key(number): content(number, sizes) for number in range(20)}
         tier.store([full(name, parts) for name, parts in fixed.items()])
@@ -194,15 +195,18 @@ class TierContract(ABC):
                 assert tier.store([full(name, parts) for name in names]) == [DONE] * 8
                 tier.remove([(SPACE, key(100 + number % 60))])
                 number += 8
-        finally:  # before the tier is closed under them
+        finally:  # the threads must end before the tier is closed
             stop.set()
             for reader in readers:
                 reader.join()
         assert wrong == []
         assert min(loads) > 0
 
-    def test_fills_to_its_capacity(self, tier: Tier) -> None:
-        """As many 64 KiB blocks as make up the capacity fit, and then one in for one out, for a long time."""
+    def test_the_capacity_is_usable(self, tier: Tier) -> None:
+        """64 KiB blocks fill the capacity.
+
+        Then each removal makes room for one store, for a long time.
+        """
         size = 64 * KIB
         count = tier.capacity_bytes // size
         data = content("fill", (size,))
@@ -213,8 +217,8 @@ class TierContract(ABC):
         assert fetch(tier, key(numbers[-1] - count // 2), (size,)) == data
 
     @pytest.mark.parametrize("size", [1, 3000, 64 * KIB], ids=str)
-    def test_what_is_full_says_so(self, no_leaks: None, tmp_path: Path, size: int) -> None:
-        """A full tier says so, never holds more than it may, keeps what it has, and takes blocks again after removals."""
+    def test_a_full_tier_keeps_its_blocks(self, no_leaks: None, tmp_path: Path, size: int) -> None:
+        """It reports NO_SPACE, never exceeds its capacity, and stores new blocks after removals."""
         tier = self.make_tier(tmp_path, 4 * MIB)
         stored: list[bytes] = []
         outcomes: list[Outcome] = []
@@ -228,7 +232,7 @@ class TierContract(ABC):
             assert fetch(tier, name, (size,)) == content(name, (size,))
         half = len(stored) // 2
         tier.remove([(SPACE, name) for name in stored[:half]])
-        # What the last removal freed may be of use only to a later transaction.
+        # The space of the last removal may be usable only by a later transaction.
         for number in range(max(4, half // 2)):
             outcomes = tier.store([full(key(1_000_000 + number), content(number, (size,)))])
         assert outcomes == [DONE]

@@ -1,4 +1,4 @@
-"""Rig for tests of the decision core: one core, one session, and shorthands for keys and statuses."""
+"""Rig for tests of the decision core: a core, a session, and shorthands for keys and statuses."""
 
 from simulation import EXTENT, ModelTier
 
@@ -45,7 +45,7 @@ class Rig:
         return answer.statuses
 
     def look_up(self, names: list[bytes], *, prefix: bool = True) -> bytes:
-        """Statuses only; the lease is released at once."""
+        """Returns the statuses; the lease is released at once."""
         lease = self.core.lookup(self.session, names, prefix=prefix, request_id="", expires_at=60).lease
         if lease is None:
             return MISS * len(names)

@@ -28,7 +28,7 @@ PRIVATE = HOLD_ONLY_KEY_PREFIX + b"of a request" + bytes(4)
 
 
 class HoldRig(Rig):
-    """A core with a publisher ("engine") and a reader of its namespace; what may be held is all of it."""
+    """A core with a publisher ("engine") and a reader; all of the CPU tier may be held."""
 
     def __init__(
         self, *tiers: ModelTier, extents: int = 1, part: float = 1.0, most: int = 100, spec: NamespaceSpec = SPEC
@@ -73,6 +73,6 @@ class HoldRig(Rig):
         return self.core.stats().handoffs[direction]
 
     def flood(self) -> None:
-        """Stores more than fits."""
+        """Stores more blocks than fit."""
         for number in range(500, 540):
             self.store(keys(number))

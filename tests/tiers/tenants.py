@@ -1,4 +1,4 @@
-"""A core that several tenants use, and shorthands."""
+"""A core with several tenants, and shorthands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOMY = 64 * EXTENT
 
 
 def spec(tenant: str, *, world_size: int = 1) -> NamespaceSpec:
-    """Returns a namespace of a tenant, whose tag is its name's first letter four times."""
+    """Returns a namespace of a tenant; its tag is the first letter of the name, four times."""
     tag = tenant[:1].encode() * 4
     return NamespaceSpec(NamespaceId(tag + b"%d" % world_size * 12), world_size, (PAGE, 3 * PAGE))
 
@@ -35,7 +35,7 @@ def keys(numbers: Iterable[int], *, group: int = 0) -> list[bytes]:
 
 
 class Rig:
-    """A core with tenants; what a tier is asked to store or load is done at once."""
+    """A core with tenants; jobs of tiers are done at once."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Rig:
         return not_retained
 
     def look_up(self, tenant: str, numbers: Iterable[int], *, retain_until: float = 0.0) -> int:
-        """Uses blocks; returns how many were hits."""
+        """Looks up blocks; returns the number of hits."""
         found = self.core.lookup(
             self.session(spec(tenant)),
             keys(numbers),
@@ -89,7 +89,7 @@ class Rig:
         return hits
 
     def tick(self, now: float) -> None:
-        """Lets time pass."""
+        """Advances the time."""
         self.core.tick(now)
         self.work()
 

@@ -1,4 +1,4 @@
-"""The example of a tier that is not part of kvtier: the contract that every tier passes."""
+"""The example of an external tier passes the contract that every tier passes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 def sqlite_tier() -> Any:
-    """Returns the example's class, as a server finds it that has the example on its path."""
+    """Returns the example's class, imported as by a server that has the example on its path."""
     spec = importlib.util.spec_from_file_location("sqlite_tier", EXAMPLE / "sqlite_tier.py")
     assert spec is not None
     assert spec.loader is not None
@@ -58,8 +58,8 @@ class TestSQLiteTier(SecondaryTierContract):
         connection.close()
 
 
-def test_a_server_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`kvtier serve` with the example's configuration stores in it, is killed, and serves from it in its next life."""
+def test_a_server_keeps_blocks_in_the_example_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the example's configuration, blocks survive a kill of the server."""
     path = os.pathsep.join([str(EXAMPLE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     monkeypatch.setenv("PYTHONPATH", path)
     endpoint = f"unix:{tmp_path}/s"
@@ -76,16 +76,15 @@ def test_a_server_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert (tmp_path / "data" / "sqlite" / "blocks.sqlite").stat().st_size >= len(keys) * PART
 
 
-def test_one_owner(tmp_path: Path) -> None:
-    """A second server is refused the directory."""
+def test_a_second_server_is_refused(tmp_path: Path) -> None:
     tier = sqlite_tier()("a", tmp_path, 64 * MIB)
     with pytest.raises(TierInUseError, match="in use"):
         sqlite_tier()("b", tmp_path, 64 * MIB)
     tier.close()
 
 
-def test_a_file_that_is_no_store(tmp_path: Path) -> None:
-    """A file that SQLite cannot read is refused as damaged, and left alone."""
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    """SQLite cannot read the file; it stays unchanged."""
     (tmp_path / "blocks.sqlite").write_bytes(b"no store " * 1000)
     with pytest.raises(TierDamagedError, match="not a database"):
         sqlite_tier()("a", tmp_path, 64 * MIB)
@@ -93,8 +92,8 @@ def test_a_file_that_is_no_store(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sizes", [b"", b"\0\x11", struct.pack("<3Q", 1, 1, 2), struct.pack("<2Q", 1, 1), b"\xff" * 24])
-def test_fsck_of_damaged_sizes(tmp_path: Path, sizes: bytes) -> None:
-    """A row whose parts cannot be told apart is a damaged block like any other, and does not end the check."""
+def test_fsck_reports_a_row_with_damaged_sizes(tmp_path: Path, sizes: bytes) -> None:
+    """The block counts as damaged, and the check continues."""
     tier = TestSQLiteTier().make_tier(tmp_path, 64 * MIB)
     tier.store([full(b"%d" % number, [b"a", b"b", b"c"]) for number in range(3)])
     connection = sqlite3.connect(tmp_path / "blocks.sqlite")
@@ -107,8 +106,7 @@ def test_fsck_of_damaged_sizes(tmp_path: Path, sizes: bytes) -> None:
     tier.close()
 
 
-def test_fsck(tmp_path: Path) -> None:
-    """A check finds a damaged block, and with repair it is gone."""
+def test_fsck_finds_and_removes_a_damaged_block(tmp_path: Path) -> None:
     contract = TestSQLiteTier()
     tier = contract.make_tier(tmp_path, 64 * MIB)
     tier.store([full(b"%03d" % number, [bytes([number])] * 3) for number in range(200)])

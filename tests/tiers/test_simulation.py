@@ -1,4 +1,4 @@
-"""The core through random lives; `make simulate` lives more of them."""
+"""The core in random simulated runs; `make simulate` runs more of them."""
 
 import os
 import subprocess
@@ -15,23 +15,23 @@ SEEDS = 200
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, 50))
-def test_invariants_hold_through_random_lives(first: int) -> None:
-    """B3.8 B4.5 B4.9: whatever clients, tiers, memory and clocks do, what `simulation.model.Invariant` names holds."""
+def test_invariants_hold_in_random_runs(first: int) -> None:
+    """B3.8 B4.5 B4.9: each `simulation.model.Invariant` holds for random clients and tiers."""
     tally = live(range(first, first + 50))
     assert tally.failures == []
     assert tally.steps > 50 * 300
 
 
 def digests(seeds: range, hash_seed: str) -> list[str]:
-    """Returns the digests of some lives, lived in a process of their own."""
+    """Returns the digests of some runs in a process of their own."""
     script = f"from simulation import run\nfor seed in {seeds!r}: print(run(seed).digest)"
     environment = os.environ | {"PYTHONHASHSEED": hash_seed}
     command = [sys.executable, "-c", script]
     return subprocess.run(command, cwd=HERE, env=environment, capture_output=True, check=True, text=True).stdout.split()
 
 
-def test_a_life_is_lived_again_exactly() -> None:
-    """A failing seed would otherwise prove nothing: neither the order of sets nor addresses of objects have a say."""
+def test_a_seed_gives_the_same_run() -> None:
+    """Hash seeds and addresses of objects do not matter, so a failing seed can be replayed."""
     seeds = range(1000, 1030)
     here = [run(seed).digest for seed in seeds]
     assert len(set(here)) == len(seeds)
@@ -39,8 +39,8 @@ def test_a_life_is_lived_again_exactly() -> None:
     assert digests(seeds, "4711") == here
 
 
-def test_what_is_never_exercised_is_an_error() -> None:
-    """A simulation proves nothing about what it never does."""
+def test_an_event_that_never_occurs_is_an_error() -> None:
+    """A simulation proves nothing about events that do not occur in it."""
     tally = Tally(seeds=1000)
     tally.coverage.update(EXERCISED[1:])
     assert tally.never() == [EXERCISED[0]]

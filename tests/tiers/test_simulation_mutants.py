@@ -1,4 +1,4 @@
-"""The simulation finds what is planted; `make simulate-mutants` plants all of it."""
+"""The simulation finds planted bugs; `make simulate-mutants` plants all of them."""
 
 import pytest
 from simulation.model import Invariant
@@ -19,23 +19,23 @@ QUICK = (
 
 @pytest.mark.parametrize("name", QUICK)
 def test_a_planted_bug_is_found_by_its_invariant(name: str) -> None:
-    """A simulation that finds nothing in a broken core would prove nothing about a sound one."""
+    """A simulation that finds no planted bug would prove nothing about a correct core."""
     (mutant,) = (mutant for mutant in MUTANTS if mutant.name == name)
     assert hunt(mutant, 40) is not None
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_every_bug_can_still_be_planted(mutant: Mutant) -> None:
-    """The core moves on; a mutant whose text is gone would be found by nobody, and missed by nobody."""
+    """If the replaced text of a mutant is gone, the mutant must be updated."""
     assert mutant.new in mutated(mutant)
 
 
 def test_a_bug_that_cannot_be_planted_is_an_error() -> None:
-    """Never a silent pass."""
+    """It is never skipped silently."""
     with pytest.raises(CannotPlantError):
         mutated(Mutant("nothing", Invariant.SLOTS, "flow.py", "no such text", ""))
 
 
 def test_every_invariant_has_a_bug_planted_for_it() -> None:
-    """What has never been seen to fail may not be able to."""
+    """An invariant that was never seen to fail may be unable to."""
     assert {mutant.invariant for mutant in MUTANTS} == set(Invariant)

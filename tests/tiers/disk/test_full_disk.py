@@ -1,4 +1,4 @@
-"""A disk that is full in the middle of a batch, under each tier that keeps its blocks on one."""
+"""Each tier with files, on a disk that becomes full during a batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Make = Callable[[], SecondaryTier]
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Gives a file system in memory that holds less than the tiers may."""
+    """Yields a file system in memory that is smaller than the capacity of the tiers."""
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(tmp_path)]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("may not mount")
@@ -32,7 +32,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(params=[LMDBTier, DiskTier])
 def make(request: pytest.FixtureRequest, small_disk: Path) -> Iterator[Make]:
-    """Closes the tier, and opens it again; it is told that it may have much more than there is."""
+    """Returns a function that opens the tier again, with a capacity beyond the disk."""
     tiers: list[SecondaryTier] = []
 
     def opened() -> SecondaryTier:
@@ -46,7 +46,7 @@ def make(request: pytest.FixtureRequest, small_disk: Path) -> Iterator[Make]:
 
 
 def store(tier: SecondaryTier, numbers: range) -> tuple[set[int], set[int]]:
-    """Stores blocks as one batch; returns which were stored, and for which there was no space."""
+    """Stores blocks as one batch; returns the stored ones, and those without space."""
     outcomes = tier.store([full(key(number), content(number, SIZES)) for number in numbers])
     assert set(outcomes) <= {DONE, NO_SPACE}
     pairs = list(zip(numbers, outcomes, strict=True))
@@ -54,14 +54,14 @@ def store(tier: SecondaryTier, numbers: range) -> tuple[set[int], set[int]]:
 
 
 def assert_holds(tier: SecondaryTier, there: set[int], gone: set[int]) -> None:
-    """Fails unless exactly these blocks are there, bit by bit."""
+    """Checks that exactly these blocks are in the tier, bit by bit."""
     for number in there:
         assert fetch(tier, key(number), SIZES) == content(number, SIZES)
     assert tier.load([empty(key(number), SIZES) for number in gone]) == [MISSING] * len(gone)
 
 
-def test_a_disk_that_fills_up_in_a_batch(make: Make, small_disk: Path) -> None:
-    """What was acknowledged stays, also after a restart; the rest is nowhere, takes no room, and can be stored later."""
+def test_a_batch_on_a_disk_that_becomes_full(make: Make, small_disk: Path) -> None:
+    """Stored blocks stay, also after a restart; the others use no space and can be stored later."""
     tier = make()
     assert list(tier.entries()) == []
     before, none = store(tier, range(20))
@@ -88,8 +88,8 @@ def test_a_disk_that_fills_up_in_a_batch(make: Make, small_disk: Path) -> None:
     assert_holds(tier, set(range(1000, 1040)), before | some | more)
 
 
-def test_nothing_leaks_while_a_disk_is_full(make: Make) -> None:
-    """Batch after batch that finds no room leaves what it found: as much fits at the end as at the start."""
+def test_failed_batches_on_a_full_disk_leak_no_space(make: Make) -> None:
+    """After many failed batches the same number of blocks fits."""
     tier = make()
     assert list(tier.entries()) == []
     first, _ = store(tier, range(100))

@@ -59,14 +59,14 @@ class TestDiskTier(SecondaryTierContract):
 
 
 def record_of(tier: DiskTier, key: bytes, namespace: NamespaceId) -> SlabRecord:
-    """Returns what the index holds of a block."""
+    """Returns the index record of a block."""
     (packed,) = tier._store.index.get([namespace + key])
     assert packed
     return SlabRecord.unpack(namespace + key, packed)
 
 
 def damage_block(tier: DiskTier, key: bytes, namespace: NamespaceId) -> None:
-    """Changes two bytes of a block behind the tier's back."""
+    """Changes two stored bytes of a block."""
     run = record_of(tier, key, namespace).runs[0]
     with (tier._store.slabs._directory / "slab-00000").open("r+b") as file:
         file.seek(run.start * PAGE_BYTES + 100)
@@ -74,7 +74,7 @@ def damage_block(tier: DiskTier, key: bytes, namespace: NamespaceId) -> None:
 
 
 def opened(directory: Path, size_bytes: int = 32 * MIB, **more: Any) -> DiskTier:
-    """Opens a store, and takes in what it holds."""
+    """Opens a store and lists its blocks."""
     tier = DiskTier("disk", directory, size_bytes, more.pop("durability", "process"), **more)
     tier.found = list(tier.entries())  # type: ignore[attr-defined]
     return tier
@@ -86,7 +86,7 @@ def names(tier: DiskTier) -> list[bytes]:
 
 
 def free_and_used(tier: DiskTier) -> tuple[int, int]:
-    """Returns the free pages of a store, and those that its records claim; asserts that no page is both or twice."""
+    """Returns the free pages and those that records claim; checks that no page occurs twice."""
     assert tier._store._space
     free = {page for run in tier._store._space.runs() for page in range(run.start, run.end)}
     claims = [
@@ -99,7 +99,7 @@ def free_and_used(tier: DiskTier) -> tuple[int, int]:
 
 
 def slab_pages(tier: DiskTier) -> int:
-    """Returns how many pages the slab files have."""
+    """Returns the number of pages in the slab files."""
     return sum(run.pages for run in tier._store.slabs.extents())
 
 
@@ -112,7 +112,7 @@ def filled(directory: Path, count: int = 20, sizes: tuple[int, ...] = (70_000,),
 
 
 def aligned(nbytes: int) -> memoryview:
-    """Returns memory that begins on a page's border, as the region's slots do."""
+    """Returns memory that begins at a page boundary, as the region's slots do."""
     return memoryview(mmap.mmap(-1, nbytes + PAGE_BYTES))[:nbytes]
 
 
@@ -121,8 +121,8 @@ def aligned(nbytes: int) -> memoryview:
 
 @pytest.mark.parametrize("shift", [0, 1, 512, 4095])
 @pytest.mark.parametrize("size", [1, 4095, 4096, 4097, 300_001, 2 * MIB, 5 * MIB + 3, 20 * MIB])
-def test_alignment(tmp_path: Path, size: int, shift: int) -> None:
-    """Bytes of any size and at any address are stored and loaded, and nothing beside them is touched."""
+def test_buffers_of_any_size_and_alignment(tmp_path: Path, size: int, shift: int) -> None:
+    """Bytes are stored and loaded, and no memory beside them changes."""
     tier = opened(tmp_path, 64 * MIB)
     memory = aligned(size + shift + 100)
     memory[:] = b"." * memory.nbytes
@@ -137,8 +137,8 @@ def test_alignment(tmp_path: Path, size: int, shift: int) -> None:
     tier.close()
 
 
-def test_what_fills_a_page_up_is_zeros(tmp_path: Path) -> None:
-    """What lies behind the end of a part on the disk is not what the buffer held for another block."""
+def test_pages_are_padded_with_zeros(tmp_path: Path) -> None:
+    """The rest of a page on disk has no bytes of other blocks in the buffer."""
     tier = opened(tmp_path)
     tier.store([full(b"secret", [b"S" * 4000]), full(b"short", [b"s" * 10])])
     run = record_of(tier, b"short", SPACE).runs[0]
@@ -148,8 +148,8 @@ def test_what_fills_a_page_up_is_zeros(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """Takes down the system calls: which, the descriptor's flags, and the number of buffers."""
+def system_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """Records the system system_calls: name, flags of the descriptor, and number of buffers."""
     made = []
     for name in ("preadv", "pwritev"):
 
@@ -162,8 +162,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     return made
 
 
-def test_neighbours_share_a_call(tmp_path: Path, calls: list[tuple[str, int, int]]) -> None:
-    """Slots of the region go to the disk past the page cache, and blocks that lie side by side in one call."""
+def test_adjacent_blocks_share_a_call(tmp_path: Path, system_calls: list[tuple[str, int, int]]) -> None:
+    """Slots are written with direct I/O, and adjacent blocks in one call."""
     tier = opened(tmp_path)
     memory = aligned(16 * 64 * KIB)
     memory[:] = content("memory", (memory.nbytes,))[0]
@@ -175,7 +175,7 @@ def test_neighbours_share_a_call(tmp_path: Path, calls: list[tuple[str, int, int
     assert tier.load(blocks) == [DONE] * 16
     assert bytes(memory) == before
     direct = os.O_DIRECT if tier._store.slabs.direct else 0
-    assert [(name, flags & os.O_DIRECT, buffers) for name, flags, buffers in calls] == [
+    assert [(name, flags & os.O_DIRECT, buffers) for name, flags, buffers in system_calls] == [
         ("pwritev", direct, 16),
         ("preadv", direct, 16),
     ]
@@ -183,8 +183,8 @@ def test_neighbours_share_a_call(tmp_path: Path, calls: list[tuple[str, int, int
 
 
 @pytest.mark.parametrize("where", ["open", "call"])
-def test_no_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """A file system without direct I/O, whether it says so at once or at the first call, gets the page cache."""
+def test_the_page_cache_is_used_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """The file system may refuse it at the open or at the first call."""
 
     def refuse(flags: int) -> None:
         if flags & os.O_DIRECT:
@@ -211,8 +211,8 @@ def test_no_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: st
     tier.close()
 
 
-def test_short_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls that do less than they were asked for are gone on with where they ended."""
+def test_partial_reads_and_writes_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that transfers fewer bytes is followed by one for the rest."""
     for name in ("preadv", "pwritev"):
 
         def call(real: Any, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -230,8 +230,8 @@ def test_short_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # ----- space
 
 
-def test_pages_are_given_out_once() -> None:
-    """Free pages are joined with their neighbours, but not across slabs, and a block that fits nowhere whole is split."""
+def test_free_pages_are_joined_and_split() -> None:
+    """Neighbours are joined, but not across slabs; a block without a large enough run is split."""
     space = Space(100)
     space.give_back([PageRun(0, 100), PageRun(100, 50)])
     assert space.runs() == [PageRun(0, 100), PageRun(100, 50)]
@@ -246,8 +246,8 @@ def test_pages_are_given_out_once() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_space_against_a_set(seed: int) -> None:
-    """A long run of random requests gives out each page once, and takes all of them back."""
+def test_page_allocation_against_a_set(seed: int) -> None:
+    """A long run of random requests allocates each page once, and frees all of them."""
     source, space, taken = random.Random(seed), Space(64), []
     space.give_back([PageRun(0, 64), PageRun(64, 64), PageRun(128, 20)])
     for _ in range(2000):
@@ -265,15 +265,15 @@ def test_space_against_a_set(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_churn_of_mixed_sizes_at_capacity(tmp_path: Path, seed: int) -> None:
-    """As long as the core keeps to the capacity every store finds room, whichever size the blocks turn to; no page is lost."""
+def test_changing_block_sizes_at_capacity(tmp_path: Path, seed: int) -> None:
+    """Within the capacity every store finds space, for any mix of sizes, and no page is lost."""
     source = random.Random(seed)
     tier = opened(tmp_path, 32 * MIB)
     kinds = [(64 * KIB,), (2 * MIB,), (16 * KIB,) * 4, (300 * KIB, 300 * KIB)]
     stored: dict[bytes, tuple[int, ...]] = {}
     used = 0
     for step in range(600):
-        # Each size has its time: the others' room must become its own.
+        # Each size dominates for a while, and uses the space of the others.
         sizes = kinds[step // 75 % 4] if source.random() < 0.8 else source.choice(kinds)
         key, gone = b"%d" % step, []
         while used + sum(sizes) > tier.capacity_bytes:
@@ -294,8 +294,8 @@ def test_churn_of_mixed_sizes_at_capacity(tmp_path: Path, seed: int) -> None:
     tier.close()
 
 
-def test_failed_stores_leak_nothing(tmp_path: Path) -> None:
-    """What a store took and did not fill is free again."""
+def test_failed_stores_leak_no_pages(tmp_path: Path) -> None:
+    """Pages of an unfinished store are free again."""
     tier = opened(tmp_path, 8 * MIB)
     outcomes = tier.store([full(b"%d" % number, [bytes(MIB)]) for number in range(10)])
     assert outcomes == [DONE] * 6 + [NO_SPACE] * 4 or outcomes == [DONE] * 7 + [NO_SPACE] * 3
@@ -306,8 +306,8 @@ def test_failed_stores_leak_nothing(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_files_are_bounded_and_come_as_they_are_needed(tmp_path: Path) -> None:
-    """Slabs are made one after another, up to the size and not beyond."""
+def test_slabs_are_made_when_needed(tmp_path: Path) -> None:
+    """The files never exceed the size of the tier."""
     tier = opened(tmp_path, 32 * MIB, slab_bytes=8 * MIB)
     assert list(tmp_path.glob("slab-*")) == []
     lengths = []
@@ -322,20 +322,22 @@ def test_files_are_bounded_and_come_as_they_are_needed(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_block_longer_than_a_slab(tmp_path: Path) -> None:
-    """A block may lie in several slabs."""
+def test_a_block_may_span_slabs(tmp_path: Path) -> None:
     tier = opened(tmp_path, 32 * MIB, slab_bytes=MIB)
     parts = content("long", (3 * MIB, 2 * MIB + 5))
     assert tier.store([full(b"key", parts)]) == [DONE]
     assert fetch(tier, b"key", (3 * MIB, 2 * MIB + 5)) == parts
     tier.close()
-    tier = opened(tmp_path, 32 * MIB)  # the slabs stay as they were made
+    tier = opened(tmp_path, 32 * MIB)  # existing slabs keep their size
     assert fetch(tier, b"key", (3 * MIB, 2 * MIB + 5)) == parts
     tier.close()
 
 
-def test_sizes_between_lives(tmp_path: Path) -> None:
-    """A larger size gives more room; a smaller one holds at once, and the blocks beyond it are gone."""
+def test_the_size_may_change_at_a_restart(tmp_path: Path) -> None:
+    """A larger size gives more space.
+
+    A smaller one applies at once, and blocks beyond it are dropped.
+    """
     filled(tmp_path, 24, (MIB,), slab_bytes=8 * MIB)
     tier = opened(tmp_path, 64 * MIB)
     assert len(names(tier)) == 24
@@ -356,7 +358,7 @@ def test_sizes_between_lives(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Gives a file system of 8 MiB in memory."""
+    """Yields a file system of 8 MiB in memory."""
     mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(tmp_path)]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("may not mount")
@@ -364,8 +366,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_a_full_disk(small_disk: Path) -> None:
-    """A disk that is full before the bound means no space, and ends when the disk has room again."""
+def test_a_full_disk_is_no_space(small_disk: Path) -> None:
+    """Stores report NO_SPACE until the disk has space again."""
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes(4 * MIB))
     tier = opened(small_disk / "store")
@@ -397,8 +399,10 @@ def test_a_full_disk(small_disk: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "outcome"), [(errno.ENOSPC, NO_SPACE), (errno.EDQUOT, NO_SPACE), (errno.EIO, FAILED)]
 )
-def test_errors_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, outcome: Outcome) -> None:
-    """A write or a read that fails is an outcome and trouble, takes no room, and is over with the next success."""
+def test_disk_errors_fail_the_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, outcome: Outcome
+) -> None:
+    """The error is a trouble of the tier until the next success; no space is lost."""
     tier = opened(tmp_path)
     parts = content("x", (300_000,))
     tier.store([full(b"key", parts), full(b"other", parts)])
@@ -422,8 +426,8 @@ def test_errors_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num
     tier.close()
 
 
-def test_one_unreadable_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block that the disk cannot read fails by itself; those beside it in the job are loaded."""
+def test_an_unreadable_block_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adjacent blocks of the job are loaded."""
     tier = opened(tmp_path)
     for number in range(4):
         tier.store([full(b"%d" % number, content(number, (70_000,)))])
@@ -445,8 +449,8 @@ def test_one_unreadable_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 # ----- damage
 
 
-def test_corrupt_bytes_are_quarantined(tmp_path: Path) -> None:
-    """The place of a corrupt block is not used again in this life; it is in the next."""
+def test_pages_of_corrupt_blocks_are_quarantined(tmp_path: Path) -> None:
+    """They are not reused before a restart."""
     tier = opened(tmp_path, 8 * MIB)
     tier.store([full(b"%d" % number, content(number, (MIB,))) for number in range(3)])
     place = record_of(tier, b"1", SPACE).runs
@@ -466,8 +470,8 @@ def test_corrupt_bytes_are_quarantined(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_bytes_of_another_block(tmp_path: Path) -> None:
-    """Bytes that are whole but belong to another block are corrupt: checksums are bound to names."""
+def test_bytes_of_another_block_are_corrupt(tmp_path: Path) -> None:
+    """A checksum includes the name of the block."""
     tier = opened(tmp_path)
     tier.store([full(b"a", [b"a" * 5000]), full(b"b", [b"b" * 5000])])
     a, b = (record_of(tier, key, SPACE) for key in (b"a", b"b"))
@@ -477,8 +481,8 @@ def test_bytes_of_another_block(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "emptied", "halved", "odd"])
-def test_a_damaged_slab(tmp_path: Path, damage: str) -> None:
-    """Blocks of a slab file that is missing or too short are gone, and the tier says so; the others stay, all room is used."""
+def test_blocks_of_a_damaged_slab_are_dropped(tmp_path: Path, damage: str) -> None:
+    """The slab is missing or too short: the tier reports it and keeps other blocks."""
     filled(tmp_path, 20, (MIB,), slab_bytes=8 * MIB)
     path = tmp_path / "slab-00001"
     length = path.stat().st_size
@@ -512,7 +516,7 @@ def test_a_damaged_slab(tmp_path: Path, damage: str) -> None:
 
 
 def test_a_damaged_index_is_moved_aside(tmp_path: Path) -> None:
-    """An index that cannot be trusted is kept; the tier starts empty, says so, and uses the slabs that are there."""
+    """The tier starts empty, reports it, keeps the damaged index, and uses the existing slabs."""
     filled(tmp_path)
     with (tmp_path / "data.mdb").open("r+b") as file:
         file.write(random.Random(1).randbytes(8192))
@@ -527,8 +531,8 @@ def test_a_damaged_index_is_moved_aside(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_damaged_index_records(tmp_path: Path) -> None:
-    """A record that fails its checksum, or claims pages of a younger block, is dropped; its pages serve again."""
+def test_damaged_index_records_are_dropped(tmp_path: Path) -> None:
+    """A wrong checksum or pages of a younger block make a record invalid; its pages are free."""
     tier = opened(tmp_path)
     tier.store([full(b"%d" % number, content(number, (70_000,))) for number in range(4)])
     index = tier._store.index
@@ -549,7 +553,7 @@ def test_damaged_index_records(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_removal_that_cannot_be_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_removal_frees_no_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages are free only once the index no longer names them."""
     tier = opened(tmp_path)
     tier.store([full(b"key", [bytes(MIB)])])
@@ -568,17 +572,20 @@ def test_a_removal_that_cannot_be_committed(tmp_path: Path, monkeypatch: pytest.
     with monkeypatch.context() as patch:
         patch.setattr(tier._store.index, "put", fail)
         assert tier.store([full(b"new", [bytes(MIB)])]) == [FAILED]
-    # Whether that record is on the disk is not known: its pages wait for the next start.
+    # It is unknown whether that record is on disk: its pages wait for the next start.
     free, claimed = free_and_used(tier)
     assert free + claimed == slab_pages(tier) - MIB // PAGE_BYTES
     tier.close()
 
 
-# ----- order of what is written
+# ----- order of writes
 
 
-def test_the_index_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With durability "power" the bytes are on the disk before the index is written; with "process" nothing waits."""
+def test_the_index_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With durability "power" the data is synced before the index.
+
+    With "process" there is no sync.
+    """
     for durability in ("process", "power"):
         tier = opened(tmp_path / durability, durability=durability)
         order: list[str] = []
@@ -595,8 +602,8 @@ def test_the_index_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         tier.close()
 
 
-def test_a_crash_between_data_and_index(tmp_path: Path) -> None:
-    """Bytes that were written and never published are nowhere after a restart, and their pages are free."""
+def test_a_crash_before_the_index_write_loses_only_new_blocks(tmp_path: Path) -> None:
+    """Unpublished bytes are not listed after a restart, and their pages are free."""
     filled(tmp_path, 3)
     child = (
         "import os, sys; from pathlib import Path; from contracts.secondary_tier import *;"
@@ -615,11 +622,11 @@ def test_a_crash_between_data_and_index(tmp_path: Path) -> None:
     tier.close()
 
 
-# ----- who may open what
+# ----- access
 
 
-def test_one_owner(tmp_path: Path) -> None:
-    """A second process is refused, and told the directory and who has it."""
+def test_a_second_process_is_refused(tmp_path: Path) -> None:
+    """The error names the directory and the process that uses it."""
     tier = opened(tmp_path)
     child = (
         "import sys; from pathlib import Path; from kvtier.tiers.disk.tier import DiskTier;"
@@ -633,8 +640,8 @@ def test_one_owner(tmp_path: Path) -> None:
     opened(tmp_path).close()
 
 
-def test_stores_of_other_types(tmp_path: Path) -> None:
-    """A directory of another type of tier is refused, either way, and left alone."""
+def test_directories_of_other_tier_types_are_refused(tmp_path: Path) -> None:
+    """Either way, and the files stay unchanged."""
     LMDBTier("lmdb", tmp_path / "lmdb", 8 * MIB, "process").close()
     opened(tmp_path / "disk").close()
     with pytest.raises(TierOpenError, match="is not a kvtier disk store"):
@@ -645,14 +652,14 @@ def test_stores_of_other_types(tmp_path: Path) -> None:
 
 
 def test_files_are_private(tmp_path: Path) -> None:
-    """Nobody else can read what is cached."""
+    """Other users cannot read cached blocks."""
     filled(tmp_path / "store")
     modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "store").iterdir()}
     assert modes == {0o600}
 
 
-def test_a_slab_that_cannot_be_opened(tmp_path: Path) -> None:
-    """A slab that is no file is refused by name, and the directory is free again."""
+def test_an_unusable_slab_is_named(tmp_path: Path) -> None:
+    """The slab is not a file; afterwards the directory is free again."""
     opened(tmp_path).close()
     (tmp_path / "slab-00000").mkdir()
     for _ in range(2):
@@ -660,11 +667,11 @@ def test_a_slab_that_cannot_be_opened(tmp_path: Path) -> None:
             opened(tmp_path)
 
 
-# ----- cost, and the format
+# ----- cost and format
 
 
-def test_stores_copy_nothing_in_python(tmp_path: Path) -> None:
-    """Blocks go to the disk straight from where they are."""
+def test_stores_make_no_copy(tmp_path: Path) -> None:
+    """Blocks are written from their own memory."""
     tier = opened(tmp_path, 128 * MIB)
     part = aligned(8 * MIB)
     blocks = [BlockBytes(SPACE, b"%d" % number, (part,)) for number in range(4)]
@@ -677,8 +684,11 @@ def test_stores_copy_nothing_in_python(tmp_path: Path) -> None:
     assert peak < 500_000
 
 
-def test_records() -> None:
-    """A record reads as it was written, and not at all if one byte of it or of its name is another."""
+def test_records_are_checked() -> None:
+    """A record reads back as written.
+
+    A change of one byte of it or of its name makes it invalid.
+    """
     record = SlabRecord(2**40, 2**64 - 1, (1, 8192, 0), (PageRun(2**40, 1), PageRun(7, 2)))
     packed = record.pack(b"name")
     assert SlabRecord.unpack(b"name", packed) == record

@@ -1,4 +1,4 @@
-"""What a tier takes in, and what it leaves to be computed again."""
+"""Admission filter of a tier: blocks are stored at their second use."""
 
 import pytest
 from core_rig import GRANTED, Rig, keys
@@ -12,8 +12,8 @@ from kvtier.tiers.eviction.admission import SecondUse
 from kvtier.tiers.types import DurableStatus, MissReason
 
 
-class Choosy(Rig):
-    """A core whose first tier takes in what is used a second time."""
+class FilteringRig(Rig):
+    """A core whose first tier admits blocks at their second use."""
 
     def __init__(self, *tiers: ModelTier) -> None:
         super().__init__()
@@ -39,14 +39,14 @@ class Choosy(Rig):
             self.core.release(self.session, lease.id)
 
     def stored(self, tier: int = 1) -> list[bytes]:
-        """Ends all jobs; returns what a tier was given since."""
+        """Ends all jobs; returns the keys that a tier was given since the last call."""
         jobs = [job for job in self.finish_jobs() if isinstance(job, StoreInTier) and job.tier == tier]
         return [block.key for job in jobs for block in job.blocks]
 
 
-def test_what_one_request_uses_is_not_written() -> None:
-    """However often that request looks again; the second request's use is what counts."""
-    rig = Choosy(ModelTier("ssd", 1 << 20))
+def test_blocks_of_one_request_are_not_stored() -> None:
+    """Repeated lookups of one request count once; the use by a second request counts."""
+    rig = FilteringRig(ModelTier("ssd", 1 << 20))
     rig.store_for("r1", keys(0, 1))
     rig.look_up_for("r1", keys(0, 1))
     assert rig.stored() == []
@@ -57,9 +57,9 @@ def test_what_one_request_uses_is_not_written() -> None:
     assert rig.stored() == [], "it is there"
 
 
-def test_what_was_computed_again_is_written() -> None:
-    """The first use may lie longer back than what the CPU tier keeps."""
-    rig = Choosy(ModelTier("ssd", 1 << 20))
+def test_a_recomputed_block_is_stored() -> None:
+    """The first use may be older than the blocks that the CPU tier keeps."""
+    rig = FilteringRig(ModelTier("ssd", 1 << 20))
     rig.store_for("r1", keys(0))
     for start in (100, 200):
         rig.store_for(f"s{start}", keys(*range(start, start + 16)))
@@ -68,23 +68,21 @@ def test_what_was_computed_again_is_written() -> None:
     assert rig.stored() == keys(0)
 
 
-def test_other_tiers_take_everything() -> None:
-    """A filter is one tier's own."""
-    rig = Choosy(ModelTier("ssd", 1 << 20), ModelTier("far", 1 << 20))
+def test_tiers_without_a_filter_store_all_blocks() -> None:
+    rig = FilteringRig(ModelTier("ssd", 1 << 20), ModelTier("far", 1 << 20))
     rig.store_for("r1", keys(0, 1))
     jobs = [job for job in rig.finish_jobs() if isinstance(job, StoreInTier)]
     assert [job.tier for job in jobs] == [2]
 
 
-def test_who_insists_or_asks_for_durability_gets_it() -> None:
-    """REQUEST_LEVEL and Flush pass the filter by."""
+def test_request_level_and_flush_bypass_the_filter() -> None:
 
-    class Insisting(ModelTier):
+    class RequestLevelTier(ModelTier):
         def on_new_request(self, request: RequestInfo) -> Vote:
             self.begun.append(request.request_id)
             return Vote(OffloadPolicy.REQUEST_LEVEL, "always")
 
-    rig = Choosy(Insisting("ssd", 1 << 20))
+    rig = FilteringRig(RequestLevelTier("ssd", 1 << 20))
     rig.core.begin_request(rig.session, RequestInfo("r1", rig.session.namespace.id))
     rig.store_for("r1", keys(0))
     assert rig.stored() == keys(0)
@@ -94,17 +92,16 @@ def test_who_insists_or_asks_for_durability_gets_it() -> None:
     assert rig.stored() == keys(1)
 
 
-def test_an_orderly_end_writes_nothing_that_was_declined() -> None:
-    """What the filter kept out is not what a tier was too busy for."""
-    rig = Choosy(ModelTier("ssd", 1 << 20))
+def test_the_final_flush_respects_the_filter() -> None:
+    """A filtered block is not one that the tier was too busy to store."""
+    rig = FilteringRig(ModelTier("ssd", 1 << 20))
     rig.store_for("r1", keys(0))
     rig.core.durability.store_skipped()
     assert rig.stored() == []
 
 
-def test_a_miss_for_that_reason_is_explained() -> None:
-    """It was a policy that kept it out of the tier."""
-    rig = Choosy(ModelTier("ssd", 1 << 20))
+def test_a_miss_of_a_filtered_block_is_a_policy_miss() -> None:
+    rig = FilteringRig(ModelTier("ssd", 1 << 20))
     rig.store_for("r1", keys(0))
     for start in (100, 200):
         rig.store_for(f"s{start}", keys(*range(start, start + 16)))
@@ -113,9 +110,9 @@ def test_a_miss_for_that_reason_is_explained() -> None:
     assert [span.outcome for span in record.lookups[-1].outcomes()] == [MissReason.POLICY]
 
 
-def test_what_is_admitted_by_a_hit_can_be_evicted_again() -> None:
-    """It stands in line like any other: a small tier does not fill up for ever."""
-    rig = Choosy(ModelTier("ssd", 4 * 4096))
+def test_an_admitted_block_can_be_evicted() -> None:
+    """It is in the eviction queue, so a small tier does not stay full."""
+    rig = FilteringRig(ModelTier("ssd", 4 * 4096))
     for start in (0, 4):
         names = keys(*range(start, start + 4))
         rig.store_for("r1", names)
@@ -123,8 +120,8 @@ def test_what_is_admitted_by_a_hit_can_be_evicted_again() -> None:
         assert rig.stored() == names
 
 
-def test_memory_is_bounded() -> None:
-    """The oldest names are forgotten, and start anew."""
+def test_memory_of_the_filter_is_bounded() -> None:
+    """The oldest names are forgotten and count from zero."""
     admission = SecondUse(most=100)
     for number in range(1000):
         assert not admission.admits(number, "r1")
@@ -135,7 +132,7 @@ def test_memory_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("admission", [{"sdd": "second_use"}, {"ssd": "second"}, {"cpu": "second_use"}])
-def test_a_misspelt_filter_is_refused(admission: dict[str, str]) -> None:
-    """Nothing falls back in silence."""
+def test_an_unknown_filter_is_refused(admission: dict[str, str]) -> None:
+    """There is no silent default."""
     with pytest.raises(ValueError, match="there is no"):
         TierManager(EXTENT, EXTENT, [ModelTier("ssd", 1 << 20)], settings=TierSettings(admission=admission))

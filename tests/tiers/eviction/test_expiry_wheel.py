@@ -4,8 +4,8 @@ from hypothesis import strategies as st
 from kvtier.tiers.eviction.queues import ExpiryWheel
 
 
-def test_items_come_when_their_time_is_over() -> None:
-    """The earliest first, those of one time in the order in which they came, and no more than asked for."""
+def test_expired_items_are_taken_in_order() -> None:
+    """The earliest first, items of one time in the order of insertion, up to the limit."""
     table = ExpiryWheel[str]()
     table.put(["c"], 5)
     table.put(["a", "b"], 3)
@@ -15,7 +15,7 @@ def test_items_come_when_their_time_is_over() -> None:
     assert len(table) == 0
 
 
-def test_a_time_can_be_moved_and_given_up() -> None:
+def test_a_time_can_be_changed_or_discarded() -> None:
     """Each item has one time."""
     table = ExpiryWheel[str]()
     table.put(["a", "b", "c"], 3)
@@ -26,7 +26,7 @@ def test_a_time_can_be_moved_and_given_up() -> None:
 
 
 def test_memory_does_not_grow_with_moves() -> None:
-    """An item that is used all the time leaves nothing behind that would last."""
+    """An item whose time changes often leaves no lasting entries."""
     table = ExpiryWheel[str](width=10)
     for now in range(10_000):
         table.put(["a"], now + 100)
@@ -35,8 +35,8 @@ def test_memory_does_not_grow_with_moves() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.floats(0, 50))), st.floats(0.1, 20))
-def test_never_early_and_late_by_a_width_at_most(moves: list[tuple[int, float]], width: float) -> None:
-    """Whatever was put when."""
+def test_items_expire_at_most_one_width_late(moves: list[tuple[int, float]], width: float) -> None:
+    """No item expires early."""
     table = ExpiryWheel[int](width)
     due: dict[int, float] = {}
     for item, when in moves:

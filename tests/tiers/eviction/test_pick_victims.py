@@ -7,49 +7,49 @@ from kvtier.tiers.eviction.quotas import Quotas, RetentionBudget, Tenant, Tenant
 
 
 def share(used: int, quota: int = 0) -> TenantShare:
-    """Returns a share that holds so much."""
-    made = TenantShare("somebody", quota, None, RetentionBudget(0))
+    """Returns a share that uses this many bytes."""
+    made = TenantShare("tenant", quota, None, RetentionBudget(0))
     made.used = used
     return made
 
 
 def lengths(taker: TenantShare, wanted: int, *shares: TenantShare, size: int = 1) -> list[int]:
-    """Returns how many items, of one size, each share has to give."""
+    """Returns the number of equal-sized items that each share must give."""
     lines = [(each, iter([number] * (each.used // size))) for number, each in enumerate(shares)]
     chosen = pick_victims(taker, wanted, lines, lambda _: size)
     return [chosen.count(number) for number in range(len(shares))]
 
 
 def test_the_furthest_above_its_quota_pays_first() -> None:
-    """Until the next one is above by as much; then both pay."""
+    """Until the next share exceeds its quota by the same amount; then both pay."""
     taker, rich, poor = share(0), share(60, quota=10), share(50, quota=40)
     assert lengths(taker, 20, rich, poor) == [20, 0]
     assert lengths(taker, 60, taker, rich, poor) == [0, 50, 10]
 
 
-def test_who_is_above_its_quota_takes_from_itself() -> None:
-    """A flood costs those who flood: what is wanted counts as theirs."""
+def test_a_share_above_its_quota_pays_itself() -> None:
+    """The wanted bytes count as its own, so a flood costs the tenant that causes it."""
     flood, other = share(90), share(30, quota=20)
     assert lengths(flood, 40, flood, other) == [40, 0]
 
 
-def test_two_that_are_above_come_to_be_above_by_as_much() -> None:
-    """Who has less beyond its quota gains until there is no difference."""
+def test_shares_above_their_quota_converge() -> None:
+    """The share with the smaller excess gains until both are equal."""
     late, early = share(50), share(80)
     assert lengths(late, 30, late, early) == [15, 15]
     assert lengths(late, 60, late, early) == [45, 15], "both end with 65"
 
 
-def test_nobody_is_brought_below_its_quota_by_another() -> None:
-    """Not by a part of a block either: then the taker pays itself, or goes without."""
+def test_no_share_falls_below_its_quota_for_another() -> None:
+    """Not by a part of a block either: then the requester pays itself, or gets nothing."""
     taker, other = share(8), share(25, quota=20)
     assert lengths(taker, 8, other, size=4) == [1]
     assert lengths(taker, 16, taker, other, size=4) == [2, 1]
 
 
 @given(st.data())
-def test_quotas_hold_whatever_the_shares(data: st.DataObject) -> None:
-    """For any shares, sizes and wishes: others keep their quota, and no more goes than is needed."""
+def test_quotas_hold_for_all_shares(data: st.DataObject) -> None:
+    """For any shares, sizes and requests, others keep their quota, and no more goes than needed."""
     drawn = data.draw(st.lists(st.tuples(st.integers(0, 50), st.lists(st.integers(1, 9), max_size=8)), max_size=5))
     shares = [share(sum(sizes), quota) for quota, sizes in [(0, []), *drawn]]
     sizes = [[], *(sizes for _, sizes in drawn)]
@@ -63,8 +63,8 @@ def test_quotas_hold_whatever_the_shares(data: st.DataObject) -> None:
     assert sum(size for _, size in chosen[:-1]) < wanted
 
 
-def test_a_namespace_is_its_tenants_by_the_tag() -> None:
-    """Known from the id alone; who has no share of its own shares the rest."""
+def test_the_tag_of_a_namespace_gives_its_share() -> None:
+    """A tenant without a share of its own uses the common one."""
     shares = Quotas("cpu", 100, [Tenant("a", b"aaaa", {"cpu": 40}), Tenant("b", b"bbbb", {"disk": 40})])
     names = [shares.of(NamespaceId(tag + bytes(12))).name for tag in (b"aaaa", b"bbbb", b"cccc")]
     assert names == ["a", "", ""], "b has nothing of this tier"
@@ -79,7 +79,6 @@ def test_a_namespace_is_its_tenants_by_the_tag() -> None:
         ([Tenant("a", b"aaaa", {"cpu": 1}), Tenant("b", b"aaaa", {"cpu": 1})], "same tag"),
     ],
 )
-def test_contradictions_are_refused(tenants: list[Tenant], message: str) -> None:
-    """A guarantee that cannot be kept is none."""
+def test_impossible_or_ambiguous_quotas_are_refused(tenants: list[Tenant], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Quotas("cpu", 100, tenants)

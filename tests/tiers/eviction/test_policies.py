@@ -1,4 +1,4 @@
-"""Eviction policies: what all of them promise, and what each is for."""
+"""Eviction policies: their common contract, and the behaviour of each."""
 
 import gc
 import random
@@ -41,7 +41,7 @@ def run_of(item: Item) -> BlockRun[Item]:
 
 
 class Cache:
-    """A tier of so many items around a policy; serves requests as the core does."""
+    """A tier with a fixed number of items around a policy; serves requests as the core does."""
 
     def __init__(self, policy: EvictionPolicy[Item], capacity: int) -> None:
         self.policy = policy
@@ -51,7 +51,7 @@ class Cache:
         self.finishes = True
 
     def serve(self, *names: Hashable) -> int:
-        """Returns how many hit in an unbroken run; all of them are here afterwards."""
+        """Returns the hits of the unbroken prefix; afterwards all items are cached."""
         self.requests += 1
         hits = next((place for place, name in enumerate(names) if name not in self.items), len(names))
         self.policy.use([self.items[name] for name in names[:hits]], self.requests)
@@ -73,12 +73,12 @@ class Cache:
 
 @pytest.fixture(params=POLICIES)
 def policy(request: pytest.FixtureRequest) -> EvictionPolicy[Item]:
-    """Each policy in turn."""
+    """Returns each policy in turn."""
     return POLICIES[request.param]()
 
 
 def names(items: list[Item]) -> list[Hashable]:
-    """Returns what they are called."""
+    """Returns the names of the items."""
     return [item.name for item in items]
 
 
@@ -88,7 +88,7 @@ def chain(conversation: int, length: int) -> list[tuple[int, int]]:
 
 
 def test_victims_are_all_items_once(policy: EvictionPolicy[Item]) -> None:
-    """Whatever was used, removed and used again: every item is in line, none twice."""
+    """After any uses and removals every item is a victim exactly once."""
     rng = random.Random(7)
     held: dict[Hashable, Item] = {}
     for step in range(3000):
@@ -108,22 +108,22 @@ def test_victims_are_all_items_once(policy: EvictionPolicy[Item]) -> None:
 
 
 def test_an_unknown_item_may_be_removed(policy: EvictionPolicy[Item]) -> None:
-    """What found no room was never taken in."""
+    """An item that found no room was never added."""
     policy.remove(Item("stranger"))
     assert len(policy) == 0
     assert policy.oldest() is None
     assert list(policy.victims()) == []
 
 
-def test_of_a_request_the_tail_goes_first(policy: EvictionPolicy[Item]) -> None:
+def test_the_tail_of_a_request_goes_first(policy: EvictionPolicy[Item]) -> None:
     """Without its head the rest of a prefix is useless."""
     items = [Item(number) for number in range(12)]
     policy.use(items, "r")
     assert names(list(policy.victims())) == list(range(11, -1, -1))
 
 
-def test_oldest_is_who_was_not_used_for_longest(policy: EvictionPolicy[Item]) -> None:
-    """Size classes compare how long their blocks have been idle, whoever would go first."""
+def test_oldest_is_the_least_recently_used_item(policy: EvictionPolicy[Item]) -> None:
+    """Size classes compare their idle times, independent of the order of victims."""
     for number in range(20):
         policy.use([Item((number, place)) for place in range(3)], number)
     for item in list(policy.victims()):
@@ -135,7 +135,7 @@ def test_oldest_is_who_was_not_used_for_longest(policy: EvictionPolicy[Item]) ->
 
 
 def test_memory_is_bounded(policy: EvictionPolicy[Item]) -> None:
-    """Ghosts and open requests do not pile up, though nobody ever finishes a request or comes back."""
+    """Ghosts and open requests are limited, even if no request ever finishes."""
     cache = Cache(policy, 100)
     for number in range(4000):
         policy.use([], ("never finished", number))
@@ -148,7 +148,7 @@ def test_memory_is_bounded(policy: EvictionPolicy[Item]) -> None:
             assert len(value._open) <= MAX_OPEN
 
 
-def test_what_is_used_again_and_again_survives_what_is_not(policy: EvictionPolicy[Item]) -> None:
+def test_frequently_used_items_survive(policy: EvictionPolicy[Item]) -> None:
     """A system prompt stays while requests come and go."""
     cache = Cache(policy, 60)
     hits = [cache.serve(*chain(0, 4), *chain(number, 10)) for number in range(1, 200)]
@@ -170,7 +170,7 @@ def test_the_same_trace_gives_the_same_order() -> None:
 
 
 def test_lru_keeps_a_chain_together() -> None:
-    """B4.9: what a request looked up and what it stored is one chain: its head does not go before its tail."""
+    """B4.9: hits and stores of a request are one chain: its head does not go before its tail."""
     lru = LRU[Item]()
     head, tail = [Item(0), Item(1)], [Item(2), Item(3)]
     lru.use(head, "r")
@@ -179,8 +179,8 @@ def test_lru_keeps_a_chain_together() -> None:
     assert names(list(lru.victims())) == ["other", 3, 2, 1, 0]
 
 
-def test_lru_takes_a_finished_request_for_another() -> None:
-    """Names of requests come again."""
+def test_lru_separates_finished_requests_of_one_name() -> None:
+    """Engines reuse request ids."""
     lru = LRU[Item]()
     lru.use([Item(0)], "r")
     lru.finish("r")
@@ -188,22 +188,22 @@ def test_lru_takes_a_finished_request_for_another() -> None:
     assert names(list(lru.victims())) == [0, 1]
 
 
-def test_arc_moves_its_border_towards_what_was_evicted_too_early() -> None:
-    """A ghost that comes back from either line makes that line longer."""
+def test_arc_enlarges_the_queue_whose_ghost_returns() -> None:
+    """A ghost that returns means that its queue was too short."""
     arc = ARC[Item]()
     cache = Cache(arc, 4)
     for name in "abcd":
         cache.serve(name)
     assert cache.serve("a") == 1
     cache.serve("e")
-    assert "b" not in cache.items, "of what was used once, the oldest goes"
+    assert "b" not in cache.items, "of the items used once, the oldest goes"
     assert (arc._target, len(arc._once), len(arc._again)) == (0, 3, 1)
     cache.serve("b")
-    assert (arc._target, len(arc._again)) == (1, 2), "it should have stayed: more room for what was used once"
+    assert (arc._target, len(arc._again)) == (1, 2), "more room for items used once"
 
 
 def test_arc_survives_a_scan() -> None:
-    """What was used twice outlives any number of blocks that are used once."""
+    """Items that were used twice survive any number of items that are used once."""
     cache = Cache(ARC[Item](), 20)
     for _ in range(2):
         for name in "abcde":
@@ -213,8 +213,8 @@ def test_arc_survives_a_scan() -> None:
     assert [cache.serve(name) for name in "abcde"] == [1] * 5
 
 
-def test_mq_ranks_by_how_often_and_remembers_it() -> None:
-    """Four uses outrank two, also when they lie on both sides of an eviction."""
+def test_mq_ranks_by_frequency() -> None:
+    """Four uses outrank two, also if the item was evicted in between."""
     mq = MQ[Item]()
     a, b, c = Item("a"), Item("b"), Item("c")
     for number in range(4):
@@ -229,8 +229,8 @@ def test_mq_ranks_by_how_often_and_remembers_it() -> None:
     assert names(list(mq.victims())) == ["c", "b", "a"]
 
 
-def test_mq_lets_go_of_what_was_popular_once() -> None:
-    """Who is not used for a lifetime goes down queue by queue."""
+def test_mq_demotes_formerly_popular_items() -> None:
+    """An item that is unused for a lifetime moves down queue by queue."""
     cache = Cache(MQ[Item](), 20)
     for _ in range(64):
         cache.serve("star")
@@ -240,7 +240,7 @@ def test_mq_lets_go_of_what_was_popular_once() -> None:
 
 
 def test_a_request_counts_as_one_use() -> None:
-    """It looks up, stores, and perhaps looks again; under one name, until it is finished."""
+    """Its lookups and stores use one id until it is finished."""
     last = LastRequest[Item]()
     item = Item("a")
     assert last.fresh([item], "r") == [item]
@@ -251,7 +251,7 @@ def test_a_request_counts_as_one_use() -> None:
 
 
 def test_open_requests_are_bounded() -> None:
-    """The oldest is taken for finished, and said to be over, as one that is finished is."""
+    """The oldest request counts as finished, and policies are told."""
     over: list[list[int]] = []
     open_requests = OpenRequests[list[int]](list, over.append)
     first = open_requests.of(0)
@@ -269,8 +269,8 @@ def test_open_requests_are_bounded() -> None:
     assert len(over) == 3
 
 
-def test_requests_that_are_never_finished_are_forgotten() -> None:
-    """The forecast lets go by itself of what it kept for requests of engines that died: no collector has to find it."""
+def test_unfinished_requests_are_forgotten() -> None:
+    """The forecast frees their state without the garbage collector, also if their engine died."""
     rng = random.Random(1)
     cache = Cache(Forecast(), 100)
     cache.finishes = False
@@ -278,7 +278,8 @@ def test_requests_that_are_never_finished_are_forgotten() -> None:
     def kept_after(requests: int) -> int:
         for _ in range(requests):
             cache.serve(*chain(rng.randrange(30), rng.randint(1, 20)))
-        return sum(type(item) is BlockRun for item in gc.get_objects())  # isinstance would ask modules for __class__
+        # `isinstance` would query modules for `__class__`
+        return sum(type(item) is BlockRun for item in gc.get_objects())
 
     gc.disable()
     try:
@@ -289,7 +290,7 @@ def test_requests_that_are_never_finished_are_forgotten() -> None:
 
 
 def conversations(cache: Cache, turns: int, seed: int, count: int = 3000) -> int:
-    """Serves half one-off requests and half conversations of some turns, after a pause; returns the hits."""
+    """Serves half one-off requests and half conversations with pauses; returns the hits."""
     rng = random.Random(seed)
     waiting: list[tuple[int, int, int]] = []
     hits = 0
@@ -305,25 +306,28 @@ def conversations(cache: Cache, turns: int, seed: int, count: int = 3000) -> int
     return hits
 
 
-def test_forecast_learns_who_comes_back() -> None:
-    """Conversations that had a second turn get a third: they are kept at the cost of those that are new."""
+def test_forecast_learns_which_conversations_return() -> None:
+    """Conversations with a second turn are kept at the expense of new ones."""
     forecast, lru = Cache(Forecast(), 150), Cache(LRU[Item](), 150)
     assert conversations(forecast, 8, seed=1) > 2 * conversations(lru, 8, seed=1)
     factors = forecast.policy._model._factors  # type: ignore[attr-defined]
     assert factors["turn", 2] > 1.5 * factors["turn", 0]
-    assert factors["end", 0] < 0.2, "nobody asks for a last block again"
+    assert factors["end", 0] < 0.2, "a last block is never requested again"
 
 
 def test_forecast_keeps_a_part_of_a_loop() -> None:
-    """Where a loop does not fit, a part of it is kept; who keeps what is youngest hits nothing."""
+    """If a loop does not fit, a part of it is kept.
+
+    A policy that keeps the youngest hits nothing.
+    """
     forecast, lru = Cache(Forecast(), 200), Cache(LRU[Item](), 200)
     hits = {cache: sum(cache.serve(*chain(number % 40, 10)) for number in range(2000)) for cache in (forecast, lru)}
     assert hits[lru] == 0
     assert hits[forecast] > 0.3 * 20_000, "the best possible is half of them"
 
 
-def test_forecast_recognises_a_conversation_by_its_ghosts() -> None:
-    """A chain that was evicted and comes back goes on where it was: its turn is counted, its reuse seen."""
+def test_forecast_recognises_an_evicted_conversation() -> None:
+    """Ghosts of its chain give its turn and its reuse."""
     forecast = Forecast[Item]()
     cache = Cache(forecast, 30)
     cache.serve(*chain(0, 20))
@@ -336,8 +340,8 @@ def test_forecast_recognises_a_conversation_by_its_ghosts() -> None:
     assert run_of(cache.items[0, 22]).uses == 1
 
 
-def test_forecast_tells_a_shared_prompt_from_a_conversation() -> None:
-    """Requests that part behind a common prompt are not turns of one another."""
+def test_forecast_separates_a_shared_prompt_from_a_conversation() -> None:
+    """Requests that differ after a common prompt are not turns of one conversation."""
     forecast = Forecast[Item]()
     cache = Cache(forecast, 500)
     for number in range(1, 10):
@@ -347,8 +351,8 @@ def test_forecast_tells_a_shared_prompt_from_a_conversation() -> None:
     assert run.kind.factors == (("shared", 4),)
 
 
-def test_forecast_keeps_books_that_add_up() -> None:
-    """Every run with items stands in the cell of its kind and bin; every ghost is counted by its run."""
+def test_forecast_keeps_consistent_counts() -> None:
+    """Every run with items is in the cell of its kind and bin; every ghost counts for its run."""
     rng = random.Random(11)
     forecast = Forecast[Item]()
     cache = Cache(forecast, 300)
@@ -370,7 +374,7 @@ def test_forecast_keeps_books_that_add_up() -> None:
 
 
 class Watched(Item):
-    """An item that counts how often items are looked at."""
+    """An item that counts accesses to all items."""
 
     looked = 0
 
@@ -380,7 +384,7 @@ class Watched(Item):
 
 
 class WatchedList(list[Item]):
-    """Items that are counted as they are read."""
+    """A list that counts each item that is read."""
 
     def __iter__(self) -> Iterator[Item]:
         for item in super().__iter__():
@@ -393,21 +397,21 @@ class WatchedList(list[Item]):
 
 
 @pytest.mark.parametrize("step", [1, -1], ids=["head first", "tail first"])
-def test_forecast_takes_no_longer_for_runs_that_take_turns(step: int) -> None:
-    """Whoever looks up the blocks of two requests by turns does not hold all others up: each is looked at a few times."""
+def test_forecast_is_fast_for_alternating_runs(step: int) -> None:
+    """Alternating lookups of two requests access each block a few times only."""
     forecast = Forecast[Item]()
     one, other = ([Watched((name, number)) for number in range(1000)] for name in ("one", "other"))
     for name, items in (("one", one), ("other", other)):
         forecast.use(items, name)
     Watched.looked = 0
     forecast.use(WatchedList([item for pair in zip(one, other, strict=True) for item in pair][::step]), "by turns")
-    assert Watched.looked < 20 * 2000, "a million, if each piece were looked for from the beginning"
+    assert Watched.looked < 20 * 2000, "a search from the beginning would need a million"
     assert {*forecast.victims()} == {*one, *other}
     assert len(list(forecast.victims())) == len(forecast) == 2000
 
 
 def test_bins_cover_all_ages() -> None:
-    """Each age is in the bin that ends behind it."""
+    """Each age is in the first bin that ends after it."""
     assert bin_of(0) == 0
     assert bin_of(1 << 40) == BINS - 1
     for age in (0, 1, 63, 64, 65, 90, 91, 5000, 1 << 20):
@@ -417,14 +421,14 @@ def test_bins_cover_all_ages() -> None:
 
 
 def feed(kind: Kind, rows: dict[int, tuple[int, int]]) -> None:
-    """Adds (hits, misses) per bin to what was seen of a kind."""
+    """Adds (hits, misses) per bin to the observations of a kind."""
     for number, (hits, misses) in rows.items():
         kind.hits[number] += hits
         kind.misses[number] += misses
 
 
-def test_worth_rises_while_reuse_is_ahead_and_falls_behind_it() -> None:
-    """All blocks come back in bin 12, or never: waiting pays until then, and not after."""
+def test_value_rises_until_the_expected_reuse() -> None:
+    """All blocks return in bin 12 or never: their value rises until then, and falls afterwards."""
     model = ReuseModel()
     kind = model.kind(("turn", 0), ("growth", 3))
     for _ in range(5):
@@ -435,7 +439,7 @@ def test_worth_rises_while_reuse_is_ahead_and_falls_behind_it() -> None:
 
 
 def test_a_factor_is_learned_across_kinds() -> None:
-    """What is known of a feature holds for kinds that were never seen."""
+    """A learned factor of a feature applies to kinds that were never seen."""
     model = ReuseModel()
     kinds = {(turn, growth): model.kind(("turn", turn), ("growth", growth)) for turn in (0, 1) for growth in (1, 5)}
     for _ in range(5):
@@ -446,8 +450,8 @@ def test_a_factor_is_learned_across_kinds() -> None:
     assert kinds[1, 1].values[10] > kinds[0, 1].values[10] > kinds[0, 5].values[10]
 
 
-def test_every_tier_evicts_by_the_policy_of_its_name() -> None:
-    """And by the default where none is named."""
+def test_every_tier_has_its_configured_policy() -> None:
+    """Without a name it has the default."""
     tiers = (ModelTier("near", 1 << 20), ModelTier("far", 1 << 20))
     core = TierManager(EXTENT, EXTENT, tiers, settings=TierSettings(eviction={CPU_TIER: "lru", "far": "arc"}))
     queues = [core._cpu_tier.queues, *(secondary.catalog.queues for secondary in core._transfers.secondaries)]
@@ -456,13 +460,16 @@ def test_every_tier_evicts_by_the_policy_of_its_name() -> None:
 
 @pytest.mark.parametrize("eviction", [{CPU_TIER: "fifo"}, {"near": ""}, {"nowhere": "lru"}])
 def test_unknown_names_are_refused(eviction: dict[str, str]) -> None:
-    """A misspelt option never falls back silently; the message says what there is."""
+    """The error lists the valid names."""
     with pytest.raises(ValueError, match=r"there is no (policy|tier).*there are .*"):
         TierManager(EXTENT, EXTENT, [ModelTier("near", 1 << 20)], settings=TierSettings(eviction=eviction))
 
 
-def test_a_tier_looks_once_for_the_victims_of_a_backlog() -> None:
-    """What waits to be stored may be the first in line, and cannot go: it is not skipped anew for each block."""
+def test_a_backlog_is_skipped_once_per_search() -> None:
+    """Queued blocks may be first in the queue and cannot go.
+
+    They are not skipped again per block.
+    """
     looked = 0
 
     class Reversed(LRU[CatalogEntry]):
@@ -484,4 +491,4 @@ def test_a_tier_looks_once_for_the_victims_of_a_backlog() -> None:
             start,
         )
     assert catalog.used_bytes == 1000
-    assert looked < 2500, "ten thousands, if each block had looked for itself"
+    assert looked < 2500, "a search per block would look at tens of thousands"

@@ -1,4 +1,4 @@
-"""Who makes room for whom: in the CPU tier and in the tiers below, through the core."""
+"""Quotas and limits of tenants in the CPU tier and in secondary tiers, through the core."""
 
 from collections.abc import Iterable
 
@@ -18,8 +18,8 @@ from kvtier.tiers.stats.eviction_history import EvictionHistory
 from kvtier.tiers.types import EngineSession, StoreStatus
 
 
-def test_a_flood_does_not_cost_others_what_is_within_their_quota() -> None:
-    """Ten times the region; the other tenant's blocks are all still there."""
+def test_a_flood_evicts_no_blocks_within_a_quota() -> None:
+    """After ten times the region, the other tenant's blocks are all cached."""
     rig = Rig(tenant("alice", quota=2 * EXTENT))
     rig.store("alice", range(32))
     rig.store("bob", range(640))
@@ -27,8 +27,8 @@ def test_a_flood_does_not_cost_others_what_is_within_their_quota() -> None:
     assert len(rig.visible("bob")) == 32
 
 
-def test_the_same_holds_in_the_tiers_below() -> None:
-    """With a quota of their own there."""
+def test_quotas_hold_in_secondary_tiers() -> None:
+    """Each tier has its own quota."""
     disk = ModelTier("disk", 64 * PAGE)
     rig = Rig(tenant("alice", quota=32 * PAGE, tier="disk"), tiers=[disk])
     rig.store("alice", range(32))
@@ -37,25 +37,27 @@ def test_the_same_holds_in_the_tiers_below() -> None:
     assert {key for namespace, key in disk.blocks if namespace == spec("alice").id} == set(keys(range(32)))
 
 
-def test_what_is_free_is_anybodys() -> None:
-    """A quota is no border: one that nobody uses is not kept empty."""
+def test_free_quota_is_used_by_others() -> None:
+    """An unused quota is not kept empty."""
     rig = Rig(tenant("alice", quota=3 * EXTENT))
     rig.store("bob", range(64))
     assert len(rig.visible("bob")) == 64
 
 
-def test_a_quota_is_given_back_when_it_is_wanted() -> None:
-    """Whoever is above its own makes room for who is below, at once."""
+def test_a_quota_is_returned_on_demand() -> None:
+    """Tenants above their quota make room at once for those below."""
     rig = Rig(tenant("alice", quota=2 * EXTENT))
     rig.store("bob", range(64))
     rig.store("alice", range(32))
     assert (len(rig.visible("alice")), len(rig.visible("bob"))) == (32, 32)
     rig.store("alice", range(32, 64))
-    assert (len(rig.visible("alice")), len(rig.visible("bob"))) == (48, 16), "both are above by as much"
+    assert (len(rig.visible("alice")), len(rig.visible("bob"))) == (48, 16), (
+        "both exceed their quota by the same amount"
+    )
 
 
-def test_a_quota_is_given_back_across_size_classes() -> None:
-    """A tenant with other block sizes gets whole extents of those who are above."""
+def test_a_quota_is_returned_across_size_classes() -> None:
+    """A tenant with other block sizes gets whole extents of tenants above their quota."""
     rig = Rig(tenant("alice", quota=2 * EXTENT))
     rig.store("bob", range(64))
     rig.store("alice", range(10), group=1)
@@ -63,8 +65,8 @@ def test_a_quota_is_given_back_across_size_classes() -> None:
     assert len(rig.visible("bob")) == 32
 
 
-def test_who_is_within_its_quota_need_not_wait_for_others_to_be_idle() -> None:
-    """Between tenants age decides nothing: what was used a moment ago goes, if it is above its tenant's quota."""
+def test_quotas_precede_recency_between_tenants() -> None:
+    """A block used a moment ago goes if it exceeds its tenant's quota."""
     rig = Rig(tenant("alice", quota=2 * EXTENT))
     rig.store("alice", range(5), group=1)
     rig.store("bob", range(48))
@@ -73,7 +75,7 @@ def test_who_is_within_its_quota_need_not_wait_for_others_to_be_idle() -> None:
 
 
 def test_extents_with_protected_blocks_stay() -> None:
-    """Another size class cannot have them, be its wish ever so recent."""
+    """Another size class does not get them, even for a newer request."""
     rig = Rig(tenant("alice", quota=2 * EXTENT))
     for start in range(0, 32, 8):
         rig.store("alice", range(start, start + 8))
@@ -82,8 +84,8 @@ def test_extents_with_protected_blocks_stay() -> None:
     assert rig.visible("alice") == set(keys(range(32)))
 
 
-def test_nobody_is_held_beyond_its_limit() -> None:
-    """Though there is room: it pays for more with its own."""
+def test_a_tenant_at_its_limit_evicts_its_own_blocks() -> None:
+    """Also if the tier has free space."""
     disk = ModelTier("disk", ROOMY)
     name = "alice"
     both = Tenant(name, b"aaaa", {}, {CPU_TIER: EXTENT, "disk": 2 * EXTENT})
@@ -93,10 +95,10 @@ def test_nobody_is_held_beyond_its_limit() -> None:
     assert len(rig.below(name)) == 32
     rig.store(name, range(3), group=1)
     assert rig.share(name).used <= EXTENT
-    assert set(keys(range(3), group=1)) <= rig.visible(name), "blocks of another size make room as well"
+    assert set(keys(range(3), group=1)) <= rig.visible(name), "blocks of another size make room, too"
 
 
-def test_reading_back_makes_room_at_the_readers_cost() -> None:
+def test_a_promotion_uses_the_readers_quota() -> None:
     """A promotion is a use of the CPU tier like any other."""
     rig = Rig(tenant("alice", quota=2 * EXTENT), tiers=[ModelTier("disk", ROOMY)])
     rig.store("bob", range(64))
@@ -107,8 +109,8 @@ def test_reading_back_makes_room_at_the_readers_cost() -> None:
     assert len(rig.visible("alice")) == 32
 
 
-def test_whose_a_block_is_is_known_before_its_tenant_comes() -> None:
-    """After a restart the flood comes first: what alice has below is still hers."""
+def test_shares_are_known_after_a_restart() -> None:
+    """A flood follows the restart before alice connects: her blocks in a secondary tier stay."""
     disk = ModelTier("disk", 64 * PAGE)
     alice = tenant("alice", quota=32 * PAGE, tier="disk")
     Rig(alice, tiers=[disk]).store("alice", range(32))
@@ -117,8 +119,8 @@ def test_whose_a_block_is_is_known_before_its_tenant_comes() -> None:
     assert again.below("alice") == set(keys(range(32)))
 
 
-def test_a_smaller_tier_parts_first_with_what_is_above_a_quota() -> None:
-    """The size was lowered between two lives."""
+def test_a_smaller_tier_evicts_blocks_above_a_quota_first() -> None:
+    """The size was lowered at a restart."""
     disk = ModelTier("disk", 64 * PAGE)
     alice = tenant("alice", quota=16 * PAGE, tier="disk")
     before = Rig(alice, tiers=[disk])
@@ -129,8 +131,8 @@ def test_a_smaller_tier_parts_first_with_what_is_above_a_quota() -> None:
     assert (after.below("alice"), len(after.below("bob"))) == (set(keys(range(16))), 16)
 
 
-def test_a_full_disk_is_not_made_good_at_the_cost_of_a_quota() -> None:
-    """NO_SPACE though there should be some: those make room who want it, or are above their quota."""
+def test_a_full_disk_does_not_reduce_a_quota() -> None:
+    """At NO_SPACE within the capacity, requesters and tenants above their quota make room."""
     rig = Rig(tenant("alice", quota=32 * PAGE, tier="disk"), tiers=[ModelTier("disk", 64 * PAGE)])
     rig.store("alice", range(32))
     rig.store("bob", range(8))
@@ -139,8 +141,8 @@ def test_a_full_disk_is_not_made_good_at_the_cost_of_a_quota() -> None:
     assert {entry.namespace for entry in gone} == {spec("bob").id}
 
 
-def test_a_turn_ends_where_a_quota_begins() -> None:
-    """In a large tier shares are not compared for each block; that costs nobody what is within its quota."""
+def test_a_run_of_victims_ends_at_a_quota() -> None:
+    """A large tier does not compare shares per block, and still respects quotas."""
     tenants = [tenant("alice", quota=2000, tier="disk"), tenant("bob", quota=2096, tier="disk")]
     catalog = Catalog(4096, EvictionQueues(Quotas("disk", 4096, tenants), LRU), EvictionHistory())
     alice, bob = spec("alice").id, spec("bob").id
@@ -156,8 +158,8 @@ def test_a_turn_ends_where_a_quota_begins() -> None:
     assert [len(catalog._entries[name]) for name in (alice, bob)] == [2000, 2096]
 
 
-def test_parts_of_several_ranks_count_as_they_are() -> None:
-    """A block of a tensor-parallel engine takes a slot per rank."""
+def test_each_rank_counts_a_slot() -> None:
+    """A block of a tensor-parallel engine uses a slot per rank."""
     rig = Rig(tenant("alice", quota=2 * EXTENT))
     wide = spec("alice", world_size=2)
     session = rig.session(wide)
@@ -168,8 +170,8 @@ def test_parts_of_several_ranks_count_as_they_are() -> None:
     assert rig.share("alice").used == 3 * PAGE
 
 
-def test_slots_in_quarantine_count_for_whom_they_were_granted_to() -> None:
-    """A tenant whose processes fall does not get more than it may have."""
+def test_slots_in_quarantine_count_for_their_tenant() -> None:
+    """A tenant whose processes die does not get more than its limit."""
     rig = Rig(tenant("alice", limit=EXTENT))
     session = rig.session(spec("alice"))
     rig.core.writer_attached(session.id, 7)
@@ -183,8 +185,8 @@ def test_slots_in_quarantine_count_for_whom_they_were_granted_to() -> None:
     assert rig.share("alice").used == 0
 
 
-def test_without_tenants_there_is_one_line_per_size_class() -> None:
-    """Who configures no quota pays nothing for them."""
+def test_without_tenants_there_is_one_queue_per_size_class() -> None:
+    """Without quotas there is no extra cost."""
     rig = Rig(tiers=[ModelTier("disk", ROOMY)])
     for name in ("alice", "bob", "carol"):
         rig.store(name, range(8))
@@ -192,8 +194,8 @@ def test_without_tenants_there_is_one_line_per_size_class() -> None:
     assert len(rig.core._transfers.secondaries[0].catalog.queues.all()) == 1
 
 
-def test_a_victim_is_found_without_looking_at_protected_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Be there ever so many of them."""
+def test_a_search_for_victims_skips_protected_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their number does not matter."""
     rig = Rig(tenant("alice", quota=3 * EXTENT))
     rig.store("alice", range(48))
     rig.store("bob", range(16))
@@ -216,10 +218,10 @@ ACTS = st.tuples(
     st.tuples(*[st.integers(0, 80)] * 2),
     st.sampled_from([64, 96]),
 )
-def test_what_one_tenant_does_never_brings_another_below_its_quota(
+def test_random_floods_never_break_a_quota(
     acts: list[tuple[str, str, int, int, int]], quotas: tuple[int, int], pages: int
 ) -> None:
-    """Random floods of four tenants, two of them with a quota, in both tiers; nothing but own use costs what is within it."""
+    """Four tenants, two with a quota, in both tiers; only a tenant's own use evicts its quota."""
     alice, bob = (min(quota, pages // 2) * PAGE for quota in quotas)
     tenants = [
         Tenant("alice", b"aaaa", {CPU_TIER: alice, "disk": alice}),
@@ -264,7 +266,7 @@ def _excess(shares: Iterable[TenantShare], name: str) -> int:
 
 
 def _check_counts(rig: Rig) -> None:
-    """Shares add up to what is used, and nobody is above its limit."""
+    """Shares add up to the used bytes, and no tenant exceeds its limit."""
     cpu_tier, catalog = rig.core._cpu_tier, rig.core._transfers.secondaries[0].catalog
     assert sum(share.used for share in cpu_tier.queues.shares) == cpu_tier.memory.used_bytes()
     assert sum(share.used for share in catalog.queues.shares) == catalog.used_bytes <= catalog.capacity_bytes

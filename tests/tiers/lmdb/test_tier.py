@@ -77,18 +77,18 @@ def opened(directory: Path, size_bytes: int = 32 * MIB) -> LMDBTier:
 
 
 def data_file(tier: LMDBTier) -> Path:
-    """Returns the file of a store."""
+    """Returns the data file of a store."""
     return Path(tier._store.env.path()) / "data.mdb"
 
 
 def record_of(tier: LMDBTier, namespace: NamespaceId, key: bytes) -> BlockRecord:
-    """Returns what the index holds of a block."""
+    """Returns the index record of a block."""
     with tier._store.env.begin() as txn:
         return BlockRecord.unpack(namespace + key, txn.get(namespace + key, db=tier._store.index))
 
 
 def chunk_offset(tier: LMDBTier, namespace: NamespaceId, key: bytes) -> int:
-    """Returns where in the file a block's first chunk begins."""
+    """Returns the offset of a block's first chunk in the file."""
     with tier._store.env.begin() as txn:
         chunk = txn.get(chunk_key(record_of(tier, namespace, key).record_id, 0, 0), db=tier._store.data)
     return data_file(tier).read_bytes().rindex(chunk)
@@ -123,12 +123,12 @@ def tree_pages(path: Path) -> list[int]:
 
 
 def zero_everything(path: Path) -> None:
-    """Leaves nothing but the length."""
+    """Zeroes the whole file and keeps its length."""
     patch(path, 0, bytes(path.stat().st_size))
 
 
 def overwrite_header(path: Path) -> None:
-    """Overwrites both pages that LMDB begins with."""
+    """Overwrites the two meta pages of LMDB."""
     patch(path, 0, random.Random(1).randbytes(2 * PAGE))
 
 
@@ -137,7 +137,7 @@ def cut_in_half(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-def cut_to_a_bit(path: Path) -> None:
+def cut_to_less_than_a_page(path: Path) -> None:
     """Leaves less than a page."""
     os.truncate(path, 100)
 
@@ -149,19 +149,23 @@ def zero_tree_pages(path: Path) -> None:
 
 
 def garble_tree_pages(path: Path) -> None:
-    """Overwrites every page of the trees, except for its header."""
+    """Overwrites every page of the trees, except its header."""
     source = random.Random(2)
     for page in tree_pages(path):
         patch(path, page * PAGE + 16, source.randbytes(PAGE - 16))
 
 
 @pytest.mark.parametrize(
-    "damage", [zero_everything, overwrite_header, cut_in_half, cut_to_a_bit, zero_tree_pages, garble_tree_pages]
+    "damage",
+    [zero_everything, overwrite_header, cut_in_half, cut_to_less_than_a_page, zero_tree_pages, garble_tree_pages],
 )
 def test_a_damaged_file_is_moved_aside(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
 ) -> None:
-    """A file that cannot be trusted is kept in a folder of its own; the tier starts empty, works, and says what happened."""
+    """The tier starts empty, works, and reports it.
+
+    The damaged file is kept in a folder of its own.
+    """
     path = filled(tmp_path)
     damage(path)
     size = path.stat().st_size
@@ -187,8 +191,8 @@ def damaged_stores(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.glob("damaged-*"))
 
 
-def test_damaged_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The newest two damaged files are kept; an older one is removed, with a line in the log."""
+def test_at_most_two_damaged_files_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An older one is removed, with a line in the log."""
     for _ in range(2):
         zero_everything(filled(tmp_path))
         opened(tmp_path).close()
@@ -202,23 +206,23 @@ def test_damaged_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
     assert f"removing {tmp_path / 'damaged-1'}:" in caplog.text
 
 
-# ----- a look through the file that comes to no answer
+# ----- a check of the file that has no result
 
 
 @pytest.fixture
 def sound(tmp_path: Path) -> Path:
-    """A directory with a sound store of 80 blocks."""
+    """Returns a directory with a sound store of 80 blocks."""
     filled(tmp_path, 100)
     return tmp_path
 
 
-def while_looking(monkeypatch: pytest.MonkeyPatch, action: str) -> None:
-    """Makes the child do something in the middle of its walk."""
+def during_check(monkeypatch: pytest.MonkeyPatch, action: str) -> None:
+    """Makes the child process do something in the middle of its check."""
     monkeypatch.setattr(lmdb_probe, "_PROBE", lmdb_probe._PROBE.replace('    say("walking")', f"    {action}"))
 
 
 def assert_untouched(directory: Path, blocks: int = 80) -> None:
-    """Fails unless the store opens with all of its blocks, and nothing was moved aside."""
+    """Checks that the store opens with all of its blocks, and that no file was moved."""
     assert damaged_stores(directory) == []
     tier = opened(directory)
     assert len(list(tier.entries())) == blocks
@@ -227,33 +231,33 @@ def assert_untouched(directory: Path, blocks: int = 80) -> None:
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL", "SIGHUP", "SIGRTMIN"])
-def test_the_look_is_killed(sound: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Whoever kills the child (systemd, the OOM killer, a hand) does not damage the store: it is refused, and stays."""
+def test_a_killed_check_does_not_count_as_damage(sound: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The store is refused and stays unchanged; systemd or the OOM killer may kill the child."""
     with monkeypatch.context() as patched:
-        # A background job inherits that SIGINT is ignored, one under nohup SIGHUP as well.
+        # A background job inherits an ignored SIGINT, one under nohup also an ignored SIGHUP.
         number = int(getattr(signal, name))
         default = "" if name == "SIGKILL" else f"signal.signal({number}, signal.SIG_DFL); "
-        while_looking(patched, f"import signal; {default}os.kill(os.getpid(), {number})")
+        during_check(patched, f"import signal; {default}os.kill(os.getpid(), {number})")
         with pytest.raises(TierOpenError, match=f"{sound}, which stays as it was.* ended by .*{signal_text(name)}"):
             opened(sound)
     assert_untouched(sound)
 
 
 def signal_text(name: str) -> str:
-    """Returns how a signal is called in messages."""
+    """Returns the name of a signal in messages."""
     return name if name != "SIGRTMIN" else "SIGRTMIN|signal"
 
 
 @pytest.mark.parametrize("name", ["SIGSEGV", "SIGBUS", "SIGABRT"])
-def test_the_look_crashes(sound: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A child that crashes while it looks says that the file is damaged; one that crashes before says nothing about it."""
+def test_a_crash_during_the_check_means_damage(sound: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A crash before the check begins says nothing about the file."""
     crash = f"import os; os.kill(os.getpid(), {int(getattr(signal, name))})\n"
     with monkeypatch.context() as patched:
         patched.setattr(lmdb_probe, "_PROBE", crash + lmdb_probe._PROBE)
         with pytest.raises(TierOpenError, match=name):
             opened(sound)
     assert_untouched(sound)
-    while_looking(monkeypatch, crash.partition("; ")[2].strip())
+    during_check(monkeypatch, crash.partition("; ")[2].strip())
     tier = opened(sound)
     assert list(tier.entries()) == []
     assert name in (tier.last_error or "")
@@ -261,15 +265,18 @@ def test_the_look_crashes(sound: Path, monkeypatch: pytest.MonkeyPatch, name: st
     assert damaged_stores(sound) == ["damaged-1"]
 
 
-def test_the_look_comes_no_further(sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that hangs is not damage either; one that is slow gets all the time it takes, as long as it goes on."""
+def test_a_stalled_check_does_not_count_as_damage(sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hanging disk is refused.
+
+    A slow one gets as much time as it needs while the check proceeds.
+    """
     monkeypatch.setattr(lmdb_probe, "SILENCE_SECONDS", 1.0)
     with monkeypatch.context() as patched:
-        while_looking(patched, "import time; time.sleep(60)")
+        during_check(patched, "import time; time.sleep(60)")
         with pytest.raises(TierOpenError, match="no further for 1 s"):
             opened(sound)
     with monkeypatch.context() as patched:
-        while_looking(patched, 'import time; [(time.sleep(0.3), say("walking")) for _ in range(5)]')
+        during_check(patched, 'import time; [(time.sleep(0.3), say("walking")) for _ in range(5)]')
         began = time.monotonic()
         assert_untouched(sound)
         assert time.monotonic() - began > 1.5
@@ -287,10 +294,10 @@ def test_the_look_comes_no_further(sound: Path, monkeypatch: pytest.MonkeyPatch)
     ],
     ids=["no python", "exit code", "traceback", "silence", "I/O error", "no memory"],
 )
-def test_the_look_cannot_be_had(
+def test_a_check_that_cannot_start_does_not_count_as_damage(
     sound: Path, monkeypatch: pytest.MonkeyPatch, executable: str | None, probe: str | None
 ) -> None:
-    """A child that cannot be started, or cannot work, says nothing about the file."""
+    """A child that cannot start or work says nothing about the file."""
     with monkeypatch.context() as patched:
         if executable is not None:
             patched.setattr(sys, "executable", executable)
@@ -301,7 +308,7 @@ def test_the_look_cannot_be_had(
     assert_untouched(sound)
 
 
-# Opens a store with a child that says its id and then takes its time.
+# Opens a store with a child that prints its id and then sleeps.
 OPEN_SLOWLY = """
 import asyncio, os, signal, sys
 from pathlib import Path
@@ -323,7 +330,7 @@ asyncio.run(main())
 
 @contextlib.contextmanager
 def opening(store: Path, note: Path, seconds: float) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A process, alone in its process group, that is opening a store; and the id of its child, which is looking."""
+    """Yields a process in its own group that opens a store, and the pid of its child."""
     command = [sys.executable, "-c", OPEN_SLOWLY, str(store), str(note), str(seconds)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:
         try:
@@ -337,8 +344,8 @@ def opening(store: Path, note: Path, seconds: float) -> Iterator[tuple[subproces
             process.kill()
 
 
-def test_interrupted_while_looking(tmp_path: Path) -> None:
-    """A Ctrl-C, which goes to the whole process group, does not reach the child: the store opens with all it had."""
+def test_ctrl_c_does_not_reach_the_check(tmp_path: Path) -> None:
+    """Ctrl-C goes to the whole process group; the store still opens with all its blocks."""
     filled(tmp_path / "store", 100)
     with opening(tmp_path / "store", tmp_path / "note", 0.3) as (process, _):
         os.killpg(process.pid, signal.SIGINT)
@@ -346,8 +353,8 @@ def test_interrupted_while_looking(tmp_path: Path) -> None:
     assert_untouched(tmp_path / "store")
 
 
-def test_killed_while_looking(tmp_path: Path) -> None:
-    """The child dies with the server that wanted its answer, so that nobody looks on beside the next one."""
+def test_the_check_ends_with_its_server(tmp_path: Path) -> None:
+    """No child of a killed server reads the file beside the next server."""
     filled(tmp_path / "store", 100)
     with opening(tmp_path / "store", tmp_path / "note", 60) as (process, child):
         assert Path(f"/proc/{child}").exists()
@@ -361,22 +368,22 @@ def test_killed_while_looking(tmp_path: Path) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there, and not merely waiting to be reaped."""
+    """Returns whether a process runs and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
 
 
-def test_an_orphan_does_not_look(sound: Path) -> None:
-    """A child whose parent was gone before it could ask to die with it ends at once."""
+def test_an_orphaned_check_ends_at_once(sound: Path) -> None:
+    """The parent ended before the child could ask to be killed with it."""
     arguments = ["0", str(sound), str(32 * MIB), str(Path(lmdb.__file__).parent.parent)]
     command = [sys.executable, "-I", "-S", "-c", lmdb_probe._PROBE, *arguments]
     child = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (child.returncode, child.stdout) == (1, "")
 
 
-def test_the_look_never_shortens_the_file(sound: Path) -> None:
+def test_the_check_never_shortens_the_file(sound: Path) -> None:
     """A file that is longer than its pages keeps its length."""
     path = sound / "data.mdb"
     os.truncate(path, path.stat().st_size + 40 * PAGE)
@@ -385,7 +392,7 @@ def test_the_look_never_shortens_the_file(sound: Path) -> None:
     assert path.stat().st_size == size
 
 
-# Opens a damaged store, uses all of it, and says how it went.
+# Opens a damaged store, uses all of it, and prints the results.
 USE_A_DAMAGED_STORE = """
 import sys
 from pathlib import Path
@@ -411,8 +418,8 @@ print("fine" if not tier.last_error else "trouble")
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_damage(tmp_path: Path, seed: int) -> None:
-    """Pages that turned to zeros, anywhere in the file, end neither the process nor the truth of what is loaded."""
+def test_random_zeroed_pages_cause_no_crash_and_no_wrong_bytes(tmp_path: Path, seed: int) -> None:
+    """The pages are anywhere in the file."""
     path = filled(tmp_path)
     source = random.Random(seed)
     pages = path.stat().st_size // PAGE
@@ -429,8 +436,8 @@ def test_random_damage(tmp_path: Path, seed: int) -> None:
     assert child.returncode == 0, child.stderr
 
 
-def test_a_damaged_index_record(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """An index record that does not pass its own checksum is not listed, and goes, with the bytes that nobody owns."""
+def test_a_damaged_index_record_is_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A record with a wrong checksum is not listed; it and its chunks are removed."""
     tier = opened(tmp_path)
     tier.store([full(b"%d" % number, content(number, (70_000,))) for number in range(3)])
     lost = record_of(tier, SPACE, b"1").record_id
@@ -452,10 +459,12 @@ def test_a_damaged_index_record(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 @pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("pages", [0, 1, 150, 1000, 0xFFFFFFFF])
-def test_a_damaged_page_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pages: int, *, bounded: bool) -> None:
-    """A wrong page count in front of a chunk cannot make its removal free the pages of other blocks.
+def test_a_damaged_page_header_frees_no_pages_of_other_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pages: int, *, bounded: bool
+) -> None:
+    """A wrong page count before a chunk does not affect other blocks when the chunk is removed.
 
-    Whether LMDB itself bounds it or not; and what is removed together with that block goes as well.
+    LMDB itself may or may not check it. Blocks that are removed in the same batch are removed.
     """
     monkeypatch.setattr(tiers_lmdb, "HEADERS_ARE_BOUNDED", bounded)
     tier = opened(tmp_path)
@@ -471,8 +480,8 @@ def test_a_damaged_page_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     tier.close()
 
 
-def test_a_chunk_is_missing(tmp_path: Path) -> None:
-    """A block of which a chunk has gone is corrupt, and its removal, beside others', leaves nothing of it behind."""
+def test_a_block_with_a_missing_chunk_is_corrupt(tmp_path: Path) -> None:
+    """Its removal, beside others, leaves none of its chunks."""
     tier = opened(tmp_path)
     sizes = (600_000,)  # four chunks
     tier.store([full(b"%d" % number, content(number, sizes)) for number in range(4)])
@@ -488,8 +497,8 @@ def test_a_chunk_is_missing(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_some_are_replaced(tmp_path: Path) -> None:
-    """Of a batch some blocks may be new and some replace others, of other sizes too; nothing of those is left."""
+def test_a_batch_may_replace_some_blocks(tmp_path: Path) -> None:
+    """The others are new; sizes may differ, and no chunk of the old blocks is left."""
     tier = opened(tmp_path)
     sizes = [(300_000,), (70_000, 5000), (65536,), (16,)]
     assert (
@@ -507,8 +516,7 @@ def test_some_are_replaced(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_swapped_blocks(tmp_path: Path) -> None:
-    """Bytes that are whole but belong to another block are corrupt."""
+def test_bytes_of_another_block_are_corrupt(tmp_path: Path) -> None:
     tier = opened(tmp_path)
     tier.store([full(b"a", [b"a" * 5000]), full(b"b", [b"b" * 5000])])
     with tier._store.env.begin(write=True) as txn:
@@ -521,8 +529,8 @@ def test_swapped_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_file_that_ends_early(tmp_path: Path, seed: int) -> None:
-    """Pages that one transaction added and freed are not written at the end of the file: that is never taken for damage."""
+def test_a_short_file_is_not_damage(tmp_path: Path, seed: int) -> None:
+    """Pages that one transaction added and freed are never written at the end of the file."""
     source = random.Random(seed)
     tier, names, reopened = opened(tmp_path), [], 0
     for _ in range(60):
@@ -546,11 +554,11 @@ def test_a_file_that_ends_early(tmp_path: Path, seed: int) -> None:
     tier.close()
 
 
-# ----- who may open what
+# ----- access
 
 
-def test_one_owner(tmp_path: Path) -> None:
-    """A second owner is refused, and told the directory and the process that has it; afterwards it is free."""
+def test_a_second_owner_is_refused(tmp_path: Path) -> None:
+    """The error names the directory and the process that uses it; afterwards it is free."""
     tier = opened(tmp_path)
     with pytest.raises(TierOpenError, match=f"{tmp_path} is in use by process {os.getpid()}"):
         opened(tmp_path)
@@ -560,15 +568,15 @@ def test_one_owner(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["file", "file/below", "/proc/kvtier"])
-def test_an_impossible_directory(tmp_path: Path, name: str) -> None:
-    """A directory that cannot be written is refused by name."""
+def test_an_unusable_directory_is_named(tmp_path: Path, name: str) -> None:
+    """A directory that cannot be written is refused."""
     (tmp_path / "file").write_text("not a directory")
     with pytest.raises(TierOpenError, match=name):
         opened(tmp_path / name)
 
 
-def test_a_newer_format(tmp_path: Path) -> None:
-    """A store of a newer release is refused and left alone."""
+def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+    """A store of a newer release stays unchanged."""
     tier = opened(tmp_path)
     tier.store([full(b"key", [b"data"])])
     with tier._store.env.begin(write=True) as txn:
@@ -582,8 +590,8 @@ def test_a_newer_format(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("database", [None, b"theirs", b"index"])
-def test_another_programs_environment(tmp_path: Path, database: bytes | None) -> None:
-    """An LMDB environment that is not ours is refused and left alone."""
+def test_a_foreign_lmdb_environment_is_refused(tmp_path: Path, database: bytes | None) -> None:
+    """The files of another program stay unchanged."""
     with lmdb.open(str(tmp_path), max_dbs=1) as env:
         theirs = env.open_db(database)
         with env.begin(write=True) as txn:
@@ -594,7 +602,7 @@ def test_another_programs_environment(tmp_path: Path, database: bytes | None) ->
 
 
 def test_files_are_private(tmp_path: Path) -> None:
-    """Nobody else can read what is cached."""
+    """Other users cannot read cached blocks."""
     tier = opened(tmp_path / "new" / "store")
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "new" / "store").iterdir()}
     assert set(modes.values()) == {0o600}
@@ -605,8 +613,8 @@ def test_files_are_private(tmp_path: Path) -> None:
 # ----- space
 
 
-def test_sizes_between_lives(tmp_path: Path) -> None:
-    """The size may change: a larger one gives more room, a smaller one keeps what is there until the core evicts it."""
+def test_the_size_may_change_at_a_restart(tmp_path: Path) -> None:
+    """A larger size gives more space; a smaller one keeps the blocks until the core evicts them."""
     block = content("x", (MIB,))
 
     def store_until_full(tier: LMDBTier) -> int:
@@ -638,7 +646,7 @@ def test_sizes_between_lives(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, 64 * KIB, MIB])
 def test_the_file_is_bounded(tmp_path: Path, size: int) -> None:
-    """However much is stored, the file never grows beyond its size."""
+    """The file never exceeds the size of the tier."""
     tier = opened(tmp_path, 8 * MIB)
     outcomes: list[Outcome] = []
     for number in range(400):
@@ -651,8 +659,8 @@ def test_the_file_is_bounded(tmp_path: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [64 * KIB, 2 * MIB])
-def test_space_is_page_exact(tmp_path: Path, size: int) -> None:
-    """Blocks take less than one percent more than their bytes."""
+def test_space_overhead_is_below_one_percent(tmp_path: Path, size: int) -> None:
+    """Blocks use less than one percent more than their bytes."""
     tier = opened(tmp_path, 64 * MIB)
     count = 32 * MIB // size
     tier.store([full(b"%d" % number, content(0, (size,))) for number in range(count)])
@@ -663,7 +671,7 @@ def test_space_is_page_exact(tmp_path: Path, size: int) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Gives a file system of 4 MiB."""
+    """Yields a file system of 4 MiB."""
     mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(tmp_path)]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("may not mount")
@@ -671,8 +679,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_a_full_disk(small_disk: Path) -> None:
-    """A disk that is full before the map is means no space, and ends when the disk has room again."""
+def test_a_full_disk_is_no_space(small_disk: Path) -> None:
+    """Stores report NO_SPACE until the disk has space again."""
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes(2 * MIB))
     tier = opened(small_disk / "store")
@@ -706,7 +714,7 @@ def quota_error() -> lmdb.Error:
     return error
 
 
-class Broken:
+class FailingEnvironment:
     """An environment whose transactions fail."""
 
     def __init__(self, env: lmdb.Environment, error: lmdb.Error) -> None:
@@ -730,17 +738,17 @@ class Broken:
     ],
     ids=repr,
 )
-def test_errors(
+def test_errors_of_lmdb_fail_the_job(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     error: lmdb.Error,
     outcome: Outcome,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """An error of LMDB is an outcome and trouble, logged once, and over with the next success of the same kind."""
+    """The error is logged once, and is a trouble until the next success of that kind."""
     tier = opened(tmp_path)
     tier.store([full(b"key", [b"data"])])
-    whole, broken = tier._store, Broken(tier._store.env, error)
+    whole, broken = tier._store, FailingEnvironment(tier._store.env, error)
     fields = {name: getattr(whole, name) for name in whole.__slots__}
     monkeypatch.setattr(tier, "_store", type(whole)(**(fields | {"env": broken})))
     for _ in range(3):
@@ -759,8 +767,8 @@ def test_errors(
     tier.close()
 
 
-def test_refused_names(tmp_path: Path) -> None:
-    """A namespace or a key that cannot be kept apart from others is refused, and is nowhere."""
+def test_ambiguous_names_are_refused(tmp_path: Path) -> None:
+    """Namespaces and keys must have a unique encoding."""
     tier = opened(tmp_path)
     for namespace, key in [(NamespaceId(b"short"), b"key"), (SPACE, b"k" * 496)]:
         assert tier.store([full(key, [b"x"], namespace)]) == [FAILED]
@@ -773,8 +781,8 @@ def test_refused_names(tmp_path: Path) -> None:
 # ----- cost
 
 
-def test_power(tmp_path: Path) -> None:
-    """With durability "power" each transaction is flushed to the disk; with "process" only the close is."""
+def test_durability_decides_when_to_sync(tmp_path: Path) -> None:
+    """With "power" each transaction is synced to disk; with "process" only the close is."""
     for durability, flushed in (("process", False), ("power", True)):
         tier = LMDBTier("lmdb", tmp_path, 32 * MIB, durability)  # type: ignore[arg-type]
         flags = tier._store.env.flags()
@@ -786,8 +794,8 @@ def test_power(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_stores_copy_nothing_in_python(tmp_path: Path) -> None:
-    """Blocks go into LMDB straight from where they are."""
+def test_stores_make_no_copy(tmp_path: Path) -> None:
+    """LMDB reads blocks from their own memory."""
     tier = opened(tmp_path, 128 * MIB)
     part = memoryview(bytearray(8 * MIB))
     tracemalloc.start()
@@ -800,7 +808,7 @@ def test_stores_copy_nothing_in_python(tmp_path: Path) -> None:
 
 
 def test_a_restart_lists_many_blocks(tmp_path: Path) -> None:
-    """After a restart every block of a sound store is listed, each once."""
+    """Every block of a sound store is listed once."""
     tier = opened(tmp_path, 64 * MIB)
     parts = [b"x" * 600]
     for start in range(0, 30_000, 1000):
@@ -812,12 +820,12 @@ def test_a_restart_lists_many_blocks(tmp_path: Path) -> None:
     assert len(keys) == len(set(keys)) == 30_000
 
 
-# ----- the format
+# ----- format
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4079, 4080, 4081, 65536, 262128, 262129, 2 * MIB, 2 * MIB + 5000])
-def test_chunks(nbytes: int) -> None:
-    """Chunks follow one another from the first byte to the last; all but the last fill whole pages."""
+def test_chunks_cover_the_block(nbytes: int) -> None:
+    """They follow each other from the first byte to the last; all but the last fill whole pages."""
     spans = list(chunk_spans(nbytes, PAGE))
     assert [start for start, _ in spans] == [0, *(stop for _, stop in spans)][: len(spans)]
     assert (spans[-1][1] if spans else 0) == nbytes
@@ -827,8 +835,8 @@ def test_chunks(nbytes: int) -> None:
     assert len(sizes) <= nbytes // (CHUNK_PAGES * PAGE - 16) + 2
 
 
-def test_records() -> None:
-    """A record reads as it was written, and not at all if one byte of it or of its key is another."""
+def test_records_are_checked() -> None:
+    """A record reads back as written; a change of one byte of it or of its key makes it invalid."""
     record = BlockRecord(2**40, 2**64 - 1, (1, 2**33, 0))
     packed = record.pack(b"key")
     assert BlockRecord.unpack(b"key", packed) == record
@@ -847,8 +855,8 @@ def test_records() -> None:
 @pytest.mark.parametrize(
     "sizes", [(65536,), (262144, 65536), (2 * MIB, 2 * MIB), (1, 5000, 65536), (65536,) * 40, (16,)]
 )
-def test_the_ends_of_parts(tmp_path: Path, sizes: tuple[int, ...]) -> None:
-    """Short ends lie in the record, so long as they are few bytes; all comes back, and nothing is left after a removal."""
+def test_short_ends_of_parts_are_in_the_record(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    """All bytes read back, and a removal leaves none."""
     tier = opened(tmp_path)
     assert tier.store([full(b"key", content(1, sizes))]) == [DONE]
     tails = record_of(tier, SPACE, b"key").tails
@@ -865,8 +873,11 @@ def test_the_ends_of_parts(tmp_path: Path, sizes: tuple[int, ...]) -> None:
     tier.close()
 
 
-def test_a_store_of_format_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a release wrote that kept the ends of parts in chunks is read, replaced and removed."""
+def test_a_store_of_format_1_is_supported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release that kept the ends of parts in chunks wrote it.
+
+    Its blocks can be read and replaced.
+    """
     sizes = (65536, 2 * MIB)
     with monkeypatch.context() as patched:
         patched.setattr(lmdb_blocks, "TAILS_BYTES", 0)
@@ -890,8 +901,7 @@ def test_a_store_of_format_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     tier.close()
 
 
-def test_chunk_keys() -> None:
-    """Chunks sort by record, part and number."""
+def test_chunk_keys_sort_by_record_part_and_number() -> None:
     names = [(1, 0, 0), (1, 0, 1), (1, 0, 300), (1, 1, 0), (2, 0, 0), (256, 0, 0)]
     keys = [chunk_key(*name) for name in names]
     assert keys == sorted(keys)

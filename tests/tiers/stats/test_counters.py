@@ -1,4 +1,4 @@
-"""What lookups met, per namespace."""
+"""Outcomes of lookups per namespace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def namespace(number: int, tag: bytes = b"rest") -> NamespaceId:
 
 
 def test_every_key_counts_in_its_namespace_and_in_the_sum() -> None:
-    """Hits by tier, misses by reason; an open question counts for nothing yet."""
+    """Hits by tier and misses by reason; an open query does not count yet."""
     tally = HitCounters(1)
     tally.count(
         namespace(1), [OutcomeRun(3, 0), OutcomeRun(2, 1), OutcomeRun(4, MissReason.EVICTED), OutcomeRun(7, None)]
@@ -29,8 +29,8 @@ def test_every_key_counts_in_its_namespace_and_in_the_sum() -> None:
     assert (tally.hits, tally.misses.total(), tally.keys) == ([3, 1], 6, 10)
 
 
-def test_namespaces_beyond_the_bound_are_counted_together_per_tenant() -> None:
-    """However many there are, what is told apart is bounded, and nothing is lost."""
+def test_namespaces_beyond_the_limit_share_counters_per_tenant() -> None:
+    """Memory is bounded, and the sums are exact."""
     tally = HitCounters(0, {b"acme": "acme"})
     for number in range(MAX_NAMESPACES):
         tally.hit(namespace(number), 0)

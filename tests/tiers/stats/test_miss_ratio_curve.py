@@ -1,4 +1,4 @@
-"""What other sizes of a tier would answer, estimated from a sample of the keys."""
+"""Estimated hit ratio of other sizes of a tier, from a sample of the keys."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ FOREVER = float("inf")
 
 
 def digest(number: int) -> bytes:
-    """Returns the key of a block, a hash as engines make them."""
+    """Returns the key of a block: a hash, as in engines."""
     return hashlib.blake2b(b"%d" % number, digest_size=16).digest() + GROUP
 
 
 def hash_of(key: bytes) -> int:
-    """Spreads keys alike in every run, as `hash` does not."""
+    """Hashes keys to the same values in every run, unlike `hash`."""
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big", signed=True)
 
 
 def lru_hits(references: Sequence[tuple[int, int]], size: int) -> int:
-    """Returns the hits of a cache of this size that evicts what was used least recently: block and bytes per reference."""
+    """Returns the hits of an LRU cache of this size; a reference is a block and its bytes."""
     held: OrderedDict[int, int] = OrderedDict()
     hits = 0
     for block, nbytes in references:
@@ -52,7 +52,7 @@ def lru_hits(references: Sequence[tuple[int, int]], size: int) -> int:
 
 
 def refer(stack: ReuseDistanceSampler, block: int, nbytes: int) -> None:
-    """Counts a reference, and stores what is not known."""
+    """Counts a reference, and stores an unknown block."""
     name = (NAMESPACE, digest(block))
     if not stack.takes(name[1]) or stack.touch(name):
         return
@@ -66,8 +66,8 @@ class TestStack:
         st.dictionaries(st.integers(0, 30), st.integers(1, 9)),
         st.lists(st.integers(0, 60), min_size=1, max_size=6).map(sorted),
     )
-    def test_every_key(self, blocks: list[int], nbytes: dict[int, int], sizes: list[int]) -> None:
-        """With all keys in the sample, hits are those of a cache of each size, to the last one, whatever the blocks' sizes."""
+    def test_a_full_sample_gives_exact_hits(self, blocks: list[int], nbytes: dict[int, int], sizes: list[int]) -> None:
+        """The hits are those of an LRU cache of each size, for any block sizes."""
         references = [(block, nbytes.get(block, 1)) for block in blocks]
         stack = ReuseDistanceSampler(sizes, rate=1.0)
         for block, size in references:
@@ -76,8 +76,8 @@ class TestStack:
         for number, size in enumerate(sizes):
             assert sum(stack.hits[: number + 1]) == lru_hits(references, size)
 
-    def test_long_time_with_the_same_blocks(self) -> None:
-        """After a hundred thousand uses of two blocks, new ones push them down as they would have at the start."""
+    def test_new_blocks_after_a_long_time_with_the_same_blocks(self) -> None:
+        """After 100,000 uses of two blocks, new ones have the same effect as at the start."""
         stack = ReuseDistanceSampler([4, 8], rate=1.0)
         for _ in range(50_000):
             refer(stack, 0, 1)
@@ -94,8 +94,8 @@ class TestStack:
         refer(stack, 0, 1)
         assert stack.hits == [99_999, 2, 17]
 
-    def test_sample(self) -> None:
-        """A sample that has to be halved until it is small comes within two hundredths, and holds no more than it may."""
+    def test_a_shrinking_sample_stays_accurate(self) -> None:
+        """A repeatedly halved sample has an error of at most 0.02, within its memory limit."""
         rng = random.Random(7)
         references = [(int(10_000 * rng.random() ** 3), BLOCK) for _ in range(30_000)]
         sizes = [blocks * BLOCK for blocks in (500, 1000, 2000, 5000)]
@@ -105,7 +105,7 @@ class TestStack:
         assert len(stack) <= 1000
         assert stack.rate <= 1 / 4
         expected = len(references) * stack.rate
-        more = expected - sum(stack.hits)  # keys that are asked for all the time, as `MissRatioCurves.of` has it
+        more = expected - sum(stack.hits)  # frequently used keys, as in `MissRatioCurves.of`
         for number, size in enumerate(sizes):
             estimate = (sum(stack.hits[: number + 1]) + more) / expected
             exact = ReuseDistanceSampler([size], rate=1.0)
@@ -113,8 +113,8 @@ class TestStack:
                 refer(exact, block, nbytes)
             assert estimate == pytest.approx(exact.hits[0] / len(references), abs=0.02)
 
-    def test_what_is_too_deep_is_forgotten(self) -> None:
-        """Blocks that no size holds take no memory, however many pass."""
+    def test_blocks_beyond_the_largest_size_are_forgotten(self) -> None:
+        """They use no memory."""
         stack = ReuseDistanceSampler([4 * BLOCK, 16 * BLOCK], rate=1.0)
         for block in range(1000):
             refer(stack, block, BLOCK)
@@ -123,13 +123,13 @@ class TestStack:
 
 
 def curves(*capacities: int, where: int | None = None, **more: int) -> MissRatioCurves:
-    """Returns the curves of tiers of so many blocks, from all keys."""
+    """Returns the curves of tiers with these numbers of blocks, from all keys."""
     sizes = [blocks * BLOCK for blocks in capacities]
     return MissRatioCurves(sizes, lambda *_: where, **{"sampled": 256, **more})
 
 
 def ask(asked: MissRatioCurves, blocks: Sequence[int], verdict: int | MissReason | None) -> None:
-    """Looks up blocks that all meet the same."""
+    """Looks up blocks that all have the same outcome."""
     asked.looked_up(ONE_SIZE, [digest(block) for block in blocks], (OutcomeRun(len(blocks), verdict),))
 
 
@@ -145,8 +145,8 @@ def ratios(asked: MissRatioCurves, tier: int = 0) -> list[float]:
 
 
 class TestCurves:
-    def test_loop(self) -> None:
-        """Two hundred blocks in a loop: half of them fit, and all of them would fit twice the room."""
+    def test_a_loop_of_blocks(self) -> None:
+        """A tier holds half of the two hundred blocks; twice its size would hold all."""
         looped = curves(150)
         put(looped, range(200))
         for _ in range(10):
@@ -154,8 +154,8 @@ class TestCurves:
                 ask(looped, range(start, start + 10), MissReason.EVICTED)
         assert ratios(looped) == pytest.approx([0, 0, 1, 1, 1], abs=0.01)
 
-    def test_own_size_is_what_was_measured(self) -> None:
-        """Where the tier does better than the order of last use, its own size says so, and larger ones lose as much less."""
+    def test_the_own_size_has_the_measured_ratio(self) -> None:
+        """A tier better than LRU shows its ratio; estimates of larger sizes are adjusted."""
         looped = curves(150)
         put(looped, range(200))
         for _ in range(10):
@@ -167,8 +167,8 @@ class TestCurves:
         assert half <= own
         assert larger == pytest.approx([1, 1, 1], abs=0.01)
 
-    def test_tier_below_answers_for_the_one_above(self) -> None:
-        """A tier below is never said to answer less than what is above it, at whatever size."""
+    def test_a_secondary_tier_includes_the_tiers_above(self) -> None:
+        """Its curve is never below that of the tier above, at any size."""
         both = curves(200, 100)
         put(both, range(150))
         for _ in range(10):
@@ -176,8 +176,7 @@ class TestCurves:
         assert ratios(both, 0)[1:] == [1, 1, 1, 1]
         assert ratios(both, 1) == [1, 1, 1, 1, 1]
 
-    def test_nothing_is_said_of_too_little(self) -> None:
-        """Before 64 keys of the sample there is no curve."""
+    def test_a_curve_needs_64_sampled_keys(self) -> None:
         few = curves(10)
         ask(few, range(63), MissReason.NEVER_STORED)
         assert few.of(0) == ()
@@ -185,30 +184,30 @@ class TestCurves:
         assert [estimate.scale for estimate in few.of(0)] == list(SCALES)
         assert ratios(few) == [0, 0, 0, 0, 0]
 
-    def test_open_questions_count_when_they_are_answered(self) -> None:
-        """A lookup that a tier has to be asked about comes again."""
+    def test_open_queries_count_when_they_are_answered(self) -> None:
+        """The lookup is repeated then."""
         asked = curves(10)
         ask(asked, range(100), None)
         assert asked.of(0) == ()
 
-    def test_what_was_never_stored_is_never_a_hit(self) -> None:
-        """Being asked for again does not bring a block."""
+    def test_unstored_blocks_are_never_hits(self) -> None:
+        """A repeated lookup does not store a block."""
         asked = curves(100)
         for _ in range(10):
             ask(asked, range(20), MissReason.NEVER_STORED)
         assert ratios(asked) == [0, 0, 0, 0, 0]
 
-    def test_blocks_of_an_earlier_life(self) -> None:
-        """What a tier has since before anything was counted is a hit of its size, and from then on known."""
+    def test_blocks_from_before_a_restart(self) -> None:
+        """The first lookup counts as a hit of the tier's size; afterwards the block is known."""
         recovered = curves(50, 100, where=1)
         for _ in range(2):
             for start in range(0, 100, 10):
                 ask(recovered, range(start, start + 10), 1)
         assert ratios(recovered, 1)[1:] == [1, 1, 1, 1]
-        assert ratios(recovered, 0)[3] > 0.4, "the second time they are known, and four times the room would have them"
+        assert ratios(recovered, 0)[3] > 0.4, "known at the second lookup; four times the size would hold them"
 
-    def test_load_changes(self) -> None:
-        """Old lookups fade by the number of those that follow."""
+    def test_old_lookups_fade(self) -> None:
+        """Their weight falls with the number of later lookups."""
         changing = curves(100, window=1000)
         put(changing, range(50))
         for _ in range(100):
@@ -218,8 +217,7 @@ class TestCurves:
             ask(changing, range(start, start + 50), MissReason.NEVER_STORED)
         assert max(ratios(changing)) < 0.01
 
-    def test_thin_sample(self) -> None:
-        """By default one key in 64 is looked at."""
+    def test_the_default_sample_is_one_key_in_64(self) -> None:
         thin = MissRatioCurves([100 * BLOCK], lambda *_: None)
         for start in range(0, 64 * 64, 64):
             assert thin.of(0) == ()
@@ -228,7 +226,7 @@ class TestCurves:
 
 
 def replay(capacity: int, requests: Sequence[Sequence[int]], key_of: Callable[[int], bytes] = digest) -> TierManager:
-    """Serves requests from a CPU tier of so many blocks that evicts by last use."""
+    """Serves requests from a CPU tier with this many blocks that evicts by last use."""
     region = capacity * BLOCK
     core = TierManager(region, region, (), settings=TierSettings(eviction={CPU_TIER: "lru"}))
     core.add_memory(0, region)
@@ -248,8 +246,8 @@ def replay(capacity: int, requests: Sequence[Sequence[int]], key_of: Callable[[i
 
 
 class TestInTheCore:
-    def test_estimates_are_what_other_sizes_reach(self) -> None:
-        """From one server's lookups: the share of unbroken prefixes that half, twice, four and eight times the room would give."""
+    def test_estimates_match_servers_of_other_sizes(self) -> None:
+        """From the lookups of one server: the ratio at half, two, four and eight times its size."""
         rng = random.Random(5)
         chains = [range(1000 * number, 1000 * number + rng.randint(5, 40)) for number in range(1000)]
         requests = rng.choices(chains, [(rank + 1) ** -0.7 for rank in range(1000)], k=3000)
@@ -259,8 +257,8 @@ class TestInTheCore:
             assert estimate.hit_ratio == pytest.approx(other.tiers[0].hits / other.lookup_keys, abs=0.03)
 
     @pytest.mark.parametrize("zeros", [0, 4], ids=["digits", "zeros"])
-    def test_keys_that_are_no_hashes(self, zeros: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Whatever an engine calls its blocks, so many of them are in the sample as should be, soon."""
+    def test_keys_that_are_not_hashes(self, zeros: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """For any names of blocks, the sample soon has the intended rate."""
         monkeypatch.setattr(
             MissRatioCurves, "__init__", partialmethod(MissRatioCurves.__init__, sampled=32, hash_of=hash_of)
         )
@@ -284,7 +282,7 @@ class TestInTheCore:
             assert estimate.hit_ratio == pytest.approx(other.tiers[0].hits / other.lookup_keys, abs=0.05)
 
     def test_tiers_have_curves(self) -> None:
-        """Every tier has one, when there is enough to go by; what only a hold names is not part of it."""
+        """A curve needs enough samples; blocks that only a hold names do not count."""
         rig = Rig(ModelTier("near", 64 * BLOCK))
         rig.store([HOLD_ONLY_KEY_PREFIX + bytes(8) + GROUP])
         assert [tier.estimates for tier in rig.core.stats().tiers] == [(), ()]
@@ -297,8 +295,7 @@ class TestInTheCore:
         for tier in rig.core.stats().tiers:
             assert [estimate.hit_ratio for estimate in tier.estimates] == [1.0] * len(SCALES)
 
-    def test_off(self) -> None:
-        """It can be turned off."""
+    def test_curves_can_be_turned_off(self) -> None:
         core = TierManager(64 * BLOCK, 64 * BLOCK, (), settings=TierSettings(estimates=False))
         core.add_memory(0, 64 * BLOCK)
         session = core.open_session(b"s", "engine", 0, SPEC)

@@ -36,7 +36,7 @@ SIZES = (100_000, 5000)
 
 @pytest.fixture(params=[DiskTier, LMDBTier])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], Tier]]:
-    """Closes the tier that it opened before, and opens the store anew."""
+    """Returns a function that closes the previous tier and opens the store again."""
     tiers: list[Tier] = []
 
     def opened() -> Tier:
@@ -51,7 +51,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[]
 
 @pytest.fixture
 def tier(make: Callable[[], Tier]) -> Tier:
-    """Gives a tier with the blocks "0" to "299"."""
+    """Returns a tier with the blocks "0" to "299"."""
     tier = make()
     list(tier.entries())
     assert set(tier.store([full(b"%d" % number, content(number, SIZES)) for number in range(300)])) == {DONE}
@@ -90,12 +90,12 @@ def damage_record(tier: Tier, key: bytes) -> None:
 
 
 def findings_of(tier: Tier, *, repair: bool) -> list[Finding]:
-    """Checks all of a tier."""
+    """Checks all of a tier; returns the findings."""
     return [finding for step in check(tier, repair=repair) for finding in step.findings]
 
 
-def test_a_sound_tier(tier: Tier) -> None:
-    """All blocks are looked at, in slices of a few megabytes, and nothing is found."""
+def test_a_sound_tier_has_no_findings(tier: Tier) -> None:
+    """All blocks are read, in slices of a few megabytes."""
     steps = list(check(tier, repair=True))
     assert sum(step.blocks for step in steps) == tier.blocks_to_check() == 300
     assert sum(step.nbytes for step in steps) == 300 * sum(SIZES)
@@ -104,13 +104,12 @@ def test_a_sound_tier(tier: Tier) -> None:
     assert steps[-1].last is None
 
 
-def test_an_empty_tier(make: Callable[[], Tier]) -> None:
-    """A tier without blocks is checked at once."""
+def test_an_empty_tier_is_checked_at_once(make: Callable[[], Tier]) -> None:
     assert [(step.blocks, step.last) for step in check(make(), repair=False)] == [(0, None)]
 
 
-def test_damage_is_reported_and_left(tier: Tier) -> None:
-    """Each damaged block is named with what is wrong with it; without repair nothing changes."""
+def test_damage_is_reported(tier: Tier) -> None:
+    """Each damaged block is named with its problem; without repair nothing changes."""
     damage_bytes(tier, b"7")
     damage_bytes(tier, b"250")
     damage_record(tier, b"100")
@@ -124,8 +123,8 @@ def test_damage_is_reported_and_left(tier: Tier) -> None:
     assert tier.load([empty(b"7", SIZES), empty(b"8", SIZES)]) == [CORRUPT, DONE]
 
 
-def test_repair(tier: Tier, make: Callable[[], Tier]) -> None:
-    """With repair damaged blocks are missing from then on; the others are as they were, and a second check is clean."""
+def test_repair_drops_damaged_blocks(tier: Tier, make: Callable[[], Tier]) -> None:
+    """The other blocks stay, and a second check has no findings."""
     damage_bytes(tier, b"7")
     damage_record(tier, b"100")
     assert {(f.name, f.repaired) for f in findings_of(tier, repair=True)} == {
@@ -141,8 +140,11 @@ def test_repair(tier: Tier, make: Callable[[], Tier]) -> None:
     assert len(list(make().entries())) == 299
 
 
-def test_repair_before_anything_else(tier: Tier, make: Callable[[], Tier]) -> None:
-    """Repair of a store that was only opened, as `kvtier fsck` does it, finds what opening it for work would clear away."""
+def test_repair_of_a_store_without_other_work(tier: Tier, make: Callable[[], Tier]) -> None:
+    """`kvtier fsck` opens a store only to check it.
+
+    Damage that other work would remove is found.
+    """
     damage_bytes(tier, b"7")
     damage_record(tier, b"100")
     assert {f.name for f in findings_of(make(), repair=True)} == {SPACE + b"7", SPACE + b"100"}
@@ -153,8 +155,7 @@ def test_repair_before_anything_else(tier: Tier, make: Callable[[], Tier]) -> No
     assert findings_of(again, repair=False) == []
 
 
-def test_a_truncated_slab(tmp_path: Path) -> None:
-    """Blocks that a slab file no longer has are damaged, each by name."""
+def test_blocks_of_a_truncated_slab_are_named(tmp_path: Path) -> None:
     tier = DiskTier("disk", tmp_path, 64 * MIB, "process")
     tier.store([full(b"%d" % number, content(number, (MIB,))) for number in range(4)])
     tier.close()
@@ -165,14 +166,14 @@ def test_a_truncated_slab(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_tier_without_a_check() -> None:
-    """A tier of somebody else's that has no check says so."""
+def test_a_tier_without_a_check_raises() -> None:
+    """A tier class need not have a check."""
     with pytest.raises(TierError, match="has no check"):
         check(object(), repair=False)
 
 
-def test_beside_work(tier: Tier) -> None:
-    """A check beside stores, replacements, removals and loads finds what is damaged, and never what only changes."""
+def test_a_check_during_other_work(tier: Tier) -> None:
+    """With concurrent stores, replacements, removals and loads, only damaged blocks are found."""
     damage_bytes(tier, b"7")
     stop, wrong, rounds = threading.Event(), [], [0, 0]
 

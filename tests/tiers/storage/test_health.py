@@ -1,4 +1,4 @@
-"""What is wrong with a tier: what it says, and how often that is logged."""
+"""Trouble of a tier: its text, and how often it is logged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from kvtier.tiers.storage.health import TierHealth
 def test_texts_that_differ_each_time_do_not_fill_the_log(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One line per kind of work and ten seconds, and the next says how many were left out; `trouble` is always the last."""
+    """One line per kind of work and ten seconds; the next has the number left out.
+
+    `trouble` is the last text.
+    """
     now = 5.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     tier = SimpleNamespace(name="t", last_error=None)
