@@ -1,4 +1,4 @@
-"""Blocks in the CPU tier, and the namespaces that they belong to."""
+"""Blocks of the CPU tier, and the index of one namespace."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Block", "NamespaceIndex"]
 
 
 class NamespaceIndex:
-    """Where the blocks of a namespace are found by their keys, until a reset takes all of it away at once."""
+    """Index of the blocks of one namespace by key. A reset invalidates it as a whole."""
 
     __slots__ = ("blocks", "invalidated")
 
@@ -26,10 +26,11 @@ class NamespaceIndex:
 
 
 class Block:
-    """One block in the CPU tier: its slots, and how far they are filled.
+    """One block in the CPU tier: its slots, and which of them are written.
 
-    A block is visible when every rank's part is written (`ready`). Whoever needs it to stay (a lease, a store, a job of
-    a secondary tier) holds a pin; a block without pins may be evicted, whether it is ready or was left incomplete.
+    A block is visible when the parts of all ranks are written (`ready`). Leases, stores, holds and
+    tier
+    jobs pin it. A block without pins may be evicted, also if it is incomplete.
     """
 
     __slots__ = (
@@ -65,88 +66,90 @@ class Block:
         self.key = key
         self.part_bytes = part_bytes
         self.queue = queue
-        """Where it stands to be evicted: with its size class and its tenant's share."""
+        """Its eviction queue: one per size class and tenant share."""
         self.policy_node: Any = None
-        """What that line's eviction policy keeps with it."""
+        """State of the eviction policy for this block."""
         self.slots: tuple[int | None, ...] = spec.no_slots
-        """Per rank the offset of its slot in the region, or None where it has none."""
+        """Per rank the offset of its slot in the region, or None."""
         self.written = 0
         """Bit r is set when rank r's part is complete."""
         self.ready = False
-        """Whether every part is written: only then is the block visible."""
+        """Whether every part is written. Only then is the block visible."""
         self.writers = 0
         """Parts that clients are writing now."""
         self.promoting = False
-        """Whether a job is filling all parts from a secondary tier."""
+        """Whether a job is loading all parts from a secondary tier."""
         self.pins = 0
         self.skip_reason: MissReason | None = None
-        """Why a tier that should have got it did not, if there is one."""
+        """Why write-back skipped a tier, if it did."""
         self.namespace_index = namespace_index
         self.evict_on_unpin = False
-        """Whether it goes as soon as nobody pins it, because its hold has ended."""
+        """Whether to evict the block when its last pin ends: its hold has ended."""
         self.stalled = False
-        """Whether a tier is at work on it that does not come back."""
+        """Whether a stalled tier has it in a job."""
         self.last_use = 0
         """Logical time of the last store or lookup."""
         self.retain_until = 0.0
-        """Until when a request wants it to stay, in seconds; tiers may be asked for it later."""
+        """End of the requested retention, in seconds; also passed to the secondary tiers."""
         self.retained = False
-        """Whether it does stay: it is out of its line meanwhile."""
+        """Whether it is retained now. It is in no eviction queue then."""
 
     @property
     def name(self) -> tuple[NamespaceId, bytes]:
-        """What it is known by when it has gone and comes again."""
+        """Identifies the block across evictions."""
         return self.namespace, self.key
 
     @property
     def invalidated(self) -> bool:
-        """Whether it has been taken out of the index, by a reset say: it goes as soon as nobody pins it."""
+        """Whether it is unlinked from the index, e.g.
+
+        by a reset. It is dropped when its last pin ends.
+        """
         return self.namespace_index.invalidated
 
     @property
     def busy(self) -> bool:
-        """Never: whether blocks are pinned is not counted."""
+        """Always False: the CPU tier does not count pinned bytes."""
         return False
 
     @property
     def hold_only(self) -> bool:
-        """Whether only a hold names it: it goes to no tier below."""
+        """Whether it has no content hash and only holds refer to it. It is not written back."""
         return self.key.startswith(HOLD_ONLY_KEY_PREFIX)
 
     @property
     def pending(self) -> bool:
-        """Whether somebody is at work to make it ready."""
+        """Whether a client or a tier is writing it."""
         return not self.ready and (self.promoting or self.writers > 0)
 
     @property
     def nbytes(self) -> int:
-        """Size of all parts together."""
+        """Size of all parts."""
         return self.part_bytes * len(self.slots)
 
     @property
     def allocated_bytes(self) -> int:
-        """What its slots take when it has them all, in bytes."""
+        """Size of all its slots, allocated or not."""
         return self.queue.size_class * len(self.slots)
 
     def part_written(self, rank: int) -> bool:
-        """Takes note that one part is complete; returns whether all are."""
+        """Records that one part is complete; returns whether all are."""
         self.written |= 1 << rank
         self.ready = self.written == (1 << len(self.slots)) - 1
         return self.ready
 
     def promoted(self) -> None:
-        """Takes note that all parts have been filled from a secondary tier."""
+        """Records that all parts were loaded from a secondary tier."""
         self.written = (1 << len(self.slots)) - 1
         self.ready = True
         self.promoting = False
 
     def put_slot(self, rank: int, offset: int | None) -> None:
-        """Gives a rank's part a slot, or none."""
         slots = self.slots
         self.slots = (offset,) if len(slots) == 1 else (*slots[:rank], offset, *slots[rank + 1 :])
 
     def clear(self) -> None:
-        """Lets go of all slots, and of what was written to them."""
+        """Removes all slots and their contents."""
         self.slots = (None,) if len(self.slots) == 1 else (None,) * len(self.slots)
         self.written = 0
         self.ready = False

@@ -1,9 +1,11 @@
-"""Eviction on demand: what somebody who runs the server wants gone, and how much of that went.
+"""Bulk eviction: removes blocks by an operator's conditions, with progress.
 
-What is pinned, being stored or being loaded never goes, and what a request has had retained only where that is asked for.
-A tier is walked namespace by namespace, in slices: other events have their turn between two of them. Where only so many
-bytes are wanted, a first walk finds out from which time of last use on that is too much; so the least recently used go
-first, to the second (to the minute where they were not used for an hour), without sorting a million blocks.
+Blocks that are pinned or in a job stay, and so do retained blocks unless the request includes them.
+A tier is walked namespace by namespace, in slices. With `max_bytes`, a first walk counts bytes by
+age
+to find the limit. So the least recently used blocks are evicted first without sorting, to the
+second
+(to the minute beyond an hour).
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from .secondary import SecondaryTierState
 __all__ = ["SLICE", "EvictionProgress", "EvictionRequest", "EvictionSource", "EvictionTask", "SecondaryTierSource"]
 
 SLICE = 512
-"""Blocks that are looked at in one go: about a millisecond."""
+"""Blocks per slice: about 1 ms."""
 
 _FINE_SECONDS = 3600
 _COARSE_SECONDS = 60
@@ -30,16 +32,16 @@ _COARSE_SECONDS = 60
 
 @dataclass(frozen=True, slots=True)
 class EvictionRequest:
-    """What is to go: all that meets every condition.
+    """Conditions of an eviction. A block must meet all of them.
 
     Attributes:
         tiers: positions of the tiers in the lookup order; the CPU tier is 0.
-        namespace: of this namespace only.
-        tenant_tag: of the namespaces of this tenant only.
-        unused_since: in seconds of the core's clock; what was used later stays.
-        max_bytes: as few as make up so many, in each tier; None for all.
-        retained: whether what requests have had retained goes as well.
-        dry_run: whether it is only counted.
+        namespace: only this namespace.
+        tenant_tag: only the namespaces of this tenant.
+        unused_since: only blocks without a later use, in seconds of the core's clock.
+        max_bytes: limit per tier; None for no limit.
+        retained: whether retained blocks are included.
+        dry_run: whether blocks are only counted.
     """
 
     tiers: Collection[int]
@@ -51,97 +53,88 @@ class EvictionRequest:
     dry_run: bool = False
 
     def names(self, namespace: NamespaceId) -> bool:
-        """Returns whether blocks of a namespace are meant."""
+        """Returns whether blocks of a namespace are included."""
         if self.namespace is not None and namespace != self.namespace:
             return False
         return self.tenant_tag is None or namespace[:TENANT_TAG_BYTES] == self.tenant_tag
 
 
 class EvictionSource(Protocol):
-    """What a tier holds, to be parted with."""
+    """What bulk eviction needs of a tier."""
 
     def counts(self) -> Iterable[tuple[NamespaceId, int]]:
-        """Yields the namespaces that it has blocks of, and how many."""
+        """Yields namespaces and their number of blocks."""
         ...
 
-    def all_of(self, namespace: NamespaceId, /) -> Collection[Any]:
-        """Returns what it has of a namespace."""
-        ...
+    def all_of(self, namespace: NamespaceId, /) -> Collection[Any]: ...
 
-    def is_there(self, item: Any, /) -> bool:
-        """Returns whether it still has an item that it has had."""
-        ...
+    def is_there(self, item: Any, /) -> bool: ...
 
     def may_go(self, item: Any, /, *, retained: bool) -> bool:
-        """Returns whether an item is neither pinned nor in the middle of a job, nor, unless `retained`, retained."""
+        """Returns whether an item is unpinned, in no job and, unless `retained`, not retained."""
         ...
 
     def last_used(self, item: Any, /) -> float:
-        """Returns when an item was used the last time, in seconds."""
+        """Returns the last use in seconds."""
         ...
 
     def nbytes_of(self, item: Any, /) -> int:
-        """Returns what would be free without it."""
+        """Returns the bytes that its eviction would free."""
         ...
 
     def evict(self, items: Sequence[Any], /) -> None:
-        """Evicts items that are there and may go."""
+        """Evicts present, evictable items."""
         ...
 
 
 class SecondaryTierSource:
-    """What a tier below the CPU tier holds. The CPU tier parts with its blocks itself (`PrimaryTier`)."""
+    """A secondary tier as a source of bulk eviction. `CpuTier` is one itself."""
 
     def __init__(
         self, secondary: SecondaryTierState, used_in_cpu: UsedElsewhere, advance: Callable[[SecondaryTierState], None]
     ) -> None:
-        """`advance` has the tier remove what has gone from the catalog."""
+        """`advance` sends the pending removals to the tier."""
         self._lane = secondary
         self._catalog = secondary.catalog
         self._used_in_cpu = used_in_cpu
         self._advance = advance
 
     def counts(self) -> Iterable[tuple[NamespaceId, int]]:
-        """Yields the namespaces that it has blocks of, and how many."""
         return self._catalog.counts()
 
     def all_of(self, namespace: NamespaceId) -> Collection[CatalogEntry]:
-        """Returns what it has of a namespace."""
         return self._catalog.all_of(namespace)
 
     def is_there(self, item: CatalogEntry) -> bool:
-        """Returns whether an entry is still in the catalog."""
         return self._catalog.get(item.namespace, item.key) is item
 
     def may_go(self, item: CatalogEntry, *, retained: bool) -> bool:
-        """Returns whether an entry is in no job, nor, unless `retained`, retained."""
         return self._catalog.may_go(item, retained=retained)
 
     def last_used(self, item: CatalogEntry) -> float:
-        """Returns when a block was used the last time, here or in the CPU tier: what that one has is not asked of others."""
+        """Returns the last use here or in the CPU tier, whose lookups do not reach this tier."""
         return max(item.used_at, self._used_in_cpu(item.namespace, item.key) or 0.0)
 
     def nbytes_of(self, item: CatalogEntry) -> int:
-        """Returns the size of a block."""
         return item.nbytes
 
     def evict(self, items: Sequence[CatalogEntry]) -> None:
-        """Evicts entries, and has the tier remove them."""
+        """Evicts entries and sends the removals to the tier."""
         self._lane.pending_removals += self._catalog.evict(items)
         self._advance(self._lane)
 
 
 @dataclass(slots=True)
 class EvictionProgress:
-    """How far the clearing of one tier has come.
+    """Progress of an eviction in one tier.
 
     Attributes:
         tier: position in the lookup order.
-        total: blocks to look at, about.
-        looked_at: those of them that have been.
-        blocks: evicted so far, or to be counted only.
+        total: approximate number of blocks to examine.
+        looked_at: blocks examined so far.
+        blocks: blocks evicted so far, or counted in a dry run.
         nbytes: their size.
-        kept_blocks: blocks that are meant and cannot go: pinned, in the middle of a job, or retained.
+        kept_blocks: matching blocks that cannot be evicted: pinned, in a job, or retained.
         kept_nbytes: their size.
     """
 
@@ -155,22 +148,22 @@ class EvictionProgress:
 
 
 class EvictionTask:
-    """One eviction on demand, slice after slice."""
+    """One bulk eviction, run in slices."""
 
     def __init__(self, wanted: EvictionRequest, sources: Sequence[EvictionSource], now: float) -> None:
-        """`stocks` are those of all tiers, in lookup order; `now` is the time in seconds."""
+        """`sources`: all tiers in lookup order; `now`: in seconds."""
         self.done = False
-        """Whether there is nothing left to do."""
+        """Whether it has ended."""
         self.error: Exception | None = None
-        """What a slice raised, which was the last one then."""
+        """The error that ended it."""
         self.tiers = [EvictionProgress(tier) for tier in sorted(wanted.tiers)]
-        """What has come of it so far, per tier."""
+        """Progress per tier."""
         self._wanted = wanted
         self._now = now
         self._steps = self._run(sources)
 
     def work(self) -> bool:
-        """Does a slice; returns whether there is more. One that raises is the last."""
+        """Runs a slice; returns whether there are more. An error ends the task."""
         if not self.done:
             try:
                 self.done = next(self._steps, None) is None
@@ -180,7 +173,7 @@ class EvictionTask:
         return not self.done
 
     def cancel(self) -> None:
-        """Leaves it at what has been done."""
+        """Stops; blocks evicted so far stay evicted."""
         self.done = True
         self._steps.close()
 
@@ -212,9 +205,9 @@ class EvictionTask:
         left: int = 0,
         most: float = math.inf,
     ) -> Iterator[bool]:
-        """Parts with all that is meant and older than `age`, and with `left` bytes of what is of that age.
+        """Evicts matching blocks that are older than `age`, and `left` bytes of those of that age.
 
-        When `most` bytes have gone, all else stays: since the first walk there may have come more that is so old.
+        Stops at `most` bytes: blocks of that age may have been added since the first walk.
         """
         for slice_ in _slices(source, namespaces):
             going, nbytes_going = [], 0
@@ -244,13 +237,19 @@ class EvictionTask:
         return source.is_there(item) and (since is None or source.last_used(item) <= since)
 
     def _age(self, source: EvictionSource, item: Any) -> int:
-        """Returns for how long an item was not used, rounded down; what is used meanwhile is of age 0."""
+        """Returns the time since the last use, rounded down.
+
+        Blocks used since the start have age 0.
+        """
         age = max(0, int(self._now - source.last_used(item)))
         return age if age < _FINE_SECONDS else age // _COARSE_SECONDS * _COARSE_SECONDS
 
 
 def _slices(source: EvictionSource, namespaces: Iterable[NamespaceId]) -> Iterator[list[Any]]:
-    """Yields all items, the last first: so policies find them soonest. A list of a million pointers takes ten milliseconds."""
+    """Yields all items, last first, because policies remove these fastest.
+
+    Copying a list of a million pointers takes 10 ms.
+    """
     for namespace in namespaces:
         items = list(source.all_of(namespace))
         while items:
@@ -260,7 +259,7 @@ def _slices(source: EvictionSource, namespaces: Iterable[NamespaceId]) -> Iterat
 
 
 def _cut(ages: dict[int, int], wanted: int) -> tuple[int, int]:
-    """Returns the age of which only some have to go for so many bytes, and how many bytes of that age."""
+    """Returns the age at which only some blocks are evicted, and how many bytes of that age."""
     for age in sorted(ages, reverse=True):
         if wanted <= ages[age]:
             return age, wanted

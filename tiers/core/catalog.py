@@ -1,4 +1,4 @@
-"""What the core knows of a secondary tier: which blocks are there, and which go next."""
+"""Catalog of one secondary tier: its blocks, and the choice of victims."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ __all__ = ["Catalog", "CatalogEntry", "EntryState"]
 
 
 RUN = 16
-"""So many blocks, in the order in which a tier stored them, are taken for a piece of a chain after a restart."""
+"""Blocks, in the order in which the tier stored them, that form one chain after a restart."""
 
 VICTIM_BUFFER = 256
-"""So many victims are looked for at a time."""
+"""Victims that are precomputed at a time."""
 
 _TURNS = 1024
-"""So many times, while a whole tier is replaced, it is looked up which share is to make room."""
+"""The shares are compared this often while the content of a whole tier is replaced."""
 
 UsedElsewhere = Callable[[NamespaceId, bytes], float | None]
-"""Returns when a block was used in the CPU tier the last time, in seconds; None where it is not there."""
+"""Returns the last use of a block in the CPU tier, in seconds; None if it is not there."""
 
 
 class EntryState(enum.Enum):
-    """How far a block has come in a secondary tier."""
+    """Lifecycle of a block in a secondary tier."""
 
     STORING = enum.auto()
     HELD = enum.auto()
     LOST = enum.auto()
-    """Out of the catalog, for the tier found it damaged; a load of it may still run."""
+    """Removed from the catalog because the tier found it damaged; a load of it may still run."""
 
 
 class CatalogEntry:
-    """One block that a secondary tier holds, or is about to hold."""
+    """A block that a secondary tier holds or is about to store."""
 
     __slots__ = ("busy", "key", "loads", "namespace", "nbytes", "policy_node", "queue", "retained", "state", "used_at")
 
@@ -62,45 +62,48 @@ class CatalogEntry:
         self.state = state
         self.queue = queue
         self.policy_node: Any = None
-        """What that line's eviction policy keeps with it."""
+        """State of the eviction policy for this entry."""
         self.retained = False
-        """Whether it may not be evicted for a while."""
+        """Whether it is protected from eviction for a while."""
         self.loads = 0
-        """Loads that run; an entry that is being loaded is not evicted."""
+        """Running loads. An entry that is being loaded is not evicted."""
         self.busy = state is not EntryState.HELD
-        """Whether its store or a load of it runs, as its share counts it (`Catalog.recount`)."""
+        """Whether its store or a load runs, as counted in its share (see `Catalog.recount`)."""
         self.used_at = used_at
-        """When it was used here the last time, in seconds and a tick too early at most; in the CPU tier perhaps later."""
+        """Last use here, in seconds, at most a tick too early. The CPU tier may have a later use.
+        """
 
     @property
     def name(self) -> tuple[NamespaceId, bytes]:
-        """What the block is known by when it has gone and comes again."""
+        """Identifies the block across evictions."""
         return self.namespace, self.key
 
     @property
     def allocated_bytes(self) -> int:
-        """The bytes of the tier that it takes."""
         return self.nbytes
 
 
 @dataclass(slots=True)
 class _Turn:
-    """Whose turn it is to make room: shares are compared so often that nobody is ahead by more than a turn."""
+    """Share that currently makes room.
+
+    Comparing shares often keeps each within one turn of the others.
+    """
 
     taker: TenantShare
     queue: EvictionQueue[CatalogEntry]
     left: float
-    """Bytes that may go before shares are compared again."""
+    """Bytes that may be evicted before the shares are compared again."""
 
 
 class Catalog:
-    """The blocks of one secondary tier, never more than its capacity.
+    """The blocks of one secondary tier, within its capacity.
 
-    An entry exists from the moment when its store is submitted, so that the room is taken and no block is stored twice.
+    An entry is added when its store is submitted, so its room is reserved and no block is stored
+    twice.
     """
 
     def __init__(self, capacity_bytes: int, queues: EvictionQueues[CatalogEntry], history: EvictionHistory) -> None:
-        """`left` is told of every block that had to go, and why."""
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.evictions = 0
@@ -115,11 +118,10 @@ class Catalog:
         return self._count
 
     def counts(self) -> Iterator[tuple[NamespaceId, int]]:
-        """Yields the namespaces that have entries, and how many."""
         return ((namespace, len(entries)) for namespace, entries in self._entries.items() if entries)
 
     def recover(self, entries: Iterable[Entry]) -> list[CatalogEntry]:
-        """Takes in what the tier kept from an earlier life, oldest first; returns what no longer fits."""
+        """Adds the blocks of an earlier run, oldest first; returns those that no longer fit."""
         held, queue_for = EntryState.HELD, self.queues.queue_for
         recovered = [
             self._add(each.namespace, each.key, each.nbytes, held, queue_for(each.namespace)) for each in entries
@@ -142,7 +144,6 @@ class Catalog:
         return pending_removals
 
     def get(self, namespace: NamespaceId, key: bytes) -> CatalogEntry | None:
-        """Returns the entry of a block, whatever its state."""
         entries = self._entries.get(namespace)
         return entries.get(key) if entries else None
 
@@ -152,20 +153,21 @@ class Catalog:
         return entry if entry and entry.state is EntryState.HELD else None
 
     def use(self, entries: Sequence[CatalogEntry], request: Hashable, retain_until: float = 0.0) -> None:
-        """Takes note that a request used these, given head first (see `EvictionQueues.use`)."""
-        now = self.queues.now  # one object for all that is used in this tick
+        """Records a request's use, given head first (see `EvictionQueues.use`)."""
+        now = self.queues.now  # one object for all entries of this tick
         for entry in entries:
             entry.used_at = now
         self.queues.use(entries, request, retain_until)
 
     def finish(self, request: Hashable) -> None:
-        """Takes note that a request is over."""
         self.queues.finish(request)
 
     def begin_store(self, namespace: NamespaceId, key: bytes, nbytes: int) -> list[CatalogEntry] | None:
-        """Adds an entry in state STORING and returns what must be removed for it, or None if there is no room.
+        """Adds an entry in state STORING.
 
-        Entries that are being stored or loaded are not evicted. The caller says who uses the entry (`use`).
+        Returns the victims to remove for it, or None if there is no room.
+
+        Entries that are being stored or loaded are not evicted. The caller records the use (`use`).
         """
         queue = self._queue_of.get(namespace)
         if queue is None:
@@ -178,7 +180,10 @@ class Catalog:
         return victims
 
     def recount(self, entry: CatalogEntry) -> None:
-        """Takes note that an entry's state or loads have changed; one that is not in the catalog (any more) is fine."""
+        """Updates the busy bytes of a share after an entry's state or loads have changed.
+
+        Ignores dropped entries.
+        """
         busy = entry.state is not EntryState.HELD or entry.loads > 0
         if busy != entry.busy and self.get(entry.namespace, entry.key) is entry:
             entry.busy = busy
@@ -186,19 +191,21 @@ class Catalog:
                 entry.queue.share.busy += entry.nbytes if busy else -entry.nbytes
 
     def make_room(self, namespace: NamespaceId, nbytes: int) -> list[CatalogEntry]:
-        """Evicts so many bytes for a namespace, as far as that can be had now; returns what must be removed."""
+        """Evicts up to `nbytes` for a namespace, as far as possible now.
+
+        Returns what must be removed.
+        """
         return self.evict(self._choose(self.queues.shares.of(namespace), nbytes))
 
     def all_of(self, namespace: NamespaceId) -> Collection[CatalogEntry]:
-        """Returns the entries of a namespace, whatever their state."""
         return self._entries[namespace].values()
 
     def may_go(self, entry: CatalogEntry, *, retained: bool) -> bool:
-        """Returns whether an entry is neither being stored nor loaded, nor, unless `retained`, retained."""
+        """Returns whether an entry is in no job and, unless `retained`, not retained."""
         return entry.state is EntryState.HELD and not entry.loads and (retained or not entry.retained)
 
     def evict(self, entries: Iterable[CatalogEntry]) -> list[CatalogEntry]:
-        """Evicts entries that are there and may go, one after another as they are found; returns what must be removed."""
+        """Evicts entries while they are produced; returns what must be removed."""
         evicted = []
         for entry in entries:
             self._leave(entry, MissReason.EVICTED)
@@ -207,16 +214,16 @@ class Catalog:
         return evicted
 
     def drop(self, entry: CatalogEntry) -> None:
-        """Forgets an entry."""
         del self._entries[entry.namespace][entry.key]
         self.queues.remove(entry)
         self.used_bytes -= entry.nbytes
         entry.queue.share.used -= entry.nbytes
-        entry.queue.share.busy -= entry.nbytes if entry.busy else 0  # it is not retained any more
+        # `drop` has ended its retention
+        entry.queue.share.busy -= entry.nbytes if entry.busy else 0
         self._count -= 1
 
     def tick(self, now: float, used_elsewhere: UsedElsewhere) -> list[CatalogEntry]:
-        """Lets time pass; returns what must be removed, because it was not used for as long as the tier's `ttl`."""
+        """Advances the time; returns the entries whose `ttl` has passed, which must be removed."""
         expired = []
         for entry in self.queues.tick(now):
             used_at = used_elsewhere(entry.namespace, entry.key)
@@ -242,7 +249,7 @@ class Catalog:
         return entry
 
     def _victims(self, share: TenantShare, nbytes: int) -> list[CatalogEntry] | None:
-        """Returns what has to go for so many bytes of a share, or None if that cannot be had now."""
+        """Returns the victims for `nbytes` of a share; None if too little can be evicted now."""
         needed = self.used_bytes + nbytes - self.capacity_bytes
         over = share.over_limit(nbytes) if share.limit is not None else 0
         if needed <= 0 and not over:
@@ -250,12 +257,13 @@ class Catalog:
         if not over and (victims := self._in_turn(share, needed)):
             return victims
         needed = max(needed, over)
-        # A tier may be full of what is on its way to it: not every block that it refuses is worth a walk over all of that.
+        # A tier may be full of pending stores: do not search through them for every block that it
+        # refuses.
         enough = self._most(share, alone=over > 0) >= needed
         victims = self._choose(share, needed, alone=over > 0) if enough else []
         if sum(map(_nbytes, victims)) < needed:
             for queue in self.queues.all():
-                queue.victim_buffer.clear()  # they were not taken after all
+                queue.victim_buffer.clear()  # the victims stay
             return None
         if not over:
             alone = len(self.queues.shares) == 1
@@ -263,7 +271,10 @@ class Catalog:
         return victims
 
     def _in_turn(self, share: TenantShare, needed: int) -> list[CatalogEntry] | None:
-        """Returns what goes where it is known whose turn it is, and who is next there; or None."""
+        """Returns victims of the share whose turn it is, from its victim buffer.
+
+        None if these are not enough.
+        """
         turn = self._turn
         if turn is None or turn.taker is not share or turn.left < needed:
             return None
@@ -281,14 +292,17 @@ class Catalog:
         return victims
 
     def _most(self, share: TenantShare, *, alone: bool) -> int:
-        """Returns how many bytes can be had for a share at most."""
+        """Returns how many bytes can be evicted for a share at most."""
         if alone:
             return share.evictable
         others = (min(each.excess, each.evictable) for each in self.queues.shares if each is not share)
         return share.evictable + sum(nbytes for nbytes in others if nbytes > 0)
 
     def _choose(self, share: TenantShare, nbytes: int, *, alone: bool = False) -> list[CatalogEntry]:
-        """Returns who makes room for so many bytes of a share; `alone` says that it is at its limit and pays itself."""
+        """Returns victims for `nbytes` of a share.
+
+        `alone` restricts them to the share itself, which is at its limit.
+        """
         queues = [
             (queue.share, self._candidates(queue))
             for queue in self.queues.all()
@@ -297,8 +311,8 @@ class Catalog:
         return pick_victims(share, nbytes, queues, _nbytes)
 
     def _candidates(self, queue: EvictionQueue[CatalogEntry]) -> Iterator[CatalogEntry]:
-        """Yields what may go; the one that was yielded last is still the next, should it not be taken."""
-        if not queue.share.evictable:  # else whoever looks walks over all that is on its way, to find nothing
+        """Yields evictable entries. The last one stays in the buffer in case it is not taken."""
+        if not queue.share.evictable:  # otherwise the search would walk over all pending stores
             queue.victim_buffer.clear()
             return
         passed: set[CatalogEntry] = set()
@@ -323,12 +337,12 @@ class Catalog:
         )
 
     def _is_too_much(self, entry: CatalogEntry, excess: int) -> bool:
-        """Whether an entry no longer fits, of a share that is above its quota by so much at least."""
+        """Whether an entry no longer fits, and its share exceeds its quota by `excess` bytes."""
         share = entry.queue.share
         return (self.used_bytes > self.capacity_bytes and share.excess >= excess) or share.over_limit(0) > 0
 
     def _leave(self, entry: CatalogEntry, reason: MissReason) -> None:
-        """The one place where a block goes because the tier parts with it."""
+        """Drops an entry and records why. Every block that leaves the tier leaves it here."""
         self.drop(entry)
         self._history.record(entry.namespace, entry.key, reason)
 

@@ -1,4 +1,4 @@
-"""What the core asks its shell to do. The core never waits for it: the result comes back as an event."""
+"""Commands from the core to the server. Results come back as events; the core never waits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class StoreInTier:
-    """Write these blocks to a tier, then report `TierManager.job_finished`. Their slots do not move meanwhile."""
+    """Store blocks in a tier, then report `TierManager.job_finished`. Their slots do not move."""
 
     job_id: JobId
     tier: int
@@ -32,7 +32,7 @@ class StoreInTier:
 
 @dataclass(frozen=True, slots=True)
 class LoadFromTier:
-    """Fill the slots of these blocks from a tier, then report `TierManager.job_finished`."""
+    """Load blocks from a tier into their slots, then report `TierManager.job_finished`."""
 
     job_id: JobId
     tier: int
@@ -41,7 +41,7 @@ class LoadFromTier:
 
 @dataclass(frozen=True, slots=True)
 class LookupInTier:
-    """Ask a tier whether it has these blocks, then report `TierManager.lookup_finished`."""
+    """Query a tier for blocks, then report `TierManager.lookup_finished`."""
 
     job_id: JobId
     tier: int
@@ -50,7 +50,7 @@ class LookupInTier:
 
 @dataclass(frozen=True, slots=True)
 class RemoveFromTier:
-    """Remove these blocks from a tier, before any store that is asked for later. Nothing is reported."""
+    """Remove blocks from a tier, before any later store. No report."""
 
     tier: int
     keys: Sequence[tuple[NamespaceId, bytes]]
@@ -58,21 +58,24 @@ class RemoveFromTier:
 
 @dataclass(frozen=True, slots=True)
 class LeaseSettled:
-    """No block of this lease is pending any more: who waits for it can be answered."""
+    """A lease has no pending block any more: a waiting client can be answered."""
 
     lease_id: LeaseId
 
 
 @dataclass(frozen=True, slots=True)
 class HoldChanged:
-    """A hold was published, has ended, or nothing of it is on its way any more: who waits for it looks again."""
+    """A hold was published, has ended, or has no pending block any more.
+
+    Waiting clients check again.
+    """
 
     name: tuple[NamespaceId, str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class ContinueWork:
-    """An event was too much to be done at once: call `TierManager.work` as soon as other events have had their turn."""
+    """More work is left: call `TierManager.work` after other events have been handled."""
 
 
 Command = StoreInTier | LoadFromTier | LookupInTier | RemoveFromTier | LeaseSettled | HoldChanged | ContinueWork

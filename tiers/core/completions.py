@@ -1,7 +1,4 @@
-"""Blocks that were on their way: those that have come, those that will not, and who is told of it.
-
-Clients write blocks, and tiers load them; readers, holds and requests wait for either alike.
-"""
+"""Completion handler: ends of jobs and stores, and what waits for them."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ __all__ = ["CompletionHandler", "Durability"]
 
 
 class Durability:
-    """Knows what is in the durable tiers, or on its way there."""
+    """Durability of blocks: which are in a durable tier, or on their way there."""
 
     def __init__(self, cpu_tier: CpuTier, transfers: TransferScheduler) -> None:
         self._cpu_tier = cpu_tier
@@ -31,7 +28,7 @@ class Durability:
         self._residency = transfers.residency
 
     def flush(self, namespace: NamespaceId, keys: Sequence[bytes]) -> bytes:
-        """Returns a `DurableStatus` per key, and sends on their way ready blocks that no durable tier has."""
+        """Returns a `DurableStatus` per key; starts storing blocks that no durable tier has."""
         blocks = self._cpu_tier.blocks_of(namespace)
         waiting = [
             block
@@ -42,14 +39,14 @@ class Durability:
         return bytes(self.of(namespace, key) for key in keys)
 
     def store_skipped(self) -> None:
-        """Sends on their way, last used first, the blocks that backpressure had left out.
+        """Starts storing the blocks that backpressure had skipped, last used first.
 
-        Those only: what a tier has had and evicted since must not drive out what it has now.
+        Other blocks are not stored: a block that a tier has evicted must not displace its current
+        blocks.
         """
         self._transfers.cascade(self._cpu_tier.skipped_blocks(), None, even_if_busy=True)
 
     def of(self, namespace: NamespaceId, key: bytes) -> DurableStatus:
-        """Returns whether a block survives a restart."""
         if self._residency.is_durable(namespace, key):
             return DurableStatus.DURABLE
         block = self._cpu_tier.blocks_of(namespace).get(key)
@@ -59,7 +56,7 @@ class Durability:
 
 
 class CompletionHandler:
-    """Takes in the ends of jobs and stores, and passes them on."""
+    """Handles the ends of jobs and stores."""
 
     def __init__(
         self,
@@ -81,7 +78,7 @@ class CompletionHandler:
         self._commands = commands
 
     def settle(self, blocks: Sequence[Block]) -> None:
-        """Tells who waited for blocks that may not be pending any more."""
+        """Notifies those waiters of blocks that may not be pending any more."""
         for block in self._awaited(blocks):
             if block.pending:
                 continue
@@ -96,12 +93,12 @@ class CompletionHandler:
                 self._requests.end_if_settled(request)
 
     def _awaited(self, blocks: Sequence[Block]) -> list[Block]:
-        """Returns those of these blocks that somebody waits for: of what is stored, hardly ever one."""
+        """Returns the blocks that a lease, hold or request waits for; rarely any."""
         waiters = (self._lookups.leases, self._handoffs, self._requests)
         return list(dict.fromkeys(chain.from_iterable(waiter.awaited(blocks) for waiter in waiters)))
 
     def job_finished(self, job_id: JobId, outcomes: Sequence[Outcome]) -> None:
-        """Takes in the result of a tier's job, an outcome per block. A job that is not known is ignored."""
+        """Handles the result of a tier's job, one outcome per block. An unknown job is ignored."""
         finished = self._transfers.finish(job_id, outcomes)
         if finished is None:
             return
@@ -120,7 +117,10 @@ class CompletionHandler:
         self._cpu_tier.unpin([block for block, _ in finished.results])
 
     def tier_stalled(self, tier: int, *, stalled: bool) -> None:
-        """Takes note of whether a tier comes back from its jobs: what it is loading is not waited for while it does not."""
+        """Called when a tier stalls or recovers.
+
+        The blocks that a stalled tier is loading are given up.
+        """
         change = self._transfers.stall(tier, stalled=stalled)
         for block in change.given_up:
             self._history.record(block.namespace, block.key, MissReason.LOAD_FAILED)

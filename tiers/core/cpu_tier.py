@@ -1,4 +1,4 @@
-"""The CPU tier: which blocks are in the host region, and who has which part of it."""
+"""The CPU tier: blocks in the host region, with their slots, pins and eviction."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .slot_reclaim import SlotReclaimer
 __all__ = ["CpuTier"]
 
 MAX_SPARE = 1024
-"""Slots that are made free ahead at most: more would hold the loop up."""
+"""Limit of slots freed ahead, which bounds the delay of the event loop."""
 
 _FEW_SPARES = 8
 
 SLICE = 512
-"""Blocks of a reset that go at a time: a millisecond's worth, or four where they are a million."""
+"""Blocks of a reset that are dropped at a time: 1 ms, or 4 ms with a million blocks."""
 
 _TICKS_PER_SECOND = 1e6
 
@@ -32,7 +32,7 @@ _TICKS_PER_SECOND = 1e6
 class CpuTier:
     """Index of the blocks in the host region. Moves no bytes.
 
-    A share has used what the slots of its blocks take, and slots that its writers may still write to.
+    The used bytes of a tenant share are those of its blocks' slots and of its quarantined slots.
     """
 
     def __init__(
@@ -43,55 +43,54 @@ class CpuTier:
         history: EvictionHistory,
         spare_part: float,
     ) -> None:
-        """`left` is told of the ready blocks that go, and why; of the memory, `spare_part` at most is made free ahead."""
+        """`spare_part`: most of the memory that is freed ahead, for the next store."""
         self.memory = SlotAllocator(extent_bytes)
         self.queues = queues
         self.evictions = 0
         self.no_room = 0
-        """Slots that were asked for and could not be had."""
+        """Slots that were requested and not available."""
         self._history = history
         self._index = BlockIndex()
         self._owners: dict[int, Block] = {}
         self._detached: dict[int, TenantShare] = {}
-        """Slots without a block, by offset, and whose they were."""
+        """Slots without a block by offset, and their tenant share."""
         self._reclaimer = SlotReclaimer(self.memory, queues, self._owners)
         self._queue_of: dict[tuple[NamespaceId, int], EvictionQueue[Block]] = {}
         self._spare_part = spare_part
         self._under_pressure: set[int] = set()
-        """Size classes for which something had to be evicted, and that have had no room to spare since."""
+        """Size classes that needed an eviction and have had no spare room since."""
         self._spare_demand: dict[int, int] = {}
-        """How many slots of such classes were asked for at last, until some are made free for the next store."""
+        """Slots of the last request in such a class, until spare room was made for it."""
         self._clock = 0
-        """Counts uses, and moves on with time: in millionths of a second, or beyond."""
+        """Counts uses, and follows the time in microseconds."""
 
     def __len__(self) -> int:
         return len(self._index)
 
     def blocks_of(self, namespace: NamespaceId) -> dict[bytes, Block]:
-        """Returns the blocks of a namespace by key; for reading only."""
+        """Returns the blocks of a namespace by key; read-only."""
         return self._index.of(namespace).blocks
 
     def counts(self) -> Iterable[tuple[NamespaceId, int]]:
-        """Yields the namespaces that have blocks that can be found, and how many."""
         return self._index.counts()
 
     def ready_blocks(self) -> list[Block]:
-        """Returns all visible blocks, the last used first."""
+        """Returns all visible blocks, last used first."""
         return _last_used_first(block for block in self._index if block.ready)
 
     def skipped_blocks(self) -> list[Block]:
-        """Returns the visible blocks that a tier below should have got, and did not, the last used first."""
+        """Returns the visible blocks that a full or failing tier did not store, last used first."""
         failed = MissReason.STORE_FAILED
         return _last_used_first(block for block in self._index if block.skip_reason is failed and block.ready)
 
     def find_or_add(self, spec: NamespaceSpec, keys: Sequence[bytes]) -> list[Block]:
-        """Returns the blocks with these keys, adding empty ones where there are none.
+        """Returns the blocks with these keys, and adds empty ones for missing keys.
 
-        The caller pins them: a block without slots and pins must not stay (`unpin` takes care of that). Where it comes to
-        stay, the caller says who uses it (`use`).
+        The caller pins them: a block without slots and pins must not stay (see `unpin`). For blocks
+        that
+        stay, the caller records the use (`use`).
 
-        Raises:
-            InvalidKey: a key names a group that the namespace lacks; nothing was added.
+        Raises InvalidKey if a key names an unknown group; then nothing was added.
         """
         index = self._index.of(spec.id)
         blocks = index.blocks
@@ -104,7 +103,7 @@ class CpuTier:
         for number, key in enumerate(keys):
             if found[number] is not None:
                 continue
-            block = blocks.get(key)  # it may have come twice
+            block = blocks.get(key)  # a key may occur twice
             if block is None:
                 if queue is None or not one_size:
                     part_bytes = spec.part_bytes_of(key)
@@ -114,7 +113,10 @@ class CpuTier:
         return found  # type: ignore[return-value]
 
     def use(self, blocks: Sequence[Block], request: Hashable, retain_until: float = 0.0) -> int:
-        """Takes note that a request used these, distinct, in the index and head first. The rest is as of `EvictionQueues.use`."""
+        """Records that a request used these distinct indexed blocks, given head first.
+
+        See `EvictionQueues.use`.
+        """
         self._clock = now = self._clock + 1
         for block in blocks:
             block.last_use = now
@@ -124,16 +126,18 @@ class CpuTier:
         return self.queues.use(blocks, request, retain_until)
 
     def finish(self, request: Hashable) -> None:
-        """Takes note that a request is over."""
         self.queues.finish(request)
 
     def used_at(self, namespace: NamespaceId, key: bytes) -> float | None:
-        """Returns when a visible block was used the last time, in seconds and a second too early at most; None for others."""
+        """Returns the last use of a visible block, in seconds, at most 1 s too early; else None."""
         block = self._index.get(namespace, key)
         return block.last_use / _TICKS_PER_SECOND if block is not None and block.ready else None
 
     def tick(self, now: float) -> bool:
-        """Lets time pass: drops blocks that were not used for as long as the tier's `ttl`. Returns whether there are more."""
+        """Advances the time and drops blocks whose `ttl` has passed.
+
+        Returns whether there are more.
+        """
         self._clock = max(self._clock, int(now * _TICKS_PER_SECOND))
         gone = []
         for block in self.queues.tick(now):
@@ -146,9 +150,11 @@ class CpuTier:
         return self.queues.overdue
 
     def reserve(self, blocks: Sequence[Block], rank: int | None = None) -> None:
-        """Gives slots to parts of blocks that have none, evicting where needed: to all of a block's, or to one rank's of each.
+        """Allocates missing slots: for all parts of each block, or for one rank's part.
 
-        Those that get none keep None. The blocks must be pinned, or one of them could be evicted for the sake of another.
+        Evicts if necessary. Parts without a slot keep None. The blocks must be pinned, so that none
+        of them
+        is evicted for another.
         """
         for queue, mine in by_queue(blocks):
             wanted = mine if rank is not None else [block for block in mine for slot in block.slots if slot is None]
@@ -163,7 +169,10 @@ class CpuTier:
                     block.put_slot(block.slots.index(None) if rank is None else rank, offset)
 
     def unpin(self, blocks: Iterable[Block]) -> None:
-        """Drops a pin of each; a block that has neither pins nor slots is forgotten, a retired or fleeting one goes."""
+        """Removes a pin from each block.
+
+        An unpinned block is dropped if it is empty, invalidated, or `evict_on_unpin`.
+        """
         for block in blocks:
             block.pins = pins = block.pins - 1
             if pins or (block.ready and not block.evict_on_unpin and not block.namespace_index.invalidated):
@@ -176,7 +185,7 @@ class CpuTier:
                 self.drop([block], MissReason.EXPIRED if block.evict_on_unpin else MissReason.RESET)
 
     def detach_slot(self, block: Block, rank: int) -> int:
-        """Takes an unwritten part's slot away from its block, without freeing it (see `release`)."""
+        """Takes the slot of an unwritten part from its block without freeing it (see `release`)."""
         offset = block.slots[rank]
         if offset is None:
             raise ValueError(f"rank {rank} of {block!r} has no slot")
@@ -186,22 +195,22 @@ class CpuTier:
         return offset
 
     def release(self, offsets: Iterable[int]) -> None:
-        """Frees slots that were detached from their blocks and that nobody can write to any more."""
+        """Frees detached slots. No client may be able to write to them."""
         offsets = list(offsets)
         for offset in offsets:
             self._detached.pop(offset).used -= self.memory.extent_at(offset).slot_bytes
         self.memory.release(offsets)
 
     def reset(self, namespace: NamespaceId) -> bool:
-        """Empties the tier of a namespace, a slice of it now; returns whether there is more (`sweep`).
+        """Empties the tier of a namespace: drops a first slice; returns whether there are more.
 
-        Nothing is found any more, and what is being written is never published (B4.13). What is pinned goes when it is not.
+        None of the blocks is found any more, and pending stores are never published (B4.13).
         """
         self._index.invalidate(namespace)
         return self.reset_slice()
 
     def reset_slice(self) -> bool:
-        """Clears a slice of what was reset; returns whether there is more."""
+        """Drops a slice of the reset blocks; returns whether there are more."""
         taken = self._index.take_invalidated(SLICE)
         for block in taken:
             if block.ready:
@@ -211,16 +220,18 @@ class CpuTier:
         return self._index.resetting
 
     def pending_reset_blocks(self, namespace: NamespaceId) -> int:
-        """Returns how many blocks a reset still waits for; not for those that a tier does not come back from."""
         return self._index.pending_reset_blocks(namespace)
 
     def unlink(self, block: Block) -> None:
-        """Takes a pinned block out of the index: nobody finds it any more, and it goes when nobody pins it any more."""
+        """Removes a pinned block from the index. It is dropped when its last pin ends."""
         self._index.unlink(block)
         self.queues.remove(block)
 
     def drop(self, blocks: Sequence[Block], reason: MissReason = MissReason.EVICTED) -> None:
-        """Drops blocks and frees their slots. They must not be pinned. The one place where blocks leave the tier."""
+        """Drops unpinned blocks and frees their slots.
+
+        Every block that leaves the tier leaves it here.
+        """
         remove = self._index.remove
         in_line: list[Block] = []
         gone: list[tuple[NamespaceId, MissReason, list[bytes]]] = []
@@ -247,34 +258,29 @@ class CpuTier:
         self.memory.release(freed)
 
     def all_of(self, namespace: NamespaceId) -> Collection[Block]:
-        """Returns the blocks of a namespace that can be found."""
         return self._index.of(namespace).blocks.values()
 
     def is_there(self, block: Block) -> bool:
-        """Returns whether a block can still be found."""
         return self._index.get(*block.name) is block
 
     def may_go(self, block: Block, *, retained: bool) -> bool:
-        """Returns whether nobody pins a block, nor, unless `retained`, has it retained."""
+        """Returns whether a block is unpinned and, unless `retained`, not retained."""
         return not block.pins and (retained or not block.retained)
 
     @staticmethod
     def last_used(block: Block) -> float:
-        """Returns when a block was used the last time, in seconds."""
         return block.last_use / _TICKS_PER_SECOND
 
     @staticmethod
     def nbytes_of(block: Block) -> int:
-        """Returns what the slots of a block take."""
         return block.queue.size_class * sum(slot is not None for slot in block.slots)
 
     def evict(self, blocks: Sequence[Block]) -> None:
-        """Drops blocks to make room, or because an operator asked for it, and counts them."""
+        """Drops blocks to make room or for an operator, and counts them as evictions."""
         self.drop(blocks)
         self.evictions += len(blocks)
 
     def stats(self, name: str, capacity_bytes: int, *, hits: int, misses: int) -> TierStats:
-        """Returns the figures of this moment; hits and misses are counted by who looks up."""
         return TierStats(
             name=name,
             type=name,
@@ -297,7 +303,7 @@ class CpuTier:
         return queue
 
     def _take(self, share: TenantShare, slot_bytes: int, count: int) -> list[int]:
-        """Returns up to so many free slots for a share, in ascending order."""
+        """Returns up to `count` free slots for a share, in ascending order; evicts if necessary."""
         count = self._within_limit(share, slot_bytes, count)
         offsets = self.memory.allocate(slot_bytes, count)
         share.used += slot_bytes * len(offsets)
@@ -314,13 +320,14 @@ class CpuTier:
 
     @property
     def needs_spare_room(self) -> bool:
-        """Whether the next store would have to wait until something is evicted for it (`make_spare_room`)."""
+        """Whether the next store would have to wait for an eviction (see `make_spare_room`)."""
         return bool(self._spare_demand) and len(self.queues.shares) == 1
 
     def make_spare_room(self) -> None:
-        """Evicts what the next store as large as the last would have to wait for: who stores under pressure goes on storing.
+        """Evicts in advance for the next store, assuming that it is as large as the last.
 
-        Not where tenants have shares: who makes room, and at whose cost, is not to be decided before somebody takes it.
+        Does nothing if there are quotas: which share must pay depends on the tenant of the next
+        store.
         """
         demand, self._spare_demand = self._spare_demand, {}
         if len(self.queues.shares) > 1:
@@ -334,12 +341,18 @@ class CpuTier:
                 self._under_pressure.discard(slot_bytes)
 
     def _spare_slots(self, slot_bytes: int, count: int) -> int:
-        """Returns how many slots are to be free after a store of so many; none after one that leaves little else in memory."""
+        """Returns how many slots to keep free after a store of `count`.
+
+        0 if that needs most of the memory.
+        """
         most = int(self._spare_part * self.memory.total_bytes / slot_bytes)
         return min(count, most, MAX_SPARE) if count <= _FEW_SPARES * most else 0
 
     def _within_limit(self, share: TenantShare, slot_bytes: int, count: int) -> int:
-        """Makes room below a share's limit, at its own cost; returns how many slots it may have."""
+        """Makes room below a share's limit by evicting its own blocks.
+
+        Returns how many slots it may have.
+        """
         over = share.over_limit(slot_bytes * count)
         if share.limit is None or not over:
             return count
@@ -347,7 +360,10 @@ class CpuTier:
         return min(count, max(0, share.limit - share.used) // slot_bytes)
 
     def _make_room(self, share: TenantShare, slot_bytes: int, count: int) -> bool:
-        """Evicts blocks for a share, or takes over another class' extent. Returns whether anything was freed."""
+        """Evicts blocks for a share, or takes over another class' extent.
+
+        Returns whether anything was freed.
+        """
         victims = self._reclaimer.victims(share, slot_bytes, count)
         if not victims and self.queues.end_retention():
             victims = self._reclaimer.victims(share, slot_bytes, count)

@@ -1,7 +1,7 @@
-"""Handing over: requests whose blocks are held for another engine, how much may be held, and when it ends (B2.17, B2.19).
+"""Hand-off handler: blocks that are held for another engine, and their limits (B2.17, B2.19).
 
-Only blocks of the CPU tier are held: what a tier below has is brought up when it is published. A block that is not there yet is
-waited for by an empty one that is pinned; so whoever stores it finds the hold, in whichever order the two come.
+Only blocks of the CPU tier are held; publishing promotes blocks from secondary tiers. For a missing
+block a pinned placeholder is inserted, so publish and store may happen in either order.
 """
 
 from __future__ import annotations
@@ -47,23 +47,24 @@ __all__ = ["EXPIRY_MARGIN_SECONDS", "HandoffHandler", "HandoffLog"]
 
 
 EXPIRY_MARGIN_SECONDS = 5.0
-"""A hold that ends within so many seconds is not read any more (B2.19)."""
+"""A hold cannot be read during its last seconds (B2.19)."""
 
 
 EXTENSION_PART = 2 / 3
-"""What of its duration a heartbeat adds to a hold, from the time of the heartbeat on (B2.1)."""
+"""Part of its duration that a heartbeat adds to a hold, counted from the heartbeat (B2.1)."""
 
 
 MAX_HELD_ITEMS = 4 << 20
-"""Most items that the holds of one tenant may add up to; what several hold counts for each."""
+"""Limit for the items of all holds of one tenant. A shared block counts once per hold."""
 
 
 _REMEMBERED = 4096
-"""Names of holds that are over that are remembered: nobody waits for these, and who claims one is told why not."""
+"""Names of ended holds that are remembered: no client waits for these, and a claim is told the
+reason."""
 
 
 class HandoffHandler:
-    """The requests that are held. Events carry the time: a claim may not wait for the next tick to see that a hold is over."""
+    """The open holds. Events carry the time, because a claim must not depend on the next tick."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class HandoffHandler:
         self._log = log
         self._table = HoldTable(unpin=self._unpin_held)
         self._pins: dict[Block, int] = {}
-        """Per held block how many pins of holds there are on it."""
+        """Per held block the number of hold pins."""
         self._budgets = _budgets(list(cpu_tier.queues.shares), region_bytes, settings.held_part)
         self._over: dict[HoldName, HoldEnd | PublishStatus] = {}
         self._claims_missed: Counter[ClaimOutcome] = Counter()
@@ -92,16 +93,17 @@ class HandoffHandler:
         return len(self._table)
 
     def all(self) -> list[Hold]:
-        """Returns the holds that are open, the oldest first."""
         return list(self._table)
 
     @property
     def held_bytes(self) -> int:
-        """What the slots of the held blocks take, or are going to take; what several holds have counts once."""
+        """Bytes of all slots of held blocks, including missing slots.
+
+        A shared block counts once.
+        """
         return sum(budget.used for budget in set(self._budgets.values()))
 
     def stats(self) -> dict[HandoffDirection, HandoffStats]:
-        """Returns the figures of each direction."""
         found = {direction: replace(stats, open=0) for direction, stats in self._stats.items()}
         for hold in self._table:
             found[hold.direction].open += 1
@@ -109,7 +111,7 @@ class HandoffHandler:
 
     @property
     def claims_missed(self) -> dict[ClaimOutcome, int]:
-        """How many claims since start did not find their hold, by what they met."""
+        """Failed claims since the start, by outcome."""
         return dict(self._claims_missed)
 
     def publish(
@@ -124,23 +126,26 @@ class HandoffHandler:
         duration: float,
         now: float,
     ) -> Hold | PublishStatus:
-        """Holds blocks of a request of a session's engine for so many seconds; returns the hold, or why there is none.
+        """Holds blocks of a request for `duration` seconds.
 
-        A hold of the same name ends, whatever comes of it.
+        Returns the hold, or why it was refused.
+
+        Ends a hold of the same name, also if this one is refused.
 
         Raises:
-            InvalidKey: a key names a group that the namespace lacks.
-            InvalidItem: not every key has a position.
+            InvalidKey: a key names an unknown group.
+            InvalidItem: the numbers of keys and positions differ.
         """
         if len(keys) != len(positions):
             raise InvalidItem(f"{len(keys)} keys and {len(positions)} positions")
         name: HoldName = (*session.engine, request_id)
         blocks = self._pin(session, keys)
         known = self._table.get(name)
-        if known is not None:  # what it shares with the new one is pinned by now
+        if known is not None:  # blocks of both holds are pinned by now
             self._stats[known.direction].dropped += 1
             self._end(known, HoldEnd.REPLACED, now)
-        keys = [block.key for block in blocks]  # not the caller's: those of a shared prefix are kept once
+        # the blocks' own key objects: shared keys are stored once
+        keys = [block.key for block in blocks]
         refused = self._refusal(session.tenant, blocks)
         status = refused or PublishStatus.PUBLISHED
         record = self._log.published(name, direction, num_tokens=num_tokens, blocks=len(blocks), status=status, now=now)
@@ -165,10 +170,9 @@ class HandoffHandler:
         return hold
 
     def find(self, name: HoldName, now: float) -> Hold | None:
-        """Returns a hold that may be read; None for one that was not published, or was not yet.
+        """Returns a readable hold; None if it has not been published.
 
-        Raises:
-            HoldExpired: its time is over, or nearly so.
+        Raises HoldExpired if its time is over or nearly over.
         """
         hold = self._table.get(name)
         if self._over.get(name) is HoldEnd.EXPIRED or (
@@ -178,7 +182,7 @@ class HandoffHandler:
         return hold
 
     def may_come(self, name: HoldName) -> bool:
-        """Whether a hold that is not there may yet be published: it was neither declined nor has it ended, and is not elsewhere."""
+        """Whether a missing hold may still be published: not refused, ended or elsewhere."""
         return name not in self._over and not self._table.is_elsewhere(name)
 
     def claim(
@@ -191,12 +195,14 @@ class HandoffHandler:
         expires_at: float,
         now: float,
     ) -> HoldClaim:
-        """Leases what is there of a hold, from these positions of each group on; none means all of it. The hold goes on.
+        """Leases the present blocks of a hold, from a first position per group; none means all.
+
+        The hold stays.
 
         Raises:
-            HoldNotFound: it ended, or never was.
-            HoldExpired: its time is over, or nearly so.
-            LimitExceeded: the session holds leases on too many blocks.
+            HoldNotFound: it has ended or does not exist.
+            HoldExpired: its time is over or nearly over.
+            LimitExceeded: the session has too many leased items.
         """
         owner = Owner(session.engine, session.id, request_id)
         try:
@@ -207,7 +213,9 @@ class HandoffHandler:
         if hold is None:
             elsewhere = self._table.is_elsewhere(name)
             self._not_claimed(owner, name, ClaimOutcome.OTHER_NAMESPACE if elsewhere else ClaimOutcome.NOT_HELD, now)
-            raise HoldNotFound(f"nobody holds request {name[2]!r} of engine {name[1]!r}; it may have been released")
+            raise HoldNotFound(
+                f"no hold of request {name[2]!r} of engine {name[1]!r} exists; it may have been released"
+            )
         if self._lookups.leases.items_of(session.id) + len(hold.keys) > MAX_LEASED_ITEMS:
             raise LimitExceeded(f"the session holds leases on {MAX_LEASED_ITEMS} blocks; release some")
         statuses = bytes(map(_status, hold.items, _wanted(hold, first_positions)))
@@ -228,7 +236,10 @@ class HandoffHandler:
         return HoldClaim(hold, lease, statuses)
 
     def renew(self, name: HoldName, now: float, extension: float | None = None) -> bool:
-        """Extends a hold to so many seconds from now, or by its own heartbeat; never shortens it. Returns whether it is open."""
+        """Extends a hold by `extension` seconds from now (default: its heartbeat).
+
+        Never shortens it. Returns whether it is open.
+        """
         hold = self._table.get(name)
         if hold is None or hold.expires_at <= now:
             return False
@@ -237,7 +248,6 @@ class HandoffHandler:
         return True
 
     def release(self, name: HoldName, now: float) -> bool:
-        """Ends a hold; returns whether there was one."""
         hold = self._table.get(name)
         if hold is None:
             return False
@@ -246,19 +256,22 @@ class HandoffHandler:
         return True
 
     def tick(self, now: float) -> None:
-        """Ends all holds whose time is over: a heartbeat moves a hold without moving it in the table (B2.19)."""
+        """Ends all expired holds.
+
+        Heartbeats do not reorder the table, so all are checked (B2.19).
+        """
         for hold in [hold for hold in self._table if hold.expires_at <= now]:
             self._stats[hold.direction].expired += 1
             self._end(hold, HoldEnd.EXPIRED, now)
 
     def reset(self, namespace: NamespaceId, now: float) -> None:
-        """Ends all holds of a namespace: its CPU tier is about to be emptied."""
+        """Ends all holds of a namespace, before its CPU tier is emptied."""
         for hold in [hold for hold in self._table if hold.name[0] == namespace]:
             self._stats[hold.direction].dropped += 1
             self._end(hold, HoldEnd.RESET, now)
 
     def engine_gone(self, engine: EngineKey) -> None:
-        """Takes note that an engine has no session left: what of its holds nobody else writes will not come."""
+        """Called when an engine has no session left. Blocks without a writer are given up."""
         for hold in self._table:
             if hold.engine == engine and hold.awaited:
                 self._table.orphan(hold)
@@ -266,11 +279,10 @@ class HandoffHandler:
                     self._commands.append(HoldChanged(hold.name))
 
     def awaited(self, blocks: Sequence[Block]) -> list[Block]:
-        """Returns those of these blocks that a hold waits for."""
         return self._table.awaited(blocks)
 
     def settle(self, block: Block) -> None:
-        """Takes note that nobody writes a block any more, be it ready or not."""
+        """Called when no client or tier is writing a block any more, ready or not."""
         for hold in self._table.settle(block):
             self._commands.append(HoldChanged(hold.name))
 
@@ -282,7 +294,7 @@ class HandoffHandler:
         return blocks
 
     def _refusal(self, tenant: str, blocks: Sequence[Block]) -> PublishStatus | None:
-        """Returns why a request cannot be held, though its blocks are pinned by now."""
+        """Returns why a request cannot be held. Its blocks are pinned already."""
         most = MAX_HELD_ITEMS - len(blocks)
         if self._table.count(tenant) >= self._max_holds or self._table.items_of(tenant) > most:
             return PublishStatus.TOO_MANY
@@ -299,7 +311,8 @@ class HandoffHandler:
         self._commands.append(HoldChanged(hold.name))
 
     def _note_over(self, name: HoldName, why: HoldEnd | PublishStatus) -> None:
-        self._over.setdefault(name, why)  # one that has expired has, whatever was declined under its name since
+        # an expired hold stays expired, also if a later publication is refused
+        self._over.setdefault(name, why)
         while len(self._over) > _REMEMBERED:
             del self._over[next(iter(self._over))]
 
@@ -308,7 +321,10 @@ class HandoffHandler:
         self._log.not_claimed(owner, name, outcome, now)
 
     def _unpin_held(self, blocks: Sequence[Block]) -> None:
-        """Drops a hold's pins on blocks; one that only holds name goes with the last of them, the others are in line again."""
+        """Removes a hold's pins.
+
+        A hold-only block is dropped with its last pin; others become evictable.
+        """
         for block in blocks:
             self._pins[block] -= 1
             if not self._pins[block]:
@@ -329,13 +345,13 @@ class HandoffHandler:
 
 
 def _budgets(shares: Sequence[TenantShare], capacity_bytes: int, part: float) -> dict[TenantShare, RetentionBudget]:
-    """Returns what may be held: a part of each quota, and of what is nobody's quota, for all who have none."""
+    """Returns the hold budget per share: a part of its quota, or of the memory without quota."""
     common = RetentionBudget(int((capacity_bytes - sum(share.quota for share in shares)) * part))
     return {share: RetentionBudget(int(share.quota * part)) if share.quota else common for share in shares}
 
 
 def _wanted(hold: Hold, first_positions: Sequence[int]) -> list[bool]:
-    """Returns per block of a hold whether it lies at or behind the first wanted position of its group."""
+    """Returns per block whether it is at or behind the first wanted position of its group."""
     if not first_positions:
         return [True] * len(hold.keys)
     groups = (int.from_bytes(key[-4:], "big") for key in hold.keys)
@@ -357,7 +373,7 @@ _CPU_TIER = 0
 
 
 class HandoffLog:
-    """Writes publications and claims into the journal."""
+    """Records publications and claims in the request log."""
 
     def __init__(self, request_log: RequestLog, history: EvictionHistory) -> None:
         self._request_log = request_log
@@ -373,18 +389,16 @@ class HandoffLog:
         status: PublishStatus,
         now: float,
     ) -> HoldRecord:
-        """Takes note of a publication, be it declined or not."""
         record = HoldRecord(now, direction, num_tokens, blocks, status)
         self._request_log.latest(name[:2], name[2], now).holds.append(record)
         return record
 
     def ended(self, hold: Hold, how: HoldEnd, now: float) -> None:
-        """Takes note of the end of a hold."""
         if hold.record is not None:
             hold.record.end, hold.record.ended_at = how, now
 
     def claimed(self, owner: Owner, hold: Hold, statuses: bytes, now: float) -> None:
-        """Takes note of a claim that found its hold, whatever was there of it."""
+        """Records a claim that found its hold."""
         keys = [key for key, status in zip(hold.keys, statuses, strict=True) if status]
         met = [status for status in statuses if status]
         outcomes = self._verdicts(hold, keys, met)
@@ -397,7 +411,7 @@ class HandoffLog:
         self._request_log.note_lookup(owner.engine, owner.request_id, record)
 
     def not_claimed(self, owner: Owner, name: HoldName, outcome: ClaimOutcome, now: float) -> None:
-        """Takes note of a claim that did not find its hold."""
+        """Records a claim that did not find its hold."""
         record = LookupRecord(now, (), claim=ClaimRecord(name[1], name[2], outcome))
         self._request_log.note_lookup(owner.engine, owner.request_id, record)
 

@@ -1,7 +1,7 @@
-"""Holds: named leases over the blocks of a finished request, for another engine to claim (B2.17, B2.19).
+"""Hold table: named leases on a finished request's blocks, for another engine (B2.17, B2.19).
 
-A hold pins its blocks from its publication on, those that are still on their way included. It outlives the session that
-published it, and never its expiry.
+A hold pins its blocks from its publication on, including pending ones. It outlives the session that
+published it, but not its expiry.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ __all__ = ["Hold", "HoldClaim", "HoldTable"]
 
 @dataclass(slots=True, eq=False)
 class Hold:
-    """A request that is held.
+    """A request whose blocks are held.
 
     Attributes:
         keys: of its blocks, as published.
         positions: of its blocks, each within its group.
-        items: per key the pinned block; None for one that will not come.
-        num_tokens: tokens that the blocks back.
-        duration: for how many seconds it was published.
-        awaited: items whose block is not there yet.
-        orphaned: whether its engine has no session any more: what nobody else is writing will not come.
-        record: what the journal keeps of it.
+        items: per key the pinned block; None if it was given up.
+        num_tokens: tokens that the blocks cover.
+        duration: as published, in seconds.
+        awaited: number of items whose block is not ready.
+        orphaned: whether its engine has no session; then blocks that no client writes are given up.
+        record: the publication in the request log.
     """
 
     name: HoldName
@@ -50,7 +50,6 @@ class Hold:
 
     @property
     def engine(self) -> EngineKey:
-        """The engine that published it."""
         return self.name[:2]
 
     @property
@@ -61,7 +60,12 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class HoldClaim:
-    """What a claim was granted: a lease on the hits, None where there are none, and a status per key (0: not wanted)."""
+    """Result of a claim.
+
+    Attributes:
+        lease: on the hits; None if there are none.
+        statuses: a `KeyStatus` per key; 0 for keys that were not wanted.
+    """
 
     hold: Hold
     lease: BlockLease | None
@@ -69,16 +73,16 @@ class HoldClaim:
 
 
 class HoldTable:
-    """The holds that are open, by name, and who waits for which block."""
+    """The open holds by name, and which of them wait for which block."""
 
     def __init__(self, unpin: Callable[[Sequence[Block]], None]) -> None:
-        """`let_go` is told of the pins of an open hold that fall."""
+        """`unpin` removes pins of an open hold."""
         self._unpin = unpin
         self._holds: dict[HoldName, Hold] = {}
         self._waiting: dict[Block, dict[Hold, list[int]]] = {}
-        """Per block that is not there yet the holds that it is in, and which of their items it is."""
+        """Per block that is not ready the holds that contain it, with its item numbers."""
         self._per_name: dict[tuple[str, str], int] = defaultdict(int)
-        """Engine and request, of whatever namespace."""
+        """Engine and request, over all namespaces."""
         self._per_tenant: dict[str, int] = defaultdict(int)
         self._items: dict[str, int] = defaultdict(int)
 
@@ -86,27 +90,24 @@ class HoldTable:
         return len(self._holds)
 
     def __iter__(self) -> Iterator[Hold]:
-        """Iterates over all holds, the oldest first."""
         return iter(self._holds.values())
 
     def get(self, name: HoldName) -> Hold | None:
-        """Returns a hold that is open."""
         return self._holds.get(name)
 
     def is_elsewhere(self, name: HoldName) -> bool:
-        """Returns whether there is a hold of this engine and request, though in another namespace."""
+        """Returns whether another namespace has a hold of this engine and request."""
         return name not in self._holds and name[1:] in self._per_name
 
     def count(self, tenant: str) -> int:
-        """Returns how many holds a tenant has."""
         return self._per_tenant.get(tenant, 0)
 
     def items_of(self, tenant: str) -> int:
-        """Returns how many items the holds of a tenant add up to; what several hold counts for each."""
+        """Returns the number of items in a tenant's holds. A shared block counts once per hold."""
         return self._items.get(tenant, 0)
 
     def add(self, hold: Hold) -> None:
-        """Opens a hold whose blocks are pinned already; the pins are the hold's from now on."""
+        """Opens a hold on pinned blocks; the hold owns the pins."""
         for item, block in enumerate(hold.items):
             if block is not None and not block.ready:
                 hold.awaited += 1
@@ -117,7 +118,7 @@ class HoldTable:
         self._items[hold.tenant] += len(hold.keys)
 
     def remove(self, hold: Hold) -> None:
-        """Closes a hold; its pins are the caller's from now on."""
+        """Closes a hold; the caller owns its pins."""
         del self._holds[hold.name]
         self._per_name[hold.name[1:]] -= 1
         if not self._per_name[hold.name[1:]]:
@@ -134,14 +135,14 @@ class HoldTable:
                     del self._waiting[block]
 
     def awaited(self, blocks: Sequence[Block]) -> list[Block]:
-        """Returns those of these blocks that a hold waits for."""
         return [block for block in blocks if block in self._waiting] if self._waiting else []
 
     def settle(self, block: Block) -> list[Hold]:
-        """Takes note that nobody writes a block any more; returns the holds that nothing is awaited for since.
+        """Called when a block's last writer has finished; returns the holds without pending blocks.
 
-        One that did not become ready may be written by somebody else; but not where it was taken out of the index, or for a hold
-        whose engine is gone: there it will not come.
+        If the block is not ready, another client may still write it. It is given up if it was
+        unlinked from
+        the index, or if the hold's engine is gone.
         """
         waiting = self._waiting.get(block, {})
         hopeless = [hold for hold in waiting if block.ready or block.invalidated or hold.orphaned]
@@ -155,7 +156,7 @@ class HoldTable:
         return [hold for hold in hopeless if not hold.awaited]
 
     def orphan(self, hold: Hold) -> None:
-        """Takes note that the engine of a hold is gone: what nobody is writing now will not come."""
+        """Marks a hold's engine as gone: blocks that no client is writing are given up."""
         hold.orphaned = True
         for block in dict.fromkeys(hold.items) if hold.awaited else ():
             waiting = self._waiting.get(block) if block is not None else None

@@ -1,6 +1,6 @@
-"""Leases: the pins that readers hold, each with an owner and an expiry.
+"""Lease table: pins on looked-up blocks, each with an owner and an expiry.
 
-A lease belongs to an engine, falls with the session that it was granted to, and ends once.
+A lease belongs to an engine and ends with the session that it was granted to.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ K = TypeVar("K")
 
 
 SLICE = 8192
-"""Pins that fall at a time, where many do."""
+"""Pins that are removed at a time."""
 
 
 @dataclass(slots=True, eq=False)
 class BlockLease:
-    """A pin on what a lookup found.
+    """A lease on the blocks that a lookup found.
 
     Attributes:
-        items: per looked-up key the pinned block, or None for a miss; misses at the end are left out.
-        keys: number of keys that were looked up.
-        sources: per key the index of the tier where it was found; meaningless for misses.
-        granted_at: when it was granted, in the core's seconds.
-        pending: items whose block is not ready yet.
-        record: what the journal keeps of the lookup.
+        items: per key the pinned block, or None for a miss; misses at the end are omitted.
+        keys: number of looked-up keys.
+        sources: per key the index of the tier that had it; undefined for misses.
+        granted_at: in the core's seconds.
+        pending: number of items whose block is not ready.
+        record: the lookup in the request log.
     """
 
     id: LeaseId
@@ -53,7 +53,6 @@ class BlockLease:
     record: LookupRecord | None = None
 
     def statuses(self) -> bytes:
-        """Returns a `KeyStatus` per looked-up key."""
         hit, miss, pending = KeyStatus.HIT, KeyStatus.MISS, KeyStatus.HIT_PENDING
         if not self.pending and None not in self.items:
             known = bytes([hit]) * len(self.items)
@@ -62,11 +61,11 @@ class BlockLease:
         return known + bytes([miss]) * (self.keys - len(known))
 
     def slots(self, items: Iterable[int], rank: int) -> list[int]:
-        """Returns the slots of one rank's parts of some items.
+        """Returns the slots of one rank's parts.
 
         Raises:
-            InvalidItem: there is no such item.
-            NotReady: an item is a miss, or not ready yet.
+            InvalidItem: an item does not exist.
+            NotReady: an item is a miss or not ready.
         """
         offsets = []
         held = self.items
@@ -86,13 +85,13 @@ class BlockLease:
 
 @dataclass(frozen=True, slots=True)
 class LookupAnswer:
-    """What a lookup found.
+    """Result of a lookup.
 
     Attributes:
-        keys: number of keys that were looked up.
-        lease: pins what hit; None where nothing did.
-        retries: positions of the keys that a tier has been asked about and has not answered for yet (B3.15).
-        not_retained: hits that should have been retained in the CPU tier, and were beyond what may be.
+        keys: number of looked-up keys.
+        lease: pins the hits; None if there are none.
+        retries: positions of keys with an outstanding query to a shared tier (B3.15).
+        not_retained: hits that could not be retained in the CPU tier.
     """
 
     keys: int
@@ -101,7 +100,6 @@ class LookupAnswer:
     not_retained: int = 0
 
     def statuses(self) -> bytes:
-        """Returns a `KeyStatus` per looked-up key."""
         statuses = self.lease.statuses() if self.lease else bytes([KeyStatus.MISS]) * self.keys
         if not self.retries:
             return statuses
@@ -112,18 +110,18 @@ class LookupAnswer:
 
 
 class LeaseTable:
-    """The leases that are held, by id, and who waits for which block."""
+    """The leases by id, and which of them wait for which block."""
 
     def __init__(self, cpu_tier: CpuTier, first_id: int) -> None:
         self._cpu_tier = cpu_tier
         self._leases: dict[LeaseId, BlockLease] = {}
         self._waiting: dict[Block, dict[BlockLease, list[int]]] = {}
-        """Per pending block the leases that it is in, and which of their items it is."""
+        """Per pending block the leases that contain it, with its item numbers."""
         self._by_session: dict[bytes, dict[BlockLease, None]] = defaultdict(dict)
         self._by_request: dict[tuple[EngineKey, str], dict[BlockLease, None]] = defaultdict(dict)
         self._items: dict[bytes, int] = defaultdict(int)
         self._pending_unpins: list[Block] = []
-        """Blocks of leases that have ended, whose pins are still to fall."""
+        """Blocks of ended leases that are still pinned."""
         self._next_id = first_id
 
     def __len__(self) -> int:
@@ -141,9 +139,9 @@ class LeaseTable:
         record: LookupRecord | None = None,
         all_ready: bool = False,
     ) -> BlockLease:
-        """Grants a lease on blocks that are pinned already; the pins are the lease's from now on.
+        """Grants a lease on pinned blocks; the lease owns the pins.
 
-        `all_ready` says that all of them are known to be ready, which saves looking at each.
+        `all_ready` avoids a check of each block.
         """
         lease = BlockLease(LeaseId(self._next_id), owner, expires_at, items, keys, sources, now, record=record)
         self._next_id += 1
@@ -158,12 +156,7 @@ class LeaseTable:
         return lease
 
     def get(self, lease_id: LeaseId, engine: EngineKey) -> BlockLease:
-        """Returns a lease of this engine.
-
-        Raises:
-            LeaseNotFound: it ended, or never was.
-            NotOwner: it belongs to another engine.
-        """
+        """Returns a lease of this engine. Raises LeaseNotFound, NotOwner."""
         lease = self._leases.get(lease_id)
         if lease is None:
             raise LeaseNotFound(f"there is no lease {lease_id}: it was released, expired or fell with its session")
@@ -172,17 +165,16 @@ class LeaseTable:
         return lease
 
     def release(self, lease: BlockLease) -> None:
-        """Ends a lease: its pins fall."""
         self._forget(lease)
         self._cpu_tier.unpin(filter(None, lease.items))
 
     def end(self, lease: BlockLease) -> None:
-        """Ends a lease whose pins fall with `let_fall`."""
+        """Ends a lease; `unpin_slice` removes its pins."""
         self._forget(lease)
         self._pending_unpins.extend(filter(None, lease.items))
 
     def unpin_slice(self) -> bool:
-        """Lets a slice of the pins of leases that have ended fall; returns whether there are more."""
+        """Removes a slice of the pins of ended leases; returns whether there are more."""
         pins = self._pending_unpins[-SLICE:]
         del self._pending_unpins[-SLICE:]
         self._cpu_tier.unpin(pins)
@@ -208,13 +200,15 @@ class LeaseTable:
                 del self._waiting[block]
 
     def awaited(self, blocks: Sequence[Block]) -> list[Block]:
-        """Returns those of these blocks that a lease waits for."""
+        """Returns the blocks that a lease waits for."""
         return [block for block in blocks if block in self._waiting] if self._waiting else []
 
     def settle(self, block: Block) -> list[tuple[BlockLease, int]]:
-        """Takes note that a block is not pending any more; returns the leases, and their items, that waited for it.
+        """Called when a block is no longer pending.
 
-        If the block did not become ready it is a miss for them.
+        Returns the leases and items that waited for it.
+
+        A block that did not become ready is a miss in its leases.
         """
         waiting = self._waiting.pop(block, {})
         waited = [(lease, item) for lease, items in waiting.items() for item in items]
@@ -226,33 +220,29 @@ class LeaseTable:
         return waited
 
     def __iter__(self) -> Iterator[BlockLease]:
-        """Iterates over all leases, the oldest first."""
         return iter(self._leases.values())
 
     def of_session(self, session_id: bytes) -> list[BlockLease]:
-        """Returns the leases of a session."""
         return list(self._by_session.get(session_id, ()))
 
     def of_request(self, engine: EngineKey, request_id: str) -> list[BlockLease]:
-        """Returns the leases of a request."""
         return list(self._by_request.get((engine, request_id), ()))
 
     def oldest_age(self, now: float) -> float:
-        """Returns for how many seconds the oldest lease has been held; 0 where there is none."""
+        """Returns the age of the oldest lease in seconds, or 0."""
         oldest = next(iter(self._leases.values()), None)
         return max(0.0, now - oldest.granted_at) if oldest is not None else 0.0
 
     def items_of(self, session_id: bytes) -> int:
-        """Returns how many items the leases of a session add up to."""
+        """Returns the number of items in a session's leases."""
         return self._items.get(session_id, 0)
 
     def expired(self, now: float) -> list[BlockLease]:
-        """Returns the leases whose time is over."""
         return [lease for lease in self._leases.values() if lease.expires_at <= now]
 
 
 def _discard(index: dict[K, dict[BlockLease, None]], key: K, lease: BlockLease) -> bool:
-    """Takes a lease out of an index; returns whether it was the last one under its key."""
+    """Removes a lease from an index; returns whether it was the last one of its key."""
     leases = index[key]
     del leases[lease]
     if not leases:

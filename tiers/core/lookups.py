@@ -1,4 +1,4 @@
-"""Looking up: what is there is pinned, what is further down is fetched, what is missing is explained."""
+"""Lookup handler: pins hits, promotes blocks from secondary tiers, and records why keys missed."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from .transfers import TransferScheduler
 __all__ = ["LookupHandler"]
 
 MAX_LEASED_ITEMS = 4 << 20
-"""Most items that the leases of one session may add up to."""
+"""Limit for the items of all leases of one session."""
 
 _FORMATS = 16
-"""Other formats of a tenant that are looked through for a block that nobody stored in this one."""
+"""Namespaces of a tenant that are searched for a missing block, to report a format mismatch."""
 
 
 @dataclass(slots=True)
 class _Match:
-    """What a lookup found, block for block.
+    """What a lookup found, block by block.
 
     Attributes:
-        items: the pinned blocks, or None; what lies behind the last one was not looked at.
-        sources: per item the position of the tier it is in.
-        promotions: position, tier and block of what is to be read back.
-        retries: positions that a tier has to be asked about.
-        reasons: why items are None, as far as that is known already.
-        ready: so many items at the head are ready in the CPU tier.
+        items: the pinned blocks, or None; keys after the last item were not looked at.
+        sources: per item the position of its tier.
+        promotions: position, tier and block of each promotion.
+        retries: positions with an outstanding query to a shared tier.
+        reasons: why items are None, as far as known.
+        ready: number of items at the head that are ready in the CPU tier.
     """
 
     items: list[Block | None] = field(default_factory=list)
@@ -50,7 +50,6 @@ class _Match:
     ready: int = 0
 
     def add(self, block: Block | None, source: int = 0) -> None:
-        """Takes the next item."""
         if block is not None:
             block.pins += 1
         self.items.append(block)
@@ -58,7 +57,7 @@ class _Match:
 
 
 class LookupHandler:
-    """Finds blocks for requests, and holds the leases on what it found."""
+    """Handles lookups, and owns the leases."""
 
     def __init__(
         self,
@@ -82,7 +81,7 @@ class LookupHandler:
         self._formats: dict[str, dict[NamespaceId, None]] = defaultdict(dict)
 
     def namespace_opened(self, namespace: NamespaceId, tenant: str) -> None:
-        """Takes note of a format of a tenant's."""
+        """Remembers a namespace of a tenant, for format mismatches."""
         formats = self._formats[tenant]
         formats.pop(namespace, None)
         formats[namespace] = None
@@ -102,11 +101,7 @@ class LookupHandler:
         min_hits: int = 0,
         retain_until: float = 0.0,
     ) -> LookupAnswer:
-        """Finds blocks, pins what it finds and starts promotions. Parameters as of `TierManager.lookup`.
-
-        Raises:
-            LimitExceeded: the session holds leases on too many blocks.
-        """
+        """Finds blocks, pins the hits and starts promotions. See `TierManager.lookup`."""
         if self.leases.items_of(session.id) + len(keys) > MAX_LEASED_ITEMS:
             raise LimitExceeded(f"the session holds leases on {MAX_LEASED_ITEMS} blocks; release some")
         owner = Owner(session.engine, session.id, request_id)
@@ -128,9 +123,11 @@ class LookupHandler:
     def query_shared_tiers(
         self, namespace: NamespaceSpec, keys: Sequence[bytes], *, prefix: bool, excluded: Collection[int] = ()
     ) -> bool:
-        """Asks shared tiers what a lookup of these keys would have to know; returns whether anything is open (B3.17).
+        """Queries shared tiers for the keys of a coming lookup.
 
-        With `prefix` the scan goes on past what is open, and ends at the first miss.
+        Returns whether answers are outstanding (B3.17).
+
+        With `prefix` the scan ends at the first miss, but not at an outstanding answer.
         """
         if not self._residency.has_shared_tiers:
             return False
@@ -148,9 +145,10 @@ class LookupHandler:
         return is_open
 
     def fetch(self, namespace: NamespaceId, blocks: Iterable[Block]) -> None:
-        """Starts to bring up, as far as there is room, which of these pinned blocks of a namespace only a tier below has.
+        """Promotes pinned blocks that only a secondary tier has, as far as there is room.
 
-        Nothing while a reset of it waits: until then the tiers below are not read (B3.19).
+        Does nothing during a reset of the namespace: secondary tiers are not read until it ends
+        (B3.19).
         """
         if self._cpu_tier.pending_reset_blocks(namespace):
             return
@@ -171,12 +169,12 @@ class LookupHandler:
         self._residency.send_queries()
 
     def release(self, lease: BlockLease) -> None:
-        """Ends a lease. What was on its way to it counts as a hit: it was there."""
+        """Ends a lease. Its pending blocks count as hits."""
         self._count_pending(lease)
         self.leases.release(lease)
 
     def end(self, leases: Iterable[BlockLease]) -> bool:
-        """Ends several leases, however many; returns whether there are pins that are still to fall (`LeaseTable.let_fall`)."""
+        """Ends leases; returns whether pins are left for `LeaseTable.unpin_slice`."""
         for lease in leases:
             self._count_pending(lease)
             self.leases.end(lease)
@@ -189,7 +187,7 @@ class LookupHandler:
                     self.counters.hit(block.namespace, source)
 
     def settle(self, block: Block) -> list[BlockLease]:
-        """Takes note that a block is not pending any more; returns the leases that have nothing pending left."""
+        """Called when a block is no longer pending; returns the leases without pending blocks."""
         waited = self.leases.settle(block)
         for lease, item in waited:
             source = lease.sources[item]
@@ -205,7 +203,7 @@ class LookupHandler:
         return list(dict.fromkeys(lease for lease, _ in waited if not lease.pending))
 
     def drop_promotion(self, block: Block) -> None:
-        """Takes all slots from a block that could not be filled. Only jobs write to them, so they are free at once."""
+        """Frees all slots of a block that could not be loaded. Only jobs write to them."""
         block.promoting = False
         ranks = [rank for rank, slot in enumerate(block.slots) if slot is not None]
         block.written = 0
@@ -214,11 +212,10 @@ class LookupHandler:
     def _match(
         self, namespace: NamespaceSpec, keys: Sequence[bytes], excluded: Collection[int], *, prefix: bool
     ) -> _Match:
-        """Finds and pins blocks."""
         blocks = self._cpu_tier.blocks_of(namespace.id)
         match = _Match()
         items = match.items
-        for block in map(blocks.get, keys):  # in the common case that is all: a run of ready blocks
+        for block in map(blocks.get, keys):  # the common case: a run of ready blocks
             if block is None or not block.ready:
                 break
             block.pins += 1
@@ -236,10 +233,11 @@ class LookupHandler:
     def _match_below(
         self, namespace: NamespaceSpec, key: bytes, excluded: Collection[int], match: _Match, *, prefix: bool
     ) -> bool:
-        """Finds a block in the tiers below; returns whether it is there, or may be."""
+        """Looks for a block in the secondary tiers; returns False if it is a miss."""
         secondary, presence = self._residency.find(namespace.id, key, excluded)
         position = len(match.items)
-        deferred = prefix and bool(match.retries)  # what lies behind an open question is not fetched on spec
+        # blocks behind an outstanding answer are not promoted yet
+        deferred = prefix and bool(match.retries)
         if presence is Presence.UNKNOWN or (secondary is not None and deferred):
             match.retries.append(position)
             match.add(None)
@@ -259,7 +257,7 @@ class LookupHandler:
         return True
 
     def _give_up(self, match: _Match) -> None:
-        """Lets go of what was found: it is too little."""
+        """Drops all hits: there are fewer than `min_hits`."""
         for _, _, block in match.promotions:
             block.promoting = False
         match.promotions.clear()
@@ -271,7 +269,7 @@ class LookupHandler:
                 self._cpu_tier.unpin([found])
 
     def _start_promotions(self, match: _Match, user: Hashable, *, prefix: bool) -> None:
-        """Reserves slots for blocks that are to be promoted; those that get none become misses (B3.16)."""
+        """Allocates slots for promotions; blocks without slots become misses (B3.16)."""
         if not match.promotions:
             return
         self._cpu_tier.reserve([block for _, _, block in match.promotions])
@@ -288,7 +286,7 @@ class LookupHandler:
         self._transfers.promote(started, user)
 
     def _cut(self, match: _Match, failed: Collection[Block], *, prefix: bool) -> None:
-        """Makes misses of blocks that found no room, wherever they stand; in a prefix of all that follows them."""
+        """Turns blocks without slots into misses, and in a prefix all blocks behind them."""
         first = next(position for position, block in enumerate(match.items) if block in failed)
         if prefix:
             match.retries = [position for position in match.retries if position < first]
@@ -300,7 +298,7 @@ class LookupHandler:
                 self._cpu_tier.unpin([block])
 
     def _use(self, match: _Match, user: Hashable, retain_until: float) -> int:
-        """Takes note of the use of what was found; returns how much of it should have been retained, and is not."""
+        """Records the use of the hits; returns how many could not be retained."""
         hits = list(filter(None, dict.fromkeys(match.items)))
         if not hits:
             return 0
@@ -335,9 +333,9 @@ class LookupHandler:
     def _explain(
         self, session: EngineSession, keys: Sequence[bytes], match: _Match, *, prefix: bool
     ) -> tuple[tuple[OutcomeRun, ...], bytes | None]:
-        """Returns what the keys met, and the first that missed.
+        """Returns the outcomes of the keys, and the first key that missed.
 
-        What lies behind a miss in a chain misses for the same reason, unless another one is known.
+        Keys behind a miss in a chain get its reason unless another one is known.
         """
         if match.ready == len(keys):
             return ((OutcomeRun(len(keys), 0),) if keys else ()), None
@@ -359,7 +357,7 @@ class LookupHandler:
     def _default_reason(
         self, session: EngineSession, keys: Sequence[bytes], match: _Match, missed: Sequence[int], *, prefix: bool
     ) -> MissReason:
-        """Returns the reason for misses of which nothing is known: what breaks a chain, or never stored."""
+        """Returns the reason of unexplained misses, which is that of a prefix's first miss."""
         broken_at = len(match.items)
         if prefix and broken_at < len(keys):
             return match.reasons.get(broken_at) or self._why(session, keys[broken_at])
@@ -368,7 +366,6 @@ class LookupHandler:
         return MissReason.FORMAT_MISMATCH if why is MissReason.FORMAT_MISMATCH else MissReason.NEVER_STORED
 
     def _why(self, session: EngineSession, key: bytes) -> MissReason:
-        """Returns why a block is nowhere."""
         known = self._history.reason_for(session.namespace.id, key)
         if known is not None:
             return known

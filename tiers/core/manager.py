@@ -58,7 +58,8 @@ class TierManager:
             extent_bytes: unit in which size classes claim memory; also the largest part of a block.
             tiers: the tiers below the CPU tier, in lookup order.
             max_queued_bytes: limit of each write-back queue; default: a quarter of the region.
-            first_id: first id of leases and stores; random, so that no id of an earlier run is valid.
+            first_id: first id of leases and stores; random, so that ids of earlier runs are
+                invalid.
             settings: policies, quotas and times per tier; ValueError if they are inconsistent.
             now: the time, in seconds of the clock that `tick` uses.
         """
@@ -106,7 +107,7 @@ class TierManager:
         self.durability = Durability(cpu_tier=self._cpu_tier, transfers=self._transfers)
 
     def _create_handlers(self, settings: TierSettings, tiers: Sequence[SecondaryTier], first_id: int) -> None:
-        """Who handles which events. Each handler gets only handlers that were created before it."""
+        """The event handlers. Each handler gets only handlers that were created before it."""
         self._requests = RequestTable(tiers=tiers, on_end=self._request_ended)
         self._lookups = LookupHandler(
             cpu_tier=self._cpu_tier,
@@ -151,7 +152,6 @@ class TierManager:
         )
 
     def take_commands(self) -> list[Command]:
-        """Returns the commands since the last call, in order."""
         commands = self._commands.copy()
         self._commands.clear()
         return commands
@@ -162,7 +162,7 @@ class TierManager:
     def open_session(
         self, session_id: bytes, engine_id: str, rank: int | None, namespace: NamespaceSpec, *, tenant: str = ""
     ) -> EngineSession:
-        """Registers a client process. Raises InvalidNamespace if its rank or a part is too large."""
+        """Registers a client. Raises InvalidNamespace if its rank or a part is too large."""
         largest, limit = max(namespace.part_bytes), self._cpu_tier.memory.extent_bytes
         if largest > limit:
             raise InvalidNamespace(f"a part of {largest} bytes is larger than this server takes ({limit} bytes)")
@@ -182,7 +182,7 @@ class TierManager:
         return session
 
     def close_session(self, session_id: bytes) -> None:
-        """Ends a session with its leases, stores and requests. Slots that it may still write to are quarantined."""
+        """Ends a session with all it owns. Slots that it may write to are quarantined."""
         session = self.session(session_id)
         self._sliced_work.continue_if(self._lookups.end(self._lookups.leases.of_session(session_id)))
         for store in self._stores.table.owned_by(session_id):
@@ -196,18 +196,18 @@ class TierManager:
             self.handoffs.engine_gone(session.engine)
 
     def writer_attached(self, session_id: bytes, writer: int) -> None:
-        """Registers a connection that maps the region on behalf of a session."""
+        """Registers a connection that maps the region for a session."""
         self.session(session_id).writers.add(writer)
 
     def writer_gone(self, session_id: bytes, writer: int) -> None:
-        """Called when such a connection has ended: its process can no longer write to the region."""
+        """Called when such a connection has ended: its process can no longer write there."""
         session = self._sessions.get(session_id)
         if session is not None:
             session.writers.discard(writer)
         self._stores.table.writer_gone(writer)
 
     def begin_request(self, session: EngineSession, request: RequestInfo) -> Negotiation:
-        """Asks every tier for its vote; the result is REQUEST_LEVEL if any tier votes for it (B3.3).
+        """Asks every tier to vote; one REQUEST_LEVEL vote decides (B3.3).
 
         A begun request keeps its negotiation. Raises LimitExceeded if too many are unfinished.
         """
@@ -255,8 +255,8 @@ class TierManager:
         """Finds blocks, pins the hits and starts promotions. The lease ends at `expires_at`.
 
         With `prefix`, every key after the first miss is a miss, and so are fewer than `min_hits`
-        leading hits. `tiers` leaves tiers out. `retain_until` protects the hits from eviction in all
-        tiers until that time, within the retention budget.
+        leading hits. `tiers` leaves tiers out. `retain_until` protects the hits from eviction in
+        all tiers until that time, within the retention budget.
 
         Raises LimitExceeded if the session has too many leases, InvalidItem for an unknown tier.
         """
@@ -275,7 +275,7 @@ class TierManager:
     def query_shared_tiers(
         self, session: EngineSession, keys: Sequence[bytes], *, prefix: bool, tiers: TierFilter = _ALL_TIERS
     ) -> bool:
-        """Queries shared tiers for the keys of a coming lookup; returns whether answers are outstanding."""
+        """Queries shared tiers for a coming lookup; returns whether answers are outstanding."""
         excluded = self._transfers.residency.excluded(tiers)
         return self._lookups.query_shared_tiers(session.namespace, keys, prefix=prefix, excluded=excluded)
 
@@ -326,11 +326,11 @@ class TierManager:
         return store
 
     def complete_store(self, session: EngineSession, store_id: StoreId, failed: Collection[int] = ()) -> None:
-        """Ends a store; `failed` numbers the granted blocks that were not written. Raises like `store`."""
+        """Ends a store; `failed` numbers the blocks that were not written. Raises like `store`."""
         self._stores.complete(session, store_id, failed)
 
     def writer_done(self, session: EngineSession, store_id: StoreId) -> None:
-        """Called for a completion after the store has ended: the client has stopped writing."""
+        """Called for a completion after the end of its store: the client has stopped writing."""
         self._stores.table.writer_done(store_id, session.engine)
 
     def tick(self, now: float) -> None:
@@ -366,10 +366,10 @@ class TierManager:
     def reset(self, session: EngineSession) -> int:
         """Empties the CPU tier of a session's namespace; the tiers below keep their blocks (B3.19).
 
-        Pinned blocks are dropped when they are unpinned, and many blocks are dropped in slices. Until
-        then all lookups of the namespace miss, and stores in flight are never published (B4.13).
+        Pinned blocks are dropped when they are unpinned, and many blocks are dropped in slices.
+        Until then all lookups of the namespace miss, and its stores are never published (B4.13).
 
-        Returns the number of blocks still to be dropped; while it is not 0, another call only returns it.
+        Returns the number of blocks left; while it is not 0, another call only returns it.
         """
         if resetting := self.resetting(session):
             return resetting
@@ -378,11 +378,10 @@ class TierManager:
         return self.resetting(session)
 
     def resetting(self, session: EngineSession) -> int:
-        """Returns the number of blocks that a reset of a session's namespace still waits for."""
         return self._cpu_tier.pending_reset_blocks(session.namespace.id)
 
     def evict(self, wanted: EvictionRequest) -> EvictionTask:
-        """Starts an eviction requested by an operator. It runs in slices, after earlier requests."""
+        """Starts an operator's eviction. It runs in slices, after earlier requests."""
         return self._sliced_work.evict(wanted, self._now)
 
     def leases(self) -> list[BlockLease]:
@@ -400,10 +399,11 @@ class TierManager:
         self._transfers.lost(tier, names)
 
     def tier_stalled(self, tier: int, *, stalled: bool) -> None:
-        """Called when a tier (by its position) has stopped returning from its jobs, or has recovered.
+        """Called when a tier (by its position) stops returning from its jobs, and when it recovers.
 
-        A stalled tier gets no jobs, and its queue is abandoned. Blocks that it is loading keep their
-        slots, because it may still write there, and are unlinked so that they can be stored anew.
+        A stalled tier gets no jobs, and its queue is abandoned. Blocks that it is loading keep
+        their slots, because it may still write there, and are unlinked so that they can be stored
+        anew.
         """
         self._completions.tier_stalled(tier, stalled=stalled)
 

@@ -1,7 +1,8 @@
-"""Requests: how each is offloaded, and when its tiers may be told that it is over.
+"""Request table: the vote on each request, and when its tiers are told that it has ended.
 
-A request is announced, stores blocks, and is finished by its engine. Its tiers hear of the end once: when the engine has
-finished it, no store of it is in flight, and every block that a REQUEST_LEVEL tier asked for has been stored or given up (B3.12).
+An engine begins a request, stores blocks and finishes it. Tiers are told of the end once: when the
+engine has finished the request, it has no store in flight, and every block for a REQUEST_LEVEL tier
+is stored or given up (B3.12).
 """
 
 from __future__ import annotations
@@ -17,20 +18,21 @@ from .block import Block
 __all__ = ["MAX_REQUESTS", "Request", "RequestTable"]
 
 MAX_REQUESTS = 65536
-"""Most requests that one session may have begun and not finished."""
+"""Limit for the unfinished requests of one session."""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """What is remembered of a request until its tiers have been told of its end.
+    """A request until its tiers have been told of its end.
 
     Attributes:
-        retain_for: for how many seconds its blocks are to stay, from each use on.
-        insisting: indices of the tiers that asked for REQUEST_LEVEL: they get every block of it (B3.3).
-        stores: stores in flight on its behalf.
-        waiting: blocks that somebody else is writing, to be cascaded to the insisting tiers when they are there (B3.9).
-        owed: blocks on their way to insisting tiers, once per tier.
-        incomplete: blocks that an insisting tier asked for and did not get.
+        retain_for: requested retention of its blocks in seconds, from each use on.
+        request_level_tiers: positions of the tiers that voted REQUEST_LEVEL; they get every block
+            (B3.3).
+        stores: number of its stores in flight.
+        waiting: blocks that other clients are writing and that these tiers get afterwards (B3.9).
+        pending_stores: blocks on their way to these tiers, counted per tier.
+        incomplete: blocks that one of these tiers did not get.
         finished: whether its engine has finished it.
         ended: whether its tiers have been told.
     """
@@ -49,20 +51,20 @@ class Request:
 
     @property
     def user(self) -> tuple[EngineKey, str]:
-        """What eviction policies know it by."""
+        """Identifies the request for eviction policies."""
         return self.session.engine, self.id
 
     @property
     def settled(self) -> bool:
-        """Whether nothing more is going to be stored for it."""
+        """Whether nothing more will be stored for it."""
         return self.finished and not self.stores and not self.waiting and not self.pending_stores
 
 
 class RequestTable:
-    """The requests that are not over yet."""
+    """The requests that have not ended."""
 
     def __init__(self, *, tiers: Sequence[SecondaryTier], on_end: Callable[[Request], None]) -> None:
-        """`on_end` is called once per request: when it has settled, before its state is dropped (B3.11)."""
+        """`on_end` is called once per settled request, before its state is dropped (B3.11)."""
         self._tiers = tiers
         self._on_end = on_end
         self._requests: dict[tuple[EngineKey, str], Request] = {}
@@ -72,11 +74,10 @@ class RequestTable:
         return len(self._requests)
 
     def get(self, engine: EngineKey, request_id: str) -> Request | None:
-        """Returns a request that was begun, and is not over."""
         return self._requests.get((engine, request_id))
 
     def check_room(self, session: EngineSession) -> None:
-        """Raises LimitExceeded if a session has begun too many that it never finished."""
+        """Raises LimitExceeded if a session has too many unfinished requests."""
         if len(session.requests) >= MAX_REQUESTS:
             raise LimitExceeded(f"the session has {MAX_REQUESTS} requests that it has not finished")
 
@@ -94,24 +95,30 @@ class RequestTable:
         return request
 
     def wait_for(self, request: Request, block: Block) -> None:
-        """Parks a block that is being written until it settles."""
+        """Makes a request wait for a block that is being written."""
         if block not in request.waiting:
             request.waiting.add(block)
             self._waiting.setdefault(block, []).append(request)
 
     def awaited(self, blocks: Sequence[Block]) -> list[Block]:
-        """Returns those of these blocks that a request waits for."""
+        """Returns the blocks that a request waits for."""
         return [block for block in blocks if block in self._waiting] if self._waiting else []
 
     def settled(self, block: Block) -> list[Request]:
-        """Takes note that a block is not being written any more; returns the requests that it was parked for."""
+        """Called when a block is no longer being written.
+
+        Returns the requests that waited for it.
+        """
         requests = self._waiting.pop(block, [])
         for request in requests:
             request.waiting.discard(block)
         return requests
 
     def finish(self, request: Request, *, give_up: bool = False) -> None:
-        """Takes note that the engine has finished a request; with `give_up` nothing is waited for that others are writing."""
+        """Marks a request as finished.
+
+        With `give_up` it stops waiting for blocks of other clients.
+        """
         request.finished = True
         request.session.requests.discard(request.id)
         if give_up:
@@ -124,7 +131,6 @@ class RequestTable:
         self.end_if_settled(request)
 
     def end_if_settled(self, request: Request) -> None:
-        """Tells of the end of a request, if that has come."""
         if not request.settled or request.ended:
             return
         request.ended = True

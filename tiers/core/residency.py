@@ -1,4 +1,7 @@
-"""Which of the tiers below has a block: as their catalogs say, and as shared tiers answer that have to be asked."""
+"""Residency index: which secondary tier holds a block.
+
+The answer comes from the catalogs, and for shared tiers also from queries to the tier.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ __all__ = ["ResidencyIndex"]
 
 
 class ResidencyIndex:
-    """Looks for blocks in the tiers below the CPU tier, in lookup order. Moves none of them."""
+    """Finds blocks in the secondary tiers, in lookup order. Moves none."""
 
     def __init__(
         self, secondaries: Sequence[SecondaryTierState], *, new_id: Callable[[], JobId], commands: list[Command]
     ) -> None:
-        """`new_id` names questions, which are told from jobs by their ids."""
+        """`new_id` creates ids for queries, from the same sequence as job ids."""
         self.has_shared_tiers = any(secondary.tier.shared for secondary in secondaries)
         self._lanes = secondaries
         self._new_id = new_id
@@ -29,8 +32,7 @@ class ResidencyIndex:
     def excluded(self, tiers: TierFilter) -> frozenset[int]:
         """Returns the positions of the tiers that a lookup leaves out.
 
-        Raises:
-            InvalidItem: the filter names a tier that does not exist, or the CPU tier.
+        Raises InvalidItem if the filter names an unknown tier or the CPU tier.
         """
         if not tiers:
             return frozenset()
@@ -43,7 +45,10 @@ class ResidencyIndex:
     def find(
         self, namespace: NamespaceId, key: bytes, excluded: Collection[int] = ()
     ) -> tuple[SecondaryTierState | None, Presence]:
-        """Returns the first tier that can load this block, or why there is none; counts the misses of those before."""
+        """Returns the first tier that can load a block, or the reason.
+
+        Counts misses of the tiers before it.
+        """
         presence = Presence.ABSENT
         for secondary in self._lanes:
             found = secondary.presence(namespace, key, excluded)
@@ -56,17 +61,16 @@ class ResidencyIndex:
         return None, presence
 
     def peek(self, namespace: NamespaceId, key: bytes, excluded: Collection[int] = ()) -> Presence:
-        """Returns what `find` would say, and counts nothing."""
+        """Returns what `find` would return as presence, and counts nothing."""
         found = {secondary.presence(namespace, key, excluded) for secondary in self._lanes}
         order = (Presence.HELD, Presence.UNKNOWN, Presence.EXCLUDED, Presence.STALLED)
         return next((presence for presence in order if presence in found), Presence.ABSENT)
 
     def holds(self, namespace: NamespaceId, key: bytes) -> bool:
-        """Returns whether a tier can load this block, as far as the core knows."""
         return self.position_of(namespace, key) is not None
 
     def position_of(self, namespace: NamespaceId, key: bytes) -> int | None:
-        """Returns the first tier, by its position in the lookup order, that has this block as far as the core knows."""
+        """Returns the position of the first tier whose catalog has this block."""
         return next(
             (secondary.index for secondary in self._lanes if secondary.catalog.held(namespace, key) is not None), None
         )
@@ -76,11 +80,11 @@ class ResidencyIndex:
         return any(secondary.tier.durable and secondary.catalog.held(namespace, key) for secondary in self._lanes)
 
     def is_becoming_durable(self, namespace: NamespaceId, key: bytes) -> bool:
-        """Returns whether a store to a tier that survives restarts is on its way."""
+        """Returns whether a tier that survives restarts holds this block or is storing it."""
         return any(secondary.tier.durable and secondary.catalog.get(namespace, key) for secondary in self._lanes)
 
     def send_queries(self) -> None:
-        """Asks the shared tiers what `find` did not know."""
+        """Sends the queries that `find` has queued to the shared tiers."""
         if not self.has_shared_tiers:
             return
         for secondary in self._lanes:
@@ -91,7 +95,7 @@ class ResidencyIndex:
                 self._commands.append(LookupInTier(job_id, secondary.index, names))
 
     def record_answers(self, job_id: JobId, answers: Sequence[bool], now: float) -> None:
-        """Takes in what a shared tier said. A job that is not known is ignored."""
+        """Records a shared tier's answers. An unknown job is ignored."""
         secondary, names = self._queries.pop(job_id, (None, ()))
         if secondary is not None:
             secondary.presence_cache.record_answers(names, answers, now)

@@ -1,4 +1,4 @@
-"""One secondary tier as the core sees it."""
+"""State of one secondary tier in the core: catalog, write-back queue, presence cache, counters."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ Name = tuple[NamespaceId, bytes]
 
 
 VALID_SECONDS = 10.0
-"""How long an answer is taken for the truth; whether it still is shows when the block is loaded."""
+"""How long an answer is valid. A load detects an outdated one."""
 
 
 MAX_ANSWERS = 1 << 16
 
 
 class PresenceCache:
-    """Names that one tier was asked about, and what it said."""
+    """Cached existence answers of one shared tier, whose contents other processes can change."""
 
     def __init__(self) -> None:
         self._answers: dict[Name, tuple[bool, float]] = {}
-        """Per name whether the tier has it, and when that was said; the oldest first."""
+        """Per name whether the tier has the block and when it answered; oldest first."""
         self._asked: set[Name] = set()
         self._to_ask: list[Name] = []
 
     def get(self, name: Name) -> bool | None:
-        """Returns what the tier said, or None if it has not been asked; then it will be."""
+        """Returns the cached answer, or None; then the query is queued for the tier."""
         answer = self._answers.get(name)
         if answer is not None:
             return answer[0]
@@ -50,29 +50,27 @@ class PresenceCache:
         return None
 
     def take_queries(self) -> list[Name]:
-        """Returns the questions that have come up since the last call."""
+        """Returns the queries since the last call."""
         new, self._to_ask = self._to_ask, []
         return new
 
     def record_answers(self, names: Sequence[Name], answers: Sequence[bool], now: float) -> None:
-        """Takes in answers, in the order of the names; a name without an answer counts as not there."""
+        """Records answers in the order of the names. A missing answer counts as absent."""
         for number, name in enumerate(names):
             self._asked.discard(name)
             self.set(name, there=number < len(answers) and answers[number] is True, now=now)
 
     def set(self, name: Name, *, there: bool, now: float) -> None:
-        """Takes note of what is true now."""
         self._answers.pop(name, None)
         self._answers[name] = (there, now)
         if len(self._answers) > MAX_ANSWERS:
             del self._answers[next(iter(self._answers))]
 
     def forget(self, name: Name) -> None:
-        """Forgets an answer: it may have changed."""
         self._answers.pop(name, None)
 
     def tick(self, now: float) -> None:
-        """Forgets answers that are too old."""
+        """Removes expired answers."""
         while self._answers:
             name, (_, said_at) = next(iter(self._answers.items()))
             if now - said_at < VALID_SECONDS:
@@ -81,21 +79,22 @@ class PresenceCache:
 
 
 class Presence(enum.Enum):
-    """What a tier, or all of them together, say of a block."""
+    """Whether a tier, or all of them together, can load a block."""
 
     HELD = enum.auto()
     """It can be loaded."""
     ABSENT = enum.auto()
     EXCLUDED = enum.auto()
-    """It is there, and the tier was left out."""
+    """It is present, and the lookup leaves the tier out."""
     UNKNOWN = enum.auto()
-    """The tier has to be asked."""
+    """The tier must be queried first."""
     STALLED = enum.auto()
-    """It is there, and cannot be loaded now: the tier stands still, or is at work on a load of it that was given up."""
+    """It is present and cannot be loaded now: the tier is stalled, or still loads it for an
+    abandoned block."""
 
 
 class SecondaryTierState:
-    """A tier's catalog, its queue, its counters."""
+    """Catalog, write-back queue and counters of one secondary tier."""
 
     def __init__(
         self,
@@ -113,32 +112,31 @@ class SecondaryTierState:
         self.catalog = Catalog(tier.capacity_bytes, queues, history)
         self.max_queued_bytes = max_queued_bytes
         self.write_back_queue: deque[Block] = deque()
-        """Blocks that wait to be stored; each is pinned, and has its entry in the catalog."""
+        """Blocks waiting to be stored. Each is pinned and has a catalog entry."""
         self.pending_removals: list[CatalogEntry] = []
-        """Evicted entries that the tier still has to remove, before the next store."""
+        """Evicted entries that the tier must remove before the next store."""
         self.storing = False
         self.pending_stores: dict[tuple[NamespaceId, bytes], list[Request]] = {}
-        """Blocks on their way that requests insist on."""
+        """Blocks on their way that REQUEST_LEVEL requests wait for."""
         self.queued_bytes = 0
-        """Size of what waits or is being stored."""
+        """Bytes of blocks that are waiting or being stored."""
         self.jobs = 0
         self.stalled = False
-        """Whether the tier does not come back from its jobs: nothing is asked of it then."""
+        """Whether the tier has stopped returning from its jobs. It gets no new ones then."""
         self.presence_cache = PresenceCache()
-        """What a shared tier was asked."""
         self.misses = 0
-        """Keys that were asked of it and not found in it."""
+        """Keys that were looked up in it and not found."""
         self.admission = new_admission() if new_admission else None
-        """What chooses the blocks that it takes in; None where it takes all."""
+        """Admission filter; None admits every block."""
         self.declined = 0
-        """Uses of blocks that were not taken in for that reason."""
+        """Uses of blocks that the filter did not admit."""
         self.dropped = 0
-        """Blocks whose cascade was dropped: the queue or the tier was full."""
+        """Blocks that were not written back because the queue or the tier was full."""
         self.damaged = 0
         """Blocks that the tier lost because they were damaged."""
 
     def admits(self, block: Block, user: Hashable) -> bool:
-        """Returns whether the tier takes in a block that a request has used, and counts it if not."""
+        """Returns whether the admission filter admits a block for this use; counts it if not."""
         admitted = self.admission is None or self.admission.admits(block.name, user)
         self.declined += not admitted
         return admitted
@@ -149,12 +147,15 @@ class SecondaryTierState:
         return tier.name in tiers.names or tier.medium in tiers.media or (tiers.remote and not tier.local)
 
     def presence(self, namespace: NamespaceId, key: bytes, excluded: Collection[int]) -> Presence:
-        """Returns whether the tier can load a block. What it has to be asked is noted (`questions`)."""
+        """Returns whether the tier can load a block.
+
+        An unknown block of a shared tier is queued for a query.
+        """
         entry = self.catalog.held(namespace, key)
         held = entry is not None
         if self.index in excluded:
             return Presence.EXCLUDED if held else Presence.ABSENT
-        # What is still being loaded for a block that was given up is not loaded beside that.
+        # A block that is still being loaded for an abandoned block is not loaded twice.
         if self.stalled or (entry is not None and entry.loads):
             return Presence.STALLED if held else Presence.ABSENT
         if not held and self.tier.shared and self.catalog.get(namespace, key) is None:
@@ -165,13 +166,16 @@ class SecondaryTierState:
         return Presence.HELD if held else Presence.ABSENT
 
     def entry_of(self, block: Block) -> CatalogEntry:
-        """Returns the entry of a block; for one that only the shared tier itself knows of, one outside of the catalog."""
+        """Returns the entry of a block.
+
+        A temporary one if only the shared tier itself knows the block.
+        """
         entry = self.catalog.get(block.namespace, block.key)
         queue = self.catalog.queues.queue_for(block.namespace)
         return entry or CatalogEntry(block.namespace, block.key, block.nbytes, EntryState.HELD, queue)
 
     def take_pending_removals(self) -> list[Name]:
-        """Returns what the tier still has to remove; it is the caller's from here on."""
+        """Returns and clears the pending removals."""
         names = [entry.name for entry in self.pending_removals]
         self.pending_removals = []
         for name in names:
@@ -179,25 +183,30 @@ class SecondaryTierState:
         return names
 
     def use(self, blocks: Iterable[Block], user: Hashable) -> None:
-        """Takes note that a request used these blocks, as far as they are here, given head first; some are to be retained."""
+        """Records a request's use of present blocks, given head first.
+
+        Retains them if requested.
+        """
         for retain_until, together in groupby(blocks, attrgetter("retain_until")):
             entries = (self.catalog.get(block.namespace, block.key) for block in together)
             self.catalog.use([entry for entry in entries if entry is not None], user, retain_until)
 
     def retain(self, blocks: Iterable[Block]) -> None:
-        """Retains blocks that are here, for as long as each wants to stay."""
+        """Retains blocks that are present until the end of their requested retention."""
         for retain_until, together in groupby(blocks, attrgetter("retain_until")):
             if retain_until > self.catalog.queues.now:
                 entries = (self.catalog.get(block.namespace, block.key) for block in together)
                 self.catalog.queues.retain([entry for entry in entries if entry is not None], retain_until)
 
     def tick(self, now: float, used_in_cpu: UsedElsewhere) -> None:
-        """Lets time pass: what was not used for too long is to be removed, and answers are forgotten that may not be true."""
+        """Advances the time.
+
+        Expired blocks become pending removals, and old answers are dropped.
+        """
         self.presence_cache.tick(now)
         self.pending_removals += self.catalog.tick(now, used_in_cpu)
 
     def stats(self, hits: int) -> TierStats:
-        """Returns the figures of this moment; the hits are counted by who looks up."""
         return TierStats(
             name=self.tier.name,
             type=self.tier.type,

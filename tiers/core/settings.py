@@ -1,4 +1,4 @@
-"""How tiers keep blocks: by which policy, for how long, and for whom. Data, from the configuration."""
+"""Settings of the tiers: eviction policy, admission, time to live, quotas and budgets."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ CPU_TIER = "cpu"
 
 @dataclass(frozen=True, slots=True)
 class TierSettings:
-    """What is configured per name of a tier (the CPU tier is "cpu").
+    """Settings, per tier name ("cpu" is the CPU tier).
 
     Attributes:
-        eviction: one of `POLICIES`; the default for tiers that are not named.
-        admission: what tiers below the CPU tier take in, one of `ADMISSION`; likewise.
-        ttl: seconds after which a block that is not used goes; never where a tier is not named.
-        tenants: who has a share of their own.
-        retained_part: how much of each quota, and of what is nobody's quota, requests may retain.
-        held_part: how much of these, in the CPU tier, holds may pin.
-        spare_part: how much of the CPU tier is made free ahead at most, for the next store.
-        max_holds: how many requests of one tenant may be held.
-        estimates: whether it is estimated what tiers of other sizes would answer.
+        eviction: one of `POLICIES` per tier; default: `DEFAULT_POLICY`.
+        admission: one of `ADMISSION` per secondary tier; default: `DEFAULT_ADMISSION`.
+        ttl: seconds without use after which a block is dropped; default: never.
+        tenants: tenants with a quota or a limit.
+        retained_part: part of each quota, and of the memory without quota, that may be retained.
+        held_part: the same for holds, in the CPU tier.
+        spare_part: largest part of the CPU tier that is freed ahead, for the next store.
+        max_holds: limit for the holds of one tenant.
+        estimates: whether to estimate the hit ratio of other tier sizes.
     """
 
     eviction: Mapping[str, str] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class TierSettings:
     estimates: bool = True
 
     def check(self, tiers: Collection[str]) -> None:
-        """Raises `ValueError` where a tier or a policy is named that does not exist."""
+        """Raises `ValueError` if a tier or policy does not exist."""
         if CPU_TIER in self.admission:
             raise ValueError("the CPU tier takes in everything: there is nothing to admit by")
         named = {*self.eviction, *self.admission, *self.ttl}
@@ -57,11 +57,14 @@ class TierSettings:
                     raise ValueError(f"tier {tier!r}: there is no policy {policy!r}; there are {', '.join(there_are)}")
 
     def new_admission(self, tier: str) -> Callable[[], Admission] | None:
-        """Returns what makes the admission filter of a tier; None where it takes in everything."""
+        """Returns the factory of a tier's admission filter; None if it admits all blocks."""
         return ADMISSION[self.admission.get(tier, DEFAULT_ADMISSION)]
 
     def new_queues(self, tier: str, capacity_bytes: int, now: float) -> EvictionQueues[Any]:
-        """Returns the empty lines of a tier. Raises `ValueError` where its quotas are more than it has."""
+        """Returns a tier's empty eviction queues.
+
+        Raises `ValueError` if its quotas exceed its capacity.
+        """
         shares = Quotas(tier, capacity_bytes, self.tenants, retained_part=self.retained_part)
         policy = POLICIES[self.eviction.get(tier, DEFAULT_POLICY)]
         return EvictionQueues(shares, policy, ttl=self.ttl.get(tier), now=now)

@@ -1,7 +1,7 @@
-"""Runs long operations (reset, expiry, bulk eviction) in bounded slices so that the event loop stays responsive.
+"""Incremental work: runs reset, expiry and bulk eviction in slices, to keep the event loop free.
 
-A slice that leaves work behind requests the next one with a `ContinueWork` command. At most one such
-command is outstanding.
+A slice that leaves work behind requests the next one with a `ContinueWork` command. At most one
+such command is outstanding.
 """
 
 from __future__ import annotations

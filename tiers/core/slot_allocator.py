@@ -1,9 +1,10 @@
-"""Slots: the host region, cut into extents that size classes claim and give back.
+"""Slot allocator of the host region: extents that size classes claim and return.
 
-Blocks of several sizes live in one region at once (a hybrid model's groups; two models). A size class claims a whole
-extent and cuts it into equal slots; when the last of them is free the extent goes back and any class may claim
-it. There is no fragmentation to be compacted; what is lost is less than one slot at the end of an extent, and
-at most one partly used extent per class.
+Blocks of several sizes share one region (groups of a hybrid model, or two models). A size class
+claims an extent and cuts it into equal slots. When the last slot is free, the extent is returned
+and
+any class may claim it. There is no fragmentation to compact. The waste is less than one slot per
+extent, and at most one partly used extent per class.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ __all__ = ["Extent", "SlotAllocator"]
 
 
 class Extent:
-    """A piece of the region that belongs to one size class, or to none."""
+    """A piece of the region that belongs to one size class or to none."""
 
     __slots__ = ("free", "offset", "slot_bytes", "used")
 
@@ -25,13 +26,13 @@ class Extent:
         self.offset = offset
         self.slot_bytes = 0
         self.free: list[int] = []
-        """Offsets of free slots; the next to be given out is the last."""
+        """Offsets of free slots; allocated from the end."""
         self.used = 0
-        """Number of slots that are given out."""
+        """Number of allocated slots."""
 
 
 class SlotAllocator:
-    """Gives out slots. Sizes and offsets are in bytes, relative to the start of the region."""
+    """Allocates slots. Sizes and offsets are in bytes, relative to the start of the region."""
 
     def __init__(self, extent_bytes: int) -> None:
         self.extent_bytes = extent_bytes
@@ -41,19 +42,18 @@ class SlotAllocator:
         self._with_room: dict[int, dict[Extent, None]] = {}
 
     def add_memory(self, offset: int, nbytes: int) -> None:
-        """Takes in whole extents of memory; what remains at the end is not used."""
+        """Adds whole extents; a remainder at the end is not used."""
         fresh = [Extent(start) for start in range(offset, offset + nbytes - self.extent_bytes + 1, self.extent_bytes)]
         self._extents.update((extent.offset // self.extent_bytes, extent) for extent in fresh)
-        # Taken from the end: low offsets first, which are backed first.
+        # Allocated from the end of the list: low offsets, which are backed first, come first.
         self._unclaimed[:0] = reversed(fresh)
         self.available_bytes += len(fresh) * self.extent_bytes
 
     def slot_bytes_for(self, part_bytes: int) -> int:
-        """Returns the size of the slots that hold parts of this size."""
         return -(-part_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
     def allocate(self, slot_bytes: int, count: int) -> list[int]:
-        """Returns up to `count` free slots of a class in ascending order, so that copies can be merged."""
+        """Returns up to `count` free slots of a class, ascending so that copies can be merged."""
         taken: list[int] = []
         with_room = self._with_room.setdefault(slot_bytes, {})
         while len(taken) < count:
@@ -71,7 +71,6 @@ class SlotAllocator:
         return taken
 
     def release(self, offsets: Iterable[int]) -> None:
-        """Takes slots back; each must have been given out."""
         for number, together in groupby(offsets, self.extent_bytes.__rfloordiv__):
             extent = self._extents[number]
             free = list(together)
@@ -82,29 +81,25 @@ class SlotAllocator:
                 self._give_back(extent)
 
     def in_use(self, extent: Extent) -> set[int]:
-        """Returns the offsets of the slots of an extent that are given out."""
+        """Returns the offsets of the allocated slots of an extent."""
         return set(self._slots_of(extent)).difference(extent.free)
 
     def extent_at(self, offset: int) -> Extent:
-        """Returns the extent that a slot lies in."""
         return self._extents[offset // self.extent_bytes]
 
     @property
     def total_bytes(self) -> int:
-        """Returns the bytes of all extents."""
         return len(self._extents) * self.extent_bytes
 
     def free_slots(self, slot_bytes: int) -> int:
-        """Returns how many slots a class can have without anything being evicted."""
+        """Returns how many slots a class can get without an eviction."""
         claimed = sum(len(extent.free) for extent in self._with_room.get(slot_bytes, ()))
         return claimed + len(self._unclaimed) * (self.extent_bytes // slot_bytes)
 
     def used_bytes(self) -> int:
-        """Returns what the slots that are given out take up."""
         return sum(extent.used * extent.slot_bytes for extent in self._extents.values())
 
     def extents(self) -> Sequence[Extent]:
-        """Returns all extents."""
         return list(self._extents.values())
 
     def _claim(self, slot_bytes: int) -> Extent | None:
@@ -117,7 +112,7 @@ class SlotAllocator:
         return extent
 
     def _slots_of(self, extent: Extent) -> range:
-        """Returns the offsets of all slots of an extent; none where it belongs to no class."""
+        """Returns the offsets of all slots of an extent; empty if it belongs to no class."""
         last = extent.offset + self.extent_bytes - extent.slot_bytes
         return range(extent.offset, last + 1, extent.slot_bytes) if extent.slot_bytes else range(0)
 

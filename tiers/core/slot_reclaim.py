@@ -1,9 +1,11 @@
-"""Who makes room in the host region, for whom.
+"""Victim selection in the host region: which blocks to evict to free slots or extents.
 
-Slots are made free by evicting blocks of the same size class. Memory moves between classes an extent at a time: a class
-takes over the extent of another class' next victim where that victim has been idle for longer than
-its own next victim, so that yesterday's model does not keep the region from today's. A tenant that is within its quota need
-not wait for that.
+Slots are freed by evicting blocks of the same size class. Memory moves between classes by extents:
+a
+class takes over an extent if the other class' next victim has been idle for longer than its own.
+Without that, an unloaded model would keep the region from the current one. A tenant within its
+quota
+takes over extents without that condition.
 """
 
 from __future__ import annotations
@@ -19,23 +21,27 @@ from .slot_allocator import Extent, SlotAllocator
 __all__ = ["SlotReclaimer"]
 
 _EXTENT_CANDIDATES = 256
-"""Victims of another class that are looked at for an extent that can be taken over."""
+"""Victims of another class that are tried when looking for an extent."""
 
 
 class SlotReclaimer:
     """Chooses blocks to evict; evicts none itself."""
 
     def __init__(self, memory: SlotAllocator, queues: EvictionQueues[Block], owners: Mapping[int, Block]) -> None:
-        """`owners` says which block has the slot at an offset."""
+        """`owners` maps the offset of a slot to its block."""
         self._memory = memory
         self._lines = queues
         self._owners = owners
 
     def victims(self, share: TenantShare, slot_bytes: int, count: int) -> list[Block]:
-        """Returns blocks that free some of so many slots for a share, or an extent; none if nothing can be had now."""
+        """Returns blocks that free some of `count` slots for a share, or an extent.
+
+        Empty if none can be freed now.
+        """
         within = (share.quota - share.used) // slot_bytes
         if within > 0:
-            # It is owed these: by those who have more than their own, in its class or in another one.
+            # These slots are within the quota of the share: shares above their quota pay, in any
+            # class.
             others = self._chosen(share, slot_bytes, min(count, within), with_own=False)
             victims = others or self._idle_extent(share, slot_bytes, None, with_own=False)
             if victims:
@@ -46,7 +52,10 @@ class SlotReclaimer:
         return self._idle_extent(share, slot_bytes, self._oldest(share, slot_bytes) if chosen else None) or chosen
 
     def own_victims(self, share: TenantShare, slot_bytes: int, nbytes: int) -> list[Block]:
-        """Returns blocks of a share that free so many bytes, if that can be had, those of one size class first."""
+        """Returns blocks of a share that free `nbytes` if possible.
+
+        Those of one size class first.
+        """
         mine = [queue for queue in self._lines.all() if queue.share is share]
         mine.sort(key=lambda queue: queue.size_class != slot_bytes)
         queue = chain.from_iterable(map(_evictable, mine))
@@ -59,11 +68,11 @@ class SlotReclaimer:
         )
 
     def _donors(self, share: TenantShare, slot_bytes: int) -> Iterator[EvictionQueue[Block]]:
-        """Yields the lines of a class from which blocks may go for a share."""
+        """Yields the queues of a class from which blocks may be evicted for a share."""
         return (queue for queue in self._lines.of_class(slot_bytes) if queue.share is share or queue.share.excess > 0)
 
     def _oldest(self, share: TenantShare, slot_bytes: int) -> int | None:
-        """Returns the last use of the block of a class that has been idle the longest, of those that may go."""
+        """Returns the last use of the longest idle evictable block of a class."""
         oldest = [queue.policy.oldest() for queue in self._donors(share, slot_bytes)]
         return min((block.last_use for block in oldest if block is not None), default=None)
 
@@ -72,8 +81,9 @@ class SlotReclaimer:
     ) -> list[Block] | None:
         """Returns the blocks of another class' extent that may be taken over, or None.
 
-        Its class has a block that was used before `than`, unless that is None; it lies in
-        the extent, or one of the class' next victims does; and nothing in it is pinned, being written or in quarantine.
+        The other class has a block that was last used before `than` (None: any). The extent holds
+        that block
+        or one of the class' next victims. Nothing in it is pinned, being written or quarantined.
         """
         if slot_bytes > self._memory.extent_bytes:
             return None
@@ -94,7 +104,10 @@ class SlotReclaimer:
         return None
 
     def _blocks_of_extent(self, block: Block, share: TenantShare, blocked: set[int]) -> list[Block] | None:
-        """Returns all blocks of an extent that a block lies in, if all can be evicted; notes extents where that is not so."""
+        """Returns all blocks of an extent of `block` if all are evictable.
+
+        Adds other extents to `blocked`.
+        """
         for offset in block.slots:
             if offset is None:
                 continue
@@ -127,7 +140,7 @@ def _freed_bytes(block: Block) -> int:
 
 
 def _may_all_go(blocks: Sequence[Block], taker: TenantShare) -> bool:
-    """Whether no share but the taker's would be left with less than its quota."""
+    """Whether no share but the taker's would fall below its quota."""
     freed: dict[TenantShare, int] = {}
     for block in blocks:
         share = block.queue.share

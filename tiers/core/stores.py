@@ -1,4 +1,4 @@
-"""Storing: who gets slots to write, and what becomes of what was written."""
+"""Store handler: grants slots to writers, publishes blocks, quarantines slots of lost writers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["InFlightStores", "Store", "StoreHandler"]
 
 @dataclass(slots=True, eq=False)
 class Store:
-    """A write in flight: pinned blocks with a granted slot each, all for one rank."""
+    """A store in flight: pinned blocks, each with a granted slot of one rank."""
 
     id: StoreId
     owner: Owner
@@ -28,18 +28,17 @@ class Store:
     expires_at: float
     blocks: Sequence[Block]
     request: Request | None = None
-    """The request on whose behalf it is; None for one that was never begun."""
+    """None if no request was begun."""
     begun_at: float = 0.0
     """In the core's seconds."""
 
     def slots(self) -> list[int]:
-        """Returns the granted slots, in the order of the blocks."""
         return [offset for block in self.blocks if (offset := block.slots[self.rank]) is not None]
 
 
 @dataclass(slots=True)
 class _Quarantine:
-    """Slots of a store that ended while somebody might still write to them."""
+    """Slots of an ended store whose client may still write to them."""
 
     offsets: list[int]
     nbytes: int
@@ -49,11 +48,12 @@ class _Quarantine:
 
 @dataclass(slots=True)
 class InFlightStores:
-    """The stores in flight, and the slots of those that ended before their writers did.
+    """The stores in flight, and the quarantined slots of ended ones.
 
-    A writer is a connection that keeps the region mapped (`Region` in the wire contract). A slot is given
-    away again only when nobody can still write to it: when its store was completed, or when every writer that its
-    session had is gone.
+    A writer is a connection that keeps the region mapped (`Region` in the wire contract). A slot is
+    reused only when no client can still write to it: after the store's completion, or when every
+    writer
+    of its session is gone.
     """
 
     cpu_tier: CpuTier
@@ -66,7 +66,6 @@ class InFlightStores:
 
     @property
     def quarantined_bytes(self) -> int:
-        """Bytes of slots that are out of use because of a writer that may still be there."""
         return sum(entry.nbytes for entry in self._quarantine.values())
 
     def begin(
@@ -79,19 +78,14 @@ class InFlightStores:
         *,
         now: float = 0.0,
     ) -> Store:
-        """Registers a store of blocks that are pinned and have a slot for the rank."""
+        """Registers a store of pinned blocks that have a slot for the rank."""
         store = Store(StoreId(self.next_id), owner, rank, expires_at, blocks, request, now)
         self.next_id += 1
         self._stores[store.id] = store
         return store
 
     def get(self, store_id: StoreId, engine: EngineKey) -> Store:
-        """Returns a store of this engine.
-
-        Raises:
-            StoreNotFound: it ended, or never was.
-            NotOwner: it belongs to another engine.
-        """
+        """Returns a store of this engine. Raises StoreNotFound, NotOwner."""
         store = self._stores.get(store_id)
         if store is None:
             raise StoreNotFound(f"there is no store {store_id}: it was completed, expired or fell with its session")
@@ -100,37 +94,33 @@ class InFlightStores:
         return store
 
     def end(self, store: Store) -> None:
-        """Forgets a store; its pins and slots are the caller's from now on."""
+        """Removes a store; the caller owns its pins and slots."""
         del self._stores[store.id]
 
     def quarantine(self, store: Store, offsets: list[int], nbytes: int, writers: set[int]) -> None:
-        """Keeps slots of an ended store out of use until all of these writers are gone."""
+        """Keeps slots out of use until all of these writers are gone."""
         self._quarantine[store.id] = _Quarantine(offsets, nbytes, store.owner.engine, set(writers))
         self._lift_if_free(store.id)
 
     def writer_gone(self, writer: int) -> None:
-        """Takes note that a connection has ended."""
         for store_id, entry in list(self._quarantine.items()):
             entry.writers.discard(writer)
             self._lift_if_free(store_id)
 
     def writer_done(self, store_id: StoreId, engine: EngineKey) -> None:
-        """Takes note of a completion that came too late: at least, nobody writes any more."""
+        """Called for a late completion: the client has stopped writing."""
         entry = self._quarantine.get(store_id)
         if entry is not None and entry.engine == engine:
             entry.writers.clear()
             self._lift_if_free(store_id)
 
     def __iter__(self) -> Iterator[Store]:
-        """Iterates over all stores in flight, the oldest first."""
         return iter(self._stores.values())
 
     def owned_by(self, session_id: bytes) -> list[Store]:
-        """Returns the stores of a session."""
         return [store for store in self._stores.values() if store.owner.session_id == session_id]
 
     def expired(self, now: float) -> list[Store]:
-        """Returns the stores whose time is over."""
         return [store for store in self._stores.values() if store.expires_at <= now]
 
     def _lift_if_free(self, store_id: StoreId) -> None:
@@ -139,7 +129,7 @@ class InFlightStores:
 
 
 class StoreHandler:
-    """Grants slots to writers, and takes in what they wrote."""
+    """Grants slots to writers and handles what they wrote."""
 
     def __init__(
         self,
@@ -170,17 +160,15 @@ class StoreHandler:
         now: float,
         retain_until: float = 0.0,
     ) -> StoreAnswer:
-        """Grants slots for the parts of this session's rank that are not there and that nobody is writing.
+        """Grants slots for the missing parts of this session's rank.
 
-        Raises:
-            InvalidKey: a key names a group that the namespace lacks; nothing was granted.
-            InvalidItem: the session has no rank.
+        See `TierManager.prepare_store`.
         """
         rank = session.own_rank()
         blocks = self._cpu_tier.find_or_add(session.namespace, keys)
         found = list(dict.fromkeys(blocks))
         for block in found:
-            block.pins += 1  # room for the tail must not be made at the cost of the head
+            block.pins += 1  # so that no block of this store is evicted for another one
         statuses, wanted = self._claim(blocks, rank)
         self._cpu_tier.reserve(list(wanted), rank)
         granted, slots = self._grant(wanted, rank)
@@ -197,7 +185,7 @@ class StoreHandler:
         if request is not None and request.request_level_tiers:
             self._cascade_present(request, found, set(granted))
         if len(granted) < len(found):
-            own = set(granted)  # their pins are the store's from now on
+            own = set(granted)  # the store owns their pins
             self._cpu_tier.unpin([block for block in found if block not in own])
         if self._miss_ratio_curves is not None:
             self._miss_ratio_curves.stored(granted)
@@ -209,11 +197,7 @@ class StoreHandler:
         return StoreAnswer(store.id, bytes(statuses), slots, not_retained)
 
     def complete(self, session: EngineSession, store_id: StoreId, failed: Collection[int] = ()) -> None:
-        """Ends a store; `failed` numbers the granted blocks that were not written. Raises like `InFlightStores.get`.
-
-        Raises:
-            InvalidItem: `failed` names a block that was not granted; the store goes on.
-        """
+        """Ends a store; see `TierManager.complete_store`."""
         store = self.table.get(store_id, session.engine)
         if any(number >= len(store.blocks) for number in failed):
             raise InvalidItem(f"store {store_id} has {len(store.blocks)} blocks")
@@ -236,7 +220,10 @@ class StoreHandler:
         self._ended(request)
 
     def abandon(self, store: Store, writers: set[int]) -> None:
-        """Ends a store whose owner is gone or silent; its slots wait until nobody can write to them."""
+        """Ends a store of a lost client.
+
+        Its slots are quarantined until no client can write to them.
+        """
         self.table.end(store)
         offsets = []
         for block in store.blocks:
@@ -245,12 +232,13 @@ class StoreHandler:
             offsets.append(self._cpu_tier.detach_slot(block, store.rank))
         self.table.quarantine(store, offsets, sum(block.part_bytes for block in store.blocks), writers)
         self._completions.settle(store.blocks)
-        self._cpu_tier.unpin(reversed(store.blocks))  # empty now, they leave their line: policies find a tail sooner
+        # they are empty and leave their queue: policies remove a tail faster
+        self._cpu_tier.unpin(reversed(store.blocks))
         self._ended(store.request)
 
     @staticmethod
     def _claim(blocks: Sequence[Block], rank: int) -> tuple[bytearray, dict[Block, int]]:
-        """Returns what is known of each block of a store, and which of them want a slot, with their places."""
+        """Returns a status per block, and the blocks that need a slot with their positions."""
         granted, present, in_progress = map(int, (StoreStatus.GRANTED, StoreStatus.PRESENT, StoreStatus.IN_PROGRESS))
         statuses = bytearray([granted]) * len(blocks)
         wanted: dict[Block, int] = {}
@@ -263,7 +251,7 @@ class StoreHandler:
 
     @staticmethod
     def _grant(wanted: Iterable[Block], rank: int) -> tuple[list[Block], list[int]]:
-        """Returns the blocks that got a slot, as being written, and their slots."""
+        """Marks blocks with a slot as being written; returns them and their slots."""
         granted, slots = [], []
         for block in wanted:
             offset = block.slots[rank]
@@ -278,7 +266,10 @@ class StoreHandler:
         self._history.record(block.namespace, block.key, reason)
 
     def _cascade_present(self, request: Request, blocks: Sequence[Block], own: Collection[Block]) -> None:
-        """Gives the tiers that insist on a request what the CPU tier has of it already; waits for what is coming (B3.6, B3.9)."""
+        """Writes present blocks back to the REQUEST_LEVEL tiers.
+
+        Waits for pending ones (B3.6, B3.9).
+        """
         self._transfers.cascade_for(request, [block for block in blocks if block.ready])
         for block in blocks:
             if block.pending and block not in own and not block.hold_only:

@@ -1,6 +1,6 @@
-"""How blocks flow between the CPU tier and the tiers below: cascades down, promotions up.
+"""Transfer scheduler: write-back and promotion jobs between the CPU tier and the secondary tiers.
 
-Every block of a job is pinned until the job has ended (B3.8), so that its slots stay where they are.
+Every block of a job is pinned until the job has ended (B3.8), so that its slots do not move.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from .settings import TierSettings
 __all__ = ["FinishedJob", "JobKind", "StallChange", "TransferScheduler"]
 
 JOB_BYTES = 32 << 20
-"""How much one job moves at most: enough for transactions to pay off, little enough for results to come in time."""
+"""Most bytes of one job: large enough for efficient transactions, small enough for timely results.
+"""
 
 
 class JobKind(enum.Enum):
-    """Which way a job moves blocks."""
-
     STORE = enum.auto()
     LOAD = enum.auto()
 
@@ -46,7 +45,7 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class FinishedJob:
-    """What became of a job: which of its blocks succeeded, and the requests that it was owed to."""
+    """Result of a job: the success of each block, and the requests whose pending store it ended."""
 
     kind: JobKind
     results: list[tuple[Block, bool]]
@@ -55,12 +54,12 @@ class FinishedJob:
 
 @dataclass(slots=True)
 class StallChange:
-    """What follows from a tier's standing still, or being back.
+    """Consequences of a tier that has stalled or recovered.
 
     Attributes:
-        given_up: blocks that it is reading, for which nobody waits any longer.
-        paid: requests that it owes nothing any more.
-        is_back: whether it stood still and does not any more.
+        given_up: blocks that the tier is loading; readers no longer wait for them.
+        acknowledged: requests whose pending stores in the tier have ended.
+        is_back: whether the tier has recovered.
     """
 
     is_back: bool
@@ -69,7 +68,7 @@ class StallChange:
 
 
 class TransferScheduler:
-    """Plans jobs for the secondary tiers and takes in their results."""
+    """Creates jobs for the secondary tiers and handles their results."""
 
     def __init__(
         self,
@@ -82,10 +81,9 @@ class TransferScheduler:
         history: EvictionHistory,
         commands: list[Command],
     ) -> None:
-        """`max_queued_bytes` limits, per tier, the bytes pinned in the CPU tier by blocks that wait to be stored.
+        """`max_queued_bytes` limits each write-back queue, whose blocks are pinned in the CPU tier.
 
-        Raises:
-            ValueError: the quotas of a tier exceed its capacity.
+        Raises ValueError if the quotas of a tier exceed its capacity.
         """
         self.secondaries = [
             SecondaryTierState(
@@ -105,30 +103,32 @@ class TransferScheduler:
         self._jobs: dict[JobId, _Job] = {}
         self._last_id = 0
         self.residency = ResidencyIndex(self.secondaries, new_id=self._next_id, commands=commands)
-        """Which of the tiers has a block."""
+        """Which secondary tier holds a block."""
 
     def recover(self) -> None:
-        """Takes in what the tiers kept from an earlier life; removes what no longer fits."""
+        """Adds the blocks that tiers kept from an earlier run; removes those that no longer fit."""
         for secondary in self.secondaries:
             secondary.pending_removals += secondary.catalog.recover(secondary.tier.entries())
             self._advance(secondary)
 
     def sources(self, used_in_cpu: UsedElsewhere) -> list[SecondaryTierSource]:
-        """Returns what the tiers hold, in lookup order, to be parted with."""
+        """Returns the tiers as sources of an operator's eviction, in lookup order."""
         return [SecondaryTierSource(secondary, used_in_cpu, self._advance) for secondary in self.secondaries]
 
     def tick(self, now: float, used_in_cpu: UsedElsewhere) -> bool:
-        """Lets time pass in the tiers; returns whether the time of more blocks is over than were looked at."""
+        """Advances the time in the tiers; returns whether more entries have expired."""
         for secondary in self.secondaries:
             secondary.tick(now, used_in_cpu)
             self._advance(secondary)
         return any(secondary.catalog.queues.overdue for secondary in self.secondaries)
 
     def cascade(self, blocks: Sequence[Block], user: Hashable, *, even_if_busy: bool = False) -> None:
-        """Stores ready blocks in every tier that lacks them; a tier that is too far behind is left out (B3.7, B3.10).
+        """Writes ready blocks back to every tier that lacks them.
 
-        `user` is the request that used the blocks, by the name that eviction policies know it by. What a tier does not
-        admit yet may go there when it is used again (`used`).
+        Skips a tier whose queue is full (B3.7, B3.10).
+
+        `user` is the request that used the blocks, as eviction policies know it. A block that the
+        admission filter of a tier rejects may be written back at a later use (`used`).
         """
         blocks = [block for block in blocks if not block.hold_only]
         for block in blocks:
@@ -147,7 +147,7 @@ class TransferScheduler:
             self._advance(secondary)
 
     def used(self, blocks: Sequence[Block], user: Hashable) -> None:
-        """Offers blocks that a request has found in the CPU tier to the tiers that choose what they take in."""
+        """Offers blocks that a request found in the CPU tier to tiers with an admission filter."""
         blocks = [block for block in blocks if not block.hold_only] if self._choosy else blocks
         for secondary in self._choosy:
             taken = []
@@ -167,9 +167,11 @@ class TransferScheduler:
             self._advance(secondary)
 
     def cascade_for(self, request: Request, blocks: Sequence[Block]) -> None:
-        """Stores ready blocks in the tiers that insist on this request, and keeps account of what they are owed (B3.6).
+        """Stores ready blocks in the request's REQUEST_LEVEL tiers; counts pending stores (B3.6).
 
-        They may fall behind twice as far as others; what is beyond that makes the request incomplete, and it is said (B3.10).
+        The queue limit is twice the usual one. A block beyond that makes the request incomplete,
+        which is
+        reported (B3.10).
         """
         blocks = [block for block in blocks if not block.hold_only]
         for secondary in self.secondaries:
@@ -179,7 +181,7 @@ class TransferScheduler:
                 entry = secondary.catalog.get(block.namespace, block.key)
                 if entry is not None and entry.state is EntryState.HELD:
                     continue
-                # What a tier is at work on that does not come back may never be there.
+                # A stalled tier may never finish the store.
                 if secondary.stalled or (
                     entry is None and not self._enqueue(secondary, block, 2 * secondary.max_queued_bytes)
                 ):
@@ -192,7 +194,7 @@ class TransferScheduler:
             self._advance(secondary)
 
     def promote(self, found: Sequence[tuple[SecondaryTierState, Block]], user: Hashable) -> None:
-        """Loads blocks whose slots are reserved, one batch after another per tier (B3.16)."""
+        """Loads blocks with reserved slots, in batches per tier (B3.16)."""
         for secondary in self.secondaries:
             blocks = [block for where, block in found if where is secondary]
             while blocks:
@@ -207,19 +209,18 @@ class TransferScheduler:
                 secondary.use(batch, user)
 
     def retain(self, blocks: Sequence[Block]) -> None:
-        """Retains blocks in the tiers that have them, for as long as each wants to stay."""
+        """Retains blocks in the tiers that have them, until each block's `retain_until`."""
         for secondary in self.secondaries:
             secondary.retain(blocks)
 
     def user_finished(self, user: Hashable) -> None:
-        """Takes note that a request uses nothing any more."""
         for secondary in self.secondaries:
             secondary.catalog.finish(user)
 
     def finish(self, job_id: JobId, outcomes: Sequence[Outcome]) -> FinishedJob | None:
-        """Takes in a job's result; returns what became of it, or None for a job that is not known.
+        """Handles a job's result; returns None for an unknown job.
 
-        The pins of a load's blocks are the caller's from here on; those of a store are dropped.
+        The caller must unpin the blocks of a load. Those of a store are unpinned here.
         """
         job = self._jobs.pop(job_id, None)
         if job is None:
@@ -229,10 +230,11 @@ class TransferScheduler:
         take = self._finish_store if job.kind is JobKind.STORE else self._finish_load
         results = []
         for number, (block, entry) in enumerate(zip(job.blocks, job.entries, strict=True)):
-            # A tier that reports fewer outcomes than it was given blocks has failed for the rest.
+            # Missing outcomes count as failures.
             outcome = outcomes[number] if number < len(outcomes) else Outcome.FAILED
             if job.kind is JobKind.LOAD and outcome is Outcome.DONE and entry.nbytes != block.nbytes:
-                # It has listed the block with another size than it fills now: one of the two is not true.
+                # The tier has listed the block with another size than it loads: one of the two is
+                # wrong.
                 outcome = Outcome.CORRUPT
                 job.secondary.pending_removals.append(entry)
             block.stalled = False
@@ -246,34 +248,37 @@ class TransferScheduler:
         return FinishedJob(job.kind, results, acknowledged)
 
     def lost(self, tier: int, names: Iterable[Name]) -> None:
-        """Forgets blocks that a tier has put out of use because they are damaged.
+        """Drops entries of blocks that a tier has quarantined because they are damaged.
 
-        The tier is told to remove them all the same. By the time that this is heard it may have been given another block
-        of that name, which nobody would know of:
+        The tier is told to remove them as well, because it may have stored another block of that
+        name in the
+        meantime, which no catalog would know:
 
-            check    quarantines K
-            loop     evicts K, stores K anew: the catalog has it again
-            loop     hears that K is lost, and takes the new one for it
+            check        quarantines K
+            event loop   evicts K, stores K again: the catalog has it again
+            event loop   learns that K is lost, and drops the new one
         """
         secondary = self.secondaries[tier - 1]
         for name in names:
             secondary.damaged += 1
             secondary.presence_cache.forget(name)
             entry = secondary.catalog.held(*name)
-            if entry is None:  # or it is just being stored: what comes is sound
+            if entry is None:  # or it is being stored: the new block is intact
                 continue
             secondary.catalog.drop(entry)
             entry.state = EntryState.LOST
             self._history.record(*name, MissReason.LOAD_FAILED)
-            if not entry.loads:  # else the end of the load sees to it: nothing is removed while it is being loaded
+            # otherwise the end of the load removes it: no block is removed during its load
+            if not entry.loads:
                 secondary.pending_removals.append(entry)
         self._advance(secondary)
 
     def stall(self, tier: int, *, stalled: bool) -> StallChange:
-        """Takes note of whether a tier comes back from its jobs.
+        """Called when a tier has stopped returning from its jobs, or has recovered.
 
-        Jobs that run keep their pins: the tier may still read and write there. Whatever else waits is let go, or engines
-        would soon have no room left in the CPU tier.
+        Blocks of running jobs stay pinned, because the tier may still access them. Queued work is
+        abandoned,
+        or the CPU tier would soon be full of pinned blocks.
         """
         secondary = self.secondaries[tier - 1]
         change = StallChange(is_back=secondary.stalled and not stalled)
@@ -292,7 +297,7 @@ class TransferScheduler:
         return change
 
     def catch_up(self, tier: int, blocks: Sequence[Block]) -> None:
-        """Stores in a tier what it missed while it did not come back, as far as may wait for it; the last used first."""
+        """Writes skipped blocks back to a recovered tier, last used first, up to the limit."""
         secondary = self.secondaries[tier - 1]
         for block in blocks:
             if secondary.catalog.get(block.namespace, block.key) is not None:
@@ -304,7 +309,7 @@ class TransferScheduler:
         self._advance(secondary)
 
     def _abandon_queue(self, secondary: SecondaryTierState) -> list[Request]:
-        """Lets go of what waits for a tier; returns the requests that it was owed to."""
+        """Abandons the write-back queue; returns the requests whose pending stores it ended."""
         acknowledged: list[Request] = []
         for block in secondary.write_back_queue:
             entry = secondary.entry_of(block)
@@ -326,10 +331,12 @@ class TransferScheduler:
         else:
             block.skip_reason = MissReason.STORE_FAILED
             secondary.catalog.drop(entry)
-            # Nobody knows how far it came: what may be left of it must not take room that is not accounted for.
+            # The store may have been partly written. Remove it, so that leftovers do not use
+            # unaccounted space.
             secondary.pending_removals.append(entry)
             if outcome is Outcome.NO_SPACE:
-                # The storage holds less than was reckoned with (its disk is shared, say): without room it would stay stuck.
+                # The storage holds less than its capacity says, e.g. on a shared disk. Make room,
+                # or it stays full.
                 secondary.pending_removals += secondary.catalog.make_room(entry.namespace, entry.nbytes)
         self._cpu_tier.unpin([block])
 
@@ -339,7 +346,7 @@ class TransferScheduler:
         if entry.state is EntryState.LOST:
             if (
                 not entry.loads and secondary.catalog.get(block.namespace, block.key) is None
-            ):  # else it was stored anew meanwhile
+            ):  # otherwise it was stored again
                 secondary.pending_removals.append(entry)
                 self._advance(secondary)
             return
@@ -350,7 +357,11 @@ class TransferScheduler:
                 secondary.catalog.drop(entry)
 
     def _enqueue(self, secondary: SecondaryTierState, block: Block, limit: int | None) -> bool:
-        """Lets a block wait for a tier, unless more than `limit` bytes would, or it has no room or stalls; returns whether."""
+        """Queues a block for write-back.
+
+        Returns False if the queue would exceed `limit` bytes, the tier has no room, or it is
+        stalled.
+        """
         if secondary.stalled or (limit is not None and secondary.queued_bytes + block.nbytes > limit):
             return False
         victims = secondary.catalog.begin_store(block.namespace, block.key, block.nbytes)
@@ -363,7 +374,7 @@ class TransferScheduler:
         return True
 
     def _acknowledge(self, secondary: SecondaryTierState, name: Name, *, stored: bool) -> list[Request]:
-        """Takes a block off the account of the requests that a tier owed it to."""
+        """Ends the pending stores of a block; returns the requests that waited for it."""
         requests = secondary.pending_stores.pop(name, [])
         for request in requests:
             request.pending_stores -= 1
@@ -371,7 +382,10 @@ class TransferScheduler:
         return requests
 
     def _advance(self, secondary: SecondaryTierState) -> None:
-        """Starts the next store of a tier, unless one runs: so what comes in meanwhile goes out in one batch."""
+        """Sends removals, and starts the next store unless one is running.
+
+        Blocks queued meanwhile form one batch.
+        """
         if secondary.storing or secondary.stalled:
             return
         if secondary.pending_removals:
@@ -398,7 +412,7 @@ class TransferScheduler:
 
 
 def _batch(blocks: Iterable[Block]) -> list[Block]:
-    """Returns as many of the first blocks as make up a job, at least one."""
+    """Returns the first blocks up to the size of a job, at least one."""
     batch: list[Block] = []
     nbytes = 0
     for block in blocks:

@@ -7,12 +7,12 @@ The algorithm, for each use of blocks by a request:
 2. Tell the reuse model that the reused runs had a hit at their age (`_count_reuse`).
 3. Determine the *turn* of the conversation: the request continues an earlier request if it matches
    that request's chain up to its last block, which may have been partly filled (`_match_chain`).
-4. Append the runs to the request's *chain*. New blocks form one run; the last block is a run of its
-   own, because a partly filled block is rarely used again (`_append`).
+4. Append the runs to the request's *chain*. New blocks form one run; the last block is another
+   run, because a partly filled block is rarely used again (`_append`).
 5. Classify every run of the chain into a *kind* (`_classify`): "end" (last block), "shared" (used
    more often than its conversation has turns, by the logarithm of its uses), or turn and growth
    (blocks that this request added, logarithm).
-6. Put the runs into the *bucket* of their kind and age bin. Age is counted in block uses (`_clock`).
+6. Put the runs into the *bucket* of their kind and age bin. Age is counted in block uses.
 7. Move runs whose age has left its bin to the next bin, and tell the model about the misses
    (`_age_runs`).
 8. Fit the model (`reuse_model`) in small steps. It computes a value per kind and age bin: the
@@ -38,11 +38,13 @@ __all__ = ["Forecast"]
 
 _MIN_GHOSTS = 1024
 _GHOST_EVERY = 8
-"""Every eighth evicted block of a run leaves a ghost, and so do the last two of a chain, where the next turn continues."""
+"""Every eighth evicted block of a run leaves a ghost, and so do the last two of a chain, where the
+next turn continues."""
 _MIN_LEARNING_PERIOD = 2048
 """Uses between two fits of the model; half the number of items if that is more."""
 _AGE_RESOLUTION = 16
-"""Ages below this part of a turnover of all items share the first update, which bounds the work per use."""
+"""Ages below this part of a turnover of all items share the first update, which bounds the work per
+use."""
 _MAX_TURN = 5
 _MAX_GROWTH = 8
 _MAX_SHARED = 10
@@ -61,7 +63,8 @@ class Forecast(Generic[T]):
         self._ranked: list[tuple[tuple[float, int], RankBucket[T]]] = []
         """The non-empty buckets, by rank. Ranks are unique, so buckets are never compared."""
         self._due: defaultdict[int, deque[tuple[int, BlockRun[T]]]] = defaultdict(deque)
-        """Per bin its runs and when they leave it, in order. Entries whose time differs from `run.due` are stale."""
+        """Per bin its runs and when they leave it, in order. Entries whose time differs from
+        `run.due` are stale."""
         self._clock = 0
         self._next_fit = _MIN_LEARNING_PERIOD
         self._fit: Iterator[Kind | None] | None = None
@@ -146,7 +149,10 @@ class Forecast(Generic[T]):
     def _match_ghosts(
         self, items: list[T], chain: RequestChain[T], pieces: list[tuple[BlockRun[T] | None, list[T]]]
     ) -> None:
-        """Adds pieces for items that are not resident. A ghost also identifies the items before it."""
+        """Adds pieces for items that are not resident.
+
+        A ghost also identifies the items before it.
+        """
         names = [item.name for item in items] if self._ghosts else ()
         if self._ghosts.keys().isdisjoint(names):
             pieces.append((None, items))
@@ -169,7 +175,7 @@ class Forecast(Generic[T]):
             pieces.append((None, piece))
 
     def _count_reuse(self, run: BlockRun[T], pieces: list[list[T]]) -> None:
-        """Reports hits to the model and removes the reused blocks from their run, usually its head in one piece."""
+        """Reports hits to the model and removes the reused blocks from their run."""
         self._count_misses(run)
         items = pieces[0] if len(pieces) == 1 else list(itertools.chain.from_iterable(pieces))
         run.kind.hits[run.bin] += len(items)
@@ -190,7 +196,7 @@ class Forecast(Generic[T]):
         self._forget_run(run)
 
     def _match_chain(self, chain: RequestChain[T], pieces: list[tuple[BlockRun[T] | None, list[T]]]) -> None:
-        """Sets the matched length, and the turn: one more than that of the request that this one continues."""
+        """Sets the matched length and the turn: one more than that of the continued request."""
         position = chain.length
         for old, piece in pieces:
             position += len(piece)
@@ -200,7 +206,10 @@ class Forecast(Generic[T]):
                 chain.turn = old.chain.turn + 1 if continues else 0
 
     def _merge_last_block(self, chain: RequestChain[T]) -> None:
-        """Merges the run of the last block into the run of new blocks: the request continues behind it."""
+        """Merges the run of the last block into the run of new blocks.
+
+        The request continues behind it.
+        """
         last, chain.last_block = chain.last_block, None
         if last is None or not last.items or last.chain is not chain:
             return
@@ -350,7 +359,7 @@ class Forecast(Generic[T]):
             self._forget_run(run)
 
     def _forget_run(self, run: BlockRun[T]) -> None:
-        """Ends the observation of a run without items and ghosts: its reuse could not be recognised."""
+        """Ends the observation of a run without items and ghosts: reuse could not be recognised."""
         if not run.items and not run.ghosts:
             run.at_risk = 0
 

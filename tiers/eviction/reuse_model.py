@@ -1,17 +1,17 @@
 """Reuse model of the `forecast` policy: the chance and the value of reuse, by kind and age.
 
-A discrete-time proportional hazards model. Age is the number of uses since a block's last one, in bins
-of half an octave. For every kind the model counts, per bin, the blocks that were reused in it (hits)
-and those that passed through it (misses). The chance of reuse within a bin is
+It is a discrete-time proportional hazards model. Age is the number of uses since a block's last,
+in bins of half an octave. For every kind the model counts, per bin, the blocks that were reused in
+it (hits) and those that passed through it (misses). The chance of reuse within a bin is
 
     hazard(kind, bin) = baseline(bin) · product of the factors of the kind's features,
 
-with one baseline for all kinds and one factor per feature. These few parameters can be learned from a
-thousand requests.
+with one baseline for all kinds and one factor per feature. A thousand requests suffice to learn
+these few parameters.
 
-The value of a block is its Gittins index: the highest ratio of expected hits to expected time that any
-stopping age yields. It does not depend on the size of the cache. If reuse comes after a think time, the
-value rises with age until then, so a cache that is too small for all blocks keeps some of them.
+The value of a block is its Gittins index: the highest ratio of expected hits to expected time that
+any stopping age yields. It does not depend on the size of the cache. If reuse comes after a think
+time, the value rises with age until then, so a cache that is too small for all blocks keeps some.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ _ITERATIONS = 3
 """Alternations between fitting the baseline and the factors."""
 _MAX_HAZARD = 0.98
 _MAX_BASELINE_RATIO = 30.0
-"""Kinds with a higher hazard ratio, e.g. the first block of all prompts, do not contribute to the baseline."""
+"""Kinds with a higher hazard ratio, e.g. the first block of all prompts, do not contribute to the
+baseline."""
 
 
 def bin_of(age: int) -> int:
@@ -136,11 +137,12 @@ class ReuseModel:
             self._factors[factor] = (observed + PRIOR_HITS * _prior(factor)) / (expected + PRIOR_HITS)
 
     def _gittins_indices(self, kind: Kind) -> list[float]:
-        """Returns per bin the best ratio of expected hits to expected time, over all ages to stop at."""
+        """Returns per bin the best ratio of expected hits to time, over all stopping ages."""
         ratio = self._hazard_ratio(kind)
         values = [0.0] * BINS
         later: list[tuple[float, float, float]] = []
-        """Stages behind the current bin, nearest last: (hits, time, part of the blocks left after it)."""
+        """Stages behind the current bin, nearest last: (hits, time, part of the blocks left after
+        it)."""
         for number in range(BINS - 1, -1, -1):
             hazard = min(ratio * self._baseline[number], _MAX_HAZARD)
             hits, left = hazard, 1 - hazard

@@ -13,7 +13,7 @@ __all__ = ["BlockRun", "RankBucket", "RequestChain"]
 
 
 class RequestChain(Generic[T]):
-    """The blocks that one request used, as runs in chain order, and what is known of its conversation."""
+    """The blocks that one request used, as runs in chain order, with its conversation's turn."""
 
     __slots__ = ("last_block", "last_use", "length", "matched_length", "new_run", "runs", "turn")
 
@@ -39,7 +39,10 @@ class RequestChain(Generic[T]):
 
 
 class BlockRun(Generic[T]):
-    """Consecutive blocks of one request with the same history. The unit that is ranked and evicted."""
+    """Consecutive blocks of one request with the same history.
+
+    The unit that is ranked and evicted.
+    """
 
     __slots__ = ("at_risk", "bin", "bucket", "chain", "due", "ghosts", "items", "kind", "start", "uses")
 
@@ -59,7 +62,8 @@ class BlockRun(Generic[T]):
         self.due = 0
         """Clock at which it leaves its bin."""
         self.at_risk = len(items)
-        """Blocks, resident or evicted, that have not been used since: the population at risk of reuse."""
+        """Blocks, resident or evicted, that have not been used since: the population at risk of
+        reuse."""
         self.ghosts = 0
         """Evicted blocks of the run that left a ghost."""
 
@@ -77,6 +81,6 @@ class RankBucket(Generic[T]):
         """Value of the runs; the serial number makes ranks unique."""
 
     def in_order(self) -> Iterator[BlockRun[T]]:
-        """Yields runs in eviction order: the oldest first, or the youngest first if the value rises with age."""
+        """Yields the oldest run first, or the youngest first if the value rises with age."""
         rising = self.bin + 1 < BINS and self.kind.values[self.bin + 1] > self.kind.values[self.bin]
         return reversed(self.runs) if rising else iter(self.runs)

@@ -31,9 +31,10 @@ class NamespaceCounters:
 
 
 class HitCounters:
-    """Counts every looked-up key once, when its outcome is known: a hit of a tier, or a miss with a reason.
+    """Counts every looked-up key once its outcome is known: a hit of a tier, or a miss by reason.
 
-    A pending block counts when its transfer has ended. A key that a shared tier was queried for counts
+    A pending block counts when its transfer has ended. A key that a shared tier was queried for
+    counts
     when it is looked up again.
     """
 
@@ -81,7 +82,10 @@ class HitCounters:
         self.of(namespace).misses[reason] += keys
 
     def namespace_stats(self, blocks_per_tier: Sequence[Iterable[tuple[NamespaceId, int]]]) -> list[NamespaceStats]:
-        """Returns statistics per namespace. `blocks_per_tier` yields (namespace, blocks) of each tier."""
+        """Returns statistics per namespace.
+
+        `blocks_per_tier` yields (namespace, blocks) of each tier.
+        """
         blocks = {counters: [0] * self._tiers for counters in self.all()}
         for tier, counts in enumerate(blocks_per_tier):
             for namespace, count in counts:
