@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AdminServiceStub(object):
-    """Shows what the server holds and for whom.
+    """Shows the server's state and runs administrative tasks.
     """
 
     def __init__(self, channel):
@@ -73,7 +73,7 @@ class AdminServiceStub(object):
 
 
 class AdminServiceServicer(object):
-    """Shows what the server holds and for whom.
+    """Shows the server's state and runs administrative tasks.
     """
 
     def GetStatus(self, request, context):
@@ -86,23 +86,22 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Fsck(self, request, context):
-        """Verifies the blocks that tiers keep against their checksums, one tier after
-        another, while the server goes on serving. The stream says how far it has
-        come, and names each damaged block as it is found. With `repair` a damaged
-        block is put out of use at once, and lookups miss it; without, nothing
-        changes, and a load that meets it drops it then. The client ends a check by
-        cancelling the call.
+        """Verifies the blocks of tiers against their checksums, one tier after another, while the server
+        keeps serving. The stream reports progress and each damaged block.
 
-        Errors: INVALID_ARGUMENT (no such tier), FSCK_RUNNING,
-        DRAINING (the server ends, before the check or in the middle of it). The
-        latter two may be retried; a check begins from the start.
+        With `repair` a damaged block is removed at once, and lookups miss it. Without it nothing
+        changes, and the first load of the block removes it. A client ends a check by cancelling the
+        call.
+
+        Errors: INVALID_ARGUMENT (no such tier), FSCK_RUNNING, DRAINING (the server ends, before or
+        during the check). The latter two may be retried; a check starts from the beginning.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListLeases(self, request, context):
-        """Returns the leases that are held and the stores in flight, with their owners; the oldest first.
+        """Returns the leases and the stores in flight with their owners, the oldest first.
 
         Errors: none of its own. May be retried.
         """
@@ -111,16 +110,16 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ExplainRequest(self, request, context):
-        """Returns what a request of the last minutes asked for, and why its misses were misses.
+        """Returns the lookups of a recent request, with the reason of each miss.
 
-        Errors: REQUEST_NOT_FOUND (too long ago, or never heard of). May be retried.
+        Errors: REQUEST_NOT_FOUND (too long ago, or unknown). May be retried.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListHandoffs(self, request, context):
-        """Returns the requests that are held to be handed from one engine to another; the oldest first.
+        """Returns the holds (requests kept for another engine), the oldest first.
 
         Errors: none of its own. May be retried.
         """
@@ -129,25 +128,25 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Evict(self, request, context):
-        """Evicts blocks on demand, or counts them, while the server goes on serving:
-        all that meets every condition of the request, but never what is pinned,
-        being stored or being loaded. The stream says how far it has come; its last
-        message is the result. The client leaves it at what has gone by cancelling
-        the call. One eviction waits for another.
+        """Evicts or counts the blocks that meet every condition, while the server keeps serving. It never
+        evicts blocks that are pinned, being stored or being loaded.
 
-        Errors: INVALID_ARGUMENT (no such tier, or a namespace id of a wrong
-        length), LIMIT_EXCEEDED (too many wait already: may be retried), DRAINING
-        (the server ends).
+        The stream reports progress; its last message is the result. A client stops the eviction by
+        cancelling the call. Evictions run one after another.
+
+        Errors: INVALID_ARGUMENT (no such tier, or a namespace id of a wrong length), LIMIT_EXCEEDED
+        (too many evictions wait: may be retried), DRAINING (the server ends).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Has the server take no new work, finish what is under way, and make durable
-        what fits; then it ends, as on SIGTERM, or stays like that until the drain
-        is undone. The stream says how far it has come, and ends when nothing is
-        left to wait for. It goes on when the client goes away.
+        """Drains the server: it refuses new work, finishes running work, and makes the blocks durable
+        that fit. Then it ends, as on SIGTERM, or keeps running until the drain is undone.
+
+        The stream reports progress and ends when the drain is complete. The drain continues if the
+        client disconnects.
 
         Errors: DRAINING (undone, and the server is about to end).
         """
@@ -202,7 +201,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
-    """Shows what the server holds and for whom.
+    """Shows the server's state and runs administrative tasks.
     """
 
     @staticmethod

@@ -26,12 +26,12 @@ if _version_not_supported:
 
 
 class CacheServiceStub(object):
-    """Decides about blocks; moves no bytes of theirs.
+    """Looks up, leases and allocates blocks. It does not transfer their bytes.
 
-    Keys are block hash + 4-byte big-endian group index. Answers carry one byte per key, in the order
-    of the keys. Slot offsets are packed little-endian uint64, relative to the start of the region.
-    Every call can answer UNKNOWN_SESSION, STALE_EPOCH, INVALID_ARGUMENT and INTERNAL; the other errors
-    are listed with the call.
+    Keys are block hash + 4-byte big-endian group index. Responses carry one byte per key, in the
+    order of the keys. Slot offsets are packed little-endian uint64, relative to the start of the
+    region. Every call may return UNKNOWN_SESSION, STALE_EPOCH, INVALID_ARGUMENT and INTERNAL; the
+    other errors are listed with the call.
     """
 
     def __init__(self, channel):
@@ -98,19 +98,20 @@ class CacheServiceStub(object):
 
 
 class CacheServiceServicer(object):
-    """Decides about blocks; moves no bytes of theirs.
+    """Looks up, leases and allocates blocks. It does not transfer their bytes.
 
-    Keys are block hash + 4-byte big-endian group index. Answers carry one byte per key, in the order
-    of the keys. Slot offsets are packed little-endian uint64, relative to the start of the region.
-    Every call can answer UNKNOWN_SESSION, STALE_EPOCH, INVALID_ARGUMENT and INTERNAL; the other errors
-    are listed with the call.
+    Keys are block hash + 4-byte big-endian group index. Responses carry one byte per key, in the
+    order of the keys. Slot offsets are packed little-endian uint64, relative to the start of the
+    region. Every call may return UNKNOWN_SESSION, STALE_EPOCH, INVALID_ARGUMENT and INTERNAL; the
+    other errors are listed with the call.
     """
 
     def BeginRequest(self, request, context):
-        """Announces a request, negotiates how it is offloaded and looks up all its keys, in one round trip.
+        """Registers a request, negotiates its offload policy and looks up all its keys, in one round
+        trip.
 
-        MUST be paired with FinishRequest. Calling it again for the same request looks up again and
-        leaves the policy as it was.
+        MUST be paired with FinishRequest. A second call for the same request looks up again and keeps
+        the policy.
 
         Errors: INVALID_KEY, TOO_MANY_KEYS, DRAINING.
         """
@@ -119,10 +120,10 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Lookup(self, request, context):
-        """Looks up keys and leases those that hit: a hit stays where it is until the lease ends.
+        """Looks up keys and leases the hits: they are not evicted until the lease ends.
 
-        Hits in lower tiers start a promotion and are HIT_PENDING; with `wait` the answer comes when
-        they are resolved or the time is over. Only PrepareLoad may follow; or ReleaseLease.
+        Hits in lower tiers start a promotion and are HIT_PENDING. With `wait` the call returns when
+        they are resolved or the time has passed. Only PrepareLoad or ReleaseLease may follow.
 
         Errors: INVALID_KEY, TOO_MANY_KEYS.
         """
@@ -133,40 +134,41 @@ class CacheServiceServicer(object):
     def PrepareLoad(self, request, context):
         """Returns the slots of this session's rank for some items of a lease.
 
-        Errors: LEASE_NOT_FOUND (a miss), NOT_OWNER, NOT_READY (a miss), INVALID_ARGUMENT (no such item).
+        Errors: LEASE_NOT_FOUND (a miss), NOT_OWNER, NOT_READY (a miss), INVALID_ARGUMENT (no such
+        item).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CompleteLoad(self, request, context):
-        """Confirms that a lease held while its slots were read; the reader MUST NOT use what it copied
-        unless this call succeeds. Releases the lease if asked to.
+        """Confirms that the lease was valid while its slots were read. The reader MUST NOT use its copy
+        unless this call succeeds. Releases the lease if requested.
 
-        Errors: LEASE_NOT_FOUND (what was read is worthless), NOT_OWNER.
+        Errors: LEASE_NOT_FOUND (the copy is invalid), NOT_OWNER.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseLease(self, request, context):
-        """Gives leases back. Unknown ones are ignored: they have ended already.
+        """Releases leases. Unknown ones are ignored: they have ended already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Touch(self, request, context):
-        """Extends leases and reports those that are gone.
+        """Extends leases; returns those that have ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PrepareStore(self, request, context):
-        """Asks for slots to write this session's rank's parts of blocks.
+        """Allocates slots for this session's rank's parts of blocks.
 
-        The session MUST complete the store, also when nothing was written.
+        The session MUST complete the store, even if it wrote nothing.
 
         Errors: INVALID_KEY, TOO_MANY_KEYS, DRAINING.
         """
@@ -184,7 +186,7 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Flush(self, request, context):
-        """Waits until blocks are in a durable tier, and says which are.
+        """Waits until blocks are in a durable tier; returns the state of each.
 
         Errors: INVALID_KEY, TOO_MANY_KEYS.
         """
@@ -193,18 +195,19 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FinishRequest(self, request, context):
-        """Ends a request: its leases are released and its tiers told, once.
+        """Ends a request: releases its leases and notifies the tiers once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Reset(self, request, context):
-        """Empties the CPU tier of the session's namespace, for all engines that share it; the tiers below keep what they have.
+        """Empties the CPU tier of the session's namespace, for all its engines. The other tiers keep
+        their blocks.
 
-        What is being written, read or moved cannot go at once: until it has gone, all lookups of the
-        namespace miss, and what is being written is never published. Call it again until `pending_blocks`
-        is 0: as long as a reset runs, that starts no other.
+        Blocks that are being written, read or moved are removed when that ends. Until then all lookups
+        of the namespace miss, and blocks being written are discarded. Call it again until
+        `pending_blocks` is 0; while a reset runs, a call does not start another.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -277,12 +280,12 @@ def add_CacheServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CacheService(object):
-    """Decides about blocks; moves no bytes of theirs.
+    """Looks up, leases and allocates blocks. It does not transfer their bytes.
 
-    Keys are block hash + 4-byte big-endian group index. Answers carry one byte per key, in the order
-    of the keys. Slot offsets are packed little-endian uint64, relative to the start of the region.
-    Every call can answer UNKNOWN_SESSION, STALE_EPOCH, INVALID_ARGUMENT and INTERNAL; the other errors
-    are listed with the call.
+    Keys are block hash + 4-byte big-endian group index. Responses carry one byte per key, in the
+    order of the keys. Slot offsets are packed little-endian uint64, relative to the start of the
+    region. Every call may return UNKNOWN_SESSION, STALE_EPOCH, INVALID_ARGUMENT and INTERNAL; the
+    other errors are listed with the call.
     """
 
     @staticmethod

@@ -26,16 +26,18 @@ if _version_not_supported:
 
 
 class HandoffServiceStub(object):
-    """Keeps and hands out holds: named leases over the blocks of a finished request.
+    """Manages holds: named leases on the blocks of a finished request.
 
-    A hold is named by the engine that computed the request and by that engine's id of it, within a
-    namespace; every session of the namespace may claim, renew and release it. It pins its blocks in the
-    CPU tier, outlives the session that published it, and never its expiry. Full blocks keep the keys of
-    their content and are shared with the cache. A partial last block has no content hash: its key begins
-    with the 12 bytes "kvtier.hold." and names engine, request, group and position; such a block goes to
-    no lower tier, and disappears with its hold. A restart of the server ends all holds.
-    Every call can answer UNKNOWN_SESSION, STALE_EPOCH, INVALID_ARGUMENT and INTERNAL; the other errors
-    are listed with the call.
+    A hold is named by its namespace, by the engine that computed the request, and by that engine's
+    id of the request. Every session of the namespace may claim, renew and release it. It pins its
+    blocks in the CPU tier until it expires or is released, even after the end of the session that
+    published it. Full blocks keep their content keys and are shared with the cache. A partial last
+    block has no content hash: its key begins with the 12 bytes "kvtier.hold." and names engine,
+    request, group and position. Such a block stays in the CPU tier and is removed with its hold. A
+    restart of the server ends all holds.
+
+    Every call may return UNKNOWN_SESSION, STALE_EPOCH, INVALID_ARGUMENT and INTERNAL; the other
+    errors are listed with the call.
     """
 
     def __init__(self, channel):
@@ -67,24 +69,26 @@ class HandoffServiceStub(object):
 
 
 class HandoffServiceServicer(object):
-    """Keeps and hands out holds: named leases over the blocks of a finished request.
+    """Manages holds: named leases on the blocks of a finished request.
 
-    A hold is named by the engine that computed the request and by that engine's id of it, within a
-    namespace; every session of the namespace may claim, renew and release it. It pins its blocks in the
-    CPU tier, outlives the session that published it, and never its expiry. Full blocks keep the keys of
-    their content and are shared with the cache. A partial last block has no content hash: its key begins
-    with the 12 bytes "kvtier.hold." and names engine, request, group and position; such a block goes to
-    no lower tier, and disappears with its hold. A restart of the server ends all holds.
-    Every call can answer UNKNOWN_SESSION, STALE_EPOCH, INVALID_ARGUMENT and INTERNAL; the other errors
-    are listed with the call.
+    A hold is named by its namespace, by the engine that computed the request, and by that engine's
+    id of the request. Every session of the namespace may claim, renew and release it. It pins its
+    blocks in the CPU tier until it expires or is released, even after the end of the session that
+    published it. Full blocks keep their content keys and are shared with the cache. A partial last
+    block has no content hash: its key begins with the 12 bytes "kvtier.hold." and names engine,
+    request, group and position. Such a block stays in the CPU tier and is removed with its hold. A
+    restart of the server ends all holds.
+
+    Every call may return UNKNOWN_SESSION, STALE_EPOCH, INVALID_ARGUMENT and INTERNAL; the other
+    errors are listed with the call.
     """
 
     def PublishHold(self, request, context):
-        """Publishes a request of this session's engine, and holds its blocks until the time is over.
+        """Publishes a request of this session's engine, and holds its blocks for `duration`.
 
-        Blocks may still be on their way to the server: a claim waits for them. A hold of the same name
-        ends, and is replaced. Whatever cannot be held is DECLINED, which is not an error: the blocks stay
-        in the cache, and may be evicted.
+        Stores of the blocks may still be in flight: a claim waits for them. An existing hold of the
+        same name is replaced. Blocks that cannot be held stay in the cache and may be evicted; the
+        status has the reason, and this is no error.
 
         Errors: INVALID_KEY, TOO_MANY_KEYS, DRAINING (retry elsewhere).
         """
@@ -93,10 +97,11 @@ class HandoffServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ClaimHold(self, request, context):
-        """Grants a lease on the blocks of a hold; the hold goes on. With `wait` the answer comes when the
-        hold has been published and nothing of it is on its way, or the time is over.
+        """Grants a lease on the blocks of a hold; the hold stays. With `wait` the call returns when the
+        hold is published and all its stores have ended, or when the time has passed.
 
-        PrepareLoad, Pull and CompleteLoad follow as after a lookup, and ReleaseHolds when the bytes are read.
+        PrepareLoad, Pull and CompleteLoad follow as after a lookup, and ReleaseHolds after the bytes
+        were read.
 
         Errors: HOLD_NOT_FOUND (a miss), HOLD_EXPIRED (a miss), LIMIT_EXCEEDED (release leases first).
         """
@@ -105,7 +110,7 @@ class HandoffServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RenewHolds(self, request, context):
-        """Extends holds, as the heartbeat of whoever is about to read them; reports those that are gone.
+        """Extends holds (heartbeat of the engine that will read them); returns those that have ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -150,16 +155,18 @@ def add_HandoffServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class HandoffService(object):
-    """Keeps and hands out holds: named leases over the blocks of a finished request.
+    """Manages holds: named leases on the blocks of a finished request.
 
-    A hold is named by the engine that computed the request and by that engine's id of it, within a
-    namespace; every session of the namespace may claim, renew and release it. It pins its blocks in the
-    CPU tier, outlives the session that published it, and never its expiry. Full blocks keep the keys of
-    their content and are shared with the cache. A partial last block has no content hash: its key begins
-    with the 12 bytes "kvtier.hold." and names engine, request, group and position; such a block goes to
-    no lower tier, and disappears with its hold. A restart of the server ends all holds.
-    Every call can answer UNKNOWN_SESSION, STALE_EPOCH, INVALID_ARGUMENT and INTERNAL; the other errors
-    are listed with the call.
+    A hold is named by its namespace, by the engine that computed the request, and by that engine's
+    id of the request. Every session of the namespace may claim, renew and release it. It pins its
+    blocks in the CPU tier until it expires or is released, even after the end of the session that
+    published it. Full blocks keep their content keys and are shared with the cache. A partial last
+    block has no content hash: its key begins with the 12 bytes "kvtier.hold." and names engine,
+    request, group and position. Such a block stays in the CPU tier and is removed with its hold. A
+    restart of the server ends all holds.
+
+    Every call may return UNKNOWN_SESSION, STALE_EPOCH, INVALID_ARGUMENT and INTERNAL; the other
+    errors are listed with the call.
     """
 
     @staticmethod

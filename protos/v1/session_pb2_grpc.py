@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class SessionServiceStub(object):
-    """Tells what the server can do, and keeps track of who is there.
+    """Returns the server's capabilities and manages sessions.
     """
 
     def __init__(self, channel):
@@ -48,7 +48,7 @@ class SessionServiceStub(object):
 
 
 class SessionServiceServicer(object):
-    """Tells what the server can do, and keeps track of who is there.
+    """Returns the server's capabilities and manages sessions.
     """
 
     def Capabilities(self, request, context):
@@ -61,18 +61,20 @@ class SessionServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Open(self, request, context):
-        """Opens a session and keeps it open: the stream IS the liveness.
+        """Opens a session. It stays open as long as this stream.
 
-        The first response carries the session's id and the boot epoch; further ones are
-        heartbeats, at least one every `heartbeat_interval`. A client that hears none for five
-        intervals MUST treat the session as lost. When the stream falls, every pin of the session
-        falls; slots that the process may still write to stay out of use until its attach
-        connection (see `Region`) is closed.
+        The first response carries the session's id and the boot epoch; further ones are heartbeats, at
+        least one every `heartbeat_interval`. A client that receives none for five intervals MUST treat
+        the session as lost.
 
-        Where the caller's credentials have a tenant, it is the namespace's: the caller says the same or none.
+        When the stream ends, all leases of the session end. Slots that the process may still write to
+        are not reused until its attach connection (see `Region`) is closed.
+
+        If the caller's credentials have a tenant, the namespace's tenant must be the same or empty.
 
         Errors: INVALID_NAMESPACE, UNSUPPORTED_VERSION, WRONG_TENANT, DRAINING (retry later),
-        LIMIT_EXCEEDED (retry later). The stream ends with UNAUTHENTICATED when the credentials are not valid any more.
+        LIMIT_EXCEEDED (retry later). The stream ends with UNAUTHENTICATED when the credentials become
+        invalid.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -100,7 +102,7 @@ def add_SessionServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SessionService(object):
-    """Tells what the server can do, and keeps track of who is there.
+    """Returns the server's capabilities and manages sessions.
     """
 
     @staticmethod

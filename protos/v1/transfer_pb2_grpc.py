@@ -29,9 +29,9 @@ class TransferServiceStub(object):
     """Streams the bytes of blocks.
 
     The parts of one store or load form one sequence of bytes: part after part, in the order of the
-    items. A frame is a piece of that sequence; frames MAY come in any order and MAY span parts, so that small
-    parts travel many to a frame. In every frame `payload` is the last field, so that both sides can send and
-    take it without copying it through a protobuf message (`kvtier/protos/frames.py`).
+    items. A frame is a piece of that sequence. Frames MAY come in any order and MAY span parts, so a
+    frame can carry many small parts. In every frame `payload` is the last field, so both sides can
+    send and receive it without a protobuf copy (`kvtier/protos/wire/grpc_frames.py`).
     """
 
     def __init__(self, channel):
@@ -81,15 +81,16 @@ class TransferServiceServicer(object):
     """Streams the bytes of blocks.
 
     The parts of one store or load form one sequence of bytes: part after part, in the order of the
-    items. A frame is a piece of that sequence; frames MAY come in any order and MAY span parts, so that small
-    parts travel many to a frame. In every frame `payload` is the last field, so that both sides can send and
-    take it without copying it through a protobuf message (`kvtier/protos/frames.py`).
+    items. A frame is a piece of that sequence. Frames MAY come in any order and MAY span parts, so a
+    frame can carry many small parts. In every frame `payload` is the last field, so both sides can
+    send and receive it without a protobuf copy (`kvtier/protos/wire/grpc_frames.py`).
     """
 
     def Push(self, request_iterator, context):
         """Fills slots that PrepareStore granted. The client completes the store afterwards.
 
-        Errors: STORE_NOT_FOUND, NOT_OWNER, WRONG_SIZE (nothing is stored), CHECKSUM_MISMATCH (may be retried),
+        Errors: STORE_NOT_FOUND, NOT_OWNER, WRONG_SIZE (nothing is stored), CHECKSUM_MISMATCH (may be
+        retried),
         UNKNOWN_SESSION, STALE_EPOCH.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -106,11 +107,11 @@ class TransferServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Locate(self, request, context):
-        """Says where else Push and Pull are served, and how much of a store has arrived.
+        """Returns other addresses of Push and Pull, and how much of a store has been received.
 
-        A process of its own may serve streams beside the endpoint that answers this: calls then do not wait behind
-        bytes. It is started when it is first asked for, so that a first answer may name nobody; its address may change.
-        Where it cannot be reached, clients use the endpoint that they have.
+        A separate process may serve the streams, so that calls do not wait behind bytes. It is started
+        at the first call, so the first response may have no address; the address may change. If it
+        cannot be reached, clients use the endpoint that they have.
 
         Errors: STORE_NOT_FOUND, NOT_OWNER, UNKNOWN_SESSION, STALE_EPOCH. May be retried.
         """
@@ -119,50 +120,52 @@ class TransferServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RegisterDeviceBuffers(self, request, context):
-        """Opens the caller's blocks on one device, so that the server moves their bytes. They are closed when the session
-        falls; what the session had registered before is replaced. A client MUST register again after DEVICE_LOST, and
-        in every new session.
+        """Opens the caller's blocks on one device, so that the server can copy them. They are closed when
+        the session ends. A second call replaces the session's registration. A client MUST register
+        again after DEVICE_LOST, and in every new session.
 
-        Errors: DEVICE_UNAVAILABLE (use another transport; the message begins with the cause), INVALID_ARGUMENT (the
-        description makes no sense, or does not fit the namespace), UNKNOWN_SESSION, STALE_EPOCH.
+        Errors: DEVICE_UNAVAILABLE (use another transport; the message begins with the cause),
+        INVALID_ARGUMENT (the description is invalid, or does not match the namespace),
+        UNKNOWN_SESSION, STALE_EPOCH.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnregisterDeviceBuffers(self, request, context):
-        """Closes what the session has registered; answers when no copy uses it and it is closed. MAY be left out: it falls
-        with the session.
+        """Closes the session's registration; returns when no copy uses it and it is closed. Optional: the
+        end of the session closes it too.
 
-        Errors: DEVICE_LOST (it is gone already), NOT_OWNER, UNKNOWN_SESSION, STALE_EPOCH.
+        Errors: DEVICE_LOST (it is closed already), NOT_OWNER, UNKNOWN_SESSION, STALE_EPOCH.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StoreFromDevice(self, request, context):
-        """Fills slots that PrepareStore granted from blocks of the caller's device; answers when the bytes are there. The
-        client completes the store afterwards.
+        """Fills slots that PrepareStore granted from blocks of the caller's device; returns when the
+        bytes are copied. The client completes the store afterwards.
 
-        A call that is cancelled begins nothing more; the store's slots stay out of use until what it had begun has ended,
-        and CompleteStore waits for that.
+        A cancelled call starts no further copy. The store's slots are not reused until its running
+        copies have ended, and CompleteStore waits for that.
 
-        Errors: STORE_NOT_FOUND, NOT_OWNER, INVALID_ARGUMENT (a block or item that is not there, or twice), DEVICE_LOST
-        (register again; nothing is stored), UNKNOWN_SESSION, STALE_EPOCH.
+        Errors: STORE_NOT_FOUND, NOT_OWNER, INVALID_ARGUMENT (a block or item that does not exist, or
+        twice), DEVICE_LOST (register again; nothing is stored), UNKNOWN_SESSION, STALE_EPOCH.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadToDevice(self, request, context):
-        """Fills blocks of the caller's device from items of a lease; answers when the bytes are there. The client confirms
-        with CompleteLoad afterwards.
+        """Fills blocks of the caller's device from items of a lease; returns when the bytes are copied.
+        The client confirms with CompleteLoad afterwards.
 
-        A client that gives up on the call, or loses the server, cannot know what has become of its blocks before
-        `give_up_at_nanoseconds`; from a second after that nobody writes to them any more.
+        After a cancelled call or a lost connection the content of the blocks is undefined. One second
+        after `give_up_at_nanoseconds` the server does not write to them any more.
 
-        Errors: LEASE_NOT_FOUND (a miss), NOT_OWNER, NOT_READY (a miss), INVALID_ARGUMENT (a block or item that is not
-        there, or twice), DEVICE_LOST (register again; a miss), UNKNOWN_SESSION, STALE_EPOCH.
+        Errors: LEASE_NOT_FOUND (a miss), NOT_OWNER, NOT_READY (a miss), INVALID_ARGUMENT (a block or
+        item that does not exist, or twice), DEVICE_LOST (register again; a miss), UNKNOWN_SESSION,
+        STALE_EPOCH.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -218,9 +221,9 @@ class TransferService(object):
     """Streams the bytes of blocks.
 
     The parts of one store or load form one sequence of bytes: part after part, in the order of the
-    items. A frame is a piece of that sequence; frames MAY come in any order and MAY span parts, so that small
-    parts travel many to a frame. In every frame `payload` is the last field, so that both sides can send and
-    take it without copying it through a protobuf message (`kvtier/protos/frames.py`).
+    items. A frame is a piece of that sequence. Frames MAY come in any order and MAY span parts, so a
+    frame can carry many small parts. In every frame `payload` is the last field, so both sides can
+    send and receive it without a protobuf copy (`kvtier/protos/wire/grpc_frames.py`).
     """
 
     @staticmethod
