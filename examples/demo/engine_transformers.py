@@ -14,19 +14,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Threads that wait do not spin: on a busy machine the first token otherwise takes seconds instead of tenths.
+# Waiting threads must not spin: on a busy machine the first token would take seconds.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
 
 def say(event: str, **more: object) -> None:
-    """Tells the demo where this process is."""
+    """Prints an event for the demo."""
     print(json.dumps({"event": event, **more}), flush=True)
 
 
 class FirstToken:
-    """A streamer that notes when the first new token came."""
+    """A streamer that records the time of the first new token."""
 
     def __init__(self) -> None:
         self.at: float | None = None
@@ -43,7 +43,7 @@ class FirstToken:
 
 
 class PrefillCounter:
-    """Counts the tokens that the model computes before its first output: seen at the model, not claimed by the cache."""
+    """Counts the tokens that the model computes before its first output, measured at the model."""
 
     def __init__(self, model: Any) -> None:
         self.tokens = 0
@@ -52,7 +52,7 @@ class PrefillCounter:
         model.register_forward_hook(self._after)
 
     def start(self) -> None:
-        """From now on."""
+        """Starts counting."""
         self.tokens, self._done = 0, False
 
     def _before(self, _: object, __: object, inputs: dict[str, Any]) -> None:

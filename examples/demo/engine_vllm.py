@@ -56,7 +56,7 @@ def main() -> None:
     say(
         "done",
         computed=len(job["prompt"]) - cached,
-        loaded={"": cached} if cached else {},  # vLLM counts what came from outside; from where, the server knows
+        loaded={"": cached} if cached else {},  # vLLM does not know the tier; the server does
         first_token_seconds=request.metrics.first_token_latency,
         output=list(request.outputs[0].token_ids),
     )

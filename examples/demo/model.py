@@ -1,7 +1,8 @@
-"""Makes the demo's model: a small Llama with seeded random weights, the same bytes on every machine of a kind.
+"""Creates the demo's model: a small Llama with seeded random weights.
 
-The weights are scaled so that attention is peaked and every layer's output depends on the KV of few tokens: if one block of
-the cache were wrong or out of place, the output would be another.
+It has the same bytes on every machine of a kind. The weights are scaled so that attention is peaked
+and each layer's output depends on the KV of few tokens. One wrong or misplaced block of the cache
+would therefore change the output.
 """
 
 from __future__ import annotations

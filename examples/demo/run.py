@@ -1,10 +1,10 @@
-"""The demo: a prompt is prefilled once, and found again by every later engine, also after the server was killed.
+"""Demo: a prompt is prefilled once, and later engines load it, also after the server was killed.
 
     python run.py [--engine transformers|vllm] [--tokens N]
 
-Three engine processes, one after the other, get the same prompt. Between the second and the third the server is killed with
-SIGKILL and started again: what the third loads was in LMDB. Exits 0 only if all three outputs are identical and the second and
-third engine loaded what they should have. Everything lives in a temporary directory.
+Three engine processes in turn get the same prompt. Between the second and the third, the server is
+killed with SIGKILL and restarted, so the third loads from LMDB. Exits 0 only if all outputs are
+identical and the second and third engine loaded what they should. All files are temporary.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ console = Console(highlight=False)
 
 
 class DemoError(Exception):
-    """The demo cannot go on; the message says why."""
+    """The demo cannot continue; the message says why."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one engine process did."""
+    """Result of one engine process."""
 
     computed: int
     """Tokens of the prompt that it computed."""
     loaded: dict[str, int]
-    """Tokens of the prompt that it loaded, by the tier that had them."""
+    """Tokens of the prompt that it loaded, by tier."""
     first_token_seconds: float
     output: list[int]
 
 
 class Server:
-    """A `kvtier serve` of our own, with the embedded defaults, in a directory of its own."""
+    """A `kvtier serve` with the embedded defaults in its own directory."""
 
     def __init__(self, directory: Path) -> None:
         self.endpoint = f"unix:{directory / 'kvtier.sock'}"
@@ -92,13 +92,13 @@ class Server:
         self._process.wait()
 
     def status(self) -> dict[str, Any] | None:
-        """Returns what `kvtier status` says; None while no server answers."""
+        """Returns the answer of `kvtier status`, or None without a server."""
         command = [KVTIER, "status", "--endpoint", self.endpoint, "--json"]
         answer = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
         return json.loads(answer.stdout) if answer.returncode == 0 else None
 
     def settle(self) -> int:
-        """Waits until everything that the CPU tier holds is in LMDB as well; returns how many blocks that is."""
+        """Waits until the CPU tier's blocks are all in LMDB. Returns their number."""
         deadline = time.perf_counter() + PATIENCE_SECONDS
         while time.perf_counter() < deadline:
             status = self.status() or {"tiers": [], "stores": 1}
@@ -111,7 +111,7 @@ class Server:
 
 
 def run_engine(engine: str, directory: Path, job: dict[str, Any], label: str) -> Result:
-    """Runs one engine process to its end, showing where it is; returns what it did."""
+    """Runs one engine process and shows its progress. Returns its result."""
     (directory / "job.json").write_text(json.dumps(job))
     command = [sys.executable, str(HERE / f"engine_{engine}.py"), str(directory / "job.json")]
     result = None
@@ -121,7 +121,7 @@ def run_engine(engine: str, directory: Path, job: dict[str, Any], label: str) ->
         )
         assert process.stdout is not None
         for line in process.stdout:
-            if not line.startswith('{"event"'):  # an engine's own words
+            if not line.startswith('{"event"'):  # the engine's own output
                 continue
             message = json.loads(line)
             event = message.pop("event")
@@ -136,7 +136,7 @@ def run_engine(engine: str, directory: Path, job: dict[str, Any], label: str) ->
 
 
 def attributed(result: Result, before: dict[str, Any] | None, after: dict[str, Any] | None) -> Result:
-    """Names the tier for an engine that only knows that its tokens came from outside: the lowest one whose hits grew."""
+    """Names the tier if the engine does not know it: the lowest tier whose hits grew."""
     unnamed = result.loaded.get("")
     if not unnamed or before is None or after is None:
         return result
@@ -145,14 +145,14 @@ def attributed(result: Result, before: dict[str, Any] | None, after: dict[str, A
 
 
 def progress(text: str) -> Status:
-    """Returns a line that shows that something is going on."""
+    """Returns a spinner line."""
     if not console.is_terminal:
         console.print(f"… {text}", markup=False)
     return console.status(text)
 
 
 def verdict(results: Sequence[Result], prompt_tokens: int) -> list[str]:
-    """Returns what is not as it should be; nothing if all is well."""
+    """Returns the differences from the expected results; empty if all is well."""
     wanted = (prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     expected: list[dict[str, int]] = [{}, {"cpu": wanted}, {"lmdb": wanted}]
     wrong = []
@@ -187,7 +187,7 @@ def show(results: Sequence[Result], notes: Sequence[str]) -> None:
 
 
 def demo(engine: str, prompt_tokens: int, directory: Path) -> int:
-    """Runs the whole story; returns the exit code."""
+    """Runs the demo; returns the exit code."""
     with progress("makes a small Llama with seeded random weights (47 million parameters, nothing is downloaded)"):
         make_model(directory / "model")
     prompt = make_prompt(prompt_tokens)

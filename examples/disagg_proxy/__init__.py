@@ -1,6 +1,6 @@
-"""A proxy in front of engines that prefill and engines that decode, with turns that go back and forth between them.
+"""Proxy for prefill/decode disaggregation in which decode engines also hand turns back to P.
 
-What is decided is apart from what is done: ``turns``, ``transfer``, ``conversations``, ``events`` and ``fleet`` know no socket and
-no clock; ``engines``, ``exchange``, ``watch``, ``app`` and ``program`` do the rest. It uses nothing of kvtier: what it says to
-engines are the field's own words, and a copy of this folder runs anywhere.
+`turns`, `transfer`, `conversations`, `events` and `fleet` decide without sockets and clocks;
+`engines`, `exchange`, `watch`, `app` and `program` do the I/O. The proxy imports nothing of kvtier
+and uses vLLM's field names, so a copy of this folder runs anywhere.
 """

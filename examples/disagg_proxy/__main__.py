@@ -1,9 +1,9 @@
-"""``python examples/disagg_proxy``, or ``python -m disagg_proxy`` where this package is found."""
+"""Runs the proxy: `python examples/disagg_proxy`, or `python -m disagg_proxy`."""
 
 import sys
 from pathlib import Path
 
-if not __package__:  # started as a folder: its modules are to know each other as a package all the same
+if not __package__:  # started as a folder; its modules need the package for relative imports
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from disagg_proxy.program import main

@@ -1,4 +1,4 @@
-"""The ASGI application: routes, limits, and the end of a request whose client has gone."""
+"""The ASGI application: routes, limits, and cancellation if a client disconnects."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ __all__ = ["make_app"]
 _PATHS = ("/v1/completions", "/v1/chat/completions")
 
 READ_TIMEOUT_S = 60.0
-"""For a client to send its request."""
+"""Seconds for a client to send its request."""
 
 _HANG_UP = {"connection": "close"}
-"""On who has not sent all of its body: else the rest would be waited for, however long it is."""
+"""For responses to an incomplete body, because the server would wait for the rest."""
 
 logger = logging.getLogger(__name__)
 
 
 class _RejectedError(Exception):
-    """What the proxy does not even try."""
+    """The proxy rejects the request itself."""
 
     def __init__(self, outcome: Outcome, answer: Answer) -> None:
         super().__init__(outcome.value)
@@ -51,7 +51,7 @@ class _RejectedError(Exception):
 
 
 class Completions:
-    """``POST /v1/completions`` and ``/v1/chat/completions``."""
+    """`POST /v1/completions` and `/v1/chat/completions`."""
 
     def __init__(self, service: Service, settings: Settings) -> None:
         self._service = service
@@ -59,7 +59,7 @@ class Completions:
         self._under_way = 0
 
     async def __call__(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves a request, as ASGI has it. ``path``: the route's own, never what a client's ``Host`` makes of it."""
+        """Serves an ASGI request. `path` is the route's own, independent of the `Host` header."""
         metrics, begun_at = self._service.metrics, self._service.clock()
         reply, outcome = Reply(send), Outcome.DEFECT
         self._under_way += 1
@@ -92,7 +92,7 @@ class Completions:
         return Outcome.GONE if outcome is None else outcome
 
     async def _read(self, receive: Receive, declared: str) -> bytes | None:
-        """Returns the body, None if the client went away before its end."""
+        """Returns the body, or None if the client disconnected."""
         limit, body = self._settings.max_body, bytearray()
         too_large = _RejectedError(
             Outcome.CLIENT_ERROR, error_answer(413, f"The body has more than {limit} bytes.", _HANG_UP)
@@ -126,7 +126,7 @@ class Completions:
 
 
 def make_app(settings: Settings, clock: Callable[[], float]) -> Starlette:
-    """Returns the application; its engines are looked at while its lifespan lasts."""
+    """Returns the application; it watches its engines during its lifespan."""
     prefill, decode = Fleet(settings.prefill_instances()), Fleet(settings.decode_instances())
     conversations = Conversations(settings.entry_ttl, settings.max_entries)
     metrics = Metrics((prefill, decode), conversations.__len__)
@@ -168,7 +168,7 @@ def _lifespan(service: Service, settings: Settings) -> Callable[[Starlette], Abs
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, Outcome]) -> Outcome | None:
-    """Returns what becomes of ``work``; None if the client goes away first, and then it is cancelled."""
+    """Returns the result of `work`, or cancels it and returns None if the client disconnects."""
 
     async def until_gone() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -1,4 +1,4 @@
-"""What is remembered of conversations: per conversation the hold of its latest turn, to be used once (BEHAVIOUR B2.20, B2.21)."""
+"""Conversation table: the hold of each conversation's latest turn, used once (B2.20, B2.21)."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from enum import Enum
 
 from .transfer import Params
 
-__all__ = ["Conversation", "Conversations", "Reuse", "Taken"]
+__all__ = ["Conversation", "Conversations", "Reuse", "TakeResult"]
 
 
 class Reuse(Enum):
-    """Whether a turn goes on from what D holds."""
+    """Whether a turn continues from the blocks that D holds."""
 
     HIT = "hit"
     MISS = "miss"
     EXPIRED = "expired"
     UNNAMED = "no_conversation_id"
     ALONE = "not_one_prompt"
-    """The request is not of one prompt and one answer: D serves it alone."""
+    """D serves it alone, because it is not one prompt with one completion."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Which one it is. ``owner`` and ``model`` keep those apart that chose the same ``name``: of two credentials, of two models."""
+    """Key of a conversation. `owner` (credential) and `model` separate equal names."""
 
     owner: str
     model: str
@@ -32,8 +32,8 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Taken:
-    """An entry, or why there is none."""
+class TakeResult:
+    """An entry, or the reason why it is missing."""
 
     reuse: Reuse
     hold: Params | None = None
@@ -41,14 +41,15 @@ class Taken:
 
 @dataclass(frozen=True)
 class _Entry:
-    hold: bytes  # JSON: the block ids of a long conversation are a list of thousands
+    hold: bytes  # JSON, because a long conversation's block ids are a list of thousands
     until: float
 
 
 class Conversations:
-    """The entries; times in seconds, on any clock that does not go back.
+    """Table of holds. Times are seconds on a monotonic clock.
 
-    ``ttl_s`` is to be less than for how long D holds. Of more than ``max_entries``, or ``max_bytes`` of them, the oldest go.
+    `ttl_s` must be shorter than D's hold. Beyond `max_entries` or `max_bytes` the oldest are
+    removed.
     """
 
     def __init__(self, ttl_s: float = 450.0, max_entries: int = 100_000, max_bytes: int = 256 << 20) -> None:
@@ -56,15 +57,13 @@ class Conversations:
         self._max_entries = max_entries
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._entries: dict[
-            Conversation, _Entry
-        ] = {}  # in the order in which they were put, and so in that of their ends
+        self._entries: dict[Conversation, _Entry] = {}  # in the order of insertion and of expiry
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def put(self, conversation: Conversation, hold: Params, now: float) -> int:
-        """Remembers the latest turn, instead of an earlier one; returns how many others had to make room."""
+        """Records the latest turn. Returns how many other entries were evicted."""
         self._forget(conversation)
         entry = _Entry(json.dumps(hold).encode(), now + self._ttl_s)
         self._entries[conversation] = entry
@@ -75,15 +74,15 @@ class Conversations:
             crowded_out += 1
         return crowded_out
 
-    def take(self, conversation: Conversation, now: float) -> Taken:
-        """Returns the hold and forgets it."""
+    def take(self, conversation: Conversation, now: float) -> TakeResult:
+        """Removes and returns the hold."""
         entry = self._forget(conversation)
         if entry is None:
-            return Taken(Reuse.MISS)
-        return Taken(Reuse.HIT, json.loads(entry.hold)) if now < entry.until else Taken(Reuse.EXPIRED)
+            return TakeResult(Reuse.MISS)
+        return TakeResult(Reuse.HIT, json.loads(entry.hold)) if now < entry.until else TakeResult(Reuse.EXPIRED)
 
     def evict(self, now: float) -> int:
-        """Forgets what is over; returns how many."""
+        """Removes expired entries. Returns how many."""
         stale = [conversation for conversation, entry in self._entries.items() if entry.until <= now]
         for conversation in stale:
             self._forget(conversation)

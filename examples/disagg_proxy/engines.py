@@ -1,4 +1,4 @@
-"""Requests to engines, over HTTP. Whatever goes wrong there is an ``EngineFailedError``."""
+"""HTTP requests to engines. Every failure is an `EngineFailedError`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _HOP_BY_HOP = {
     "transfer-encoding",
     "upgrade",
 }
-"""Headers of an answer that are about the engine's connection, not about the answer."""
+"""Response headers that concern the engine's connection only."""
 
 _NOT_PASSED_ON = {
     "accept-encoding",
@@ -53,23 +53,23 @@ _NOT_PASSED_ON = {
     "upgrade",
     "x-data-parallel-rank",
 }
-"""Headers of a request that are about the client's connection or its body's form, or choose among engines."""
+"""Request headers that concern the client's connection, its encoding, or engine choice."""
 
 
 class Cause(Enum):
-    """What went wrong."""
+    """Kind of failure."""
 
     CONNECT = "connect"
     TIMEOUT = "timeout"
     STATUS = "status"
-    """It said 5xx, or an error was the first that came of its stream."""
+    """A 5xx status, or a stream that begins with an error."""
     BROKEN = "broken"
-    """It hung up, or what it sent makes no sense."""
+    """The engine closed the connection, or sent invalid data."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole answer, for the client or to be read."""
+    """A complete response."""
 
     status: int
     headers: Mapping[str, str]
@@ -87,7 +87,7 @@ class Answer:
 
 
 class EngineFailedError(Exception):
-    """An engine did not do its part. ``answer``: what it said of that, if anything."""
+    """An engine failed. `answer`: its error response, if any."""
 
     def __init__(self, cause: Cause, answer: Answer | None = None) -> None:
         super().__init__(cause.value)
@@ -96,28 +96,29 @@ class EngineFailedError(Exception):
 
 
 class Engines:
-    """The way to all engines. ``silence_s``: how long an engine may send nothing."""
+    """HTTP client for all engines. `silence_s`: longest time without a byte from an engine."""
 
     def __init__(self, silence_s: float) -> None:
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(silence_s, connect=CONNECT_TIMEOUT_S),
             limits=httpx.Limits(max_connections=None),
-            # A connection per request: one that is kept may be closed while it is taken for the next request, by the engine (idle
-            # for 5 s) or by httpx (seen on a machine that stood still), and a decode engine's only answer is lost.
+            # A connection per request. An idle connection may be closed (by the engine after 5 s,
+            # or by httpx) while the next request is sent, and a decode engine's answer would be
+            # lost.
             headers={"connection": "close"},
-            trust_env=False,  # engines are not behind the proxy of whoever started this
-            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # what one client is given is not for the next
+            trust_env=False,  # engines are not behind the proxy of the environment
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # clients share this object
         )
 
     async def close(self) -> None:
-        """Hangs up."""
+        """Closes all connections."""
         await self._client.aclose()
 
     @asynccontextmanager
     async def open(
         self, instance: Instance, path: str, body: Mapping[str, Any] | None, headers: Mapping[str, str]
     ) -> AsyncIterator[httpx.Response]:
-        """Asks, by GET where there is no ``body``; yields the answer as soon as it begins. To leave early is to hang up."""
+        """Sends a request (GET without `body`) and yields the response when its head arrives."""
         method, content = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
         work = 0 if body is None else 1
         instance.outstanding += work
@@ -142,7 +143,7 @@ class Engines:
         headers: Mapping[str, str],
         timeout_s: float | None = None,
     ) -> Answer:
-        """Returns a whole answer that is no 5xx. ``timeout_s``: for all of it."""
+        """Returns a complete response; a 5xx raises. `timeout_s` limits the whole request."""
         try:
             async with asyncio.timeout(timeout_s), self.open(instance, path, body, headers) as response:
                 return await read_answer(response)
@@ -151,33 +152,33 @@ class Engines:
 
 
 async def read_answer(response: httpx.Response) -> Answer:
-    """Reads the rest of an answer; a 5xx is an EngineFailedError that has it."""
+    """Reads the rest of a response; a 5xx raises EngineFailedError with it."""
     body = bytearray()
     async for chunk in response.aiter_bytes():
         body += chunk
         if len(body) > MAX_ANSWER_BYTES:
             raise EngineFailedError(Cause.BROKEN)
-    answer = Answer(response.status_code, _passed_on(response), bytes(body))
+    answer = Answer(response.status_code, _response_headers(response), bytes(body))
     if answer.status >= 500:
         raise EngineFailedError(Cause.STATUS, answer)
     return answer
 
 
-def _passed_on(response: httpx.Response) -> dict[str, str]:
-    """Returns the headers that the client is to get as well."""
+def _response_headers(response: httpx.Response) -> dict[str, str]:
+    """Returns the headers that the client gets."""
     headers = response.headers
     dropped = _HOP_BY_HOP | _named(headers)
     return {name: value for name, value in headers.items() if name not in dropped}
 
 
 def _named(headers: Mapping[str, str]) -> set[str]:
-    """Returns the headers that ``Connection`` says are about the connection, too."""
+    """Returns the headers that `Connection` lists."""
     values = [value for name, value in headers.items() if name == "connection"]
     return {name.strip().lower() for name in ",".join(values).split(",")}
 
 
 def engine_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """Returns what engines get of a client's headers; the request is known by one id everywhere."""
+    """Returns the client's headers for engines, with one request id for all."""
     dropped = _NOT_PASSED_ON | _named(headers)
     passed = {name: value for name, value in headers.items() if name not in dropped and value.isascii()}
     return {

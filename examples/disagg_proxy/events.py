@@ -1,4 +1,4 @@
-"""Server-sent events of D: passed on as they come, read on the way for what the next turn must know."""
+"""Server-sent events of D: forwarded as they arrive, and read for the next turn."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Any
 
 from .transfer import DecodeEngine, Params, is_usable
 
-__all__ = ["EventTooLargeError", "Splitter", "StreamReader", "without_params"]
+__all__ = ["EventSplitter", "EventTooLargeError", "StreamReader", "without_params"]
 
 MAX_EVENT_BYTES = 16 << 20
 _DONE = b"[DONE]"
 _END = re.compile(rb"\r?\n\r?\n")
 _KEPT_ENDINGS = {"stop", "length", "tool_calls", "function_call"}
-"""Reasons for an end after which D holds its blocks (B2.16): not ``abort``, ``error``, ``repetition``."""
+"""Finish reasons with which D holds its blocks (B2.16): not `abort`, `error`, `repetition`."""
 
 
 class EventTooLargeError(Exception):
-    """An event without an end."""
+    """An event exceeds the size limit."""
 
 
-class Splitter:
-    """Cuts a stream into events, each with the blank line that ends it."""
+class EventSplitter:
+    """Splits a stream into events, each with the blank line that ends it."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
-        """Yields the events that are complete with ``chunk``. Raises EventTooLargeError."""
+        """Yields the events that `chunk` completes. Raises EventTooLargeError."""
         text = self._rest + chunk
         start = 0
         for end in _END.finditer(text):
@@ -40,12 +40,12 @@ class Splitter:
             raise EventTooLargeError
 
     def end(self) -> list[bytes]:
-        """Returns what the end of the stream completes: the last event of all. Of any other half may be missing."""
+        """Returns the last event if the stream's end completes it; a partial one is dropped."""
         return [self._rest.rstrip() + b"\n\n"] if _data(self._rest) == _DONE else []
 
 
 class StreamReader:
-    """Reads one answer's events. ``strip_usage``: the client did not ask for the last chunk with the usage."""
+    """Reads one stream. `strip_usage`: the client did not ask for the last chunk with the usage."""
 
     def __init__(self, *, strip_usage: bool) -> None:
         self._strip_usage = strip_usage
@@ -56,7 +56,7 @@ class StreamReader:
         self.has_failed = False
 
     def read(self, event: bytes) -> bytes:
-        """Returns the event as the client is to get it: mostly as it came, possibly nothing."""
+        """Returns the event for the client: unchanged, without fields, or empty."""
         data = _data(event)
         if data == _DONE:
             self.is_done = True
@@ -74,18 +74,18 @@ class StreamReader:
 
     @property
     def params(self) -> Params | None:
-        """What D itself said of its hold; engines newer than vLLM 0.32 may."""
+        """What D reported of its hold; engines newer than vLLM 0.32 may report it."""
         return self._params
 
     def hold(self, engine: DecodeEngine | None, name: str | None) -> Params | None:
-        """Returns the hold that the stream has left, as far as can be known: by D's word, else under the name that it was given."""
+        """Returns D's hold: as it reported it, else under the name that it was given."""
         if not self.is_done or self.has_failed:
             return None
         if self._params is not None:
             return self._params if is_usable(self._params) else None
         if engine is None or name is None or not self._is_kept or self._total_tokens < 2:
             return None
-        return engine.named_hold(name, self._total_tokens - 1)  # the last token was never an input: it has no KV
+        return engine.named_hold(name, self._total_tokens - 1)  # the last token has no KV
 
     def _note(self, chunk: dict[str, Any]) -> None:
         if "error" in chunk and not chunk.get("choices"):
@@ -101,12 +101,12 @@ class StreamReader:
 
 
 def without_params(answer: dict[str, Any]) -> bytes:
-    """Returns a whole answer as the client is to get it."""
+    """Returns a complete response as JSON for the client."""
     return _dump({name: value for name, value in answer.items() if name != "kv_transfer_params"})
 
 
 def _is_kept(choice: dict[str, Any]) -> bool:
-    """Whether D held the request at this end. vLLM finds stop *strings* outside of its engine, where the end is an abort."""
+    """Whether D held the request at this end. A stop *string* is an abort inside vLLM's engine."""
     return choice["finish_reason"] in _KEPT_ENDINGS and not isinstance(choice.get("stop_reason"), str)
 
 

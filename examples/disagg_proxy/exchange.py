@@ -1,6 +1,6 @@
-"""One request's way: to P, to D, and what D holds afterwards.
+"""Serves one request: prefill on P, decode on D, then records D's hold.
 
-Nothing is kept but at the very end, and whatever fails before the client has got a byte is tried again elsewhere.
+The hold is recorded at the very end. A failure before the client's first byte is retried elsewhere.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from contextlib import aclosing
 
 import httpx
 
-from .conversations import Reuse, Taken
+from .conversations import Reuse, TakeResult
 from .engines import Answer, Cause, EngineFailedError, read_answer
-from .events import EventTooLargeError, Splitter, StreamReader, without_params
+from .events import EventSplitter, EventTooLargeError, StreamReader, without_params
 from .fleet import Fleet, Instance
 from .metrics import Outcome
 from .reply import Reply, error_answer, error_event
@@ -24,7 +24,7 @@ from .transfer import DecodeEngine, Params, first_turn, hold_only, is_usable, ne
 __all__ = ["Exchange"]
 
 TRIES = 2
-"""Engines of a role that a request is given to, before it goes on without."""
+"""Engines of a role that are tried for a request."""
 
 _STREAM_HEADERS = ("content-type", "x-request-id")
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class _RefusedError(Exception):
-    """P does not want the request (4xx), so D would not either."""
+    """P refused the request (4xx), so D would refuse it too."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__(answer.status)
@@ -40,8 +40,6 @@ class _RefusedError(Exception):
 
 
 class Exchange:
-    """Serves one request."""
-
     def __init__(self, service: Service, request: Request, reply: Reply) -> None:
         self._service = service
         self._request = request
@@ -50,7 +48,7 @@ class Exchange:
         self._key = request.conversation.name if request.conversation is not None else None
 
     async def run(self) -> Outcome:
-        """Answers. Cancelled when the client has gone: the engines are hung up on, and nothing is kept."""
+        """Serves the request. If the client disconnects, this and the engines are cancelled."""
         taken = self._take()
         self._service.metrics.turns.labels(taken.reuse.value).inc()
         try:
@@ -60,12 +58,12 @@ class Exchange:
             await self._reply.whole(refused.answer)
             return Outcome.CLIENT_ERROR
 
-    def _take(self) -> Taken:
+    def _take(self) -> TakeResult:
         conversation = self._request.conversation
         if self._turn.alone:
-            return Taken(Reuse.ALONE)
+            return TakeResult(Reuse.ALONE)
         if conversation is None:
-            return Taken(Reuse.UNNAMED)
+            return TakeResult(Reuse.UNNAMED)
         taken = self._service.conversations.take(conversation, self._service.clock())
         if taken.reuse is Reuse.EXPIRED:
             self._service.metrics.dropped.labels("expired").inc()
@@ -74,7 +72,7 @@ class Exchange:
     # ---- P
 
     async def _prefill(self, hold: Params | None) -> Params | None:
-        """Returns what D is to be given: P's answer, or, where no P does it, only that it is to hold the conversation."""
+        """Returns D's parameters: P's answer, or a request to hold if no P could prefill."""
         body = self._turn.prefill_body(first_turn() if hold is None else next_turn(hold))
         cause = "down"
         for instance in self._instances(self._service.prefill):
@@ -83,7 +81,7 @@ class Exchange:
             except EngineFailedError as error:
                 self._note_failure(instance, error)
                 cause = error.cause.value
-                if error.cause is Cause.TIMEOUT:  # another would be as slow with it
+                if error.cause is Cause.TIMEOUT:  # another engine would be as slow
                     break
                 continue
             if params:
@@ -111,7 +109,7 @@ class Exchange:
 
     async def _decode(self, params: Params | None) -> Outcome:
         failure = EngineFailedError(Cause.CONNECT)
-        for instance in self._instances(self._service.decode, or_down=True):
+        for instance in self._instances(self._service.decode, include_down=True):
             try:
                 if self._turn.stream:
                     return await self._stream(instance, params)
@@ -122,9 +120,8 @@ class Exchange:
             if self._reply.has_begun:
                 await self._reply.end(error_event(502, "The engine failed in the middle of its answer."))
                 return Outcome.BROKEN
-            if (
-                failure.cause is Cause.TIMEOUT
-            ):  # the request may be what takes so long: it is not to go from one to the next
+            # the request itself may be slow: try no other engine
+            if failure.cause is Cause.TIMEOUT:
                 break
         status = 504 if failure.cause is Cause.TIMEOUT else 502
         await self._reply.whole(failure.answer or error_answer(status, "No engine could answer."))
@@ -150,7 +147,7 @@ class Exchange:
         return Outcome.OK
 
     async def _stream(self, instance: Instance, params: Params | None) -> Outcome:
-        """Passes events on as they come. D is told how to name its hold: at the end of a stream it does not say what it holds."""
+        """Forwards events. D gets a name for its hold, because a stream does not report it."""
         name = uuid.uuid4().hex if self._request.conversation is not None and not self._turn.alone else None
         body = self._turn.decode_body(params, name)
         reader = StreamReader(strip_usage=name is not None and not self._turn.wants_usage)
@@ -162,7 +159,7 @@ class Exchange:
                     return await self._reply_whole(instance, await read_answer(response))
                 await self._relay(instance, response, reader, name)
         except EngineFailedError:
-            if not (reader.is_done and self._reply.has_begun):  # what comes after the end is nobody's loss
+            if not (reader.is_done and self._reply.has_begun):  # after the end nothing is lost
                 raise
         await self._reply.end()
         return Outcome.BROKEN if reader.has_failed else Outcome.OK
@@ -174,7 +171,7 @@ class Exchange:
         async with aclosing(_events(response)) as parts:
             async for events in parts:
                 passed = b"".join([reader.read(event) for event in events])
-                if reader.is_done and not is_kept:  # before the client can see the end, and send its next turn
+                if reader.is_done and not is_kept:  # before the client can send its next turn
                     is_kept = True
                     instance.answered()
                     self._learn(instance, reader.params)
@@ -195,13 +192,13 @@ class Exchange:
             await self._reply.begin(response.status_code, {**headers, "cache-control": "no-cache"})
         await self._reply.more(chunk)
 
-    # ---- both
+    # ---- P and D
 
-    def _instances(self, fleet: Fleet, *, or_down: bool = False) -> Iterator[Instance]:
-        """Yields engines to try, each chosen when it is wanted."""
+    def _instances(self, fleet: Fleet, *, include_down: bool = False) -> Iterator[Instance]:
+        """Yields engines to try, each chosen on demand."""
         tried: list[Instance] = []
         while len(tried) < TRIES:
-            instance = fleet.choose(self._key, tried, or_down=or_down)
+            instance = fleet.choose(self._key, tried, include_down=include_down)
             if instance is None:
                 return
             tried.append(instance)
@@ -210,16 +207,16 @@ class Exchange:
     def _note_failure(self, instance: Instance, error: EngineFailedError) -> None:
         logger.warning("%s (%s) failed: %s", instance.url, instance.role.value, error.cause.value)
         self._service.metrics.retries.labels(instance.role.value, error.cause.value).inc()
-        # It may have been asked something odd, or too much: one client must not take an engine from all.
+        # The request may be odd or slow: one client must not mark an engine down for all.
         if error.cause is Cause.CONNECT:
             instance.failed(self._service.clock())
         elif error.cause is not Cause.STATUS:
-            instance.is_doubted = True
+            instance.is_suspect = True
 
     def _learn(self, instance: Instance, params: object) -> None:
         engine = DecodeEngine.parse(params)
         if engine is not None:
-            instance.introduced(engine, self._service.clock())
+            instance.identified(engine, self._service.clock())
 
     def _keep(self, instance: Instance, hold: Params | None) -> None:
         conversation = self._request.conversation
@@ -232,8 +229,8 @@ class Exchange:
 
 
 async def _events(response: httpx.Response) -> AsyncGenerator[list[bytes]]:
-    """Yields the events of a stream, those that come together together."""
-    splitter = Splitter()
+    """Yields the events of a stream in groups that arrived together."""
+    splitter = EventSplitter()
     try:
         async for chunk in response.aiter_bytes():
             yield list(splitter.feed(chunk))

@@ -1,4 +1,4 @@
-"""What Prometheus scrapes of the proxy."""
+"""Prometheus metrics of the proxy."""
 
 from __future__ import annotations
 
@@ -17,38 +17,40 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 
 
 
 class Outcome(Enum):
-    """How a client's request ended."""
+    """Result of a client's request."""
 
     OK = "ok"
     CLIENT_ERROR = "client_error"
-    """What the client sent was refused, by the proxy or by an engine (4xx)."""
+    """Refused by the proxy or by an engine (4xx)."""
     ENGINE_ERROR = "engine_error"
     BROKEN = "broken"
-    """An engine failed in the middle of its answer."""
+    """An engine failed during its response."""
     GONE = "client_gone"
     BUSY = "busy"
     DEFECT = "defect"
-    """The proxy's own."""
+    """A failure of the proxy itself."""
 
 
 class Metrics:
-    """The proxy's figures. What can be looked up when somebody asks is not kept twice."""
+    """The proxy's metrics. Values that exist elsewhere are read when Prometheus scrapes."""
 
     def __init__(self, fleets: Iterable[Fleet], entries: Callable[[], int]) -> None:
         self._registry = CollectorRegistry()
-        self.requests = self._counter("requests", "Requests by how they ended.", "route", "outcome")
-        self.turns = self._counter("turns", "Turns by whether D's hold of the turn before was used.", "reuse")
+        self.requests = self._counter("requests", "Requests by outcome.", "route", "outcome")
+        self.turns = self._counter("turns", "Turns by whether D's hold of the previous turn was used.", "reuse")
         self.retries = self._counter(
-            "retries", "Failures of engines, most of which another made good.", "role", "cause"
+            "retries", "Failures of engines; most requests were retried elsewhere.", "role", "cause"
         )
-        self.fallbacks = self._counter("fallbacks", "Turns that D served without P, and why.", "cause")
-        self.dropped = self._counter("entries_evicted", "Entries that were of no use to any turn, and why.", "reason")
-        self.first_token = self._histogram("first_token_seconds", "Until the first event of a stream.", "route")
-        self.duration = self._histogram("duration_seconds", "Until the end of the answer.", "route")
-        self.prefill = self._histogram("prefill_seconds", "Until P had answered.")
-        self._gauge("entries", "Conversations whose latest turn is remembered.").set_function(entries)
+        self.fallbacks = self._counter("fallbacks", "Turns that D served without P, by cause.", "cause")
+        self.dropped = self._counter(
+            "entries_evicted", "Entries removed before any turn used them, by reason.", "reason"
+        )
+        self.first_token = self._histogram("first_token_seconds", "Seconds until the first event of a stream.", "route")
+        self.duration = self._histogram("duration_seconds", "Seconds until the end of the response.", "route")
+        self.prefill = self._histogram("prefill_seconds", "Seconds until P had answered.")
+        self._gauge("entries", "Conversations with a recorded hold.").set_function(entries)
         up = self._gauge("instance_up", "Whether the engine gets requests.", "role", "instance")
-        outstanding = self._gauge("instance_outstanding", "Requests under way at the engine.", "role", "instance")
+        outstanding = self._gauge("instance_outstanding", "Requests in flight at the engine.", "role", "instance")
         for instance in (instance for fleet in fleets for instance in fleet.instances):
             up.labels(instance.role.value, instance.url).set_function(_is_up(instance))
             outstanding.labels(instance.role.value, instance.url).set_function(_outstanding(instance))
@@ -56,7 +58,7 @@ class Metrics:
             self.turns.labels(reuse.value)
 
     def render(self) -> bytes:
-        """Returns the text format."""
+        """Returns the metrics in text format."""
         return generate_latest(self._registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:

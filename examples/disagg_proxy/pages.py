@@ -1,4 +1,4 @@
-"""What is asked for by GET: health, metrics, models."""
+"""GET pages: health, metrics, models."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["Pages", "no_route"]
 
 
 class Pages:
-    """What is asked for by GET."""
+    """Handlers of the GET pages."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def health(self, _: HttpRequest) -> Response:
-        """Says which engines are up, and forgets what is over (B2.24)."""
+        """Reports which engines are up, and removes expired holds (B2.24)."""
         service = self._service
         evicted = service.conversations.evict(service.clock())
         service.metrics.dropped.labels("expired").inc(evicted)
@@ -37,12 +37,12 @@ class Pages:
         return JSONResponse(answer, 200 if is_up else 503)
 
     async def metrics(self, _: HttpRequest) -> Response:
-        """For Prometheus."""
+        """Serves Prometheus."""
         return Response(self._service.metrics.render(), headers={"content-type": CONTENT_TYPE})
 
     async def models(self, http: HttpRequest) -> Response:
-        """Whatever a decode engine says."""
-        instance = self._service.decode.choose(None, or_down=True)
+        """Returns a decode engine's answer."""
+        instance = self._service.decode.choose(None, include_down=True)
         answer = error_answer(502, "No engine could answer.")
         try:
             if instance is not None:
@@ -62,7 +62,7 @@ def _response(answer: Answer) -> Response:
 
 
 async def no_route(http: HttpRequest, error: Exception) -> Response:
-    """Answers what is nowhere, or asked for in the wrong way."""
+    """Answers unknown paths and wrong methods."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     message = f"There is no {http.method} {http.scope['path']} here."
     return _response(error_answer(status, message, getattr(error, "headers", None)))

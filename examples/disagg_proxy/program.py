@@ -1,4 +1,4 @@
-"""Runs the proxy until it is told to end."""
+"""Runs the proxy until SIGTERM or SIGINT."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .settings import parse_arguments
 __all__ = ["main"]
 
 GRACE_S = 30
-"""For requests that are under way when the program is told to end."""
+"""Seconds for requests in flight when the program is told to end."""
 
 
 def main() -> int:
-    """Reads the command line and serves; SIGTERM and SIGINT end it."""
+    """Parses the command line and serves until SIGTERM or SIGINT."""
     settings = parse_arguments()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line per request is the access log's
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # the access log has a line per request
     uvicorn.run(
         make_app(settings, time.monotonic),
         host=settings.host,

@@ -1,4 +1,4 @@
-"""What the client is sent."""
+"""Responses to the client."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .engines import Answer
 __all__ = ["ClientGoneError", "Reply", "error_answer", "error_event"]
 
 SEND_TIMEOUT_S = 60.0
-"""For a client to read what fills the buffers on the way to it."""
+"""Seconds for a client to read buffered data."""
 
 _JSON = {"content-type": "application/json"}
 
@@ -24,28 +24,28 @@ def error_answer(status: int, message: str, headers: Mapping[str, str] | None = 
 
 
 def error_event(status: int, message: str) -> bytes:
-    """Returns the same as an event of a stream that has begun."""
+    """Returns an error as an event of a stream that has begun."""
     return b"data: " + _error(status, message) + b"\n\n"
 
 
 class ClientGoneError(Exception):
-    """The client does not read its answer."""
+    """The client does not read its response."""
 
 
 class Reply:
-    """The answer to one request; all may raise ClientGoneError. ``has_begun``: nothing else can be said any more."""
+    """The response to one request; every method may raise ClientGoneError."""
 
     def __init__(self, send: Send) -> None:
         self._pass = send
         self.has_begun = False
 
     async def whole(self, answer: Answer) -> None:
-        """Sends all of it."""
+        """Sends a complete response."""
         await self.begin(answer.status, {**answer.headers, "content-length": str(len(answer.body))})
         await self.end(answer.body)
 
     async def begin(self, status: int, headers: Mapping[str, str]) -> None:
-        """Sends the head."""
+        """Sends status and headers."""
         self.has_begun = True
         raw = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})

@@ -1,4 +1,4 @@
-"""What a request is served with, and what it is."""
+"""A client's request, and the objects that all requests share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Request", "Service"]
 
 @dataclass(frozen=True)
 class Service:
-    """What all requests share. ``clock``: seconds, never back."""
+    """Objects that all requests share. `clock`: monotonic seconds."""
 
     prefill: Fleet
     decode: Fleet
@@ -29,7 +29,7 @@ class Service:
 
 @dataclass(frozen=True)
 class Request:
-    """What a client wants: ``path`` as the engines have it, ``headers`` for them, ``begun_at`` on the service's clock."""
+    """A client's request. `path` and `headers`: for engines; `begun_at`: on the service's clock."""
 
     path: str
     turn: Turn

@@ -1,4 +1,4 @@
-"""The proxy's settings, and the command line that gives them."""
+"""The proxy's settings and command line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Decode", "Settings", "parse_arguments"]
 
 @dataclass(frozen=True)
 class Decode:
-    """A decode engine: its URL, and where others reach its kvtier server if that is not what it says itself."""
+    """A decode engine: its URL, and its kvtier server's address for others, if it differs."""
 
     url: str
     kvtier: Address | None = None
@@ -23,7 +23,7 @@ class Decode:
 
 @dataclass(frozen=True)
 class Settings:
-    """Times in seconds. README.md says what each is."""
+    """Times in seconds. README.md describes each setting."""
 
     prefill: tuple[str, ...] = ()
     decode: tuple[Decode, ...] = ()
@@ -39,16 +39,16 @@ class Settings:
     probe_interval: float = 300.0
 
     def prefill_instances(self) -> list[Instance]:
-        """The engines that prefill, nothing known of them yet."""
+        """Returns the prefill engines in their initial state."""
         return [Instance(url, Role.PREFILL) for url in self.prefill]
 
     def decode_instances(self) -> list[Instance]:
-        """The engines that decode, nothing known of them yet."""
+        """Returns the decode engines in their initial state."""
         return [Instance(decode.url, Role.DECODE, decode.kvtier) for decode in self.decode]
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> Settings:
-    """Reads a command line; ends the program if it is wrong."""
+    """Parses a command line; exits the program if it is wrong."""
     parser = argparse.ArgumentParser(
         prog="disagg_proxy",
         description="One OpenAI address for engines that prefill and engines that decode, with kvtier between them.",
@@ -99,7 +99,7 @@ def _url(text: str) -> str:
     try:
         parts = urlsplit(text)
         is_url = parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0 and not parts.query
-    except ValueError:  # the port
+    except ValueError:  # invalid port
         is_url = False
     if not is_url:
         raise argparse.ArgumentTypeError(f"{text!r} is not like http://host:port")

@@ -1,4 +1,4 @@
-"""``kv_transfer_params``: what engines are told of each other's blocks, in the field's names (BEHAVIOUR B2.18, B2.22, B2.24)."""
+"""`kv_transfer_params`: what engines are told of each other's blocks (B2.18, B2.22, B2.24)."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _HOLD = "hold"
 
 @dataclass(frozen=True)
 class Address:
-    """Where a kvtier server is: a host and its port, or ``unix:PATH`` and 0."""
+    """Address of a kvtier server: a host and its port, or `unix:PATH` and 0."""
 
     host: str
     port: int
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Reads ``host:port`` or ``unix:PATH``; raises ValueError."""
+        """Parses `host:port` or `unix:PATH`; raises ValueError."""
         if text.startswith("unix:") and len(text) > len("unix:"):
             return cls(text, 0)
         host, _, port = text.rpartition(":")
@@ -53,13 +53,13 @@ class Address:
         return cls(host.strip("[]"), int(port))
 
     def replacing(self, params: Params) -> Params:
-        """Returns ``params`` with this as the place of the blocks (B2.22)."""
+        """Returns `params` with this address as the place of the blocks (B2.22)."""
         return {**params, "remote_host": self.host, "remote_port": self.port}
 
 
 @dataclass(frozen=True)
 class DecodeEngine:
-    """Who a decode engine is, by its own word: all that must be known of it to speak of a hold that it has not spoken of."""
+    """Identity of a decode engine, as it reported it; names holds that it has not reported."""
 
     engine_id: str
     host: str
@@ -68,7 +68,7 @@ class DecodeEngine:
 
     @classmethod
     def parse(cls, params: object) -> DecodeEngine | None:
-        """Reads it from what the engine returned; None where that does not say."""
+        """Parses what the engine returned; None if the identity is missing."""
         if not isinstance(params, Mapping):
             return None
         engine_id, host, port = (params.get(f"remote_{name}") for name in ("engine_id", "host", "port"))
@@ -78,9 +78,9 @@ class DecodeEngine:
         return cls(engine_id, host, port, tp_size if isinstance(tp_size, int) else None)
 
     def named_hold(self, name: str, num_tokens: int) -> Params:
-        """Returns what this engine would say of the request that it was told to hold as ``name``.
+        """Returns the parameters of a request that this engine was told to hold as `name`.
 
-        Of the blocks only that there are some: the claim says which.
+        They do not list the blocks; the claim returns them.
         """
         return {
             "do_remote_prefill": False,
@@ -96,22 +96,22 @@ class DecodeEngine:
 
 
 def first_turn() -> Params:
-    """For P, when nothing is held of the conversation: all remote fields are None (B2.24)."""
+    """Returns P's parameters for a first turn: all remote fields are None (B2.24)."""
     return {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkeys(_REMOTE)}
 
 
 def next_turn(hold: Params) -> Params:
-    """For P, when D holds the turn before."""
+    """Returns P's parameters if D holds the previous turn."""
     return {**hold, "do_remote_decode": True, "do_remote_prefill": False}
 
 
 def hold_only() -> Params:
-    """For D, when there is nothing to pull: it computes the prompt, and holds the conversation as if it had pulled."""
+    """Returns D's parameters if there is nothing to pull: it computes the prompt and holds it."""
     return {"do_remote_decode": False, "do_remote_prefill": True, **dict.fromkeys(_REMOTE)}
 
 
 def is_usable(params: object) -> bool:
-    """Whether an engine's answer names blocks that another could take over (B2.3)."""
+    """Whether an engine's answer names blocks that another engine could pull (B2.3)."""
     if not isinstance(params, Mapping) or DecodeEngine.parse(params) is None or not params.get("remote_request_id"):
         return False
     blocks, num_tokens = params.get("remote_block_ids"), params.get("remote_num_tokens")
@@ -120,7 +120,7 @@ def is_usable(params: object) -> bool:
 
 
 def own_params(given: object) -> Params:
-    """Returns what a client may say itself: nothing about whose blocks are pulled, and no name for a hold."""
+    """Returns what a client may set itself: neither blocks to pull nor a name for a hold."""
     if not isinstance(given, Mapping):
         return {}
     own = {
@@ -133,9 +133,9 @@ def own_params(given: object) -> Params:
 
 
 def for_engine(params: Params, own: Params, hold_as: str | None = None, *, holds: bool = True) -> Params:
-    """Returns what one engine is given: the proxy's ``params``, what the client said itself, and a name for the hold.
+    """Returns one engine's parameters: the proxy's, the client's own, and a name for the hold.
 
-    ``holds``: whether anybody will ask for the hold. Without a conversation nobody does.
+    `holds`: whether the hold will be used; without a conversation it is not.
     """
     merged, settings = {**own, **params}, own.get(_SETTINGS)
     ours: Params = {_HOLD_AS: hold_as} if hold_as is not None else {} if holds else {_HOLD: False}

@@ -1,4 +1,4 @@
-"""A client's request, and what becomes of its body on the way to P and to D (BEHAVIOUR B2.20, B2.23)."""
+"""A client's request, and its bodies for P and for D (B2.20, B2.23)."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from .transfer import Params, for_engine, own_params
 __all__ = ["MAX_CONVERSATION_ID", "BadRequestError", "Turn"]
 
 MAX_CONVERSATION_ID = 256
-"""Characters of a conversation's id."""
+"""Most characters of a conversation's id."""
 
 
 class BadRequestError(Exception):
-    """The request cannot be understood; its text is for the client."""
+    """The request is invalid; the text is for the client."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What is to be answered.
+    """A parsed request.
 
-    ``body``: as it was sent, without ``conversation_id`` and ``kv_transfer_params``. ``own``: what of the latter is the client's.
-    ``alone``: D serves it without P.
+    `body`: as sent, without `conversation_id` and `kv_transfer_params`. `own`: the client's part of
+    the latter. `alone`: D serves it without P.
     """
 
     body: dict[str, Any]
@@ -35,7 +35,7 @@ class Turn:
 
     @classmethod
     def parse(cls, raw: bytes) -> Turn:
-        """Raises BadRequestError."""
+        """Parses a body. Raises BadRequestError."""
         try:
             body = json.loads(raw)
         except (ValueError, RecursionError):
@@ -44,11 +44,11 @@ class Turn:
             raise BadRequestError("The body must be a JSON object.")
         conversation_id = _conversation_id(body.pop("conversation_id", None))
         own = own_params(body.pop("kv_transfer_params", None))
-        # vLLM takes what is in there for parameters, too: by that way a client could say whose blocks are pulled.
+        # vLLM also reads parameters from here, so a client could name blocks to pull.
         if isinstance(xargs := body.get("vllm_xargs"), dict):
             xargs.pop("kv_transfer_params", None)
         options, stream = body.get("stream_options"), body.get("stream")
-        if not isinstance(stream, bool | None):  # engines would take 1 and "true" for it
+        if not isinstance(stream, bool | None):  # engines would accept 1 and "true"
             raise BadRequestError("stream must be true or false.")
         return cls(
             body,
@@ -61,19 +61,19 @@ class Turn:
 
     @property
     def model(self) -> str:
-        """As the client names it; empty where it does not, and engines have but one."""
+        """The model's name from the client; empty if it is missing."""
         model = self.body.get("model")
         return model if isinstance(model, str) else ""
 
     def prefill_body(self, params: Params) -> dict[str, Any]:
-        """For P: one token, which nobody reads (B2.23)."""
+        """Returns P's body: one token, which is discarded (B2.23)."""
         body = {**self.body, "stream": False, "max_tokens": 1, "kv_transfer_params": for_engine(params, self.own)}
         for name in ("max_completion_tokens", "min_tokens", "stream_options"):
             body.pop(name, None)
         return body
 
     def decode_body(self, params: Params | None, hold_as: str | None = None) -> dict[str, Any]:
-        """For D. With a name for its hold the stream is to end with the number of tokens, which the next turn must know."""
+        """Returns D's body. With a name for its hold, the stream must end with the usage."""
         body = dict(self.body)
         given = for_engine(params or {}, self.own, hold_as, holds=not params or self.conversation_id is not None)
         if given:
@@ -93,7 +93,7 @@ def _conversation_id(given: object) -> str | None:
 
 
 def _is_one_answer(body: dict[str, Any]) -> bool:
-    """Whether a hold could stand for the request: one prompt of tokens, one answer."""
+    """Whether a hold can represent the request: one prompt of tokens, one completion."""
     if body.get("n") not in (None, 1) or body.get("use_beam_search") or body.get("prompt_embeds") is not None:
         return False
     prompt = body.get("prompt")
@@ -101,6 +101,6 @@ def _is_one_answer(body: dict[str, Any]) -> bool:
 
 
 def _wants_whole_prompt(body: dict[str, Any]) -> bool:
-    """Whether D must compute the prompt anyway: for the log probabilities of its tokens nothing is pulled."""
+    """Whether D must compute the whole prompt, for the log probabilities of its tokens."""
     echoes = body.get("echo") and body.get("logprobs") is not None
     return bool(echoes) or body.get("prompt_logprobs") is not None

@@ -1,4 +1,4 @@
-"""The background: which engines are up, and who the decode engines are."""
+"""Health checks of engines, and probes that identify decode engines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Watch:
-    """Looks at one engine. ``check_s``, ``probe_s``: seconds between two looks at its health, and at what a decode engine holds."""
+    """Watches one engine. `check_s`, `probe_s`: seconds between health checks, and probes."""
 
     def __init__(
         self, instance: Instance, engines: Engines, clock: Callable[[], float], *, check_s: float, probe_s: float
@@ -36,11 +36,11 @@ class Watch:
         self._probed_at = -math.inf
         self._probe_s = probe_s
         self._is_refused = False
-        # One name for all, so that each probe's hold takes the place of the one before.
+        # One name for all probes, so that each probe's hold replaces the previous one.
         self._hold_as = f"disagg_proxy.probe.{uuid.uuid4().hex}"
 
     async def run(self) -> None:
-        """Never ends."""
+        """Runs for ever."""
         await asyncio.gather(self._again_and_again(self.probe), self._again_and_again(self._check_if_due))
 
     async def _again_and_again(self, look: Callable[[], Awaitable[None]]) -> None:
@@ -56,9 +56,9 @@ class Watch:
             await self.check()
 
     async def check(self) -> None:
-        """Asks whether it is well."""
+        """Checks the engine's health."""
         instance, was_up, self._checked_at = self._instance, self._instance.is_up, self._clock()
-        instance.is_doubted = False
+        instance.is_suspect = False
         try:
             answer = await self._engines.ask(instance, "/health", None, {}, timeout_s=HEALTH_TIMEOUT_S)
             is_well = answer.status == 200
@@ -72,7 +72,7 @@ class Watch:
             logger.warning("%s (%s) is %s", instance.url, instance.role.value, "up" if instance.is_up else "down")
 
     async def probe(self) -> None:
-        """Learns who a decode engine is, and whether it holds its requests, by having it answer one token."""
+        """Identifies a decode engine, and whether it holds requests, with a one-token request."""
         instance = self._instance
         if instance.role is not Role.DECODE or not instance.is_up or not self._is_probe_due():
             return
@@ -94,23 +94,23 @@ class Watch:
         engine = DecodeEngine.parse(params)
         if engine is None:
             logger.warning("%s holds nothing: its streams are not remembered", instance.url)
-        instance.introduced(engine, self._clock())
+        instance.identified(engine, self._clock())
 
     def _note_refusal(self, status: int) -> None:
-        """It says nothing of what it holds: what is known stands, and it is asked again after the usual time."""
+        """The answer has no identity: keeps what is known and asks again after the usual time."""
         instance = self._instance
         if not self._is_refused:
             logger.warning("%s refuses probes (status %d); does VLLM_API_KEY lack?", instance.url, status)
         self._is_refused = True
-        instance.introduced(instance.engine, self._clock())
+        instance.identified(instance.engine, self._clock())
 
     def _is_probe_due(self) -> bool:
         seen_at, now = self._instance.engine_seen_at, self._clock()
         return (seen_at is None or now - seen_at >= self._probe_s) and now - self._probed_at >= self._check_s
 
     def _is_check_due(self) -> bool:
-        """Whoever is down, since a request found that out perhaps, is looked at as soon as its pause is over."""
-        if self._instance.is_up and self._instance.is_doubted:
+        """Whether a check is due; an engine that is down is checked as soon as its pause ends."""
+        if self._instance.is_up and self._instance.is_suspect:
             return True
         due_at = self._checked_at + self._check_s if self._instance.is_up else self._instance.retry_at
         return self._clock() >= due_at

@@ -1,8 +1,8 @@
-"""A tier that is not part of kvtier: blocks in one SQLite file.
+"""Example of a tier outside kvtier: blocks in one SQLite file.
 
     PYTHONPATH=examples/third_party_tier kvtier serve --config examples/third_party_tier/kvtier.toml
 
-Written with nothing but `kvtier.tiers` and the standard library. README.md beside this file says what to look at.
+Uses only `kvtier.tiers` and the standard library. See README.md beside this file.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ from kvtier.tiers.storage.health import TierHealth
 __all__ = ["SQLiteTier"]
 
 CAPACITY_SHARE = 0.75
-"""Of the file. A row of 64 KiB takes four or five pages of 16 KiB, and the index and pages half full want their own."""
+"""Share of the file for blocks. A row of 64 KiB takes four or five pages of 16 KiB, and the index
+and half-full pages need more."""
 MAX_KEY_BYTES = 1024
 SLICE_BLOCKS = 64
 
-# The bytes come last: SQLite reads a row's pages in order, and the other columns are wanted more often.
+# The bytes are the last column: SQLite reads a row's pages in order, and needs the others more
+# often.
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS blocks (
     id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never used twice, so that it names one content for good
@@ -54,7 +56,10 @@ CREATE TABLE IF NOT EXISTS blocks (
 
 
 class SQLiteTier(SecondaryTier):
-    """Blocks as rows of one table. A store is one transaction, so that it is seen and survives as a whole or not at all."""
+    """Blocks as rows of one table.
+
+    A store is one transaction: it survives completely or not at all.
+    """
 
     type: ClassVar[str] = "sqlite"
     durable: ClassVar[bool] = True
@@ -64,11 +69,12 @@ class SQLiteTier(SecondaryTier):
     ) -> None:
         """Opens or creates `blocks.sqlite` in `directory`; it never grows beyond `size_bytes`.
 
-        `page_bytes` is an option of the configuration: a power of two from 512 to 65536; a file that exists keeps its own.
+        `page_bytes` is an option in the configuration: a power of two from 512 to 65536. An
+        existing file keeps its own.
 
         Raises:
-            TierOpenError: it cannot be had; `TierInUseError` if another process has it, `TierDamagedError` if it is no
-                SQLite file any more.
+            TierOpenError: the file cannot be opened; `TierInUseError` if another process has it,
+                `TierDamagedError` if it is not an SQLite file.
         """
         super().__init__(name, int(size_bytes * CAPACITY_SHARE))
         self._path = directory / "blocks.sqlite"
@@ -78,8 +84,8 @@ class SQLiteTier(SecondaryTier):
         self._mine = threading.local()
         self._limit = ""
         self._writing = threading.Lock()
-        """`store` and `remove` are never called at the same time; but a load that drops a corrupt block writes too."""
-        # FULL waits for the disk at each commit; NORMAL survives the end of the process, which is what is asked of it.
+        """Serializes writers: a load that drops a corrupt block also writes."""
+        # FULL waits for the disk at each commit. NORMAL survives the end of the process.
         self._synchronous = "FULL" if durability == "power" else "NORMAL"
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = _claim(directory)
@@ -95,7 +101,7 @@ class SQLiteTier(SecondaryTier):
         return vote(self.rules, request)
 
     def entries(self) -> Iterator[Entry]:
-        """Yields what is there, in the order in which it was stored."""
+        """Yields the stored blocks in the order in which they were stored."""
         for name, nbytes in self._connection().execute("SELECT name, nbytes FROM blocks ORDER BY id"):
             yield Entry(NamespaceId(name[:16]), name[16:], nbytes)
 
@@ -113,7 +119,7 @@ class SQLiteTier(SecondaryTier):
         return [written if good else Outcome.FAILED for good in storable]
 
     def load(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
-        """Fills blocks and verifies them where they then are."""
+        """Fills blocks and verifies them in place."""
         try:
             outcomes = [self._load(block) for block in blocks]
         except sqlite3.Error as error:
@@ -123,11 +129,11 @@ class SQLiteTier(SecondaryTier):
         return outcomes
 
     def remove(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> None:
-        """Forgets blocks; what SQLite cannot remove now, it reports in `last_error`."""
+        """Removes blocks; reports in `last_error` what SQLite cannot remove now."""
         self._write("remove", "DELETE FROM blocks WHERE name = ?", [(namespace + key,) for namespace, key in keys])
 
     def blocks_to_check(self) -> int:
-        """Lets `kvtier fsck` check this tier, with the method below; a tier may do without both."""
+        """Lets `kvtier fsck` check this tier, together with `check_slice`. Both are optional."""
         (count,) = self._connection().execute("SELECT count(*) FROM blocks").fetchone()
         return int(count)
 
@@ -150,7 +156,7 @@ class SQLiteTier(SecondaryTier):
         return Slice(last if checked == SLICE_BLOCKS else None, checked, total, findings)
 
     def close(self) -> None:
-        """Closes the file, on whichever thread it was opened."""
+        """Closes the file; any thread may call it."""
         for connection in self._connections:
             connection.close()
         os.close(self._lock)
@@ -158,27 +164,27 @@ class SQLiteTier(SecondaryTier):
     def _prepare(self, size_bytes: int, page_bytes: int) -> None:
         connection = self._connection()
         connection.execute(f"PRAGMA page_size = {page_bytes:d}")
-        connection.execute("PRAGMA journal_mode = WAL")  # readers and the writer do not wait for one another
+        connection.execute("PRAGMA journal_mode = WAL")  # readers and the writer run concurrently
         connection.execute(SCHEMA)
         (used,) = connection.execute("PRAGMA page_size").fetchone()
         self._limit = f"PRAGMA max_page_count = {size_bytes // used:d}"
         connection.execute(self._limit)
 
     def _connection(self) -> sqlite3.Connection:
-        """Returns this thread's own connection: transactions belong to one."""
+        """Returns this thread's connection, because a transaction belongs to one connection."""
         connection: sqlite3.Connection | None = getattr(self._mine, "connection", None)
         if connection is None:
-            # Closed by another thread than it was made by, and used by no two at a time.
+            # Another thread closes it, but no two threads use it at once.
             connection = sqlite3.connect(self._path, timeout=60, isolation_level=None, check_same_thread=False)
             connection.execute(f"PRAGMA synchronous = {self._synchronous}")
-            connection.execute(self._limit)  # it is the connection's, not the file's
+            connection.execute(self._limit)  # a property of the connection, not of the file
             with self._connecting:
                 self._connections.append(connection)
             self._mine.connection = connection
         return connection
 
     def _write(self, work: str, statement: str, rows: Sequence[tuple[object, ...]]) -> Outcome:
-        """Changes rows in one transaction; returns what became of all of them."""
+        """Changes rows in one transaction. Returns the outcome of all of them."""
         connection = self._connection()
         try:
             with self._writing:
@@ -187,7 +193,7 @@ class SQLiteTier(SecondaryTier):
                     connection.executemany(statement, rows)
                     connection.execute("COMMIT")
                 except BaseException:
-                    if connection.in_transaction:  # SQLite has ended it by itself where the disk is full
+                    if connection.in_transaction:  # SQLite ends it itself if the disk is full
                         connection.execute("ROLLBACK")
                     raise
         except sqlite3.Error as error:
@@ -212,13 +218,13 @@ class SQLiteTier(SecondaryTier):
                 view = view[part.nbytes :]
             if block_checksum(block.namespace, block.key, block.parts).to_bytes(8, "little") == checksum:
                 return Outcome.DONE
-        # By its number: what may have been stored under this name meanwhile is another block.
+        # By row number, because another block may have been stored under the name meanwhile.
         dropped = self._write("drop", "DELETE FROM blocks WHERE id = ?", [(number,)])
         return Outcome.CORRUPT if dropped is Outcome.DONE else Outcome.FAILED
 
 
 def _claim(directory: Path) -> int:
-    """Locks the directory for this process; the lock falls with it, however it ends."""
+    """Locks the directory for this process; the lock ends with the process."""
     lock = os.open(directory / "owner.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -242,7 +248,7 @@ def _sizes_of(block: BlockBytes) -> bytes:
 
 
 def _checksum(name: bytes, sizes: bytes, content: bytes) -> bytes | None:
-    """Returns the checksum of a row as it stands; None where its parts cannot be told apart."""
+    """Returns the checksum of a row, or None if its parts cannot be separated."""
     if len(sizes) % 8:
         return None
     lengths = [size for (size,) in struct.iter_unpack("<Q", sizes)]

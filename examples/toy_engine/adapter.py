@@ -1,4 +1,4 @@
-"""All that an adapter does, for an engine that is a toy: names blocks, loads what is known, stores what is new.
+"""A complete adapter for a toy engine: names blocks, loads known ones, stores new ones.
 
 KVTIER_ENDPOINT=unix:… python examples/toy_engine/adapter.py
 """
@@ -26,10 +26,10 @@ _log = logging.getLogger(__name__)
 
 
 def namespace_of(weights: str) -> Namespace:
-    """Returns what must agree for bytes to mean the same: two engines with another answer here never share a block."""
+    """Returns everything that must be equal for bytes to mean the same."""
     return Namespace(
         model="toy",
-        revision=weights,  # of a real model: a digest of the weights, or a revision that never moves
+        revision=weights,  # of a real model: a digest of the weights, or a fixed revision
         dtype="uint8",
         layout="token,byte",
         hash_scheme=f"blake2b:{BLOCK_TOKENS}",
@@ -38,7 +38,7 @@ def namespace_of(weights: str) -> Namespace:
 
 
 def keys_of(tokens: Sequence[int]) -> list[bytes]:
-    """Returns the keys of the full blocks: each hash covers all tokens before it, for so does the KV."""
+    """Returns the keys of the full blocks. Each hash covers all tokens before it, like the KV."""
     keys, digest = [], b""
     for end in range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS):
         block = np.asarray(tokens[end - BLOCK_TOKENS : end], "<u8").tobytes()
@@ -48,7 +48,7 @@ def keys_of(tokens: Sequence[int]) -> list[bytes]:
 
 
 class CachedEngine:
-    """The engine, with a cache that outlives it. Whatever is wrong with the cache, it answers as the bare engine does."""
+    """The engine with kvtier as its cache. If the cache fails, it answers like the bare engine."""
 
     def __init__(self, engine: ToyEngine, client: Client) -> None:
         self._engine = engine
@@ -63,14 +63,14 @@ class CachedEngine:
         return self._engine.decode(kv)
 
     def _load(self, tokens: Sequence[int], request_id: str) -> Kv:
-        # At least one token is computed: a real engine has no logits otherwise.
+        # At least one token is computed, because a real engine needs its logits.
         keys = keys_of(tokens[:-1])
         buffers = np.empty((len(keys), BLOCK_TOKENS * TOKEN_BYTES), np.uint8)
         hits = 0
         if keys:
             try:
                 hits = self._client.load(keys, list(buffers), request_id=request_id, wait=WAIT_SECONDS)
-            except KVTierError as error:  # the buffers may hold anything now: none of it is used
+            except KVTierError as error:  # the buffers are undefined now and are not used
                 self._complain("not loaded, computing instead", error)
         return buffers[:hits].reshape(-1, TOKEN_BYTES)
 
@@ -81,7 +81,7 @@ class CachedEngine:
         blocks = kv[: len(keys) * BLOCK_TOKENS].reshape(len(keys), -1)
         try:
             self._client.store(keys, list(blocks), request_id=request_id)
-        except KVTierError as error:  # a store that failed is a miss later on, no more
+        except KVTierError as error:  # a store that failed is a later miss
             self._complain("not stored", error)
 
     def _complain(self, what: str, error: KVTierError) -> None:
@@ -102,7 +102,7 @@ class CachedEngine:
 
 
 def main() -> int:
-    """Answers one prompt, and says how much of it had to be computed."""
+    """Answers one prompt, and prints how much of it was computed."""
     prompt = list(range(200))
     engine = ToyEngine()
     client = Client(namespace=namespace_of("toy"), name="toy")

@@ -1,7 +1,7 @@
-"""A toy of an engine: no neural network, but a KV cache that means what a real one's means.
+"""Toy engine without a neural network, whose KV cache behaves like a real one's.
 
-The KV of a token depends on every token before it, and the output on all KV. So whoever is given one wrong byte of KV answers
-something else, and tests notice.
+The KV of a token depends on every token before it, and the output on all KV. One wrong byte of KV
+changes the output, so tests notice it.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ __all__ = ["TOKEN_BYTES", "Kv", "ToyEngine"]
 TOKEN_BYTES = 64
 
 Kv = npt.NDArray[np.uint8]
-"""KV of a run of tokens: [tokens, TOKEN_BYTES]."""
+"""KV of consecutive tokens: [tokens, TOKEN_BYTES]."""
 
 
 class ToyEngine:
-    """Computes KV, one token after the other, and answers with a token that depends on all of it."""
+    """Computes KV token by token, and outputs a token that depends on all of it."""
 
     def __init__(self, weights: str = "toy") -> None:
         self._weights = weights
         self.computed = 0
-        """Tokens whose KV was computed so far: the work that a cache saves."""
+        """Tokens whose KV was computed so far, which is the work that a cache saves."""
 
     def prefill(self, tokens: Sequence[int], known: Kv) -> Kv:
-        """Returns the KV of all tokens, of which that of the first `len(known)` is there already."""
+        """Returns the KV of all tokens; the first `len(known)` are not computed again."""
         kv = np.zeros((len(tokens), TOKEN_BYTES), np.uint8)
         kv[: len(known)] = known
         for position in range(len(known), len(tokens)):

@@ -1,6 +1,7 @@
 """Requests that come, share prefixes, preempt one another and are aborted at any moment: `churn.py JOB OUT`, as `engine_run.py`.
 
-Every answer is held against what an engine without a connector says. Now and then the engine is left to rest, and looked at.
+Every answer is held against what an engine without a connector says. Now and then the engine is
+left to rest, and looked at.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ from scenario import TOLERANCE
 
 AT_ONCE = 10
 ABORTED = 0.4
-"""The share of requests that are to be aborted, each at a moment of its own; some end before it comes."""
+"""The share of requests that are to be aborted, each at a moment of its own; some end before it
+comes."""
 ALONE = 0.15
-"""The share of requests that share blocks with nobody, so that all of their prompt is computed, in chunks."""
+"""The share of requests that share blocks with nobody, so that all of their prompt is computed, in
+chunks."""
 STEPS_BETWEEN_RESTS = 400
 SETTLE_SECONDS = 60.0
 RESET_SECONDS = 20.0
 EXTRA_SECONDS = 150.0
-"""What it takes longer at most until every moment has come: on a slow machine a minute has few steps."""
+"""What it takes longer at most until every moment has come: on a slow machine a minute has few
+steps."""
 MOMENTS = ("arrived", "waiting", "loading", "prefill", "decode")
 
 
@@ -128,7 +132,10 @@ def _moment_of(request: Any) -> str:
 
 
 def _held(live: LiveEngine) -> dict[str, int]:
-    """What the server keeps on behalf of an engine at rest; each is to be 0. What is not pinned can be emptied."""
+    """What the server keeps on behalf of an engine at rest; each is to be 0.
+
+    What is not pinned can be emptied.
+    """
     client = live.side._gateway._client
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:

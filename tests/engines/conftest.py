@@ -70,7 +70,8 @@ def fork_server() -> Iterator[EngineForkServer]:
 def run_engine(models: Path, fork_server: EngineForkServer, tmp_path_factory: pytest.TempPathFactory) -> RunEngine:
     """Runs one engine over steps and returns the results of the named ones.
 
-    ``afresh``: each of its processes starts as a user's do, which takes longer, and ``bind`` says on which cores it computes.
+    ``afresh``: each of its processes starts as a user's do, which takes longer, and ``bind`` says
+        on which cores it computes.
     ``long_timeout``: see `engine_timeouts`.
     """
     folder = tmp_path_factory.mktemp("engines")
@@ -103,7 +104,8 @@ def run_engine(models: Path, fork_server: EngineForkServer, tmp_path_factory: py
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")])),
-            # With steps of its own between calls, whatever some module of the tests has set for an engine in its process.
+            # With steps of its own between calls, whatever some module of the tests has set for an
+            # engine in its process.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         }
         environment.pop("PYTHONHASHSEED", None)

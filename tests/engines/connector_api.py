@@ -1,7 +1,8 @@
 """Names of what vLLM calls on a connector, and of what this connector takes from vLLM: no code, only names and parameters.
 
-Of 0.32 they are compared with the vLLM that is installed. Those of 0.33 were read from the source distribution on PyPI,
-vllm-0.33.0.tar.gz (sha256 f4c33c2503d52bb411146afa9618a4f48bed68912f617e6803ac8d76e4c74112), as were those of 0.32.
+Of 0.32 they are compared with the vLLM that is installed. Those of 0.33 were read from the source
+distribution on PyPI, vllm-0.33.0.tar.gz (sha256
+f4c33c2503d52bb411146afa9618a4f48bed68912f617e6803ac8d76e4c74112), as were those of 0.32.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ HOOKS: dict[str, dict[str, str]] = {
     "0.33": _HOOKS_032
     | {"supports_sleep_mode": "kv_transfer_config", "unregister_kv_caches": "", "restore_kv_caches": ""},
 }
-"""Per release: the methods of ``KVConnectorBase_V1`` and ``SupportsHMA``, each with its parameters."""
+"""Per release: the methods of ``KVConnectorBase_V1`` and ``SupportsHMA``, each with its
+parameters."""
 
 METRICS_CLASSES: dict[str, dict[str, str]] = {
     "KVConnectorStats": {"aggregate": "other", "is_empty": "", "reduce": "", "reset": "", "to_dict": ""},

@@ -1,8 +1,9 @@
 """vLLM's own tiering on the CPU: its `TieringOffloadingSpec` with a worker that copies with NumPy.
 
-vLLM refuses to offload on this device only because its copy kernel is CUDA's (`CPUOffloadingSpec.get_worker`). Everything else
-(connector, tiering manager, primary tier, its shared region and the layout in it) is vLLM's own code, unchanged. Load it with
-`"spec_name": "CpuTieringSpec", "spec_module_path": "cpu_tiering"`.
+vLLM refuses to offload on this device only because its copy kernel is CUDA's
+(`CPUOffloadingSpec.get_worker`). Everything else (connector, tiering manager, primary tier, its
+shared region and the layout in it) is vLLM's own code, unchanged. Load it with `"spec_name":
+"CpuTieringSpec", "spec_module_path": "cpu_tiering"`.
 """
 
 from __future__ import annotations

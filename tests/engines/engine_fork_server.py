@@ -1,10 +1,11 @@
 """Starts engines out of one process that has imported vLLM already: an engine of three processes imports it three times else.
 
-As a program it reads jobs on its standard input, one JSON object per line, and forks for each. vLLM forks its own processes then
-too, as it does where there is a GPU: for a CPU it spawns them, to bind threads that are not needed here.
+As a program it reads jobs on its standard input, one JSON object per line, and forks for each. vLLM
+forks its own processes then too, as it does where there is a GPU: for a CPU it spawns them, to bind
+threads that are not needed here.
 
-All of these engines share the seed of Python's hashes; that blocks are found whatever the seed is for tests whose engines are not
-from here.
+All of these engines share the seed of Python's hashes; that blocks are found whatever the seed is
+for tests whose engines are not from here.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ class EngineForkServer:
     def run(
         self, program: Path, arguments: Sequence[Path], log: Path, environment: dict[str, str], seconds: float
     ) -> int:
-        """Runs a program for so long at most; what it prints is in `log`. Returns its status, a negative one for a signal."""
+        """Runs a program for so long at most; what it prints is in `log`.
+
+        Returns its status, a negative one for a signal.
+        """
         child = self._started(environment)
         job = {
             "program": str(program),

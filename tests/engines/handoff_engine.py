@@ -90,7 +90,8 @@ class ToyEngine:
     may_save: bool = True
 
     def __post_init__(self) -> None:
-        self.config = replace(self.config, lookup_timeout_s=60.0, claim_timeout_s=60.0)  # nothing is late
+        # nothing is late
+        self.config = replace(self.config, lookup_timeout_s=60.0, claim_timeout_s=60.0)
         self.counters, self.reports, self.pool = TransferCounters(), WorkerReports(), FakePool(BLOCKS)
         self.caches = {layer: torch.zeros(BLOCKS * PAGE, dtype=torch.uint8).view(BLOCKS, PAGE) for layer in FULL.layers}
         client, log = self._connect(self.endpoint), RateLimitedLog()

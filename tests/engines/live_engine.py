@@ -18,7 +18,8 @@ IDLE_SECONDS = 120.0
 class LiveEngine:
     """One engine. `moments` are called each time when it gets there, before it goes on.
 
-    Moments: "asking" (a request arrives, its lookup is about to begin), "loading" (a hit was taken, its load is about to begin),
+    Moments: "asking" (a request arrives, its lookup is about to begin), "loading" (a hit was taken,
+        its load is about to begin),
     "saving" (saves are about to begin), "decoding" (a request has its first token).
     """
 
@@ -42,7 +43,10 @@ class LiveEngine:
         return self.scheduler.connector._scheduler
 
     def add(self, request_id: str, prompt: Sequence[int], max_tokens: int, salt: str | None = None) -> None:
-        """Hands in a request; it is computed by `step`. With a `salt` of its own it shares blocks with nobody."""
+        """Hands in a request; it is computed by `step`.
+
+        With a `salt` of its own it shares blocks with nobody.
+        """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 

@@ -1,6 +1,7 @@
 """Connector and tier with long timeouts (`engine_timeouts`): a `module_path` for vLLM's settings.
 
-Every process of an engine imports it, however it was started. It is for engines only: there is no way back.
+Every process of an engine imports it, however it was started. It is for engines only: there is no
+way back.
 """
 
 from __future__ import annotations

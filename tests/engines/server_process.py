@@ -27,7 +27,8 @@ def _is_stopped(task: Path) -> bool:
 class ServerProcess:
     """A server whose socket, data and process id are in `folder`; `region` is the size of its CPU tier, `flags` are others.
 
-    Clients of one that is ``long_timeout`` do not give it up when it is silent for seconds, as all of a machine may be.
+    Clients of one that is ``long_timeout`` do not give it up when it is silent for seconds, as all
+    of a machine may be.
     """
 
     def __init__(
@@ -69,7 +70,8 @@ class ServerProcess:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             pid = int((self.folder / "pid").read_text())
             os.kill(pid, number)
-            if number == signal.SIGSTOP:  # its threads run on until one of them has taken the signal
+            # its threads run on until one of them has taken the signal
+            if number == signal.SIGSTOP:
                 while not all(_is_stopped(task) for task in Path(f"/proc/{pid}/task").iterdir()):
                     time.sleep(0.001)
 

@@ -17,7 +17,8 @@ SECONDS = float(os.environ.get("CHURN_SECONDS", "300")) / 2
 START_SECONDS = 600
 POOL_BLOCKS = 40
 REGION = "48MiB"
-"""Of the server: fewer blocks than all prompts have, so that it evicts as well, and fetches back from its disk."""
+"""Of the server: fewer blocks than all prompts have, so that it evicts as well, and fetches back
+from its disk."""
 OUTPUT = 40
 
 

@@ -169,7 +169,10 @@ def test_blocks_filled_by_decoding_are_stored(second: dict[str, Any]) -> None:
 def test_an_engine_with_the_deadlines_of_the_product(
     run_engine: RunEngine, server: ServerProcess, truth: dict[str, Any], second: dict[str, Any]
 ) -> None:
-    """Just as a user starts it, it answers as without us. What it finds in time is the machine's matter."""
+    """Just as a user starts it, it answers as without us.
+
+    What it finds in time is the machine's matter.
+    """
     assert second["base"]["external_hits"]
     life = run_engine(QUESTIONS[:1], endpoint=server.endpoint, lookup_timeout_s=2.0, afresh=True, long_timeout=False)
     assert_same(truth["base"], life["base"])

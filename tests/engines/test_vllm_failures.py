@@ -21,7 +21,8 @@ BUDGET_SECONDS = 2.5
 
 LIFE_SECONDS = 800
 HUNG_SECONDS = 110.0
-"""Tells an engine that hangs from one that does not: some budgets and deadlines of a few seconds are less."""
+"""Tells an engine that hangs from one that does not: some budgets and deadlines of a few seconds
+are less."""
 MOMENTS = ("asking", "loading", "saving", "decoding")
 DEEDS = ("kill", "hang", "restart-twice")
 CASES = [(deed, moment) for deed in DEEDS for moment in MOMENTS]
@@ -33,7 +34,8 @@ BOTH = pytest.mark.parametrize("mode", LIVES)
 NEW = {case: tokens(100 + number, 7 * BLOCK + 5) for number, case in enumerate(CASES)}
 """A prompt for each case that was never computed before: its blocks are to be saved."""
 POOL_BLOCKS = 24
-"""Lazy mode saves what is about to be evicted, so there must be pressure: the prompts of one case need 30 blocks."""
+"""Lazy mode saves what is about to be evicted, so there must be pressure: the prompts of one case
+need 30 blocks."""
 
 
 def server_do(server: ServerProcess, action: str) -> list[str]:
@@ -49,7 +51,8 @@ def meet(server: ServerProcess) -> list[dict[str, Any]]:
 def case_steps(server: ServerProcess, case: tuple[str, str], *, lazy: bool) -> list[dict[str, Any]]:
     """Returns the steps of one case: it happens, the server is back, the connector finds it, and all is as before.
 
-    In lazy mode nothing is forgotten that is yet to be stored: there each prompt evicts the others' blocks.
+    In lazy mode nothing is forgotten that is yet to be stored: there each prompt evicts the others'
+    blocks.
     """
     deed, moment = case
     forget = [] if lazy else [{"op": "reset"}]

@@ -74,7 +74,8 @@ def test_what_one_engine_stores_another_finds(
 ) -> None:
     """B4.5 B4.6 B4.7 B4.10 Stored by all ranks, found by all ranks after a SIGKILL of the server, and answers stay the same.
 
-    A lazy engine stores what it evicts: a flood of other prompts has it evict the first ones, and then it finds them again itself.
+    A lazy engine stores what it evicts: a flood of other prompts has it evict the first ones, and
+    then it finds them again itself.
     """
     if cell.model not in truths:
         truths[cell.model] = run_engine(STEPS, model=cell.model)

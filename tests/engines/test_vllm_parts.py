@@ -172,7 +172,8 @@ def test_a_lookup_that_nobody_waits_for_gives_its_lease_back(monkeypatch: pytest
         assert lookup is not None
         assert started.wait(60)
         service.timed_out(lookup)
-        assert service.start(RequestRegistration("s"), _hashes(1), 0, 4) is None  # left in peace for a moment
+        # left in peace for a moment
+        assert service.start(RequestRegistration("s"), _hashes(1), 0, 4) is None
         gate.set()
         wait_for(lambda: client.released == [1])
 

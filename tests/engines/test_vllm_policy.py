@@ -47,7 +47,8 @@ def _offered(scheduler: SchedulerSide, output: Any) -> list[bytes]:
 def _prefill(scheduler: SchedulerSide, request: Any, hit: int, *, ahead: int = 0) -> list[bytes]:
     """Runs a request to its end as vLLM does: look up, load, compute the rest in one step; returns the keys that it offered.
 
-    `ahead` tokens are scheduled before those of the step are known, as with async scheduling: their hashes come later.
+    `ahead` tokens are scheduled before those of the step are known, as with async scheduling: their
+    hashes come later.
     """
     scheduler.new_request(request)
     prompt, hashes = 4 * len(request.block_hashes), request.block_hashes

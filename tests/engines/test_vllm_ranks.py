@@ -41,7 +41,8 @@ WINDOW = SlidingWindowSpec(block_size=TOKENS, num_kv_heads=1, head_size=8, dtype
 class Engine:
     """The connectors of one engine: the scheduler's, and those of all workers in the order of their ranks.
 
-    ``stages[number]`` are the layers of a pipeline stage, per group; ``spec`` is what they all are, per group.
+    ``stages[number]`` are the layers of a pipeline stage, per group; ``spec`` is what they all are,
+    per group.
     """
 
     def __init__(
@@ -56,7 +57,8 @@ class Engine:
             KVTierConnector(self.config(rank), KVConnectorRole.WORKER, self.cache(stages[rank // self.tensor]))
             for rank in range(count)
         ]
-        # As vLLM does it: the scheduler has the layers of the first stage, and hears of the others when all have registered.
+        # As vLLM does it: the scheduler has the layers of the first stage, and hears of the others
+        # when all have registered.
         self.scheduler = KVTierConnector(self.config(0), KVConnectorRole.SCHEDULER, self.scheduler_cache())
         self.scheduler.bind_gpu_block_pool(SimpleNamespace(num_gpu_blocks=BLOCKS))
         self.caches = [self.tensors(worker) for worker in self.workers]

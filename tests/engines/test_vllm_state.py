@@ -1,6 +1,7 @@
 """A model with state-space layers (Mamba2) beside full attention.
 
-vLLM 0.32 on CPU goes wrong where a step of Mamba2 covers more than one block: so steps are of one block here.
+vLLM 0.32 on CPU goes wrong where a step of Mamba2 covers more than one block: so steps are of one
+block here.
 """
 
 from __future__ import annotations

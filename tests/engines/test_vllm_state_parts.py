@@ -135,12 +135,14 @@ def _geometry(*specs: Any) -> CacheGeometry:
 @pytest.mark.parametrize(
     ("spec", "hash_tokens", "chunks"),
     [
-        (_state(), TOKENS, [16, 32, 16, 16, 5]),  # as the scheduler cuts a prompt: at blocks, and before its last one
+        # as the scheduler cuts a prompt: at blocks, and before its last one
+        (_state(), TOKENS, [16, 32, 16, 16, 5]),
         (_state(), TOKENS, [48, 32, 5]),
         (_state(), TOKENS, [10, 6, 16, 48, 5]),  # a block that is more than a step
         (CHECKPOINTED, TOKENS, [85]),
         (CHECKPOINTED, TOKENS, [32, 53]),
-        (CHECKPOINTED, 4, [32, 53]),  # the state in the block is that of token 84, inside the next block
+        # the state in the block is that of token 84, inside the next block
+        (CHECKPOINTED, 4, [32, 53]),
         (_state(mamba_cache_mode="all"), TOKENS, [16, 64, 5]),
     ],
 )

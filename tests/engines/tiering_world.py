@@ -92,7 +92,10 @@ class World:
         self.until(lambda: not self.manager.has_pending_work())
 
     def store(self, context: ReqContext, keys: Sequence[Any]) -> list[Any]:
-        """Computes chunks and stores them; returns the keys that the primary tier lacked. Does not wait for kvtier."""
+        """Computes chunks and stores them; returns the keys that the primary tier lacked.
+
+        Does not wait for kvtier.
+        """
         prepared = self.manager.prepare_store(keys, context)
         if prepared is None or not prepared.keys_to_store:
             return []

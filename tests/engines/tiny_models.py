@@ -1,7 +1,7 @@
 """Tiny models with random weights, whose outputs depend on every part of their KV cache.
 
-Weights are scaled by fan-in, and queries and keys so that attention is peaked: one wrong block moves log-probabilities by 1e-2,
-float32 noise by 1e-5.
+Weights are scaled by fan-in, and queries and keys so that attention is peaked: one wrong block
+moves log-probabilities by 1e-2, float32 noise by 1e-5.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def make_hybrid(path: Path) -> None:
 def make_state(path: Path) -> None:
     """Writes a Granite hybrid whose layers are Mamba2 but for one of full attention.
 
-    A state is smaller than the 32 tokens of an attention block, so that blocks can be of 32 tokens. Time steps are small and decay
-    is slow: what a state holds shows up hundreds of tokens later.
+    A state is smaller than the 32 tokens of an attention block, so that blocks can be of 32 tokens.
+    Time steps are small and decay is slow: what a state holds shows up hundreds of tokens later.
     """
     from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 

@@ -1,4 +1,4 @@
-"""The adapter that the documentation shows: what it saves, and that nothing which goes wrong changes an answer."""
+"""The adapter in the documentation: what it saves, and that failures do not change an answer."""
 
 from __future__ import annotations
 

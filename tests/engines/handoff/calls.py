@@ -84,7 +84,10 @@ class Stream:
         self._connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
 
     def pieces(self) -> Iterator[dict[str, Any]]:
-        """Sends the request; yields the pieces of the answer as they come. Raises `CallError`, in the middle of it too."""
+        """Sends the request; yields the pieces of the answer as they come.
+
+        Raises `CallError`, in the middle of it too.
+        """
         self.send()
         response = self._connection.getresponse()
         if response.status != 200:

@@ -22,7 +22,8 @@ SETTLE_SECONDS = 240.0
 VAIN_SECONDS = 60.0
 SOON_SECONDS = 3.0
 LONGEST_HOLD = 7200.0
-"""So long D holds what it has after a last turn: longer than all tests take on a slow machine, for they count what is open."""
+"""So long D holds what it has after a last turn: longer than all tests take on a slow machine, for
+they count what is open."""
 
 HELD_PART = 0.9
 """There are to be many of them."""
@@ -44,7 +45,8 @@ class Moved:
     """What happened meanwhile: tokens of prompts by where they came from, and what became of holds, by their direction.
 
     ``pending_blocks``: blocks of holds that are on their way to the server still.
-    ``pulled``: of the external tokens of P and of D, those that came out of a hold, as the connector counts them.
+    ``pulled``: of the external tokens of P and of D, those that came out of a hold, as the
+        connector counts them.
     """
 
     p: Sources = field(default_factory=lambda: Sources(0, 0, 0))
@@ -149,7 +151,8 @@ class Deployment:
     def watch(self, *, p: int = 1, d: int = 1, published: int = 0, ended: int = 0) -> Iterator[Moved]:
         """Counts what moves while so many requests end at each engine, so many holds are published and so many end.
 
-        Engines tell the server, and save blocks, after they have answered. Where fewer do, it waits in vain, and the counts say so.
+        Engines tell the server, and save blocks, after they have answered. Where fewer do, it waits
+        in vain, and the counts say so.
         """
         moved, before, earlier = Moved(), self._counts(), self._ended()
         yield moved

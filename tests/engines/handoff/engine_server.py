@@ -48,7 +48,10 @@ class Sources(NamedTuple):
 
 
 class EngineServer:
-    """An engine named `name`, always at the same port; its logs are in `folder`. Each of its lives has an engine id of its own."""
+    """An engine named `name`, always at the same port; its logs are in `folder`.
+
+    Each of its lives has an engine id of its own.
+    """
 
     def __init__(self, folder: Path, name: str, model: Path, config: dict[str, Any]) -> None:
         self.name, self._reserved = name, ReservedPort()

@@ -21,7 +21,10 @@ START_SECONDS = 240.0
 
 
 class ProxyProcess:
-    """In front of these engines, always at the same port. It probes an engine that decodes once in that one's life."""
+    """In front of these engines, always at the same port.
+
+    It probes an engine that decodes once in that one's life.
+    """
 
     def __init__(self, folder: Path, prefill: Sequence[EngineServer], decode: Sequence[EngineServer]) -> None:
         self._reserved = ReservedPort()

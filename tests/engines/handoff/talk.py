@@ -22,7 +22,10 @@ class Talk:
         self._deployment, self._truth = deployment, truth
 
     def turn(self, name: str, turn: int, *, reuses: bool = True, **more: Any) -> Moved:
-        """Asks the proxy for a whole answer; returns what moved. Without `reuses` there is nothing held of the turn before."""
+        """Asks the proxy for a whole answer; returns what moved.
+
+        Without `reuses` there is nothing held of the turn before.
+        """
         with self._watch(turn, reuses=reuses) as moved:
             self.answered(name, turn, **more)
         return moved

@@ -1,6 +1,7 @@
 """Two hosts, each with a server and an engine, as far as one host can show it; and a model with windows, of several groups.
 
-The first engine prefills and is gone. The second one decodes what it takes from the other server, and goes on in both roles.
+The first engine prefills and is gone. The second one decodes what it takes from the other server,
+and goes on in both roles.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from scenario import RunEngine, assert_same, generate, server_step, tokens
 from server_process import ServerProcess
 
 LONG, SHORT, EDGE, SAID, MORE = 333, 70, 383, 30, 25
-"""Tokens: a first question longer than the windows of 128, one that they all see, and one whose last token, which is always
-computed anew, looks at a block that the first engine has let go of by then; answers; and second questions."""
+"""Tokens: a first question longer than the windows of 128, one that they all see, and one whose
+last token, which is always computed anew, looks at a block that the first engine has let go of by
+then; answers; and second questions."""
 
 ASKED = [tokens(61, LONG), tokens(62, SHORT), tokens(65, EDGE)]
 ASKED_NEXT = [tokens(63, MORE), tokens(64, MORE), tokens(66, MORE)]
@@ -72,7 +74,10 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 @pytest.fixture(scope="module")
 def first(run_engine: RunEngine, hosts: Hosts) -> dict[str, Any]:
-    """The engine on the first host. Before it is P, it answers as if there were nobody else: nothing is loaded, saved or held."""
+    """The engine on the first host.
+
+    Before it is P, it answers as if there were nobody else: nothing is loaded, saved or held.
+    """
     steps = [
         generate("1", ASKED, settings=ALONE, **DECODE),
         generate("2", ASKED_NEXT, settings=ALONE, **DECODE) | {"continues": "1"},

@@ -19,7 +19,10 @@ CLIENTS = 4
 
 
 class _Client:
-    """Goes through conversations until the time is over. A salt makes each a new one, whose answers are known all the same."""
+    """Goes through conversations until the time is over.
+
+    A salt makes each a new one, whose answers are known all the same.
+    """
 
     def __init__(self, number: int, deployment: Deployment, truth: Truth, talk: Talk) -> None:
         self._random = random.Random(SEED * 1000 + number)

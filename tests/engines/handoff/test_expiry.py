@@ -20,7 +20,8 @@ ENDS_HERE = {"do_remote_decode": True, "kvtier": {"hold": False}}
 """Nobody decodes, so that P is to hold nothing."""
 
 SHORT = 6.0
-"""Seconds: so long a hold lasts that is to be over soon. P's heartbeat makes it last for 4 s more: not enough to be read."""
+"""Seconds: so long a hold lasts that is to be over soon. P's heartbeat makes it last for 4 s more:
+not enough to be read."""
 
 
 @pytest.mark.parametrize(

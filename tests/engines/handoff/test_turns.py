@@ -10,7 +10,8 @@ from scenario import BLOCK
 from talk import Talk
 
 PAGE = 128 << 10
-"""Bytes of a block of the dense model: 4 layers of 2 heads of 64 numbers of 4 bytes, keys and values, of 32 tokens."""
+"""Bytes of a block of the dense model: 4 layers of 2 heads of 64 numbers of 4 bytes, keys and
+values, of 32 tokens."""
 
 
 def _taken_by_prefill(turn: int, local: int = 0) -> Sources:
@@ -20,7 +21,10 @@ def _taken_by_prefill(turn: int, local: int = 0) -> Sources:
 
 
 def _taken_by_decode(turn: int, local: int = 0) -> Sources:
-    """What D does: it pulls all. That it computes the last token once more, for its output is in no block, is not counted."""
+    """What D does: it pulls all.
+
+    That it computes the last token once more, for its output is in no block, is not counted.
+    """
     return Sources(0, local, prompt_tokens(turn) - local)
 
 

@@ -1,10 +1,10 @@
-"""What is remembered, and for how long."""
+"""Conversation table: entries, expiry and limits."""
 
 from __future__ import annotations
 
 import json
 
-from disagg_proxy.conversations import Conversation, Conversations, Reuse, Taken
+from disagg_proxy.conversations import Conversation, Conversations, Reuse, TakeResult
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,8 +17,8 @@ def test_an_entry_is_for_one_turn() -> None:
     """B2.21 Taking it removes it."""
     entries = Conversations()
     entries.put(C1, HOLD, 0.0)
-    assert entries.take(C1, 1.0) == Taken(Reuse.HIT, HOLD)
-    assert entries.take(C1, 1.0) == Taken(Reuse.MISS)
+    assert entries.take(C1, 1.0) == TakeResult(Reuse.HIT, HOLD)
+    assert entries.take(C1, 1.0) == TakeResult(Reuse.MISS)
 
 
 def test_an_entry_lives_450_seconds() -> None:
@@ -27,8 +27,8 @@ def test_an_entry_lives_450_seconds() -> None:
     entries.put(C1, HOLD, 100.0)
     entries.put(C2, HOLD, 100.0)
     assert entries.take(C1, 549.9).reuse is Reuse.HIT
-    assert entries.take(C2, 550.0) == Taken(Reuse.EXPIRED)
-    assert entries.take(C2, 550.0) == Taken(Reuse.MISS)
+    assert entries.take(C2, 550.0) == TakeResult(Reuse.EXPIRED)
+    assert entries.take(C2, 550.0) == TakeResult(Reuse.MISS)
 
 
 def test_the_latest_turn_counts_and_lives_anew() -> None:
@@ -37,7 +37,7 @@ def test_the_latest_turn_counts_and_lives_anew() -> None:
     entries.put(C1, HOLD, 0.0)
     entries.put(C1, LATER, 9.0)
     assert len(entries) == 1
-    assert entries.take(C1, 18.0) == Taken(Reuse.HIT, LATER)
+    assert entries.take(C1, 18.0) == TakeResult(Reuse.HIT, LATER)
 
 
 def test_stale_entries_are_evicted_and_others_stay() -> None:
@@ -52,7 +52,7 @@ def test_stale_entries_are_evicted_and_others_stay() -> None:
 
 
 def test_of_too_many_the_oldest_go() -> None:
-    """However many conversations there are, memory is bounded; a turn makes its conversation young again."""
+    """The number of entries is bounded. A new turn makes its conversation the newest again."""
     entries = Conversations(max_entries=2)
     entries.put(C1, HOLD, 0.0)
     entries.put(C2, HOLD, 1.0)
@@ -127,9 +127,9 @@ def test_any_life_is_that_of_a_plain_dictionary(steps: list[tuple[str, Conversat
             expected = model.pop(conversation, None)
             taken = entries.take(conversation, now)
             if expected is None:
-                assert taken == Taken(Reuse.MISS)
+                assert taken == TakeResult(Reuse.MISS)
             elif expected[1] <= now:
-                assert taken == Taken(Reuse.EXPIRED)
+                assert taken == TakeResult(Reuse.EXPIRED)
             else:
-                assert taken == Taken(Reuse.HIT, {"number": expected[0]})
+                assert taken == TakeResult(Reuse.HIT, {"number": expected[0]})
         assert len(entries) == len(model)

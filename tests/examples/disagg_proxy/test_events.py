@@ -1,4 +1,4 @@
-"""A stream on its way through."""
+"""Forwarding and reading of D's streams."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from disagg_proxy import events
-from disagg_proxy.events import EventTooLargeError, Splitter, StreamReader, without_params
+from disagg_proxy.events import EventSplitter, EventTooLargeError, StreamReader, without_params
 from disagg_proxy.transfer import DecodeEngine
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,7 +37,7 @@ def _read(*chunks: object, done: bool = True, strip_usage: bool = True) -> tuple
 def test_events_are_whole_however_they_arrive(texts: list[bytes], sizes: list[int], end: bytes) -> None:
     """Cut anywhere by the network, each comes out once, in order, byte for byte."""
     wanted = [b"data: " + text + end for text in texts]
-    stream, splitter, got, number = b"".join(wanted), Splitter(), list[bytes](), 0
+    stream, splitter, got, number = b"".join(wanted), EventSplitter(), list[bytes](), 0
     while stream:
         size = sizes[number % len(sizes)]
         got += splitter.feed(stream[:size])
@@ -47,7 +47,7 @@ def test_events_are_whole_however_they_arrive(texts: list[bytes], sizes: list[in
 
 def test_what_has_no_end_is_kept_apart() -> None:
     """The start of an event is not passed on as one."""
-    splitter = Splitter()
+    splitter = EventSplitter()
     assert list(splitter.feed(b"data: 1\n\ndata: 2")) == [b"data: 1\n\n"]
     assert splitter.end() == []
 
@@ -55,7 +55,7 @@ def test_what_has_no_end_is_kept_apart() -> None:
 @pytest.mark.parametrize("rest", [b"data: [DONE]", b"data: [DONE]\n", b"data:[DONE]\r\n"])
 def test_the_end_of_a_stream_ends_its_last_event(rest: bytes) -> None:
     """The blank line after `[DONE]` may be missing; the client gets it."""
-    splitter = Splitter()
+    splitter = EventSplitter()
     assert list(splitter.feed(b"data: 1\n\n" + rest)) == [b"data: 1\n\n"]
     assert splitter.end() == [rest.rstrip() + b"\n\n"]
 
@@ -63,7 +63,7 @@ def test_the_end_of_a_stream_ends_its_last_event(rest: bytes) -> None:
 def test_an_event_without_an_end_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that only ever sends one line does not fill the proxy's memory."""
     monkeypatch.setattr(events, "MAX_EVENT_BYTES", 100)
-    splitter = Splitter()
+    splitter = EventSplitter()
     assert list(splitter.feed(b"x" * 100)) == []
     with pytest.raises(EventTooLargeError):
         list(splitter.feed(b"x"))
@@ -84,7 +84,7 @@ def test_an_event_without_an_end_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_events_pass_as_they_come(event: bytes) -> None:
-    """Not a byte is changed, whatever is in it."""
+    """Every byte is forwarded unchanged."""
     assert StreamReader(strip_usage=True).read(event) == event
 
 
@@ -95,19 +95,19 @@ def test_the_usage_is_for_who_asked() -> None:
 
 
 def test_a_chunk_with_text_is_never_stripped() -> None:
-    """With usage in every chunk (`continuous_usage_stats`) only the last one, without text, goes."""
+    """With usage in every chunk (`continuous_usage_stats`), only the last one is removed."""
     chunk = END | {"usage": USAGE["usage"]}
     assert _read(chunk, USAGE)[1] == _event(chunk) + DONE
 
 
 def test_a_stream_leaves_the_hold_that_it_was_told_to_name() -> None:
-    """B2.22 The entry of a stream: D's name for it, all tokens but the last, which has no KV yet."""
+    """B2.22 The entry of a stream: D's name for it, and all tokens but the last, without KV yet."""
     reader, _ = _read(END, USAGE)
     assert reader.hold(ENGINE, "name") == ENGINE.named_hold("name", 23)
 
 
 def test_what_d_says_itself_counts() -> None:
-    """B2.22 A final chunk with `kv_transfer_params` is D's own word; the client does not see them."""
+    """B2.22 A final chunk's `kv_transfer_params` are D's report; the client does not get them."""
     chunk = {**END, "kv_transfer_params": HELD}
     reader, passed = _read(chunk, USAGE)
     assert reader.hold(ENGINE, "name") == HELD
@@ -146,7 +146,7 @@ def test_other_ends_are_not(end: dict[str, Any]) -> None:
 
 
 def test_nothing_is_made_up() -> None:
-    """Without the end, the usage, the engine's id or a name there is no entry; after an error neither."""
+    """Without end, usage, engine id or name there is no entry, and after an error neither."""
     assert _read(END, USAGE, done=False)[0].hold(ENGINE, "name") is None
     assert _read(END)[0].hold(ENGINE, "name") is None
     assert _read(END, USAGE)[0].hold(None, "name") is None

@@ -1,4 +1,4 @@
-"""Engines that fail, and clients that go away: what is tried again, what is said, what is kept."""
+"""Failing engines and disconnecting clients: retries, error responses, recorded holds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PATIENCE_S = 2.0
 
 
 async def nonsense(_: FakeEngine, __: RecordedRequest, writer: asyncio.StreamWriter) -> None:
-    """An answer that is none."""
+    """Sends an invalid response."""
     await send_answer(writer, 200, b"<html>")
 
 
@@ -62,7 +62,7 @@ def _other(engines: list[FakeEngine], engine: FakeEngine) -> FakeEngine:
 
 
 async def test_no_connection_is_used_twice(site: Site) -> None:
-    """One that is idle may be closed just when it is taken again, and then a request would fail for nothing."""
+    """An idle connection may be closed just when it is used again, which would fail a request."""
     async with site.proxy() as proxy:
         await proxy.turn()
         await proxy.turn(stream=True)
@@ -92,7 +92,7 @@ async def test_another_p_does_it(site: Site, behaviour: Behaviour, cause: str) -
 
 
 async def test_a_p_that_is_down_is_not_asked(site: Site) -> None:
-    """The first request that finds it down goes to another; later ones go there at once, until it is back."""
+    """The first request that finds it down goes to another P, and later ones until it is back."""
     async with site.proxy(replace(site.settings(prefills=2), check_interval=60.0)) as proxy:
         home = await _home(proxy, site.prefill)
         await home.stop()
@@ -108,7 +108,7 @@ async def test_a_p_that_is_down_is_not_asked(site: Site) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_without_p_d_computes_and_holds(site: Site, *, stream: bool) -> None:
-    """No P can: D gets only that it is to hold the conversation, and the next turn goes on from that."""
+    """Without a P, D is only told to hold the conversation, and the next turn uses that hold."""
     async with site.proxy() as proxy:
         site.prefill[0].script.append(fail(503))
         assert _text(await proxy.turn(stream=stream)) == TEXT
@@ -122,7 +122,7 @@ async def test_without_p_d_computes_and_holds(site: Site, *, stream: bool) -> No
 
 
 async def test_without_p_and_conversation_d_holds_nothing(site: Site) -> None:
-    """Nobody would come for it."""
+    """No later turn would use the hold."""
     async with site.proxy() as proxy:
         await site.prefill[0].stop()
         await proxy.wait_health(site.prefill[0], up=False)
@@ -133,14 +133,17 @@ async def test_without_p_and_conversation_d_holds_nothing(site: Site) -> None:
 
 
 async def test_no_p_at_all_is_no_fallback(site: Site) -> None:
-    """A proxy for decode engines only: turns are held, and used by nobody but a P that comes later."""
+    """A proxy for decode engines only: turns are held, for a P that is added later."""
     async with site.proxy(site.settings(prefills=0)) as proxy:
         assert _text(await proxy.turn()) == TEXT
         assert "disagg_proxy_fallbacks_total{" not in (await proxy.http.get("/metrics")).text
 
 
 async def test_a_p_that_hands_nothing_over(site: Site) -> None:
-    """P without a connector answers without params: D computes, and says so in the metrics. Another P would do no better."""
+    """P without a connector answers without params: D computes, and says so in the metrics.
+
+    Another P would do no better.
+    """
 
     async def plain(engine: FakeEngine, asked: RecordedRequest, writer: asyncio.StreamWriter) -> None:
         await send_answer(
@@ -187,7 +190,7 @@ async def test_what_p_refuses_is_refused(site: Site, status: int) -> None:
     ],
 )
 async def test_another_d_does_it(site: Site, behaviour: Behaviour, cause: str, *, stream: bool) -> None:
-    """D fails before its first byte: another D gets the same of P's blocks, and a name of its own for its hold."""
+    """D fails before its first byte: another D gets P's blocks, and another name for its hold."""
     async with site.proxy(replace(site.settings(decodes=2), check_interval=60.0)) as proxy:
         home = await _home(proxy, site.decode)
         other = _other(site.decode, home)
@@ -226,7 +229,7 @@ async def test_what_d_refuses_is_refused(site: Site, *, stream: bool) -> None:
 
 
 async def test_the_last_error_is_told(site: Site) -> None:
-    """Every D fails: what the last one said of it; 502 if nobody was there."""
+    """Every D fails: the client gets the last D's error, or 502 if none could be reached."""
     async with site.proxy(site.settings(decodes=2)) as proxy:
         for engine in site.decode:
             engine.script.append(fail(500, "dead"))
@@ -242,7 +245,7 @@ async def test_the_last_error_is_told(site: Site) -> None:
 
 
 async def test_an_error_event_of_every_d_is_passed_on(site: Site) -> None:
-    """Where nobody else can help, the client gets the engine's own words."""
+    """If no other D is left, the client gets the engine's own error."""
     async with site.proxy() as proxy:
         site.decode[0].script.append(error_event)
         answer = await proxy.turn(stream=True)
@@ -250,7 +253,7 @@ async def test_an_error_event_of_every_d_is_passed_on(site: Site) -> None:
 
 
 async def test_d_dies_in_the_middle(site: Site) -> None:
-    """After the first byte nothing can be made good: the client has what came, an error and no `[DONE]`; nothing is kept."""
+    """After the first byte there is no retry: the client gets an error and no `[DONE]`."""
     async with site.proxy(site.settings(decodes=2)) as proxy:
         home = await _home(proxy, site.decode)
         home.script.append(close_midway(2))
@@ -327,7 +330,7 @@ async def test_a_client_leaves_during_the_answer(site: Site, *, stream: bool) ->
 
 
 async def test_a_client_leaves_while_its_request_is_read(site: Site) -> None:
-    """Half a request reaches nobody."""
+    """An incomplete request reaches no engine."""
     async with site.proxy() as proxy:
         host, port = proxy.url.removeprefix("http://").split(":")
         _, writer = await asyncio.open_connection(host, int(port))

@@ -1,4 +1,4 @@
-"""Who gets the next request."""
+"""Choice of the engine for the next request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _chosen(fleet: Fleet, key: str | None = None) -> Instance:
 
 
 def test_the_idlest_is_chosen() -> None:
-    """Without a conversation: whoever has the fewest requests under way, and among these who has served the fewest."""
+    """Without a conversation: fewest requests in flight, then fewest requests served."""
     fleet = _fleet()
     for instance, outstanding in zip(fleet.instances, (2, 1, 3), strict=True):
         instance.outstanding = outstanding
@@ -35,7 +35,7 @@ def test_the_idlest_is_chosen() -> None:
 
 
 def test_a_conversation_stays_where_its_prefix_is() -> None:
-    """The same engine turn after turn, and after a restart of the proxy; many conversations use all of them."""
+    """The same engine for each turn, also after a restart; many conversations use all engines."""
     homes = {f"c{number}": _chosen(_fleet(), f"c{number}").url for number in range(100)}
     assert homes == {key: _chosen(_fleet(), key).url for key in homes}
     assert min(Counter(homes.values()).values()) > 15
@@ -59,16 +59,16 @@ def test_a_busy_home_is_left() -> None:
 
 
 def test_who_is_down_or_was_tried_is_left_out() -> None:
-    """Until nobody is left; `or_down` then takes who is down, but nobody twice."""
+    """None is returned when all were tried; `include_down` then adds engines that are down."""
     fleet = _fleet(2)
     first = _chosen(fleet, "c")
     second = fleet.choose("c", [first])
     assert second not in {first, None}
-    assert fleet.choose("c", fleet.instances, or_down=True) is None
+    assert fleet.choose("c", fleet.instances, include_down=True) is None
     first.failed(0.0)
     assert _chosen(fleet, "c") is second
     assert fleet.choose("c", [second]) is None  # type: ignore[list-item]
-    assert fleet.choose("c", [second], or_down=True) is first  # type: ignore[list-item]
+    assert fleet.choose("c", [second], include_down=True) is first  # type: ignore[list-item]
 
 
 def test_failures_in_a_row_are_answered_with_patience() -> None:
@@ -87,9 +87,9 @@ def test_failures_in_a_row_are_answered_with_patience() -> None:
 
 
 def test_who_was_down_may_be_somebody_else() -> None:
-    """After a failure an engine is asked again who it is, and nothing is said in its name before."""
+    """After a failure the engine is probed again before its identity is used."""
     instance = _fleet(1).instances[0]
-    instance.introduced(DecodeEngine("d0", "h", 1, 1), 5.0)
+    instance.identified(DecodeEngine("d0", "h", 1, 1), 5.0)
     assert instance.engine_seen_at == 5.0
     instance.failed(6.0)
     assert (instance.engine, instance.engine_seen_at) == (None, None)

@@ -1,4 +1,4 @@
-"""What of a client's request line and headers reaches engines, and of an engine's the client."""
+"""Request lines and headers: what engines get of the client's, and the client of the engines'."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OF_THE_CONNECTION = {
 
 @pytest.mark.parametrize("host", ["x/reset_prefix_cache?", "x/v1/models", "x#", "[", "a b"])
 async def test_what_engines_are_asked_is_not_the_hosts_business(site: Site, host: str) -> None:
-    """A `Host` with `/` and `?` in it (Starlette 1.0.0 makes a URL of it) reaches no other path of an engine."""
+    """A `Host` with `/` and `?` (Starlette 1.0.0 makes a URL of it) does not change the path."""
     async with site.proxy() as proxy:
         answer = await proxy.http.post(PATH, json={"prompt": "x", "stream": True}, headers={"host": host})
         assert answer.status_code == 200
@@ -40,7 +40,7 @@ async def test_what_engines_are_asked_is_not_the_hosts_business(site: Site, host
 
 
 async def test_a_path_that_only_looks_like_one_is_not_passed_on(site: Site) -> None:
-    """Starlette's routes let a last line break through: engines are asked for the route all the same."""
+    """Starlette's routes accept a final line break; engines get the route's path anyway."""
     async with site.proxy() as proxy:
         answer = await proxy.http.post(f"{PATH}%0A", content=json.dumps({"prompt": "x"}))
         assert answer.status_code == 200
@@ -49,7 +49,7 @@ async def test_a_path_that_only_looks_like_one_is_not_passed_on(site: Site) -> N
 
 
 async def test_headers_of_the_connection_stay_on_it(site: Site) -> None:
-    """What is about the client's connection or its body's form, or whom an engine's balancer is to ask, is not for engines."""
+    """Connection, encoding and balancer headers of the client are not sent to engines."""
     async with site.proxy() as proxy:
         headers = {**OF_THE_CONNECTION, "x-other": "2"}
         assert (await proxy.http.post(PATH, content=b'{"prompt": "x"}', headers=headers)).status_code == 200
@@ -81,7 +81,7 @@ async def test_headers_of_an_engines_connection_stay_on_it(site: Site) -> None:
 
 
 async def test_headers_of_a_stream(site: Site) -> None:
-    """Its request's id comes along, and nobody on the way is to keep it."""
+    """The request's id is kept, and nothing on the way may cache the response."""
 
     async def named(engine: FakeEngine, asked: RecordedRequest, writer: asyncio.StreamWriter) -> None:
         event = b"".join(engine.events(asked))

@@ -22,7 +22,10 @@ FOLDER = Path(__file__).resolve().parents[3] / "examples" / "disagg_proxy"
 
 
 async def test_health_is_that_of_the_decode_engines(site: Site) -> None:
-    """B2.24 Without any D nothing can be answered: 503, until one is back. A P that is down is said, and no more than that."""
+    """B2.24 Without any D nothing can be answered: 503, until one is back.
+
+    A P that is down is said, and no more than that.
+    """
     p, d = site.prefill[0], site.decode[0]
     async with site.proxy() as proxy:
         p.health = 503
@@ -64,7 +67,7 @@ async def test_models_are_ds(site: Site) -> None:
     [("POST", "/v1/embeddings", 404), ("GET", "/", 404), ("GET", PATH, 405), ("POST", "/health", 405)],
 )
 async def test_other_routes(site: Site, method: str, path: str, status: int) -> None:
-    """Refused in OpenAI's form, and forwarded to nobody."""
+    """Refused in OpenAI's form, and not forwarded."""
     async with site.proxy() as proxy:
         answer = await proxy.http.request(method, path, json={})
         assert (answer.status_code, answer.json()["error"]["code"]) == (status, status)
@@ -94,7 +97,7 @@ async def test_bodies_are_bounded(site: Site) -> None:
         assert (await proxy.http.post(PATH, json={"prompt": "x" * 5000})).status_code == 413
         with contextlib.suppress(
             httpx.TransportError
-        ):  # who goes on sending may be hung up on before it sees the answer
+        ):  # a client that goes on sending may be disconnected before it reads the response
             assert (await proxy.http.post(PATH, content=endless())).status_code == 413
         assert await proxy.metric("requests_total", outcome="client_error", route=PATH) == 2
     assert len(site.prefill[0].seen) == 1
@@ -142,7 +145,7 @@ async def test_entries_are_bounded(site: Site) -> None:
 
 
 async def test_probes_show_the_key_of_the_environment(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines with `--api-key` let nobody else ask."""
+    """Engines with `--api-key` refuse other clients."""
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     async with site.proxy():
         pass
@@ -150,7 +153,7 @@ async def test_probes_show_the_key_of_the_environment(site: Site, monkeypatch: p
 
 
 async def test_a_probe_that_fails_is_repeated(site: Site) -> None:
-    """D cannot answer the first one: it is asked again with the next look at its health, and known in the end."""
+    """D cannot answer the first probe; it is probed again with the next health check."""
     site.decode[0].probe_script.extend([fail(500), fail(500)])
     async with site.proxy() as proxy:
         assert (await proxy.health())["decode"][0]["engine_id"] == "d0"
@@ -158,7 +161,7 @@ async def test_a_probe_that_fails_is_repeated(site: Site) -> None:
 
 
 async def test_a_probe_that_fails_is_not_repeated_at_once(site: Site) -> None:
-    """An engine that cannot answer is not asked once a second: only as often as its health is looked at."""
+    """A failing engine is probed as often as its health is checked, not once a second."""
     probes, clock = site.decode[0].probes, Clock()
     site.decode[0].probe_script.append(fail(500))
     async with run_proxy(replace(site.settings(), check_interval=60.0), clock) as proxy:

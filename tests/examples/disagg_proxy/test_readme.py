@@ -1,4 +1,4 @@
-"""What the README has people type."""
+"""Commands of the README."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def odd(engine: FakeEngine, asked: RecordedRequest, writer: asyncio.Stream
 
 @pytest.mark.skipif(not (shutil.which("jq") and shutil.which("curl")), reason="needs jq and curl")
 async def test_three_turns_as_the_readme_has_them(site: Site) -> None:
-    """Answers with quotes and new lines go into the next prompt as they are; the figures are the promised ones."""
+    """Answers with quotes and new lines are used unchanged in the next prompt."""
     typed = re.search(r"^\$ (talk\(\).*?)^```", README, re.MULTILINE | re.DOTALL)
     assert typed is not None
     site.decode[0].script.extend([odd] * 3)

@@ -25,7 +25,7 @@ def test_engines_are_named_one_by_one() -> None:
 
 
 def test_defaults() -> None:
-    """B2.21 450 s for an entry; nobody but this host is served unless somebody says so."""
+    """B2.21 450 s for an entry; only this host is served by default."""
     settings = parse_arguments(["--decode=http://d:1"])
     assert settings == Settings(decode=(Decode("http://d:1"),))
     assert (settings.entry_ttl, settings.host) == (450.0, "127.0.0.1")

@@ -1,4 +1,4 @@
-"""Requests that take long, or break an answer: they cost nobody else an engine."""
+"""Slow requests and invalid responses do not take engines away from other clients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def _is_up_after_a_look(proxy: RunningProxy, engine: FakeEngine, looks: in
 
 
 async def test_a_prompt_that_is_slow_at_p_goes_to_d(site: Site) -> None:
-    """P takes too long: no other P is held up by the same prompt, P is hung up on, D computes it; P stays up."""
+    """P exceeds its timeout: no other P gets the prompt, D computes it, and P stays up."""
     settings = replace(site.settings(prefills=2), prefill_timeout=PATIENCE_S, check_interval=60.0)
     async with site.proxy(settings) as proxy:
         looks = [engine.looks for engine in site.prefill]
@@ -78,7 +78,7 @@ async def test_an_answer_that_breaks_takes_no_engine_down(
 
 @pytest.mark.parametrize("health", [500, None])
 async def test_who_is_not_well_either_is_down(site: Site, monkeypatch: pytest.MonkeyPatch, health: int | None) -> None:
-    """Its health is asked for at once, not with the next look a minute later; to say nothing is not to be well."""
+    """Its health is checked at once, not with the next check; no answer counts as down."""
     monkeypatch.setattr(watch, "HEALTH_TIMEOUT_S", 0.2)
     async with site.proxy(replace(site.settings(prefills=2), check_interval=60.0)) as proxy:
         for engine in site.prefill:

@@ -1,4 +1,4 @@
-"""Streams of D that do not end as they should, and clients that do not read them."""
+"""Streams of D with an abnormal end, and clients that do not read their stream."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def _outcome(proxy: RunningProxy, outcome: str) -> float:
 
 
 async def test_a_stream_without_an_end_is_broken(site: Site) -> None:
-    """It ended in good order, but D never said that it was done: an error for the client, no `[DONE]`, nothing remembered."""
+    """D closed the stream properly, but without its end: the client gets an error, no `[DONE]`."""
     site.decode[0].script.append(close_midway(len(ANSWER) + 1, cleanly=True))
     async with site.proxy() as proxy:
         answer = await proxy.turn(stream=True)
@@ -65,7 +65,7 @@ async def test_half_an_event_does_not_show_what_engines_tell_one_another(site: S
 
 
 async def test_an_error_in_the_middle_is_no_success(site: Site) -> None:
-    """D says in an event that it failed, and ends in good order: passed on, and counted as what it is."""
+    """D reports an error in an event and closes properly: forwarded, and counted as an error."""
     site.decode[0].script.append(stream(TEXT, ERROR, DONE))
     async with site.proxy() as proxy:
         answer = await proxy.turn(stream=True)
@@ -88,7 +88,7 @@ MORE_THAN_BUFFERS = 128 << 20
 
 
 class Endless:
-    """A stream that ends but by who reads it, as good as; ``sent``: bytes that the proxy has taken of it."""
+    """A practically endless stream; ``sent``: bytes that the proxy has read of it."""
 
     sent = 0
     is_cut_off = False

@@ -1,4 +1,4 @@
-"""What engines are told of each other's blocks."""
+"""`kv_transfer_params` that the proxy sends to engines."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_next_turn_names_what_d_holds() -> None:
 
 
 def test_engines_understand_it() -> None:
-    """Kvtier's own reading of the field's names agrees with what the proxy means by them (B2.2, B2.3, B2.5)."""
+    """The connector parses the proxy's parameters with the intended meaning (B2.2, B2.3, B2.5)."""
     miss = TransferParams.parse(first_turn())
     hit = TransferParams.parse(next_turn(HELD))
     alone = TransferParams.parse(hold_only())
@@ -65,7 +65,7 @@ def test_a_named_hold_reads_like_one_that_d_spoke_of() -> None:
 
 
 def test_the_address_that_the_proxy_knows_stands() -> None:
-    """B2.22 The remote host is replaced by the address of D that the proxy knows, with its port; nothing else is."""
+    """B2.22 Only the remote host and port are replaced, by the address of D that is configured."""
     assert Address("10.0.0.3", 7171).replacing(HELD) == {**HELD, "remote_host": "10.0.0.3", "remote_port": 7171}
 
 

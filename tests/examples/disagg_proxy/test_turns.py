@@ -1,4 +1,4 @@
-"""What becomes of a client's body."""
+"""Requests of clients, and the bodies for P and D."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_conversation_is_named_by_short_text(given: object) -> None:
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'"text"', b"\xff\xfe", b"[" * 100_000, b"1" * 5000])
 def test_what_is_no_object_is_refused(raw: bytes) -> None:
-    """No JSON, or not an object: the client's error, whatever it is."""
+    """A body that is not a JSON object is the client's error."""
     with pytest.raises(BadRequestError):
         Turn.parse(raw)
 
@@ -54,7 +54,7 @@ def test_whether_to_stream_is_said_plainly(given: object) -> None:
 
 
 def test_prefill_is_one_token_and_no_stream() -> None:
-    """B2.23 Stream off, `max_tokens` 1, without `max_completion_tokens`, `min_tokens`, `stream_options`; the rest as it was."""
+    """B2.23 Stream off, `max_tokens` 1, and no other limits or `stream_options`."""
     turn = _turn(
         stream=True,
         max_tokens=100,
@@ -84,14 +84,14 @@ def test_decode_gets_what_the_client_wanted() -> None:
 
 
 def test_decode_holds_nothing_that_nobody_will_ask_for() -> None:
-    """B2.20: without a conversation there is no next turn, and a hold would take memory for minutes."""
+    """B2.20 Without a conversation there is no next turn, and a hold would waste memory."""
     turn = _turn(kv_transfer_params={"kvtier": {"retain_for_s": 5}})
     assert turn.decode_body(hold_only())["kv_transfer_params"]["kvtier"] == {"retain_for_s": 5, "hold": False}
     assert _turn().decode_body(None) == _turn().body
 
 
 def test_a_stream_that_is_to_be_remembered_tells_its_tokens() -> None:
-    """D is told the name of the hold, and to end with the usage; what else the client wanted of a stream stands."""
+    """D gets the hold's name and must send the usage; other stream options are unchanged."""
     body = _turn(stream=True, stream_options={"continuous_usage_stats": False}).decode_body(hold_only(), "name")
     assert body["kv_transfer_params"]["kvtier"] == {"hold_as": "name"}
     assert body["stream_options"] == {"continuous_usage_stats": False, "include_usage": True}
@@ -121,11 +121,11 @@ def test_clients_do_not_say_whose_blocks_are_pulled() -> None:
     given = {
         "do_remote_decode": True,
         "do_remote_prefill": True,
-        "remote_request_id": "somebody's",
+        "remote_request_id": "other",
         "remote_host": "elsewhere",
         "tp_size": 8,
         "tier": "gold",
-        "kvtier": {"hold_as": "somebody's", "retain_for_s": 600},
+        "kvtier": {"hold_as": "other", "retain_for_s": 600},
     }
     turn = _turn(kv_transfer_params=given)
     own = {"tier": "gold", "kvtier": {"retain_for_s": 600}}
@@ -169,7 +169,7 @@ def test_one_hold_is_of_one_prompt_and_one_answer(body: dict[str, Any], alone: b
 
 
 def test_there_is_no_other_way_to_name_blocks() -> None:
-    """Engines copy `vllm_xargs` to where they look for parameters; what else is in them is the client's business."""
+    """Engines read parameters from `vllm_xargs` too; its other entries are left unchanged."""
     turn = _turn(vllm_xargs={"kv_transfer_params": "x", "mine": 1})
     for body in (turn.prefill_body(first_turn()), turn.decode_body(None), turn.decode_body(hold_only(), "name")):
         assert body["vllm_xargs"] == {"mine": 1}

@@ -23,7 +23,7 @@ def _is_miss(params: dict[str, Any] | None) -> bool:
 
 
 async def test_three_turns(site: Site) -> None:
-    """B2.22, B2.24 P computes the first turn and goes on from D's hold in the others; each time D goes on from P's."""
+    """B2.22, B2.24 P computes the first turn, then continues from D's hold, and D from P's."""
     p, d = site.prefill[0], site.decode[0]
     async with site.proxy() as proxy:
         for number in range(3):
@@ -49,7 +49,7 @@ async def test_three_turns(site: Site) -> None:
 
 
 async def test_ps_word_reaches_d_as_it_is(site: Site) -> None:
-    """B2.18 Whatever P returned goes to D unchanged."""
+    """B2.18 P's parameters are forwarded to D unchanged."""
     async with site.proxy() as proxy:
         await proxy.turn()
     d_got = site.decode[0].seen[0].params
@@ -57,7 +57,10 @@ async def test_ps_word_reaches_d_as_it_is(site: Site) -> None:
 
 
 async def test_what_each_is_sent(site: Site) -> None:
-    """B2.20, B2.23 P: one token, no stream. D: as the client had it. Neither sees the conversation's id."""
+    """B2.20, B2.23 P: one token, no stream.
+
+    D: as the client had it. Neither sees the conversation's id.
+    """
     async with site.proxy() as proxy:
         wish = {"max_tokens": 4, "min_tokens": 2, "stream": True, "stream_options": {"include_usage": True}, "seed": 1}
         await proxy.turn(**wish)
@@ -130,7 +133,7 @@ async def test_events_arrive_as_they_come(site: Site) -> None:
 
 
 async def test_answers_do_not_show_what_engines_tell_one_another(site: Site) -> None:
-    """`kv_transfer_params` of whole answers and of chunks (newer engines) are taken out; the latter are used."""
+    """`kv_transfer_params` are removed from answers and chunks; those of chunks are used."""
 
     async def newer(engine: FakeEngine, _: RecordedRequest, writer: asyncio.StreamWriter) -> None:
         held = engine.params("d's own name", TOKENS, prefilled=False)
@@ -147,7 +150,7 @@ async def test_answers_do_not_show_what_engines_tell_one_another(site: Site) -> 
 
 
 async def test_the_address_that_the_proxy_knows(site: Site) -> None:
-    """B2.22 The remote host is D's kvtier server as it was configured, for whole answers and for streams."""
+    """B2.22 The remote host is D's configured kvtier server, for answers and for streams."""
     settings = site.settings()
     settings = replace(settings, decode=(Decode(site.decode[0].url, Address("10.9.8.7", 7171)),))
     async with site.proxy(settings) as proxy:
@@ -166,7 +169,7 @@ async def test_no_conversation_no_reuse(site: Site, caplog: pytest.LogCaptureFix
         assert (await proxy.health())["conversations"] == 0
     assert [_is_miss(asked.params) for asked in site.prefill[0].seen] == [True] * 3
     assert all(asked.params["remote_engine_id"] == "p0" for asked in site.decode[0].seen)
-    assert all(asked.params["kvtier"] == {"hold": False} for asked in site.decode[0].seen), "nobody will ask for it"
+    assert all(asked.params["kvtier"] == {"hold": False} for asked in site.decode[0].seen), "no later turn uses it"
     assert sum("has no conversation_id" in record.message for record in caplog.records) == 3
 
 
@@ -217,7 +220,7 @@ async def test_health_evicts(site: Site) -> None:
 
 
 async def test_a_restart_of_the_proxy_is_a_miss(site: Site) -> None:
-    """What it knew is gone; the next turn is computed, and the one after goes on from a hold again."""
+    """The table is lost; the next turn is computed, and the one after uses a hold again."""
     async with site.proxy() as proxy:
         await proxy.turn()
     async with site.proxy() as proxy:
@@ -237,7 +240,7 @@ async def test_credentials_keep_conversations_apart(site: Site) -> None:
 
 
 async def test_models_keep_conversations_apart(site: Site) -> None:
-    """The same id with two models is two conversations: the blocks of one are nothing to the other."""
+    """The same id with two models is two conversations, because their blocks differ."""
     async with site.proxy() as proxy:
         for model in ("one", "two", "one"):
             await proxy.turn(model=model)
@@ -257,7 +260,7 @@ async def test_one_id_for_a_request_everywhere(site: Site) -> None:
 
 
 async def test_odd_headers_do_no_harm(site: Site) -> None:
-    """What is no ASCII is not for engines; cookies of a balancer before them are for nobody."""
+    """Headers outside ASCII and a balancer's cookies are not sent to engines."""
 
     async def with_cookie(_: FakeEngine, __: RecordedRequest, writer: asyncio.StreamWriter) -> None:
         await send_answer(writer, 200, b"{}", "application/json\r\nset-cookie: user=one")
@@ -273,7 +276,7 @@ async def test_odd_headers_do_no_harm(site: Site) -> None:
 
 
 async def test_several_answers_are_ds_alone(site: Site) -> None:
-    """A hold is of one request: P is not asked, nothing is held, and the conversation's entry stays for a turn that can use it."""
+    """A hold covers one request: P is not used, nothing is held, and the entry stays."""
     async with site.proxy() as proxy:
         await proxy.turn()
         await proxy.turn(n=2)
@@ -302,7 +305,7 @@ async def test_a_hold_that_nobody_could_pull_is_not_remembered(site: Site) -> No
 
 
 async def test_where_d_holds_nothing_streams_are_not_remembered(site: Site) -> None:
-    """B2.15 D without the feature says so to a probe: P would wait in vain for a hold of that name."""
+    """B2.15 A probe finds that D does not hold; P would wait in vain for such a hold."""
     site.decode[0].bidirectional = False
     async with site.proxy() as proxy:
         await async_wait_until(lambda: bool(site.decode[0].probes))
@@ -312,7 +315,7 @@ async def test_where_d_holds_nothing_streams_are_not_remembered(site: Site) -> N
 
 
 async def test_probes_hold_one_name(site: Site) -> None:
-    """A decode engine is asked who it is by one token, held under one name, again after a while; no prefill engine is."""
+    """Each decode engine is probed with one token under one name, and again after a while."""
     clock = Clock()
     async with site.proxy(clock=clock):
         clock.ahead += 301.0
@@ -327,7 +330,10 @@ async def test_probes_hold_one_name(site: Site) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_who_d_is_can_be_learned_from_what_it_answers(site: Site, *, stream: bool) -> None:
-    """Without a probe that tells: from a whole answer, or a chunk of a newer engine. The next stream is remembered under it."""
+    """Without a probe that tells: from a whole answer, or a chunk of a newer engine.
+
+    The next stream is remembered under it.
+    """
     d = site.decode[0]
 
     async def telling(engine: FakeEngine, asked: RecordedRequest, writer: asyncio.StreamWriter) -> None:
@@ -351,7 +357,7 @@ async def test_who_d_is_can_be_learned_from_what_it_answers(site: Site, *, strea
 
 
 async def test_a_d_that_holds_nothing_any_more_is_believed(site: Site) -> None:
-    """B2.15 What it said before is forgotten with the next probe, and it is asked no sooner again for that."""
+    """B2.15 The next probe replaces what D reported before; no extra probe is sent."""
     d, clock = site.decode[0], Clock()
     async with site.proxy(clock=clock) as proxy:
         d.bidirectional = False
@@ -368,7 +374,7 @@ async def test_a_d_that_holds_nothing_any_more_is_believed(site: Site) -> None:
 
 
 async def test_a_d_that_came_back_is_somebody_else(site: Site) -> None:
-    """After a restart of D streams are remembered under its new id; what its old life holds keeps the old one."""
+    """After a restart of D, streams use its new id; holds of its old life keep the old one."""
     p, d = site.prefill[0], site.decode[0]
     async with site.proxy() as proxy:
         await proxy.turn("old", stream=True)
@@ -385,7 +391,7 @@ async def test_a_d_that_came_back_is_somebody_else(site: Site) -> None:
 
 
 async def test_many_conversations_at_once(site: Site) -> None:
-    """None gets another's hold: each turn of each goes on from what D held of that very conversation."""
+    """Each turn continues from D's hold of its own conversation."""
     p, d = site.prefill[0], site.decode[0]
 
     async def talk(proxy: RunningProxy, name: str) -> None:

@@ -1,4 +1,4 @@
-"""What the proxy asks engines of its own accord."""
+"""Health checks and probes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from harness.running_proxy import Clock, async_wait_until, run_proxy
 
 
 async def test_a_probe_that_is_refused_tells_nothing(site: Site, caplog: pytest.LogCaptureFixture) -> None:
-    """What was learned stands (a key was changed, say); one warning, however often it is refused."""
+    """The last result is kept (a key may have been changed); one warning for all refusals."""
     d, clock = site.decode[0], Clock()
     async with site.proxy(clock=clock) as proxy:
         for number in (1, 2):
