@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import re
 import secrets
 import tomllib
@@ -28,6 +27,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from ..config.toml import toml_text
 from .roles import Identity, Role
 
 __all__ = ["ANY_TENANT", "TokenFile", "TokensError", "format_entry", "new_token", "read_token_file", "token_hash"]
@@ -151,10 +151,10 @@ def read_token_file(path: Path) -> TokenFile:
 
 def format_entry(name: str, hashed: str, tenant: str | None, roles: Sequence[str], *, shared_memory: bool) -> str:
     """Returns the file's entry for a token."""
-    lines = ["[[tokens]]", f"name = {_toml(name)}", f"hash = {_toml(hashed)}"]
+    lines = ["[[tokens]]", f"name = {toml_text(name)}", f"hash = {toml_text(hashed)}"]
     if tenant is not None:
-        lines.append(f"tenant = {_toml(tenant)}")
-    lines.append(f"roles = [{', '.join(map(_toml, roles))}]")
+        lines.append(f"tenant = {toml_text(tenant)}")
+    lines.append(f"roles = [{', '.join(map(toml_text, roles))}]")
     if shared_memory:
         lines.append("shared_memory = true")
     return "\n".join(lines) + "\n"
@@ -188,7 +188,3 @@ def _credential(entry: _Entry, credential: bytes) -> _Credential:
     if expires is not None and expires.tzinfo is None:
         expires = expires.replace(tzinfo=UTC)
     return _Credential(entry.identity(credential), expires.timestamp() if expires is not None else None)
-
-
-def _toml(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

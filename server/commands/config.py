@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 
 from ..config import render
+from ..config.fields import SETTINGS
+from ..config.loader import Loaded
+from ..config.loader import load as load_sources
 from ..config.schema import ConfigError
 from .console import EXIT_CONFIG, complain, print_line, refuse
-from .load_config import load
 
-__all__ = ["run"]
+__all__ = ["load", "run"]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -23,3 +25,9 @@ def run(options: argparse.Namespace) -> int:
     print_line(render.to_json(loaded) if options.json else render.to_toml(loaded).rstrip())
     complain(f"warning: {warning}" for warning in loaded.warnings)
     return 0
+
+
+def load(options: argparse.Namespace) -> Loaded:
+    """Returns the configuration of a command's options. Raises `ConfigError`."""
+    flags = {key: value for key, value in vars(options).items() if key in SETTINGS}
+    return load_sources(flags, file=options.config)

@@ -17,8 +17,8 @@ from ..config.schema import Config, ConfigError
 from ..doctor import disk_checks, engine_checks, memory_checks, process_checks, server_checks, trust_checks
 from ..doctor.finding import Check, CheckContext, CheckResult, Verdict, fail
 from .admin_client import AdminClientError, ask_status, channel_to, error_of, plain_console
+from .config import load
 from .console import EXIT_FAILURE, EXIT_USAGE, print_line, refuse
-from .load_config import load
 
 __all__ = ["CHECKS", "run"]
 

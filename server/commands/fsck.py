@@ -14,8 +14,8 @@ from ..config.units import KIB, human_size, parse_size
 from ..tier_host import offline_fsck
 from ..tier_host.offline_fsck import TierReport
 from .admin_client import AdminClientError, UnreachableError, follow
+from .config import load
 from .console import EXIT_CONFIG, EXIT_UNREACHABLE, EXIT_USAGE, complain, print_line, refuse
-from .load_config import load
 from .progress import progress_bar
 
 __all__ = ["check_by_server", "run"]

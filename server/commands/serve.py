@@ -7,8 +7,8 @@ import os
 
 from ..config.schema import ConfigError
 from ..telemetry import logs
+from .config import load
 from .console import EXIT_CONFIG, refuse
-from .load_config import load
 
 __all__ = ["run"]
 

@@ -12,7 +12,6 @@ from ...protos.endpoint import Endpoint
 from ...protos.v1.admin_pb2 import GetStatusResponse
 from ..config.units import human_age, human_size, seconds_of
 from ..telemetry import status
-from . import tables
 from .admin_client import ask_status, plain_console, show_answer
 from .console import print_line
 from .tables import ResponsiveTable
@@ -46,21 +45,89 @@ def show(answer: GetStatusResponse, endpoint: Endpoint, console: Console | None 
     console = console or plain_console()
     state = "draining" if answer.draining else f"up {human_age(seconds_of(answer.uptime))}"
     console.print(f"kvtier {answer.server_version} at {endpoint}, {state}, epoch {answer.epoch:016x}", markup=False)
-    console.print(tables.tiers(answer))
-    tables.print_troubles(answer, console)
+    console.print(_tiers(answer))
+    _print_troubles(answer, console)
     if any(len(tier.shares) > 1 for tier in answer.tiers):
-        console.print(tables.shares(answer))
-    console.print(tables.sessions(answer) if answer.sessions else "no sessions")
+        console.print(_shares(answer))
+    console.print(_session_summary(answer) if answer.sessions else "no sessions")
     counts = f"{answer.leases} leases, {answer.stores} stores in flight, {answer.namespaces} namespaces"
     console.print(f"{counts}{_quarantined(', ', answer)}")
 
 
+def _print_troubles(answer: GetStatusResponse, console: Console) -> None:
+    """Prints a line for each unhealthy tier."""
+    for tier in answer.tiers:
+        if not tier.healthy:
+            console.print(f"{tier.name}: {tier.trouble or 'in trouble'}", style="red", markup=False)
+
+
+def _tiers(answer: GetStatusResponse) -> ResponsiveTable:
+    numbers = ("used", "of", "fill", "blocks", "hits", "misses", "hit rate", "evicted", "damaged", "jobs")
+    table = ResponsiveTable("tier", "type", numbers=numbers, title="tiers")
+    table.add_column("health")
+    for tier in answer.tiers:
+        capacity = human_size(tier.capacity_bytes)
+        if tier.available_bytes < tier.capacity_bytes:
+            capacity += f" ({human_size(tier.available_bytes)} ready)"
+        fill = tier.used_bytes / tier.capacity_bytes if tier.capacity_bytes else 0
+        rate = status.hit_rate(tier)
+        table.add_plain_row(
+            tier.name,
+            tier.type,
+            human_size(tier.used_bytes),
+            capacity,
+            f"{fill:.1%}",
+            f"{tier.blocks:,}",
+            f"{tier.hits:,}",
+            f"{tier.misses:,}",
+            "-" if rate is None else f"{rate:.1%}",
+            f"{tier.evictions:,}",
+            f"{tier.damaged_blocks:,}",
+            f"{tier.jobs:,}",
+            "ok" if tier.healthy else "trouble",
+        )
+    return table
+
+
+def _shares(answer: GetStatusResponse) -> ResponsiveTable:
+    """Returns each tenant's space in each tier."""
+    table = ResponsiveTable("tenant", "tier", numbers=("used", "quota", "limit", "retained"), title="tenants")
+    for tier in answer.tiers:
+        for share in tier.shares:
+            table.add_plain_row(
+                share.tenant or "(the rest)",
+                tier.name,
+                human_size(share.used_bytes),
+                human_size(share.quota_bytes) if share.quota_bytes else "-",
+                human_size(share.limit_bytes) if share.HasField("limit_bytes") else "-",
+                human_size(share.retained_bytes),
+            )
+    return table
+
+
+def _session_summary(answer: GetStatusResponse) -> ResponsiveTable:
+    columns = ("client", "engine", "rank", "transport", "model", "pid", "age", "region")
+    table = ResponsiveTable(*columns, title="sessions")
+    for session in answer.sessions:
+        table.add_plain_row(
+            session.client_name,
+            session.engine_id,
+            str(session.rank) if session.HasField("rank") else "scheduler",
+            session.transport,
+            session.model,
+            str(session.pid),
+            human_age(seconds_of(session.age)),
+            "mapped" if session.attached else "-",
+        )
+    return table
+
+
 def _show_tiers(answer: GetStatusResponse) -> None:
     console = plain_console()
-    console.print(tables.tiers(answer))
+    console.print(_tiers(answer))
     console.print(_queues(answer))
-    tables.print_troubles(answer, console)
-    console.print(tables.shares(answer))
+    _print_troubles(answer, console)
+    console.print(_shares(answer))
     console.print(_placement(answer), markup=False)
 
 

@@ -1,4 +1,4 @@
-"""Tables for terminals of any width, and tables of a server's status."""
+"""Table for terminals of any width."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text, TextType
 
-from ...protos.v1.admin_pb2 import GetStatusResponse
-from ..config.units import human_age, human_size, seconds_of
-from ..telemetry.status import hit_rate
-
-__all__ = ["ResponsiveTable", "print_troubles", "sessions", "shares", "tiers"]
+__all__ = ["ResponsiveTable"]
 
 _ANY_WIDTH = 10_000
 _MIN_NAME_WIDTH = 12
@@ -73,71 +69,3 @@ class ResponsiveTable(Table):
 
 def _width(console: Console, options: ConsoleOptions, pieces: Iterable[RenderableType]) -> int:
     return max(Measurement.get(console, options.update(width=_ANY_WIDTH), piece).maximum for piece in pieces)
-
-
-def print_troubles(answer: GetStatusResponse, console: Console) -> None:
-    """Prints a line for each unhealthy tier."""
-    for tier in answer.tiers:
-        if not tier.healthy:
-            console.print(f"{tier.name}: {tier.trouble or 'in trouble'}", style="red", markup=False)
-
-
-def tiers(answer: GetStatusResponse) -> ResponsiveTable:
-    numbers = ("used", "of", "fill", "blocks", "hits", "misses", "hit rate", "evicted", "damaged", "jobs")
-    table = ResponsiveTable("tier", "type", numbers=numbers, title="tiers")
-    table.add_column("health")
-    for tier in answer.tiers:
-        capacity = human_size(tier.capacity_bytes)
-        if tier.available_bytes < tier.capacity_bytes:
-            capacity += f" ({human_size(tier.available_bytes)} ready)"
-        fill = tier.used_bytes / tier.capacity_bytes if tier.capacity_bytes else 0
-        rate = hit_rate(tier)
-        table.add_plain_row(
-            tier.name,
-            tier.type,
-            human_size(tier.used_bytes),
-            capacity,
-            f"{fill:.1%}",
-            f"{tier.blocks:,}",
-            f"{tier.hits:,}",
-            f"{tier.misses:,}",
-            "-" if rate is None else f"{rate:.1%}",
-            f"{tier.evictions:,}",
-            f"{tier.damaged_blocks:,}",
-            f"{tier.jobs:,}",
-            "ok" if tier.healthy else "trouble",
-        )
-    return table
-
-
-def shares(answer: GetStatusResponse) -> ResponsiveTable:
-    """Returns each tenant's space in each tier."""
-    table = ResponsiveTable("tenant", "tier", numbers=("used", "quota", "limit", "retained"), title="tenants")
-    for tier in answer.tiers:
-        for share in tier.shares:
-            table.add_plain_row(
-                share.tenant or "(the rest)",
-                tier.name,
-                human_size(share.used_bytes),
-                human_size(share.quota_bytes) if share.quota_bytes else "-",
-                human_size(share.limit_bytes) if share.HasField("limit_bytes") else "-",
-                human_size(share.retained_bytes),
-            )
-    return table
-
-
-def sessions(answer: GetStatusResponse) -> ResponsiveTable:
-    columns = ("client", "engine", "rank", "transport", "model", "pid", "age", "region")
-    table = ResponsiveTable(*columns, title="sessions")
-    for session in answer.sessions:
-        table.add_plain_row(
-            session.client_name,
-            session.engine_id,
-            str(session.rank) if session.HasField("rank") else "scheduler",
-            session.transport,
-            session.model,
-            str(session.pid),
-            human_age(seconds_of(session.age)),
-            "mapped" if session.attached else "-",
-        )
-    return table

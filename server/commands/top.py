@@ -89,21 +89,21 @@ def run(options: argparse.Namespace) -> int:
     is_live = console.is_terminal and not options.json and count != 1
     try:
         endpoint = client_endpoint(options.endpoint)
-        looks = _looks(endpoint, options, count, keep_on=is_live)
+        samples = _samples(endpoint, options, count, keep_on=is_live)
         with contextlib.suppress(KeyboardInterrupt):
             if is_live:
                 with Live(console=console, screen=True, auto_refresh=False) as live:
-                    for look in looks:
-                        live.update(_view(look, endpoint), refresh=True)
+                    for sample in samples:
+                        live.update(_view(sample, endpoint), refresh=True)
             else:
-                for look in looks:
-                    print_line(json.dumps(look)) if options.json else console.print(_view(look, endpoint))
+                for sample in samples:
+                    print_line(json.dumps(sample)) if options.json else console.print(_view(sample, endpoint))
     except (EndpointError, AdminClientError) as error:
         return refuse_error(error)
     return 0
 
 
-def _looks(
+def _samples(
     endpoint: Endpoint, options: argparse.Namespace, count: int, *, keep_on: bool
 ) -> Iterator[dict[str, Any] | str]:
     """Yields the rates of each interval; with `keep_on` the error text while no server answers."""
@@ -125,27 +125,27 @@ def _looks(
             time.sleep(options.interval)
 
 
-def _view(look: dict[str, Any] | str, endpoint: Endpoint) -> Group | Text:
-    if isinstance(look, str):
-        return Text(look, style="red")
-    state = "draining" if look["draining"] else f"up {human_age(look['uptime_seconds'])}"
+def _view(sample: dict[str, Any] | str, endpoint: Endpoint) -> Group | Text:
+    if isinstance(sample, str):
+        return Text(sample, style="red")
+    state = "draining" if sample["draining"] else f"up {human_age(sample['uptime_seconds'])}"
     head = (
-        f"kvtier {look['server_version']} at {endpoint}, {state}; {look['lookup_keys_per_s']:,.0f} keys/s looked up, "
-        f"{_percent(look['hit_ratio'])} hits; event loop lag up to {look['loop_lag_seconds'] * 1e3:.1f} ms; "
-        f"{look['leases']} leases, {look['stores']} stores in flight"
+        f"kvtier {sample['server_version']} at {endpoint}, {state}; {sample['lookup_keys_per_s']:,.0f} keys/s looked up, "
+        f"{_percent(sample['hit_ratio'])} hits; event loop lag up to {sample['loop_lag_seconds'] * 1e3:.1f} ms; "
+        f"{sample['leases']} leases, {sample['stores']} stores in flight"
     )
-    pieces: list[Any] = [Text(head), _tiers(look), _tenants(look)]
-    if look["sessions"]:
-        pieces.append(_sessions(look))
+    pieces: list[Any] = [Text(head), _tiers(sample), _tenants(sample)]
+    if sample["sessions"]:
+        pieces.append(_sessions(sample))
     return Group(*pieces)
 
 
-def _tiers(look: dict[str, Any]) -> ResponsiveTable:
+def _tiers(sample: dict[str, Any]) -> ResponsiveTable:
     counters = ("hits", "misses", "hit ratio", "evicted", "expired", "dropped")
     numbers = ("used", "fill", "change", *counters, "jobs", "queued")
     table = ResponsiveTable("tier", numbers=numbers, title="tiers, per second")
     table.add_column("health")
-    for tier in look["tiers"]:
+    for tier in sample["tiers"]:
         rows = [f"{tier[f'{name}_per_s']:,.0f}" for name in ("evictions", "expired", "dropped_blocks")]
         table.add_row(
             Text(tier["name"]),
@@ -163,9 +163,9 @@ def _tiers(look: dict[str, Any]) -> ResponsiveTable:
     return table
 
 
-def _tenants(look: dict[str, Any]) -> ResponsiveTable:
+def _tenants(sample: dict[str, Any]) -> ResponsiveTable:
     table = ResponsiveTable("tenant", "tier", numbers=("used", "change", "retained"), title="tenants")
-    for share in look["tenants"]:
+    for share in sample["tenants"]:
         table.add_plain_row(
             share["tenant"] or "(the rest)",
             share["tier"],
@@ -176,11 +176,11 @@ def _tenants(look: dict[str, Any]) -> ResponsiveTable:
     return table
 
 
-def _sessions(look: dict[str, Any]) -> ResponsiveTable:
+def _sessions(sample: dict[str, Any]) -> ResponsiveTable:
     names = ("client", "engine", "rank", "transport")
     numbers = ("calls/s", "leases", "pinned", "stores", "writing", "last heard")
     table = ResponsiveTable(*names, numbers=numbers, title="sessions, the busiest first")
-    for session in look["sessions"][:_MOST_SESSIONS]:
+    for session in sample["sessions"][:_MOST_SESSIONS]:
         table.add_plain_row(
             session["client_name"],
             session["engine_id"],
