@@ -19,14 +19,14 @@ from hypothesis import settings
 
 from kvtier.cuda.host import copy
 
-# A machine that is busy is no defect: no example has a deadline.
+# No example has a deadline, because a busy machine is not a defect.
 settings.register_profile("busy", deadline=None)
 settings.load_profile("busy")
 
-# Read by OpenMP when torch is loaded: threads that spin while they wait slow the tests down on a busy machine.
+# Read by OpenMP when torch is loaded. Threads that spin slow the tests down on a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# What whoever runs the tests has set for servers of their own is not meant for those of the tests.
+# Settings in the user's environment do not apply to the tests' servers.
 for setting in [name for name in os.environ if name.startswith("KVTIER_")]:
     del os.environ[setting]
 
@@ -37,9 +37,9 @@ def _stacks_of(worker: dict[str, Any]) -> Path:
     return Path(tempfile.gettempdir()) / f"kvtier-stacks-{worker['testrunuid']}-{worker['workerid']}"
 
 
-@pytest.hookimpl(trylast=True)  # after pytest has had them go to a standard error that nobody may keep
+@pytest.hookimpl(trylast=True)  # after pytest has redirected standard error
 def pytest_configure(config: pytest.Config) -> None:
-    """A worker of pytest-xdist that crashes leaves in a file what its threads were doing."""
+    """A crashing worker of pytest-xdist writes the stacks of its threads to a file."""
     if worker := getattr(config, "workerinput", None):
         config.stash[_STACKS] = file = _stacks_of(worker).open("w")
         faulthandler.enable(file)
@@ -47,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """One that does not leaves nothing."""
+    """Removes the file if the worker ends normally."""
     if file := config.stash.get(_STACKS, None):
         file.close()
         Path(file.name).unlink()
@@ -55,7 +55,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_handlecrashitem(report: Any) -> None:
-    """The report of the test that a worker died of says it."""
+    """Adds the stacks to the report of the test that crashed the worker."""
     file = _stacks_of(report.node.workerinput)
     if file.exists():
         report.longrepr += f"\n\n{file.read_text() or 'It was killed, or has ended itself.'}"
@@ -64,13 +64,13 @@ def pytest_handlecrashitem(report: Any) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def use_long_timeouts() -> Iterator[None]:
-    """Gives clients long default timeouts; a test of a deadline sets its own."""
+    """Gives clients long default time-outs; a test of a deadline sets its own."""
     with long_timeouts():
         yield
 
 
 SETTLE_SECONDS = 60.0
-"""How long threads and descriptors may take to go after the test has closed what it opened."""
+"""How long threads and descriptors may remain after a test has closed its objects."""
 
 
 def _threads() -> Counter[str]:
@@ -78,12 +78,12 @@ def _threads() -> Counter[str]:
 
 
 def _descriptors() -> Counter[str]:
-    """Counts open descriptors by their target, but for event descriptors: gRPC keeps those as long as it likes."""
+    """Open descriptors by target, without event descriptors, which gRPC keeps."""
     targets: Counter[str] = Counter()
     for entry in Path("/proc/self/fd").iterdir():
         try:
             target = str(entry.readlink())
-        except OSError:  # the descriptor of this very listing
+        except OSError:  # the descriptor of this listing
             continue
         if not target.startswith("anon_inode:"):
             targets[target] += 1
@@ -92,8 +92,11 @@ def _descriptors() -> Counter[str]:
 
 @pytest.fixture
 def no_leaks() -> Iterator[None]:
-    """Fails a test that leaves a thread or a file descriptor behind. Ask for it before the fixtures it is to watch."""
-    # A thread that is there from the first large copy of the process on, whosever that is.
+    """Fails a test that leaves a thread or descriptor behind.
+
+    Request it before the fixtures that it watches.
+    """
+    # This thread stays from the process's first large copy on.
     copy._helper.share((), print)
     watched: dict[str, Callable[[], Counter[str]]] = {"threads": _threads, "file descriptors": _descriptors}
     before = {what: count() for what, count in watched.items()}

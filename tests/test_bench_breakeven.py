@@ -139,7 +139,10 @@ class TestGeometry:
         assert (geometry.step_blocks(), geometry.states()) == ([(0, 3), (1, 1)], [2])
 
     def test_learned_from_engines(self) -> None:
-        """One size is taken, whoever has it; of several one must be named; our own runs are no engines."""
+        """One size is taken, whoever has it.
+
+        Of several one must be named. Our own runs are no engines.
+        """
 
         def session(model: str, part: int, client: str = "vllm") -> admin_pb2.SessionStatus:
             groups = [common_pb2.Group(block_tokens=16, part_bytes=part, kind=common_pb2.GROUP_KIND_FULL_ATTENTION)]
@@ -179,7 +182,10 @@ class TestPrefillEngine:
         assert line.per_token == pytest.approx(2**-10)
 
     def test_prompts_are_new(self) -> None:
-        """No two begin alike, so that no block of one is found for another; and one token is all that is asked for."""
+        """No two begin alike, so that no block of one is found for another.
+
+        And one token is all that is asked for.
+        """
         with FakePrefillEngine() as stand_in:
             engine = PrefillEngine(f"{stand_in.url}/v1/")
             engine.find_model()

@@ -1,4 +1,4 @@
-"""The demo's verdict can be that something is wrong."""
+"""The demo's verdict detects wrong results."""
 
 from __future__ import annotations
 
@@ -33,8 +33,11 @@ def _results(demo: ModuleType) -> list[Any]:
     return [demo.Result(PROMPT - sum(loaded.values()), loaded, 1.0, [1, 2, 3]) for loaded in loads]
 
 
-def test_what_should_be_passes(demo: ModuleType) -> None:
-    """Nothing known, then all but the last block from the CPU tier, then from LMDB; one output."""
+def test_correct_results_pass(demo: ModuleType) -> None:
+    """No hit at first, then all but the last block from the CPU tier, then from LMDB.
+
+    Equal output.
+    """
     assert demo.verdict(_results(demo), PROMPT) == []
 
 
@@ -48,15 +51,15 @@ def test_what_should_be_passes(demo: ModuleType) -> None:
         (0, {"loaded": {"lmdb": 576}}, "engine 1 loaded"),
     ],
 )
-def test_what_should_not_be_fails(demo: ModuleType, number: int, change: dict[str, Any], complaint: str) -> None:
-    """Another output, another tier, too little loaded, or computing what was loaded: each is told."""
+def test_wrong_results_fail(demo: ModuleType, number: int, change: dict[str, Any], complaint: str) -> None:
+    """Another output or tier, too few loaded tokens, and recomputed tokens are reported."""
     results = _results(demo)
     results[number] = replace(results[number], **change)
     assert any(complaint in line for line in demo.verdict(results, PROMPT))
 
 
 def test_tokens_from_outside_are_attributed_to_the_tier_that_had_them(demo: ModuleType) -> None:
-    """VLLM says how much came from outside; the lowest tier whose hits grew is where it was found."""
+    """VLLM reports external tokens; they count for the lowest tier whose hits grew."""
     result = demo.Result(64, {"": 576}, 1.0, [])
     before = {"tiers": [{"name": "cpu", "hits": 3}, {"name": "lmdb", "hits": 0}]}
     after = {"tiers": [{"name": "cpu", "hits": 12}, {"name": "lmdb", "hits": 9}]}

@@ -1,4 +1,4 @@
-"""The fuzz targets without a fuzzer: their seeds pass, and a defect that is planted is found."""
+"""The fuzz targets without a fuzzer: their seeds pass, and a planted defect is found."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-# In a process of its own: the server in it has the process' logging and its memory to itself.
+# In its own process, because the target's server uses the logging and memory of its process.
 RUN = """
 import shutil, tempfile, traceback
 from pathlib import Path
@@ -22,7 +22,7 @@ try:
     print(target.settle())
     target.close()
 except Exception:
-    traceback.print_exc()  # the server in there has a log of its own for what nobody catches
+    traceback.print_exc()  # the server logs uncaught errors elsewhere
     raise
 finally:
     shutil.rmtree(directory)
@@ -55,7 +55,6 @@ PLANTS = {
 
 
 def run(name: str, plant: str = "") -> subprocess.CompletedProcess[str]:
-    """Runs all seeds of a target."""
     code = RUN.format(name=name, target=name.capitalize(), plant=plant)
     root = Path(__file__).resolve().parents[1]
     environment = {"PYTHONPATH": f"{root / 'src'}:{root / 'tests'}", "PATH": "/usr/bin:/bin"}
@@ -66,14 +65,13 @@ def run(name: str, plant: str = "") -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("name", PLANTS)
 def test_the_seeds_pass(name: str) -> None:
-    """What is sound is answered, and nothing of it stays."""
+    """Valid input is answered, and nothing of it is kept."""
     done = run(name)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_defect_is_found(name: str) -> None:
-    """The targets can fail."""
     plant, wanted = PLANTS[name]
     done = run(name, plant)
     assert done.returncode != 0

@@ -1,4 +1,4 @@
-"""`make dist` refuses a wheel that is not what it is to be."""
+"""`make dist` refuses an incomplete or wrong wheel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ACCOUNT = f"kvtier-{__version__}.dist-info"
 
 @pytest.fixture
 def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The tool, as a module."""
+    """The tool as a module."""
     spec = importlib.util.spec_from_file_location("make_dist", TOOL)
     assert spec is not None
     assert spec.loader is not None
@@ -40,8 +40,8 @@ def _wheel(directory: Path, files: set[str], *, licence: bool = True, told: str 
     return wheel
 
 
-def test_what_is_to_be_shipped_is_what_the_rooms_have(tool: ModuleType) -> None:
-    """Types, protos and every module; nothing that only builders need."""
+def test_the_wheel_has_every_module(tool: ModuleType) -> None:
+    """Types, protos and every module, but no build files."""
     files = tool.shipped_files()
     assert {
         "kvtier/py.typed",
@@ -52,8 +52,8 @@ def test_what_is_to_be_shipped_is_what_the_rooms_have(tool: ModuleType) -> None:
     assert "kvtier/protos/baseline.binpb" not in files
 
 
-def test_a_whole_wheel_passes(tool: ModuleType, tmp_path: Path) -> None:
-    """All files, once each, and the licence."""
+def test_a_complete_wheel_passes(tool: ModuleType, tmp_path: Path) -> None:
+    """All files once, and the licence."""
     files = tool.shipped_files()
     tool.check_contents(_wheel(tmp_path, files), files)
 
@@ -66,10 +66,10 @@ def test_a_whole_wheel_passes(tool: ModuleType, tmp_path: Path) -> None:
         (set(), set(), False, "no licence"),
     ],
 )
-def test_a_wheel_that_is_not_whole_is_refused(
+def test_an_incomplete_wheel_is_refused(
     tool: ModuleType, tmp_path: Path, take: set[str], add: set[str], *, licence: bool, complaint: str
 ) -> None:
-    """A file that is missing, packages that are there twice, no licence: each is said."""
+    """Missing and duplicate files and a missing licence are named."""
     files = tool.shipped_files()
     with pytest.raises(tool.Wrong, match=complaint):
         tool.check_contents(_wheel(tmp_path, (files - take) | add, licence=licence), files)
@@ -82,15 +82,13 @@ def test_a_wheel_that_is_not_whole_is_refused(
         (WHEEL, "Metadata-Version: 2.4\nName: kvtier\nVersion: 1\nSummary: x\n", "lacks License-Expression"),
     ],
 )
-def test_metadata_that_does_not_hold_is_refused(
-    tool: ModuleType, tmp_path: Path, name: str, told: str, complaint: str
-) -> None:
-    """Another version than the source's, or fields that people look for."""
+def test_wrong_metadata_is_refused(tool: ModuleType, tmp_path: Path, name: str, told: str, complaint: str) -> None:
+    """The version must be the source's, and the fields of an index must be present."""
     with pytest.raises(tool.Wrong, match=complaint):
         tool.check_metadata(_wheel(tmp_path, set(), name=name, told=told))
 
 
-def test_a_client_with_the_servers_packages_is_refused(tool: ModuleType) -> None:
-    """The environment of these tests has them all."""
+def test_a_client_with_server_packages_is_refused(tool: ModuleType) -> None:
+    """The tests' environment has all of the server's packages."""
     with pytest.raises(tool.Wrong, match=r"installs .*lmdb, .*prometheus-client"):
         tool.check_client_is_lean(Path(sys.executable))

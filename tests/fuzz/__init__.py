@@ -1,1 +1,1 @@
-"""`make fuzz`: whatever bytes come to the server, by whichever door, it answers cleanly, in time, and keeps nothing of them."""
+"""`make fuzz`: the server answers arbitrary bytes cleanly and in time, and keeps nothing."""

@@ -1,4 +1,4 @@
-"""`python -m fuzz --seconds N`: all targets, one after the other; ends with 1 if one of them finds something."""
+"""`python -m fuzz --seconds N`: runs all targets; exits with 1 if a target finds something."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LATE_SECONDS = 180.0
 
 
 def main() -> int:
-    """Runs the targets; what they find stays in a directory that is named."""
+    """Runs the targets and prints the directory of their findings."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=300.0, help="how long in all (300)")
     parser.add_argument("--target", choices=PARTS, help="only this one")
@@ -26,7 +26,7 @@ def main() -> int:
         if options.target not in (None, name):
             continue
         seconds = options.seconds * (1.0 if options.target else part)
-        # Short: there is the path of a socket in it.
+        # Short, because a socket's path in it must be short.
         directory = Path(tempfile.mkdtemp(prefix=f"kvf-{name}-"))
         command = [sys.executable, "-m", "fuzz.target", name, str(seconds), str(directory), *options.inputs]
         try:

@@ -1,4 +1,4 @@
-"""Sequences of calls, of every RPC and by every door, to a server in this process: gRPC, local calls, plain sockets, bulk, HTTP."""
+"""Sequences of RPCs over gRPC, socket calls, TCP streams, the bulk process and HTTP."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ METHODS = [
 ]
 _UNCLEAN = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DEADLINE_EXCEEDED}
 _SESSION, _IDS, _LOCAL, _BULK = 1, 2, 4, 8
-"""Of the flags of a call: fill in our session; leases and stores that we have; by the local socket; to the bulk process."""
+"""Flags of a call: fill in our session, our leases and stores.
+
+Use the Unix socket. Use the bulk process.
+"""
 _PART = 4096
 _CONFIG = """
 insecure = true
@@ -86,11 +89,11 @@ size = "16MiB"
 
 
 class Broken(Exception):
-    """The server did not do what it must, whatever came."""
+    """The server misbehaved."""
 
 
 class _Errors(logging.Handler):
-    """Remembers what was logged as an error: a defect that was answered is one all the same."""
+    """Records logged errors: a defect is one even if the call was answered."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -101,7 +104,7 @@ class _Errors(logging.Handler):
 
 
 class Calls:
-    """The target: `run` with each input, `settle` now and then."""
+    """The target: `run` for each input, `settle` from time to time."""
 
     def __init__(self, directory: Path) -> None:
         (directory / "tokens.toml").write_text(
@@ -142,12 +145,12 @@ class Calls:
                     break
                 self._step(tape)
             self._undo_a_drain()
-        finally:  # what the server's log says of it is the better half
+        finally:  # the server's log explains the failure
             if self._errors.seen:
                 raise Broken("\n".join(self._errors.seen))
 
     def settle(self) -> str:
-        """Ends our session and everything of it; raises Broken if something stays. Returns the figures."""
+        """Ends our session; raises Broken if something is left. Returns the figures."""
         if self._local is not None:
             self._local.close()
             self._local = None
@@ -172,14 +175,13 @@ class Calls:
         )
 
     def close(self) -> None:
-        """Ends the server in order."""
         self._channel.close()
         self._far.close()
         self._on_loop(self._server.stop(), 60)
         if self._errors.seen:
             raise Broken("\n".join(self._errors.seen))
 
-    # ---- what there is besides calls
+    # ---- the server's state
 
     def _left(self) -> dict[str, int]:
         with grpc.insecure_channel(f"unix:{self._path}") as channel:
@@ -235,7 +237,7 @@ class Calls:
             self._call(method, flags, self._message(method, flags, tape.piece()))
 
     def _message(self, method: Any, flags: int, raw: bytes) -> bytes:
-        """Returns a message to send: as it is, or with our session, leases and stores in it."""
+        """A message to send, with or without our session, leases and stores filled in."""
         if not flags & (_SESSION | _IDS):
             return raw
         message = message_factory.GetMessageClass(method.input_type)()
@@ -268,7 +270,8 @@ class Calls:
             elif method.server_streaming:
                 stream = channel.unary_stream(path)(message, timeout=_TIMEOUT)
                 try:
-                    # A session's stream does not end by itself, and a drain may wait for stores in flight.
+                    # Ends streams, which never end by themselves, and drains, which may wait for
+                    # stores.
                     for _ in itertools.islice(stream, 2 if method.name in ("Open", "Drain") else 64):
                         pass
                 finally:
@@ -282,7 +285,7 @@ class Calls:
         self._learn(method, answer)
 
     def _undo_a_drain(self) -> None:
-        """Has the server take new work again: else whatever comes after a drain is only refused."""
+        """Cancels a drain, because all later calls would be refused."""
         if not self._drained:
             return
         drain = self._channel.unary_stream(
@@ -306,7 +309,7 @@ class Calls:
                 del known[:-8]
 
     def _stranger(self, said: bytes) -> None:
-        """Calls over TCP with something for a token."""
+        """Calls over TCP with arbitrary bytes as the token."""
         token = said.decode("latin-1")
         metadata = [("authorization", f"Bearer {token}")] if token.isascii() and token.isprintable() else []
         try:
@@ -319,7 +322,7 @@ class Calls:
 
     @staticmethod
     def _say(family: int, address: Any, said: bytes) -> None:
-        """Says something that may be nonsense; a clean end, an answer, or nothing is fine."""
+        """Sends arbitrary bytes; a closed connection, an answer and silence are all accepted."""
         with socket.socket(family, socket.SOCK_STREAM) as connection, contextlib.suppress(OSError):
             connection.settimeout(0.005)
             connection.connect(address)
@@ -364,7 +367,7 @@ class Calls:
         self._check(name.decode(), next(c for c in grpc.StatusCode if c.value[0] == code), "by the local socket")
 
     def _push_plainly(self, said: bytes) -> None:
-        """A push on a plain socket that is sound up to its frames."""
+        """A valid push over the TCP stream up to its frames."""
         request = transfer_pb2.PushRequest(session=self._ref, store_id=self._stores[-1])
         head = tcp_frames.pack_request(tcp_frames.Method.PUSH, request.SerializeToString())
         frame = tcp_frames.pack_frame_head(0, min(len(said), _PART), 0)
@@ -372,7 +375,7 @@ class Calls:
 
 
 def _at_full_speed(message: bytes) -> bytes:
-    """Has a check read as fast as it can: a few bytes in a second are a wish that is granted, and take longer than any call."""
+    """Sets the highest read rate of a check; a low one is valid, but slower than any call."""
     with contextlib.suppress(DecodeError):
         request = admin_pb2.FsckRequest.FromString(message)
         request.max_rate_bytes = 0
@@ -381,7 +384,7 @@ def _at_full_speed(message: bytes) -> bytes:
 
 
 def _staying(message: bytes) -> bytes:
-    """Returns a request to drain that does not end the server, which would be the end of all that follows."""
+    """A drain request that does not end the server, because later steps need it."""
     try:
         request = admin_pb2.DrainRequest.FromString(message)
     except DecodeError:
@@ -392,7 +395,7 @@ def _staying(message: bytes) -> bytes:
 
 
 def seeds() -> Iterator[bytes]:
-    """Yields inputs to begin with: the life of a block, each call by itself, and a word at each door."""
+    """Seed inputs: the life of a block, each call alone, and a word to each interface."""
     number = {method.name: index for index, method in enumerate(METHODS)}
     key = bytes(16) + bytes(4)
 

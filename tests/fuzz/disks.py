@@ -1,4 +1,4 @@
-"""What is on the disk, changed: the server opens it, checks it and loads from it, and serves no byte that was not stored."""
+"""Changed files of a disk tier: the server opens, checks and loads, and serves no wrong byte."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def _name(number: int) -> bytes:
 
 
 class Disks:
-    """The target: an input says which bytes of which file change, and how.
+    """The target: an input chooses the bytes to change in a file.
 
-    Each is lived through by a child of its own, so that what it covers is not seen: inputs are mutated blindly.
+    Each input runs in a child process, so there is no coverage feedback.
     """
 
     def __init__(self, directory: Path) -> None:
-        logging.disable()  # what is damaged is said, thousands of times
+        logging.disable()  # damage is logged thousands of times
         self._directory = directory
         self._configs = {
             kind: TierConfig(type=kind, name=kind, path=directory / "now" / kind, size=_SIZE) for kind in _TYPES
@@ -53,7 +53,10 @@ class Disks:
             shutil.copytree(config.path, directory / "sound" / kind)
 
     def run(self, data: bytes) -> None:
-        """Changes the files, and lives with that. Raises RuntimeError where a child crashes, hangs, or is served wrong bytes."""
+        """Changes the files and uses them.
+
+        Raises RuntimeError if a child crashes, hangs or loads wrong bytes.
+        """
         tape = Tape(data)
         config = self._configs[_TYPES[tape.byte() % len(_TYPES)]]
         shutil.rmtree(config.path)
@@ -66,11 +69,9 @@ class Disks:
         self._in_child(lambda: _live(config))
 
     def settle(self) -> str:
-        """Each child has taken all with it."""
         return "nothing kept"
 
-    def close(self) -> None:
-        """Nothing is open."""
+    def close(self) -> None: ...
 
     @staticmethod
     def _in_child(work: object) -> None:
@@ -105,7 +106,7 @@ def _change(path: Path, tape: Tape) -> None:
         if how < 8:
             file.truncate(at % (2 * size + 1))
         elif size:
-            # Heads and indexes are at the beginning of pages: there a change does more.
+            # headers and indexes are at the start of pages
             file.seek(at % size if how & 1 else at % size // 4096 * 4096 + tape.byte())
             file.write(tape.piece() or bytes([how]))
 
@@ -133,7 +134,7 @@ def _live(config: TierConfig) -> None:
 
 
 def seeds() -> Iterator[bytes]:
-    """Yields a change of each file: bytes at its beginning, in its midst, and its end."""
+    """Changes at the start, in the middle and at the end of each file."""
     for kind in range(len(_TYPES)):
         yield byte(kind)
         for file in range(4):

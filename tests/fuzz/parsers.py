@@ -1,4 +1,4 @@
-"""What reads bytes without a server around it: frames, heads, the children's messages, the files of configuration and tokens."""
+"""Parsers without a server: frames, headers, child messages, configuration and token files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BAD = (ValueError, msgspec.MsgspecError)
 
 
 class Parsers:
-    """The target: what a parser does not take it refuses, by the exceptions that it documents and no others."""
+    """The target: parsers refuse invalid input with their documented exceptions only."""
 
     def __init__(self, directory: Path) -> None:
         self._file = directory / "file.toml"
@@ -55,18 +55,16 @@ class Parsers:
         ]
 
     def run(self, data: bytes) -> None:
-        """Parses an input by the parser that its first byte names."""
+        """Parses an input with the parser that its first byte selects."""
         tape = Tape(data)
         parse, expected = self._parsers[tape.byte() % len(self._parsers)]
         with contextlib.suppress(*expected):
             parse(data[1:])
 
     def settle(self) -> str:
-        """Nothing is kept."""
         return "nothing kept"
 
-    def close(self) -> None:
-        """Nothing is open."""
+    def close(self) -> None: ...
 
     @staticmethod
     def _plain_request(data: bytes) -> None:
@@ -94,12 +92,12 @@ class Parsers:
 
 
 def _checked(data: bytes) -> bytes:
-    """Returns the value of an index with its checksum, without which no reader would look any further."""
+    """An index with a valid checksum, so that the reader parses it."""
     return data + xxhash.xxh3_64_intdigest(b"name" + data).to_bytes(8, "little")
 
 
 def seeds() -> Iterator[bytes]:
-    """Yields something sound for each parser that takes something sound."""
+    """Valid input for each parser."""
     push = transfer_pb2.PushRequest(store_id=1, offset_bytes=2, payload=b"abc").SerializeToString()
     entry = tokens.format_entry("n", tokens.token_hash("t"), "acme", ["engine", "reader"], shared_memory=True)
     config = 'region_size = "8MiB"\n[limits]\nmax_keys = 7\n[[tiers]]\ntype = "lmdb"\nsize = "1MiB"\n[tenants.a]\nquota = "5%"\n'

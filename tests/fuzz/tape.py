@@ -1,4 +1,4 @@
-"""Inputs as a sequence of values: what a fuzzer mutates, read by a target and written by the seeds."""
+"""Fuzz inputs as a sequence of values, read by targets and written by seeds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["Tape", "byte", "piece"]
 
 
 class Tape:
-    """Bytes from the front to the end; behind the end there are zeros."""
+    """Reads bytes from the front; after the end it returns zeros."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -16,16 +16,16 @@ class Tape:
         return self._at < len(self._data)
 
     def byte(self) -> int:
-        """Returns the next byte."""
+        """The next byte."""
         self._at += 1
         return self._data[self._at - 1] if self._at <= len(self._data) else 0
 
     def number(self) -> int:
-        """Returns the next two bytes, the lower one first."""
+        """The next two bytes, little-endian."""
         return self.byte() | self.byte() << 8
 
     def piece(self) -> bytes:
-        """Returns a run of bytes with its length before it."""
+        """A run of bytes with a length prefix."""
         length = self.number()
         piece = self._data[self._at : self._at + length]
         self._at += length
@@ -33,10 +33,10 @@ class Tape:
 
 
 def byte(value: int) -> bytes:
-    """Returns what `Tape.byte` reads."""
+    """Writes the value of `Tape.byte`."""
     return bytes([value])
 
 
 def piece(data: bytes) -> bytes:
-    """Returns what `Tape.piece` reads."""
+    """Writes the value of `Tape.piece`."""
     return len(data).to_bytes(2, "little") + data

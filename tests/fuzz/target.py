@@ -1,4 +1,4 @@
-"""One target under atheris: `python -m fuzz.target NAME SECONDS DIRECTORY [libFuzzer's arguments]`."""
+"""Fuzzes one target: `python -m fuzz.target NAME SECONDS DIRECTORY [libFuzzer arguments]`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import atheris
 SETTLE_SECONDS = 15.0
 
 with atheris.instrument_imports(include=["kvtier.protos", "kvtier.server", "kvtier.tiers"]):
-    # What goes with them is not looked into.
+    # their own imports are not instrumented
     from fuzz import calls, disks, parsers
 
 TARGETS: dict[str, Any] = {
@@ -26,7 +26,7 @@ TARGETS: dict[str, Any] = {
 
 
 def main() -> None:
-    """Fuzzes until the time is over, and ends with 0 if nothing was found."""
+    """Fuzzes until the time is over; exits with 0 if nothing was found."""
     name, seconds, directory = sys.argv[1], float(sys.argv[2]), Path(sys.argv[3])
     make, seeds = TARGETS[name]
     corpus = directory / "corpus"
@@ -55,14 +55,14 @@ def main() -> None:
                 print(f"fuzz {name}: {inputs:,} inputs in {seconds:.0f} s, nothing found; {figures}", flush=True)
                 os._exit(0)
         except BaseException:
-            # libFuzzer keeps the input and ends the process; what it was about is said first.
+            # libFuzzer keeps the input and ends the process, so the error is printed first.
             traceback.print_exc()
             sys.stderr.flush()
             raise
 
     artifacts = f"-artifact_prefix={directory}/"
     options = ["-timeout=60", "-rss_limit_mb=2048", "-max_len=4096", "-print_final_stats=0", "-verbosity=0", artifacts]
-    # With inputs libFuzzer runs these and ends; it takes either files or directories.
+    # With files libFuzzer runs these and ends; it accepts either files or directories.
     atheris.Setup([sys.argv[0], *options, *(sys.argv[4:] or [str(corpus)])], one)
     atheris.Fuzz()
 

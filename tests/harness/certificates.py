@@ -45,7 +45,7 @@ class Authority:
         Path(self.ca).write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
     def issue(self, name: str, *, days: tuple[float, float] = (-1, 1), alternative: str | None = None) -> Pair:
-        """Issues a certificate for 127.0.0.1 with a common name, valid between these days from now."""
+        """Issues a certificate for 127.0.0.1, valid between these days from now."""
         key = ec.generate_private_key(ec.SECP256R1())
         names: list[x509.GeneralName] = [x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
         if alternative is not None:

@@ -50,7 +50,7 @@ class DocSandbox:
         self._work = directory / "work"
         for made in (self._runtime, self._work, directory / "home", directory / "bin"):
             made.mkdir()
-        (directory / "home" / "data" / "kvtier").mkdir(mode=0o700, parents=True)  # as if a server had run here
+        (directory / "home" / "data" / "kvtier").mkdir(mode=0o700, parents=True)  # left by a server
         for name in ("deploy", "docs", "examples", "tests", "bench"):
             (self._work / name).symlink_to(ROOT / name)
         for name, program in _PROGRAMS.items():

@@ -54,10 +54,9 @@ Behaviour = Callable[["FakeEngine", RecordedRequest, asyncio.StreamWriter], Awai
 
 
 class FakeEngine:
-    """One engine. ``script`` has the behaviours of its next requests; after them it answers normally.
+    """One engine. ``script`` has its next behaviours; after them it answers normally.
 
     ``health``: its health status, None for no answer. ``looks``: number of health requests.
-
     ``bidirectional``: whether it holds blocks after a pull, as a decode engine does.
     """
 
@@ -89,7 +88,7 @@ class FakeEngine:
         loop = asyncio.get_running_loop()
         for listening in self._server.sockets:
             loop.remove_reader(listening.fileno())
-        for _ in range(5):  # accepted connections may not have reached `_serve`; asyncio would not close them
+        for _ in range(5):  # asyncio closes an accepted connection only once it is in `_serve`
             await asyncio.sleep(0)
         self._server.close()
         for writer in list(self._open):

@@ -1,4 +1,4 @@
-"""A stand-in for a prefill engine: answers like an OpenAI completions API, and takes its own, known time per token."""
+"""Fake prefill engine with an OpenAI completions API and a computed time per token."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["FakePrefillEngine"]
 
 
 class FakePrefillEngine:
-    """Listens on a port of loopback. Its clock goes on by what it computes, and not otherwise.
+    """Listens on a loopback port. Only its computations advance its clock.
 
     Args:
-        seconds_per_request: by which the clock goes on for each prompt.
-        seconds_per_token: by which it does for each token of a prompt.
-        max_model_len: what it says of itself.
-        refuse: HTTP status of every completion, if none is to succeed.
-        usage: what it says it has used, instead of the truth.
+        seconds_per_request: computed seconds for each prompt.
+        seconds_per_token: computed seconds for each token of a prompt.
+        max_model_len: the reported context length.
+        refuse: HTTP status of every completion, if all fail.
+        usage: the reported usage, instead of the correct one.
     """
 
     def __init__(

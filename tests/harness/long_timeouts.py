@@ -48,6 +48,6 @@ def wait_until(what: Callable[[], T], seconds: float = LONG_TIMEOUT_SECONDS) -> 
     """Waits until `what()` is true, and returns its value."""
     deadline = time.monotonic() + seconds
     while not (found := what()):
-        assert time.monotonic() < deadline, "it has not come about"
+        assert time.monotonic() < deadline, f"condition not met within {seconds} s"
         time.sleep(0.01)
     return found

@@ -1,4 +1,4 @@
-"""Two hosts with a slow or lossy link: network namespaces, whose tunnel packets this process relays.
+"""Two network namespaces with a slow or lossy link, whose tunnel packets this process relays.
 
 This works on kernels without `tc netem`.
 """

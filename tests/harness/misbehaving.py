@@ -138,7 +138,7 @@ Call = Callable[[World], object]
 
 
 def call(method: str, make: Callable[[World], Any]) -> Call:
-    """A call of CacheService or HandoffService as session `mine`, unless the request names another."""
+    """A call of a service as session `mine`, unless the request names another."""
 
     def run(world: World) -> object:
         request = make(world)

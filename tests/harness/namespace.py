@@ -138,7 +138,7 @@ class OwnNamespace:
         assert self._unshare is not None
         if self._unshare.poll() is None:
             with contextlib.suppress(OSError, IndexError, ValueError):
-                os.kill(self._init(), signal.SIGKILL)  # the kernel then kills all other processes of the namespace
+                os.kill(self._init(), signal.SIGKILL)  # which ends the namespace
             try:
                 self._unshare.wait(60)
             except subprocess.TimeoutExpired:

@@ -1,12 +1,12 @@
-"""What the pages of the documentation have for people to copy: console blocks, Python, TOML, JSON; and what is said of them.
+"""Code blocks of the documentation's pages: console, Python, TOML and JSON, with their marks.
 
-A comment above a block says how it is to be run, where it is not simply run beside a server that has served something:
+By default a block runs beside a server that has served a request. A comment above it changes that:
 
-    <!-- console: own server -->     it starts servers itself
-    <!-- console: no server -->      nothing runs while it does
-    <!-- console: needs vllm -->     cannot be run by tests; only what can be checked without is
-    <!-- python: needs a model -->   likewise
-    <!-- python: from FILE -->       lines of a file that has tests of its own
+    <!-- console: own server -->     starts servers itself
+    <!-- console: no server -->      runs without a server
+    <!-- console: needs vllm -->     not run; only its flags and files are checked
+    <!-- python: needs a model -->   not run; only its syntax and names are checked
+    <!-- python: from FILE -->       lines of a file that has its own tests
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MARK = re.compile(r"^<!-- (console|python|json|toml): (.+?) -->$")
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block: where it is, in which language, how it is marked ("" where it is not), and its text."""
+    """One fenced block: position, language, mark ("" if it has none) and text."""
 
     page: str
     line: int
@@ -39,7 +39,7 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """Returns every page that people read."""
+    """All pages of the documentation."""
     found = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*/README.md")]
     return sorted(found)
 
@@ -74,7 +74,7 @@ def blocks_of(page: Path) -> Iterator[Block]:
 
 
 def commands_of(block: Block) -> list[str]:
-    """Returns the commands of a console block: what follows `$ `, up to where the shell would take no more."""
+    """The commands of a console block: the lines after `$ `, with continuation lines."""
     commands: list[str] = []
     for line in block.text.splitlines():
         if line.startswith("$ "):

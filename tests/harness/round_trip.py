@@ -1,6 +1,6 @@
-"""`python round_trip.py [ENDPOINT]`: stores, flushes and reads blocks over each transport; prints JSON.
+"""`python round_trip.py [ENDPOINT]`: stores, flushes and reads blocks over each transport.
 
-It checks servers installed by a service manager, from a wheel or from an image.
+Prints JSON. It checks servers installed by a service manager, from a wheel or from an image.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TIMEOUTS = Timeouts(connect=60, call=60)
 
 
 def main() -> int:
-    """Returns 0 if all stored blocks are durable and read back bit by bit, with and without shared memory."""
+    """Returns 0 if all blocks are durable and read back bit by bit, with and without shm."""
     endpoint = sys.argv[1] if len(sys.argv) > 1 else "unix:/run/kvtier/kvtier.sock"
     namespace = Namespace("round-trip", "uint8", (Group(PART_BYTES, 16, "group"),), "bytes", "test", world_size=1)
     keys = [make_key(number.to_bytes(16, "big"), 0) for number in range(COUNT)]

@@ -43,19 +43,19 @@ _STANDBY = (
 
 
 class ServerProcess:
-    """One server and its lives: a Unix socket, a data directory and a log that outlive each process.
+    """One server: a Unix socket, a data directory and a log that outlive each process.
 
     Args:
-        directory: where everything of it goes; short, because a socket's path is.
+        directory: of all its files; its path must be short, as a socket's path must be.
         region: size of the CPU tier in bytes.
         lmdb: size of the tier on disk in bytes.
-        config: more of the TOML file.
-        standby: keeps the next process ready, with everything imported, so that a restart is quick.
+        config: additions to the TOML file.
+        standby: keeps the next process ready, with everything imported, for quick restarts.
         tier: type of the tier on disk.
-        prefix: what its command is given to, if it is not to be run as it stands.
-        tier_config: more of its table.
-        tcp: listens on a TCP port of the loopback as well: `tcp` is its address.
-        insecure: lets it listen there in the clear.
+        prefix: a command that runs the server's command.
+        tier_config: additions to the tier's table.
+        tcp: also listens on a TCP port of the loopback, whose address is `tcp`.
+        insecure: allows unencrypted TCP.
     """
 
     def __init__(

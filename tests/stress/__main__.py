@@ -1,4 +1,4 @@
-"""`python -m stress` (`make stress`): the exit code is 0 if every promise was kept, 1 if one was not."""
+"""`python -m stress` (`make stress`): exits with 0 if all checks passed, else 1."""
 
 from __future__ import annotations
 

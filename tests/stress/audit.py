@@ -1,4 +1,4 @@
-"""Whether everything that was acknowledged as durable is there, and right, after the server was killed."""
+"""After a kill of the server, checks that acknowledged durable blocks are present and correct."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from stress.shape import LEDGER, difference
 __all__ = ["Auditor"]
 
 LONG_TIMEOUT_SECONDS = 30.0
-"""How long a block may be found missing: others crowd the CPU tier, and the server may be stopped."""
+"""How long a block may be missing: the CPU tier may be full, and the server may be stopped."""
 HASTE_SECONDS = 2.0
-"""The same, once it is known that something is missing."""
+"""The same limit after the first missing block."""
 _STEP = 32
 _OLD = 128
-"""So many of the blocks that were audited before are looked at again each time."""
+"""Number of blocks from earlier audits that are checked again."""
 
 
 @dataclass
 class Auditor:
-    """Reads deposits back, on a thread of its own, beside the load."""
+    """Loads deposits on its own thread, beside the load."""
 
     endpoint: str
     rng: random.Random
@@ -40,7 +40,7 @@ class Auditor:
     _thread: threading.Thread | None = None
 
     def begin(self, entries: Collection[Entry], *, all_of_them: bool = False) -> None:
-        """Starts to look for what was acknowledged since the last time, and for some or all of the others."""
+        """Starts to check the blocks acknowledged since the last audit, and some or all others."""
         new = [entry for entry in entries if entry not in self._known]
         old = list(self._known)
         chosen = new + (old if all_of_them else self.rng.sample(old, min(_OLD, len(old))))
@@ -49,7 +49,7 @@ class Auditor:
         self._thread.start()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Waits for the end of the audit that is under way, for so long at most; returns whether it has come."""
+        """Waits this long for the current audit; returns whether it has ended."""
         if self._thread is None:
             return True
         self._thread.join(seconds)
@@ -61,7 +61,7 @@ class Auditor:
                 self._audit_some(client, list(chosen[start : start + _STEP]))
 
     def _audit_some(self, client: Client, entries: list[Entry]) -> None:
-        """Asks again and again for what is missing, until there is no patience left."""
+        """Repeats the load of missing blocks until the limit."""
         deadline = time.monotonic() + (HASTE_SECONDS if self.missing else LONG_TIMEOUT_SECONDS)
         while entries and time.monotonic() < deadline:
             hits = self._load(client, entries)

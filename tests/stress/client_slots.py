@@ -1,4 +1,4 @@
-"""The clients of one process, sync or asyncio, behind one face: acts are written once and await them."""
+"""Sync and asyncio clients of one process with one interface, so that actions are written once."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 from kvtier.client import AsyncClient, Client, Timeouts
 from kvtier.client.session.session import ClientSession
-from stress.shape import Field
+from stress.shape import Dataset
 
-__all__ = ["TIMEOUTS", "Blocking", "ClientSlots", "Seat"]
+__all__ = ["TIMEOUTS", "Blocking", "ClientSlot", "ClientSlots"]
 
 TIMEOUTS = Timeouts(connect=1.0, call=2.0, transfer=10.0)
 
 
 class Blocking:
-    """The sync client with the asyncio client's face. It blocks the thread, which is the caller's own."""
+    """The sync client with the asyncio client's interface. It blocks the calling thread."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -33,63 +33,59 @@ class Blocking:
 
     @contextlib.asynccontextmanager
     async def read(self, lease: Any, items: Sequence[int]) -> AsyncIterator[Any]:
-        """See `Client.read`."""
         with self._client.read(lease, items) as batch:
             yield batch
 
     @contextlib.asynccontextmanager
     async def write(self, keys: Sequence[bytes], *, request_id: str = "") -> AsyncIterator[Any]:
-        """See `Client.write`."""
         with self._client.write(keys, request_id=request_id) as batch:
             yield batch
 
 
 @dataclass
-class Seat:
+class ClientSlot:
     """A client in one namespace."""
 
-    field: Field
+    dataset: Dataset
     rank: int
     api: Any
     client: Client | AsyncClient
 
     @property
     def session(self) -> ClientSession | None:
-        """The session, if there is one now."""
         return self.client._transport.session
 
 
 class ClientSlots:
-    """Opens clients, and replaces them."""
+    """Opens and replaces clients."""
 
     def __init__(self, endpoint: str, *, style: str, transport: str, name: str, engine: str | None, rank: int) -> None:
         self._endpoint = endpoint
         self._style = style
         self._more = {"transport": transport, "name": name, "engine_id": engine, "timeouts": TIMEOUTS}
         self._rank = rank
-        self._slots: dict[str, Seat] = {}
+        self._slots: dict[str, ClientSlot] = {}
         self._replacing = threading.Lock()
 
-    def open(self, field: Field) -> None:
-        """Opens a client; an asyncio one on the running loop."""
-        rank = self._rank if field.world_size > 1 else None
+    def open(self, dataset: Dataset) -> None:
+        """Opens a client; an asyncio client uses the running loop."""
+        rank = self._rank if dataset.world_size > 1 else None
         make = Client if self._style == "sync" else AsyncClient
-        client = make(self._endpoint, namespace=field.namespace, rank=rank, **self._more)
+        client = make(self._endpoint, namespace=dataset.namespace, rank=rank, **self._more)
         api = Blocking(client) if isinstance(client, Client) else client
-        self._slots[field.name] = Seat(field, self._rank, api, client)
+        self._slots[dataset.name] = ClientSlot(dataset, self._rank, api, client)
 
-    def of(self, field: Field) -> Seat:
-        """Returns the client that there is now."""
-        return self._slots[field.name]
+    def of(self, dataset: Dataset) -> ClientSlot:
+        """The current client."""
+        return self._slots[dataset.name]
 
-    async def reopen(self, field: Field) -> None:
-        """Replaces a client, and ends the old one under whoever is using it."""
+    async def reopen(self, dataset: Dataset) -> None:
+        """Replaces a client and closes the old one while others use it."""
         with self._replacing:
-            old = self._slots[field.name]
-            self.open(field)
+            old = self._slots[dataset.name]
+            self.open(dataset)
         await old.api.close()
 
     async def close(self) -> None:
-        """Ends all of them."""
-        for seat in self._slots.values():
-            await seat.api.close()
+        for slot in self._slots.values():
+            await slot.api.close()

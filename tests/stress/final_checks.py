@@ -1,4 +1,4 @@
-"""The questions after the last client: is everything given back, is every slot there, are the tiers sound."""
+"""Checks after the last client: nothing is held, every slot is usable, the tiers are sound."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from kvtier.client import Client, KeyStatus, StoreStatus
 from kvtier.protos.v1 import admin_pb2
 from stress.shape import KIB
 
-__all__ = ["IDLE_SECONDS", "Left", "fill", "fsck", "wait_idle"]
+__all__ = ["IDLE_SECONDS", "Leftovers", "fill", "fsck", "wait_idle"]
 
 IDLE_SECONDS = 15.0
-"""How long it may take until the last lease has expired, and the last process is known to be gone."""
+"""Limit for the expiry of the last lease and the detection of the last process's end."""
 FILL_SECONDS = 30.0
 _FILL_PART = 64 * KIB
 _STEP = 32
 
 
 @dataclass
-class Left:
+class Leftovers:
     """What the server still has.
 
     Attributes:
-        seconds: how long it took until nothing was left, or until that was given up.
-        slots: slots that the region has for blocks of one size, and those that could be filled at once.
+        seconds: time until nothing was left, or until the limit.
+        slots: slots of the region for blocks of one size, and how many could be filled at once.
     """
 
     seconds: float = 0.0
@@ -43,12 +43,12 @@ class Left:
     slots: tuple[int, int] = (0, 0)
     used_bytes: tuple[int, int] = (0, 0)
     before: dict[str, float] = field(default_factory=dict)
-    """Descriptors and threads of a server that had had one client."""
+    """Descriptors and threads of a server after one client."""
     after: dict[str, float] = field(default_factory=dict)
 
 
-def wait_idle(server: ServerProcess, left: Left) -> None:
-    """Waits until the server holds nothing for anybody any more."""
+def wait_idle(server: ServerProcess, left: Leftovers) -> None:
+    """Waits until the server has no leases, stores, sessions or quarantined slots."""
     began = time.monotonic()
     while True:
         status = server.status()
@@ -60,8 +60,8 @@ def wait_idle(server: ServerProcess, left: Left) -> None:
         time.sleep(0.1)
 
 
-def fill(server: ServerProcess, left: Left) -> None:
-    """Fills the region with blocks of one size, each pinned: a slot that is lost to somebody else cannot be filled."""
+def fill(server: ServerProcess, left: Leftovers) -> None:
+    """Fills the region with pinned blocks of one size: a lost slot cannot be filled."""
     available = server.status().tiers[0].available_bytes
     keys = [key_of(number, salt="fill") for number in range(available // _FILL_PART)]
     with Client(server.endpoint, namespace=namespace_of(_FILL_PART, model="fill")) as client, ExitStack() as held:
@@ -75,14 +75,17 @@ def fill(server: ServerProcess, left: Left) -> None:
 
 
 def fsck(server: ServerProcess) -> tuple[int, Any]:
-    """Checks the tiers on disk, with the server ended; returns the exit code and what it says."""
+    """Checks the tiers on disk of the ended server; returns fsck's exit code and output."""
     command = [sys.executable, "-m", "kvtier.server", "fsck", "--json", "--config", f"{server.directory}/kvtier.toml"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.returncode, json.loads(done.stdout or "null")
 
 
 def _fill_some(client: Client, keys: list[bytes], held: ExitStack) -> int:
-    """Stores blocks and pins them; returns how many of the first it could. What is in their way may be on its way to a disk."""
+    """Stores and pins blocks; returns how many of the first succeeded.
+
+    Write-backs may delay the others.
+    """
     statuses = client.store(keys, [payload(key, _FILL_PART) for key in keys])
     wanted = [key for key, status in zip(keys, statuses, strict=True) if status != StoreStatus.NO_ROOM]
     lease = held.enter_context(client.lookup(wanted, lease=600, wait=5.0))

@@ -1,7 +1,8 @@
-"""Whether a figure that goes up and down stays where it is in the long run.
+"""Long-term trend of a noisy measure.
 
-The slope is Theil and Sen's: the median of the slopes between all pairs of points (Sen 1968, J. Am. Stat. Assoc. 63). A spike, or a
-step at one end, does not move it; a leak does, however noisy the figure is.
+The slope is Theil-Sen's: the median of the slopes between all pairs of points (Sen 1968, J. Am.
+Stat. Assoc. 63). A spike or a step at one end does not change it, but a leak does, even with large
+noise.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ from statistics import median
 __all__ = ["TOLERANCE", "Tolerance", "Trend", "slope_of", "trend_of"]
 
 WARM_UP_SECONDS = 180.0
-"""So long takes it under this load until pools have seen their largest batch, and the server's eviction policies, which learn, and
-its journal of requests are as large as they get."""
+"""Time until pools, the learning eviction policies and the request log have their full size."""
 SHORTEST_SECONDS = 60.0
-"""After the warm-up. A trend over less says nothing."""
+"""Shortest time after the warm-up for a verdict."""
 _MOST_POINTS = 240
 
 Points = Sequence[tuple[float, float]]
@@ -25,7 +25,7 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How much more of something is no leak, by the slope."""
+    """Growth per minute that is not a leak."""
 
     per_minute: float
 
@@ -36,18 +36,21 @@ TOLERANCE = {
     "descriptors": Tolerance(0.5),
     "threads": Tolerance(0.5),
 }
-"""By what is measured; memory in bytes. At the pace of two cores 2 MiB a minute are 140 bytes per call, or 10 KiB per lost session;
-a malloc that is still growing its arenas takes half of it."""
+"""By measure; memory in bytes.
+
+At the pace of two cores 2 MiB/min are 140 bytes per call, or 10 KiB per lost session. A malloc
+whose arenas still grow uses half of it.
+"""
 
 
 @dataclass(frozen=True)
 class Trend:
-    """What is to be said of one figure of one process.
+    """Verdict on one measure of one process.
 
     Attributes:
-        seconds: what was judged: the time after the warm-up.
+        seconds: judged time, after the warm-up.
         per_minute: the slope.
-        flat: whether it is within the tolerance; None where the time was too short to tell.
+        flat: whether it is within the tolerance; None if the time was too short.
     """
 
     what: str
@@ -58,7 +61,7 @@ class Trend:
 
 
 def slope_of(points: Points) -> float:
-    """Returns the slope, per unit of time; 0 for less than two points."""
+    """The slope per unit of time; 0 for less than two points."""
     step = -(-len(points) // _MOST_POINTS)
     some = points[:: step or 1]
     slopes = [(y1 - y0) / (x1 - x0) for (x0, y0), (x1, y1) in combinations(some, 2) if x1 > x0]
@@ -66,7 +69,7 @@ def slope_of(points: Points) -> float:
 
 
 def trend_of(what: str, points: Points) -> Trend:
-    """Judges a series of (seconds, figure)."""
+    """Judges a series of (seconds, value)."""
     judged = [point for point in points if point[0] >= WARM_UP_SECONDS]
     seconds = judged[-1][0] - judged[0][0] if judged else 0.0
     per_minute = 60 * slope_of(judged)

@@ -1,4 +1,4 @@
-"""What people see: a live line while it runs, and one table at the end."""
+"""Output for users: a live line during the run, and a table at the end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MARKS = {True: "[green]ok", False: "[bold red]FAILED", None: "[dim]-"}
 
 
 def live_line(text: str) -> None:
-    """Shows how far it is, on a terminal only."""
+    """Shows the progress, on a terminal only."""
     if sys.stderr.isatty():
         width = os.get_terminal_size(sys.stderr.fileno()).columns
         sys.stderr.write(f"\r{text[: width - 1]:<{width - 1}}")
@@ -29,7 +29,7 @@ def live_line(text: str) -> None:
 
 
 def show(facts: Facts, checks: Sequence[Check]) -> None:
-    """Prints what happened, what failed, and the table of checks."""
+    """Prints what happened, the failures, and the table of checks."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 140
@@ -38,7 +38,7 @@ def show(facts: Facts, checks: Sequence[Check]) -> None:
     for title, items in (("wrong", facts.wrong), ("missing", facts.missing), ("failure", facts.failures)):
         for item in items[:10]:
             console.print(f"{title}: {item}", markup=False)
-    for text, number in facts.complaints.items():
+    for text, number in facts.logged_errors.items():
         console.print(f"{number} times in the server's log: {text}", markup=False)
     console.print(_table(checks))
     console.print("passed" if passed(checks) else f"[bold red]FAILED[/bold red]; the seed was {facts.seed}")
@@ -54,18 +54,18 @@ def _table(checks: Sequence[Check]) -> Table:
 
 
 def _what_happened(facts: Facts) -> dict[str, str]:
-    lives = [life.seconds for life in facts.lives]
-    highest = [memory / MIB for _, memory in facts.memory_by_life]
+    seconds = [run.seconds for run in facts.server_runs]
+    highest = [memory / MIB for _, memory in facts.memory_by_run]
     return {
-        "blows": _listed(facts.blows),
+        "faults": _listed(facts.faults),
         "acts": _listed(facts.counts, "act "),
         "stores": _listed(facts.counts, "store "),
         "flushes": _listed(facts.counts, "flush "),
         "errors that clients saw": _listed(facts.counts, "error "),
         "requests": _listed(facts.counts, "requests "),
         "given up": ", ".join(f"{facts.counts[w]} {w}" for w in ("cancelled", *_GIVEN_UP) if facts.counts[w]),
-        "server": f"{len(lives)} lives of {min(lives, default=0):.0f} to {max(lives, default=0):.0f} s; own memory at its "
-        f"highest, per life: median {median(highest or [0]):.0f}, first {highest[0] if highest else 0:.0f}, "
+        "server": f"{len(seconds)} runs of {min(seconds, default=0):.0f} to {max(seconds, default=0):.0f} s; own memory at its "
+        f"highest, per run: median {median(highest or [0]):.0f}, first {highest[0] if highest else 0:.0f}, "
         f"most {max(highest, default=0):.0f} MiB",
     }
 

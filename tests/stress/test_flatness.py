@@ -1,4 +1,4 @@
-"""The check of memory can fail, and does not fail for what is no leak."""
+"""The memory check detects leaks and accepts noise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SECONDS = 400
 def series(
     leak_per_second: float = 0.0, *, noise: float = 2 * MIB, warm_up: float = 30 * MIB
 ) -> list[tuple[float, float]]:
-    """Returns what a process looks like that grows fast at first, then by so much, and is never quiet."""
+    """A series with a warm-up, a slope and noise."""
     rng = random.Random(1)
     return [
         (at, 50 * MIB + warm_up * min(at, 20) / 20 + leak_per_second * at + rng.uniform(0, noise))
@@ -24,19 +24,18 @@ def series(
 
 
 def test_a_process_that_leaks_is_found() -> None:
-    """Twice the tolerance is found beneath noise that is larger than all that was leaked."""
+    """A leak of twice the tolerance is found beneath larger noise."""
     trend = trend_of("memory", series(2 * TOLERANCE["memory"].per_minute / 60, noise=6 * MIB))
     assert trend.flat is False
     assert trend.per_minute == pytest.approx(2 * TOLERANCE["memory"].per_minute, rel=0.4)
 
 
 def test_warming_up_and_noise_are_no_leak() -> None:
-    """Growth at the start, and a figure that goes up and down, pass."""
     assert trend_of("memory", series()).flat is True
 
 
 def test_a_spike_and_a_step_at_the_end_are_no_leak() -> None:
-    """What happens once is no slope."""
+    """A single event is not a slope."""
     points = series()
     points[260] = (260, 500 * MIB)
     points[-5:] = [(at, figure + 20 * MIB) for at, figure in points[-5:]]
@@ -44,12 +43,12 @@ def test_a_spike_and_a_step_at_the_end_are_no_leak() -> None:
 
 
 def test_steps_that_come_again_and_again_are_a_leak() -> None:
-    """A descriptor for each session that was lost."""
+    """One descriptor per lost session is a leak."""
     assert trend_of("descriptors", [(at, 20 + at // 20) for at in range(SECONDS)]).flat is False
     assert trend_of("descriptors", [(at, 20 + at // 20 % 2) for at in range(SECONDS)]).flat is True
 
 
 def test_a_short_series_is_not_judged() -> None:
-    """Neither flat nor not: a process that lived for four minutes was warming up for three of them."""
+    """After four minutes, three of them warm-up, there is no verdict."""
     assert trend_of("memory", series(MIB)[:230]).flat is None
     assert trend_of("memory", []).flat is None

@@ -1,4 +1,4 @@
-"""Each promise has a check that fails when it is broken, and the exit code follows."""
+"""Each check of the verdict fails if its promise is broken, and sets the exit code."""
 
 from __future__ import annotations
 
@@ -7,31 +7,34 @@ from collections.abc import Callable
 
 import pytest
 
-from stress.final_checks import Left
+from stress.final_checks import Leftovers
 from stress.flatness import Trend, trend_of
 from stress.orchestrator import Facts
-from stress.site import Life
+from stress.server_runs import ServerRun
 from stress.verdict import checks_of, passed
 
 MIB = 1 << 20
 
 
 def good() -> Facts:
-    """Returns the facts of a run in which every promise was kept."""
+    """Facts of a run without failures."""
     tiers = {name: {"evictions": 9, "hits": 9, "blocks": 9} for name in ("cpu", "disk")}
     tiers["lmdb"] = {"evictions": 0, "hits": 9, "blocks": 9}
     facts = Facts(1, 600.0, "lmdb", fsck=0, audited=90, deposits=30)
     facts.counts = Counter({"verified blocks": 100, "leases shared": 5})
-    facts.lives = [Life("a", 0.0, 20.0, None, tiers, quarantined=4096), Life("b", 21.0, 150.0, 0, tiers)]
+    facts.server_runs = [
+        ServerRun("a", 0.0, 20.0, None, tiers, quarantined=4096),
+        ServerRun("b", 21.0, 150.0, 0, tiers),
+    ]
     facts.survivors = [Counter({"epoch a": 1, "epoch b": 2}), Counter({"epoch a": 1, "epoch b": 2})]
     figures = {"descriptors": 20.0, "threads": 14.0}
-    facts.left = Left(slots=(512, 512), used_bytes=(32 * MIB, 32 * MIB), before=figures, after=dict(figures))
+    facts.left = Leftovers(slots=(512, 512), used_bytes=(32 * MIB, 32 * MIB), before=figures, after=dict(figures))
     facts.trends = {"server": [trend_of("memory", [(at, 60.0 * MIB) for at in range(400)])]}
     return facts
 
 
 def test_a_good_run_passes() -> None:
-    """None of the checks fails, and each says something."""
+    """No check fails, and each reports something."""
     checks = checks_of(good())
     assert [check for check in checks if not check.ok] == []
     assert passed(checks)
@@ -43,9 +46,9 @@ BROKEN: dict[str, tuple[str, Callable[[Facts], object]]] = {
     "a durable block is gone": ("durable blocks missing", lambda facts: facts.missing.append("1-2 3")),
     "fsck finds damage": ("exit code of fsck", lambda facts: setattr(facts, "fsck", 1)),
     "fsck never ran": ("exit code of fsck", lambda facts: setattr(facts, "fsck", None)),
-    "a tier read damage": ("damaged blocks", lambda facts: setattr(facts.lives[0], "mismatches", 1.0)),
+    "a tier read damage": ("damaged blocks", lambda facts: setattr(facts.server_runs[0], "mismatches", 1.0)),
     "a client raised": ("failures", lambda facts: facts.failures.append("Traceback …")),
-    "a client stayed away": ("lives in which", lambda facts: facts.survivors[1].pop("epoch b")),
+    "a client stayed away": ("server runs without", lambda facts: facts.survivors[1].pop("epoch b")),
     "a lease is left": ("leases left", lambda facts: setattr(facts.left, "leases", 1)),
     "a store is left": ("stores left", lambda facts: setattr(facts.left, "stores", 1)),
     "bytes stay in quarantine": ("quarantined", lambda facts: setattr(facts.left, "quarantined_bytes", 1)),
@@ -54,23 +57,26 @@ BROKEN: dict[str, tuple[str, Callable[[Facts], object]]] = {
     "used bytes are wrong": ("bytes in use", lambda facts: setattr(facts.left, "used_bytes", (1, 2))),
     "descriptors are left": ("descriptors of the server left", lambda facts: facts.left.after.update(descriptors=90)),
     "threads are left": ("threads of the server left", lambda facts: facts.left.after.update(threads=90)),
-    "a server ended badly": ("exit codes", lambda facts: setattr(facts.lives[1], "exit_code", 1)),
-    "a call ended INTERNAL": ("INTERNAL", lambda facts: setattr(facts.lives[1], "internal", 1.0)),
-    "a server complained": ("server's log", lambda facts: facts.complaints.update(["tick failed"])),
-    "the large tier evicted": ("tier that holds all", lambda facts: facts.lives[0].tiers["lmdb"].update(evictions=1)),
-    "nothing was in quarantine": ("in quarantine", lambda facts: setattr(facts.lives[0], "quarantined", 0)),
+    "a server ended badly": ("exit codes", lambda facts: setattr(facts.server_runs[1], "exit_code", 1)),
+    "a call ended INTERNAL": ("INTERNAL", lambda facts: setattr(facts.server_runs[1], "internal", 1.0)),
+    "a server complained": ("server's log", lambda facts: facts.logged_errors.update(["tick failed"])),
+    "the large tier evicted": (
+        "tier that holds all",
+        lambda facts: facts.server_runs[0].tiers["lmdb"].update(evictions=1),
+    ),
+    "nothing was in quarantine": ("in quarantine", lambda facts: setattr(facts.server_runs[0], "quarantined", 0)),
     "memory grew": ("memory of server", lambda facts: facts.trends.update(server=[leaking()])),
 }
 
 
 def leaking() -> Trend:
-    """Returns the trend of a server that leaks a page for each of a thousand calls a minute."""
+    """The trend of a server that leaks a page for each of a thousand calls a minute."""
     return trend_of("memory", [(at, 60.0 * MIB + at * 4096 * 1000 / 60) for at in range(400)])
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_promise_fails(name: str) -> None:
-    """The check that stands for it, and no other."""
+    """The matching check fails, and no other."""
     check, breaks = BROKEN[name]
     facts = good()
     breaks(facts)

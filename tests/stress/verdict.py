@@ -1,4 +1,4 @@
-"""What the facts come to: one check per promise, each of which can fail."""
+"""The verdict: one check per promise."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from stress.shape import MIB
 __all__ = ["Check", "checks_of", "passed", "to_json"]
 
 SETTLED_SECONDS = 6.0
-"""A client has come back by itself if it has had answers in each life of the server that was longer than this, plus stops."""
+"""A client must have reconnected in each run of the server that was longer than this plus stops."""
 LONG_RUN_SECONDS = 120.0
-"""In a run that is longer than this everything that can happen to a block must have happened."""
+"""In a run longer than this every event of the load must have occurred."""
 FEW = 12
-"""So many more descriptors or threads than at first are pools that have grown (gRPC's, asyncio's, a thread per child), not a
-leak: each kill would leave one."""
+"""Growth of descriptors or threads that is not a leak, but pools of gRPC and asyncio.
+
+A leak would add one per kill.
+"""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One promise: what was found, what was wanted; `ok` is None where nothing can be said."""
+    """One promise: the value found and the value required; `ok` is None without a verdict."""
 
     name: str
     found: str
@@ -33,7 +35,6 @@ class Check:
 
 
 def checks_of(facts: Facts) -> list[Check]:
-    """Returns all checks."""
     return [
         *_bytes(facts),
         *_clients(facts),
@@ -45,12 +46,11 @@ def checks_of(facts: Facts) -> list[Check]:
 
 
 def passed(checks: Sequence[Check]) -> bool:
-    """Returns whether none has failed."""
     return all(check.ok is not False for check in checks)
 
 
 def to_json(facts: Facts, checks: Sequence[Check]) -> dict[str, Any]:
-    """Returns all of it for machines; dataclasses as they are."""
+    """Everything for machines, including the dataclasses."""
     return {"ok": passed(checks), "checks": checks, "facts": facts}
 
 
@@ -64,15 +64,15 @@ def _bytes(facts: Facts) -> Iterator[Check]:
     yield Check("blocks verified", str(blocks), "> 0", blocks > 0)
     note = f"{facts.deposits} acknowledged, read back {facts.audited} times after the server was ended"
     yield _none("durable blocks missing", len(facts.missing), note)
-    yield _none("damaged blocks, as servers saw them", sum(life.mismatches for life in facts.lives))
+    yield _none("damaged blocks, as servers saw them", sum(run.mismatches for run in facts.server_runs))
     yield Check("exit code of fsck", str(facts.fsck), "0", facts.fsck == 0)
 
 
 def _clients(facts: Facts) -> Iterator[Check]:
     yield _none("failures", len(facts.failures), "exceptions that no client may see, hangs, ends by themselves")
-    lives = [life for life in facts.lives if life.seconds > SETTLED_SECONDS]
-    away = sum(not counts[f"epoch {life.epoch}"] for life in lives for counts in facts.survivors)
-    yield _none("lives in which a survivor did not come back", away, f"of {len(lives) * len(facts.survivors)}")
+    server_runs = [run for run in facts.server_runs if run.seconds > SETTLED_SECONDS]
+    away = sum(not counts[f"epoch {run.epoch}"] for run in server_runs for counts in facts.survivors)
+    yield _none("server runs without an answer for a survivor", away, f"of {len(server_runs) * len(facts.survivors)}")
 
 
 def _left(facts: Facts) -> Iterator[Check]:
@@ -92,22 +92,22 @@ def _left(facts: Facts) -> Iterator[Check]:
 
 
 def _server(facts: Facts) -> Iterator[Check]:
-    ended = [life.exit_code for life in facts.lives if life.exit_code is not None]
+    ended = [run.exit_code for run in facts.server_runs if run.exit_code is not None]
     yield _none("exit codes of SIGTERM other than 0", sum(map(bool, ended)), f"of {len(ended)}")
-    yield _none("calls answered INTERNAL", sum(life.internal for life in facts.lives))
-    yield _none("errors in the server's log", sum(facts.complaints.values()))
+    yield _none("calls answered INTERNAL", sum(run.internal for run in facts.server_runs))
+    yield _none("errors in the server's log", sum(facts.logged_errors.values()))
 
 
 def _load(facts: Facts) -> Iterator[Check]:
-    """Whether the load was one: a run in which nothing was evicted shows little."""
-    lost = sum(life.tiers.get(facts.large, {}).get("evictions", 0) for life in facts.lives)
+    """Whether the load was heavy enough: without evictions a run shows little."""
+    lost = sum(run.tiers.get(facts.large, {}).get("evictions", 0) for run in facts.server_runs)
     yield _none("evictions of the tier that holds all", lost, facts.large)
     small = "disk" if facts.large == "lmdb" else "lmdb"
     happened = {
         "evictions of the CPU tier": _sum(facts, "cpu", "evictions"),
         f"evictions of the small tier ({small})": _sum(facts, small, "evictions"),
         "promotions": _sum(facts, "lmdb", "hits") + _sum(facts, "disk", "hits"),
-        "most bytes in quarantine": max((life.quarantined for life in facts.lives), default=0),
+        "most bytes in quarantine": max((run.quarantined for run in facts.server_runs), default=0),
         "deposits acknowledged": facts.deposits,
         "leases shared by two ranks": facts.counts["leases shared"],
     }
@@ -116,7 +116,7 @@ def _load(facts: Facts) -> Iterator[Check]:
 
 
 def _sum(facts: Facts, tier: str, what: str) -> int:
-    return sum(life.tiers.get(tier, {}).get(what, 0) for life in facts.lives)
+    return sum(run.tiers.get(tier, {}).get(what, 0) for run in facts.server_runs)
 
 
 def _memory(facts: Facts) -> Iterator[Check]:

@@ -1,4 +1,7 @@
-"""`python -m stress.worker JSON`: one client process. SIGTERM ends it in order; anything else that ends it is a failure."""
+"""`python -m stress.worker JSON`: one client process.
+
+SIGTERM ends it; any other end is a failure.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +17,30 @@ from typing import Any
 import msgspec
 
 from kvtier.client import KVTierError
-from stress.acts import Acts
+from stress.actions import Actions
 from stress.client_slots import ClientSlots
 from stress.durable_ledger import DurableLedger
-from stress.shape import FIELDS, LEDGER, PAIR, Field
-from stress.tally import Tally
+from stress.result_log import ResultLog
+from stress.shape import DATASETS, LEDGER, PAIR, Dataset
 
 __all__ = ["Task"]
 
 PUBLISH_SECONDS = 0.5
 NEVER = ("InvalidRequest", "NotOwner", "ChecksumMismatch", "ServerError")
-"""What no client may see, whoever is killed: each is a failure."""
+"""Errors that no client may see, even if processes are killed: each is a failure."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What one client process is to be.
+    """Configuration of one client process.
 
     Attributes:
         name: slot and incarnation; also the name of its files.
-        style: "sync" (threads that share its clients) or "aio" (tasks that do).
-        hands: how many threads or tasks.
-        rank: of the pair; None for a process that is an engine by itself.
-        lease: how long the server's leases hold, in seconds.
-        since: when the run began, by the monotonic clock.
-        deposits: how many blocks a second it deposits.
+        style: "sync" (threads that share its clients) or "aio" (tasks).
+        workers: number of threads or tasks.
+        rank: in the pair; None for a single-process engine.
+        lease: the server's lease duration in seconds.
+        since: start of the run on the monotonic clock.
+        deposits: blocks to deposit per second.
     """
 
     name: str
@@ -47,26 +50,26 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     style: str
     transport: str
     fields: tuple[str, ...]
-    hands: int
+    workers: int
     lease: float
     since: float
     deposits: float
     rank: int | None = None
 
-    def shapes(self) -> list[Field]:
-        """Returns the namespaces that it is busy in."""
-        known = {**FIELDS, PAIR.name: PAIR, LEDGER.name: LEDGER}
+    def shapes(self) -> list[Dataset]:
+        """The namespaces that it uses."""
+        known = {**DATASETS, PAIR.name: PAIR, LEDGER.name: LEDGER}
         return [known[name] for name in self.fields]
 
 
 class Worker:
-    """Runs the hands of one process until it is told to stop."""
+    """Runs the threads or tasks of one process until SIGTERM."""
 
     def __init__(self, task: Task) -> None:
         directory = Path(task.directory)
         self._task = task
-        self._fields = task.shapes()
-        self._tally = Tally(directory / f"{task.name}.jsonl")
+        self._datasets = task.shapes()
+        self._results = ResultLog(directory / f"{task.name}.jsonl")
         self._ledger = DurableLedger(directory, task.name, since=task.since, per_second=task.deposits)
         self._stop = threading.Event()
         engine = "pair" if task.rank is not None else None
@@ -86,43 +89,43 @@ class Worker:
         for thread in threads:
             thread.start()
         while not self._stop.wait(PUBLISH_SECONDS):
-            self._tally.publish()
+            self._results.publish()
         for thread in threads:
             thread.join()
         if self._task.style == "sync":
             asyncio.run(self._guarded(self._slots.close()))
-        self._tally.publish("end")
-        self._tally.close()
+        self._results.publish("end")
+        self._results.close()
         self._ledger.close()
-        return int(self._tally.failed)
+        return int(self._results.failed)
 
     def _threads(self) -> list[threading.Thread]:
-        hands = range(self._task.hands)
+        workers = range(self._task.workers)
         if self._task.style == "aio":
-            return [threading.Thread(target=lambda: asyncio.run(self._guarded(self._all(list(hands)))), name="loop")]
-        for field in self._fields:
+            return [threading.Thread(target=lambda: asyncio.run(self._guarded(self._all(list(workers)))), name="loop")]
+        for field in self._datasets:
             self._slots.open(field)
         return [
             threading.Thread(target=lambda hand: asyncio.run(self._guarded(self._hand(hand))), args=(hand,))
-            for hand in hands
+            for hand in workers
         ]
 
     async def _guarded(self, work: Any) -> None:
         try:
             await work
-        except BaseException:  # noqa: BLE001 - also a `CancelledError` that nobody asked for
-            self._tally.fail(traceback.format_exc())
+        except BaseException:  # noqa: BLE001 - also an unexpected `CancelledError`
+            self._results.fail(traceback.format_exc())
             self._stop.set()
 
-    async def _all(self, hands: list[int]) -> None:
-        for field in self._fields:
+    async def _all(self, workers: list[int]) -> None:
+        for field in self._datasets:
             self._slots.open(field)
-        await asyncio.gather(*(self._guarded(self._hand(hand)) for hand in hands))
+        await asyncio.gather(*(self._guarded(self._hand(hand)) for hand in workers))
         await self._slots.close()
 
     async def _hand(self, hand: int) -> None:
         rng = random.Random(f"{self._task.seed}:{hand}")
-        acts = Acts(rng, self._slots, self._fields, self._tally, self._ledger, lease=self._task.lease)
+        acts = Actions(rng, self._slots, self._datasets, self._results, self._ledger, lease=self._task.lease)
         while not self._stop.is_set():
             try:
                 await self._one(acts, rng)
@@ -131,24 +134,24 @@ class Worker:
                 await asyncio.sleep(rng.uniform(0.01, 0.1))
             await asyncio.sleep(rng.uniform(0.0, 0.04))
 
-    async def _one(self, acts: Acts, rng: random.Random) -> None:
+    async def _one(self, acts: Actions, rng: random.Random) -> None:
         if self._task.style == "aio" and rng.random() < 0.15:
             await acts.cancelled()
         elif self._task.rank is not None and rng.random() < 0.2:
-            seat = self._slots.of(PAIR)
-            await acts.hand_over(seat, acts.keys(PAIR))
+            slot = self._slots.of(PAIR)
+            await acts.leave_lease(slot, acts.keys(PAIR))
         else:
-            await acts.one()
+            await acts.run_one()
 
     def _count(self, error: KVTierError) -> None:
         kind = type(error).__name__
-        self._tally.count(f"error {kind} {error.reason}".rstrip())
+        self._results.count(f"error {kind} {error.reason}".rstrip())
         if kind in NEVER:
-            self._tally.fail(traceback.format_exc())
+            self._results.fail(traceback.format_exc())
 
 
 def main() -> int:
-    """Runs the task in the first argument."""
+    """Runs the configuration in the first argument."""
     return Worker(msgspec.json.decode(sys.argv[1], type=Task)).run()
 
 

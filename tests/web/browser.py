@@ -1,4 +1,4 @@
-"""A headless Chromium, of the system's or unpacked by `tools/chromium.py`, and what a test wants to know of a page."""
+"""Headless Chromium, the system's or unpacked by `tools/chromium.py`, for page tests."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from selenium.webdriver.common.keys import Keys
 __all__ = ["WEB", "Browser", "browse"]
 
 WEB = Path(__file__).resolve().parents[2] / "build" / "web"
-"""Where `make` has put the browser, and screenshots go."""
+"""Folder of the browser that `make` unpacks, and of screenshots."""
 
 _FLAGS = (
     "--headless=new",
-    "--no-sandbox",  # tests run as root, in a container that is one
+    "--no-sandbox",  # tests run as root in a container
     "--disable-gpu",
     "--disable-quic",
     "--disable-dev-shm-usage",
@@ -38,59 +38,55 @@ _SECONDS = 15.0
 
 
 class Browser:
-    """One window."""
-
     def __init__(self, driver: Chrome) -> None:
         self.driver = driver
 
     def look(self, *, scheme: str = "light", width: int = 1280, height: int = 900) -> None:
-        """Sets the colour scheme that the user prefers, and the size of the window."""
+        """Sets the preferred colour scheme and the size of the window."""
         media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
     def open(self, url: str) -> None:
-        """Opens a page."""
         self.driver.get(url)
 
     def run(self, script: str, *arguments: object) -> Any:
-        """Runs a script in the page; returns what it returns."""
+        """Runs a script in the page; returns its result."""
         return self.driver.execute_script(script, *arguments)
 
     def text(self, selector: str) -> str:
-        """Returns the text of an element as it is shown; empty where it is hidden."""
+        """The visible text of an element; empty if it is hidden."""
         found: str = self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector)
         return found
 
     def value(self, selector: str) -> str:
-        """Returns the exact figure behind an element."""
+        """The exact value of an element."""
         found: str = self.run("return document.querySelector(arguments[0])?.dataset.value ?? ''", selector)
         return found
 
     def visible(self, selector: str) -> bool:
-        """Whether an element is shown."""
         return bool(self.run("return document.querySelector(arguments[0])?.checkVisibility() ?? false", selector))
 
     def wait(self, what: Callable[[], object], why: str, seconds: float = _SECONDS) -> None:
-        """Waits until something holds."""
+        """Waits until a condition is true."""
         deadline = time.monotonic() + seconds
         while not what():
             assert time.monotonic() < deadline, f"{why}: {self.text('#state')!r}, {self.text('#notice')!r}"
             time.sleep(0.05)
 
     def press(self, *keys: str) -> None:
-        """Presses keys, one after the other, by their names: "Tab", "Enter", or a letter."""
+        """Presses keys one after the other: "Tab", "Enter", or a letter."""
         names = {"Tab": Keys.TAB, "Enter": Keys.ENTER}
         for key in keys:
             ActionChains(self.driver).send_keys(names.get(key, key)).perform()
 
     def complaints(self) -> list[str]:
-        """Returns what the console has said since it was asked last."""
+        """The console's messages since the last call."""
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
     def screenshot(self, name: str) -> Path:
-        """Takes a picture of the whole page, however long."""
+        """A screenshot of the whole page."""
         height = self.run("return document.documentElement.scrollHeight")
         width = self.run("return document.documentElement.clientWidth")
         clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
@@ -116,7 +112,7 @@ def browse() -> Iterator[Browser]:
 
 
 def _service(options: ChromeOptions) -> Service:
-    """Returns the driver; tells the browser where it is."""
+    """The driver, configured with the browser's path."""
     unpacked = WEB / "debian" / "usr"
     if not (unpacked / "bin" / "chromedriver").exists():
         options.binary_location = shutil.which("chromium") or "chromium"

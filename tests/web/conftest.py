@@ -1,4 +1,4 @@
-"""One browser for all tests: it takes seconds to start."""
+"""One browser for all tests, because it takes seconds to start."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from web.browser import Browser, browse
 
 @pytest.fixture(scope="session")
 def started_browser() -> Iterator[Browser]:
-    """A browser, for as long as the tests run."""
     with browse() as browser:
         yield browser
 
 
 @pytest.fixture
 def browser(started_browser: Browser) -> Browser:
-    """The browser, as a desktop's with light colours, and nothing on its console."""
+    """The browser with a desktop's window and light colours; its console must stay empty."""
     started_browser.open("about:blank")
     started_browser.look()
     started_browser.complaints()

@@ -1,4 +1,4 @@
-"""Engines at work: conversations that come back, and a request that is handed over; more than the CPU tier holds."""
+"""Load: conversations with several turns, and a handed-over request, larger than the CPU tier."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _work(client: Client, seed: int, stop: threading.Event) -> None:
             return
         chosen = min(int(rng.expovariate(4 / _CONVERSATIONS)), _CONVERSATIONS - 1)
         keys = [key_of(block, salt=f"{seed}:{chosen}") for block in range(lengths[chosen])]
-        with contextlib.suppress(KVTierError):  # the server may be gone for a while
+        with contextlib.suppress(KVTierError):  # the server may be restarting
             with client.lookup(keys, request_id=f"r{number}") as lease:
                 hits = lease.prefix_hits
             client.store(keys[hits:], [content] * (len(keys) - hits), request_id=f"r{number}")
@@ -42,7 +42,7 @@ def _work(client: Client, seed: int, stop: threading.Event) -> None:
 
 @contextlib.contextmanager
 def engines_at_work(endpoint: str, engines: int = 2) -> Iterator[threading.Event]:
-    """Keeps engines busy until the end, or until the event is set: then they stay connected, and do nothing."""
+    """Runs engines until the end or until the event is set; then they stay connected and idle."""
     stop = threading.Event()
     with contextlib.ExitStack() as opened:
         opened.callback(stop.set)

@@ -1,4 +1,7 @@
-"""The status page in a browser, beside a real server under load (`make test-web`); its pictures are in build/web."""
+"""The status page in a browser, beside a real server under load (`make test-web`).
+
+Screenshots are in build/web.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ ENOUGH_KEYS = 15_000
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    """A server with a CPU tier that is soon full, and the page on a port that stays the same over its lives."""
+    """A server with a small CPU tier, and the page on a port that survives restarts."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     config = f'metrics = "127.0.0.1:{port}"'
@@ -38,13 +41,13 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
 
 
 def open_page(browser: Browser, server: ServerProcess) -> None:
-    """Opens the page of a server, and waits for its figures."""
+    """Opens the page of a server and waits for its values."""
     browser.open(server.url)  # type: ignore[attr-defined]
     browser.wait(lambda: browser.text("#state") == "serving", "the page has no figures")
 
 
 def told(server: ServerProcess) -> dict[str, Any]:
-    """Returns what `kvtier status --json` says."""
+    """The output of `kvtier status --json`."""
     command = [sys.executable, "-m", "kvtier.server", "status", "--json", "--endpoint", server.endpoint]
     values: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=30).stdout)
     return values
@@ -66,7 +69,7 @@ return {
 
 
 def expected(status: dict[str, Any]) -> dict[str, Any]:
-    """Returns what the page is to show of a status, in the form of `SHOWN`; ages and bars are looked at elsewhere."""
+    """The expected page for a status, in the form of `SHOWN`, without ages and bars."""
     hits = sum(tier["hits"] for tier in status["tiers"])
     tier_names = {"fill": "used_bytes", "damaged": "damaged_blocks", "health": "healthy"}
     tier_columns = ("fill", "blocks", "hit_rate", "hits", "evictions", "damaged", "jobs", "health")
@@ -101,7 +104,7 @@ def expected(status: dict[str, Any]) -> dict[str, Any]:
 
 
 def shown(browser: Browser) -> dict[str, Any]:
-    """Returns what the page shows, in the form of `expected`."""
+    """The page's values, in the form of `expected`."""
     values: dict[str, Any] = browser.run(SHOWN)
     values["tiers"] = {key: {name: text.strip() for name, text in row.items()} for key, row in values["tiers"].items()}
     values["misses"] = {reason: row["keys"] for reason, row in values["misses"].items()}
@@ -119,7 +122,7 @@ def shown(browser: Browser) -> dict[str, Any]:
 
 
 def test_true_figures(server: ServerProcess, browser: Browser) -> None:
-    """Every section shows the figures of `kvtier status --json`, during the load and when it has come to rest."""
+    """Every section shows the values of `kvtier status --json`, during and after the load."""
     with engines_at_work(server.endpoint) as stop:
         open_page(browser, server)
         before = server.wait_for(lambda status: status.lookup_keys > ENOUGH_KEYS and status.tiers[0].evictions, 60)
@@ -163,7 +166,7 @@ def test_true_figures(server: ServerProcess, browser: Browser) -> None:
 
 
 def test_updates_in_place(server: ServerProcess, browser: Browser) -> None:
-    """Figures change by themselves where they stand: rows stay the same nodes, focus stays where it was."""
+    """Values change in place: rows stay the same nodes, and the focus stays."""
     with engines_at_work(server.endpoint, 1):
         open_page(browser, server)
         browser.wait(lambda: browser.visible("#sessions tbody tr"), "no session")
@@ -172,7 +175,7 @@ def test_updates_in_place(server: ServerProcess, browser: Browser) -> None:
         seen: list[str] = []
         for _ in range(3):
             seen.append(browser.value(hits))
-            browser.wait(lambda: browser.value(hits) not in seen, "figures stand still")
+            browser.wait(lambda: browser.value(hits) not in seen, "values do not change")
         assert browser.run("return document.querySelector('[data-key=cpu]').mark") == 1
         assert browser.run("return document.activeElement.id") == "pause"
     browser.wait(lambda: browser.text("#session-count") == "0", "the session that ended stays")
@@ -181,7 +184,7 @@ def test_updates_in_place(server: ServerProcess, browser: Browser) -> None:
 
 
 def test_pause(server: ServerProcess, browser: Browser) -> None:
-    """Whoever wants to read in peace stops it, with the keyboard too, and lets it go on."""
+    """A user can pause and resume the page, also with the keyboard."""
     open_page(browser, server)
     asked = "return performance.getEntriesByName(`${location}status.json`).length"
     browser.wait(lambda: browser.run(asked) > 1, "it does not ask")
@@ -196,7 +199,7 @@ def test_pause(server: ServerProcess, browser: Browser) -> None:
 
 
 def test_end_and_return(server: ServerProcess, browser: Browser) -> None:
-    """It says that the server is gone, keeps what it last said, and takes up with the next life by itself."""
+    """The page reports a missing server, keeps its last values, and continues after a restart."""
     open_page(browser, server)
     first = browser.text("#epoch")
     server.kill()
@@ -214,7 +217,7 @@ def test_end_and_return(server: ServerProcess, browser: Browser) -> None:
 
 
 def test_hanging_server(server: ServerProcess, browser: Browser) -> None:
-    """A server that is there and does not answer is told from one that is gone."""
+    """A hanging server is distinguished from one that is gone."""
     open_page(browser, server)
     server.suspend()
     try:
@@ -226,7 +229,7 @@ def test_hanging_server(server: ServerProcess, browser: Browser) -> None:
 
 
 def test_draining(server: ServerProcess, browser: Browser) -> None:
-    """A server that ends says so while it waits for what is under way."""
+    """A draining server is shown as such."""
     with Client(server.endpoint, namespace=namespace_of(PART), rank=0) as client:
         client.wait_until_connected(10)
         open_page(browser, server)

@@ -1,4 +1,4 @@
-"""The status page in a browser, of servers that are made up: what is rare, what is hostile, and whether everybody can read it."""
+"""The status page in a browser with fake servers: rare states, hostile names, accessibility."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title=
 
 
 def curve(low: float, high: float) -> list[HitRatioEstimate]:
-    """Returns estimates that rise from one ratio to another."""
+    """Estimates that rise from one ratio to another."""
     return [HitRatioEstimate(scale=2.0**step, hit_ratio=low + (high - low) * (step + 1) / 4) for step in range(-1, 4)]
 
 
 def busy() -> GetStatusResponse:
-    """Returns a status with something in every section."""
+    """A status with something in every section."""
     return GetStatusResponse(
         server_version="1.2.3",
         epoch=0xFEDCBA9876543210,
@@ -82,7 +82,7 @@ Serve = Callable[..., str]
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """Serves the page of made-up servers; returns its address."""
+    """Serves the page of fake servers; returns its address."""
     servers: list[MetricsServer] = []
 
     def start(status: Callable[[], GetStatusResponse] = busy, **more: Callable[..., object]) -> str:
@@ -95,13 +95,13 @@ def serve() -> Iterator[Serve]:
 
 
 def open_page(browser: Browser, url: str, state: str = "degraded") -> None:
-    """Opens a page, and waits for what it says of the server."""
+    """Opens a page and waits for its state of the server."""
     browser.open(url)
     browser.wait(lambda: browser.text("#state") == state, "the page does not say what is so")
 
 
 def findings(browser: Browser) -> list[str]:
-    """Returns what axe finds fault with: contrast, names, roles, order."""
+    """Axe's findings: contrast, names, roles, order."""
     package = importlib.util.find_spec("axe_playwright_python")
     assert package is not None
     assert package.submodule_search_locations
@@ -116,7 +116,7 @@ def findings(browser: Browser) -> list[str]:
 
 
 def test_degraded_tier(serve: Serve, browser: Browser) -> None:
-    """A tier in trouble is named at the top, and why is said in its row."""
+    """A degraded tier is shown at the top; its row shows the reason."""
     open_page(browser, serve())
     assert browser.text("#notice").startswith("Tier disk-of-the-second-shelf is degraded")
     row = "[data-key=disk-of-the-second-shelf]"
@@ -130,7 +130,7 @@ def test_degraded_tier(serve: Serve, browser: Browser) -> None:
 
 
 def test_text_is_never_markup(serve: Serve, browser: Browser) -> None:
-    """Whatever engines and tiers are called, it is shown as it is written, and nothing of it runs."""
+    """Names of engines and tiers are shown as text; no markup in them runs."""
 
     def hostile() -> GetStatusResponse:
         session = SessionStatus(client_name=HOSTILE, engine_id=HOSTILE, transport=HOSTILE, model=HOSTILE)
@@ -146,7 +146,7 @@ def test_text_is_never_markup(serve: Serve, browser: Browser) -> None:
 
 
 def test_policy_is_enforced(serve: Serve, browser: Browser) -> None:
-    """Were there a hole, what came through it could not run, nor call elsewhere."""
+    """Content-Security-Policy: injected scripts could neither run nor connect elsewhere."""
     open_page(browser, serve())
     done = browser.run(
         """
@@ -166,7 +166,7 @@ def test_policy_is_enforced(serve: Serve, browser: Browser) -> None:
 
 
 def test_token(serve: Serve, browser: Browser) -> None:
-    """Where a token is wanted the page asks for it, takes no wrong one, and shows nothing before."""
+    """The page asks for a required token, refuses a wrong one, and shows nothing before."""
     open_page(browser, serve(admits=lambda said: said == "Bearer secret"), "locked")
     assert browser.visible("#token-text")
     assert browser.run("return document.activeElement.id") == "token-text"
@@ -181,7 +181,7 @@ def test_token(serve: Serve, browser: Browser) -> None:
 
 
 def test_server_that_cannot_say(serve: Serve, browser: Browser) -> None:
-    """An endpoint that answers for a server that does not is told from one that is gone."""
+    """An endpoint whose server does not answer is distinguished from a missing endpoint."""
 
     def fail() -> GetStatusResponse:
         raise TimeoutError
@@ -191,7 +191,7 @@ def test_server_that_cannot_say(serve: Serve, browser: Browser) -> None:
 
 
 def test_nothing_yet(serve: Serve, browser: Browser) -> None:
-    """A server that has just begun says so in every section, in words."""
+    """A new server shows an explanation in every empty section."""
     tier = TierStatus(name="cpu", type="cpu", capacity_bytes=1 << 30, available_bytes=1 << 30, healthy=True)
     open_page(browser, serve(lambda: GetStatusResponse(server_version="1", tiers=[tier])), "serving")
     for name in ("curve-none", "misses-none", "sessions-none", "handoffs-none"):
@@ -203,7 +203,7 @@ def test_nothing_yet(serve: Serve, browser: Browser) -> None:
 
 
 def test_many_sessions(serve: Serve, browser: Browser) -> None:
-    """A thousand sessions are a long table, not a page that hangs."""
+    """A thousand sessions do not freeze the page."""
 
     def many() -> GetStatusResponse:
         sessions = [SessionStatus(client_name="same", engine_id=f"e{number % 9}") for number in range(1000)]
@@ -217,7 +217,7 @@ def test_many_sessions(serve: Serve, browser: Browser) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
 def test_everybody_can_read_it(serve: Serve, browser: Browser, scheme: str, width: int) -> None:
-    """The checks of axe find nothing in either colour scheme, wide or narrow, and nothing scrolls sideways."""
+    """Axe finds nothing in both colour schemes, wide or narrow; no horizontal scrolling."""
     browser.look(scheme=scheme, width=width)
     open_page(browser, serve())
     browser.wait(lambda: browser.visible("#plot path"), "no curve")
@@ -228,7 +228,7 @@ def test_everybody_can_read_it(serve: Serve, browser: Browser, scheme: str, widt
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_gone_can_be_read_too(serve: Serve, browser: Browser, scheme: str) -> None:
-    """What is kept of a server that is gone is still readable."""
+    """The values kept from an ended server stay readable."""
     alive = True
 
     def status() -> GetStatusResponse:
@@ -245,7 +245,7 @@ def test_gone_can_be_read_too(serve: Serve, browser: Browser, scheme: str) -> No
 
 
 def test_keyboard(serve: Serve, browser: Browser) -> None:
-    """Every control is reached in the order in which it is read, the first being a way past the head."""
+    """The keyboard reaches every control in reading order; a skip link is first."""
     open_page(browser, serve())
     reached = []
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""What a client process has seen, told in lines of JSON that outlive a SIGKILL of it."""
+"""Results of a client process, in lines of JSON that survive its SIGKILL."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from stress.shape import Field, difference
+from stress.shape import Dataset, difference
 
-__all__ = ["Tally"]
+__all__ = ["ResultLog"]
 
 
-class Tally:
-    """Counts, and appends lines to a file; any thread may use it.
+class ResultLog:
+    """Counts, and appends lines to a file. Any thread may call.
 
-    Each line is one `write`, so that a killed process leaves whole lines. Wrong bytes and failures are written at once, counters
-    when `publish` is called: a SIGKILL costs what was counted since.
+    Each line is one `write`, so a killed process leaves whole lines. Wrong bytes and failures are
+    written at once, counters by `publish`; a SIGKILL loses the counts since then.
     """
 
     def __init__(self, path: Path) -> None:
@@ -29,32 +29,30 @@ class Tally:
         self.failed = False
 
     def count(self, what: str, number: int = 1) -> None:
-        """Adds to a counter."""
         with self._lock:
             self._counts[what] += number
 
-    def check(self, field: Field, keys: list[bytes], found: list[np.ndarray], rank: int, **how: Any) -> None:
+    def check(self, dataset: Dataset, keys: list[bytes], found: list[np.ndarray], rank: int, **how: Any) -> None:
         """Verifies each byte of loaded parts."""
         for key, part in zip(keys, found, strict=True):
-            damage = difference(field.payload(key, rank), part)
+            damage = difference(dataset.payload(key, rank), part)
             if damage is not None:
-                self.line("wrong", field=field.name, key=key.hex(), rank=rank, **how, **damage)
+                self.line("wrong", dataset=dataset.name, key=key.hex(), rank=rank, **how, **damage)
         self.count("verified blocks", len(keys))
         self.count("verified bytes", sum(part.nbytes for part in found))
 
     def fail(self, text: str) -> None:
-        """Takes note of what must never happen to a client."""
+        """Records an error that no client may see."""
         self.failed = True
         self.line("failure", text=text)
 
     def publish(self, kind: str = "counts") -> None:
-        """Writes the counters as they are now."""
+        """Writes the current counters."""
         with self._lock:
             counts = dict(self._counts)
         self.line(kind, counts=counts)
 
     def close(self) -> None:
-        """Ends it."""
         self._file.close()
 
     def line(self, kind: str, **fields: Any) -> None:
