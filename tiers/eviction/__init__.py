@@ -1,4 +1,4 @@
-"""Eviction policies, by the names that the configuration chooses them by."""
+"""Eviction policies, by their names in the configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,5 @@ from .policy import EvictionPolicy
 __all__ = ["ARC", "DEFAULT_POLICY", "LRU", "MQ", "POLICIES", "EvictionPolicy", "Forecast"]
 
 POLICIES: dict[str, type[EvictionPolicy[Any]]] = {"forecast": Forecast, "lru": LRU, "arc": ARC, "mq": MQ}
-"""The policies that a tier can be configured with."""
 
 DEFAULT_POLICY = "forecast"
-"""The policy of a tier that is configured with none."""

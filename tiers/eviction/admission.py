@@ -1,4 +1,7 @@
-"""Which blocks a tier takes in: writing what nobody reads again wears an SSD out."""
+"""Admission filters: which blocks a tier stores.
+
+Storing blocks that are never read wears SSDs out.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,17 @@ MAX_REMEMBERED = 1 << 17
 
 
 class Admission(Protocol):
-    """Decides block by block. Asked once per use of a block that the tier lacks."""
+    """Decides per block. Called once per use of a block that the tier lacks."""
 
     def admits(self, name: Hashable, user: Hashable) -> bool:
-        """Returns whether the tier takes a block in that this request has used; None is a request of its own."""
+        """Returns whether to store a block that `user` has used; None is a request of its own."""
         ...
 
 
 class SecondUse:
-    """Takes in what a second request uses, as far as the first one is remembered (CacheLib calls it reject first).
+    """Admits a block at its second use by another request (CacheLib: reject first).
 
-    Remembers about the last 131,000 names, in two generations: when the young one is full it becomes the old one.
+    Remembers about 131,000 names in two generations; a full young generation replaces the old one.
     """
 
     def __init__(self, most: int = MAX_REMEMBERED) -> None:
@@ -31,7 +34,6 @@ class SecondUse:
         self._old: dict[Hashable, Hashable] = {}
 
     def admits(self, name: Hashable, user: Hashable) -> bool:
-        """Returns whether another request has used it before."""
         for generation in (self._young, self._old):
             if name in generation:
                 return user is None or generation[name] != user
@@ -42,6 +44,6 @@ class SecondUse:
 
 
 ADMISSION: Mapping[str, Callable[[], Admission] | None] = MappingProxyType({"all": None, "second_use": SecondUse})
-"""What a tier can be configured with; None takes in everything."""
+"""Filters by their names in the configuration; None admits all blocks."""
 
 DEFAULT_ADMISSION = "all"

@@ -14,7 +14,7 @@ __all__ = ["LRU"]
 
 
 class _Chain(Generic[T]):
-    """What one request used, head first, less what later requests used as well."""
+    """Blocks of one request, head first, without those that later requests used."""
 
     __slots__ = ("items",)
 
@@ -23,7 +23,7 @@ class _Chain(Generic[T]):
 
 
 class LRU(Generic[T]):
-    """The chain of the least recent request goes first, tail before head (B4.9)."""
+    """Evicts the chain of the least recent request first, tail before head (B4.9)."""
 
     def __init__(self) -> None:
         self._chain_of: dict[T, _Chain[T]] = {}
@@ -31,7 +31,6 @@ class LRU(Generic[T]):
         self._requests = OpenRequests[_Chain[T]](_Chain)
 
     def use(self, items: Sequence[T], request: Hashable = None) -> None:
-        """Puts the request's chain last in line."""
         chain = self._requests.of(request)
         for known, group in groupby(items, self._chain_of.get):
             if known is chain:
@@ -46,11 +45,9 @@ class LRU(Generic[T]):
             self._chains.move_to_end(chain)
 
     def finish(self, request: Hashable) -> None:
-        """Forgets the request's name."""
         self._requests.finish(request)
 
     def remove(self, item: T) -> None:
-        """Takes it out of the line."""
         chain = self._chain_of.pop(item, None)
         if chain is not None:
             items = chain.items
@@ -59,12 +56,10 @@ class LRU(Generic[T]):
                 del self._chains[chain]
 
     def victims(self) -> Iterator[T]:
-        """Yields from the head of the line."""
         for chain in self._chains:
             yield from reversed(chain.items)
 
     def oldest(self) -> T | None:
-        """Returns the tail of the chain at the head of the line."""
         return next(self.victims(), None)
 
     def __len__(self) -> int:

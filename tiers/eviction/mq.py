@@ -1,4 +1,7 @@
-"""Multi-Queue (Zhou, Philbin and Li, USENIX 2001): made for second-level caches, where locality is spent above."""
+"""Multi-Queue (Zhou, Philbin and Li, USENIX 2001), made for second-level caches.
+
+In a second-level cache recency says little, because the first level has absorbed the locality.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ __all__ = ["MQ"]
 QUEUES = 8
 GHOSTS_PER_ITEM = 4
 HALF_LIFE = 16
-"""The distances seen count half as much after so many uses per item."""
+"""Uses per item after which observed distances count half."""
 
 
 class _State:
-    """Where an item stands."""
+    """Position of an item in the queues."""
 
     __slots__ = ("expires", "last", "queue", "uses")
 
@@ -30,9 +33,10 @@ class _State:
 
 
 class MQ(Generic[T]):
-    """Queues by the logarithm of how often an item was used; who is not used for a lifetime goes one queue down.
+    """Queues by the logarithm of the use count. An item unused for a lifetime moves one queue down.
 
-    The lifetime is the distance at which reuse peaks, from a histogram by octave, as in the paper.
+    The lifetime is the reuse distance with the most reuse, from a histogram by octave, as in the
+    paper.
     """
 
     def __init__(self) -> None:
@@ -46,7 +50,6 @@ class MQ(Generic[T]):
         self._requests = LastRequest[T]()
 
     def use(self, items: Sequence[T], request: Hashable = None) -> None:
-        """Counts a use of each, tail first."""
         for item in reversed(self._requests.fresh(items, request)):
             self._clock += 1
             state = self._states.get(item)
@@ -64,11 +67,10 @@ class MQ(Generic[T]):
             self._age()
 
     def finish(self, request: Hashable) -> None:
-        """Forgets the request's name."""
         self._requests.finish(request)
 
     def remove(self, item: T) -> None:
-        """Leaves a ghost that knows how often the item was used."""
+        """Removes an item; its ghost keeps the use count."""
         state = self._states.pop(item, None)
         if state is None:
             return
@@ -80,12 +82,10 @@ class MQ(Generic[T]):
         self._requests.forget(item)
 
     def victims(self) -> Iterator[T]:
-        """Yields from the lowest queue up, the head of each first."""
         for queue in self._queues:
             yield from queue
 
     def oldest(self) -> T | None:
-        """Returns the head of one of the queues."""
         heads = [
             (state.last, item)
             for queue in self._queues
@@ -103,7 +103,7 @@ class MQ(Generic[T]):
         self._queues[queue][item] = state
 
     def _age(self) -> None:
-        """Lets the head of each queue go one down where its time is up."""
+        """Moves the head of each queue down if its lifetime has passed."""
         if self._clock >= self._next_review:
             self._review()
         for number in range(1, QUEUES):
@@ -115,7 +115,7 @@ class MQ(Generic[T]):
                     self._enter(item, state, number - 1)
 
     def _review(self) -> None:
-        """Sets the lifetime to the octave beyond the one in which most reuse falls: by then it has come, or will not."""
+        """Sets the lifetime to the octave above the one with the most reuse."""
         peak = max(range(len(self._distances)), key=self._distances.__getitem__)
         self._lifetime = max(2 << peak, len(self)) if self._distances[peak] else len(self)
         period = max(1024, len(self))

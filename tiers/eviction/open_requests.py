@@ -1,4 +1,4 @@
-"""Which uses belong to one request."""
+"""Open requests: which uses belong to one request."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ __all__ = ["LastRequest", "OpenRequests"]
 V = TypeVar("V")
 
 MAX_OPEN = 1024
-"""Requests that may still go on; where there are more, the oldest is taken for finished."""
+"""Limit; beyond it, the oldest request counts as finished."""
 
 
 class OpenRequests(Generic[V]):
-    """What a policy keeps for requests that may go on."""
+    """State of a policy per open request."""
 
     def __init__(self, new: Callable[[], V], over: Callable[[V], object] = lambda _: None) -> None:
-        """`over` is told of what was kept for a request, once, when nothing is added to it any more."""
+        """`over` is called once with the state of each ended request."""
         self._new = new
         self._over = over
         self._open: OrderedDict[Hashable, V] = OrderedDict()
 
     def of(self, request: Hashable) -> V:
-        """Returns what is kept for a request, or something new; None is always new."""
+        """Returns the state of a request, a new one for an unknown request and for None."""
         kept = self._open.get(request)
         if kept is None:
             kept = self._new()
@@ -37,7 +37,6 @@ class OpenRequests(Generic[V]):
         return kept
 
     def finish(self, request: Hashable) -> None:
-        """Takes note that a request is over."""
         if request in self._open:
             self._over(self._open.pop(request))
 
@@ -46,7 +45,7 @@ class OpenRequests(Generic[V]):
 
 
 class LastRequest(Generic[T]):
-    """Per item the request that used it last: one that looks up, stores and looks again has used it once."""
+    """The last request per item: several calls of one request count as one use."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -54,18 +53,16 @@ class LastRequest(Generic[T]):
         self._last: dict[T, int] = {}
 
     def fresh(self, items: Sequence[T], request: Hashable) -> list[T]:
-        """Returns the items that this request is not the last to have used, and takes note that now it is."""
+        """Returns the items whose last use was by another request, and records this one."""
         number = self._open.of(request)
         fresh = [item for item in items if self._last.get(item) != number]
         self._last.update(dict.fromkeys(fresh, number))
         return fresh
 
     def finish(self, request: Hashable) -> None:
-        """Takes note that the request is over."""
         self._open.finish(request)
 
     def forget(self, item: T) -> None:
-        """Forgets an item."""
         self._last.pop(item, None)
 
     def _next(self) -> int:

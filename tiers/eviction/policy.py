@@ -1,8 +1,9 @@
-"""The contract of an eviction policy: in which order a tier parts with what it holds.
+"""Interface of eviction policies: the order in which items are evicted.
 
-A policy orders items and nothing else; whether an item may go (it may be pinned) is the caller's question. What it is told is
-what the core knows: which items a request used, in the order of their chain, and which uses belong to one request.
-There is no clock: policies count uses.
+A policy only orders items. The caller checks whether an item may be evicted (it may be pinned). A
+policy is told which items a request used, in chain order, and which uses belong to one request.
+There
+is no clock: policies count uses.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ __all__ = ["EvictionPolicy", "Item", "T"]
 
 
 class Item(Hashable, Protocol):
-    """What a policy orders. Equal to itself only."""
+    """An item that a policy orders. Compared by identity."""
 
     policy_node: Any
-    """What the policy that orders it keeps with it; None before it comes, and when it has gone."""
+    """State of the policy for this item; None before it is added and after it is removed."""
 
     @property
     def name(self) -> Hashable:
-        """What stays the same when the item goes and comes again; ghosts are kept under it."""
+        """Identifies the item across evictions; ghosts are stored under it."""
         ...
 
 
@@ -29,38 +30,38 @@ T = TypeVar("T", bound=Item)
 
 
 class EvictionPolicy(Protocol[T]):
-    """An order of eviction over distinct items. Called by the core only, one call at a time; raises nothing.
+    """An eviction order over distinct items. Called by the core, one call at a time; never raises.
 
-    Memory is bounded by the number of items: ghosts (names of items that went) are at most four times as many, and
-    a thousand or so where there are few items.
+    Memory is bounded by the number of items: there are at most four times as many ghosts (names of
+    evicted
+    items), or about a thousand if there are few items.
     """
 
     def use(self, items: Sequence[T], request: Hashable = None) -> None:
-        """Takes note that a request used these, and takes in those that are new.
+        """Records that a request used these items, and adds new ones.
 
         Args:
-            items: distinct, head first. They follow in the chain what the same request used before; those that it used
-                before may be among them, and say nothing new.
-            request: who used them; None where that is not known, which makes it a request of its own.
+            items: distinct, head first. They follow the request's earlier items in the chain;
+                repeated items
+                are ignored.
+            request: the request; None if unknown, which counts as a request of its own.
         """
 
     def finish(self, request: Hashable) -> None:
-        """Takes note that a request is over: its name may come again for another one."""
+        """Ends a request: its name may be reused."""
 
     def remove(self, item: T) -> None:
-        """Forgets an item, but for a ghost; one that is not known is fine."""
+        """Removes an item, possibly leaving a ghost; ignores unknown items."""
 
     def victims(self) -> Iterator[T]:
-        """Yields every item, the one to go first first. Nothing else may be called while iterating.
+        """Yields every item in eviction order. No other method may be called while iterating.
 
-        An item that was just taken in may be the first: that is how a policy says that it is not worth keeping.
+        A new item may come first: then the policy does not consider it worth keeping.
         """
         ...
 
     def oldest(self) -> T | None:
-        """Returns an item whose last use lies the furthest back, or None if there are no items."""
+        """Returns an item with the earliest last use, or None if there are no items."""
         ...
 
-    def __len__(self) -> int:
-        """Number of items."""
-        ...
+    def __len__(self) -> int: ...

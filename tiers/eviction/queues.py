@@ -1,7 +1,8 @@
-"""Lines: what a tier holds in the order in which it goes, a line per share and size class.
+"""Eviction queues: the items of a tier in eviction order, per tenant share and size class.
 
-Each line has an eviction policy of its own, so that whoever looks for a victim never walks over blocks that are protected.
-What is retained stands in no line until its time is over, and what is set aside until it is put back.
+Each queue has its own eviction policy, so the search for a victim never walks over the blocks of
+protected shares. Retained items are in no queue until their time has passed, and neither are items
+that holds protect.
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ H = TypeVar("H", bound=Hashable)
 
 
 class ExpiryWheel(Generic[H]):
-    """Each item once. Times are in seconds of the core's clock, and come up to `width` seconds late, never early.
+    """Timing wheel: items grouped by expiry time, rounded up to `width` seconds.
 
-    Memory is bounded by the number of items, and of widths between the earliest and the latest time.
+    Rescheduling is O(1).
+
+    Memory is bounded by the number of items, and by the number of widths between the first and last
+    time.
     """
 
     def __init__(self, width: float = 1.0) -> None:
@@ -45,7 +49,10 @@ class ExpiryWheel(Generic[H]):
         return item in self._slot_of
 
     def put(self, items: Iterable[H], when: float) -> None:
-        """Sets the time of items, whether they had one or not. Those with one time come in the order in which they came."""
+        """Sets the expiry time of items, new or known.
+
+        Items of one slot expire in insertion order.
+        """
         number = math.ceil(when / self._width)
         slot = self._slots.get(number)
         if slot is None:
@@ -61,21 +68,20 @@ class ExpiryWheel(Generic[H]):
             slot[item] = None
 
     def when(self, item: H) -> float:
-        """Returns when an item's time is over; it must have one."""
         return self._slot_of[item] * self._width
 
     def discard(self, item: H) -> None:
-        """Forgets an item; one that is not known is fine."""
+        """Removes an item; ignores unknown items."""
         number = self._slot_of.pop(item, None)
         if number is not None:
             del self._slots[number][item]
 
     def has_due(self, now: float) -> bool:
-        """Returns whether there may be items whose time is over."""
+        """Returns whether items may have expired."""
         return bool(self._order) and self._order[0] * self._width <= now
 
     def take(self, now: float, most: int) -> list[H]:
-        """Returns and forgets items whose time is over, the earliest first; at most so many."""
+        """Removes and returns up to `most` expired items, earliest first."""
         taken: list[H] = []
         while len(taken) < most and self.has_due(now):
             slot = self._slots[self._order[0]]
@@ -89,14 +95,14 @@ class ExpiryWheel(Generic[H]):
 
 
 MAX_AT_ONCE = 1024
-"""Items whose time is over that are looked at in one go, for the loop is not to be held up."""
+"""Expired items that are handled at a time, which bounds the delay of the event loop."""
 
 
 _SLOTS_OF_TTL = 1024
 
 
 class QueueItem(Hashable, Protocol):
-    """What stands in a line. Equal to itself only."""
+    """An item of an eviction queue. Compared by identity."""
 
     queue: EvictionQueue[Any]
     policy_node: Any
@@ -109,7 +115,7 @@ class QueueItem(Hashable, Protocol):
 
     @property
     def name(self) -> Hashable:
-        """What the item is known by when it has gone and comes again."""
+        """Identifies the item across evictions."""
         ...
 
     @property
@@ -134,13 +140,14 @@ class EvictionQueue(Generic[L]):
         self.size_class = size_class
         self.policy = policy
         self.victim_buffer: deque[L] = deque()
-        """Who goes next, as long as nothing is used: a policy may put first what may not go, to be skipped each time."""
+        """Next victims, valid until the next use. It avoids skipping the same unevictable items
+        each time."""
 
 
 def by_queue(items: Sequence[L]) -> Iterable[tuple[EvictionQueue[L], Sequence[L]]]:
-    """Returns items by their line, each line's in their order."""
+    """Groups items by queue, in order."""
     queues = set(map(queue_of, items))
-    if len(queues) <= 1:  # as it is nearly always
+    if len(queues) <= 1:  # the usual case
         return [(queue, items) for queue in queues]
     groups: dict[EvictionQueue[L], list[L]] = defaultdict(list)
     for item in items:
@@ -149,7 +156,10 @@ def by_queue(items: Sequence[L]) -> Iterable[tuple[EvictionQueue[L], Sequence[L]
 
 
 class EvictionQueues(Generic[L]):
-    """The lines of one tier, and its clock. An item joins its line when it is used first, and must be removed."""
+    """The eviction queues of one tier, with retention and time to live.
+
+    An item joins its queue at its first use, and must be removed explicitly.
+    """
 
     def __init__(
         self,
@@ -159,15 +169,15 @@ class EvictionQueues(Generic[L]):
         ttl: float | None = None,
         now: float = 0.0,
     ) -> None:
-        """`ttl` is for how many seconds an item may go unused; None for ever."""
+        """`ttl`: seconds that an item may stay unused; None for no limit."""
         self.shares = shares
         self.ttl = ttl
         self.now = now
-        """The time of the last tick, in seconds."""
+        """Time of the last tick, in seconds."""
         self.expired = 0
-        """Items that were not used for as long as `ttl`."""
+        """Items whose `ttl` has passed."""
         self.not_retained = 0
-        """Items that should have been retained, and were beyond what may be."""
+        """Items that exceeded the retention budget."""
         self._new_policy = new_policy
         self._queues: dict[tuple[TenantShare, int], EvictionQueue[L]] = {}
         self._of_class: dict[int, list[EvictionQueue[L]]] = defaultdict(list)
@@ -176,7 +186,7 @@ class EvictionQueues(Generic[L]):
         self._unused = ExpiryWheel[L](1.0 if ttl is None else max(1.0, ttl / _SLOTS_OF_TTL))
 
     def queue_for(self, namespace: NamespaceId, size_class: int = 0) -> EvictionQueue[L]:
-        """Returns the line that a namespace's items of one size class stand in."""
+        """Returns the queue for a namespace's items of one size class."""
         share = self.shares.of(namespace)
         queue = self._queues.get((share, size_class))
         if queue is None:
@@ -185,18 +195,18 @@ class EvictionQueues(Generic[L]):
         return queue
 
     def all(self) -> Collection[EvictionQueue[L]]:
-        """Returns all lines."""
         return self._queues.values()
 
     def of_class(self, size_class: int) -> Sequence[EvictionQueue[L]]:
-        """Returns the lines of one size class, one of a share at most."""
+        """Returns the queues of one size class, at most one per share."""
         return self._of_class[size_class]
 
     def use(self, items: Sequence[L], request: Hashable, retain_until: float = 0.0) -> int:
-        """Takes note that a request used these, distinct and head first, and retains them until then, if that is to come.
+        """Records that a request used distinct items, given head first.
 
-        Returns:
-            How many should have been retained, and were not: that is bounded.
+        Retains them until `retain_until`.
+
+        Returns how many items exceeded the retention budget.
         """
         if self.ttl is not None:
             self._unused.put(items, self.now + self.ttl)
@@ -208,12 +218,11 @@ class EvictionQueues(Generic[L]):
         return len(items) if retain_until > self.now else 0
 
     def finish(self, request: Hashable) -> None:
-        """Takes note that a request is over."""
         for queue in self._queues.values():
             queue.policy.finish(request)
 
     def remove(self, item: L) -> None:
-        """Forgets an item; one that is not known is fine."""
+        """Removes an item; ignores unknown items."""
         if self._protected:
             self._protected.discard(item)
         if item.retained:
@@ -225,7 +234,7 @@ class EvictionQueues(Generic[L]):
             self._unused.discard(item)
 
     def remove_all(self, items: Sequence[L]) -> None:
-        """Forgets items; the same as `remove` for each."""
+        """The same as `remove` for each item, but faster."""
         if self.ttl is not None or self._retained:
             for item in items:
                 self.remove(item)
@@ -236,24 +245,23 @@ class EvictionQueues(Generic[L]):
             item.queue.policy.remove(item)
 
     def protect(self, items: Iterable[L]) -> None:
-        """Takes items, head first, out of line until they are put back: pinned for minutes, they would be skipped each time."""
+        """Takes items, given head first, out of their queues: they are pinned for minutes."""
         fresh = [item for item in dict.fromkeys(items) if item not in self._protected]
-        for item in reversed(fresh):  # policies find a tail sooner
+        for item in reversed(fresh):  # policies remove a tail faster
             if not item.retained:
                 item.queue.policy.remove(item)
         self._protected.update(fresh)
 
     def unprotect(self, items: Iterable[L]) -> None:
-        """Puts back in line, as if used now, those of these items that were set aside; given head first."""
+        """Returns protected items to their queues as if used now, given head first."""
         back = [item for item in dict.fromkeys(items) if item in self._protected]
         self._protected.difference_update(back)
         self._tell_policies([item for item in back if not item.retained], None)
 
     def tick(self, now: float) -> list[L]:
-        """Lets time pass, which never goes back.
+        """Advances the time, which never goes back.
 
-        Returns:
-            Items that have not been used for as long as `ttl`: the caller drops or postpones each.
+        Returns items whose `ttl` has passed: the caller drops or postpones each.
         """
         self.now = now
         self.end_retention()
@@ -261,11 +269,14 @@ class EvictionQueues(Generic[L]):
 
     @property
     def overdue(self) -> bool:
-        """Whether the time of more items is over than were looked at."""
+        """Whether more items have expired than were handled."""
         return self._retained.has_due(self.now) or self._unused.has_due(self.now)
 
     def end_retention(self) -> bool:
-        """Puts back in line those whose time of being retained is over, not too many; returns whether there were any."""
+        """Returns items whose retention has ended to their queues, a limited number.
+
+        False if there are none.
+        """
         items = self._retained.take(self.now, MAX_AT_ONCE)
         for item in items:
             self._free(item)
@@ -273,18 +284,17 @@ class EvictionQueues(Generic[L]):
         return bool(items)
 
     def postpone(self, item: L, used_at: float | None = None) -> None:
-        """Takes note that an item was in use all the time, or at another place at `used_at`: its `ttl` begins then."""
+        """Restarts an item's `ttl`: it is in use, or was used elsewhere at `used_at`."""
         if self.ttl is not None:
             self._unused.put([item], (self.now if used_at is None else used_at) + self.ttl)
 
     def stats(self) -> tuple[ShareStats, ...]:
-        """Returns the figures of each share, the rest's first."""
         return tuple(
             ShareStats(share.name, share.quota, share.limit, share.used, share.retained) for share in self.shares
         )
 
     def _tell_policies(self, items: Sequence[L], request: Hashable) -> None:
-        """Tells the policies; each hears of its own items only."""
+        """Tells each policy about the use of its items."""
         if self._protected:
             items = [item for item in items if item not in self._protected]
         for queue, mine in by_queue(items):
@@ -292,10 +302,10 @@ class EvictionQueues(Generic[L]):
             queue.policy.use(mine, request)
 
     def retain(self, items: Iterable[L], until: float) -> list[L]:
-        """Keeps items out of line until then, or later where that was said before; returns those for which it is too much."""
+        """Retains items until a time, never shortening; returns those beyond the budget."""
         keep: list[L] = []
         rest: list[L] = []
-        for item in dict.fromkeys(items):  # what a lookup names twice is charged once
+        for item in dict.fromkeys(items):  # a repeated item is charged once
             if item.retained:
                 if self._retained.when(item) < until:
                     keep.append(item)
@@ -303,7 +313,7 @@ class EvictionQueues(Generic[L]):
                 keep.append(item)
             else:
                 rest.append(item)
-        for item in reversed(keep):  # policies find a tail sooner
+        for item in reversed(keep):  # policies remove a tail faster
             if not item.retained:
                 item.queue.policy.remove(item)
                 item.retained = True

@@ -1,8 +1,10 @@
-"""Shares: how much of a tier each tenant is guaranteed, and at whose cost room is made.
+"""Tenant quotas, and the fair-share choice of victims.
 
-A quota is a guarantee and not a border: anybody may use what is free. When room is needed, it is taken from the share that
-is the furthest above its quota, which may be the taker's own; never from one that would be left with less than its quota.
-So a flood costs those who flood. Tenants without an entry of their own share "the rest", whose quota is 0.
+A quota is a guarantee, not a limit: every tenant may use free space. To make room, items are
+evicted
+from the share that is furthest above its quota, possibly the taker's own; no share falls below its
+quota. So a burst of stores displaces the blocks of its own tenant. Tenants without a quota or limit
+share one default share ("rest") with quota 0.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ T = TypeVar("T")
 
 
 class QuotaError(ValueError):
-    """The quotas of a tier add up to more than it has."""
+    """The quotas of a tier exceed its capacity."""
 
     def __init__(self, tier: str, quota_bytes: int, capacity_bytes: int) -> None:
         super().__init__(f"tier {tier}: the quotas add up to {quota_bytes} bytes, it has {capacity_bytes}")
@@ -34,13 +36,13 @@ class QuotaError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """What a tenant may have, in bytes per name of a tier.
+    """Quotas and limits of a tenant, in bytes per tier name.
 
     Attributes:
-        name: for people.
-        tag: what the ids of its namespaces begin with.
-        quotas: what it is guaranteed; nothing of a tier that is not named.
-        limits: the most that it may hold; all of a tier that is not named.
+        name: for messages and metrics.
+        tag: prefix of the ids of its namespaces.
+        quotas: guaranteed bytes; default 0.
+        limits: most bytes; default: no limit.
     """
 
     name: str
@@ -50,7 +52,7 @@ class Tenant:
 
 
 class RetentionBudget:
-    """How many bytes may be retained: for a while they make no room for anybody."""
+    """Limit for retained bytes."""
 
     __slots__ = ("bound", "used")
 
@@ -60,7 +62,7 @@ class RetentionBudget:
 
 
 class TenantShare:
-    """What one tenant, or the rest, has of one tier. Counted by the tier, in bytes."""
+    """Use of one tier by one tenant, or by all without a quota. Updated by the tier, in bytes."""
 
     __slots__ = ("budget", "busy", "limit", "name", "quota", "retained", "used")
 
@@ -69,38 +71,38 @@ class TenantShare:
         self.quota = quota
         self.limit = limit
         self.budget = budget
-        """What it may retain: a part of its own quota, or, without one, of what is nobody's quota, with others like it."""
+        """Part of its quota; tenants without a quota share a part of the memory without quota."""
         self.used = 0
         self.retained = 0
         self.busy = 0
-        """What is not retained and may not go all the same, for its store or a load of it runs. Not counted in the CPU tier."""
+        """Not retained and not evictable, because a store or load runs. Not counted in the CPU
+        tier."""
 
     @property
     def evictable(self) -> int:
-        """What may go now."""
         return self.used - self.retained - self.busy
 
     @property
     def excess(self) -> int:
-        """By how much it is above its quota; negative where it is below."""
+        """Bytes above its quota; negative below it."""
         return self.used - self.quota
 
     def over_limit(self, nbytes: int) -> int:
-        """Returns by how much it would be above its limit with so many bytes more."""
+        """Returns the bytes above its limit after adding `nbytes`."""
         return 0 if self.limit is None else max(0, self.used + nbytes - self.limit)
 
 
 class Quotas:
-    """The shares of one tier, the rest's first."""
+    """The tenant shares of one tier; the default share is the first."""
 
     def __init__(
         self, tier: str, capacity_bytes: int, tenants: Iterable[Tenant] = (), *, retained_part: float = 0.5
     ) -> None:
-        """`retained_part` bounds what may be retained, as a part of each quota and of what is nobody's quota.
+        """`retained_part`: part of each quota and of the memory without quota, for retention.
 
         Raises:
-            QuotaError: the quotas do not fit the tier.
-            ValueError: a limit is below its quota, or two tenants have one tag.
+            QuotaError: the quotas exceed the capacity.
+            ValueError: a limit is below its quota, or two tenants have the same tag.
         """
         tenants = [tenant for tenant in tenants if tier in tenant.quotas or tier in tenant.limits]
         free = capacity_bytes - sum(tenant.quotas.get(tier, 0) for tenant in tenants)
@@ -123,7 +125,6 @@ class Quotas:
             self._all.append(share)
 
     def of(self, namespace: NamespaceId) -> TenantShare:
-        """Returns the share that a namespace belongs to."""
         return self._by_tag.get(namespace[:TENANT_TAG_BYTES], self.rest)
 
     def __iter__(self) -> Iterator[TenantShare]:
@@ -136,28 +137,28 @@ class Quotas:
 def pick_victims(
     taker: TenantShare, wanted: int, queues: Sequence[tuple[TenantShare, Iterator[T]]], size: Callable[[T], int]
 ) -> list[T]:
-    """Returns who makes room for `wanted` bytes of the taker, as far as that can be had.
+    """Returns victims that free `wanted` bytes for a share, as far as possible.
 
     Args:
-        taker: for whom it is; what it wants counts as its own already.
+        taker: the share that needs room; the wanted bytes count as its own already.
         wanted: bytes.
-        queues: per share what may go, the next first; not changed while this runs. At most one of each share.
+        queues: evictable items per share, next victim first; at most one iterator per share.
         size: returns the bytes that an item frees.
     """
     spare = [share.excess + (wanted if share is taker else 0) for share, _ in queues]
-    # Where several are above by as much, the taker goes first.
+    # The taker goes first among shares with the same excess.
     heap = [(-spare[n], share is not taker, n) for n, (share, _) in enumerate(queues) if share is taker or spare[n] > 0]
     heapq.heapify(heap)
     chosen: list[T] = []
     while heap and wanted > 0:
         _, is_other, number = heapq.heappop(heap)
         next_spare = -heap[0][0] if heap else -math.inf
-        if not (is_other or heap):  # it pays for itself, and there is nobody to take turns with
+        if not (is_other or heap):  # the taker pays alone
             return chosen + _enough(wanted, queues[number][1], size)
         for item in queues[number][1]:
             nbytes = size(item)
             if is_other and spare[number] < nbytes:
-                break  # or it would be left with less than its quota
+                break  # its share would fall below its quota
             chosen.append(item)
             wanted -= nbytes
             spare[number] -= nbytes
@@ -170,7 +171,7 @@ def pick_victims(
 
 
 def _enough(wanted: int, items: Iterable[T], size: Callable[[T], int]) -> list[T]:
-    """Returns as many of the first items as free so many bytes, or all."""
+    """Returns the first items that free `wanted` bytes, or all."""
     chosen = []
     for item in items:
         chosen.append(item)

@@ -1,4 +1,4 @@
-"""Why a block is not there: what became of it when it was seen last."""
+"""Eviction history: why blocks left the tiers. Explains misses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["EvictionHistory", "history_size"]
 
 
 MAX_REMEMBERED = 1 << 18
-"""Departures that are remembered at most; what left before them counts as never stored. A name takes about 170 bytes."""
+"""Blocks whose reason is remembered; older ones count as never stored. About 170 bytes each."""
 
 
 MIN_REMEMBERED = 1 << 14
@@ -22,14 +22,14 @@ _BYTES_PER_NAME = 16 << 10
 
 
 def history_size(region_bytes: int) -> int:
-    """Returns how many departures a server of this size remembers: about a hundredth of its memory."""
+    """Returns how many blocks to remember for a region: about 1 % of its memory."""
     return min(max(region_bytes // _BYTES_PER_NAME, MIN_REMEMBERED), MAX_REMEMBERED)
 
 
 class EvictionHistory:
-    """Remembers of departed blocks why they left: the last departure, of as many as there is room for.
+    """The reason of the last departure of blocks, up to a number of blocks.
 
-    Two generations: when the young one is full it becomes the old one, and what was old is forgotten.
+    Two generations: when the young one is full, it replaces the old one.
     """
 
     def __init__(self, most: int = MAX_REMEMBERED) -> None:
@@ -39,11 +39,9 @@ class EvictionHistory:
         self._old: defaultdict[NamespaceId, dict[bytes, MissReason]] = defaultdict(dict)
 
     def record(self, namespace: NamespaceId, key: bytes, reason: MissReason) -> None:
-        """Takes note of a departure."""
         self.record_all(namespace, (key,), reason)
 
     def record_all(self, namespace: NamespaceId, keys: Iterable[bytes], reason: MissReason) -> None:
-        """Takes note of departures for one reason."""
         young = self._young[namespace]
         before = len(young)
         young.update(dict.fromkeys(keys, reason))
@@ -52,11 +50,11 @@ class EvictionHistory:
             self._old, self._young, self._count = self._young, defaultdict(dict), 0
 
     def reason_for(self, namespace: NamespaceId, key: bytes) -> MissReason | None:
-        """Returns why a block left, or None if that is not known."""
+        """Returns why a block left, or None if unknown."""
         return self._young.get(namespace, {}).get(key) or self._old.get(namespace, {}).get(key)
 
     def reasons_for(self, namespace: NamespaceId, keys: Iterable[bytes], default: MissReason) -> list[MissReason]:
-        """Returns why each of these blocks left; `default` for those of which nothing is known."""
+        """Returns why each block left; `default` if unknown."""
         young, old = self._young.get(namespace, {}), self._old.get(namespace, {})
         if not young and not old:
             return [default for _ in keys]

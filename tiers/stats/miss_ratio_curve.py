@@ -1,13 +1,15 @@
-"""What other sizes of a tier would answer: a live miss-ratio curve, from a sample of the keys.
+"""Miss-ratio curves: estimate each tier's hit ratio for other sizes, from a sample of the keys.
 
-Of a request whoever uses a block uses all before it, so that in the order of last use heads lie above their tails: a block that
-is above the line of a size has its whole prefix above it, and what is counted are hits of unbroken prefixes (`stack.Stack`).
+A request that uses a block also uses every block before it in the chain. So in LRU order a chain's
+head is never below its tail, and a block within a cache size has its whole prefix within that size.
+Hits are counted as hits of unbroken prefixes (`ReuseDistanceSampler`).
 
-Tiers evict by policies that are better than that order, and lose blocks for other reasons as well. What they really answered, of
-the same lookups, says by how much: of the hits that are lost for want of room by the order of last use, the tier loses a part,
-and that part is taken to be the same at all sizes (docs/decisions/0021). At its own size the estimate is what was measured.
+The tiers' policies are better than LRU, and tiers lose blocks for other reasons. The measured hit
+ratio corrects this: of the hits that LRU loses for lack of space, the tier loses a part, which is
+assumed to be equal at all sizes (docs/decisions/0021). At its own size the estimate is the
+measurement.
 
-No clock: old lookups fade by the number of keys that were looked up since.
+There is no clock: old lookups decay with the number of keys looked up since.
 """
 
 from __future__ import annotations
@@ -27,15 +29,15 @@ __all__ = ["MAX_SAMPLES", "SCALES", "HitRatio", "MissRatioCurves", "Name", "Reus
 
 
 MAX_SAMPLES = 8192
-"""Keys that a stack holds at most; then it goes on with half of them. A key takes some 300 bytes."""
+"""Limit of sampled blocks; beyond it the sampling rate is halved. About 300 bytes each."""
 
 
 _GENERATIONS = 32
-"""A generation is this part of the smallest size, or a single block: it is above a line or below it as a whole."""
+"""A generation is this part of the smallest size, or one block. It is within a size as a whole."""
 
 
-_FAR = 1024
-"""So many generations without a block are stepped over one by one; more are jumped."""
+_MAX_GAP = 1024
+"""Empty generations that are skipped one by one; longer gaps are jumped."""
 
 
 _HASHES = 1 << 64
@@ -45,13 +47,18 @@ Name = tuple[NamespaceId, bytes]
 
 
 class ReuseDistanceSampler:
-    """Sampled blocks in the order of their last use, and lines across it, one per size. All methods take constant time on average.
+    """Sampled LRU stack (Mattson.
+
+    SHARDS): counts references by the smallest size that has the block.
+
+    All methods take constant time on average.
 
     Args:
-        sizes: in bytes, ascending; of caches for all keys, not of the sample.
-        rate: part of the keys that the caller offers: the sample, at first.
-        most: blocks that are held at most. With more the rate is halved: of what is offered, the sample is what `takes` says.
-        hash_of: spreads keys evenly over the integers of 64 bits, with their sign.
+        sizes: in bytes, ascending; of caches for all keys, not for the sample.
+        rate: initial sampling rate of the keys that the caller offers.
+        most: limit of sampled blocks. Beyond it the rate is halved; `takes` says what is in the
+            sample.
+        hash_of: maps keys evenly to signed 64-bit integers.
     """
 
     def __init__(
@@ -64,174 +71,178 @@ class ReuseDistanceSampler:
     ) -> None:
         self.rate = rate
         self._limit = _HASHES // 2
-        """What the hash of a key is below if the key is in the sample."""
+        """Keys with a hash below it are in the sample."""
         self.hits = [0.0] * (len(sizes) + 1)
-        """References by the smallest size that would have answered them; the last are of blocks that no size would have had."""
+        """References by the smallest size with the block; the last entry counts those beyond all
+        sizes."""
         self._sizes = list(sizes)
         self._most = most
         self._hash_of = hash_of
         self._blocks: OrderedDict[Name, tuple[int, int]] = OrderedDict()
-        """Per block its generation and its size, in the order of last use."""
+        """Generation and size of each block, in LRU order."""
         self._generation = 0
-        self._lived: dict[int, int] = {}
-        """Per generation the bytes of its blocks that have not been used since."""
-        self._lines = [0] * len(sizes)
-        """Per size the oldest generation that it holds; descending."""
+        self._bytes_per_generation: dict[int, int] = {}
+        """Bytes of the blocks last used in each generation."""
+        self._size_marks = [0] * len(sizes)
+        """Per size the oldest generation within it; descending."""
         self._held = [0] * len(sizes)
-        """Per size the bytes of these generations."""
+        """Per size the bytes of the generations within it."""
         self._fit()
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def takes(self, key: bytes) -> bool:
-        """Whether a key that is offered is in the sample."""
+        """Whether an offered key is in the sample."""
         return self._hash_of(key) < self._limit
 
     def touch(self, name: Name) -> bool:
-        """Counts a reference to a block, by where it was, and puts it on top, if it is known; returns whether it is."""
+        """Counts a reference to a known block and moves it to the top.
+
+        Returns whether it is known.
+        """
         known = self._blocks.get(name)
         if known is None:
             return False
         generation, nbytes = known
         level = 0
-        for line in self._lines:
-            if generation >= line:
+        for mark in self._size_marks:
+            if generation >= mark:
                 break
             level += 1
         self.hits[level] += 1
         if generation != self._generation:
-            left = self._lived[generation] - nbytes
+            left = self._bytes_per_generation[generation] - nbytes
             if left:
-                self._lived[generation] = left
+                self._bytes_per_generation[generation] = left
             else:
-                del self._lived[generation]
+                del self._bytes_per_generation[generation]
             self._blocks.move_to_end(name)
             self._put_on_top(name, nbytes, level)
         return True
 
     def miss(self, size: int | None) -> None:
-        """Counts a reference to a block that is not known: one that the `size`-th size has all the same, or None has."""
+        """Counts a reference to an unknown block, as within the `size`-th size, or within none."""
         self.hits[-1 if size is None else size] += 1
 
     def add(self, name: Name, nbytes: int) -> None:
-        """Puts a block on top that is in the sample and is not known."""
-        self._put_on_top(name, nbytes, len(self._lines))
+        """Adds an unknown block of the sample on top."""
+        self._put_on_top(name, nbytes, len(self._size_marks))
         if len(self._blocks) > self._most:
             self._halve()
 
     def __contains__(self, name: Name) -> bool:
         return name in self._blocks
 
-    def fade(self) -> None:
-        """Halves what past references count."""
+    def decay(self) -> None:
+        """Halves the weight of past references."""
         self.hits = [count / 2 for count in self.hits]
 
     def _put_on_top(self, name: Name, nbytes: int, sizes: int) -> None:
-        """Puts a block above the lines of so many sizes, the smallest, that it was below of."""
+        """Puts a block on top that was outside the `sizes` smallest sizes."""
         now = self._generation
         self._blocks[name] = now, nbytes
-        lived = self._lived[now] = self._lived.get(now, 0) + nbytes
+        bytes_per_generation = self._bytes_per_generation[now] = self._bytes_per_generation.get(now, 0) + nbytes
         held = self._held
         for number in range(sizes):
             held[number] += nbytes
-        if lived >= self._slice:
+        if bytes_per_generation >= self._slice:
             self._generation += 1
             for number, room in enumerate(self._room):
                 if held[number] > room:
-                    self._move_line(number)
+                    self._move_mark(number)
 
-    def _move_line(self, number: int) -> None:
-        """Lets a size hold no more than it has room for."""
-        lived, held, line = self._lived, self._held[number], self._lines[number]
+    def _move_mark(self, number: int) -> None:
+        """Moves a size mark until the size holds no more than its room."""
+        bytes_per_generation, held, mark = self._bytes_per_generation, self._held[number], self._size_marks[number]
         empty = 0
         while held > self._room[number]:
-            gone = lived.get(line, 0)
+            gone = bytes_per_generation.get(mark, 0)
             held -= gone
-            line += 1
+            mark += 1
             empty = 0 if gone else empty + 1
-            if empty > _FAR:  # as after hours in which the same few blocks were used
-                alive = list(lived)  # in their order
-                line = alive[bisect_left(alive, line)]
+            if empty > _MAX_GAP:  # as after hours of using only a few blocks
+                alive = list(bytes_per_generation)  # in insertion order
+                mark = alive[bisect_left(alive, mark)]
                 empty = 0
-        self._held[number], self._lines[number] = held, line
-        self._generation = max(self._generation, line)  # what comes is not put below a line
-        if number == len(self._lines) - 1:
-            self._forget_below(line)
+        self._held[number], self._size_marks[number] = held, mark
+        self._generation = max(self._generation, mark)  # new blocks are never below a mark
+        if number == len(self._size_marks) - 1:
+            self._forget_below(mark)
 
-    def _forget_below(self, line: int) -> None:
+    def _forget_below(self, mark: int) -> None:
         blocks = self._blocks
         while blocks:
             name, (generation, _) = next(iter(blocks.items()))
-            if generation >= line:
+            if generation >= mark:
                 break
             del blocks[name]
-            self._lived.pop(generation, None)
+            self._bytes_per_generation.pop(generation, None)
 
     def _halve(self) -> None:
         self.rate /= 2
         self._limit -= (self._limit + _HASHES // 2) // 2
         self._fit()
-        self.fade()
+        self.decay()
         limit, hash_of = self._limit, self._hash_of
         for name in [name for name in self._blocks if hash_of(name[1]) >= limit]:
             del self._blocks[name]
-        self._lived.clear()
+        self._bytes_per_generation.clear()
         for generation, nbytes in self._blocks.values():
-            self._lived[generation] = self._lived.get(generation, 0) + nbytes
-        for number, line in enumerate(self._lines):
-            self._held[number] = sum(nbytes for generation, nbytes in self._lived.items() if generation >= line)
-            self._move_line(number)
+            self._bytes_per_generation[generation] = self._bytes_per_generation.get(generation, 0) + nbytes
+        for number, mark in enumerate(self._size_marks):
+            self._held[number] = sum(
+                nbytes for generation, nbytes in self._bytes_per_generation.items() if generation >= mark
+            )
+            self._move_mark(number)
 
     def _fit(self) -> None:
-        """Scales all sizes down to the sample."""
+        """Scales all sizes to the sample."""
         self._room = [size * self.rate for size in self._sizes]
         self._slice = self._room[0] / _GENERATIONS
 
 
 SCALES = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Sizes that are estimated, as parts of what the tier has."""
+"""Estimated sizes, relative to the tier's capacity."""
 
 
 _OWN = SCALES.index(1.0)
 
 
-_REACH = 16.0
-"""The stack goes so deep, in sizes of the tier: what is asked for again beyond is taken for something new."""
+_STACK_DEPTH = 16.0
+"""Depth of the stack, relative to the tier's capacity. Blocks beyond it count as new."""
 
 
 SAMPLED = 4
-"""Of 256 keys, so many are in the sample at first."""
+"""Keys of 256 that are in the sample at first."""
 
 
 WINDOW_KEYS = 1 << 21
-"""Looked-up keys after which those before count half."""
+"""Looked-up keys after which earlier ones count half."""
 
 
 _MIN_SAMPLED = 64
-"""References of the sample before which nothing is said."""
+"""References in the sample below which no estimate is made."""
 
 
-_CHOOSES = -1 - GROUP_INDEX_BYTES
-"""The byte of a key that says whether it is in the sample."""
+_SAMPLING_BYTE = -1 - GROUP_INDEX_BYTES
+"""The byte of a key that decides whether the key is in the sample."""
 
 
-_JUDGED = 4096
-"""Stored keys of which is seen whether that byte chooses as many as it should."""
+_CHECK_EVERY = 4096
+"""Stored keys after which the distribution of that byte is checked."""
 
 
-_DOUBT = 0.01
-"""A difference of ratios that says nothing."""
+_NOISE = 0.01
+"""Differences of ratios below it are noise."""
 
 
 @dataclass(frozen=True, slots=True)
 class HitRatio:
-    """What a tier would answer if it had another size."""
-
     scale: float
-    """The size, as part of what it has."""
+    """Size relative to the tier's capacity."""
     hit_ratio: float
-    """Part of the looked-up keys that it, or a tier above it, would answer: between 0 and 1."""
+    """Part of the looked-up keys that this tier or one above it would have, between 0 and 1."""
 
 
 class StoredBlock(Protocol):
@@ -248,14 +259,16 @@ class StoredBlock(Protocol):
 
 
 class MissRatioCurves:
-    """One curve per tier, of the lookups of late.
+    """One miss-ratio curve per tier, of recent lookups.
 
     Args:
-        capacities: of the tiers, in bytes, in lookup order.
-        where: says which tier has a block, by its position, or None: asked of blocks that were stored before anything was counted.
-        sampled: of 256 keys, how many are in the sample at first.
-        window: looked-up keys after which those before count half.
-        hash_of: spreads keys evenly over the integers of 64 bits, with their sign.
+        capacities: of the tiers in bytes, in lookup order.
+        where: returns the position of the tier that has a block, or None. Called for blocks that
+            were
+            stored before the sampling began.
+        sampled: keys of 256 that are in the sample at first.
+        window: looked-up keys after which earlier ones count half.
+        hash_of: maps keys evenly to signed 64-bit integers.
     """
 
     def __init__(
@@ -268,36 +281,36 @@ class MissRatioCurves:
         hash_of: Callable[[bytes], int] = hash,
     ) -> None:
         self._capacities = tuple(capacities)
-        self._where = where
+        self._tier_of = where
         self._sampled = sampled
         self._window = window
         self._hash_of = hash_of
-        self._hashes = False
-        """Whether keys are hashed to choose among them: those of some engines are no hashes themselves."""
-        self._stored = self._chosen = 0
-        """Keys that were stored, and those of them that are in the sample, since this was last judged."""
+        self._hash_keys = False
+        """Whether keys are hashed to sample them: the keys of some engines are no hashes."""
+        self._stored = self._sampled_keys = 0
+        """Stored keys, and those in the sample, since the last check of the distribution."""
         self._begin()
 
     def _begin(self) -> None:
-        # A tier answers for no less than those above it, which have their blocks first.
+        # The tiers above have the first lookup, so a tier answers for at least their capacity.
         above = accumulate((0, *self._capacities), max)
         rate, hash_of = self._sampled / 256, self._hash_of
-        self._stacks = [
+        self._samplers = [
             ReuseDistanceSampler(
-                [max(most, int(scale * own)) for scale in (*SCALES, _REACH)], rate=rate, hash_of=hash_of
+                [max(most, int(scale * own)) for scale in (*SCALES, _STACK_DEPTH)], rate=rate, hash_of=hash_of
             )
             for most, own in zip(above, self._capacities, strict=False)
         ]
         self._keys = 0.0
-        """Keys that were looked up, of late."""
+        """Looked-up keys, with decay."""
         self._answered = [0.0] * len(self._capacities)
-        """Of these, how many each tier answered."""
-        self._until_fade = self._window
+        """Of these, the keys that each tier had."""
+        self._keys_until_decay = self._window
 
     def looked_up(self, namespace: NamespaceSpec, keys: Sequence[bytes], runs: Collection[OutcomeRun]) -> None:
-        """Takes note of a lookup and what its keys met, before what is missing is stored.
+        """Records a lookup and its outcomes, before missing blocks are stored.
 
-        One that a tier has to be asked about comes again, and counts then.
+        A lookup with RETRY outcomes is repeated by the client and counts then.
         """
         for run in runs:
             if run.outcome is None:
@@ -307,82 +320,86 @@ class MissRatioCurves:
                 self._answered[run.outcome] += run.count
         self._keys += len(keys)
         for key in self._sample(keys):
-            self._refer(namespace, key)
-        self._until_fade -= len(keys)
-        if self._until_fade <= 0:
-            self._fade()
+            self._count_reference(namespace, key)
+        self._keys_until_decay -= len(keys)
+        if self._keys_until_decay <= 0:
+            self._decay()
 
     def stored(self, blocks: Collection[StoredBlock]) -> None:
-        """Takes note of blocks that come: from now on they are there to be found."""
+        """Records stored blocks, which can be found from now on."""
         sample = self._sample([block.key for block in blocks])
         if sample:
             chosen = set(sample)
             for block in blocks:
                 if block.key in chosen and not block.hold_only:
                     self.put(block.name, block.nbytes)
-        if not self._hashes:
-            self._judge(len(blocks), len(sample))
+        if not self._hash_keys:
+            self._check_distribution(len(blocks), len(sample))
 
     def of(self, tier: int) -> tuple[HitRatio, ...]:
-        """Returns the curve of a tier, by its position in the lookup order; nothing before there is enough to go by."""
-        stack = self._stacks[tier]
-        expected = self._keys * stack.rate
+        """Returns the curve of a tier by its position; empty until there is enough data."""
+        sampler = self._samplers[tier]
+        expected = self._keys * sampler.rate
         if expected < _MIN_SAMPLED:
             return ()
-        # A key that is asked for all the time is in the sample or not, and tilts it. Every size has it: so is the difference a hit.
-        hits = list(accumulate(stack.hits, initial=expected - sum(stack.hits)))
+        # A very frequent key biases the sample. It hits at every size, so the difference counts as
+        # hits.
+        hits = list(accumulate(sampler.hits, initial=expected - sum(sampler.hits)))
         modelled = [min(1.0, max(0.0, count / expected)) for count in hits[1:-1]]
         measured = min(1.0, sum(self._answered[: tier + 1]) / self._keys)
         most, own = modelled[-1], modelled[_OWN]
-        lost = min(1.0, (max(0.0, most - measured) + _DOUBT) / (most - own + _DOUBT))
+        lost = min(1.0, (max(0.0, most - measured) + _NOISE) / (most - own + _NOISE))
         return tuple(
             HitRatio(scale, min(1.0, max(0.0, measured + lost * (ratio - own))))
             for scale, ratio in zip(SCALES, modelled, strict=False)
         )
 
     def _sample(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Returns those of some keys that are in the sample."""
         most = self._sampled
-        if self._hashes:
+        if self._hash_keys:
             hash_of = self._hash_of
             return [key for key in keys if hash_of(key) % 256 < most]
-        # A key is a content hash and the index of its group: the last byte of the hash chooses, at a third of the price of `hash`.
-        return [key for key in keys if key[_CHOOSES] < most]
+        # A key is a content hash and a group index. Testing a byte of the hash costs a third of
+        # `hash`.
+        return [key for key in keys if key[_SAMPLING_BYTE] < most]
 
-    def _judge(self, stored: int, chosen: int) -> None:
-        """Sees whether the byte that chooses is one of a hash; where it is not, begins anew and hashes keys."""
+    def _check_distribution(self, stored: int, chosen: int) -> None:
+        """Checks the distribution of that byte.
+
+        If it is not a hash, restarts the sampling with hashed keys.
+        """
         self._stored += stored
-        self._chosen += chosen
-        if self._stored < _JUDGED:
+        self._sampled_keys += chosen
+        if self._stored < _CHECK_EVERY:
             return
         expected = self._stored * self._sampled / 256
-        if not expected / 4 <= self._chosen <= 4 * expected:
-            self._hashes = True
+        if not expected / 4 <= self._sampled_keys <= 4 * expected:
+            self._hash_keys = True
             self._begin()
-        self._stored = self._chosen = 0
+        self._stored = self._sampled_keys = 0
 
-    def _refer(self, namespace: NamespaceSpec, key: bytes) -> None:
+    def _count_reference(self, namespace: NamespaceSpec, key: bytes) -> None:
         """Counts a reference to a key of the sample."""
         name = (namespace.id, key)
-        known = [stack.touch(name) for stack in self._stacks]
+        known = [sampler.touch(name) for sampler in self._samplers]
         if all(known):
             return
-        tier = self._where(namespace.id, key)
-        for number, stack in enumerate(self._stacks):
-            if not known[number] and stack.takes(key):
-                stack.miss(_OWN if tier is not None and tier <= number else None)
+        tier = self._tier_of(namespace.id, key)
+        for number, sampler in enumerate(self._samplers):
+            if not known[number] and sampler.takes(key):
+                sampler.miss(_OWN if tier is not None and tier <= number else None)
         if tier is not None or any(known):
             self.put(name, namespace.part_bytes_of(key) * namespace.world_size)
 
     def put(self, name: Name, nbytes: int) -> None:
-        """Puts a block of the sample that comes on top of the stacks that do not know it."""
-        for stack in self._stacks:
-            if name not in stack and stack.takes(name[1]):
-                stack.add(name, nbytes)
+        """Adds a block of the sample to the stacks that do not know it."""
+        for sampler in self._samplers:
+            if name not in sampler and sampler.takes(name[1]):
+                sampler.add(name, nbytes)
 
-    def _fade(self) -> None:
-        self._until_fade = self._window
+    def _decay(self) -> None:
+        self._keys_until_decay = self._window
         self._keys /= 2
         self._answered = [count / 2 for count in self._answered]
-        for stack in self._stacks:
-            stack.fade()
+        for sampler in self._samplers:
+            sampler.decay()

@@ -1,4 +1,4 @@
-"""What the requests of the last minutes asked for, and what each of their blocks met."""
+"""Request log: recent requests with the outcome of each block, for `kvtier explain`."""
 
 from __future__ import annotations
 
@@ -43,31 +43,31 @@ MAX_AGE_SECONDS = 900.0
 
 
 _MAX_LOOKUPS = 4
-"""Lookups that are kept per request, the latest: an engine that polls asks the same again and again."""
+"""The latest lookups are kept; an engine that polls repeats its lookup."""
 
 
 _MAX_HOLDS = 2
-"""Publications that are kept per request: it ends once, unless its engine says so again."""
+"""The latest publications are kept."""
 
 
 LookupOutcome = int | MissReason | None
-"""What a key met: the position of the tier that had it, the reason of a miss, or None where a tier does not know yet."""
+"""Outcome of a key: position of the tier that had it, reason of a miss, or None for RETRY."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutcomeRun:
-    """So many neighbouring keys of a lookup that met the same."""
+    """Consecutive keys of a lookup with the same outcome."""
 
     count: int
     outcome: LookupOutcome
 
 
 MAX_OUTCOME_RUNS = 256
-"""Runs that are kept of a lookup; of one that is more mixed than that, the rest is summed up per verdict."""
+"""Runs kept per lookup; the rest is summed up per outcome."""
 
 
 def bounded(runs: tuple[OutcomeRun, ...]) -> tuple[OutcomeRun, ...]:
-    """Returns what is kept of these: the first as they are, the rest summed up."""
+    """Returns the first runs, and the rest summed up per outcome."""
     if len(runs) <= MAX_OUTCOME_RUNS:
         return runs
     rest: dict[LookupOutcome, int] = {}
@@ -77,25 +77,25 @@ def bounded(runs: tuple[OutcomeRun, ...]) -> tuple[OutcomeRun, ...]:
 
 
 def outcome_runs(outcomes: Iterable[LookupOutcome]) -> tuple[OutcomeRun, ...]:
-    """Returns the runs of equal verdicts."""
+    """Returns the runs of equal outcomes."""
     return tuple(OutcomeRun(sum(1 for _ in run), outcome) for outcome, run in groupby(outcomes))
 
 
 @dataclass(slots=True, eq=False)
 class LookupRecord:
-    """One lookup: when it came, in the core's seconds, and what its keys met, in order."""
+    """One lookup: its time in the core's seconds, and the outcomes of its keys in order."""
 
     at: float
     found: tuple[OutcomeRun, ...]
     first_miss: bytes | None = None
-    """Key of the first block that was not there."""
+    """Key of the first missing block."""
     failed: dict[int, MissReason] = field(default_factory=dict)
-    """Keys, by position, that were on their way and did not arrive."""
+    """Pending keys, by position, whose transfer failed."""
     claim: ClaimRecord | None = None
-    """The hold whose blocks the keys are, as far as they were wanted; None for a lookup."""
+    """The claim, if the keys are those of a hold; None for a lookup."""
 
     def outcomes(self) -> tuple[OutcomeRun, ...]:
-        """Returns what became of the keys, as far as that is known by now."""
+        """Returns the outcomes, including failed transfers."""
         if not self.failed:
             return self.found
         outcomes = [run.outcome for run in self.found for _ in range(run.count)]
@@ -104,37 +104,36 @@ class LookupRecord:
         return bounded(outcome_runs(outcomes))
 
     def fail(self, position: int, reason: MissReason) -> None:
-        """Takes note of a key that did not arrive; of very many, the first."""
+        """Records a failed transfer; only the first are kept."""
         if len(self.failed) < MAX_OUTCOME_RUNS:
             self.failed[position] = reason
 
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """One request, as far as it can be explained."""
+    """What is known of one request."""
 
     engine: EngineKey
     request_id: str
     at: float
-    """When it was heard of last, in the core's seconds."""
+    """Last event, in the core's seconds."""
     negotiation: Negotiation | None = None
     lookups: deque[LookupRecord] = field(default_factory=lambda: deque(maxlen=_MAX_LOOKUPS))
     asked: int = 0
-    """Lookups and claims so far, kept or not."""
+    """Number of lookups and claims, kept or not."""
     holds: deque[HoldRecord] = field(default_factory=lambda: deque(maxlen=_MAX_HOLDS))
-    """Its last publications."""
+    """Its latest publications."""
     finished: bool = False
     incomplete: int = 0
-    """Blocks that a REQUEST_LEVEL tier asked for and did not get; known when it has finished."""
+    """Blocks that a REQUEST_LEVEL tier did not get; set at the end."""
 
     @property
     def engine_id(self) -> str:
-        """The engine, for people."""
         return self.engine[1]
 
 
 class RequestLog:
-    """The requests of the last quarter of an hour, and not more than 4,096."""
+    """The requests of the last 15 minutes, at most 4,096."""
 
     def __init__(self) -> None:
         self._requests: OrderedDict[tuple[EngineKey, str], RequestRecord] = OrderedDict()
@@ -155,7 +154,7 @@ class RequestLog:
         return record
 
     def latest(self, engine: EngineKey, request_id: str, now: float) -> RequestRecord:
-        """Returns the record of a request, also of one that has finished: it may be published after that."""
+        """Returns the record of a request, also of a finished one, which may still be published."""
         record = self._requests.get((engine, request_id))
         if record is None:
             return self.open(engine, request_id, now)
@@ -164,23 +163,22 @@ class RequestLog:
         return record
 
     def finish(self, engine: EngineKey, request_id: str, now: float, incomplete: int) -> None:
-        """Takes note of the end of a request."""
         record = self._requests.get((engine, request_id)) or self.open(engine, request_id, now)
         record.finished, record.incomplete = True, incomplete
 
     def note_lookup(self, engine: EngineKey, request_id: str, lookup: LookupRecord) -> None:
-        """Takes note of a lookup; those without a request are not kept."""
+        """Records a lookup, if it belongs to a request."""
         if request_id:
             record = self.open(engine, request_id, lookup.at)
             record.lookups.append(lookup)
             record.asked += 1
 
     def find(self, request_id: str) -> list[RequestRecord]:
-        """Returns what is known of a request, of any engine; the latest first."""
+        """Returns the records of a request id, of any engine; the latest first."""
         return [record for record in self if record.request_id == request_id]
 
     def tick(self, now: float) -> None:
-        """Forgets what is too old."""
+        """Removes old records."""
         while self._requests:
             oldest = next(iter(self._requests.values()))
             if now - oldest.at < MAX_AGE_SECONDS:
@@ -188,25 +186,25 @@ class RequestLog:
             self._requests.popitem(last=False)
 
     def __iter__(self) -> Iterator[RequestRecord]:
-        """Iterates over the requests, the latest first."""
+        """Iterates over the requests, latest first."""
         return reversed(self._requests.values())
 
 
 class ClaimOutcome(enum.Enum):
-    """What a claim met. Numbers as in `kvtier.v1.ClaimOutcome`."""
+    """Outcome of a claim. Numbers as in `kvtier.v1.ClaimOutcome`."""
 
     HELD = 1
     NOT_HELD = 2
-    """Nobody had published it in time, or it had ended."""
+    """Not published in time, or ended."""
     EXPIRED = 3
-    """Its time was over, or nearly so."""
+    """Expired, or nearly."""
     OTHER_NAMESPACE = 4
-    """It is held, by an engine whose blocks mean something else."""
+    """Held by an engine of another namespace."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimRecord:
-    """Which hold a request claimed, and what it met; `unwanted` blocks of it were not asked for."""
+    """A claim of a hold; `unwanted` is the number of blocks that it did not ask for."""
 
     engine_id: str
     request_id: str
@@ -216,7 +214,7 @@ class ClaimRecord:
 
 @dataclass(slots=True, eq=False)
 class HoldRecord:
-    """What the journal keeps of a publication, in the core's seconds; it outlives its hold, and has no block."""
+    """A publication, in the core's seconds. It outlives its hold and refers to no block."""
 
     at: float
     direction: HandoffDirection
@@ -224,11 +222,11 @@ class HoldRecord:
     blocks: int
     status: PublishStatus
     pending: int = 0
-    """Blocks that were on their way when it was published."""
+    """Blocks that were pending at the publication."""
     claims: int = 0
-    """Claims that found it."""
+    """Successful claims."""
     hits: int = 0
-    """Blocks that these were granted, added up."""
+    """Blocks that these claims were granted, in total."""
     end: HoldEnd | None = None
-    """None as long as it is open, and for what was declined."""
+    """None while it is open, and for a refused publication."""
     ended_at: float = 0.0

@@ -197,9 +197,9 @@ def test_arc_enlarges_the_queue_whose_ghost_returns() -> None:
     assert cache.serve("a") == 1
     cache.serve("e")
     assert "b" not in cache.items, "of the items used once, the oldest goes"
-    assert (arc._target, len(arc._once), len(arc._again)) == (0, 3, 1)
+    assert (arc._target, len(arc._recent), len(arc._frequent)) == (0, 3, 1)
     cache.serve("b")
-    assert (arc._target, len(arc._again)) == (1, 2), "more room for items used once"
+    assert (arc._target, len(arc._frequent)) == (1, 2), "more room for items used once"
 
 
 def test_arc_survives_a_scan() -> None:

@@ -272,7 +272,7 @@ class TestInTheCore:
         core = replay(2000, requests, key_of)
         curves = core._miss_ratio_curves
         assert curves is not None
-        [stack] = curves._stacks
+        [stack] = curves._samplers
         sampled = sum(len(chain) for chain in chains) * 32 / 256
         assert sampled / 2 < len(stack) < sampled * 2
         estimates = core.stats().tiers[0].estimates
