@@ -90,14 +90,17 @@ class HandoffRequest(Protocol):
     @property
     def request_id(self) -> str:
         """The engine's id, as in the events."""
+        ...
 
     @property
     def hold_name(self) -> str:
         """Name of its hold; peers receive it as ``remote_request_id``."""
+        ...
 
     @property
     def prompt_tokens(self) -> int:
         """Length of its prompt."""
+        ...
 
     @property
     def kv_transfer_params(self) -> object:
@@ -106,16 +109,20 @@ class HandoffRequest(Protocol):
     @property
     def may_pull(self) -> bool:
         """Whether it may use blocks that other engines computed."""
+        ...
 
     @property
     def may_hold(self) -> bool:
         """Whether its blocks may be stored."""
+        ...
 
     def final_blocks(self, group: CacheGroup) -> int:
         """How many blocks of ``group`` have a content key: those whose tokens are final."""
+        ...
 
     def key(self, group: CacheGroup, position: int) -> bytes:
         """Content key of a block; ``position`` is below ``final_blocks(group)``."""
+        ...
 
     def hold_key(
         self, engine_id: str, request_id: str, group: CacheGroup, position: int, num_tokens: int
@@ -138,6 +145,7 @@ class HandoffServer(Protocol):
         The result arrives by ``HandoffCore.claim_ended``. Returns False if no server is connected:
         a miss.
         """
+        ...
 
     def drop_claim(self, claim: ClaimId) -> None:
         """Releases the lease of a claim, answered or not. The core expects no result."""

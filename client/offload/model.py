@@ -138,18 +138,22 @@ class EngineRequest(Protocol):
     @property
     def request_id(self) -> str:
         """The engine's id, as in the events; unique among the requests that have not ended."""
+        ...
 
     @property
     def server_name(self) -> str:
         """The id that the server uses. It differs if the engine's id is too long for the server."""
+        ...
 
     @property
     def total_tokens(self) -> int:
         """Prompt tokens and generated tokens so far."""
+        ...
 
     @property
     def may_load(self) -> bool:
         """Whether the request may use stored blocks; read each time it is matched."""
+        ...
 
     @property
     def may_save(self) -> bool: ...
@@ -157,12 +161,15 @@ class EngineRequest(Protocol):
     @property
     def request_level(self) -> bool:
         """Whether a tier asks for every block of the request, loaded blocks included (B1.1)."""
+        ...
 
     def final_blocks(self, group: CacheGroup) -> int:
         """How many blocks of ``group`` have a key: those without draft tokens (B4.6)."""
+        ...
 
     def key(self, group: CacheGroup, position: int) -> bytes:
         """Key of a block in the store; ``position`` is below ``final_blocks(group)``."""
+        ...
 
 
 class FreeBlock(NamedTuple):
@@ -201,6 +208,7 @@ class BlockPool(Protocol):
 
     def references(self, block_id: int) -> int:
         """Reference count of a block."""
+        ...
 
     def cached_key(self, block_id: int) -> bytes | None:
         """Key of the block in the engine's prefix cache at the end of this step, if any."""
@@ -210,6 +218,7 @@ class BlockPool(Protocol):
 
     def free_blocks(self) -> Iterator[FreeBlock]:
         """The free blocks in eviction order."""
+        ...
 
 
 class OffloadServer(Protocol):
@@ -221,6 +230,7 @@ class OffloadServer(Protocol):
         The result arrives by ``OffloadCore.lookup_ended``. Returns False if no server is connected:
         that is a miss.
         """
+        ...
 
     def drop_lookup(self, lookup: LookupId) -> None:
         """Unpins the blocks of a lookup, finished or not. The core expects no result."""
