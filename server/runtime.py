@@ -122,12 +122,12 @@ class TierRuntime:
         for worker in self._workers:
             if worker.tier.invalid_entries:
                 worker.remove(worker.tier.invalid_entries)
-        self.pump()
+        self.run_commands()
 
     def now(self) -> float:
         return time.monotonic()
 
-    def pump(self) -> None:
+    def run_commands(self) -> None:
         """Executes the core's commands. Called after every event."""
         commands = self.core.take_commands()
         while commands:
@@ -143,14 +143,14 @@ class TierRuntime:
             worker, job_id, outcomes = self._finished.popleft()
             worker.jobs -= 1
             self.core.job_finished(job_id, outcomes)
-        self.pump()
-        self.notify()
+        self.run_commands()
+        self.notify_change()
 
-    async def settled(self, lease_id: LeaseId, seconds: float) -> None:
+    async def wait_for_lease(self, lease_id: LeaseId, seconds: float) -> None:
         """Waits until no block of a lease is pending or the lease has ended, or time is over."""
         await self._wait_for(lease_id, seconds)
 
-    async def hold_changed(self, name: HoldName, seconds: float) -> None:
+    async def wait_for_hold(self, name: HoldName, seconds: float) -> None:
         """Waits until a hold changes, or the time is over. The hold may have ended."""
         await self._wait_for(name, seconds)
 
@@ -167,13 +167,13 @@ class TierRuntime:
             if not waiting:
                 self._waiting.pop(name, None)
 
-    async def changed(self, seconds: float) -> None:
+    async def wait_for_change(self, seconds: float) -> None:
         """Waits until a job of a tier ends or a store fails, or the time is over."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), seconds)
 
-    def notify(self) -> None:
-        """Wakes the callers of `changed`."""
+    def notify_change(self) -> None:
+        """Wakes the callers of `wait_for_change`."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -184,11 +184,11 @@ class TierRuntime:
         """
         deadline = self.now() + seconds
         self.core.durability.store_skipped()
-        self.pump()
+        self.run_commands()
         # Writers get a short time: one that hangs must not delay the blocks that are complete.
         stored = await self._wait_idle(self.now() + min(_WRITERS_SECONDS, seconds), lambda: self.core.stats().stores)
         self.core.durability.store_skipped()
-        self.pump()
+        self.run_commands()
         idle = await self._wait_idle(deadline, self._running_jobs)
         return await self._wait_for_stalled(deadline) and idle and stored
 
@@ -203,7 +203,7 @@ class TierRuntime:
             return True
         await self._wait_idle(stall_deadline, lambda: sum(worker.stalled for worker in stalled))
         self.core.durability.store_skipped()
-        self.pump()
+        self.run_commands()
         await self._wait_idle(deadline, self._running_jobs)
         return not any(worker.stalled for worker in self._workers)
 
@@ -211,7 +211,7 @@ class TierRuntime:
         while busy():
             if self.now() >= deadline:
                 return False
-            await self.changed(min(0.05, deadline - self.now()))
+            await self.wait_for_change(min(0.05, deadline - self.now()))
         return True
 
     def stats(self) -> ManagerStats:
@@ -239,8 +239,8 @@ class TierRuntime:
 
     def entries_lost(self, number: int, names: Sequence[tuple[NamespaceId, bytes]]) -> None:
         self.core.entries_lost(number, names)
-        self.pump()
-        self.notify()
+        self.run_commands()
+        self.notify_change()
 
     async def close(self) -> None:
         """Ends the threads, closes the tiers and the region. Called once, after the last call.
@@ -298,7 +298,7 @@ class TierRuntime:
             self._slice_failed = True
             self._observe_failure("slice")
             _log.error("slice failed", exc_info=error)
-        self.pump()
+        self.run_commands()
 
     def _move(self, worker: TierWorker, operation: str, job_id: JobId, blocks: Sequence[Block]) -> None:
         """Starts a job on a thread. Resolves the slots here, on the loop; pins keep them valid."""
@@ -318,8 +318,8 @@ class TierRuntime:
 
     def _answered(self, job_id: JobId, answers: Sequence[bool]) -> None:
         self.core.lookup_finished(job_id, answers)
-        self.pump()
-        self.notify()
+        self.run_commands()
+        self.notify_change()
 
     def _block_bytes(self, block: Block) -> BlockBytes:
         memory = self.region.memory
@@ -338,8 +338,8 @@ class TierRuntime:
             try:
                 self._watch_tiers()
                 self.core.tick(self.now())
-                self.pump()
-                self.notify()
+                self.run_commands()
+                self.notify_change()
             except Exception as error:  # noqa: BLE001 - without it nothing would ever expire again
                 self._observe_failure("tick")
                 _log.error("tick failed", exc_info=error)

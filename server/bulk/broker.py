@@ -209,7 +209,7 @@ class BulkBroker:
             try:
                 self._core.complete_store(session, StoreId(stream.target))
             finally:
-                self._runtime.pump()
+                self._runtime.run_commands()
             return True
         lease = self._core.lease(session, LeaseId(stream.target))
         if lease.expires_at <= self._runtime.now():

@@ -154,8 +154,8 @@ class SessionRegistry:
         self._runtime.core.close_session(session.core.id)
         for tell in self.on_close:
             tell(session.core.id)
-        self._runtime.pump()
-        self._runtime.notify()
+        self._runtime.run_commands()
+        self._runtime.notify_change()
 
     def get(self, ref: common_pb2.SessionRef, *, is_release: bool = False) -> EngineSession:
         """Returns the session of a call and counts the call. Raises `Refused`.
@@ -232,7 +232,7 @@ class SessionRegistry:
         if session is not None:
             session.attachments.discard(connection)
         self._runtime.core.writer_gone(session_id, connection)
-        self._runtime.pump()
+        self._runtime.run_commands()
 
     def connect(
         self, session_id: bytes, epoch: int, disconnect: Callable[[], object], *, plain: bool = False

@@ -42,7 +42,7 @@ class Writers:
             if not self._running[store.id]:
                 del self._running[store.id]
             self._runtime.core.writer_gone(session_id, number)
-            self._runtime.pump()
+            self._runtime.run_commands()
             self._ended.set()
             self._ended = asyncio.Event()
 

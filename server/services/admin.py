@@ -119,7 +119,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             raise Refused("LIMIT_EXCEEDED", f"{self._evictions} evictions are running already")
         log = _log.bind(tiers=list(request.tiers) or names, dry_run=request.dry_run)
         task = self._runtime.core.evict(eviction)
-        self._runtime.pump()
+        self._runtime.run_commands()
         self._evictions += 1
         try:
             while not task.done:

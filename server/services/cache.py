@@ -152,7 +152,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             expires_at=self._runtime.now() + self._validator.leases.default,
             retain_until=self._retain_until(session, request.request_id, retain_for),
         )
-        self._runtime.pump()
+        self._runtime.run_commands()
         return cache_pb2.PrepareStoreResponse(
             store_id=answer.store_id or 0,
             statuses=answer.statuses,
@@ -175,9 +175,9 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             self._core.writer_done(session, store_id)
             raise
         finally:
-            self._runtime.pump()
+            self._runtime.run_commands()
         if failed:
-            self._runtime.notify()
+            self._runtime.notify_change()
         return cache_pb2.CompleteStoreResponse()
 
     async def _end_streams(self, session: EngineSession, store_id: StoreId) -> None:
@@ -194,10 +194,10 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         keys = self._validator.keys(request.keys, session.namespace)
         deadline = self._runtime.now() + self._validator.wait(request.wait)
         statuses = bytearray(self._core.durability.flush(session.namespace.id, keys))
-        self._runtime.pump()
+        self._runtime.run_commands()
         pending = [number for number, status in enumerate(statuses) if status == DurableStatus.PENDING]
         while pending and (remaining := deadline - self._runtime.now()) > 0:
-            await self._runtime.changed(remaining)
+            await self._runtime.wait_for_change(remaining)
             for number in pending:
                 statuses[number] = self._core.durability.of(session.namespace.id, keys[number])
             pending = [number for number in pending if statuses[number] == DurableStatus.PENDING]
@@ -211,9 +211,9 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         if not request.request_id:
             raise Refused("INVALID_ARGUMENT", "request_id is missing")
         finished = self._core.finish_request(session, self._validator.request_id(request.request_id))
-        self._runtime.pump()
+        self._runtime.run_commands()
         while not finished.settled and (remaining := deadline - self._runtime.now()) > 0:
-            await self._runtime.changed(remaining)
+            await self._runtime.wait_for_change(remaining)
         return cache_pb2.FinishRequestResponse(settled=finished.settled, incomplete_blocks=finished.incomplete)
 
     async def Reset(
@@ -223,10 +223,10 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         deadline = self._runtime.now() + self._validator.wait(request.wait)
         self._runtime.get_finished_jobs()
         pending = self._core.reset(session)
-        self._runtime.pump()
+        self._runtime.run_commands()
         while pending and (remaining := deadline - self._runtime.now()) > 0:
             # Nothing wakes this call when a block is released or completed.
-            await self._runtime.changed(min(remaining, _RESET_POLL_SECONDS))
+            await self._runtime.wait_for_change(min(remaining, _RESET_POLL_SECONDS))
             pending = self._core.resetting(session)
         return cache_pb2.ResetResponse(pending_blocks=pending)
 
@@ -261,7 +261,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             min_hits=options.min_hits,
             retain_until=self._retain_until(session, options.request_id, options.retain_for),
         )
-        self._runtime.pump()
+        self._runtime.run_commands()
         remaining = options.deadline - self._runtime.now()
         if found.lease is not None and found.lease.pending and remaining > 0:
             found = replace(found, lease=await self._wait_ready(session, found.lease, remaining))
@@ -283,17 +283,17 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     async def _ask_tiers(self, session: EngineSession, options: _LookupOptions) -> None:
         """Waits until shared tiers have answered, or the time is over."""
         while self._core.query_shared_tiers(session, options.keys, prefix=options.prefix, tiers=options.tiers):
-            self._runtime.pump()
+            self._runtime.run_commands()
             remaining = options.deadline - self._runtime.now()
             if remaining <= 0:
                 return
-            await self._runtime.changed(remaining)
+            await self._runtime.wait_for_change(remaining)
             self._sessions.check(session)
 
     async def _wait_ready(self, session: EngineSession, lease: BlockLease, seconds: float) -> BlockLease | None:
         """Waits until a lease is complete, or time is over; returns None if nothing is left."""
         try:
-            await self._runtime.settled(lease.id, seconds)
+            await self._runtime.wait_for_lease(lease.id, seconds)
         except asyncio.CancelledError:  # the client is gone and will not learn of the lease
             with contextlib.suppress(CoreError):
                 self._core.release(session, lease.id)

@@ -44,7 +44,7 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
             duration=self._validator.hold(request.duration),
             now=self._runtime.now(),
         )
-        self._runtime.pump()
+        self._runtime.run_commands()
         if isinstance(held, PublishStatus):
             return handoff_pb2.PublishHoldResponse(status=handoff_pb2.PublishStatus.Name(held.value))
         return handoff_pb2.PublishHoldResponse(
@@ -95,7 +95,7 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         session, now = self._sessions.get(request.session, is_release=True), self._runtime.now()
         for name in self._names(session, request.holds):
             self._handoffs.release(name, now)
-        self._runtime.pump()
+        self._runtime.run_commands()
         return handoff_pb2.ReleaseHoldsResponse()
 
     async def _wait_ready(self, session: EngineSession, name: HoldName, seconds: float) -> None:
@@ -105,7 +105,7 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
             hold = self._handoffs.find(name, self._runtime.now())
             if not (hold.awaited if hold is not None else self._handoffs.may_come(name)):
                 return
-            await self._runtime.hold_changed(name, remaining)
+            await self._runtime.wait_for_hold(name, remaining)
             self._sessions.check(session)
 
     def _remaining(self, hold: Hold) -> Duration:

@@ -94,7 +94,7 @@ async def store_beside_a_finished_job(runtime: TierRuntime, tier: GatedTier) -> 
     core.complete_store(session, first.store_id, range(blocks, 16))
     lease = core.prepare_store(session, keys(100, 16 - blocks), request_id="", expires_at=1e12)
     assert len(lease.slots) == 16 - blocks, "the rest of the region is being written"
-    runtime.pump()
+    runtime.run_commands()
     tier.gate.set()
     assert tier.ended.wait(60)
     deadline = runtime.now() + 60
@@ -141,7 +141,7 @@ async def store_two_jobs(runtime: TierRuntime, tier: GatedTier) -> None:
         answer = runtime.core.prepare_store(session, keys(first, count), request_id="", expires_at=1e12)
         assert answer.store_id is not None
         runtime.core.complete_store(session, answer.store_id)
-        runtime.pump()
+        runtime.run_commands()
     assert tier.stored == 0
 
 
@@ -156,7 +156,7 @@ def test_a_drain_waits_for_a_hanging_tier(monkeypatch: pytest.MonkeyPatch) -> No
     async def scenario(runtime: TierRuntime, tier: GatedTier) -> None:
         await store_two_jobs(runtime, tier)
         while not runtime.tiers[0].last_error:
-            await runtime.changed(1)
+            await runtime.wait_for_change(1)
         assert not await runtime.drain(20), "the tier is still busy"
         drained = asyncio.ensure_future(runtime.drain(20))
         await asyncio.sleep(0.1)
@@ -192,7 +192,7 @@ def test_a_tier_recovers_despite_late_ticks(monkeypatch: pytest.MonkeyPatch) -> 
     async def scenario(runtime: TierRuntime, tier: GatedTier) -> None:
         await store_two_jobs(runtime, tier)
         while not runtime.tiers[0].last_error:
-            await runtime.changed(1)
+            await runtime.wait_for_change(1)
         runtime._stall_watch_from = runtime.now() + 3600
         await asyncio.sleep(0.1)
         assert runtime.tiers[0].last_error
@@ -223,7 +223,7 @@ def test_a_failed_slice_does_not_end_a_reset(monkeypatch: pytest.MonkeyPatch) ->
         answer = core.prepare_store(session, keys(0, 16), request_id="", expires_at=1e12)
         assert answer.store_id is not None
         core.complete_store(session, answer.store_id)
-        runtime.pump()
+        runtime.run_commands()
         reset_slice, later = core._cpu_tier.reset_slice, asyncio.get_running_loop().call_later
 
         def broken() -> bool:
@@ -241,12 +241,12 @@ def test_a_failed_slice_does_not_end_a_reset(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(runtime._loop, "call_later", call_later)
         monkeypatch.setattr("kvtier.server.runtime._log", SimpleNamespace(error=lambda text, **_: logged.append(text)))
         core.reset(session)
-        runtime.pump()
+        runtime.run_commands()
         for _ in range(100):  # other events, which ask for slices as well
             core._sliced_work.continue_if(more=True)
-            runtime.pump()
+            runtime.run_commands()
         while core.resetting(session):
-            await runtime.changed(0.02)
+            await runtime.wait_for_change(0.02)
         assert logged == ["slice failed"] * 3
         assert counted == ["slice"] * 3
         assert waits.count(0.01) == 3

@@ -138,7 +138,7 @@ async def test_a_failed_eviction_ends_with_an_error() -> None:
         core=SimpleNamespace(evict=lambda _: clearing),
         stats=lambda: SimpleNamespace(tiers=[SimpleNamespace(name="cpu")]),
         now=lambda: 0.0,
-        pump=lambda: None,
+        run_commands=lambda: None,
     )
     service = AdminService(runtime, cast(Any, None), cast(Any, None), cast(Any, SimpleNamespace(ending=False)))
     steps = service.Evict(admin_pb2.EvictRequest(), cast(Any, None))
