@@ -110,7 +110,7 @@ def test_a_lost_client_is_noticed_at_once(tmp_path: Path, how: str) -> None:
                     vanish = closing.enter_context(writer(server, "grpc", "time.sleep(60)")).kill
                 else:
                     raw = closing.enter_context(RawSession(server.endpoint, NAMESPACE, engine_id=f"raw {number}"))
-                    vanish = raw.channel.close if how == "channel closed" else raw.fall
+                    vanish = raw.channel.close if how == "channel closed" else raw.end
                 server.wait_for(lambda status: len(status.sessions) == 1)
                 time.sleep(0.1 + number * 0.003)
                 vanish()
