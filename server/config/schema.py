@@ -87,9 +87,7 @@ class LogConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Log of the server, on standard error."""
 
     level: Annotated[LogLevel, _setting("Lowest severity that is logged.")] = "info"
-    format: Annotated[
-        LogFormat, _setting("Text or JSON lines. `auto` is `console` on a terminal and `json` otherwise.")
-    ] = "auto"
+    format: Annotated[LogFormat, _setting("Text or JSON lines; `auto`: `console` on a terminal, else `json`.")] = "auto"
 
 
 class LeaseConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,8 +101,7 @@ class SessionConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Heartbeats between server and clients."""
 
     heartbeat_interval: Annotated[
-        float,
-        _duration("Time between two heartbeats. A client that misses five of them registers again.", 0.01, 60),
+        float, _duration("Time between heartbeats. After five missed ones a client registers again.", 0.01, 60)
     ] = 1.0
 
 
@@ -116,13 +113,10 @@ class LimitConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_message_bytes: Annotated[
         int, _size("Maximum gRPC message. It must hold `max_keys` keys and one frame.", 64 * KIB, GIB)
     ] = 16 * MIB
-    max_frame_bytes: Annotated[
-        int, _size("Maximum payload of one frame of a Push or Pull stream.", 4 * KIB, 256 * MIB)
-    ] = 2 * MIB
+    max_frame_bytes: Annotated[int, _size("Maximum payload of one frame of a stream.", 4 * KIB, 256 * MIB)] = 2 * MIB
     max_wait: Annotated[float, _duration("Maximum time that a call may ask the server to wait.", 0, 3600)] = 30.0
     tier_stall: Annotated[
-        float,
-        _duration("Time that a tier may take for one job (at most 32 MiB) before it counts as stalled.", 0.1, 3600),
+        float, _duration("Time after which a tier's job (at most 32 MiB) counts as stalled.", 0.1, 3600)
     ] = 10.0
     max_sessions: Annotated[int, _setting("Maximum number of open sessions.", ge=1, le=65536)] = 1024
 
@@ -139,8 +133,7 @@ class RetentionConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     max: Annotated[float, _duration("Longest time that a request can retain a block for.", 0, _DAY)] = 3600.0
     part: Annotated[
-        float,
-        _setting("Fraction of each tenant's quota, and of the unreserved rest, that may be retained.", ge=0, le=1),
+        float, _setting("Fraction of each quota, and of the unreserved rest, that may be retained.", ge=0, le=1)
     ] = 0.5
 
 
@@ -150,8 +143,7 @@ class HandoffConfig(msgspec.Struct, frozen=True, kw_only=True):
     default: Annotated[float, _duration("Hold duration if the engine names none.", 0.1, _DAY)] = 30.0
     max: Annotated[float, _duration("Longest hold duration per request or renewal.", 0.1, _DAY)] = 600.0
     part: Annotated[
-        float,
-        _setting("Fraction of each tenant's CPU quota, and of the unreserved rest, that holds may pin.", ge=0, le=1),
+        float, _setting("Fraction of each CPU quota, and of the unreserved rest, that holds may pin.", ge=0, le=1)
     ] = 0.25
     max_holds: Annotated[int, _setting("Maximum number of holds per tenant.", ge=0, le=1 << 20)] = 4096
 
@@ -159,17 +151,12 @@ class HandoffConfig(msgspec.Struct, frozen=True, kw_only=True):
 class BulkConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Ports of the bulk process, which moves the bytes of clients without shared memory."""
 
-    tcp: Annotated[bool, _setting("Whether to serve streams over raw TCP sockets. If not, streams use gRPC only.")] = (
-        True
-    )
+    tcp: Annotated[bool, _setting("Whether to serve streams over raw TCP sockets, besides gRPC.")] = True
     tcp_port: Annotated[
-        int,
-        _setting(
-            "Port for raw TCP sockets, on the hosts of `listen`. 0: the kernel picks a free port.", ge=0, le=65535
-        ),
+        int, _setting("Port for raw TCP, on the hosts of `listen`; 0: any free port.", ge=0, le=65535)
     ] = 0
     grpc_port: Annotated[
-        int, _setting("Port for gRPC, on the hosts of `listen`. 0: the kernel picks a free port.", ge=0, le=65535)
+        int, _setting("Port for gRPC, on the hosts of `listen`; 0: any free port.", ge=0, le=65535)
     ] = 0
 
 
@@ -184,13 +171,10 @@ class DevicesConfig(msgspec.Struct, frozen=True, kw_only=True):
 class TlsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """TLS on TCP. The files are read again when they change."""
 
-    cert: Annotated[
-        Path | None, _setting("File with the server's certificate chain (PEM). If set, TCP requires TLS.")
-    ] = None
-    key: Annotated[Path | None, _setting("File with the certificate's private key (PEM), without a password.")] = None
+    cert: Annotated[Path | None, _setting("Server's certificate chain (PEM file). If set, TCP requires TLS.")] = None
+    key: Annotated[Path | None, _setting("Private key of the certificate (PEM file), without a password.")] = None
     client_ca: Annotated[
-        Path | None,
-        _setting("File with CA certificates (PEM) for clients. If set, every client needs a certificate from them."),
+        Path | None, _setting("CA certificates (PEM file). If set, clients need a certificate from these CAs.")
     ] = None
 
 
@@ -198,15 +182,9 @@ class AuthConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Authentication. The file of tokens is read again when it changes."""
 
     tokens: Annotated[Path | None, _setting("File of tokens and certificates, with their tenants and roles.")] = None
-    unix: Annotated[
-        bool, _setting("Whether calls over the Unix socket need a token too. If not, access to the socket is enough.")
-    ] = False
+    unix: Annotated[bool, _setting("Whether the Unix socket requires tokens, not only access to its file.")] = False
     metrics: Annotated[
-        bool,
-        _setting(
-            "Whether the HTTP port requires a token with role `metrics` or `admin`. "
-            "`/healthz` and the page without data stay open."
-        ),
+        bool, _setting("Whether HTTP, except `/healthz` and the empty page, requires a `metrics` or `admin` token.")
     ] = False
 
 
@@ -223,8 +201,7 @@ class TracingConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     endpoint: Annotated[str | None, _setting("Collector for spans, OTLP over gRPC: `http://HOST:4317`.")] = None
     ratio: Annotated[
-        float,
-        _setting("Fraction of the traces started here that are recorded. For others the caller decides.", ge=0, le=1),
+        float, _setting("Fraction of traces started here that are recorded; callers decide on theirs.", ge=0, le=1)
     ] = 1.0
 
 
@@ -267,10 +244,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
         Durability, _setting("What acknowledged blocks survive: a crash of the `process`, or also a loss of `power`.")
     ] = "process"
     admission: Annotated[
-        Admission,
-        _setting(
-            "Blocks that are written; `second_use` leaves out blocks used only once, which saves writes to an SSD."
-        ),
+        Admission, _setting("Blocks to write; `second_use` leaves out blocks used only once, to save SSD writes.")
     ] = "all"
     eviction: Annotated[Eviction, _setting(_EVICTION)] = "forecast"
     ttl: Annotated[float | None, _duration(_TTL, 1)] = None
@@ -332,13 +306,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """All settings. `loader.load` computes the defaults that depend on the machine."""
 
     listen: Annotated[
-        tuple[str, ...],
-        _setting("Addresses for clients: `unix:PATH` or `HOST:PORT`, one or several.", default="this user's socket"),
+        tuple[str, ...], _setting("One or more addresses: `unix:PATH` or `HOST:PORT`.", default="this user's socket")
     ]
-    region_size: Annotated[
-        int,
-        _size("Size of the CPU tier, the shared host region.", MIB, default="8 GiB, at most a quarter of the memory"),
-    ]
+    region_size: Annotated[int, _size("Size of the CPU tier.", MIB, default="8 GiB, at most a quarter of the memory")]
     numa: Annotated[
         str,
         _setting(
@@ -349,11 +319,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     data_dir: Annotated[Path, _setting("Parent directory of the tiers' files.", default="`$XDG_DATA_HOME/kvtier`")]
     metrics: Annotated[str | None, _setting("`HOST:PORT` of the Prometheus endpoint.")] = None
     estimates: Annotated[
-        bool,
-        _setting(
-            "Whether to estimate, from a sample of the keys, the hit ratio of other tier sizes "
-            "(`kvtier_estimated_hit_ratio`)."
-        ),
+        bool, _setting("Whether to estimate the hit ratio of other tier sizes (`kvtier_estimated_hit_ratio`).")
     ] = True
     insecure: Annotated[
         bool, _setting("Whether to allow TCP, loopback included, without encryption or without authentication.")
@@ -372,12 +338,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     rates: RateConfig = RateConfig()
     tracing: TracingConfig = TracingConfig()
     tiers: Annotated[
-        tuple[TierConfig, ...],
-        _setting("Tiers below the CPU tier, in lookup order. `[]` means CPU only.", default="one `lmdb` tier"),
+        tuple[TierConfig, ...], _setting("Tiers below the CPU tier; `[]` means none.", default="one `lmdb` tier")
     ] = ()
     tenants: Annotated[
-        tuple[TenantConfig, ...],
-        _setting("Tenants with quotas of their own. All others share the rest.", default="none"),
+        tuple[TenantConfig, ...], _setting("Tenants with quotas. All others share the rest.", default="none")
     ] = ()
 
     @property
