@@ -88,7 +88,6 @@ class Server:
 
     1. The health service reports NOT_SERVING, and the periodic tasks end.
     2. The drain finishes running stores and jobs, then ends all sessions.
-    3. gRPC, the metrics server, the bulk process, the device copy workers and the attach socket
     3. gRPC, metrics server, bulk process, device copy workers and attach socket close.
     4. Tracing sends its last spans; the runtime closes tiers and region; sockets are released.
     """

@@ -63,7 +63,7 @@ class BulkProcess:
     def endpoints(self) -> tuple[int, int, str]:
         """Starts the child if needed; returns its ports for gRPC and TCP, and its socket suffix."""
         if self._task is None:
-            # In an empty context, not in that of the first call.
+            # In an empty context: what the child sends later does not belong to the first caller.
             self._task = asyncio.get_running_loop().create_task(self._run(), context=contextvars.Context())
         suffix = SOCKET_SUFFIX if self._paths else ""
         return (self._port, self._tcp_port, suffix) if self._listening else (0, 0, "")
