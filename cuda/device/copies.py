@@ -44,10 +44,7 @@ class After(Protocol):
 
 
 class EventAfter:
-    """An event of the engine, opened here.
-
-    The engine records it again only after every request that waits for it has been answered.
-    """
+    """An event of the engine, which records it again only after all waiters were answered."""
 
     def __init__(self, driver: Driver, event: EventId) -> None:
         self._driver = driver
@@ -78,11 +75,7 @@ class CopyDirection(Enum):
 
 @dataclass(frozen=True)
 class Tuning:
-    """Size of one batch in bytes and in copies.
-
-    Two batches of a transfer are in flight at a time: this is what has to be drained when an engine
-    dies.
-    """
+    """Limits of one batch. Two batches of a transfer are in flight, and drained on a cancel."""
 
     batch_bytes: int = 64 << 20
     batch_copies: int = 4096
@@ -126,10 +119,7 @@ class EngineBlocks:
             self._undo = undo.pop_all()
 
     def _open_events(self, undo: contextlib.ExitStack, export: DeviceExport) -> list[EventId]:
-        """Opens all events of an engine, or none.
-
-        Without events the engine waits for its compute itself.
-        """
+        """Opens all events of an engine, or none: then the engine waits for its compute itself."""
         if not export.origin.shares_events_with(Origin.here()):
             return []
         events: list[EventId] = []
@@ -157,19 +147,13 @@ class EngineBlocks:
         return bool(self._events)
 
     def after_event(self, index: int) -> After:
-        """The event with this index in the engine's export.
-
-        Raises DeviceError (BAD_EXPORT) if it is missing.
-        """
+        """The engine's event with this index. Raises DeviceError (BAD_EXPORT) if it is missing."""
         if not 0 <= index < len(self._events):
             raise DeviceError(Cause.BAD_EXPORT, f"no event {index} of {len(self._events)}")
         return EventAfter(self._driver, self._events[index])
 
     def part_bytes(self, group: int) -> int:
-        """Bytes that one block of a group has in its slot.
-
-        Raises DeviceError (BAD_EXPORT) for an unknown group.
-        """
+        """Bytes of one block in its slot. Raises DeviceError (BAD_EXPORT) for an unknown group."""
         return self._planner(group).part_bytes
 
     def copy_out(
@@ -197,10 +181,7 @@ class EngineBlocks:
         after: After | None = None,
         cancelled: Callable[[], bool] = _never,
     ) -> None:
-        """Copies slots into blocks; otherwise like `copy_out`.
-
-        ``after`` is reached when the engine has finished reading the blocks.
-        """
+        """Like `copy_out`, from slots into blocks that the engine must have stopped reading."""
         self._move(CopyDirection.IN, group, blocks, offsets, after, cancelled)
 
     def cancel(self) -> None:
@@ -208,9 +189,7 @@ class EngineBlocks:
         self._cancelled = True
 
     def close(self) -> None:
-        """Cancels, waits for running copies, and closes memory, events and streams.
-
-        May be repeated.
+        """Cancels, waits for running copies, closes memory, events and streams. May be repeated.
 
         Raises DeviceError (BROKEN) if copies may still be in progress; then nothing is closed.
         """

@@ -17,10 +17,7 @@ __all__ = ["Plan", "Planner"]
 
 
 class Plan(NamedTuple):
-    """Copies: the i-th moves ``sizes[i]`` bytes between a device and a host address.
-
-    Arrays of 64-bit integers.
-    """
+    """Arrays of 64-bit integers: copy i has ``sizes[i]`` bytes between two addresses."""
 
     device: array[int]
     host: array[int]

@@ -1,10 +1,9 @@
 """Driver of an NVIDIA GPU.
 
-**Unproven: not yet run on a GPU** (evidence: docs/decisions/0013-cuda-ipc.md).
-
-All calls use the device's primary context, which torch uses too. It is current only during a call.
-The calling thread switches to relaxed capture mode, so a graph capture elsewhere in the process
-does not forbid the calls; they touch no stream that is being captured.
+**Unproven: not yet run on a GPU** (evidence: docs/decisions/0013-cuda-ipc.md). All calls use the
+device's primary context, which torch uses too. It is current only during a call. The calling thread
+switches to relaxed capture mode, so a graph capture elsewhere in the process does not forbid the
+calls; they touch no stream that is being captured.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ _REGISTER: Final = 1 | 2  # CU_MEMHOSTREGISTER_PORTABLE, _DEVICEMAP
 
 
 class CudaDriver:
-    """`Driver` of one GPU.
-
-    ``device`` is a UUID, or an ordinal among the devices that this process sees.
+    """`Driver` of one GPU; ``device`` is a UUID or an ordinal among the visible devices.
 
     Raises DeviceError (NO_BINDINGS, NO_DRIVER, NO_DEVICE).
     """
@@ -52,8 +49,7 @@ class CudaDriver:
         seen = {}
         for ordinal in range(self._cuda.call("cuDeviceGetCount")):
             number = self._cuda.call("cuDeviceGet", ordinal)
-            # Only _v2 distinguishes MIG instances of one GPU. Newer bindings have it under the
-            # plain name.
+            # Only _v2 tells MIG instances apart; newer bindings have it under the plain name.
             name = "cuDeviceGetUuid_v2" if hasattr(self._api, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
             device = str(uuid.UUID(bytes=bytes(self._cuda.call(name, number).bytes)))
             if wanted in (ordinal, device):
@@ -63,10 +59,7 @@ class CudaDriver:
 
     @contextlib.contextmanager
     def in_context(self) -> Iterator[CudaLibrary]:
-        """Makes the device's context current, in relaxed capture mode.
-
-        Raises DeviceError (CLOSED).
-        """
+        """Enters context and relaxed capture mode. Raises DeviceError (CLOSED)."""
         if self._closed:
             raise DeviceError(Cause.CLOSED)
         self._cuda.call("cuCtxPushCurrent", self._context)
@@ -108,10 +101,7 @@ class CudaDriver:
         return int(self._open("cuIpcOpenMemHandle", self._api.CUipcMemHandle(), handle, int(lazily)))
 
     def _open(self, function: str, empty: Any, handle: bytes, *flags: int) -> Any:
-        """Opens a handle.
-
-        The driver's codes for unusable handles vary, so all of them become CANNOT_OPEN.
-        """
+        """Opens a handle. The driver's errors for unusable handles vary: all are CANNOT_OPEN."""
         if len(handle) != HANDLE_BYTES:
             raise DeviceError(Cause.CANNOT_OPEN, f"a handle of {len(handle)} bytes")
         ctypes.memmove(empty.getPtr(), handle, HANDLE_BYTES)

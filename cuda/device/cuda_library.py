@@ -1,7 +1,4 @@
-"""NVIDIA's driver API through cuda-bindings, with errors as exceptions.
-
-Loaded when a driver is made.
-"""
+"""NVIDIA's driver API through cuda-bindings, imported when a driver is made; raises DeviceError."""
 
 from __future__ import annotations
 
@@ -38,23 +35,16 @@ _CAPTURE_PREFIX: Final = "CUDA_ERROR_STREAM_CAPTURE"
 
 
 def import_bindings(name: str) -> Any:
-    """A module of cuda-bindings.
-
-    Untyped, so mypy runs without the package. Raises DeviceError (NO_BINDINGS).
-    """
+    """A module of cuda-bindings, untyped. Raises DeviceError (NO_BINDINGS)."""
     try:
         return importlib.import_module(f"cuda.bindings.{name}")
     except ImportError as error:
-        # `python -m` in this repository's root finds its folder `cuda` first: PYTHONSAFEPATH=1
-        # helps.
+        # `python -m` in this repository finds its folder `cuda` first: PYTHONSAFEPATH=1 helps.
         raise DeviceError(Cause.NO_BINDINGS, str(error)) from error
 
 
 class CudaLibrary:
-    """The driver's functions.
-
-    Raises DeviceError (NO_BINDINGS, NO_DRIVER) if there is no usable driver.
-    """
+    """The driver's functions. Raises DeviceError (NO_BINDINGS, NO_DRIVER) without a driver."""
 
     def __init__(self) -> None:
         self.api = import_bindings("driver")
@@ -64,10 +54,7 @@ class CudaLibrary:
             raise DeviceError(Cause.NO_DRIVER, error.detail) from error
 
     def call(self, name: str, *arguments: object) -> Any:
-        """Calls a function; returns its result (several: a tuple; no result: None).
-
-        Raises DeviceError.
-        """
+        """Calls a function; returns its result or a tuple of results. Raises DeviceError."""
         code, results = self.attempt(name, *arguments)
         if code != "CUDA_SUCCESS":
             raise self.error(name, code)
@@ -109,9 +96,7 @@ class _Attributes(ctypes.Structure):
 
 
 class BatchCopy:
-    """`cuMemcpyBatchAsync`, called by address.
-
-    The bindings need an object per address, which is slow.
+    """`cuMemcpyBatchAsync`, called by address, because the bindings need an object per address.
 
     The function is looked up with the version of CUDA 12.8, whose signature has an index of the
     failed copy; newer drivers still have it. Raises DeviceError (REFUSED) if the driver lacks it.

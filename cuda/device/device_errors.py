@@ -72,10 +72,7 @@ def advice(cause: Cause) -> str:
 
 
 class DeviceError(Exception):
-    """Device memory cannot be shared or copied.
-
-    ``cause`` is the stable code, the message is for operators.
-    """
+    """Device memory cannot be shared or copied; ``cause`` is the stable code."""
 
     def __init__(self, cause: Cause, detail: str = "") -> None:
         super().__init__(f"{_ADVICE[cause]} ({detail})" if detail else _ADVICE[cause])
@@ -84,7 +81,4 @@ class DeviceError(Exception):
 
 
 class CopyCancelled(Exception):
-    """A copy was cancelled.
-
-    Some of its bytes may have been written; no more will be written from now on.
-    """
+    """A copy was cancelled: some of its bytes may have been written, no more will be."""

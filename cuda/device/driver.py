@@ -77,19 +77,13 @@ class Driver(Protocol):
         ...
 
     def export_memory(self, base: int) -> bytes:
-        """A handle of HANDLE_BYTES for the allocation at ``base``, the same every time.
-
-        Raises REFUSED.
-        """
+        """The handle (HANDLE_BYTES) of an allocation, by its base. Raises REFUSED."""
         ...
 
     def open_memory(self, handle: bytes) -> int:
-        """Maps an allocation of another process and returns its address.
+        """Maps another process's allocation; the mapping outlives that process. Opens are counted.
 
-        Repeated opens are counted.
-
-        The mapping outlives its exporter. Raises CANNOT_OPEN; `exports.likely_cause` finds the
-        reason.
+        Raises CANNOT_OPEN; `exports.likely_cause` finds the reason.
         """
         ...
 
@@ -109,16 +103,10 @@ class Driver(Protocol):
         ...
 
     def destroy_event(self, event: EventId) -> None:
-        """Destroys an event made or opened here, reached or not; does not wait.
-
-        Other processes keep theirs.
-        """
+        """Destroys an event made or opened here, reached or not. Other processes keep theirs."""
 
     def record(self, event: EventId, stream: StreamId) -> None:
-        """The event is reached when all work submitted to the stream so far is done.
-
-        Raises CAPTURING; then nothing is recorded.
-        """
+        """Makes the event reached when all submitted work is done. Raises CAPTURING."""
 
     def reached(self, event: EventId) -> bool:
         """Whether all work that preceded the event's last record is done; does not wait."""

@@ -31,12 +31,7 @@ class OpenHandles:
         return len(self._open)
 
     def open(self, export: DeviceExport) -> list[int]:
-        """Opens all allocations of an export, or none; returns their addresses.
-
-        Pair it with `close`.
-
-        Raises DeviceError with the likely cause.
-        """
+        """Opens all allocations or none; returns their addresses. Raises the likely cause."""
         here = Origin.here()
         refusal = obstacle(export.origin, here)
         if refusal is not None:

@@ -83,10 +83,7 @@ class LayoutRun:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """The runs of each of ``num_blocks`` blocks, in slot order.
-
-    Raises LayoutError if they are invalid.
-    """
+    """The runs of ``num_blocks`` blocks, in slot order. Raises LayoutError if invalid."""
 
     num_blocks: int
     runs: tuple[LayoutRun, ...]
@@ -103,7 +100,7 @@ class BlockLayout:
         return sum(run.pieces * run.piece_bytes for run in self.runs)
 
     def pieces(self, block: int) -> Iterator[LayoutPiece]:
-        """Yields the pieces of a block in slot order. Raises LayoutError if it is out of range."""
+        """Yields a block's pieces in slot order. Raises LayoutError if it is out of range."""
         if not 0 <= block < self.num_blocks:
             raise LayoutError(f"there is no block {block} of {self.num_blocks}")
         for run in self.runs:

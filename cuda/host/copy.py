@@ -89,8 +89,7 @@ class _PyBuffer(ctypes.Structure):
     )
 
 
-# A subscript of `pythonapi` gives a new function object; an attribute is shared with other
-# packages.
+# A subscript of `pythonapi` gives a new function object; an attribute is shared.
 _get_buffer = ctypes.pythonapi["PyObject_GetBuffer"]
 _get_buffer.argtypes = [ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int]
 _release_buffer = ctypes.pythonapi["PyBuffer_Release"]
@@ -223,10 +222,7 @@ class _GilContention:
                 self._suspected = True
 
     def _is_late(self, started: float, size: int) -> bool:
-        """Whether a copy without the GIL was late for another reason than preemption.
-
-        A thread that waits for the GIL yields its processor voluntarily, which is no preemption.
-        """
+        """Whether a copy without the GIL was late, and its thread was not preempted."""
         if time.perf_counter() - started < sys.getswitchinterval() / 2 + size / _SLOWEST:
             return False
         preemptions = _preemptions()
@@ -370,10 +366,7 @@ class _Job(Generic[Piece]):
 
 
 def usable_cores() -> int:
-    """Number of processors this process can use: affinity and cgroup quotas (v1, v2), at least 1.
-
-    Quotas are rounded down: with a quota of 1.5, two busy threads would be throttled.
-    """
+    """Processors this process can use, by its affinity and its cgroups' quotas (rounded down)."""
     quotas = (_quota(version, group) for version, group in cgroup_directories("cpu"))
     bounds = [int(quota) for quota in quotas if quota is not None]
     return max(1, min([len(os.sched_getaffinity(0)), *bounds]))

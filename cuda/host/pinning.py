@@ -35,10 +35,7 @@ class Pinnable(Protocol):
 
 
 class Registrar(Protocol):
-    """A driver's calls for pinning.
-
-    They may take milliseconds, so only background threads call them.
-    """
+    """A driver's calls for pinning; they may take milliseconds."""
 
     def register(self, address: int, nbytes: int) -> None:
         """Pins whole pages. Raises PinError."""
@@ -131,8 +128,7 @@ class CudaRegistrar:
 
     def register(self, address: int, nbytes: int) -> None:
         self._enter()
-        # "Already registered" is an error too: the registration is of an earlier mapping with other
-        # pages.
+        # "Already registered" is an error too: it is an earlier mapping with other pages.
         self._check(self._cuda.cuMemHostRegister_v2(address, nbytes, self._PORTABLE), "cuMemHostRegister")
 
     def unregister(self, address: int) -> None:

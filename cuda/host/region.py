@@ -98,10 +98,10 @@ class HostRegion:
 
     @classmethod
     def create(cls, size_bytes: int, name: str = "kvtier") -> HostRegion:
-        """Creates a region without pages: see `back`. `name` is shown in /proc/PID/maps.
+        """Creates a region without pages; `name` is shown in /proc/PID/maps.
 
-        Raises `RegionError` if the size is not a positive multiple of `PAGE_BYTES` or the kernel
-        refuses.
+        Raises `RegionError` if the kernel refuses or the size is no positive multiple of
+        `PAGE_BYTES`.
         """
         if size_bytes <= 0 or size_bytes % PAGE_BYTES:
             raise RegionError(
