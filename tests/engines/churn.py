@@ -1,4 +1,4 @@
-"""Requests that come, share prefixes, preempt one another and are aborted at any moment: `churn.py JOB OUT`, as `engine_run.py`.
+"""Random requests that share prefixes, preempt one another and are aborted: `churn.py JOB OUT`.
 
 Every answer is held against what an engine without a connector says. Now and then the engine is
 left to rest, and looked at.
@@ -25,7 +25,7 @@ ABORTED = 0.4
 """The share of requests that are to be aborted, each at a moment of its own; some end before it
 comes."""
 ALONE = 0.15
-"""The share of requests that share blocks with nobody, so that all of their prompt is computed, in
+"""The share of requests that share no blocks with others, so that all of the prompt is computed, in
 chunks."""
 STEPS_BETWEEN_RESTS = 400
 SETTLE_SECONDS = 60.0
@@ -37,7 +37,7 @@ MOMENTS = ("arrived", "waiting", "loading", "prefill", "decode")
 
 
 class Churn:
-    """One engine's busy life; `truth` has the prompts, and what becomes of each."""
+    """One engine under random load; `truth` has the prompts and the expected answers."""
 
     def __init__(self, live: LiveEngine, truth: list[dict[str, Any]], seed: int) -> None:
         self.live, self.truth, self.rng = live, truth, random.Random(seed)
@@ -48,7 +48,7 @@ class Churn:
         """Those that are to be aborted, and when."""
 
     def run(self, seconds: float) -> None:
-        """Goes on for so long, until requests have been aborted at every moment, and then until nothing is left to do."""
+        """Runs for this many seconds, then until aborts hit every moment, then until idle."""
         end = time.monotonic() + seconds
         while time.monotonic() < end or (self._has_more_to_come and time.monotonic() < end + EXTRA_SECONDS):
             while len(self.prompts) < AT_ONCE and self.rng.random() < 0.7:
@@ -94,7 +94,7 @@ class Churn:
         self.live.engine.abort_request([name])
 
     def _check(self, got: dict[str, Any], want: dict[str, Any], name: str) -> None:
-        """Tokens are equal, and log-probabilities but for noise; two tokens that are as likely may stand for one another."""
+        """Tokens are equal, log-probabilities but for noise; equally likely tokens may differ."""
         assert got["finish_reason"] == "length", (name, got["finish_reason"])
         self.counts["finished"] += 1
         for at, (token, right) in enumerate(zip(got["tokens"], want["tokens"], strict=False)):

@@ -55,7 +55,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="session", autouse=True)
 def use_long_timeouts() -> None:
-    """Overrides the fixture of all tests: a test of engines chooses the timeouts of each engine process."""
+    """Overrides the fixture of all tests, because tests of engines set timeouts per process."""
 
 
 @pytest.fixture(scope="session")
@@ -104,8 +104,8 @@ def run_engine(models: Path, fork_server: EngineForkServer, tmp_path_factory: py
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")])),
-            # With steps of its own between calls, whatever some module of the tests has set for an
-            # engine in its process.
+            # Tests in the parent process may have turned this off. Engines need it, to step between
+            # calls.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         }
         environment.pop("PYTHONHASHSEED", None)

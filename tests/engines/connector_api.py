@@ -1,4 +1,4 @@
-"""Names of what vLLM calls on a connector, and of what this connector takes from vLLM: no code, only names and parameters.
+"""Names that vLLM calls on a connector, and names that this connector takes from vLLM.
 
 Of 0.32 they are compared with the vLLM that is installed. Those of 0.33 were read from the source
 distribution on PyPI, vllm-0.33.0.tar.gz (sha256

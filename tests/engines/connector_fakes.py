@@ -107,7 +107,7 @@ def scheduler_side(
     counters: TransferCounters | None = None,
     events: bool = False,
 ) -> Iterator[tuple[SchedulerSide, FakePool]]:
-    """The scheduler's half over one group of full attention, in an engine whose own prefix cache is empty.
+    """Scheduler half over one group of full attention, in an engine with an empty prefix cache.
 
     Nothing is late, and when it is left all that it had to say has been said.
     """
@@ -226,7 +226,7 @@ class FakeTransfers:
 
 
 def close_at_rest(worker: WorkerSide) -> None:
-    """Closes a worker when all that it was given has ended; it does not wait for that as long itself."""
+    """Closes a worker when all of its jobs have ended."""
     for threads in worker._threads or ():
         threads.close(WAIT_SECONDS)
     worker.close()

@@ -1,10 +1,10 @@
-"""Starts engines out of one process that has imported vLLM already: an engine of three processes imports it three times else.
+"""Forks engines from a process that has imported vLLM: an engine's three processes import it once.
 
 As a program it reads jobs on its standard input, one JSON object per line, and forks for each. vLLM
-forks its own processes then too, as it does where there is a GPU: for a CPU it spawns them, to bind
+forks its own processes then too, as it does for a GPU. For a CPU it would spawn them, to bind
 threads that are not needed here.
 
-All of these engines share the seed of Python's hashes; that blocks are found whatever the seed is
+All of these engines share the seed of Python's hashes. That blocks are found with any seed is
 for tests whose engines are not from here.
 """
 
@@ -67,7 +67,7 @@ class EngineForkServer:
             groups.append(_number(child.stdout))
             overdue.start()
             return _number(child.stdout)
-        except BaseException:  # such as the end of a test's time: what it says of this job is nothing for the next one
+        except BaseException:  # such as a test's timeout; it must not affect the next job
             self._child = None
             child.kill()
             child.wait()

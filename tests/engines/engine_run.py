@@ -1,4 +1,4 @@
-"""Runs one vLLM engine through a list of steps: JSON job in, JSON results out (`engine_run.py JOB OUT`).
+"""Runs a vLLM engine through a list of steps: JSON job in, JSON results out.
 
 What it says about hits comes from vLLM's own counters, not from the connector.
 """
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def _continued(step: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Prompts may begin with what an earlier step was asked and answered, and take over what another one held of them."""
+    """Prompts may begin with an earlier step's prompt and answer, and pull its held blocks."""
     named = {result["name"]: result for result in results if result.get("name")}
     earlier, holder = (named.get(step.pop(word, None)) for word in ("continues", "takes_over"))
     if earlier is not None:
@@ -71,7 +71,7 @@ def _reset(llm: Any, how: dict[str, Any]) -> dict[str, Any]:
     """Empties the engine's prefix cache, which it refuses while blocks are being saved."""
     deadline = time.monotonic() + RESET_SECONDS
     while not llm.reset_prefix_cache(**how):
-        assert time.monotonic() < deadline, "the engine does not let go of its blocks"
+        assert time.monotonic() < deadline, "the engine does not release its blocks"
         time.sleep(0.05)
     return {}
 

@@ -1,4 +1,4 @@
-"""Patience of engines, for tests that count hits and blocks: there a call that met its deadline would look like a miss."""
+"""Long timeouts for engines in tests that count hits: a missed deadline would look like a miss."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DEADLINES = (
 
 @contextlib.contextmanager
 def long_timeouts() -> Iterator[None]:
-    """Engines that this process makes meanwhile wait long for an answer; what has died they notice as soon as ever."""
+    """Engines created in this context have long timeouts, but notice closed connections."""
     with contextlib.ExitStack() as changes:
         changes.enter_context(client_long_timeouts())
         for module, name in _DEADLINES:

@@ -1,4 +1,4 @@
-"""An engine without a model: the connector's two halves over a real server, and KV that shows from which tokens it was computed."""
+"""An engine without a model: the connector over a real server, and KV that encodes its tokens."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class ToyRequest(SimpleNamespace):
 
 @dataclass
 class Turn:
-    """What came of one request: its tokens, how many of their KV were computed here, and what its caller is answered."""
+    """Result of one request: tokens, how many were computed here, and the answer's parameters."""
 
     tokens: list[int]
     computed: int
@@ -177,7 +177,7 @@ class ToyEngine:
         return self.scheduler.request_finished(request, [list(table)])
 
     def settle(self) -> None:
-        """Steps until nothing is left to be sent or reported, and servers have been told of what is handed over."""
+        """Steps until nothing is left to send or report, and servers know of all hand-offs."""
 
         def is_settled() -> bool:
             self.step()

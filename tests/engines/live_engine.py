@@ -1,4 +1,4 @@
-"""A vLLM engine in this process, stepped by hand: so that a test knows where it is, and sees what is left in it."""
+"""A vLLM engine in this process, stepped by the test, which can inspect it between steps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class LiveEngine:
     def add(self, request_id: str, prompt: Sequence[int], max_tokens: int, salt: str | None = None) -> None:
         """Hands in a request; it is computed by `step`.
 
-        With a `salt` of its own it shares blocks with nobody.
+        With a `salt` of its own it shares blocks with no other request.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -87,7 +87,7 @@ class LiveEngine:
         return bool(self.llm.reset_prefix_cache())
 
     def meet(self, epoch: int, seconds: float = 120.0) -> None:
-        """Waits until the connector's sessions are with this life of the server, and it shuns it no more for what went wrong."""
+        """Waits until the connector's sessions are with this server and circuits are closed."""
         remote, worker, walk = self.side._gateway, self._worker(), self.side._core._lookahead
         deadline = time.monotonic() + seconds
         while (
@@ -99,7 +99,7 @@ class LiveEngine:
             time.sleep(0.02)
 
     def hear(self) -> None:
-        """Waits until every lookup that has begun is answered, so that what happens to the server then concerns none of them."""
+        """Waits until every lookup that has begun is answered."""
         from kvtier.client.engines.vllm.scheduler.prefix_lookups import LookupState
 
         deadline = time.monotonic() + IDLE_SECONDS

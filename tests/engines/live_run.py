@@ -1,4 +1,4 @@
-"""Runs a `LiveEngine` through steps during which things happen to the server: `live_run.py JOB OUT`, as `engine_run.py`."""
+"""Runs a `LiveEngine` through steps with server failures in between: `live_run.py JOB OUT`."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _generate(
 
 
 def _find(live: LiveEngine, status: list[str], *, forget: bool, **step: Any) -> dict[str, Any]:
-    """Generates what is stored, when the server answers lookups in time again: one after a new start may be late."""
+    """Generates stored prompts once the server answers lookups in time again."""
     for number in range(QUESTIONS):
         _meet(live, status)
         late = live.given_up
@@ -117,7 +117,7 @@ def _meet(live: LiveEngine, status: list[str]) -> None:
 
 
 def _settle(live: LiveEngine, command: list[str]) -> dict[str, Any]:
-    """Returns what the server still holds, and the engine, when they have had time to let go."""
+    """Returns what the server and the engine still hold after they had time to release it."""
     live.rest()
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:

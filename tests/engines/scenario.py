@@ -55,7 +55,7 @@ def assert_same(expected: dict[str, Any], actual: dict[str, Any]) -> None:
 
 
 def wait_until_durable(server: ServerProcess, seconds: float = 120) -> dict[str, int]:
-    """Waits until the lower tier has every block of the CPU tier; returns the number of blocks per tier.
+    """Waits until the lower tier has all blocks of the CPU tier. Returns the blocks per tier.
 
     Blocks that a rank left half written, as one does whose call met its deadline on a busy machine,
     are not waited for: what counts then is that nothing is being stored or waits for the lower

@@ -1,4 +1,4 @@
-"""A real kvtier server in a process of its own, also controlled from other processes: `server_process.py DIR ACTION`."""
+"""A real kvtier server in its own process: `server_process.py DIR ACTION` also controls it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _is_stopped(task: Path) -> bool:
 
 
 class ServerProcess:
-    """A server whose socket, data and process id are in `folder`; `region` is the size of its CPU tier, `flags` are others.
+    """A server with its files in `folder`; `region` is the CPU tier's size, `flags` are added.
 
     Clients of one that is ``long_timeout`` do not give it up when it is silent for seconds, as all
     of a machine may be.
@@ -76,7 +76,7 @@ class ServerProcess:
                     time.sleep(0.001)
 
     def kill(self) -> None:
-        """Kills it without notice, and waits until it is gone: another one cannot have its socket before."""
+        """Kills it with SIGKILL and waits until it is gone, so that the socket is free."""
         self.signal(signal.SIGKILL)
         with contextlib.suppress(FileNotFoundError):
             process = Path("/proc", (self.folder / "pid").read_text(), "stat")
@@ -113,7 +113,7 @@ class ServerProcess:
 
 
 if __name__ == "__main__":
-    # Whoever runs this may be pinned to a processor that it keeps busy.
+    # The caller may be pinned to a processor that it keeps busy.
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
     server = ServerProcess(Path(sys.argv[1]))
     match sys.argv[2]:
@@ -131,7 +131,7 @@ if __name__ == "__main__":
                 server.restart_twice()
             finally:
                 os.kill(int(sys.argv[3]), signal.SIGCONT)
-        case "await-holds":  # so many of a direction, published since it started
+        case "await-holds":  # this many of a direction, published since it started
             while {row["direction"]: row["published"] for row in server.handoffs()["totals"]}[sys.argv[3]] < int(
                 sys.argv[4]
             ):

@@ -1,4 +1,4 @@
-"""A busy engine under a tiny KV cache: no wrong token, and nothing that stays behind (CHURN_SECONDS=300 for both modes)."""
+"""A busy engine with a tiny KV cache: right tokens, no leaks (CHURN_SECONDS=300 for both modes)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def truth(run_engine: RunEngine) -> list[dict[str, Any]]:
 def test_nothing_leaks_and_no_token_is_wrong(
     truth: list[dict[str, Any]], run_engine: RunEngine, tmp_path: Path, mode: str
 ) -> None:
-    """B4.3, B4.4, B4.12 Chunked prefill, preemptions, aborts at every moment, evictions on both sides, for minutes."""
+    """B4.3, B4.4, B4.12 Chunked prefill, preemptions, aborts and evictions on both sides."""
     server = ServerProcess(tmp_path, REGION)
     server.start()
     try:

@@ -1,4 +1,4 @@
-"""Which vLLM the connector runs in: the API of 0.32, live, and of 0.33, by its names; and what it says of others."""
+"""Versions of vLLM: the API of 0.32, live, that of 0.33, by name, and messages for others."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_table_is_what_is_installed() -> None:
 
 @pytest.mark.parametrize("release", list(HOOKS))
 def test_every_hook_takes_what_vllm_gives_it(release: str) -> None:
-    """What the base class is called with, by position or by name, its override takes; and vLLM calls every override."""
+    """Each override takes the base class's parameters, and vLLM calls every override."""
     overridden = set()
     for name, function in _ours():
         if name not in HOOKS[release]:
@@ -73,7 +73,7 @@ def test_every_hook_takes_what_vllm_gives_it(release: str) -> None:
 
 
 def test_the_sleep_hooks_are_those_of_033() -> None:
-    """Nobody calls them in 0.32; in 0.33 they are there under these names."""
+    """0.32 does not call them; 0.33 has them under these names."""
     ours = {name for name, _ in _ours()}
     assert {"unregister_kv_caches", "restore_kv_caches"} <= ours & HOOKS["0.33"].keys() - HOOKS["0.32"].keys()
 
@@ -86,7 +86,7 @@ def test_the_metrics_classes_take_what_vllm_gives_them() -> None:
 
 
 def test_nothing_is_imported_that_a_supported_release_lacks() -> None:
-    """All that the adapter takes from vLLM is in both releases: a name that is new here is to be looked up in both."""
+    """All names that the adapter takes from vLLM exist in both releases."""
     known = {f"{module}.{name}" for module, names in IMPORTS.items() for name in names.split()}
     found = {
         f"{node.module}.{alias.name}"

@@ -1,4 +1,4 @@
-"""Copies between KV tensors and slots: right bytes, few calls, and never before the compute that they are ordered behind."""
+"""Copies between KV tensors and slots: bytes, number of calls, and order behind the compute."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SLOT = 2 * PAGE
 
 
 class Event:
-    """A CUDA event: ``compute`` is what was submitted before it, and runs when somebody waits for it."""
+    """A CUDA event: ``compute`` was submitted before it, and runs when something waits for it."""
 
     def __init__(self, compute: Callable[[], None] = lambda: None) -> None:
         self.compute = compute
@@ -107,7 +107,7 @@ def test_every_block_goes_to_its_slot_and_back(kind: type[CpuCopier | CudaCopier
 
 
 def test_blocks_in_a_row_are_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt's blocks, and the slots for them, are mostly given out in a row: one call for all of them."""
+    """Consecutive blocks with consecutive slots are one call."""
     copied: list[tuple[int, ...]] = []
     caches = _caches()
     copier = _make(CpuCopier, caches)
@@ -120,14 +120,14 @@ def test_blocks_in_a_row_are_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_adjacent_slots_are_one_transfer() -> None:
-    """From a device each transfer costs microseconds of its own: rows whose slots touch go together, others do not."""
+    """Adjacent slots are one transfer, because each transfer costs microseconds."""
     staging, flat = torch.zeros((5, 8), dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
     sizes = [(len(rows), len(slots)) for rows, slots in copies._transfers(staging, flat, [0, 8, 16, 32, 40])]
     assert sizes == [(24, 24), (16, 16)]
 
 
 def test_no_transfer_crosses_pinned_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """B4.16 A region is pinned chunk by chunk, maybe not yet to its end: a transfer lies in one of them, and all bytes go."""
+    """B4.16 A region is pinned in chunks, and each transfer lies in one chunk."""
     monkeypatch.setattr(pinning, "PIN_CHUNK_BYTES", 32)
     staging = torch.arange(40, dtype=torch.uint8).view(5, 8)
     flat = torch.zeros(100, dtype=torch.uint8)
@@ -142,7 +142,7 @@ def test_no_transfer_crosses_pinned_chunks(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("way", ["copy_out", "copy_in"])
 @pytest.mark.usefixtures("cuda")
 def test_nothing_goes_on_behind_a_copy_that_failed(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    """B4.11 It is reported as failed and its blocks are used for something else: what was queued of it must be over by then."""
+    """B4.11 After a failure no queued copy may run: its blocks are used for something else."""
     copier = _make(CudaCopier, _caches())
     monkeypatch.setattr(copies, "_transfers", lambda *_: iter([(None, None)]))
     with pytest.raises(AttributeError):
@@ -154,7 +154,7 @@ def test_nothing_goes_on_behind_a_copy_that_failed(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.usefixtures("cuda")
 def test_a_copy_waits_for_the_compute_before_it() -> None:
-    """B4.11 A store reads KV after the compute that wrote it, a load overwrites blocks after the compute that read them."""
+    """B4.11 A store reads KV after its compute; a load overwrites blocks after it."""
     caches = _caches()
     copier, memory = _make(CudaCopier, caches), memoryview(bytearray(SLOT))
     copier.copy_out(1, [3], memory, [0], Event(lambda: caches["c"][3].fill_(9)))
@@ -176,7 +176,7 @@ def _state_group(page_bytes: int) -> CacheGroup:
 
 
 def test_states_of_several_tensors_follow_each_other_in_a_slot() -> None:
-    """A state-space layer may hand over its states one by one, in pages with padding between them."""
+    """A state-space layer may have several state tensors, in pages with padding between them."""
     raw = torch.randint(0, 255, (2, BLOCKS, PAGE), dtype=torch.uint8)
     states = {name: [raw[number, :, :24], raw[number, :, 24:40]] for number, name in enumerate("ab")}
     copier = CpuCopier(build_layouts([_state_group(40)], states, BLOCKS))

@@ -1,4 +1,4 @@
-"""A dense model: one engine fills the store, the server is killed and comes back, another engine reads."""
+"""A dense model: one engine stores, the server is killed and restarted, another engine loads."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def first(run_engine: RunEngine, server: ServerProcess) -> dict[str, Any]:
 def second(
     run_engine: RunEngine, server: ServerProcess, first: dict[str, Any], truth: dict[str, Any]
 ) -> dict[str, Any]:
-    """Another engine, after the server was killed and started again; what was stored through shared memory comes over gRPC."""
+    """Another engine, after a server restart, loads over gRPC what was stored in shared memory."""
     assert first["blocks"]["lmdb"] > 0
     server.kill()
     server.start()
@@ -88,7 +88,7 @@ def test_storing_changes_no_answer(truth: dict[str, Any], first: dict[str, Any])
 
 
 def test_what_is_stored_is_counted_and_announced(first: dict[str, Any]) -> None:
-    """B4.5, B4.14 Every block that fills is saved, say vLLM's own metrics; and its KV events name it, on GPU and CPU alike."""
+    """B4.5, B4.14 vLLM's metrics count every full block as saved, and KV events name it."""
     blocks = sum((len(prompt) + LONG_ANSWER - 1) // BLOCK for prompt in BASE)
     counted = {name.removeprefix("vllm:kvtier_"): value for name, value in first["later"]["kvtier"].items()}
     assert counted["save_blocks:stored"] >= blocks
@@ -112,7 +112,7 @@ def test_what_is_stored_is_counted_and_announced(first: dict[str, Any]) -> None:
 
 
 def test_what_is_loaded_is_counted(second: dict[str, Any]) -> None:
-    """What became of each lookup, and of each load, is in vLLM's own metrics."""
+    """The outcome of each lookup and load is in vLLM's metrics."""
     counted = {name.removeprefix("vllm:kvtier_"): value for name, value in second["base"]["kvtier"].items()}
     assert (counted["lookups:hit"], counted["lookups:partial"]) == (len(BASE), 0)
     assert counted["load_blocks:loaded"] == hit_limit(BASE) // BLOCK
@@ -144,7 +144,7 @@ def test_another_engine_finds_all_after_a_sigkill_of_the_server(truth: dict[str,
     ],
 )
 def test_shared_prefixes(truth: dict[str, Any], second: dict[str, Any], question: str, hits: int) -> None:
-    """Whole blocks of a common prefix are found, and nothing behind a difference or under another salt."""
+    """Whole blocks of a common prefix hit; blocks behind a difference, or of another salt, miss."""
     assert_same(truth[question], second[question])
     assert second[question]["external_hits"] == hits
 

@@ -1,4 +1,4 @@
-"""The worker's way over the server's mover, with shared memory in place of a GPU: a real server, real tensors, real jobs."""
+"""Copies by the server's copy worker, with shared memory in place of a GPU, and a real server."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 class Worker:
-    """A worker whose KV tensors are in memory that the mover can open, and a client beside it that looks."""
+    """A worker whose KV tensors the copy worker can open, and a second client."""
 
     def __init__(self, service: Service, kind: MemoryKind = MemoryKind.SHAREABLE) -> None:
         self.driver = HostDriver()
@@ -131,7 +131,7 @@ def worker(service: Service) -> Iterator[Worker]:
 
 
 def test_blocks_go_over_the_mover_and_come_back(service: Service, worker: Worker) -> None:
-    """Slots hold what the engine's own copies would have put there, and blocks come back bit by bit, group by group."""
+    """Slots hold the bytes of the engine's own copies, and blocks are restored, for each group."""
     before = worker.fill(1)
     assert worker.save([3, 5, 0, 7]) == WorkerReport({1: 1})
     assert "cuda_ipc" in {session.transport for session in service.server.status().sessions}
@@ -149,7 +149,7 @@ def test_blocks_go_over_the_mover_and_come_back(service: Service, worker: Worker
 
 
 def test_saves_and_loads_wait_for_the_compute(worker: Worker) -> None:
-    """B4.11: the mover reads nothing before the step's compute is over; the marks are given back with the last job (B4.4)."""
+    """B4.11 The server reads nothing before the step's compute is over."""
     over = threading.Event()
     worker.driver._streams[worker.stream].submit(lambda: over.wait(60) and None)
     worker.fill(3)
@@ -166,7 +166,7 @@ def test_saves_and_loads_wait_for_the_compute(worker: Worker) -> None:
 
 
 def test_loads_of_nothing_take_no_mark(worker: Worker) -> None:
-    """A step whose loads have nothing to read reports them as failed, and keeps none of the route's events (B4.4)."""
+    """B4.4 A step whose loads have nothing to read reports failures and keeps no events."""
     assert worker.side._route is not None
     worker.side.start_loads(StepMetadata([LoadJob("l", [])], [], "ns"))
     assert worker.reports.take_results(idle=True).failed_recving == {"l"}

@@ -22,7 +22,7 @@ def _save(scheduler: Any, request_id: str = "r") -> Any:
 
 
 def test_a_block_is_announced_when_every_worker_has_stored_it() -> None:
-    """B4.5 One event per block, with the hash that the engine's own event had; not for one that a rank did not store."""
+    """B4.5 One event per block that all ranks have stored, with the engine's own hash."""
     with scheduler_side(FakeClient(), world_size=2, events=True) as (scheduler, _):
         job = _save(scheduler)
         scheduler.saves_reported(WorkerReport({job.job_id: 1}))
@@ -39,7 +39,7 @@ def test_a_block_is_announced_when_every_worker_has_stored_it() -> None:
 
 
 def test_nothing_is_collected_where_nobody_publishes() -> None:
-    """Nobody would empty the list."""
+    """Without a reader the list would only grow."""
     with scheduler_side(FakeClient()) as (scheduler, _):
         job = _save(scheduler)
         scheduler.saves_reported(WorkerReport({job.job_id: 1}))
@@ -48,7 +48,7 @@ def test_nothing_is_collected_where_nobody_publishes() -> None:
 
 
 def test_a_reset_clears_and_what_was_in_flight_is_not_announced() -> None:
-    """B4.13 What ends after the reset was stored before it, and goes with the rest; what comes then is announced again."""
+    """B4.13 Saves from before a reset have no event; later ones have."""
     with scheduler_side(FakeClient(), events=True) as (scheduler, _):
         flying = _save(scheduler)
         assert not scheduler.reset()
@@ -62,7 +62,7 @@ def test_a_reset_clears_and_what_was_in_flight_is_not_announced() -> None:
 
 
 def test_a_save_of_which_nothing_is_heard_is_not_announced(monkeypatch: Any) -> None:
-    """B5.6 It is let go, and counts as not stored."""
+    """B5.6 It is released, and counts as not stored."""
     with scheduler_side(FakeClient(), events=True) as (scheduler, _):
         _save(scheduler)
         later = time.monotonic() + 2 * SAVE_LOST_AFTER_S

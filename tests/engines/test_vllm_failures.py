@@ -1,4 +1,4 @@
-"""Whatever happens to the server, and whenever, an engine goes on as if nothing were cached, and finds what is cached again."""
+"""Server failures at any moment: the engine computes, and later finds what is cached again."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def meet(server: ServerProcess) -> list[dict[str, Any]]:
 
 
 def case_steps(server: ServerProcess, case: tuple[str, str], *, lazy: bool) -> list[dict[str, Any]]:
-    """Returns the steps of one case: it happens, the server is back, the connector finds it, and all is as before.
+    """Returns the steps of one case: a failure, a restart, a reconnect, and normal operation.
 
     In lazy mode nothing is forgotten that is yet to be stored: there each prompt evicts the others'
     blocks.
@@ -85,7 +85,7 @@ def truth(run_engine: RunEngine) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def lives(run_engine: RunEngine, tmp_path_factory: pytest.TempPathFactory) -> Lives:
-    """One engine per mode, which starts without a server, and to whose server then everything happens at every moment."""
+    """One engine per mode that starts without a server and meets every failure at every moment."""
     begun: set[str] = set()
 
     @functools.cache
@@ -127,7 +127,7 @@ def same(truth: dict[str, Any], prompts: list[list[int]], result: dict[str, Any]
 
 @EACH
 def test_an_engine_goes_on(truth: dict[str, Any], lives: Lives, mode: str, deed: str, moment: str) -> None:
-    """A server that dies, hangs or is restarted at any moment of a request is a miss: right tokens, in bounded time, no error."""
+    """A server that dies, hangs or restarts is a miss: right tokens in bounded time, no error."""
     result = lives(mode)[f"{deed} {moment}"]
     assert result["acted"], "it did not happen"
     same(truth, [NEW[deed, moment], *PROMPTS], result)
@@ -137,7 +137,7 @@ def test_an_engine_goes_on(truth: dict[str, Any], lives: Lives, mode: str, deed:
 
 @EACH
 def test_the_cache_is_used_again(truth: dict[str, Any], lives: Lives, mode: str, deed: str, moment: str) -> None:
-    """What was stored before is found, wherever the server has it; nothing is pinned, half stored or held any more (B4.4)."""
+    """B4.4 Stored blocks are found in any tier; nothing stays pinned, half stored or held."""
     result, left = lives(mode)[f"{deed} {moment}, then"], lives(mode)[f"{deed} {moment}, left"]
     same(truth, [NEW[deed, moment], *PROMPTS], result)
     assert result["external_hits"] > 0
@@ -168,7 +168,7 @@ def test_saves_that_hang_or_die_are_reported(lives: Lives, mode: str) -> None:
 
 
 def test_a_hang_is_waited_out_once(lives: Lives) -> None:
-    """One budget for the lookups that are under way, and none after that until the server answers."""
+    """One timeout for the lookups in flight, and no lookups until the server answers."""
     assert lives("eager")["hang asking"]["given_up"] > 0
     for moment in ("loading", "decoding"):
         assert lives("eager")[f"hang {moment}"]["given_up"] == 0, moment
@@ -176,7 +176,7 @@ def test_a_hang_is_waited_out_once(lives: Lives) -> None:
 
 @BOTH
 def test_the_log_says_what_happened(lives: Lives, mode: str) -> None:
-    """Warnings of a kind come now and then, not one per request or step; no hook of the connector failed."""
+    """Warnings are rate-limited, and no hook of the connector failed."""
     assert 1 <= lives(mode)["log"].count("no kvtier server is connected") <= 1 + LIFE_SECONDS // 30
     assert not [line for line in lives(mode)["log"].splitlines() if "background.py" in line and "Traceback" in line]
     assert not re.findall(r"kvtier: \w+ failed: .*", lives(mode)["log"])

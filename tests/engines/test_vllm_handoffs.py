@@ -1,4 +1,4 @@
-"""Requests that vLLM's connector hands on, and goes on with: both its halves over real servers, without an engine (B2)."""
+"""Hand-offs of vLLM's connector: both halves over real servers, without an engine (B2)."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def params_of(engine: ToyEngine, tokens: list[int], params: Any = FIRST_TURN, ne
 
 
 def test_a_conversation_of_three_turns(server: ServerProcess, prefill: ToyEngine, decode: ToyEngine) -> None:
-    """B2.2, B2.3, B2.6, B2.10, B2.18: each engine computes only what no one has computed, parts of blocks included."""
+    """B2.2, B2.3, B2.6, B2.10, B2.18 Each engine computes only new tokens."""
     tokens, params = list(PROMPT), dict(FIRST_TURN)
     for number in range(3):
         first = prefill.run(tokens, params)
@@ -90,7 +90,7 @@ def test_a_conversation_of_three_turns(server: ServerProcess, prefill: ToyEngine
 
 @pytest.mark.parametrize("lazy", [False, True])
 def test_all_of_a_request_is_held(make: MakeEngine, decode: ToyEngine, *, lazy: bool) -> None:
-    """B2.17: what was loaded from the cache included, and in lazy mode, in which ordinary blocks are stored later."""
+    """B2.17 Blocks that were loaded are held too, also in lazy mode, which stores blocks later."""
     prefill = make("P", replace(BOTH_WAYS, lazy_offload=lazy))
     make("other").run(PROMPT[: 3 * BLOCK])
     first = prefill.run(PROMPT, FIRST_TURN)
@@ -102,7 +102,7 @@ def test_all_of_a_request_is_held(make: MakeEngine, decode: ToyEngine, *, lazy: 
 def test_too_few_tokens_are_computed(
     make: MakeEngine, server: ServerProcess, decode: ToyEngine, prompt_tokens: int, pulled: int
 ) -> None:
-    """B2.4, B2.11: fewer than the threshold, which is 64; and the peer may let go of them."""
+    """B2.4, B2.11 Below the threshold of 64 nothing is pulled, and the other engine is told."""
     prompt = list(range(prompt_tokens))
     params = params_of(decode, prompt[:5], {"do_remote_prefill": True}) | {"remote_num_tokens": prompt_tokens - 5}
     held = params_of(decode, prompt[: prompt_tokens - 5], {"do_remote_prefill": True})
@@ -115,7 +115,7 @@ def test_too_few_tokens_are_computed(
 
 @pytest.mark.parametrize("knows", [True, False])
 def test_what_has_expired_is_not_read(make: MakeEngine, prefill: ToyEngine, *, knows: bool) -> None:
-    """B2.19: a hold of six seconds is over after one, by its parameters; and where these do not say so, by the server."""
+    """B2.19 A hold of six seconds expires after one, by its parameters, or else by the server."""
     decode = make("D", replace(BOTH_WAYS, decoder_kv_blocks_ttl=6.0 if knows else 1.0))
     params = params_of(decode, PROMPT, {"do_remote_prefill": True})
     params["remote_blocks_expiry_time"] -= 1.0
@@ -144,7 +144,7 @@ def test_a_request_that_ends_before_it_is_scheduled(
 
 
 def test_a_request_that_ends_while_it_is_pulled(server: ServerProcess, prefill: ToyEngine, decode: ToyEngine) -> None:
-    """B2.16, B5.6: nothing is saved of blocks that are still being written, which are not freed before that has ended."""
+    """B2.16, B5.6 Blocks that are still being written are neither saved nor freed."""
     params = params_of(prefill, PROMPT)
     decode.counts()
     request = decode.arrive(PROMPT, params)
@@ -173,7 +173,7 @@ def test_a_pull_that_fails_is_computed(server: ServerProcess, prefill: ToyEngine
 
 
 def test_a_hold_is_called_as_the_caller_says(prefill: ToyEngine, decode: ToyEngine) -> None:
-    """Who cannot wait for the answer names the hold itself: prefill and decode may even be asked at once."""
+    """A caller may name the hold, so that prefill and decode can be asked at the same time."""
     theirs = {
         "do_remote_prefill": True,
         "remote_engine_id": "P",
@@ -191,7 +191,7 @@ def test_a_hold_is_called_as_the_caller_says(prefill: ToyEngine, decode: ToyEngi
 
 @pytest.mark.parametrize("known", [True, False])
 def test_servers_of_two_hosts(tmp_path: Path, make: MakeEngine, *, known: bool) -> None:
-    """Blocks are pulled from the peer's server, and from none that the settings do not name: parameters come from outside."""
+    """Blocks are pulled only from servers in the settings, because parameters come from outside."""
     (tmp_path / "far").mkdir()
     far = ServerProcess(tmp_path / "far", "64MiB", ["--insecure"])
     reserved = ReservedPort()
@@ -226,7 +226,7 @@ def test_roles_are_about_the_cache(make: MakeEngine) -> None:
 def test_what_a_request_does_not_want(
     server: ServerProcess, prefill: ToyEngine, decode: ToyEngine, theirs: Any, *, pulls: bool, holds: bool
 ) -> None:
-    """A request that is to load nothing pulls nothing; one that is to be stored nowhere, or not to be held, is not held."""
+    """A request without loads pulls nothing; one without saves, or without hold, is not held."""
     params = params_of(prefill, PROMPT)
     turn = decode.run(PROMPT, params | {"kvtier": theirs}, 1)
     assert (turn.computed == 0, turn.params is not None) == (pulls, holds)
@@ -252,7 +252,7 @@ def test_other_content_is_not_pulled(prefill: ToyEngine, decode: ToyEngine) -> N
 
 
 def test_the_same_end_of_another_beginning_is_not_pulled(prefill: ToyEngine, decode: ToyEngine) -> None:
-    """A part of a block is its holder's only behind the same tokens, though nothing before it is pulled."""
+    """A partial block matches only behind the same tokens, also if nothing before it is pulled."""
     params = params_of(prefill, PROMPT)
     for prompt, pulled in (([7, *PROMPT[1:]], 0), (PROMPT, 3)):
         request = decode.arrive(prompt, params | {"kvtier": {"hold": False}})

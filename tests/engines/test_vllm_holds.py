@@ -1,4 +1,4 @@
-"""What the connector asks of servers for requests that are handed over, when these are slow, fail, or hold only a part (B2)."""
+"""Calls about holds to servers that are slow, fail, or have only some of the blocks (B2)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PREFILLED = {"do_remote_prefill": True, "remote_block_ids": [[0]], **HERE}
 
 
 class HoldsClient(FakeClient):
-    """A server that holds six full blocks of one request, as far as `hits` says; `before_claim` may wait or raise."""
+    """A server that holds six blocks of a request; `hits` says which it has."""
 
     def __init__(self, hits: Sequence[bool] = (True,) * 6, before_claim: Callable[[], None] = lambda: None) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class HoldsClient(FakeClient):
 
 
 def test_a_part_of_a_hold_is_used_as_far_as_it_goes() -> None:
-    """B2.6: what is not there ends the hit; the lease goes back when it was read, and the peer is told."""
+    """B2.6 A missing block ends the hit; lease and hold are released after the read."""
     client = HoldsClient(hits=[True, True, True, False, True, True])
     with scheduler_side(client) as (scheduler, _):
         request = make_request(6, kv_transfer_params=PREFILLED)
@@ -120,7 +120,7 @@ def test_a_claim_that_nobody_wants_any_more_is_given_back(*, answered: bool) -> 
     ("error", "asks_again"), [(NotConnected("gone"), False), (HoldGone("gone"), True), (InvalidRequest("odd"), True)]
 )
 def test_a_server_that_fails_is_left_in_peace(monkeypatch: Any, error: KVTierError, *, asks_again: bool) -> None:
-    """A claim that fails is a miss, and the next request is not made to wait for the same; unless it was refused for itself."""
+    """A failed claim is a miss and opens the circuit, but not a refusal of one request."""
     monkeypatch.setattr(hold_calls, "_CIRCUIT_OPEN_S", 600.0)
 
     def fail() -> None:
@@ -174,7 +174,7 @@ def test_normal_ends(status: str, *, held: bool) -> None:
 
 
 def test_what_is_held_is_offered_once_more_where_it_was_not_stored() -> None:
-    """B2.17: blocks that the server had no room for are among those that who pulls would wait for."""
+    """B2.17 Blocks that the server could not store are published too, as pending ones."""
     client = HoldsClient()
     with scheduler_side(client) as (scheduler, _):
         request = make_request(6, kv_transfer_params={"do_remote_decode": True})
@@ -196,7 +196,7 @@ def test_what_is_held_is_offered_once_more_where_it_was_not_stored() -> None:
     [({"num_output_placeholders": 4}, 20), ({"num_tokens": 20, "num_output_placeholders": 0}, 20), ({}, 24)],
 )
 def test_only_what_is_confirmed_is_held(fields: dict[str, int], tokens: int) -> None:
-    """B2.18, B4.6: no token that is only scheduled (async scheduling), and none behind the end (accepted drafts)."""
+    """B2.18, B4.6 Tokens that are only scheduled, and drafts behind the end, are excluded."""
     client = HoldsClient()
     with scheduler_side(client) as (scheduler, _):
         request = make_request(6, kv_transfer_params={"do_remote_decode": True}, num_computed_tokens=24, **fields)
@@ -210,7 +210,7 @@ def test_only_what_is_confirmed_is_held(fields: dict[str, int], tokens: int) -> 
 
 
 def test_nothing_is_pulled_or_held_that_is_about_to_be_forgotten() -> None:
-    """B4.13: between a reset and the server's word that it has forgotten all, holds are of weights that may have changed."""
+    """B4.13 During a reset nothing is pulled, because held blocks may be of changed weights."""
     gate = threading.Event()
     client = HoldsClient()
     client.resets = [lambda: wait_for(gate.is_set) or 0]
@@ -271,7 +271,7 @@ def test_a_publication_that_was_late_is_made_once_more() -> None:
 
 
 def test_a_defect_in_handing_over_does_not_keep_a_request_from_ending(monkeypatch: Any) -> None:
-    """The hook is contained; the server hears of the end, and the cache's half forgets the request."""
+    """The hook does not raise; the server learns of the end, and the request is forgotten."""
     client = HoldsClient()
     with scheduler_side(client) as (scheduler, _):
         request = make_request(6, kv_transfer_params={"do_remote_decode": True}, num_computed_tokens=24)

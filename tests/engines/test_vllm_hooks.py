@@ -1,4 +1,4 @@
-"""No hook of the vLLM connector raises into the engine, and nothing that the engine waits for is forgotten."""
+"""Hooks of the vLLM connector never raise, and always report what the engine waits for."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ SCHEDULER_HOOKS: dict[str, tuple[tuple[Any, ...], Any, str | None]] = {
     ("role", "hook"), [*((WORKER, hook) for hook in WORKER_HOOKS), *((SCHEDULER, hook) for hook in SCHEDULER_HOOKS)]
 )
 def test_a_hook_that_fails_answers_with_its_fallback(monkeypatch: pytest.MonkeyPatch, role: Any, hook: str) -> None:
-    """Whatever the side behind a hook raises, the engine gets an answer and the log a warning."""
+    """If the code behind a hook raises, the engine gets the fallback, and the log a warning."""
     arguments, fallback, warning = (WORKER_HOOKS if role == WORKER else SCHEDULER_HOOKS)[hook]
     made = _broken(monkeypatch, role)
     if hook in {"get_transfer_results", "build_connector_worker_meta"}:
@@ -157,7 +157,7 @@ def test_what_is_logged_can_be_logged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("worker", [Broken(), None])
 def test_a_worker_that_cannot_start_its_jobs_reports_them(monkeypatch: pytest.MonkeyPatch, worker: Any) -> None:
-    """Requests do not wait for a load that nobody does, nor blocks for a save: with a defect, and in a worker without a side."""
+    """With a defect, or a disabled worker, loads and saves are still reported."""
     made = _broken(monkeypatch, WORKER)
     made._worker = worker
     made.bind_connector_metadata(STEP)
@@ -193,7 +193,7 @@ class Scheduler:
 
 
 def test_a_load_that_the_scheduler_lost_is_sent_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What failed when blocks were allocated, or when the step was built, is a load that fails: once, and no load is done twice."""
+    """A failure at allocation or in the step's plan is one failed load, reported once."""
     made, side = _broken(monkeypatch, SCHEDULER), Scheduler()
     made._scheduler = side
     good = LoadJob("good", [BlockRead(1, [0], [0], [2])])
@@ -272,7 +272,7 @@ def _model(**fields: Any) -> Any:
 
 
 def test_the_namespace_knows_the_weights_of_a_hub_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A branch moves: the commit is what counts, wherever it is known from, and a model without any is refused."""
+    """The commit identifies a model's weights, from any source; without one it is refused."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert namespace._weights_of(_model(commit="a" * 40)) == "commit " + "a" * 40
     assert namespace._weights_of(_model(revision="b" * 40, commit="a" * 40)) == "commit " + "b" * 40
@@ -313,7 +313,7 @@ def test_clients_of_peers_pin_their_staging(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_memory_is_pinned_from_the_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """B4.16 While an engine starts it captures graphs; its first step, whatever it moves, says that it has done so."""
+    """B4.16 Nothing is pinned while graphs are captured; the first step, of any kind, ends that."""
     registered: list[tuple[int, int]] = []
     registrar = SimpleNamespace(register=lambda *span: registered.append(span), unregister=lambda _: None)
     monkeypatch.setattr(worker, "CudaRegistrar", lambda _: registrar)

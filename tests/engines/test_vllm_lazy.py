@@ -1,4 +1,4 @@
-"""Lazy mode on vLLM's own block pool (BEHAVIOUR B4.7)."""
+"""Lazy mode on vLLM's own block pool (B4.7)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvtier.client.offload import CacheGeometry
 
 
 def _cached(pool: BlockPool, count: int, first: int = 0, tokens: int | None = None) -> list[Any]:
-    """Allocates blocks that are in the prefix cache, as the n-th blocks of a prompt; `tokens` in the last, if it is not full."""
+    """Allocates cached blocks, the n-th of a prompt; `tokens` in the last if it is partial."""
     blocks: list[Any] = pool.get_new_blocks(count)
     for number, block in enumerate(blocks, first):
         name = make_block_hash_with_group_id(bytes([number]) * 32, 0)  # type: ignore[arg-type]
@@ -47,7 +47,7 @@ def _side(pool: BlockPool, *, batched_tokens: int = 8, held: float = 0.5) -> Sch
 
 
 def test_free_blocks_are_saved_before_they_are_evicted() -> None:
-    """B4.7, B4.9 In the order of eviction, held while they are copied, and not again; the null block never."""
+    """B4.7, B4.9 In eviction order, held during the copy, once each; the null block never."""
     pool = BlockPool(8, enable_caching=True, hash_block_size=4)
     side = _side(pool)
     blocks = _cached(pool, 6)

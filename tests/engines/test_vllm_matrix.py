@@ -1,4 +1,4 @@
-"""Models, ranks, modes and transports together: every pair of them in some test here or in test_vllm_dense and test_vllm_hybrid."""
+"""Pairs of models, ranks, modes and transports that test_vllm_dense and _hybrid do not cover."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def fresh_server(tmp_path: Path) -> Iterator[ServerProcess]:
 def test_what_one_engine_stores_another_finds(
     run_engine: RunEngine, truths: dict[str, dict[str, Any]], cell: Cell, fresh_server: ServerProcess
 ) -> None:
-    """B4.5 B4.6 B4.7 B4.10 Stored by all ranks, found by all ranks after a SIGKILL of the server, and answers stay the same.
+    """B4.5 B4.6 B4.7 B4.10 Ranks store, and find all after a SIGKILL of the server; same answers.
 
     A lazy engine stores what it evicts: a flood of other prompts has it evict the first ones, and
     then it finds them again itself.

@@ -1,4 +1,4 @@
-"""The connector notices that the server was restarted, and may have nothing (BEHAVIOUR B4.15)."""
+"""Detection of a restarted server (B4.15)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TABLES = {"r": [[1, 2, 3, 4]]}
 
 
 def test_a_running_request_is_offered_to_the_new_server() -> None:
-    """B4.15 As soon as a session with it is open; while there is none, nothing is known of it."""
+    """B4.15 Detected once a session is open; unknown without a session."""
     client = FakeClient()
     with scheduler_side(client) as (side, _):
         side.new_request(make_request(4))

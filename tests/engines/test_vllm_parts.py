@@ -50,7 +50,7 @@ def test_evenly_spaced_layers_move_in_one_copy() -> None:
 
 @pytest.mark.parametrize("split", [False, True])
 def test_blocks_come_back_as_they_went(split: bool) -> None:  # noqa: FBT001 - a parameter of the test
-    """A block's slot holds its layers' pages in order; copying in puts them where they were, and nowhere else."""
+    """A slot holds a block's layers in order; copying in restores exactly these pages."""
     caches = _caches(8)
     if split:
         caches["b"] = caches["b"].clone()
@@ -179,7 +179,7 @@ def test_a_lookup_that_nobody_waits_for_gives_its_lease_back(monkeypatch: pytest
 
 
 def test_a_lookup_that_only_queued_says_nothing_of_the_server() -> None:
-    """After a restart many requests wait for a disk at once: whoever did not get his turn is computed, and the next may ask."""
+    """After a restart many requests wait for a disk: queued lookups end as misses."""
     gate = threading.Event()
     client = FakeClient({make_key(bytes(32), 0)}, before=lambda: gate.wait(60) and None)
     with _lookups(client, CacheGeometry((FULL,), 4, 4)) as service:
@@ -210,7 +210,7 @@ def test_a_server_that_is_not_there_is_a_miss_at_once() -> None:
 
 
 def test_a_long_request_is_looked_up_in_calls_that_the_server_takes() -> None:
-    """More keys than one call may have are several calls, of which the first begins the request; the first miss ends it."""
+    """A lookup may need several calls: the first begins the request, and the first miss ends it."""
     client = FakeClient({make_key(bytes([number]) * 32, 0) for number in range(5)})
     client.max_keys = 2
     with _lookups(client, CacheGeometry((FULL,), 4, 4)) as service:
@@ -250,7 +250,7 @@ def test_a_request_is_finished_after_its_last_lookup() -> None:
 
 @pytest.mark.parametrize("error", [None, NotConnected("gone"), ValueError("a defect")])
 def test_every_job_is_reported_whatever_happens(error: Exception | None) -> None:
-    """Loads that fail are reported as failed, saves as ended: the engine waits for neither for ever."""
+    """Failed loads are reported as failed and failed saves as ended, so that the engine goes on."""
     client, caches = FakeTransfers(error), _caches(8)
     reports = WorkerReports()
     worker = WorkerSide(lambda _: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
@@ -296,7 +296,7 @@ def test_a_worker_of_another_namespace_moves_nothing() -> None:
 
 
 def test_a_worker_says_what_it_did_not_store() -> None:
-    """B3.5 No room, and a block that another writer is at, are not stored for sure; calls hold at most the server's keys."""
+    """B3.5 Blocks without room, or of another writer, do not count as stored."""
     client, reports = FakeTransfers(max_keys=4), WorkerReports()
     worker = WorkerSide(lambda _: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
     worker.register(_caches(8))
@@ -309,7 +309,7 @@ def test_a_worker_says_what_it_did_not_store() -> None:
 
 
 def test_one_event_per_step_and_kind_taken_when_the_compute_was_submitted() -> None:
-    """B4.4, B4.11 A step's loads wait for one event and its saves for another; the copies get the one of their own step."""
+    """B4.4, B4.11 A step's loads wait for one event, and its saves for another."""
     client, reports, copied = FakeTransfers(), WorkerReports(), []
     worker = WorkerSide(lambda _: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
     worker.register(_caches(8))
@@ -330,7 +330,7 @@ def test_one_event_per_step_and_kind_taken_when_the_compute_was_submitted() -> N
 
 
 def test_memory_of_every_client_of_a_gpu_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """B4.16 What the own server shares, and what is staged for it and for servers of other hosts."""
+    """B4.16 The server's region and the staging buffers for all servers are pinned."""
     pin, given = object(), list[object]()
 
     def connect(pin: object) -> FakeTransfers:
@@ -350,7 +350,7 @@ def test_memory_of_every_client_of_a_gpu_is_pinned(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_save_that_is_old_is_not_begun(*, late: bool) -> None:
-    """B5.6 A worker that was stopped for long reads no block that its scheduler has let go meanwhile."""
+    """B5.6 A worker that was stopped for long reads no block that its scheduler has released."""
     client, reports = FakeTransfers(), WorkerReports()
     worker = WorkerSide(lambda _: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
     worker.register(_caches(8))

@@ -1,4 +1,4 @@
-"""Which of a request's blocks the vLLM connector offers, by what the tiers voted (BEHAVIOUR B1)."""
+"""Which of a request's blocks the vLLM connector offers, depending on the tiers' votes (B1)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _offered(scheduler: SchedulerSide, output: Any) -> list[bytes]:
 
 
 def _prefill(scheduler: SchedulerSide, request: Any, hit: int, *, ahead: int = 0) -> list[bytes]:
-    """Runs a request to its end as vLLM does: look up, load, compute the rest in one step; returns the keys that it offered.
+    """Runs a request as vLLM does: lookup, load, compute in one step. Returns the offered keys.
 
     `ahead` tokens are scheduled before those of the step are known, as with async scheduling: their
     hashes come later.
@@ -75,7 +75,7 @@ def _prefill(scheduler: SchedulerSide, request: Any, hit: int, *, ahead: int = 0
 def test_a_flagged_request_offers_all_its_blocks_and_an_ordinary_one_what_is_new(
     policy: OffloadPolicy, first: int, ahead: int
 ) -> None:
-    """B1.1, B1.3, B1.4: with and without async scheduling; what was loaded is offered again only where the whole is wanted."""
+    """B1.1, B1.3, B1.4 With and without async scheduling; loaded blocks only at request level."""
     client = FakeClient()
     with scheduler_side(client) as (scheduler, _):
         assert _prefill(scheduler, make_request(3, "first"), 0, ahead=ahead) == _keys(3)
@@ -86,7 +86,7 @@ def test_a_flagged_request_offers_all_its_blocks_and_an_ordinary_one_what_is_new
 
 @pytest.mark.parametrize(("params", "policy"), [(None, REQUEST), (FLAG, BLOCK)])
 def test_the_cursor_follows_the_policy_and_not_the_flag(params: Any, policy: OffloadPolicy) -> None:
-    """B1.6: tiers may insist on an ordinary request, and may be configured not to care for a flagged one."""
+    """B1.6 Tiers may ask for all blocks of any request, and may ignore the flag."""
     client = FakeClient(set(_keys(3)))
     client.policy = policy
     with scheduler_side(client) as (scheduler, _):
@@ -96,7 +96,7 @@ def test_the_cursor_follows_the_policy_and_not_the_flag(params: Any, policy: Off
 
 
 def test_a_request_that_the_engine_has_itself_is_voted_on_all_the_same() -> None:
-    """B1.1: blocks that hit in the engine's own cache are offered, after the tiers have been asked for their votes."""
+    """B1.1 Hits in the engine's own cache are offered, after the tiers have voted."""
     client = FakeClient()
     with scheduler_side(client) as (scheduler, pool):
         request = make_request(6, kv_transfer_params=FLAG)
@@ -123,7 +123,7 @@ def test_a_request_that_the_engine_has_itself_is_voted_on_all_the_same() -> None
 
 @pytest.mark.parametrize("may_load", [True, False])
 def test_a_request_that_may_not_be_loaded_is_voted_on_all_the_same(*, may_load: bool) -> None:
-    """B1.1: on an engine that only stores (a prefill node), and where the prefix cache must not be read."""
+    """B1.1 Also on an engine that only stores, and if the prefix cache must not be read."""
     client = FakeClient(set(_keys(6)))
     with scheduler_side(client, may_load=may_load) as (scheduler, _):
         request = make_request(6, kv_transfer_params=FLAG, skip_reading_prefix_cache=may_load)
@@ -146,7 +146,7 @@ def test_votes_that_cannot_be_had_keep_nobody_waiting() -> None:
 
 @pytest.mark.parametrize("may_load", [True, False])
 def test_a_refusal_is_no_reason_to_leave_the_server_in_peace(monkeypatch: Any, *, may_load: bool) -> None:
-    """What the server refuses of one request says nothing of the next, which is looked up and voted on."""
+    """A refusal of one request does not affect the next, which is looked up and voted on."""
     monkeypatch.setattr(prefix_lookups, "_CIRCUIT_OPEN_S", 600.0)
     client = FakeClient(set(_keys(2)))
 
@@ -164,7 +164,7 @@ def test_a_refusal_is_no_reason_to_leave_the_server_in_peace(monkeypatch: Any, *
 
 
 def test_a_long_id_of_a_request_is_shortened() -> None:
-    """An API's user may choose it (X-Request-Id), but not its length as the server sees it, nor mix two requests up."""
+    """A user may choose the id (X-Request-Id); its length is limited, and ids stay distinct."""
     client = FakeClient()
     with scheduler_side(client) as (scheduler, _):
         ids = ["r" * 256, *("r" * 9999 + end for end in "ab")]
@@ -185,7 +185,7 @@ def test_a_long_id_of_a_request_is_shortened() -> None:
 
 
 def test_a_load_goes_by_the_whole_id() -> None:
-    """The engine waits for the load of the request that it knows, however the server is told of it."""
+    """The engine knows the request by its own id independently of its id at the server."""
     request_id = "r" * 9999
     with scheduler_side(FakeClient(set(_keys(2)))) as (scheduler, _):
         request = make_request(2, request_id)
@@ -216,7 +216,7 @@ def test_a_block_that_the_server_holds_is_not_copied_a_second_time() -> None:
 
 
 def test_votes_and_resets_of_a_real_server(server: ServerProcess) -> None:
-    """B1.1, B1.3, B4.13: the shipped rule decides, for requests that are looked up and for those that are not; a reset empties."""
+    """B1.1, B1.3, B4.13 The shipped rule decides, with and without a lookup; a reset clears."""
     server.start()
     namespace = Namespace("policy", "uint8", (Group(PAGE, 4),))
 

@@ -1,4 +1,4 @@
-"""Tensor, pipeline and data parallel engines: real connectors of every rank against a real server, but no engine around them."""
+"""Tensor, pipeline and data parallel engines: connectors of every rank over a real server."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ WINDOW = SlidingWindowSpec(block_size=TOKENS, num_kv_heads=1, head_size=8, dtype
 
 
 class Engine:
-    """The connectors of one engine: the scheduler's, and those of all workers in the order of their ranks.
+    """The connectors of one engine: the scheduler's, and the workers' in rank order.
 
     ``stages[number]`` are the layers of a pipeline stage, per group; ``spec`` is what they all are,
     per group.
@@ -239,7 +239,7 @@ def _blocks(server: ServerProcess) -> int:
 
 
 def test_ranks_with_the_same_bytes_store_one_copy(engine: Any, running: ServerProcess) -> None:
-    """B4.5 Of latent attention every tensor parallel rank has all: the first stores it, all report, all load it."""
+    """B4.5 With latent attention all tensor ranks hold the same: the first stores, all load."""
     two, held = engine([LATENT], [[["a", "b"]]], tensor=2, copies=2), _blocks(running)
     assert two.save(1, [2, 3]) == {}, "the second rank reports at once"
     assert list(two.lookup().statuses) == [KeyStatus.MISS] * 2, "and stores nothing"
@@ -257,7 +257,7 @@ def test_ranks_with_the_same_bytes_store_one_copy(engine: Any, running: ServerPr
 
 
 def test_pipeline_stages_have_a_part_each(engine: Any) -> None:
-    """B4.5 Of unequal size, and of different groups: a block is visible when every stage has stored its layers of it."""
+    """B4.5 Stages of unequal size and groups: a block is visible when every stage has stored it."""
     stages = [[["a", "b", "c"], ["u"]], [["d"], []]]
     two = engine([FULL, WINDOW], stages)
     assert two.save(0, [2, 3], [0, 1]) == {}
@@ -296,7 +296,7 @@ def test_pipeline_stages_of_tensor_parallel_ranks(engine: Any) -> None:
 
 
 def test_the_scheduler_learns_what_its_configuration_does_not_say(engine: Any) -> None:
-    """A group of layers with pages of different sizes looks to vLLM's scheduler like one of equal ones."""
+    """For the scheduler, a group of layers with different page sizes looks uniform."""
     small = FullAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=4, dtype=torch.float32)
     mixed = engine([{"a": FULL, "b": small}], [[["a", "b"]]])
     assert mixed.save(0, [2, 3]) == {}
@@ -307,7 +307,7 @@ def test_the_scheduler_learns_what_its_configuration_does_not_say(engine: Any) -
 
 
 def test_a_worker_that_says_nothing_disables_the_connector(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stage of which nothing is known would be a part that nobody stores: requests are misses."""
+    """If a stage did not report, its part would never be stored, so requests are misses."""
     monkeypatch.setattr(KVTierConnector, "get_handshake_metadata", lambda _: None)
     made = engine([FULL], [[["a"]], [["b"]]])
     assert made.scheduler._scheduler is None
@@ -317,7 +317,7 @@ def test_a_worker_that_says_nothing_disables_the_connector(engine: Any, monkeypa
 
 
 def test_data_parallel_engines_share_blocks(engine: Any) -> None:
-    """Each is an engine of its own, whose world is its tensor and pipeline parallel ranks: what one stores all find."""
+    """Data parallel engines are separate, each with its own ranks, and share blocks."""
     first, second = (
         engine([FULL], [[["a", "b"]]], tensor=2, name=f"engine_dp{rank}", data_parallel_rank=rank) for rank in (0, 1)
     )
@@ -333,7 +333,7 @@ def test_data_parallel_engines_share_blocks(engine: Any) -> None:
 
 
 def test_ranks_are_counted_within_one_engine() -> None:
-    """A launcher may number the workers of all data parallel engines through; a scheduler per rank hears of one worker only."""
+    """Worker ranks may count on over data parallel engines; a scheduler per rank is refused."""
     assert [Ranks(2, 2).part(rank) for rank in (0, 3, 4, 7)] == [0, 3, 0, 3]
     assert [Ranks(4, 2, 2).part(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [rank for rank in range(8) if Ranks(4, 2, 2).stores(rank)] == [0, 2, 4, 6]
@@ -347,7 +347,7 @@ def test_ranks_are_counted_within_one_engine() -> None:
 
 
 def test_ranks_of_one_stage_must_agree() -> None:
-    """What is told is merged only when it is one thing per stage; copies count where all stages have them."""
+    """Reports must agree within a stage; copies count only if all stages have them."""
     a, b = Parts((8, 4), "a", 2), Parts((6, 5), "b")
     assert merge_stages({(0, 0): a, (0, 1): a}, 1, 2) == a
     assert merge_stages({(0, 0): a, (1, 0): b}, 2, 1).part_bytes == (8, 5)

@@ -1,4 +1,4 @@
-"""What becomes of lookups, saves and the server's CPU tier when the engine resets the connector (BEHAVIOUR B4.13)."""
+"""Lookups, saves and the server's CPU tier when the engine resets the connector (B4.13)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TABLE = [[7, 8, 9]]
 
 
 def test_a_reset_while_copies_run_keeps_their_blocks() -> None:
-    """B5.7, B4.13 Until every worker has reported, a reset answers "not yet" and the blocks in flight are not offered again."""
+    """B5.7, B4.13 A reset says "not yet" until every worker has reported."""
     with scheduler_side(FakeClient(), world_size=2) as (scheduler, pool):
         scheduler.new_request(make_request(2))
         (job,) = scheduler.build_step(make_step({"r": [[7, 8]]}, r=8)).saves
@@ -57,7 +57,7 @@ def _is_miss(scheduler: Any, request_id: str) -> bool:
 
 
 def test_until_the_server_has_emptied_its_cpu_tier_all_is_a_miss() -> None:
-    """B4.13: the engine is answered at once; what was found before is given back, and nothing is found until the server is done."""
+    """B4.13 The engine gets its answer at once; requests miss until the server is done."""
     client = FakeClient(set(KEYS))
     gates = [Gate(2), Gate()]
     client.resets = [0, gates[1], gates[0]]
@@ -79,7 +79,7 @@ def test_until_the_server_has_emptied_its_cpu_tier_all_is_a_miss() -> None:
 
 
 def test_saves_in_flight_end_before_the_server_is_asked() -> None:
-    """B4.13: what they store from before the reset goes with the rest, and nothing new is saved meanwhile."""
+    """B4.13 Their blocks from before the reset are dropped, and nothing new is saved."""
     client, gate = FakeClient(), Gate()
     client.resets = [gate]
     with scheduler_side(client) as (scheduler, _):
@@ -115,7 +115,7 @@ def test_a_request_that_ends_during_a_reset_saves_nothing() -> None:
     "error", [NotConnected("gone"), RuntimeError("can't start new thread"), MemoryError(), ValueError()]
 )
 def test_a_reset_that_fails_is_tried_until_it_works(monkeypatch: Any, error: Exception) -> None:
-    """B4.13: as long as the server's CPU tier has not been emptied, whatever the reason, it may be stale: misses until then."""
+    """B4.13 Requests miss until the server's CPU tier is empty, however often that fails."""
     monkeypatch.setattr(server, "_RETRY_S", 0.01)
     client, gate = FakeClient(set(KEYS)), Gate()
 
@@ -132,7 +132,7 @@ def test_a_reset_that_fails_is_tried_until_it_works(monkeypatch: Any, error: Exc
 
 
 def test_a_reset_that_somebody_else_began_is_not_enough() -> None:
-    """B4.13: the server may say "done" of one that began before this engine's last store; so it is asked once more."""
+    """B4.13 The first "done" may be of an earlier reset, so the server is asked again."""
     client = FakeClient()
     last = Gate()
     client.resets = [last, 0]

@@ -1,4 +1,4 @@
-"""The vLLM connector's saves: what is offered, when, and what becomes of what was not stored."""
+"""The vLLM connector's saves: what is offered, when, and how missing blocks are reported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _counted(counters: TransferCounters, name: str) -> Any:
 
 
 def test_reports_of_workers_add_up() -> None:
-    """B3.14 vLLM aggregates what the workers of one step report; a block that one rank did not store is not stored."""
+    """B3.14 vLLM aggregates the workers' reports; a block that one rank missed is not stored."""
     left, right = WorkerReport({1: 1, 2: 1}, {2: {0}}), WorkerReport({2: 1}, {2: {3}, 1: {1}})
     assert left.aggregate(right) == WorkerReport({1: 1, 2: 2}, {2: {0, 3}, 1: {1}})
     assert left == WorkerReport({1: 1, 2: 1}, {2: {0}})
@@ -55,7 +55,7 @@ def test_adapters_are_neither_loaded_nor_saved() -> None:
 
 
 def test_a_request_is_begun_with_its_first_lookup_and_finished_once() -> None:
-    """B3.12 The tiers vote on a request before its first lookup, with its transfer parameters, and hear once of its end."""
+    """B3.12 Tiers vote before a request's first lookup, and learn of its end once."""
     client = FakeClient({make_key(bytes([number]) * 32, 0) for number in range(2)})
     with scheduler_side(client) as (scheduler, _):
         request = make_request(3, kv_transfer_params={"tier": "disk"})
@@ -78,7 +78,7 @@ def test_a_request_is_begun_with_its_first_lookup_and_finished_once() -> None:
 
 
 def test_a_preempted_request_offers_its_blocks_anew() -> None:
-    """B4.12 vLLM names those that it preempted with the step's output; what they recompute is in other blocks."""
+    """B4.12 Preempted requests are in the step's output; they recompute into other blocks."""
     with scheduler_side(FakeClient()) as (scheduler, pool):
         request = make_request(2)
         scheduler.new_request(request)

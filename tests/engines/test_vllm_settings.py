@@ -15,7 +15,7 @@ TABLE = [[1, 2, 3, 4, 5, 6]]
 
 
 def _run(client: FakeClient, settings: Any, **fields: Any) -> tuple[int, list[bytes]]:
-    """Runs a request of four blocks up to its first step; returns the hit in tokens, and the keys that it offers."""
+    """Runs a request of four blocks up to its first step; returns hit tokens and offered keys."""
     with scheduler_side(client) as (scheduler, _):
         request = make_request(4, kv_transfer_params={"kvtier": settings, "peer": 1}, **fields)
         scheduler.new_request(request)
@@ -32,7 +32,7 @@ def _run(client: FakeClient, settings: Any, **fields: Any) -> tuple[int, list[by
 
 
 def test_what_is_asked_for_is_passed_on() -> None:
-    """Retention and priority with the request's announcement; tiers to leave out, and what is too little, with its lookups."""
+    """Retention and priority go with the registration; excluded tiers with its lookups."""
     client = FakeClient(set(KEYS[:2]))
     asked = {
         "retain_for_s": 60,

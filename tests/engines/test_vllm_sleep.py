@@ -64,7 +64,7 @@ class Slow:
 
 @pytest.mark.parametrize("step", [LOADS, SAVES])
 def test_a_sleep_waits_for_copies_that_run_and_lets_none_begin(step: StepMetadata) -> None:
-    """A copy into memory that is given back would end the engine; what comes too late is reported as not done."""
+    """A copy into freed memory would end the engine; late copies are reported as not done."""
     with _worker(FakeTransfers()) as (side, reports, _):
         slow: Any = Slow()
         side._copier = slow
@@ -88,7 +88,7 @@ def test_a_sleep_waits_for_copies_that_run_and_lets_none_begin(step: StepMetadat
 
 
 def test_a_copy_that_was_queued_before_the_sleep_does_not_begin_in_it() -> None:
-    """A save whose server answers only when the engine sleeps stores nothing, and the next one is none the worse for it."""
+    """A save whose server answers during the sleep stores nothing; the next one works."""
     client = FakeTransfers()
     with _worker(client) as (side, reports, _):
         slow: Any = Slow()
@@ -105,7 +105,7 @@ def test_a_copy_that_was_queued_before_the_sleep_does_not_begin_in_it() -> None:
 
 
 def test_after_waking_up_all_is_as_before() -> None:
-    """Either hook may be called twice, or again with other tensors: there is one connection, and copies go to the new ones."""
+    """Hooks may be called twice, or with other tensors: one connection, copies to the new ones."""
     client = FakeTransfers()
     with _worker(client) as (side, reports, made):
         side.suspend()
@@ -138,7 +138,7 @@ def test_the_gate_counts_copies() -> None:
 def test_a_refusal_of_one_save_holds_up_no_other(
     monkeypatch: pytest.MonkeyPatch, error: KVTierError, *, again: bool
 ) -> None:
-    """What the server refuses of one request says nothing of the next; after a failure it is left in peace for a moment."""
+    """A refusal affects one request; a failure opens the circuit for a moment."""
     monkeypatch.setattr(worker, "_CIRCUIT_OPEN_S", 600.0)
     client = FakeTransfers(error)
     with _worker(client) as (side, _, _):

@@ -31,7 +31,7 @@ SETTINGS: dict[str, Any] = {"model": "state", "max_model_len": 1024, "max_num_ba
 
 @pytest.fixture(scope="module")
 def runs(run_engine: RunEngine, server: ServerProcess) -> list[dict[str, Any]]:
-    """An engine without a connector, one with an empty store, and another one after it; the last has few blocks."""
+    """An engine without a connector, one with an empty store, and a later one with few blocks."""
     server.start()
     return [
         run_engine(STEPS, **SETTINGS),
@@ -41,7 +41,7 @@ def runs(run_engine: RunEngine, server: ServerProcess) -> list[dict[str, Any]]:
 
 
 def test_states_are_served(runs: list[dict[str, Any]]) -> None:
-    """B4.10 A hit is one that the attention and the state layers can serve; answers stay the same."""
+    """B4.10 A hit is one that attention and state layers can serve; answers are the same."""
     truth, first, second = runs
     assert "KV cache group(s)" in second["log"]
     assert " 1 KV cache group(s)" not in second["log"]
@@ -65,7 +65,7 @@ def test_many_at_once(runs: list[dict[str, Any]]) -> None:
 
 
 def test_what_decoding_leaves_is_found(runs: list[dict[str, Any]]) -> None:
-    """B4.10 B4.14 The states at the ends of blocks that an answer filled are stored too, token by token as they come."""
+    """B4.10 B4.14 States at the ends of blocks that an answer filled are stored too."""
     truth, _, second = runs
     assert_same(truth["again"], second["again"])
     assert second["again"]["external_hits"] == (len(BASE[2]) + ANSWERED) // BLOCK * BLOCK

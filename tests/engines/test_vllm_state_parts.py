@@ -1,4 +1,4 @@
-"""State-space groups in vLLM's own cache manager, without a model: what it names is offered, what it allocates is loaded."""
+"""State-space groups in vLLM's own cache manager, without a model."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CHECKPOINTED = _state(num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignm
 
 
 class Engine:
-    """vLLM's cache manager with groups of these specs, driven as its scheduler does, and the offload core's halves on it."""
+    """vLLM's cache manager with groups of these specs, driven like its scheduler does."""
 
     def __init__(self, *specs: Any, hash_tokens: int = TOKENS, interval: int | None = None) -> None:
         groups = [KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate(specs)]
@@ -75,7 +75,7 @@ class Engine:
         return request, view
 
     def step(self, request: Request, view: VllmRequest, tokens: int) -> None:
-        """Schedules so many tokens, plans the step's saves, computes."""
+        """Schedules this many tokens, plans the step's saves, computes."""
         self.manager.new_step_starts()
         assert self.manager.allocate_slots(request, tokens) is not None
         end = request.num_computed_tokens + tokens
@@ -150,7 +150,7 @@ def _geometry(*specs: Any) -> CacheGeometry:
 def test_what_the_engine_hands_off_is_offered(
     spec: MambaSpec, hash_tokens: int, chunks: list[int], interval: int | None
 ) -> None:
-    """B4.10 Each state at a block's end is offered under its hash, from the block that has it: all that vLLM keeps, and more."""
+    """B4.10 Each state at a block's end is offered under its hash, from the block that has it."""
     engine = Engine(FULL, spec, hash_tokens=hash_tokens, interval=interval)
     request, view = engine.request(list(range(sum(chunks))))
     for chunk in chunks:
@@ -167,7 +167,7 @@ def test_what_the_engine_hands_off_is_offered(
 
 
 def test_only_the_state_at_the_end_of_a_hit_is_loaded() -> None:
-    """B4.10 vLLM allocates the blocks that a hit needs: all of full attention, a window's last, the state's last one."""
+    """B4.10 vLLM allocates the blocks that a hit needs: all of them, a window, or one state."""
     engine = Engine(FULL, WINDOW, _state())
     request, _ = engine.request(list(range(100)))
     engine.manager.allocate_slots(request, 0, num_external_computed_tokens=80, delay_cache_blocks=True)
@@ -183,7 +183,7 @@ def test_only_the_state_at_the_end_of_a_hit_is_loaded() -> None:
 
 
 def test_a_hit_that_full_attention_alone_has_is_not_taken_for_one_of_the_window() -> None:
-    """B4.10 With state groups vLLM starts from full attention's hit; blocks that a window lost before it must be filled too."""
+    """B4.10 Hits start from full attention; a window's missing blocks are filled too."""
     engine = Engine(FULL, WINDOW, _state())
     request, view = engine.request(list(range(100)))
     for chunk in (32, 32, 32, 4):
@@ -236,7 +236,7 @@ def test_groups_that_cannot_be_served_are_refused(spec: Any, reason: str) -> Non
 
 
 def test_drafts_over_states_are_refused() -> None:
-    """Which block has the state of an accepted token is known only after the step; not proven, so not served."""
+    """The block of an accepted token's state is known only after the step; so it is refused."""
     config = _config()
     config.speculative_config = SimpleNamespace(use_eagle_block_drop=lambda: False)
     groups = [KVCacheGroupSpec(["a"], _state(num_speculative_blocks=2))]

@@ -71,7 +71,7 @@ def test_counts_of_many_threads_are_all_there() -> None:
 
 
 def test_ranks_and_steps_add_up() -> None:
-    """B3.14 vLLM sends stats as plain data, adds up those of all ranks and of an interval, and logs them."""
+    """B3.14 vLLM sends stats as plain data, adds them over ranks and time, and logs them."""
     first = ConnectorStats({"load_bytes": 5, "load_seconds": [0.25]})
     second = ConnectorStats({"load_bytes": 7, "load_seconds": [0.75], "lookups:hit": 1})
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(first.aggregate(second).to_dict()))
@@ -112,7 +112,7 @@ def test_counts_become_prometheus_series_of_their_engine() -> None:
 
 @pytest.mark.parametrize("error", [None, NotConnected("gone")])
 def test_a_worker_counts_what_it_copied(error: KVTierError | None) -> None:
-    """Bytes that were moved, not those that the server had already, nor those of a load that failed."""
+    """Only bytes that were moved: no blocks that were present, no failed loads."""
     counters, reports = TransferCounters(), WorkerReports()
     worker = WorkerSide(
         lambda _: FakeTransfers(error),  # type: ignore[arg-type,return-value]
@@ -183,7 +183,7 @@ def test_lookups_are_counted_by_how_they_end(found: int, before: Callable[[], No
 
 
 def test_a_lookup_that_takes_too_long_and_one_that_cannot_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Given up once is one count, whenever the answer comes; so is a server that is left in peace, or away."""
+    """A timeout counts once, also if the answer comes; so does an open circuit."""
     monkeypatch.setattr(prefix_lookups, "_CIRCUIT_OPEN_S", 600.0)
     gate, counters = threading.Event(), TransferCounters()
     client = FakeClient(set(KEYS), lambda: gate.wait(60) and None)
@@ -204,7 +204,7 @@ def test_a_lookup_that_takes_too_long_and_one_that_cannot_begin(monkeypatch: pyt
 
 
 def test_every_count_has_a_metric() -> None:
-    """What the tests above count is what is published, and nothing is published that is never counted."""
+    """Every counter is published, and every published counter is counted in these tests."""
     counted = {"lookup_seconds", "load_seconds", "save_seconds", "load_bytes", "save_bytes"}
     counted |= {f"lookups:{outcome}" for outcome in ("hit", "partial", "miss", "timeout", "unavailable")}
     counted |= {"load_blocks:loaded", "load_blocks:failed", "save_blocks:stored", "save_blocks:not_stored"}

@@ -43,7 +43,7 @@ def _tiering(endpoint: str, module: str = "long_timeout_connector", **tier: Any)
 
 
 def _assert_all_found(result: dict[str, Any], prompts: list[list[int]]) -> None:
-    """All whole blocks are hits; vLLM may count the last block of an aligned prompt, of which it computes a token anew."""
+    """All whole blocks are hits, but perhaps the last one of an aligned prompt."""
     assert hit_limit(prompts) <= result["external_hits"] <= sum(len(prompt) // BLOCK * BLOCK for prompt in prompts)
 
 
@@ -64,7 +64,7 @@ def first(run_engine: RunEngine, server: ServerProcess) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def second(run_engine: RunEngine, server: ServerProcess, first: dict[str, Any]) -> dict[str, Any]:
-    """Another engine, after the server was killed and started again; it dies, hangs and comes back during this one's life."""
+    """Another engine, after a server restart; the server then dies, hangs and comes back."""
     assert first["blocks"]["lmdb"] > 0
     server.kill()
     server.start()
@@ -99,20 +99,20 @@ def test_storing_changes_no_answer(truth: dict[str, Any], first: dict[str, Any])
 
 
 def test_another_engine_finds_all_after_a_sigkill_of_the_server(truth: dict[str, Any], second: dict[str, Any]) -> None:
-    """B3.15, B3.16 What one engine's tiering stored, another's loads: through the other transport, with the same answers."""
+    """B3.15, B3.16 One engine's chunks are loaded by another, through the other transport."""
     assert_same(truth["base"], second["base"])
     _assert_all_found(second["base"], BASE)
 
 
 def test_many_at_once_after_a_reset(truth: dict[str, Any], second: dict[str, Any]) -> None:
-    """B3.19 A reset of vLLM's caches keeps what kvtier has; concurrent loads, stores and decodes do not disturb one another."""
+    """B3.19 A reset of vLLM's caches keeps kvtier's chunks, also under concurrent work."""
     assert_same(truth["crowd"], second["crowd"])
     assert second["crowd"]["external_hits"] >= hit_limit(BASE) // 2
 
 
 @pytest.mark.parametrize("moment", ["hung", "killed", "back"])
 def test_whatever_happens_to_the_server(truth: dict[str, Any], second: dict[str, Any], moment: str) -> None:
-    """A server that hangs or dies is a miss, never a wrong answer or an error; its LMDB tier serves again when it is back."""
+    """A server that hangs or dies is a miss; its LMDB tier serves again afterwards."""
     assert_same(truth["base"], second[moment])
     if moment == "back":
         _assert_all_found(second[moment], BASE)
@@ -129,7 +129,7 @@ def test_no_hook_failed(first: dict[str, Any], second: dict[str, Any]) -> None:
 
 
 def test_a_hybrid_model(run_engine: RunEngine, server: ServerProcess, second: dict[str, Any]) -> None:
-    """B4.10 Windows and full attention: another engine finds what all groups can serve, and answers the same."""
+    """B4.10 Windows and full attention: hits are what all groups can serve."""
     assert second["back"]["external_hits"]
     config = _tiering(server.endpoint, lookup_timeout_s=LONG_TIMEOUT_SECONDS, transport="shm")
     fills = run_engine([generate("base", BASE), RESET_ALL], model="hybrid", kv_transfer_config=config)

@@ -49,7 +49,7 @@ def copy(monkeypatch: pytest.MonkeyPatch) -> HeldCopy:
 def test_a_job_that_is_late_while_it_copies_is_reported_when_the_copy_has_ended(
     room: Room, copy: HeldCopy, monkeypatch: pytest.MonkeyPatch, leases: list[int] | None
 ) -> None:
-    """B3.18 Rows are not given back under a copy, but with its end; what it copied after it was given up is not done."""
+    """B3.18 Rows are released at the end of a copy; an abandoned copy does not count as done."""
     monkeypatch.setattr(transfers, "_JOB_SECONDS", 0.0)
     room.transfers.submit(room.job(1, room.lookups.begin("r", None), leases))
     assert copy.begun.wait(LONG_TIMEOUT_SECONDS)
@@ -67,7 +67,7 @@ def test_a_job_that_is_late_while_it_copies_is_reported_when_the_copy_has_ended(
 def test_a_job_that_has_copied_and_hangs_again_is_reported_at_once(
     room: Room, monkeypatch: pytest.MonkeyPatch, leases: list[int] | None
 ) -> None:
-    """B3.18 Between its batches a job holds no rows: it is given up as any other, with what is done by then."""
+    """B3.18 A job between its batches can be abandoned, with what it has done."""
     monkeypatch.setattr(transfers, "_BATCH_BYTES", ROW)
     hung, may_go_on, calls = threading.Event(), threading.Event(), iter((False, True, False, False))
 
@@ -86,7 +86,7 @@ def test_a_job_that_has_copied_and_hangs_again_is_reported_at_once(
 
 @pytest.mark.parametrize("leases", [None, [1, 1, 1, 1]])
 def test_a_drain_waits_for_the_copy_that_is_under_way(room: Room, copy: HeldCopy, leases: list[int] | None) -> None:
-    """B3.19 The primary tier is not emptied under a copy, and is when that has ended, whatever the job waits for after it."""
+    """B3.19 Emptying the primary tier waits for a running copy, and for nothing else."""
     confirmed = threading.Event()
     room.client.confirm = lambda _: confirmed.wait(2 * LONG_TIMEOUT_SECONDS)
     room.transfers.submit(room.job(1, room.lookups.begin("r", None), leases))
@@ -107,7 +107,7 @@ def test_a_drain_waits_for_the_copy_that_is_under_way(room: Room, copy: HeldCopy
 
 @pytest.mark.parametrize("leases", [None, [1, 1, 1, 1]])
 def test_slots_of_another_size_than_a_row_are_not_touched(room: Room, leases: list[int] | None) -> None:
-    """A server that hands out other sizes fails the job: no row and no slot is read or written beyond its end."""
+    """A server that returns other sizes fails the job before any byte is copied."""
     whole = room.client._batch
 
     def shrunk(items: Any) -> Any:
@@ -123,7 +123,7 @@ def test_slots_of_another_size_than_a_row_are_not_touched(room: Room, leases: li
 
 
 def test_what_a_load_reads_is_given_back_after_the_load(room: Room, copy: HeldCopy) -> None:
-    """B4.3 A request that runs while a load of it is under way keeps its leases until that has ended."""
+    """B4.3 A request that runs during its load keeps its leases until the load has ended."""
     room.client.keys = set(KEYS)
     request = room.lookups.begin("r", None)
     room.lookups.answer(request, KEYS[0], 16)

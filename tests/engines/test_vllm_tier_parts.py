@@ -1,4 +1,4 @@
-"""Parts of the tier by themselves: jobs that are given up, leases that are lost, policies, settings, namespaces."""
+"""Parts of the tier: abandoned jobs, lost leases, policies, settings, namespaces."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def room() -> Iterator[Room]:
 
 @pytest.mark.parametrize("leases", [None, [1, 1, 1, 1]])
 def test_a_job_that_was_given_up_never_touches_the_rows_again(room: Room, leases: list[int] | None) -> None:
-    """B3.19 A call hangs while the cache is reset: the job is reported as failed, once, and what it gets later goes nowhere."""
+    """B3.19 A call hangs during a reset: the job is reported as failed, once."""
     handed_out = threading.Event()
     room.client.hand_out = lambda: (handed_out.wait(60), None)[1]
     request = room.lookups.begin("r", None)
@@ -67,7 +67,7 @@ def test_a_job_that_takes_too_long_is_reported_without_a_drain(room: Room, monke
 
 
 def test_a_load_is_good_for_the_leases_that_held(room: Room) -> None:
-    """B3.18 What was read under a lease that was lost meanwhile is not used; the rest of the job is."""
+    """B3.18 Bytes read under a lost lease are not used; the rest of the job is."""
 
     def confirm(lease: int) -> None:
         if lease == 1:
@@ -92,7 +92,7 @@ def test_a_key_without_a_lease_is_not_loaded(room: Room) -> None:
     ("status", "done"), [(StoreStatus.PRESENT, 4), (StoreStatus.IN_PROGRESS, 4), (StoreStatus.NO_ROOM, 3)]
 )
 def test_a_store_says_what_is_stored(room: Room, status: StoreStatus, done: int) -> None:
-    """B1.5, B3.5 What is there already is not written again; what found no room makes the job a failed one."""
+    """B1.5, B3.5 Present chunks are not written again; a chunk without room fails the job."""
     room.client.statuses = bytes([StoreStatus.GRANTED, status, StoreStatus.GRANTED, StoreStatus.GRANTED])
     room.transfers.submit(room.job(1, room.lookups.begin("r", None)))
     assert len(room.finished()[1]) == done
@@ -117,7 +117,7 @@ def test_the_end_of_a_request_reaches_the_server_after_its_last_store(room: Room
 
 
 def test_a_policy_is_what_the_server_said_of_the_last_request_of_its_kind(room: Room) -> None:
-    """B1.6, B3.1: before that it is what the shipped rules say: a flagged request is offloaded whole."""
+    """B1.6, B3.1 The first of a kind gets the shipped rules: a flagged request is stored whole."""
     lookups, client = room.lookups, room.client
     kinds: list[tuple[dict[str, Any] | None, OffloadPolicy, OffloadPolicy]] = [
         (None, BLOCK, REQUEST),
@@ -137,7 +137,7 @@ def test_a_policy_is_what_the_server_said_of_the_last_request_of_its_kind(room: 
 
 
 def test_a_request_s_settings_reach_the_server(room: Room) -> None:
-    """B3.1 in spirit: what a user asks of kvtier goes with the request's calls, and tiers see the policy that is asked for only."""
+    """B3.1 A user's settings go with the request's calls; tiers see the policy only."""
     wishes = {"retain_for_s": 60, "exclude": ["lmdb"], "offload_policy": "request_level"}
     request = room.lookups.begin("r", {"kvtier": wishes, "other": 1})
     assert room.lookups.policy_of(request) is REQUEST
@@ -164,7 +164,7 @@ def test_policies_have_the_names_that_the_running_vllm_gives_them() -> None:
 
 
 def test_jobs_are_read_by_either_version_s_names() -> None:
-    """Rows are `chunk_ids` here and were `block_ids`; where a chunk ends in its request, not every version says."""
+    """Rows are `chunk_ids`, formerly `block_ids`; not every version reports a chunk's end."""
     assert compat.rows_of(SimpleNamespace(chunk_ids=np.array([3, 1]))) == [3, 1]
     assert compat.rows_of(SimpleNamespace(block_ids=np.array([2]))) == [2]
     assert compat.end_token(request_of("r", KEYS), KEYS[1]) == 32
@@ -172,7 +172,7 @@ def test_jobs_are_read_by_either_version_s_names() -> None:
 
 
 def test_a_lookup_that_fails_or_takes_too_long_is_a_miss(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of the server, and an answer that does not come, are misses of that request, and the server is left in peace."""
+    """An error, or a timeout, is a miss of that request, and opens the circuit."""
     monkeypatch.setattr(prefix_lookups, "_CIRCUIT_OPEN_S", 600.0)
     answered, asked = threading.Event(), threading.Event()
     request = room.lookups.begin("waits", None)
@@ -202,7 +202,7 @@ def test_a_lookup_that_fails_or_takes_too_long_is_a_miss(room: Room, monkeypatch
 
 
 def test_a_question_that_had_to_queue_says_nothing_of_the_server(room: Room) -> None:
-    """A burst: requests whose turn does not come in time are computed, and those after them ask a server that only is slow."""
+    """In a burst, lookups that were queued too long are misses, and the circuit stays closed."""
     answered, asked = threading.Event(), threading.Event()
     room.client.before = lambda: (asked.set(), answered.wait(60), None)[2]
     first, queued = room.lookups.begin("first", None), room.lookups.begin("queued", None)
@@ -230,7 +230,7 @@ def test_stores_do_not_fail_because_lookups_did(room: Room, monkeypatch: pytest.
 
 
 def test_what_comes_when_a_request_runs_already_is_given_back(room: Room) -> None:
-    """B4.3 An answer that nobody waits for any more pins nothing, and is asked for anew if the request is preempted."""
+    """B4.3 A late answer pins nothing; a preempted request is looked up again."""
     answered = threading.Event()
     room.client.keys, room.client.before = set(KEYS), lambda: (answered.wait(60), None)[1]
     request = room.lookups.begin("runs", None)
@@ -282,7 +282,7 @@ def _engine(**fields: Any) -> Any:
 
 
 def test_namespaces_differ_by_all_that_changes_a_row() -> None:
-    """Rows of engines that differ in what they compute or how they lay it out never meet; equal engines' do."""
+    """Engines that compute or lay out rows differently share none; equal engines do."""
     config, engine = make_config({}), _engine()
     parallel = dataclasses.replace(config.parallel, tp_size=2, world_size=2)
     cache = dataclasses.replace(config.cache, blocks_per_chunk=4)
@@ -325,7 +325,7 @@ def test_engines_whose_rows_may_be_mistaken_are_refused(engine: Any, why: str) -
 @pytest.mark.parametrize("engine", [None, _engine()])
 @pytest.mark.parametrize("size", ["dcp_size", "pcp_size"])
 def test_context_parallel_engines_are_refused(engine: Any, size: str) -> None:
-    """Which tokens a rank has of a block is not known: such rows are not shared, whether or not the engine can be seen."""
+    """A rank's tokens of a block are unknown then, so such rows are never shared."""
     config = make_config({})
     split = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **{size: 2}))
     with pytest.raises(Unsupported, match="context parallelism"):
@@ -352,7 +352,7 @@ def test_a_disabled_tier_says_why_once_and_misses(caplog: pytest.LogCaptureFixtu
 
 
 def test_a_job_whose_result_cannot_be_told_takes_no_other_s_with_it(room: Room) -> None:
-    """Each job that has ended is reported, whatever goes wrong with another: its rows are pinned until then."""
+    """Each job that ended is reported even if another fails, because its rows are pinned."""
     config = make_config({})
     tier = KVTierSecondaryTier(SimpleNamespace(config=config), memoryview(np.zeros((4, ROW), np.int8)), "kvtier")
     tier._lookups, tier._transfers = room.lookups, room.transfers
@@ -373,7 +373,7 @@ def test_the_engine_is_found_among_the_callers() -> None:
 
 
 def test_a_vllm_that_asks_for_unknown_hooks_is_refused_with_one_clear_message() -> None:
-    """A version whose contract has grown names what is missing, instead of failing where the class is made."""
+    """A version with more hooks raises an error that names the missing ones."""
     compat.check_hooks(frozenset({"lookup"}), frozenset({"lookup", "touch"}))
     with pytest.raises(ImportError, match=r"needs vLLM .*this is vLLM .*asks a tier for beam_up, warp"):
         compat.check_hooks(frozenset({"lookup", "warp", "beam_up"}), frozenset({"lookup"}))

@@ -41,7 +41,7 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
 
 
 def _start(server: ServerProcess) -> ServerProcess:
-    """Starts a server, and waits until it has memory: on a machine that is short of it that takes a while."""
+    """Starts a server and waits until it has memory, which takes a while if memory is short."""
     server.start()
     wait_for(
         lambda: any(tier["available_bytes"] >= ROOM_BYTES for tier in server.status()["tiers"] if tier["name"] == "cpu")
@@ -56,7 +56,7 @@ def _pinned(server: ServerProcess) -> int:
 
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
 def test_what_one_engine_stored_another_loads_to_the_byte(running: ServerProcess, transport: str) -> None:
-    """B3.15 What nobody stored is a miss; what another engine stored is unknown first, then a hit, and arrives as it was."""
+    """B3.15 Unknown chunks miss; another engine's chunks are first unknown, then hits."""
     keys = keys_of(40, seed=len(transport))
     with world(running.endpoint, tier={"transport": transport, "tenant": transport}) as first:
         assert first.tier._client is not None
@@ -78,7 +78,7 @@ def test_what_one_engine_stored_another_loads_to_the_byte(running: ServerProcess
 
 
 def test_a_prefix_ends_where_the_store_does(running: ServerProcess) -> None:
-    """Chunks up to the first that nobody stored are hits; the same chunks of another tenant, model or layout are not there."""
+    """The prefix up to the first missing chunk hits, but not for another tenant or model."""
     keys = keys_of(6, seed=1)
     with world(running.endpoint) as filler:
         filler.run("stores", keys[:3])
@@ -94,7 +94,7 @@ def test_a_prefix_ends_where_the_store_does(running: ServerProcess) -> None:
 
 
 def test_windows_are_found_from_their_end(running: ServerProcess) -> None:
-    """B4.10 vLLM asks for a group of windows from the end: what is missing there hides nothing before it."""
+    """B4.10 vLLM asks for windows from the end: a missing chunk does not hide earlier ones."""
     whole, windows = keys_of(6, seed=2), keys_of(6, seed=2, group=1)
     with world(running.endpoint, groups=2) as filler:
         filler.run("stores", whole)
@@ -137,7 +137,7 @@ def test_what_was_found_stays_until_it_is_loaded_or_the_request_ends(running: Se
 
 
 def test_a_request_that_ends_while_it_is_looked_up_or_loaded_leaves_nothing(running: ServerProcess) -> None:
-    """B4.3 Ended at any moment: each job is reported, nothing stays pinned, and the next request finds all."""
+    """B4.3 Ended at any moment: each job is reported, and nothing stays pinned."""
     keys = keys_of(8, seed=4)
     with world(running.endpoint) as filler:
         filler.run("stores", keys)
@@ -158,7 +158,7 @@ def test_a_request_that_ends_while_it_is_looked_up_or_loaded_leaves_nothing(runn
 
 
 def test_a_reset_keeps_what_the_server_has(running: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    """B3.19 Jobs end, the primary tier is emptied, and what kvtier has is found again, by requests from before as well."""
+    """B3.19 Jobs end, the primary tier is emptied, and kvtier's chunks are found again."""
     monkeypatch.setattr(manager, "_DRAIN_SECONDS", LONG_TIMEOUT_SECONDS)
     keys = keys_of(8, seed=5)
     with world(running.endpoint) as engine:
@@ -172,7 +172,7 @@ def test_a_reset_keeps_what_the_server_has(running: ServerProcess, monkeypatch: 
 
 
 def test_without_a_server_everything_is_a_miss(tmp_path: Path) -> None:
-    """A server that is not there is a miss at once, and each store is reported; one that comes later is used."""
+    """Without a server requests miss at once and stores are reported; a later server is used."""
     keys = keys_of(4)
     server = ServerProcess(tmp_path)
     with world(server.endpoint) as engine:
@@ -195,7 +195,7 @@ def test_without_a_server_everything_is_a_miss(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
 def test_a_hung_server_holds_nothing_up(server: ServerProcess, transport: str) -> None:
-    """A server that hangs: lookups become misses, stores, loads and a reset end, all in bounded time; then it goes on."""
+    """A server that hangs: lookups, stores, loads and a reset end in bounded time."""
     stored, others = keys_of(8, seed=6), keys_of(8, seed=7)
     table = {"lookup_timeout_s": 1.0, "transport": transport}
     with world(server.endpoint, tier=table, long_timeout=False) as engine:
@@ -234,7 +234,7 @@ def test_a_hung_server_holds_nothing_up(server: ServerProcess, transport: str) -
 
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
 def test_a_server_killed_between_submit_and_finish_fails_the_job(server: ServerProcess, transport: str) -> None:
-    """B3.18 Loads and stores that a dead server took are reported once, nothing of them is used, and a new server's are."""
+    """B3.18 Jobs that a dead server took are reported once, and nothing of them is used."""
     stored, others = keys_of(8, seed=8), keys_of(8, seed=9)
     with world(server.endpoint, tier={"transport": transport}, long_timeout=False) as engine:
         engine.run("stores", stored)
@@ -265,7 +265,7 @@ def test_a_server_killed_between_submit_and_finish_fails_the_job(server: ServerP
 
 
 def test_policies_by_their_names_here(running: ServerProcess) -> None:
-    """B3.1 What the server calls block_level is this vLLM's chunk_level; a flagged request is offloaded whole (B1.6)."""
+    """B3.1 block_level is this vLLM's chunk_level; a flagged request is stored whole (B1.6)."""
     keys = keys_of(4, seed=10)
     with world(running.endpoint) as engine:
         plain, flagged = request_of("plain", keys), request_of("flagged", keys, FLAG)
@@ -289,7 +289,7 @@ def test_a_request_may_leave_nothing_behind(running: ServerProcess) -> None:
 def test_a_flagged_request_stores_what_the_primary_tier_has_already(
     running: ServerProcess, params: dict[str, bool] | None, offered: int
 ) -> None:
-    """B1.1, B3.6 Chunks that vLLM holds are offered to kvtier again for a request that is wanted whole, and for no other."""
+    """B1.1, B3.6 Chunks that vLLM holds are offered again only at request level."""
     keys = keys_of(4, seed=11)
     with world(running.endpoint) as engine:
         engine.run("stores", keys)

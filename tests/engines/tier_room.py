@@ -1,4 +1,4 @@
-"""Lookups and transfers of the tier, over a client that is a stand-in and a primary tier that is an array."""
+"""Lookups and transfers of the tier, over a fake client and an array as primary tier."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEYS = keys_of(4)
 
 
 class SlotClient(FakeClient):
-    """Reads and writes over one piece of memory, with hooks before the memory is handed out and before it is confirmed."""
+    """Reads and writes over one memory, with hooks before it is lent and before it is confirmed."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""vLLM's real tiering manager, with its primary tier and kvtier below, without an engine: tests play the connector's scheduler."""
+"""vLLM's tiering manager over its primary tier and kvtier; tests play the scheduler."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class World:
             time.sleep(0.002)
 
     def reset(self) -> None:
-        """Empties the primary tier; no worker has anything to flush, which 0.33 wants to be told."""
+        """Empties the primary tier; 0.33 must be told that no worker has anything to flush."""
         self.manager.reset_cache()
         getattr(self.manager, "on_reset_flushed", lambda: None)()
 

@@ -40,7 +40,7 @@ def make_dense(path: Path) -> None:
 
 
 def make_hybrid(path: Path) -> None:
-    """Writes a Gemma3 whose layers alternate sliding windows of 128 tokens with full attention: several groups."""
+    """Writes a Gemma3 with sliding windows of 128 tokens and full attention: several groups."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     layers = ["full_attention" if number % 3 == 2 else "sliding_attention" for number in range(6)]
@@ -86,7 +86,7 @@ def make_state(path: Path) -> None:
 
 
 def make_tokenizer(path: Path) -> None:
-    """Writes a tokenizer beside a model, where token 7 is the word "w7", and a chat template that joins what was said.
+    """Writes a tokenizer for a model: token 7 is the word "w7", and chats are joined words.
 
     So the words of an answer, sent again as text, are the tokens that the engine made.
     """

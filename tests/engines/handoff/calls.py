@@ -72,7 +72,7 @@ class Stream:
         self.hang_up()
 
     def hang_up(self) -> None:
-        """Closes the connection, whatever is under way."""
+        """Closes the connection at any time."""
         if self._connection.sock is not None:
             with contextlib.suppress(OSError):
                 self._connection.sock.shutdown(socket.SHUT_RDWR)

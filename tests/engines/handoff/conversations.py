@@ -24,7 +24,7 @@ NAMES = (
     "decode killed",
     "decode interrupted",
     "prefill killed",
-    "nobody decodes",
+    "not decoded",
     "proxy killed",
     "server killed",
     "after the server",
@@ -42,7 +42,7 @@ NAMES = (
     "left waiting",
     "left before prefill",
     "refused",
-    "nobody holds it",
+    "never published",
     *(f"at once {number}" for number in range(4)),
 )
 
@@ -84,7 +84,7 @@ def prompt_tokens(turn: int) -> int:
 
 
 def held_by_decode(turn: int) -> int:
-    """Returns what D holds after a turn: all that it computed, and nobody computes the last token of an answer."""
+    """Returns what D holds after a turn: all tokens but the answer's last, which has no KV."""
     return prompt_tokens(turn) + SAID - 1
 
 

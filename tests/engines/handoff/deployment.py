@@ -1,4 +1,4 @@
-"""A kvtier server, a prefill engine, a decode engine and a proxy; and what a turn moves between them."""
+"""A kvtier server, a prefill engine, a decode engine and a proxy, with counts of what they move."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ EXTRA: dict[str, Any] = {
 
 @dataclass
 class Moved:
-    """What happened meanwhile: tokens of prompts by where they came from, and what became of holds, by their direction.
+    """Differences of counters: prompt tokens by source, and ends of holds by direction.
 
     ``pending_blocks``: blocks of holds that are on their way to the server still.
     ``pulled``: of the external tokens of P and of D, those that came out of a hold, as the
@@ -67,12 +67,12 @@ class Moved:
         return self.published - self.to_decode["open"] - self.to_prefill["open"]
 
     def holds(self, direction: str) -> dict[str, int]:
-        """Returns what became of the holds of a direction, without what did not happen."""
+        """Returns how the holds of a direction ended, without zeros."""
         return {what: count for what, count in getattr(self, direction).items() if count}
 
 
 class Deployment:
-    """One P, one D, one server, one proxy. Whatever a test ends, `heal` brings back."""
+    """One P, one D, one server, one proxy. `heal` restarts everything that a test ended."""
 
     def __init__(self, folder: Path, model: Path) -> None:
         self._folder, self._settings = folder, folder / "kvtier.toml"
@@ -109,7 +109,7 @@ class Deployment:
             proxy.end()
 
     def renew_server(self, longest_hold: float = LONGEST_HOLD) -> None:
-        """Kills the server and starts it again; no hold of the new one lasts longer than so many seconds."""
+        """Kills and restarts the server; new holds last at most this many seconds."""
         self.server.kill()
         usual = min(longest_hold, 30.0)
         self._settings.write_text(f"[handoff]\npart = {HELD_PART}\nmax = {longest_hold}\ndefault = {usual}\n")
@@ -118,12 +118,12 @@ class Deployment:
         self._wait_connected([engine for engine in (self.p, self.d) if engine.is_running])
 
     def _wait_connected(self, engines: Sequence[EngineServer]) -> None:
-        """Waits until each of these engines uses the server: it leaves one alone for a while that went away."""
+        """Waits until these engines use the server, which they avoid after a failure."""
         for engine in engines:
             eventually(partial(self._is_told, engine), f"{engine.name} tells the server nothing")
 
     def _is_told(self, engine: EngineServer) -> bool:
-        """Whether the server has all that an engine holds of a request, made for that, or gets it soon."""
+        """Whether the server has, or soon gets, all blocks that an engine holds of a request."""
         name = f"{engine.name}{time.monotonic_ns()}"
         params = {"do_remote_prefill": True, "kvtier": {"hold_as": name}}
         ask(engine.port, question(tokens(time.monotonic_ns(), BLOCK + 1), 1, kv_transfer_params=params))
@@ -143,13 +143,13 @@ class Deployment:
         self.server.kill()
 
     def empty(self) -> None:
-        """Empties the prefix caches of both engines: what they have of a prompt afterwards comes from outside."""
+        """Empties the prefix caches of both engines, so that all later hits come from kvtier."""
         self.p.empty()
         self.d.empty()
 
     @contextmanager
     def watch(self, *, p: int = 1, d: int = 1, published: int = 0, ended: int = 0) -> Iterator[Moved]:
-        """Counts what moves while so many requests end at each engine, so many holds are published and so many end.
+        """Counts what moves while this many requests, publications and holds end.
 
         Engines tell the server, and save blocks, after they have answered. Where fewer do, it waits
         in vain, and the counts say so.
@@ -171,11 +171,11 @@ class Deployment:
             time.sleep(0.2)
 
     def await_decoders(self) -> None:
-        """Waits until P holds nothing any more: what nobody decoded would be over in the middle of what is counted."""
-        eventually(lambda: not self.totals("to_decode")["open"], "what nobody decoded is still held")
+        """Waits until P holds nothing: a hold without a decode would expire while counting."""
+        eventually(lambda: not self.totals("to_decode")["open"], "a prompt without decode is still held")
 
     def totals(self, direction: str) -> dict[str, int]:
-        """Returns what has become of the holds of a direction since the server started; times apart."""
+        """Returns counts of the ends of a direction's holds since the server's start."""
         return _totals(self.server.handoffs())[direction]
 
     def open_holds(self) -> list[dict[str, Any]]:
@@ -184,13 +184,13 @@ class Deployment:
         return holds
 
     def leftovers(self) -> dict[str, int]:
-        """Returns what a server that nobody uses does not have: each is to be 0, but for the holds of D after a turn."""
+        """Returns what an idle server does not have: each is 0, except D's holds after a turn."""
         status, totals = self.server.status(), _totals(self.server.handoffs())
         held = {direction: counts["open"] for direction, counts in totals.items()}
         return {name: int(status[name]) for name in ("leases", "stores", "quarantined_bytes")} | held
 
     def assert_idle(self, to_prefill: int | None = None) -> None:
-        """Asserts that nothing is left of any request in engines and server, but for so many holds of D, or however many."""
+        """Asserts that engines and server are idle, except for this many holds of D (None: any)."""
         expected = {"leases": 0, "stores": 0, "quarantined_bytes": 0, "to_decode": 0}
         if to_prefill is not None:
             expected["to_prefill"] = to_prefill
@@ -221,7 +221,7 @@ def _totals(handoffs: dict[str, Any]) -> dict[str, dict[str, int]]:
 
 
 def connector_config(endpoint: str, extra: dict[str, Any]) -> dict[str, Any]:
-    """Returns the `kv_transfer_config` of both engines: each of them saves, loads, holds and pulls."""
+    """Returns the `kv_transfer_config` of both engines: they save, load, hold and pull."""
     return {
         "kv_connector": "KVTierConnector",
         "kv_connector_module_path": "long_timeout_connector",

@@ -72,7 +72,7 @@ class EngineServer:
 
     @property
     def engine_id(self) -> str:
-        """Who it is in this life."""
+        """The engine's id in this life."""
         return f"{self.name}{self._lives}"
 
     @property
@@ -132,7 +132,7 @@ class EngineServer:
         """Empties its own prefix cache, which it refuses while blocks are being saved."""
         deadline = time.monotonic() + SETTLE_SECONDS
         while not post(self.port, "/reset_prefix_cache")["success"]:
-            assert time.monotonic() < deadline, f"{self.name} does not let go of its blocks"
+            assert time.monotonic() < deadline, f"{self.name} does not release its blocks"
             time.sleep(0.1)
 
     def pause(self) -> None:
@@ -144,7 +144,7 @@ class EngineServer:
         post(self.port, "/resume")
 
     def wait_logged(self, text: str, count: int = 1) -> None:
-        """Waits until it has logged this so many times."""
+        """Waits until it has logged this text as often."""
         deadline = time.monotonic() + SETTLE_SECONDS
         while self.log.count(text) < count:
             assert time.monotonic() < deadline, f"{self.name} never says {text!r}:\n{self.log[-4000:]}"
@@ -156,7 +156,7 @@ class EngineServer:
         return Sources(*(int(values[s]) for s in ("local_compute", "local_cache_hit", "external_kv_transfer")))
 
     def pulled(self) -> int:
-        """Returns how many tokens it has taken over from other engines, as the connector counts them."""
+        """Returns how many tokens it has pulled from other engines, by the connector's count."""
         return int(sum(self.metrics("kvtier_pull_tokens_total").values()))
 
     def ended(self) -> dict[str, float]:

@@ -15,7 +15,7 @@ _TIMEOUTS = Timeouts(connect=60, call=60)
 
 
 def crowd_out(server: ServerProcess) -> None:
-    """Stores more than the CPU tier has room for, so that whatever may be evicted is; nobody reads it."""
+    """Stores more than the CPU tier can hold, so that all other evictable blocks are evicted."""
     [cpu] = [tier for tier in server.status()["tiers"] if tier["name"] == "cpu"]
     count = _ROUNDS * cpu["capacity_bytes"] // _PAGE
     page = np.zeros(_PAGE, np.uint8)

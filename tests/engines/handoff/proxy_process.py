@@ -48,7 +48,7 @@ class ProxyProcess:
             self._child = subprocess.Popen([sys.executable, _PROGRAM, *self._flags], stdout=log, stderr=log)
 
     def wait_ready(self) -> None:
-        """Waits until it knows of all its engines that run that they do, and who decodes: it asks nothing more of them then."""
+        """Waits until it has checked and probed all running engines; then it sends no probes."""
         up = {engine.url for engine in (*self._prefill, *self._decode) if engine.is_running}
         known = {engine.url: engine.engine_id for engine in self._decode if engine.is_running}
         deadline = time.monotonic() + START_SECONDS

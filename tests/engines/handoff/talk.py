@@ -16,7 +16,7 @@ __all__ = ["Talk"]
 
 
 class Talk:
-    """Asks the next turn of a conversation, by its name, in one way or another; asserts that the answer is the plain engine's."""
+    """Asks the next turn of a conversation and compares the answer with a plain engine's."""
 
     def __init__(self, deployment: Deployment, truth: Truth) -> None:
         self._deployment, self._truth = deployment, truth
@@ -76,7 +76,7 @@ class Talk:
     def direct(
         self, engine: str, name: str, turn: int, params: dict[str, Any], max_tokens: int = SAID, cut: int | None = None
     ) -> dict[str, Any] | None:
-        """Asks an engine itself, with these `kv_transfer_params`; returns those that it answers with.
+        """Asks an engine with these `kv_transfer_params`; returns those of its answer.
 
         Of the prompt `cut` tokens, where the answer is not what is looked at.
         """
@@ -90,7 +90,7 @@ class Talk:
         return returned
 
     def _watch(self, turn: int, *, reuses: bool = True) -> AbstractContextManager[Moved]:
-        """Each engine holds its request at the end, and takes over what the other held, if it did."""
+        """Each engine holds its request at the end, and pulls what the other holds."""
         return self._deployment.watch(published=2, ended=2 if reuses and turn > 1 else 1)
 
     def _question(self, name: str, turn: int, **more: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Two hosts, each with a server and an engine, as far as one host can show it; and a model with windows, of several groups.
+"""Two simulated hosts, each with a server and an engine, and a model with sliding windows.
 
 The first engine prefills and is gone. The second one decodes what it takes from the other server,
 and goes on in both roles.
@@ -17,7 +17,7 @@ from server_process import ServerProcess
 
 LONG, SHORT, EDGE, SAID, MORE = 333, 70, 383, 30, 25
 """Tokens: a first question longer than the windows of 128, one that they all see, and one whose
-last token, which is always computed anew, looks at a block that the first engine has let go of by
+last token, which is always computed anew, looks at a block that the first engine has released by
 then; answers; and second questions."""
 
 ASKED = [tokens(61, LONG), tokens(62, SHORT), tokens(65, EDGE)]
@@ -76,7 +76,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 def first(run_engine: RunEngine, hosts: Hosts) -> dict[str, Any]:
     """The engine on the first host.
 
-    Before it is P, it answers as if there were nobody else: nothing is loaded, saved or held.
+    Before it is P, it answers without loads, saves and holds.
     """
     steps = [
         generate("1", ASKED, settings=ALONE, **DECODE),
@@ -89,7 +89,7 @@ def first(run_engine: RunEngine, hosts: Hosts) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def turns(run_engine: RunEngine, hosts: Hosts, first: dict[str, Any]) -> dict[str, Any]:
-    """Two turns: P on the first host; D, P and D on the other, which forgets everything in between."""
+    """Two turns: P on the first host; D, P and D on the other, with empty caches in between."""
     given = [row["transfer"] for row in first["P 1"]["rows"]]
     second = [
         asked + row["tokens"] + more for asked, row, more in zip(ASKED, first["1"]["rows"], ASKED_NEXT, strict=True)
@@ -113,7 +113,7 @@ def test_answers_are_those_of_one_engine(turns: dict[str, Any], turn: str) -> No
 
 
 def test_all_but_the_last_token_is_taken_over(turns: dict[str, Any]) -> None:
-    """B2.2, B2.3 Nothing is computed twice, the last block included, of which only a part has tokens; but where that cannot be."""
+    """B2.2, B2.3 Nothing is computed twice, the partly filled last block included, if possible."""
     prompts = LONG + SHORT + EDGE
     assert turns["P 1"]["external_hits"] == 0
     assert turns["D 1"]["external_hits"] == prompts - EDGE, "none of it is in this server's cache"
@@ -122,7 +122,7 @@ def test_all_but_the_last_token_is_taken_over(turns: dict[str, Any]) -> None:
 
 
 def test_each_server_has_what_its_own_engine_holds(hosts: Hosts, turns: dict[str, Any]) -> None:
-    """B2.11, B2.18 Parameters name the server that holds, and that one is told that it may let go."""
+    """B2.11, B2.18 Parameters name the server that holds the blocks, and it gets the release."""
     assert {row["transfer"]["remote_port"] for row in turns["P 1"]["rows"]} == {int(hosts.addresses[0].split(":")[1])}
     assert hosts.totals(0) == {"prefill to decode": [3, 3, 3], "decode to prefill": [0, 0, 0]}
     assert hosts.totals(1) == {"prefill to decode": [3, 3, 3], "decode to prefill": [6, 3, 3]}

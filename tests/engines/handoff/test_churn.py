@@ -1,4 +1,4 @@
-"""Many conversations at once, whose clients leave, and whose engines forget: every answer is right, and nothing is left of any."""
+"""Many conversations at once, with leaving clients and cache resets: right answers, no leaks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class _Client:
 
 
 def test_a_churn_of_conversations(deployment: Deployment, truth: Truth, talk: Talk) -> None:
-    """B2.10, B2.16, B2.19 Whatever comes in between, blocks are those of the right tokens, and are let go of."""
+    """B2.10, B2.16, B2.19 Under load, blocks belong to the right tokens, and are released."""
     before = deployment.totals("to_prefill")
     clients = [_Client(number, deployment, truth, talk) for number in range(CLIENTS)]
     over = threading.Event()
@@ -77,7 +77,7 @@ def test_a_churn_of_conversations(deployment: Deployment, truth: Truth, talk: Ta
 
 
 def _forget(deployment: Deployment, over: threading.Event) -> None:
-    """Empties the prefix cache of one engine or the other now and then; they refuse while they are at work."""
+    """Empties the prefix cache of one of the engines now and then; busy engines refuse it."""
     source = random.Random(SEED)
     while not over.wait(source.random()):
         post(source.choice((deployment.p, deployment.d)).port, "/reset_prefix_cache")

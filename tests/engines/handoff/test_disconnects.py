@@ -1,4 +1,4 @@
-"""Clients that go away, and requests that an engine refuses: nobody's blocks are kept for them."""
+"""Disconnecting clients and refused requests leave no held blocks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _released(deployment: Deployment, before: dict[str, int]) -> bool:
 
 
 def test_leaving_in_the_middle_of_an_answer(deployment: Deployment, truth: Truth, talk: Talk, held_before: int) -> None:
-    """B2.16 The proxy tells D, D holds nothing of what was not said to the end, and P's hold has ended long since."""
+    """B2.16 The proxy aborts D, D holds nothing of an incomplete answer, and P's hold has ended."""
     body = question(truth.prompt("left decoding", 1), LONG, conversation_id="left decoding")
     aborted = deployment.d.log.count("Aborted request")
     with deployment.watch(d=0, published=1, ended=1) as moved, Stream(deployment.proxy.port, body) as stream:
@@ -89,9 +89,9 @@ def test_leaving_while_the_prefill_engine_is_busy(
 
 
 def test_leaving_while_a_claim_waits(deployment: Deployment, truth: Truth, held_before: int) -> None:
-    """B2.14 What nobody has published is waited for, and then computed; who leaves before leaves nothing behind."""
-    name, own = "nobody holds it", {"do_remote_prefill": True, "do_remote_decode": False}
-    remote = {"block_ids": [[0]], "engine_id": "nobody", "request_id": "never", "num_tokens": FIRST, "port": 0}
+    """B2.14 A request that was never published is waited for, then computed."""
+    name, own = "never published", {"do_remote_prefill": True, "do_remote_decode": False}
+    remote = {"block_ids": [[0]], "engine_id": "unknown", "request_id": "never", "num_tokens": FIRST, "port": 0}
     host = {"remote_host": deployment.server.endpoint}
     params = {**own, **host, **{f"remote_{part}": value for part, value in remote.items()}}
     known = deployment.d.log.count("Added request")
@@ -107,7 +107,7 @@ def test_leaving_while_a_claim_waits(deployment: Deployment, truth: Truth, held_
 
 
 def test_a_request_that_is_refused(deployment: Deployment, truth: Truth, held_before: int) -> None:
-    """B2.14 A decode engine that says 400 to a request tells P's server that nobody comes."""
+    """B2.14 A decode engine that refuses a request with 400 releases P's hold."""
     params = _prefilled(deployment, truth, "refused")
     before = deployment.totals("to_decode")
     with pytest.raises(CallError) as refusal:

@@ -1,4 +1,4 @@
-"""A hold whose time is over is not read: neither where its parameters say so, nor where only the server knows."""
+"""An expired hold is not read, whether its parameters or only the server know of the expiry."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from engine_server import Sources
 from talk import Talk
 
 CACHED = local_blocks(held_by_decode(1))
-"""Whole blocks are in the cache for anybody, hold or no hold."""
+"""Whole blocks are in the cache for every request, with or without a hold."""
 
 FROM_CACHE = Sources(prompt_tokens(2) - CACHED, 0, CACHED)
 FROM_HOLD = Sources(prompt_tokens(2) - held_by_decode(1), 0, held_by_decode(1))
 MARGIN = 5.0
 ENDS_HERE = {"do_remote_decode": True, "kvtier": {"hold": False}}
-"""Nobody decodes, so that P is to hold nothing."""
+"""There is no decode, so P must not hold anything."""
 
 SHORT = 6.0
 """Seconds: so long a hold lasts that is to be over soon. P's heartbeat makes it last for 4 s more:
@@ -29,7 +29,7 @@ not enough to be read."""
     [("over", -60.0, FROM_CACHE), ("nearly over", 4.0, FROM_CACHE), ("not over", 60.0, FROM_HOLD)],
 )
 def test_what_parameters_say(deployment: Deployment, talk: Talk, name: str, left: float, sources: Sources) -> None:
-    """B2.19 P asks for nothing that ends within 5 s, and tells the server that it may let go."""
+    """B2.19 P claims nothing that expires within 5 s, and tells the server to release it."""
     deployment.empty()
     with deployment.watch(p=0, published=1):
         params = talk.direct("D", name, 1, {"do_remote_prefill": True})
@@ -43,7 +43,7 @@ def test_what_parameters_say(deployment: Deployment, talk: Talk, name: str, left
 
 
 def test_what_the_server_knows(deployment: Deployment, talk: Talk) -> None:
-    """B2.19 The server lets a hold end sooner than D said: it refuses to have it read from 5 s before the end on."""
+    """B2.19 The server's expiry counts: it refuses reads from 5 s before the end on."""
     deployment.renew_server(longest_hold=SHORT)
     deployment.empty()
     with deployment.watch(p=0, published=1) as moved:

@@ -1,4 +1,4 @@
-"""Parts that end between two turns: answers stay right, and what was held by an engine that is gone is there all the same."""
+"""Restarts between two turns: answers stay right, and holds outlive the engines that made them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ PULLED = Sources(prompt_tokens(2) - held_by_decode(1), 0, held_by_decode(1))
 
 
 def test_engines_that_are_killed(deployment: Deployment, truth: Truth, talk: Talk) -> None:
-    """Between two turns D is killed, then P: P still pulls what D held, in its own next life too, for the server has it.
+    """D is killed between two turns, then P: P still pulls D's hold, also after its own restart.
 
-    Whoever reads an answer at that moment is told that it ends here.
+    A client that reads an answer at that moment sees the connection end.
     """
     talk.turn("decode killed", 1)
     talk.turn("prefill killed", 1)
@@ -32,8 +32,8 @@ def test_engines_that_are_killed(deployment: Deployment, truth: Truth, talk: Tal
     assert moved.p == PULLED
     assert moved.to_prefill["claimed"] == 1
     with deployment.proxy_of([deployment.p], [deployment.d, deployment.p]) as proxy:
-        talk.answered("nobody decodes", 1, proxy=proxy)
-        talk.answered("nobody decodes", 2, proxy=proxy)
+        talk.answered("not decoded", 1, proxy=proxy)
+        talk.answered("not decoded", 2, proxy=proxy)
     deployment.p.kill()
     deployment.heal()
     moved = talk.turn("prefill killed", 2)
@@ -45,7 +45,7 @@ def test_engines_that_are_killed(deployment: Deployment, truth: Truth, talk: Tal
 
 
 def test_a_proxy_that_is_killed(deployment: Deployment, talk: Talk) -> None:
-    """B2.24 A new proxy knows nothing of the turn before: P takes it from the cache, but for the last block."""
+    """B2.24 A new proxy has no holds: P loads the previous turn, but its last block."""
     talk.turn("proxy killed", 1)
     deployment.proxy.kill()
     deployment.heal()
@@ -59,13 +59,13 @@ def test_a_proxy_that_is_killed(deployment: Deployment, talk: Talk) -> None:
 
 
 def test_a_server_that_is_killed(deployment: Deployment, talk: Talk) -> None:
-    """Without a server everybody computes; the next one begins with no holds, and is used as soon as it is there."""
+    """Without a server all engines compute. A new server has no holds, and is used at once."""
     talk.turn("server killed", 1)
     deployment.server.kill()
     talk.answered("server killed", 2)
     deployment.renew_server()
     talk.answered("server killed", 3)
-    assert deployment.totals("to_prefill")["claimed"] == 0, "nobody was told of the second turn"
+    assert deployment.totals("to_prefill")["claimed"] == 0, "the second turn was not published"
     for turn in (1, 2):
         deployment.empty()
         moved = talk.turn("after the server", turn)

@@ -1,4 +1,4 @@
-"""What of a peer's tokens an engine takes over, where that is not simply all: asked of the engines themselves."""
+"""How many of another engine's tokens a real engine pulls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DECODES = {"do_remote_prefill": True}
 
 @pytest.mark.parametrize(("held", "pulled"), [(63, 0), (64, 64)])
 def test_few_tokens_are_computed(deployment: Deployment, talk: Talk, held: int, pulled: int) -> None:
-    """B2.3, B2.4 Below the threshold of 64 tokens P does not ask for them, and D's hold ends all the same; 64 are pulled.
+    """B2.3, B2.4 Below the threshold of 64 tokens P pulls nothing, and D's hold ends.
 
     What is in whole blocks comes out of the cache even so.
     """
@@ -39,7 +39,7 @@ def test_few_tokens_are_computed(deployment: Deployment, talk: Talk, held: int, 
 
 
 def test_a_prompt_that_is_shorter_than_what_is_held(deployment: Deployment, truth: Truth, talk: Talk) -> None:
-    """B2.6 Of a hold that goes further than the prompt whole blocks are taken, and the rest is computed."""
+    """B2.6 If a hold is longer than the prompt, only whole blocks are pulled."""
     deployment.empty()
     with deployment.watch(p=0, published=1):
         params = talk.direct("D", "shorter", 1, DECODES)
@@ -50,12 +50,12 @@ def test_a_prompt_that_is_shorter_than_what_is_held(deployment: Deployment, trut
         taken = row(ask(deployment.p.port, body | {"kv_transfer_params": {**params, "kvtier": {"skip_save": True}}}))
     assert moved.p == Sources(short - local_blocks(short), 0, local_blocks(short))
     assert moved.pulled == (local_blocks(short), 0)
-    computed = row(ask(deployment.p.port, body | {"cache_salt": "nobody's"}))
+    computed = row(ask(deployment.p.port, body | {"cache_salt": "another one's"}))
     assert_same({"rows": [computed]}, {"name": "shorter", "rows": [taken]})
 
 
 def test_parameters_of_another_conversation(deployment: Deployment, talk: Talk) -> None:
-    """B2.6 A proxy that mixes up its conversations costs time, and never an answer: P believes its own tokens."""
+    """B2.6 A proxy that mixes up conversations wastes time only: P compares the tokens."""
     deployment.empty()
     with deployment.watch(p=0, published=1):
         params = talk.direct("D", "mixed up", 1, DECODES)

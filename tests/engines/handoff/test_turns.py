@@ -1,4 +1,4 @@
-"""Three turns through the proxy: answers are a plain engine's, and what one engine has computed the other does not."""
+"""Three turns through the proxy: a plain engine's answers, and no token computed twice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ values, of 32 tokens."""
 
 
 def _taken_by_prefill(turn: int, local: int = 0) -> Sources:
-    """What P does for a turn of which it has `local` tokens: it computes only what D cannot have."""
+    """P's work for a turn of which it has `local` tokens: it computes only what D cannot have."""
     held = held_by_decode(turn - 1) if turn > 1 else 0
     return Sources(prompt_tokens(turn) - max(held, local), local, max(0, held - local))
 
@@ -29,7 +29,7 @@ def _taken_by_decode(turn: int, local: int = 0) -> Sources:
 
 
 def _assert_handed_over(moved: Moved, turn: int) -> None:
-    """Asserts that one hold went each way: D has taken P's, P has taken D's of the turn before, and D's is there for the next.
+    """Asserts one hold each way: D has pulled P's, P that of D's last turn; D's next one is there.
 
     And that what came from outside came so, and not from the cache.
     """
@@ -41,7 +41,7 @@ def _assert_handed_over(moved: Moved, turn: int) -> None:
 
 
 def test_engines_with_caches_of_their_own(deployment: Deployment, talk: Talk) -> None:
-    """B2.2, B2.3, B2.4 Each pulls what its own cache has not: turn 1 goes from P to D, later turns from D to P as well."""
+    """B2.2, B2.3, B2.4 Each engine pulls what it lacks: first P to D, later both ways."""
     before = deployment.totals("to_prefill")["open"]
     for turn in TURNS:
         moved = talk.turn("kept caches", turn)
@@ -54,7 +54,7 @@ def test_engines_with_caches_of_their_own(deployment: Deployment, talk: Talk) ->
 
 
 def test_engines_that_have_forgotten_everything(deployment: Deployment, talk: Talk) -> None:
-    """B2.6, B2.18 The last block comes too, though it is not full and no cache knows its content by a hash."""
+    """B2.6, B2.18 The last block is pulled too, though it is partly filled and has no hash."""
     for turn in TURNS:
         deployment.empty()
         moved = talk.turn("emptied caches", turn)
@@ -103,7 +103,7 @@ def test_several_at_once(deployment: Deployment, talk: Talk) -> None:
 
 
 def test_what_is_held_is_not_evicted(deployment: Deployment, talk: Talk) -> None:
-    """B2.17 Between two turns others fill the server's memory several times; P finds all that D held."""
+    """B2.17 Other requests fill the server's memory between two turns; P still finds D's blocks."""
     talk.turn("under pressure", 1)
     deployment.empty()
     crowd_out(deployment.server)
