@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from simulation import run
 from simulation.model import EXERCISED
-from simulation.runner import Tally, live
+from simulation.runner import Tally, run_seeds
 
 HERE = Path(__file__).parent
 SEEDS = 200
@@ -17,7 +17,7 @@ SEEDS = 200
 @pytest.mark.parametrize("first", range(0, SEEDS, 50))
 def test_invariants_hold_in_random_runs(first: int) -> None:
     """B3.8 B4.5 B4.9: each `simulation.model.Invariant` holds for random clients and tiers."""
-    tally = live(range(first, first + 50))
+    tally = run_seeds(range(first, first + 50))
     assert tally.failures == []
     assert tally.steps > 50 * 300
 
@@ -44,4 +44,4 @@ def test_an_event_that_never_occurs_is_an_error() -> None:
     tally = Tally(seeds=1000)
     tally.coverage.update(EXERCISED[1:])
     assert tally.never() == [EXERCISED[0]]
-    assert Tally(seeds=10).never() == [], "too few lives to tell"
+    assert Tally(seeds=10).never() == [], "too few runs to decide"

@@ -6,14 +6,14 @@ from simulation.mutants import CannotPlantError, hunt, mutated
 from simulation.planted import MUTANTS, Mutant
 
 QUICK = (
-    "a slot is given out twice",
-    "a block that waits for a tier is not pinned",
+    "a slot is granted twice",
+    "a queued block is not pinned",
     "leases outlive their session",
     "a job that has ended ends again",
-    "a fallen session's requests go on",
-    "a part that was not written is served",
-    "what is on its way counts twice",
-    "what is gone stays in line",
+    "requests outlive their session",
+    "an unwritten part is served",
+    "pending keys count twice",
+    "dropped blocks stay in the eviction queue",
 )
 
 

@@ -159,7 +159,7 @@ def test_a_hanging_tier_is_bypassed() -> None:
     assert rig.core.stats().misses_by_reason == {MissReason.LOAD_FAILED: 1}
     rig.store(*range(200, 208))
     assert rig.core.durability.flush(rig.session.namespace.id, keys(200)) == bytes([DurableStatus.VOLATILE]), (
-        "nobody waits for it"
+        "no flush waits for it"
     )
     assert rig.jobs() == []
     assert rig.store(*range(300, 308)) == GRANTED * 8, "only what the running job reads is pinned"

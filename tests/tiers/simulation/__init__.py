@@ -1,13 +1,13 @@
-"""Lives of a whole server from a seed, in simulated time: whatever clients, tiers, memory and clocks do, the invariants hold.
+"""Simulation of the core: random runs from a seed in simulated time, checked against invariants.
 
-`life` lives one life. `world` is the world, `invariants` and `guarantees` what must hold in it after every step, `inspect` the one
-place that looks into the core; `runner` lives lives by the thousand (`make simulate`), `mutants` shows that planted bugs are
-found (`make simulate-mutants`).
+`life` simulates one run of `world`. `invariants` and `guarantees` are checked after every step;
+only `inspect` reads private state of the core. `runner` simulates thousands of runs (`make
+simulate`). `mutants` shows that planted bugs are found (`make simulate-mutants`).
 """
 
 from __future__ import annotations
 
-from .life import STEPS, Failure, Life, run
+from .life import STEPS, Failure, RunResult, run
 from .model import EXTENT, ModelTier
 
-__all__ = ["EXTENT", "STEPS", "Failure", "Life", "ModelTier", "run"]
+__all__ = ["EXTENT", "STEPS", "Failure", "ModelTier", "RunResult", "run"]

@@ -1,4 +1,4 @@
-"""What all kinds of clients have in common: they pick somebody, and something, at random."""
+"""Base class of all simulated clients: random choice of clients, blocks and durations."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 __all__ = ["HOLD_SECONDS", "Actors"]
 
 HOLD_SECONDS = (3, 30, 30, 300)
-"""For how long leases and stores are held."""
+"""Durations of leases and stores, in seconds."""
 
 
 class Actors:
-    """Somebody who does things in a world; every choice comes from its seed."""
+    """Base of the simulated clients; every choice comes from the world's seed."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.rng = world.rng
 
     def retain_until(self) -> float:
-        """Returns until when a request wants to keep what it uses; mostly it does not."""
+        """Returns the end of a request's retention; None mostly."""
         wanted = self.rng.choice((0, 0, 0, 10, 60, 4000))
         return self.world.now + wanted if wanted else 0.0
 
     def used(self, session: EngineSession, blocks: list[Block], retain_until: float, not_retained: int) -> None:
-        """Takes note of the use of blocks, for the sake of which others may have gone."""
+        """Records a use of blocks, which may have evicted others."""
         book, now = self.world.keeping, self.world.environment.latest
         book.takers.add(tenant_of(session.namespace.id))
         book.used(blocks, now, retain_until, not_retained)
@@ -41,21 +41,21 @@ class Actors:
         self.world.saw("blocks not retained", bool(not_retained))
 
     def pick_client(self) -> Client | None:
-        """Returns somebody, if there is anybody."""
+        """Returns a connected client, or None."""
         clients = self.world.ledger.clients
         return self.rng.choice(clients) if clients else None
 
     def any_of(self, engine: str) -> EngineSession:
-        """Returns a session of an engine: any of its processes may speak for it."""
+        """Returns a session of an engine, of any of its processes."""
         return self.rng.choice([client for client in self.world.ledger.clients if client.engine == engine]).session
 
     def stranger_to(self, engine: str) -> EngineSession | None:
-        """Returns a session of another engine, if there is any."""
+        """Returns a session of another engine, or None."""
         others = [client for client in self.world.ledger.clients if client.engine != engine]
         return self.rng.choice(others).session if others else None
 
     def some_keys(self, session: EngineSession) -> list[bytes]:
-        """Returns a run of a chain, as a prompt's blocks are; sometimes with a repetition."""
+        """Returns a run of a chain, as the blocks of a prompt; sometimes with a repetition."""
         chains = CHAINS[self.rng.choice((0, 0, 1)) % len(session.namespace.part_bytes)]
         start = 0 if self.rng.random() < 0.8 else self.rng.randrange(20)
         keys = chains[self.rng.choice((0, 0, 0, 1, 2))][start : start + self.rng.randint(0, 10)]

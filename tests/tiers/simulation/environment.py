@@ -1,4 +1,4 @@
-"""What happens behind the core: jobs that end well or badly or not at all, memory that comes late, crashes, clocks that jump."""
+"""Simulated environment of the core: outcomes of jobs, memory, crashes and the clock."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ BAD = (Outcome.FAILED, Outcome.FAILED, Outcome.NO_SPACE)
 
 
 class Environment:
-    """What tiers, memory and time do. Every choice comes from the world's seed."""
+    """Events of tiers, memory and time. Every choice comes from the world's seed."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.rng = world.rng
         self.hanging: set[int] = set()
-        """Tiers that do not get on with anything."""
+        """Tiers that hang."""
         self.stalled: set[int] = set()
-        """Those of them that the core knows of."""
+        """Hanging tiers that the core knows of."""
         self.latest = 0.0
-        """The latest time that the core has heard of; it takes a clock that goes back to stand still."""
+        """The latest time that the core has seen; it treats a clock that goes back as stopped."""
 
     def actions(self) -> dict[Callable[[], None], float]:
-        """Returns what can happen, with weights."""
+        """Returns the possible events, with weights."""
         return {
             self.run_work: 24,
             self.answer: 4,
@@ -50,16 +50,16 @@ class Environment:
             self.lose_a_block: 0.3,
             self.add_memory: 1,
             self.tick: 1.5,
-            self.stand_still: 0.4,
-            self.leap: 0.15,
-            self.fall_back: 0.25,
+            self.stop_clock: 0.4,
+            self.jump_forward: 0.15,
+            self.jump_back: 0.25,
             self.leave_nothing_volatile: 0.2,
             self.evict: 0.3,
             self.crash: 0.12,
         }
 
     def go_on(self) -> None:
-        """The core does the next slice of what was too much to be done at once."""
+        """Runs the next slice of large work in the core."""
         if self.world.work_left:
             self.world.work_left = False
             self.world.clearing = inside.is_clearing(self.world.core)
@@ -67,7 +67,7 @@ class Environment:
             self.world.saw("slices of work")
 
     def run_work(self) -> None:
-        """A worker ends something. Stores and removals of a tier end in order, loads in any."""
+        """Ends a job. Stores and removals of a tier end in order, loads in any order."""
         secondaries = [number for number in range(1, len(self.world.tiers) + 1) if number not in self.hanging]
         heads = [self.world.work.written[number][0] for number in secondaries if self.world.work.written[number]]
         loads = [job for number in secondaries for job in self.world.ledger.running(number, loads=True)]
@@ -89,23 +89,23 @@ class Environment:
             Outcome.NO_SPACE if full_from is not None and number >= full_from else self._move(tier, job, block)
             for number, block in enumerate(job.command.blocks)
         ]
-        self.world.saw("disks full in mid-batch", bool(full_from))
+        self.world.saw("disks full during a batch", bool(full_from))
         if not job.is_load:
             self._weigh(tier)
         reported = self._misreport(outcomes)
         for name, outcome in zip(job.names[len(reported) :], outcomes[len(reported) :], strict=True):
-            if outcome is Outcome.CORRUPT:  # it is gone, and nobody was told
+            if outcome is Outcome.CORRUPT:  # the block is gone, and the core is not told
                 self.world.lost.add((tier.name, name))
         self._report(job, reported)
 
     def _weigh(self, tier: ModelTier) -> None:
-        """It may not hold more than it has room for; what it calls its sizes, and what others write to it, aside."""
+        """Checks a tier's capacity, except for sizes it misreports and blocks of other servers."""
         if not (tier.lies or tier.shared):
             fits = tier.used_bytes <= tier.capacity_bytes
             self.world.must(Invariant.CAPACITY, fits, f"{tier.name} holds {tier.used_bytes} bytes")
 
     def _misreport(self, outcomes: list[Outcome]) -> list[Outcome]:
-        """A tier's defect: outcomes that are too few, or too many."""
+        """Simulates a defect of a tier: too few or too many outcomes."""
         luck = self.rng.random()
         if luck < 0.04:
             self.world.saw("too few outcomes")
@@ -129,7 +129,7 @@ class Environment:
         name, slots = block.name, [slot for slot in block.slots if slot is not None]
         luck, memory = self.rng.random(), self.world.memory
         if not job.is_load:
-            if luck < 0.95:  # some of those that are reported as failed are there all the same
+            if luck < 0.95:  # some failed stores are complete in the tier
                 tier.remove([name])
                 tier.blocks[name] = (block.nbytes, tuple(memory[slot] for slot in slots))
                 self.world.lost.discard((tier.name, name))
@@ -139,20 +139,20 @@ class Environment:
             return self._why_not(tier, block)
         memory.update(zip(slots, tier.blocks[name][1], strict=True))
         core = inside.secondaries(self.world.core)[job.command.tier - 1]
-        self.world.saw("blocks of others found", core.catalog.get(*name) is None)
+        self.world.saw("blocks of other servers found", core.catalog.get(*name) is None)
         return Outcome.DONE
 
     def _why_not(self, tier: ModelTier, block: Block) -> Outcome:
         if block.name not in tier.blocks:
             return Outcome.MISSING
         if block.name in tier.lies or self.rng.random() < 0.5:
-            self.world.saw("lies about sizes found out", block.name in tier.lies)
+            self.world.saw("wrong sizes detected", block.name in tier.lies)
             tier.remove([block.name])
             return Outcome.CORRUPT
         return Outcome.FAILED
 
     def answer(self) -> None:
-        """A shared tier says what it has, or too little, or nothing, or more than it was asked."""
+        """Answers a query of a shared tier: correctly, wrongly or not at all."""
         asked = [job for job in self.world.ledger.queries.values() if job.tier not in self.hanging]
         if not asked:
             return
@@ -169,7 +169,7 @@ class Environment:
         self.world.core.lookup_finished(question.job_id, answers)
 
     def store_elsewhere(self) -> None:
-        """Another server writes to a tier that is shared."""
+        """Another server writes to a shared tier."""
         shared = [tier for tier in self.world.tiers if tier.shared]
         if shared:
             spec, tier = self.rng.choice(SPECS), self.rng.choice(shared)
@@ -180,7 +180,7 @@ class Environment:
                 tier.blocks[spec.id, key] = (spec.part_bytes[group] * spec.world_size, parts)
 
     def report_again(self) -> None:
-        """A tier's defect: a job that has ended, or never was, is reported; that is ignored."""
+        """Simulates a defect of a tier: an ended or unknown job is reported and must be ignored."""
         ended = self.world.ledger.ended_jobs
         if ended:
             job_id = self.rng.choice(ended).command.job_id
@@ -192,7 +192,7 @@ class Environment:
             self.world.saw("ended jobs reported again")
 
     def hang(self) -> None:
-        """A tier gets stuck, and the server notices or does not; everything else goes on."""
+        """A tier hangs, and the server may notice; the rest continues."""
         if self.world.tiers:
             number = self.rng.randint(1, len(self.world.tiers))
             self.hanging.add(number)
@@ -201,7 +201,7 @@ class Environment:
                 self._stall(number)
 
     def _stall(self, number: int) -> None:
-        """The server gives up on a tier: what waits for it waits no longer."""
+        """The server stops waiting for a tier and drops its queue."""
         self.stalled.add(number)
         for block in list(inside.secondaries(self.world.core)[number - 1].write_back_queue):
             self.world.ledger.requests.paid(number, block.name, stored=False)
@@ -210,12 +210,12 @@ class Environment:
         self.world.saw("tiers stalled")
 
     def recover(self) -> None:
-        """A tier that was stuck gets on again; some never do."""
+        """A hanging tier recovers; some never do."""
         if self.hanging and self.rng.random() < 0.5:
             self._recover(self.rng.choice(sorted(self.hanging)))
 
     def recover_all(self) -> None:
-        """No tier is stuck any more."""
+        """All hanging tiers recover."""
         for number in sorted(self.hanging):
             self._recover(number)
 
@@ -226,7 +226,7 @@ class Environment:
             self.world.core.tier_stalled(number, stalled=False)
 
     def lose_a_block(self) -> None:
-        """Somebody removes a file, say: the core does not know."""
+        """A tier loses a block, for example a removed file, without the core's knowledge."""
         if self.world.tiers:
             tier = self.rng.choice(self.world.tiers)
             if tier.blocks:
@@ -236,11 +236,11 @@ class Environment:
                 self.world.saw("blocks lost by a tier")
 
     def add_memory(self) -> None:
-        """Another piece of the region is backed."""
+        """A further part of the region is backed."""
         self.world.saw("memory came late", self.back(self.rng.randint(1, 3)))
 
     def back(self, extents: int) -> bool:
-        """Backs so many extents, as far as the region goes; returns whether there was anything left."""
+        """Backs up to `extents` extents; returns whether any were left."""
         nbytes = min(self.world.region_bytes - self.world.backed_bytes, extents * EXTENT)
         if nbytes:
             self.world.core.add_memory(self.world.backed_bytes, nbytes)
@@ -248,21 +248,21 @@ class Environment:
         return bool(nbytes)
 
     def tick(self) -> None:
-        """Time passes."""
+        """Advances the time."""
         self._tick(self.rng.choice((0.5, 2, 40)))
 
-    def stand_still(self) -> None:
-        """Time passes, and the clock says that it does not."""
+    def stop_clock(self) -> None:
+        """Advances the time while the clock stands."""
         self._tick(0)
-        self.world.saw("clock stood still")
+        self.world.saw("clock stopped")
 
-    def leap(self) -> None:
-        """The clock jumps ahead by hours: everything expires at once."""
+    def jump_forward(self) -> None:
+        """The clock jumps forward by hours: everything expires at once."""
         self._tick(self.rng.choice((1, 3, 1000)) * HOUR)
         self.world.saw("clock jumped ahead")
 
-    def fall_back(self) -> None:
-        """The clock jumps back: nothing expires, and nothing that was granted is shortened."""
+    def jump_back(self) -> None:
+        """The clock jumps back: nothing expires, and no grant is shortened."""
         self._tick(-self.rng.choice((5, 60, 2 * HOUR)))
         self.world.saw("clock jumped back")
 
@@ -275,11 +275,11 @@ class Environment:
             self.world.saw(what, bool(number))
 
     def leave_nothing_volatile(self) -> None:
-        """The server is about to end, or says so."""
+        """Flushes, as the server does before its end."""
         self.world.core.durability.store_skipped()
 
     def evict(self) -> None:
-        """Somebody who runs the server wants something gone, or only counted, and may lose interest in it."""
+        """An operator evicts blocks or only counts them, and may cancel the call."""
         choose = self.rng.random
         tiers = [number for number in range(len(self.world.tiers) + 1) if choose() < 0.7]
         spec = self.rng.choice(SPECS)
@@ -297,7 +297,7 @@ class Environment:
         self.world.saw("evictions on demand", bool(tiers))
 
     def crash(self) -> None:
-        """The server is killed; writes that were queued are lost, of one that ran a part has come through."""
+        """The server is killed: queued writes are lost, and a part of a running one is complete."""
         for number, tier in enumerate(self.world.tiers, 1):
             head = self.world.work.written[number][0] if self.world.work.written[number] else None
             if isinstance(head, JobRecord):
@@ -305,18 +305,18 @@ class Environment:
                     self._move(tier, head, block)
             if tier.blocks and self.rng.random() < 0.15:
                 tier.lies[self.rng.choice(list(tier.blocks))] = self.rng.choice((1, 4096, 1 << 30))
-                self.world.saw("tiers lied about sizes")
+                self.world.saw("wrong sizes reported")
         self.world.saw("crashes")
         self.world.start_core()
-        for tier, held in zip(self.world.tiers, self.world.look.held, strict=True):
-            self._look_back(tier, held)
+        for tier, held in zip(self.world.tiers, self.world.core_view.held, strict=True):
+            self._check_recovery(tier, held)
 
-    def _look_back(self, tier: ModelTier, known: set[Name]) -> None:
-        """After a restart the core knows what a tier has kept, all of it if that fits."""
+    def _check_recovery(self, tier: ModelTier, known: set[Name]) -> None:
+        """Checks that the core has all blocks that a tier kept, if they fit."""
         entries = list(tier.entries())
         fits = sum(entry.nbytes for entry in entries) <= tier.capacity_bytes
         kept = {(entry.namespace, entry.key) for entry in entries}
         limited = any(tier.name in tenant.limits for tenant in self.world.keeping.settings.tenants)
         right = known == kept if fits and not limited else known <= kept
-        self.world.must(Invariant.DURABLE, right, f"{tier.name}: not what it has kept")
+        self.world.must(Invariant.DURABLE, right, f"{tier.name}: not the blocks that it kept")
         self.world.saw("tiers recovered", bool(known))

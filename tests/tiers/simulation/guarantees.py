@@ -1,4 +1,4 @@
-"""What tenants and requests are promised: quotas, limits, retention, time to live."""
+"""Invariants of tenants and requests: quotas, limits, retention, and TTL."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .world import World
 __all__ = ["check_quotas", "check_retained", "check_ttl"]
 
 MAKE_ROOM = ("prepare_store", "look_up", "publish")
-"""Events in which the CPU tier may part with blocks to make room."""
-TICKS = ("tick", "stand_still", "leap", "fall_back")
+"""Events in which the CPU tier may evict blocks to make room."""
+TICKS = ("tick", "stop_clock", "jump_forward", "jump_back")
 
 
 def check_quotas(world: World) -> None:
-    """Nobody loses for the sake of another what is within its quota; nobody has more than its limit; figures add up."""
-    for tier in world.look.stats.tiers:
+    """No tenant loses blocks within its quota to another or exceeds its limit; counts add up."""
+    for tier in world.core_view.stats.tiers:
         if sum(share.used_bytes for share in tier.shares) != tier.used_bytes:
             raise Violation(Invariant.QUOTAS, f"{tier.name}: shares do not add up")
         for share in tier.shares:
@@ -32,24 +32,24 @@ def check_quotas(world: World) -> None:
     _check_figures(world)
     book = world.keeping
     if len(book.takers) == 1:
-        cpu, *below = world.look.stats.tiers
+        cpu, *below = world.core_view.stats.tiers
         _check_victims(world, cpu, {block.name for block in world.gone})
         for tier, names in zip(below, world.gone_below, strict=True):
             _check_victims(world, tier, names)
 
 
 def _check_figures(world: World) -> None:
-    """What each share has used is what its blocks take, with what nobody else may have because of its writers."""
-    cpu, *below = world.look.stats.tiers
+    """Each share's used bytes are those of its blocks and of slots that wait for its writers."""
+    cpu, *below = world.core_view.stats.tiers
     if len(cpu.shares) > 1:
         used = defaultdict[NamespaceId, int](int)
-        for block in world.look.blocks:
+        for block in world.core_view.blocks:
             used[block.namespace] += inside.slot_count(block) * -(-block.part_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         for record in world.ledger.stores.values():
             for block in record.blocks if record.quarantine is not None else ():
                 used[block.namespace] += -(-block.part_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         _compare(cpu, used)
-    for tier, entries in zip(below, world.look.entries, strict=True):
+    for tier, entries in zip(below, world.core_view.entries, strict=True):
         if len(tier.shares) > 1:
             used = defaultdict(int)
             for entry in entries:
@@ -83,7 +83,7 @@ def _check_victims(world: World, tier: TierStats, names: Iterable[Name]) -> None
 
 
 def check_retained(world: World) -> None:
-    """What is retained stays until its time is over, a reset aside; and nothing visible goes without a cause."""
+    """Retained blocks stay until their time or a reset; no visible block leaves without a cause."""
     book, now = world.keeping, world.environment.latest
     gone = world.gone
     for block in gone:
@@ -97,28 +97,28 @@ def check_retained(world: World) -> None:
         broken = [name for name in names if world.before.promises[number].get(name, 0.0) > now]
         if broken and world.doing != "run_work":  # a load may have found it damaged
             raise Violation(Invariant.RETAINED, f"{world.tiers[number].name}: {broken} should stay")
-    for tier in world.look.stats.tiers:
+    for tier in world.core_view.stats.tiers:
         for share in tier.shares:
             if not 0 <= share.retained_bytes <= tier.capacity_bytes:
                 raise Violation(Invariant.RETAINED, f"{tier.name}: {share} retains too much")
 
 
 def _check_spare_room(world: World) -> None:
-    """What goes ahead of a store is little, or an extent, and is not where tenants have shares."""
-    if world.clearing:  # on demand, what goes is not bounded
+    """Evictions ahead of a store free few slots or one extent, and none with quotas."""
+    if world.clearing:  # an eviction on demand is not bounded
         return
-    cpu = world.look.stats.tiers[0]
+    cpu = world.core_view.stats.tiers[0]
     sizes = [block.allocated_bytes for block in world.gone]
     spare = world.keeping.settings.spare_part * cpu.capacity_bytes
     world.saw("room made ahead")
     if not spare or len(cpu.shares) > 1:
         raise Violation(Invariant.RETAINED, f"{world.gone[0].key!r} went for no reason")
     if sum(sizes) - max(sizes) >= max(spare, EXTENT * max(len(block.slots) for block in world.gone)):
-        raise Violation(Invariant.RETAINED, f"{sum(sizes)} bytes went ahead, of {spare} at most")
+        raise Violation(Invariant.RETAINED, f"{sum(sizes)} bytes were evicted ahead, of {spare} at most")
 
 
 def check_ttl(world: World) -> None:
-    """What nobody uses for too long goes, and nothing that was used goes for that reason."""
+    """Unused blocks expire in time, and no used block expires."""
     book, now = world.keeping, world.environment.latest
     stayed = [block for block in book.overdue if inside.block(world.core, *block.name) is block]
     if stayed:

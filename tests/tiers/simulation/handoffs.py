@@ -1,4 +1,4 @@
-"""Engines that hold requests for each other, and readers that claim them: in time, too early, too late."""
+"""Simulated engines that publish requests for each other, and readers that claim them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ DURATIONS = (3.0, 30.0, 30.0, 480.0)
 
 
 class Handoffs(Actors):
-    """What engines do that hand requests to each other."""
+    """Events of engines that hand over requests."""
 
     def actions(self) -> dict[Callable[[], None], float]:
-        """Returns what can be done, with weights."""
+        """Returns the possible events, with weights."""
         return {
             self.publish: 4,
-            self.publish_nonsense: 0.3,
+            self.publish_invalid: 0.3,
             self.claim: 5,
             self.renew_hold: 2,
             self.release_hold: 1.5,
@@ -58,14 +58,14 @@ class Handoffs(Actors):
             return
         if self.world.core.resetting(session):
             loading = any(block is not None and block.promoting for block in hold.items)
-            self.world.must(Invariant.RESET, not loading, "a publication is brought up from below")
+            self.world.must(Invariant.RESET, not loading, "a publication is promoted during a reset")
         self.used(session, [block for block in hold.items if block is not None], 0.0, 0)
         book.over.discard(name)
         book.open[name] = HoldRecord(hold, duration, now + duration, was_awaited=bool(hold.awaited))
         self.world.saw("holds published before their blocks", bool(hold.awaited))
 
-    def publish_nonsense(self) -> None:
-        """A publication that is refused changes nothing, a hold of that name included."""
+    def publish_invalid(self) -> None:
+        """A refused publication changes nothing, also not an existing hold of that name."""
         if client := self.pick_client():
             core, now = self.world.core, self.world.environment.latest
             for keys, positions, error in (
@@ -87,7 +87,7 @@ class Handoffs(Actors):
                 )
 
     def claim(self) -> None:
-        """Somebody claims what an engine of its namespace has published, or has not, or whose time is over."""
+        """A client claims a hold of its namespace that is open, unknown or expired."""
         if (client := self.pick_client()) is None:
             return
         record = self._pick(client)
@@ -126,7 +126,7 @@ class Handoffs(Actors):
                 continue
             right = KeyStatus.MISS if block is None else KeyStatus.HIT if block.ready else KeyStatus.HIT_PENDING
             must(Invariant.HELD, status == right, f"item {item} is said to be {status}")
-            must(Invariant.HELD, item not in record.at or status == KeyStatus.HIT, "a block that was held is gone")
+            must(Invariant.HELD, item not in record.at or status == KeyStatus.HIT, "a held block was evicted")
         must(Invariant.HELD, (claim.lease is None) == (KeyStatus.HIT not in claim.statuses), "a lease on the hits")
 
     def _claimed(self, client: Client, record: LeaseRecord) -> None:
@@ -138,27 +138,27 @@ class Handoffs(Actors):
         self.world.ledger.leases[record.lease.id] = record
 
     def renew_hold(self) -> None:
-        """A heartbeat; whoever sends it."""
+        """Any client of the namespace sends a heartbeat."""
         client = self.pick_client()
         record = self._pick(client) if client is not None else None
         if record is not None:
             now, extension = self.world.environment.latest, self.rng.choice((None, 1.0, 100.0))
             renewed = self.world.core.handoffs.renew(record.hold.name, now, extension)
-            self.world.must(Invariant.HELD, renewed == (record.expires_at > now), "what is over is renewed")
+            self.world.must(Invariant.HELD, renewed == (record.expires_at > now), "an expired hold is renewed")
             seconds = 2 * record.duration / 3 if extension is None else extension
             if renewed:
                 record.expires_at = max(record.expires_at, now + seconds)
                 self.world.saw("holds renewed")
 
     def release_hold(self) -> None:
-        """The reader has what it wanted; or says so twice."""
+        """The reader releases a hold, sometimes twice."""
         client = self.pick_client()
         record = self._pick(client) if client is not None else None
         if record is not None:
             name, now = record.hold.name, self.world.environment.latest
             self.world.ledger.holds.end(name)
             released = self.world.core.handoffs.release(name, now)
-            self.world.must(Invariant.HELD, released, "a hold that was not there")
+            self.world.must(Invariant.HELD, released, "an unknown hold")
             again = self.world.core.handoffs.release(name, now)
             self.world.must(Invariant.HELD, not again, "a hold that ends twice")
 

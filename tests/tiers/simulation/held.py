@@ -1,4 +1,4 @@
-"""What must hold of holds: what they pin, for how long, how much, and what becomes of what only they name."""
+"""Invariants of holds: pinned blocks, durations, limits, and blocks that only holds name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["check_held", "check_private"]
 
 
 def check_held(world: World) -> None:
-    """The holds that are open are those that were published and have not ended; what came to them stays where it is."""
+    """Exactly the published holds that have not ended are open; their blocks stay in place."""
     known = {hold.name: hold for hold in world.core.handoffs.all()}
     book = world.ledger.holds
     if known.keys() != book.open.keys():
@@ -26,7 +26,7 @@ def check_held(world: World) -> None:
         _check_items(world, record)
     for record in book.ended:
         if record.hold.name not in world.changed:
-            raise Violation(Invariant.HELD, f"{record.hold.name} has ended, and nobody was told")
+            raise Violation(Invariant.HELD, f"{record.hold.name} has ended, and no claim was told")
     _check_bytes(world)
 
 
@@ -39,20 +39,20 @@ def _check_items(world: World, record: HoldRecord) -> None:
         if block is not None and block.ready:
             record.at[item] = (block, tuple(block.slots))
         if block is not None and not block.ready and not block.pending and (record.orphaned or block.invalidated):
-            raise Violation(Invariant.HELD, f"{hold.keys[item]!r} is waited for, and will not come")
+            raise Violation(Invariant.HELD, f"{hold.keys[item]!r} is awaited, and no store is running")
     awaited = sum(block is not None and not block.ready for block in hold.items)
     if hold.awaited != awaited:
         raise Violation(Invariant.HELD, f"{hold.name} waits for {hold.awaited} blocks, not {awaited}")
     if record.was_awaited and not awaited and hold.name not in world.changed:
-        raise Violation(Invariant.HELD, f"all of {hold.name} is there, and nobody was told")
+        raise Violation(Invariant.HELD, f"all of {hold.name} is ready, and no claim was told")
     record.was_awaited = bool(awaited)
 
 
 def _check_bytes(world: World) -> None:
-    """What is held counts once, and is within each tenant's part."""
+    """Held bytes count once, within the limit of each tenant."""
     held = dict.fromkeys(block for record in world.ledger.holds.open.values() for block in record.hold.items)
     held.pop(None, None)
-    shares = {share.tenant: share.quota_bytes for share in world.look.stats.tiers[0].shares}
+    shares = {share.tenant: share.quota_bytes for share in world.core_view.stats.tiers[0].shares}
     by_share = Counter[str]()
     for block in held:
         tenant = tenant_of(block.namespace)
@@ -61,12 +61,14 @@ def _check_bytes(world: World) -> None:
     bounds = {"": (world.region_bytes - sum(shares.values())) * part}
     bounds |= {tenant: quota * part for tenant, quota in shares.items() if quota}
     beyond = [tenant for tenant, nbytes in by_share.items() if nbytes > bounds[tenant]]
-    if beyond or world.look.stats.held_bytes != by_share.total():
-        raise Violation(Invariant.HELD, f"{by_share} are held of {bounds}, {world.look.stats.held_bytes} are counted")
+    if beyond or world.core_view.stats.held_bytes != by_share.total():
+        raise Violation(
+            Invariant.HELD, f"{by_share} are held of {bounds}, {world.core_view.stats.held_bytes} are counted"
+        )
 
 
 def check_private(world: World) -> None:
-    """What only a hold names is in no tier below, and goes with its hold when nobody uses it."""
+    """Blocks that only a hold names are in no secondary tier and end with their hold."""
     for tier in world.tiers:
         if strays := [key for _, key in tier.blocks if is_hold_only(key)]:
             raise Violation(Invariant.PRIVATE, f"{tier.name} has {strays}")
@@ -76,6 +78,6 @@ def check_private(world: World) -> None:
             block = inside.block(world.core, *held_block.name)
             if block is held_block and not block.pins and block not in held:
                 raise Violation(Invariant.PRIVATE, f"{block.key!r} stays behind")
-    for block in world.look.blocks:
+    for block in world.core_view.blocks:
         if block.evict_on_unpin and (not block.pins or block in held):
-            raise Violation(Invariant.PRIVATE, f"{block.key!r} should have gone, or stay")
+            raise Violation(Invariant.PRIVATE, f"{block.key!r} should be dropped, or should stay")

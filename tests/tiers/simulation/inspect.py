@@ -1,4 +1,4 @@
-"""The one place where the simulation looks inside the core: what no answer, command or figure shows."""
+"""The only module that reads private state of the core."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ from kvtier.tiers.core.transfers import JobKind
 from .model import Name
 
 
-class Look:
-    """What the core shows at one moment. Taken once per event, for all invariants."""
+class CoreView:
+    """A view of the core after an event, shared by all invariants."""
 
     def __init__(self, core: TierManager) -> None:
         self.stats = core.stats()
         self.blocks = blocks(core)
         self.ready = [block for block in self.blocks if block.ready and not block.invalidated]
         self.entries = [entries(secondary) for secondary in secondaries(core)]
-        """Per tier below what the core believes it to hold, or to be about to hold."""
+        """Per secondary tier: the blocks that it holds or is storing, according to the core."""
         self.held: list[set[Name]] = [
             {entry.name for entry in here if entry.state is EntryState.HELD} for here in self.entries
         ]
-        """Per tier below what can be loaded from it."""
+        """Per secondary tier: the blocks that can be loaded."""
         self.promises = [
             promises(secondary, here) for secondary, here in zip(secondaries(core), self.entries, strict=True)
         ]
-        """Per tier below what it may not evict for a while, and until when."""
+        """Per secondary tier: the blocks that it may not evict yet, and until when."""
 
 
 @contextlib.contextmanager
 def small_jobs(nbytes: int) -> Iterator[None]:
-    """Lets a job carry so little that queues are cut into several; and what goes in slices go so slowly that it takes several."""
+    """Limits jobs to `nbytes` and slices to three items, so that work is split."""
     slices = [mock.patch(f"kvtier.tiers.core.{module}.SLICE", 3) for module in ("cpu_tier", "leases", "bulk_eviction")]
     with mock.patch("kvtier.tiers.core.transfers.JOB_BYTES", nbytes), slices[0], slices[1], slices[2]:
         yield
 
 
 def blocks(core: TierManager) -> list[Block]:
-    """Returns every block of the CPU tier, empty ones and those that a reset has taken out included."""
+    """Returns every block of the CPU tier, also empty ones and those that a reset removed."""
     return [*core._cpu_tier._index, *invalidated(core)]
 
 
 def invalidated(core: TierManager) -> list[Block]:
-    """Returns the blocks that a reset has taken out of the index and that have not gone yet."""
+    """Returns the blocks that a reset has removed from the index and that still exist."""
     indexes = core._cpu_tier._index
     found = [block for namespace in indexes._invalidated for block in unswept(core, namespace)]
     found += chain.from_iterable(indexes._unlinked.values())
@@ -62,79 +62,79 @@ def invalidated(core: TierManager) -> list[Block]:
 
 
 def is_clearing(core: TierManager) -> bool:
-    """Returns whether an eviction on demand is under way."""
+    """Returns whether an eviction on demand is running."""
     return bool(core._sliced_work._eviction_tasks)
 
 
 def unswept(core: TierManager, namespace: bytes) -> list[Block]:
-    """Returns the blocks of a namespace that a reset has taken out of the index and has not come to yet."""
+    """Returns the blocks of a namespace that a reset has invalidated and not yet visited."""
     indexes = core._cpu_tier._index._invalidated.get(NamespaceId(namespace), ())
     return [block for index in indexes for block in index.blocks.values()]
 
 
 def block(core: TierManager, namespace: NamespaceId, key: bytes) -> Block | None:
-    """Returns one block of the CPU tier, whatever its state."""
+    """Returns one block of the CPU tier, in any state."""
     return core._cpu_tier._index.get(namespace, key)
 
 
 def slots_in_use(core: TierManager) -> set[int]:
-    """Returns the slots that the allocator has given out."""
+    """Returns the slots that the allocator has granted."""
     memory = core._cpu_tier.memory
     return set().union(*map(memory.in_use, memory.extents()))
 
 
 def quarantined(core: TierManager) -> list[int]:
-    """Returns the slots that wait for a writer to be gone."""
+    """Returns the slots that wait for the end of a writer."""
     return [slot for entry in core._stores.table._quarantine.values() for slot in entry.offsets]
 
 
 def leases(core: TierManager) -> dict[int, BlockLease]:
-    """Returns the leases that are held."""
+    """Returns the open leases."""
     return core._lookups.leases._leases  # type: ignore[return-value]
 
 
 def stores(core: TierManager) -> dict[int, Store]:
-    """Returns the stores in flight."""
+    """Returns the running stores."""
     return core._stores.table._stores  # type: ignore[return-value]
 
 
 def job_ids(core: TierManager) -> set[int]:
-    """Returns the jobs that have not ended, questions to tiers included."""
+    """Returns the jobs that have not ended, including queries."""
     return {*core._transfers._jobs, *core._transfers.residency._queries}
 
 
 def open_questions(secondary: SecondaryTierState) -> set[Name]:
-    """Returns what a tier has been asked and has not answered."""
+    """Returns the unanswered queries of a tier."""
     return secondary.presence_cache._asked
 
 
 def request(core: TierManager, engine: str, request_id: str) -> Request | None:
-    """Returns what is remembered of a request."""
+    """Returns the state of a request."""
     return core._requests.get(engine, request_id)
 
 
 def request_names(core: TierManager) -> set[tuple[str, str]]:
-    """Returns the requests that are remembered, as (engine, id)."""
+    """Returns the tracked requests, as (engine, id)."""
     return set(core._requests._requests)
 
 
 def secondaries(core: TierManager) -> list[SecondaryTierState]:
-    """Returns the tiers below as the core sees them."""
+    """Returns the core's view of the secondary tiers."""
     return core._transfers.secondaries
 
 
 def entries(secondary: SecondaryTierState) -> list[CatalogEntry]:
-    """Returns what the core believes a tier to hold, or to be about to hold."""
+    """Returns the blocks that a tier holds or is storing, according to the core."""
     return [entry for held in secondary.catalog._entries.values() for entry in held.values()]
 
 
 def evictable(secondary: SecondaryTierState) -> Counter[str]:
-    """Returns how many bytes of each share may go, as the core counts them."""
+    """Returns the evictable bytes of each share, as the core counts them."""
     return Counter({share.name: share.evictable for share in secondary.catalog.queues.shares if share.evictable})
 
 
 def may_go(secondary: SecondaryTierState, here: list[CatalogEntry]) -> Counter[str]:
-    """Returns how many bytes of each share may go, one entry after another."""
+    """Returns the evictable bytes of each share, summed over the entries."""
     count: Counter[str] = Counter()
     for entry in here:
         if secondary.catalog._may_go(entry):
@@ -143,30 +143,30 @@ def may_go(secondary: SecondaryTierState, here: list[CatalogEntry]) -> Counter[s
 
 
 def promises(secondary: SecondaryTierState, here: list[CatalogEntry]) -> dict[Name, float]:
-    """Returns what a tier holds and may not evict for a while, and until when."""
+    """Returns the blocks that a tier may not evict yet, and until when."""
     when = secondary.catalog.queues._retained.when
     return {entry.name: when(entry) for entry in here if entry.retained and entry.state is EntryState.HELD}
 
 
 def slot_count(block: Block) -> int:
-    """Returns how many slots a block has."""
+    """Returns the number of slots of a block."""
     return len(block.slots) - block.slots.count(None)
 
 
 def is_storing(secondary: SecondaryTierState, name: Name) -> bool:
-    """Returns whether a block is on its way to a tier, and will get there if nothing goes wrong."""
+    """Returns whether a block is queued for a tier or being stored in it."""
     entry = secondary.catalog.get(*name)
     return entry is not None and entry.state is EntryState.STORING and not secondary.stalled
 
 
 def on_the_way(core: TierManager, secondary: SecondaryTierState) -> list[Block]:
-    """Returns the blocks that wait to be stored in a tier, or are being stored."""
+    """Returns the blocks that are queued for a tier or being stored in it."""
     jobs = (job for job in core._transfers._jobs.values() if job.secondary is secondary and job.kind is JobKind.STORE)
     return [*secondary.write_back_queue, *chain.from_iterable(job.blocks for job in jobs)]
 
 
 def pins(core: TierManager) -> Counter[Block]:
-    """Returns how many pins leases, stores, jobs and queues account for."""
+    """Returns the pins of leases, stores, jobs and queues per block."""
     held = Counter[Block](chain.from_iterable(lease.items for lease in leases(core).values()))  # type: ignore[arg-type]
     del held[None]  # type: ignore[arg-type]
     held.update(chain.from_iterable(store.blocks for store in stores(core).values()))
@@ -177,17 +177,17 @@ def pins(core: TierManager) -> Counter[Block]:
 
 
 def hold_pins(core: TierManager) -> Counter[Block]:
-    """Returns how many pins holds account for."""
+    """Returns the pins of holds per block."""
     return Counter(block for hold in core.handoffs.all() for block in hold.items if block is not None)
 
 
-def queues(core: TierManager, look: Look) -> Iterator[tuple[str, list[object], list[object]]]:
-    """Yields every line of eviction by name: who stands in it, and who should."""
+def queues(core: TierManager, core_view: CoreView) -> Iterator[tuple[str, list[object], list[object]]]:
+    """Yields each eviction queue by name, with its items and those that it should have."""
     aside = hold_pins(core)
     for queue in core._cpu_tier.queues.all():
-        should = [b for b in look.blocks if b.queue is queue and _is_listed(b) and not (b.retained or b in aside)]
+        should = [b for b in core_view.blocks if b.queue is queue and _is_listed(b) and not (b.retained or b in aside)]
         yield f"cpu/{queue.size_class}/{queue.share.name}", list(queue.policy.victims()), should
-    for secondary, here in zip(secondaries(core), look.entries, strict=True):
+    for secondary, here in zip(secondaries(core), core_view.entries, strict=True):
         held = [entry for entry in here if not entry.retained]
         for queue in secondary.catalog.queues.all():
             should_be = [entry for entry in held if entry.queue is queue]
@@ -195,12 +195,12 @@ def queues(core: TierManager, look: Look) -> Iterator[tuple[str, list[object], l
 
 
 def _is_listed(block: Block) -> bool:
-    """Returns whether a block is on a shelf, be it one that a reset has taken away."""
+    """Returns whether an index has the block, including one that a reset has removed."""
     return block.namespace_index.blocks.get(block.key) is block
 
 
 def leftovers(core: TierManager) -> dict[str, object]:
-    """Returns what should be empty when nobody is there and nothing runs, and is not."""
+    """Returns the state that should be empty without clients and jobs, and is not."""
     found: dict[str, object] = {
         "leases": core._lookups.leases._leases,
         "leases by session": core._lookups.leases._by_session,

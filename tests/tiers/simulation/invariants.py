@@ -1,4 +1,4 @@
-"""What must hold after every step, each by its name; the ledger is the second opinion."""
+"""The invariants that are checked after every step, by name, against the ledger."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["check", "check_settled"]
 
 
 def _slots(world: World) -> None:
-    """What somebody may write to belongs to nobody else; what is given out is accounted for."""
-    owned = [(slot, block.part_bytes) for block in world.look.blocks for slot in block.slots if slot is not None]
+    """A slot has one owner while a process may write to it; every granted slot is accounted for."""
+    owned = [(slot, block.part_bytes) for block in world.core_view.blocks for slot in block.slots if slot is not None]
     quarantined = inside.quarantined(world.core)
     taken = {slot for slot, _ in owned}.union(quarantined)
     if len(owned) + len(quarantined) != len(taken):
@@ -37,7 +37,7 @@ def _slots(world: World) -> None:
 
 
 def _pins(world: World) -> None:
-    """What leases show stays where it is; pins are those of leases, stores, jobs and queues, no more and no fewer."""
+    """Leased blocks stay in place; pins equal those of leases, stores, jobs and queues."""
     pinned = {}
     for block in world.ledger.shown():
         before = world.ledger.pinned_at.get(block)
@@ -50,7 +50,7 @@ def _pins(world: World) -> None:
         if job.slots != [tuple(block.slots) for block in job.command.blocks]:
             raise Violation(Invariant.PINS, "a block was moved under a job")
     pins = inside.pins(world.core)
-    for block in world.look.blocks:
+    for block in world.core_view.blocks:
         if block.pins != pins.pop(block, 0):
             raise Violation(Invariant.PINS, f"{block.key!r}: pins do not add up")
     if pins:
@@ -58,16 +58,16 @@ def _pins(world: World) -> None:
 
 
 def _owners(world: World) -> None:
-    """The leases and stores that are held are those that were granted and have not ended, by open sessions."""
+    """Open leases and stores are exactly those granted and not ended, with open sessions."""
     ledger = world.ledger
     leases, stores = inside.leases(world.core), inside.stores(world.core)
     if leases.keys() != ledger.leases.keys():
         odd = sorted(leases.keys() ^ ledger.leases.keys())
-        raise Violation(Invariant.OWNERS, f"leases {odd} are held and should have ended, or the other way round")
+        raise Violation(Invariant.OWNERS, f"leases {odd} differ between the core and the ledger")
     in_flight = {record.id: record for record in ledger.in_flight()}
     if stores.keys() != in_flight.keys():
         odd = sorted(stores.keys() ^ in_flight.keys())
-        raise Violation(Invariant.OWNERS, f"stores {odd} are in flight and should have ended, or the other way round")
+        raise Violation(Invariant.OWNERS, f"stores {odd} differ between the core and the ledger")
     for number, record in (*ledger.leases.items(), *in_flight.items()):
         held = leases[number] if number in leases and record is ledger.leases.get(number) else stores[number]
         if held.owner.session_id != record.client.session.id or held.expires_at != record.expires_at:
@@ -75,36 +75,36 @@ def _owners(world: World) -> None:
 
 
 def _jobs(world: World) -> None:
-    """The jobs that the core waits for are those that run; what waits for a tier waits behind a job of it."""
+    """The core waits for exactly the running jobs; a queue waits only behind a job of its tier."""
     running = world.ledger.jobs.keys() | world.ledger.queries.keys()
     if inside.job_ids(world.core) != running:
         raise Violation(Invariant.JOBS, f"running {sorted(running)}, known {sorted(inside.job_ids(world.core))}")
     per_tier = Counter(job.command.tier for job in world.ledger.jobs.values())
-    for number, tier in enumerate(world.look.stats.tiers[1:], 1):
+    for number, tier in enumerate(world.core_view.stats.tiers[1:], 1):
         if tier.jobs != per_tier[number]:
             raise Violation(Invariant.JOBS, f"{tier.name} says that {tier.jobs} jobs run, not {per_tier[number]}")
     for secondary in inside.secondaries(world.core):
         asked = {name for job in world.ledger.queries.values() if job.tier == secondary.index for name in job.keys}
         if inside.open_questions(secondary) != asked:
-            raise Violation(Invariant.JOBS, f"{secondary.tier.name} was not asked what the core wants to know")
+            raise Violation(Invariant.JOBS, f"{secondary.tier.name} did not get a query of the core")
         gets_on = secondary.index not in world.environment.stalled
         if (
             gets_on
             and (secondary.write_back_queue or secondary.pending_removals)
             and not world.ledger.running(secondary.index, loads=False)
         ):
-            raise Violation(Invariant.JOBS, f"work for {secondary.tier.name} waits and nothing runs")
+            raise Violation(Invariant.JOBS, f"work for {secondary.tier.name} waits without a running job")
 
 
 def _capacity(world: World) -> None:
-    """No tier is given more than it has room for, and its figures add up."""
-    stats = world.look.stats
+    """No tier exceeds its capacity, and its counts add up."""
+    stats = world.core_view.stats
     for tier in stats.tiers:
         if not 0 <= tier.used_bytes <= tier.available_bytes <= tier.capacity_bytes:
             raise Violation(Invariant.CAPACITY, f"{tier}")
     if stats.tiers[0].available_bytes != world.backed_bytes:
-        raise Violation(Invariant.CAPACITY, "memory was lost or made up")
-    for secondary, entries in zip(inside.secondaries(world.core), world.look.entries, strict=True):
+        raise Violation(Invariant.CAPACITY, "used and free memory do not add up")
+    for secondary, entries in zip(inside.secondaries(world.core), world.core_view.entries, strict=True):
         if sum(entry.nbytes for entry in entries) != secondary.catalog.used_bytes:
             raise Violation(Invariant.CAPACITY, f"{secondary.tier.name}: sizes do not add up to what is used")
         if inside.evictable(secondary) != inside.may_go(secondary, entries):
@@ -114,13 +114,13 @@ def _capacity(world: World) -> None:
 
 
 def _finish(world: World) -> None:
-    """Each tier hears of each request's begin and end once, of the end when nothing can follow and not later."""
+    """Each tier sees each request's begin and end once; the end comes when no event can follow."""
     book = world.ledger.requests
     for tier in world.tiers:
         if Counter(tier.begun) != book.begun:
             raise Violation(Invariant.FINISH, f"{tier.name} was asked about {tier.begun}")
         if tier.finished != world.tiers[0].finished:
-            raise Violation(Invariant.FINISH, f"{tier.name} heard of other ends than {world.tiers[0].name}")
+            raise Violation(Invariant.FINISH, f"{tier.name} saw other ends than {world.tiers[0].name}")
     wrong = book.settle(Counter(world.tiers[0].finished) if world.tiers else None)
     if wrong:
         raise Violation(Invariant.FINISH, wrong)
@@ -129,16 +129,16 @@ def _finish(world: World) -> None:
 
 
 def _owed(world: World) -> None:
-    """A request that lacks something in a tier that insisted on it says so, and one that lacks nothing does not."""
+    """A request is incomplete if and only if a request-level tier lacks one of its blocks."""
     for record in world.ledger.requests.accounts():
         if record.known is not None and bool(record.missing) != bool(record.known.incomplete):
             raise Violation(Invariant.OWED, f"{record.id!r} lacks {record.missing}, says {record.known.incomplete}")
 
 
 def _bytes(world: World) -> None:
-    """Every visible block holds what was stored under its key."""
+    """Every visible block has the bytes that were stored for its key."""
     memory = world.memory
-    for block in world.look.blocks:
+    for block in world.core_view.blocks:
         if block.ready:
             for rank, slot in enumerate(block.slots):
                 if slot is None or memory.get(slot) != label(block.namespace, block.key, rank):
@@ -148,8 +148,8 @@ def _bytes(world: World) -> None:
 
 
 def _counts(world: World) -> None:
-    """Each key that was asked for is counted once: as a hit of one tier, or as a miss."""
-    stats, ledger = world.look.stats, world.ledger
+    """Each key of a lookup counts once: as a hit of one tier, or as a miss."""
+    stats, ledger = world.core_view.stats, world.ledger
     hits, misses = [tier.hits for tier in stats.tiers], stats.lookup_misses
     if sum(hits) + misses != stats.lookup_keys or sum(stats.misses_by_reason.values()) != misses:
         raise Violation(Invariant.COUNTS, f"{hits} hits and {misses} misses of {stats.lookup_keys}")
@@ -158,42 +158,47 @@ def _counts(world: World) -> None:
 
 
 def _waiters(world: World) -> None:
-    """Who waits for a block is told when it is there or gone, and until then somebody is at work on it."""
+    """A waiting lease is told when a block is ready or gone.
+
+    Until then a store or load is running.
+    """
     for record in world.ledger.leases.values():
         if not record.waiting:
             continue
         pending = [block for block in record.lease.items if block is not None and not block.ready]
         if any(not block.pending for block in pending):
-            raise Violation(Invariant.WAITERS, f"lease {record.lease.id} waits for what nobody is at work on")
+            raise Violation(Invariant.WAITERS, f"lease {record.lease.id} waits for blocks without a running job")
         if bool(record.lease.pending) != bool(pending):
             raise Violation(Invariant.WAITERS, f"lease {record.lease.id} counts {record.lease.pending} pending blocks")
         if not pending and record.lease.id not in world.settled:
-            raise Violation(Invariant.WAITERS, f"lease {record.lease.id} has settled, and nobody was told")
+            raise Violation(Invariant.WAITERS, f"lease {record.lease.id} has settled, and was not told")
         record.waiting = bool(pending)
 
 
 def _durable(world: World) -> None:
-    """What was called durable is whole in a tier."""
+    """Every block that was reported as durable is complete in a tier."""
     for spec, key in world.durable:
         if not any(world.holds_whole(tier, spec, key) for tier in world.tiers):
             raise Violation(Invariant.DURABLE, f"{key!r} was called durable")
 
 
 def _line(world: World) -> None:
-    """Policies order what is kept, all of it and nothing else."""
-    for name, line, kept in inside.queues(world.core, world.look):
+    """An eviction queue has exactly the evictable blocks."""
+    for name, line, kept in inside.queues(world.core, world.core_view):
         if len(line) != len(kept) or set(line) != set(kept):
-            raise Violation(Invariant.LINE, f"{name}: {len(line)} stand in line, {len(kept)} are kept")
+            raise Violation(Invariant.LINE, f"{name}: {len(line)} in the queue, {len(kept)} are evictable")
 
 
 def _leaks(world: World) -> None:
-    """Nothing stays that nobody needs: blocks without slots and pins, quarantines without writers."""
-    for block in world.look.blocks:
+    """No unneeded state is kept: blocks without slots and pins, quarantines without writers."""
+    for block in world.core_view.blocks:
         if not block.pins and block.slots.count(None) == len(block.slots):
             raise Violation(Invariant.LEAKS, f"{block.key!r}: an empty block stays")
     waiting = sum(record.nbytes for record in world.ledger.stores.values() if record.quarantine is not None)
-    if world.look.stats.quarantined_bytes != waiting:
-        raise Violation(Invariant.LEAKS, f"{world.look.stats.quarantined_bytes} bytes in quarantine, not {waiting}")
+    if world.core_view.stats.quarantined_bytes != waiting:
+        raise Violation(
+            Invariant.LEAKS, f"{world.core_view.stats.quarantined_bytes} bytes in quarantine, not {waiting}"
+        )
 
 
 CHECKS: dict[Invariant, Callable[[World], None]] = {
@@ -219,17 +224,17 @@ CHECKS: dict[Invariant, Callable[[World], None]] = {
 
 
 def check(world: World) -> None:
-    """Raises `Violation` where something does not hold."""
-    for invariant, look in CHECKS.items():
+    """Raises `Violation` if an invariant does not hold."""
+    for invariant, check_one in CHECKS.items():
         if world.only in (None, invariant):
-            look(world)
+            check_one(world)
 
 
 def check_settled(world: World) -> None:
-    """What must hold once everybody has left and everything has ended."""
+    """Checks the state after all clients have left and all jobs have ended."""
     check(world)
     left = inside.leftovers(world.core)
     world.must(Invariant.LEAKS, not left, f"left over: {left}")
-    for entries, tier in zip(world.look.entries, world.tiers, strict=True):
+    for entries, tier in zip(world.core_view.entries, world.tiers, strict=True):
         unknown = () if tier.shared else tier.blocks.keys() - {entry.name for entry in entries}
-        world.must(Invariant.LEAKS, not unknown, f"{tier.name} holds {len(unknown)} blocks that nobody accounts for")
+        world.must(Invariant.LEAKS, not unknown, f"{tier.name} holds {len(unknown)} blocks that are not accounted for")

@@ -1,6 +1,6 @@
-"""What the world knows from outside: what it was granted, what it has given back, what must therefore hold.
+"""Model of granted and released resources, from the events and answers only.
 
-The ledger follows the events and the answers, not the core: it is the second opinion that the invariants compare with.
+The invariants compare the core with this ledger.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Client", "JobRecord", "LeaseRecord", "Ledger", "StoreRecord"]
 
 @dataclass(eq=False, slots=True)
 class Client:
-    """A process with an open session, and the connections through which it maps the region."""
+    """A process with an open session, and the connections that map the region."""
 
     session: EngineSession
     connections: set[int] = field(default_factory=set)
@@ -37,21 +37,21 @@ class Client:
 
 @dataclass(eq=False, slots=True)
 class LeaseRecord:
-    """A lease that was granted and has not ended."""
+    """A granted lease that has not ended."""
 
     lease: BlockLease
     client: Client
     request_id: str
     expires_at: float
     pending: list[int]
-    """Items that were pending when last looked at."""
+    """Items that were pending at the last check."""
     waiting: bool
-    """Whether somebody has to be told when nothing is any more."""
+    """Whether a settled lease must be reported."""
 
 
 @dataclass(eq=False, slots=True)
 class StoreRecord:
-    """A store that was granted, as long as somebody may still write to its slots."""
+    """A granted store, until no process can write to its slots."""
 
     id: int
     client: Client
@@ -60,7 +60,7 @@ class StoreRecord:
     slots: list[int]
     expires_at: float
     quarantine: set[int] | None = None
-    """Who may write to its slots still though it has ended; None while it is in flight."""
+    """Connections that may still write after its end; None while it is running."""
 
     @property
     def names(self) -> list[Name]:
@@ -77,11 +77,11 @@ class StoreRecord:
 
 @dataclass(eq=False, slots=True)
 class JobRecord:
-    """A job that was asked for and has not been reported."""
+    """A job that was requested and has not been reported."""
 
     command: StoreInTier | LoadFromTier
     slots: list[tuple[int | None, ...]]
-    """Per block where its parts were when the job began."""
+    """Per block the slots of its parts when the job began."""
     names: list[Name]
 
     @property
@@ -90,50 +90,50 @@ class JobRecord:
 
 
 class Ledger:
-    """What is open between the world and the core, in one life of a server."""
+    """Open resources between the world and the core, in one run of a server."""
 
     def __init__(self, tiers: int) -> None:
         self.clients: list[Client] = []
         self.orphans: list[Client] = []
-        """Processes whose session fell and that still map the region."""
+        """Processes without a session that still map the region."""
         self.leases: dict[int, LeaseRecord] = {}
         self.stores: dict[int, StoreRecord] = {}
         self.ended_stores: list[StoreRecord] = []
-        """The last stores that ended, for those who do not know it."""
+        """The last stores that ended, for clients that do not know it yet."""
         self.jobs: dict[int, JobRecord] = {}
         self.ended_jobs: list[JobRecord] = []
         self.requests = RequestBook()
         self.queries: dict[int, LookupInTier] = {}
         self.holds = HoldBook()
         self.hits = [0] * (tiers + 1)
-        """Keys that were found, per tier; those on their way count when it is known what became of them."""
+        """Hits per tier; pending keys count when their outcome is known."""
         self.misses = 0
         self.waiting: list[LeaseRecord] = []
-        """Leases, ended or not, that have keys on their way that were not counted."""
+        """Leases, ended or not, with pending keys that are not counted yet."""
         self.stored: set[Name] = set()
-        """What was there at some time in this life."""
+        """Blocks that existed at some time in this run."""
         self.gone: dict[NamespaceId, set[Block]] = {}
-        """Per namespace the blocks of before its last reset."""
+        """Per namespace the blocks from before its last reset."""
         self.pinned_at: dict[Block, tuple[int | None, ...]] = {}
-        """Where the blocks that leases show as hits were when they were first seen."""
+        """Slots of the leased blocks when they were first seen."""
 
     def shown(self) -> list[Block]:
-        """Returns the blocks that leases pin, each once."""
+        """Returns the leased blocks, each once."""
         items = dict.fromkeys(chain.from_iterable(record.lease.items for record in self.leases.values()))
         items.pop(None, None)
         return list(items)  # type: ignore[arg-type]
 
     def in_flight(self) -> list[StoreRecord]:
-        """Returns the stores that the core must still know."""
+        """Returns the stores that are running in the core."""
         return [record for record in self.stores.values() if record.quarantine is None]
 
     def abandon(self, record: StoreRecord) -> None:
-        """A store ends without its writer."""
+        """Ends a store without its writer."""
         record.quarantine = set(record.client.connections)
         self._ended(record)
 
     def written(self, record: StoreRecord) -> None:
-        """Whoever wrote to a store says that nobody does any more."""
+        """Records that the last writer of a store is done."""
         if record.quarantine is None:
             self._ended(record)
         self.stores.pop(record.id, None)
@@ -145,8 +145,8 @@ class Ledger:
         if not record.writers:
             self.stores.pop(record.id, None)
 
-    def hung_up(self, connection: int) -> None:
-        """A connection has ended: nobody writes through it."""
+    def disconnected(self, connection: int) -> None:
+        """A connection has ended, and no process writes through it."""
         for record in list(self.stores.values()):
             if record.quarantine is not None:
                 record.quarantine.discard(connection)
@@ -154,7 +154,7 @@ class Ledger:
                     del self.stores[record.id]
 
     def client_closed(self, client: Client) -> None:
-        """A session fell, and with it what it held."""
+        """A session has ended, with all it held."""
         self.clients.remove(client)
         if client.connections:
             self.orphans.append(client)
@@ -165,7 +165,7 @@ class Ledger:
         self.requests.session_closed(client.session)
 
     def request_finished(self, engine: str, request_id: str) -> None:
-        """The leases of a request fall with it."""
+        """The leases of a request end with it."""
         ended = (engine, request_id)
         self.leases = {
             number: record
@@ -174,7 +174,7 @@ class Ledger:
         }
 
     def expired(self, now: float) -> Counter[str]:
-        """Ends what has expired; returns how many leases and stores that were."""
+        """Ends expired leases and stores; returns their number."""
         late = [number for number, record in self.leases.items() if record.expires_at <= now]
         for number in late:
             del self.leases[number]
@@ -185,13 +185,16 @@ class Ledger:
         return Counter({"leases expired": len(late), "stores expired": len(silent), "holds expired": over})
 
     def count(self, statuses: bytes, sources: bytes) -> None:
-        """Keys were answered for."""
+        """Counts the keys of a lookup."""
         self.misses += statuses.count(KeyStatus.MISS)
         for status, source in zip(statuses, sources, strict=False):
             self.hits[source] += status == KeyStatus.HIT
 
     def count_arrivals(self) -> None:
-        """Keys on their way have arrived, or have not, or nobody waits for them any more: then they were there."""
+        """Counts pending keys that have arrived, failed, or are no longer awaited.
+
+        The last count as hits.
+        """
         for record in self.waiting:
             held = self.leases.get(record.lease.id) is record
             still = []
@@ -207,7 +210,7 @@ class Ledger:
         self.waiting = [record for record in self.waiting if record.pending]
 
     def written_slots(self) -> list[int]:
-        """Returns the slots that somebody may write to now: clients, whether in time or not, and loads."""
+        """Returns the slots that clients, also late ones, or loads may write to now."""
         slots = [slot for record in self.stores.values() for slot in record.slots]
         for job in self.jobs.values():
             if job.is_load:
@@ -215,10 +218,10 @@ class Ledger:
         return slots
 
     def job_ended(self, job: JobRecord) -> None:
-        """A job is reported."""
+        """Records the end of a job."""
         del self.jobs[job.command.job_id]
         self.ended_jobs = [*self.ended_jobs[-5:], job]
 
     def running(self, tier: int, *, loads: bool) -> Sequence[JobRecord]:
-        """Returns the jobs of a tier that run."""
+        """Returns the running jobs of a tier."""
         return [job for job in self.jobs.values() if job.command.tier == tier and job.is_load == loads]

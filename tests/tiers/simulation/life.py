@@ -1,4 +1,4 @@
-"""One life of a server, from a seed."""
+"""One simulated run of a server, from a seed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .invariants import check, check_settled
 from .model import EXTENT, Invariant, ModelTier, Violation
 from .world import World
 
-__all__ = ["EXTENT", "STEPS", "Failure", "Life", "ModelTier", "run"]
+__all__ = ["EXTENT", "STEPS", "Failure", "ModelTier", "RunResult", "run"]
 
 STEPS = 400
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Where a life went wrong: in which step, and what was being done."""
+    """Where a run failed: the step and the event."""
 
     seed: int
     step: int
@@ -29,8 +29,8 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
-    """What came of one life. Two lives of one seed have the same digest, of all that was done and answered."""
+class RunResult:
+    """Result of one run. Two runs of one seed have the same digest of all events and answers."""
 
     steps: int
     coverage: Counter[str]
@@ -38,17 +38,17 @@ class Life:
     failure: Failure | None
 
 
-def run(seed: int, steps: int = STEPS, *, only: Invariant | None = None) -> Life:
-    """Lives one life from a seed, until something does not hold; with `only` no other invariant is looked at."""
+def run(seed: int, steps: int = STEPS, *, only: Invariant | None = None) -> RunResult:
+    """Simulates one run until an invariant fails; with `only` the others are not checked."""
     world, failure = World(seed, only), None
     with inside.small_jobs(4 * EXTENT // 5):
         try:
             _live(world, steps)
-        except Exception as error:  # noqa: BLE001 - whatever the core raises is a failure of this life
+        except Exception as error:  # noqa: BLE001 - any exception is a failure of this run
             invariant = error.invariant if isinstance(error, Violation) else Invariant.RAISED
             text = str(error) if isinstance(error, Violation) else repr(error)
             failure = Failure(seed, world.steps, world.doing, invariant, text, traceback.format_exc())
-    return Life(world.steps, world.coverage, world.digest.hexdigest(), failure)
+    return RunResult(world.steps, world.coverage, world.digest.hexdigest(), failure)
 
 
 def _live(world: World, steps: int) -> None:

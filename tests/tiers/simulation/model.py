@@ -1,6 +1,6 @@
-"""What the simulated world is made of: tiers that keep labels, namespaces, and the invariants by name.
+"""Building blocks of the simulated world: tiers that store labels, namespaces, and invariants.
 
-Bytes are modelled as labels: a slot holds the label of whoever wrote to it last.
+Bytes are modelled as labels: a slot has the label of its last writer.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Name = tuple[NamespaceId, bytes]
 
 EXERCISED = (
     "blocks lost by a tier",
-    "blocks of others found",
+    "blocks of other servers found",
     "blocks expired",
     "blocks not retained",
     "blocks parked",
@@ -58,9 +58,9 @@ EXERCISED = (
     "cascades failed",
     "clock jumped ahead",
     "clock jumped back",
-    "clock stood still",
+    "clock stopped",
     "crashes",
-    "disks full in mid-batch",
+    "disks full during a batch",
     "ended jobs reported again",
     "answers missing",
     "entries expired",
@@ -83,7 +83,7 @@ EXERCISED = (
     "leases expired",
     "leases released twice",
     "evictions on demand",
-    "lies about sizes found out",
+    "wrong sizes detected",
     "memory came late",
     "no room",
     "parked blocks resolved",
@@ -108,7 +108,7 @@ EXERCISED = (
     "requests cut short",
     "room made ahead",
     "room made by another tenant",
-    "sessions fallen in mid-store",
+    "sessions ended during a store",
     "sessions reopened",
     "slices of work",
     "slots quarantined",
@@ -117,18 +117,18 @@ EXERCISED = (
     "strangers' leases released",
     "strangers' stores completed",
     "tiers hung",
-    "tiers lied about sizes",
+    "wrong sizes reported",
     "too few outcomes",
     "too many outcomes",
     "uses declined",
     "writes after the end",
     "wrong items named",
 )
-"""What lives must come to, sooner or later: they prove nothing about what they never do."""
+"""Events that must occur in a large number of runs."""
 
 
 class Invariant(enum.StrEnum):
-    """What must hold after every step; the value is what people read."""
+    """Invariants that are checked after every step; the value is their description."""
 
     SLOTS = "no slot owned twice"
     PINS = "no pinned block evicted"
@@ -137,22 +137,22 @@ class Invariant(enum.StrEnum):
     APART = "one job at a time on a block"
     CAPACITY = "tiers within capacity"
     FINISH = "finish called once and last"
-    OWED = "nothing owed is dropped in silence"
+    OWED = "missing blocks are reported"
     BYTES = "served bytes = stored bytes"
-    COUNTS = "hits + misses = blocks asked"
-    FOUND = "what is there is found, what is not explained"
-    RESET = "nothing of before a reset is served"
-    WAITERS = "who waits is answered"
-    REFUSALS = "what is refused changes nothing"
-    DURABLE = "what is called durable is there"
-    LINE = "what is kept stands in line to go"
-    QUOTAS = "no tenant pays within its quota"
-    RETAINED = "what is retained stays"
-    TTL = "what nobody uses goes, and nothing else"
-    HELD = "what is held stays, and no longer than it may"
-    PRIVATE = "what only a hold names goes with it"
+    COUNTS = "hits + misses = keys of lookups"
+    FOUND = "stored blocks are found, misses are explained"
+    RESET = "no block from before a reset is served"
+    WAITERS = "waiting calls are answered"
+    REFUSALS = "refused calls change nothing"
+    DURABLE = "durable blocks are in a tier"
+    LINE = "eviction queues have all evictable blocks"
+    QUOTAS = "no tenant loses blocks within its quota"
+    RETAINED = "retained blocks stay"
+    TTL = "only unused blocks expire"
+    HELD = "held blocks stay until their hold ends"
+    PRIVATE = "blocks that only a hold names end with it"
     LEAKS = "nothing leaks"
-    RAISED = "nothing is raised but refusals"
+    RAISED = "only refusals are raised"
 
 
 class Violation(AssertionError):
@@ -164,7 +164,7 @@ class Violation(AssertionError):
 
 
 class ModelTier(SecondaryTier):
-    """Keeps labels; which of its jobs fail is the world's business."""
+    """A tier that stores labels; the world decides which of its jobs fail."""
 
     type: ClassVar[str] = "model"
     durable: ClassVar[bool] = True
@@ -175,10 +175,10 @@ class ModelTier(SecondaryTier):
         self.begun: list[str] = []
         self.finished: list[str] = []
         self.lies: dict[Name, int] = {}
-        """Sizes that it reports of blocks, where they are not the true ones."""
+        """Sizes of blocks that it misreports."""
 
     def share(self) -> None:
-        """Lets others write to its storage as well, somewhere else."""
+        """Lets other servers write to its storage."""
         self.shared, self.local, self.medium = True, False, Medium.NETWORK  # type: ignore[misc]
 
     def on_new_request(self, request: RequestInfo) -> Vote:
@@ -207,21 +207,21 @@ class ModelTier(SecondaryTier):
 
     @property
     def used_bytes(self) -> int:
-        """What it holds in truth."""
+        """Bytes that it really holds."""
         return sum(nbytes for nbytes, _ in self.blocks.values())
 
 
 def private_key(engine_id: str, request_id: str) -> bytes:
-    """Returns the name of a request's last block, which is not full."""
+    """Returns the key of a request's last block, which is partial."""
     return HOLD_ONLY_KEY_PREFIX + f"{engine_id}.{request_id}".encode() + bytes(4)
 
 
 def is_hold_only(key: bytes) -> bool:
-    """Returns whether only a hold names a block."""
+    """Returns whether only a hold can name a block."""
     return key.startswith(HOLD_ONLY_KEY_PREFIX)
 
 
 @functools.cache
 def label(namespace: NamespaceId, key: bytes, rank: int) -> str:
-    """Returns what a slot with this part holds."""
+    """Returns the label of a slot with this part."""
     return f"{namespace[:1].decode()}:{key.hex()}:{rank}"

@@ -1,9 +1,9 @@
-"""Shows that the simulation finds bugs: plants them in copies of the core, one at a time, and looks for each with its invariant.
+"""Mutation test of the simulation: plants bugs in copies of the core, one at a time.
 
     make simulate-mutants
 
-First the core as it is lives the same lives. Exits with 1 where it fails them, where a bug is not found or cannot be planted
-any more, and where an invariant has no bug that it has been shown to find.
+First the unchanged core runs the same seeds. The exit code is 1 if it fails, if a bug is not found
+or cannot be planted, or if an invariant has no bug that it finds.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ for seed in range(seeds):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Where a bug showed."""
+    """Where a bug was found."""
 
     seed: int
     step: int
@@ -54,24 +54,23 @@ class Found:
 
 
 class CannotPlantError(Exception):
-    """A mutant's text is not in the core (any more), or not once."""
+    """A mutant's text is missing in the core, or not unique."""
 
 
 def mutated(mutant: Mutant) -> str:
-    """Returns the text of a mutant's file with the bug in it.
+    """Returns the text of a mutant's file with the bug.
 
-    Raises:
-        CannotPlantError: there is no such text to be replaced, or it is there more than once.
+    Raises: CannotPlantError if the replaced text is missing or not unique.
     """
     file = PACKAGE / "tiers" / mutant.file
     text = file.read_text() if file.is_file() else ""
     if text.count(mutant.old) != 1:
-        raise CannotPlantError(f"{mutant.name}: its text is {text.count(mutant.old)} times in {mutant.file}")
+        raise CannotPlantError(f"{mutant.name}: its text occurs {text.count(mutant.old)} times in {mutant.file}")
     return text.replace(mutant.old, mutant.new)
 
 
 def planted(mutant: Mutant | None, folder: Path) -> Path:
-    """Copies the core into a folder and plants a bug in it, if there is one; returns what to import it from."""
+    """Copies the core into a folder, with the bug if there is one; returns the import path."""
     package = folder / "kvtier"
     package.mkdir()
     shutil.copy(PACKAGE / "__init__.py", package)
@@ -82,9 +81,10 @@ def planted(mutant: Mutant | None, folder: Path) -> Path:
 
 
 def hunt(mutant: Mutant | None, seeds: int = MAX_SEEDS) -> Found | None:
-    """Lives lives with a bug until its invariant finds it, each mutant in a process of its own; None if none does.
+    """Simulates runs with a bug until its invariant finds it; None if it does not.
 
-    Without a mutant any invariant counts, and finding nothing is what should come about.
+    Each mutant has a process of its own. Without a mutant any invariant counts, and the expected
+    result is None.
     """
     with tempfile.TemporaryDirectory(prefix="kvtier-mutant-") as name:
         path = os.pathsep.join([str(planted(mutant, Path(name))), str(HERE)])
@@ -107,9 +107,9 @@ def main() -> int:
     """Prints the table; returns the exit code."""
     options = _options()
     if shown := hunt(None, options.seeds):
-        print(f"the core as it is fails seed {shown.seed} at step {shown.step}: {shown.text}")
+        print(f"the unchanged core fails seed {shown.seed} at step {shown.step}: {shown.text}")
         return 1
-    print(f"the core as it is passes all {options.seeds} seeds", flush=True)
+    print(f"the unchanged core passes all {options.seeds} seeds", flush=True)
     chosen = [mutant for mutant in MUTANTS if options.only in mutant.name]
     survivors = 0
     width, wide = max(map(len, Invariant)), max(len(mutant.name) for mutant in chosen)
@@ -141,12 +141,12 @@ def _without_mutant() -> Iterator[Invariant]:
 
 
 def _options() -> Any:
-    parser = argparse.ArgumentParser(description="Look for bugs that are planted in copies of the core.")
+    parser = argparse.ArgumentParser(description="Search for bugs that are planted in copies of the core.")
     parser.add_argument(
-        "--seeds", type=int, default=MAX_SEEDS, help="lives until one counts as not found (%(default)s)"
+        "--seeds", type=int, default=MAX_SEEDS, help="runs until a bug counts as not found (%(default)s)"
     )
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (%(default)s)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="mutants whose name has this in it")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only mutants whose name contains this")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""Readers: clients that look up, read and let go, and some that name what is not theirs."""
+"""Simulated readers: clients that look up, read and release, sometimes with wrong ids."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["Readers"]
 
 
 class Readers(Actors):
-    """What clients do that want something."""
+    """Events of clients that read."""
 
     def actions(self) -> dict[Callable[[], None], float]:
-        """Returns what can be done, with weights."""
+        """Returns the possible events, with weights."""
         return {
             self.look_up: 16,
             self.read: 5,
@@ -29,7 +29,7 @@ class Readers(Actors):
             self.release_twice: 0.5,
             self.release_a_strangers_lease: 0.8,
             self.renew: 1.5,
-            self.leave_out_what_is_not_there: 0.3,
+            self.exclude_an_unknown_tier: 0.3,
         }
 
     def look_up(self) -> None:
@@ -62,7 +62,7 @@ class Readers(Actors):
             return
         for name in tiers.names:
             left_out = [tier.name for tier in self.world.tiers].index(name) + 1
-            self.world.must(Invariant.FOUND, left_out not in lease.sources, f"{name} was left out, and read")
+            self.world.must(Invariant.FOUND, left_out not in lease.sources, f"{name} was excluded, and read")
         pending = [item for item, status in enumerate(statuses) if status == KeyStatus.HIT_PENDING]
         record = LeaseRecord(lease, client, request_id, expires_at, pending, waiting=bool(pending))
         ledger.leases[lease.id] = record
@@ -72,15 +72,15 @@ class Readers(Actors):
         self.world.saw("hits", KeyStatus.HIT in statuses)
 
     def _filter(self) -> TierFilter:
-        """Some lookups leave a tier out, some all that are not on this host, some one that does not exist."""
+        """Returns a random tier filter; some exclude one tier, remote tiers, or an unknown tier."""
         luck = self.rng.random()
         if luck < 0.1 and self.world.tiers:
             self.world.saw("tiers left out")
             return TierFilter(names=frozenset([self.rng.choice(self.world.tiers).name]))
         return TierFilter(remote=luck < 0.15)
 
-    def leave_out_what_is_not_there(self) -> None:
-        """A filter that names a tier which does not exist is refused."""
+    def exclude_an_unknown_tier(self) -> None:
+        """A filter with an unknown tier is refused."""
         if client := self.pick_client():
             core, tiers = self.world.core, TierFilter(names=frozenset(["nowhere"]))
             keys = self.some_keys(client.session)
@@ -92,7 +92,7 @@ class Readers(Actors):
     def _judge(
         self, session: EngineSession, keys: list[bytes], answer: LookupAnswer, request_id: str, looked_at: int
     ) -> None:
-        """What is there must be found, what a reset has taken away must not; what is missing must be explained."""
+        """Checks an answer: present blocks hit, reset blocks miss, misses have a reason."""
         statuses, ledger, namespace = answer.statuses(), self.world.ledger, session.namespace.id
         self.world.must(Invariant.FOUND, len(statuses) == len(keys), "a status per key")
         items = answer.lease.items if answer.lease is not None else []
@@ -101,7 +101,7 @@ class Readers(Actors):
         resetting = self.world.core.resetting(session)
         if resetting:
             self.world.saw("lookups during a reset")
-            self.world.must(Invariant.RESET, not items, "a lookup found something in the middle of a reset")
+            self.world.must(Invariant.RESET, not items, "a lookup has hits during a reset")
         else:
             for key, status in zip(keys[:looked_at], statuses, strict=False):
                 block = inside.block(self.world.core, namespace, key)
@@ -125,7 +125,10 @@ class Readers(Actors):
             self.world.must(Invariant.FOUND, not denied, f"{keys[first]!r} was stored, and is said not to have been")
 
     def read(self) -> None:
-        """A reader asks where its hits are and copies them; it must be what was stored under those keys."""
+        """A reader locates its hits and copies them.
+
+        The labels must be those stored for the keys.
+        """
         if record := self._pick_lease():
             session = self.any_of(record.client.engine)
             lease = self.world.core.lease(session, record.lease.id)
@@ -144,7 +147,7 @@ class Readers(Actors):
             self.world.core.release(session, record.lease.id)
 
     def release_twice(self) -> None:
-        """A lease that has ended, or never was, is refused."""
+        """Ending an ended or unknown lease is refused."""
         if client := self.pick_client():
             core, number = self.world.core, self.rng.randrange(1, 50)
             if number not in self.world.ledger.leases:
@@ -162,7 +165,7 @@ class Readers(Actors):
         self.world.saw("strangers' leases released")
 
     def renew(self) -> None:
-        """A lease or a store is held for longer; never for less, even if the clock has gone back."""
+        """A lease or store is extended, and never shortened, even if the clock has gone back."""
         later = self.world.now + self.rng.choice(HOLD_SECONDS)
         if record := self._pick_lease():
             self.world.core.renew(self.any_of(record.client.engine), record.lease.id, later)

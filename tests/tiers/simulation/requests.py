@@ -1,7 +1,7 @@
-"""A second opinion on requests: what each is owed by which tier, and when its tiers must hear of its end (B3.6-B3.13).
+"""Model of requests: missing cascades per tier, and when tiers must see the end (B3.6-B3.13).
 
-A tier *insists* on a request that it voted REQUEST_LEVEL for. It owes nothing for a block that it holds; it owes one that is on its
-way until that job ends; and where it cannot take one the request is short of it, which must be said.
+A tier with the vote REQUEST_LEVEL must get every block of the request. A queued block counts as
+missing until its job ends. If the tier cannot store a block, the request is incomplete.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Place = tuple[int, Name]
 
 @dataclass(frozen=True, slots=True)
 class TierView:
-    """Where blocks are in the tiers: what was held before the event, what is held or on its way after it."""
+    """Blocks of the tiers: held before the event, and held or queued after it."""
 
     held_before: Sequence[set[Name]]
     held: Sequence[set[Name]]
@@ -33,7 +33,7 @@ class TierView:
 
 @dataclass(eq=False, slots=True)
 class RequestRecord:
-    """One life of a request; its id may come again for another."""
+    """One use of a request id; a later request may reuse it."""
 
     engine: str
     id: str
@@ -43,39 +43,39 @@ class RequestRecord:
     parked: dict[Block, None] = field(default_factory=dict)
     pending_stores: dict[Place, None] = field(default_factory=dict)
     unsure: dict[Place, None] = field(default_factory=dict)
-    """Held before the event and on their way after it: which of the two counted is the core's business."""
+    """Held before the event and queued after it; the core may have counted either."""
     vague: bool = False
-    """Whether its account is not certain: a tier evicted something of it in the event in which it was looked for."""
+    """Whether its count is uncertain: a tier evicted one of its blocks in the same event."""
     missing: int = 0
-    """Blocks that an insisting tier did not get."""
+    """Blocks that a request-level tier did not get."""
     finished: bool = False
     ended: bool = False
     known: Request | None = None
-    """What the core keeps of it, for what it says of itself."""
+    """The core's state of the request, for its own counts."""
 
     @property
     def must_wait(self) -> bool:
-        """Whether its tiers may not hear of its end yet."""
+        """Returns whether its tiers may not see its end yet."""
         return not self.finished or bool(self.stores or self.parked or self.pending_stores)
 
 
 class RequestBook:
-    """The requests of one life of a server."""
+    """The requests of one run of a server."""
 
     def __init__(self) -> None:
         self.current: dict[tuple[str, str], RequestRecord] = {}
         self.open: list[RequestRecord] = []
-        """All that have not ended, those whose id has been taken over included."""
+        """All that have not ended, including those whose id was reused."""
         self.just_ended: list[RequestRecord] = []
         self.begun: Counter[str] = Counter()
         self.ended: Counter[str] = Counter()
 
     def get(self, engine: str, request_id: str) -> RequestRecord | None:
-        """Returns the request that goes by an id now."""
+        """Returns the current request of an id."""
         return self.current.get((engine, request_id))
 
     def begin(self, session: EngineSession, request_id: str, negotiation: Negotiation) -> RequestRecord:
-        """A request is announced."""
+        """Records the begin of a request."""
         votes = enumerate(negotiation.votes, 1)
         request_level_tiers = tuple(number for number, (_, vote) in votes if vote.policy is OffloadPolicy.REQUEST_LEVEL)
         record = RequestRecord(session.engine, request_id, session, request_level_tiers)
@@ -85,7 +85,7 @@ class RequestBook:
         return record
 
     def session_closed(self, session: EngineSession) -> None:
-        """What it began is finished, and what was waited for is given up."""
+        """Finishes the requests of a session and drops their awaited blocks."""
         for record in self.open:
             if record.session is session and not record.finished:
                 record.finished = True
@@ -93,7 +93,7 @@ class RequestBook:
                 record.parked.clear()
 
     def due(self, record: RequestRecord, names: Iterable[Name], view: TierView) -> None:
-        """Ready blocks of a request are there: every insisting tier has them, gets them, or the request is short of them."""
+        """Records ready blocks, which each request-level tier must have or get."""
         for name in names:
             for tier in record.request_level_tiers:
                 before, now = name in view.held_before[tier - 1], view.is_storing(tier, name)
@@ -104,10 +104,10 @@ class RequestBook:
                     record.pending_stores[tier, name] = None
                 elif name not in view.held[tier - 1]:
                     record.missing += 1
-                    record.vague |= before  # it went in this event, be it before or after it was looked for
+                    record.vague |= before  # evicted in this event, before or after the check
 
     def resolve_parked(self, view: TierView) -> int:
-        """Takes note of blocks that nobody writes any more; returns how many."""
+        """Records the end of stores of parked blocks; returns their number."""
         resolved = 0
         for record in self.open:
             for block in [block for block in record.parked if not block.pending]:
@@ -120,7 +120,7 @@ class RequestBook:
         return resolved
 
     def paid(self, tier: int, name: Name, *, stored: bool) -> None:
-        """A tier's job on a block has ended."""
+        """Records the end of a tier's job on a block."""
         for record in self.open:
             if (tier, name) in record.pending_stores:
                 del record.pending_stores[tier, name]
@@ -128,7 +128,7 @@ class RequestBook:
             record.unsure.pop((tier, name), None)
 
     def given_up(self, tier: int) -> None:
-        """A tier does not come back: whatever it owes is not waited for."""
+        """A tier hangs: its missing blocks are no longer awaited."""
         for record in self.open:
             for place in [place for place in record.pending_stores if place[0] == tier]:
                 del record.pending_stores[place]
@@ -138,13 +138,15 @@ class RequestBook:
                 record.vague = True
 
     def accounts(self) -> list[RequestRecord]:
-        """Returns the requests whose accounts may have changed, as far as they are certain."""
+        """Returns the requests whose counts may have changed, if they are certain."""
         return [record for record in (*self.open, *self.just_ended) if not record.vague]
 
     def settle(self, finished: Counter[str] | None) -> str | None:
-        """Ends what must have ended, given how often a tier has heard of which id; returns what is wrong with that.
+        """Ends requests by the number of ends that a tier saw per id.
 
-        Without tiers nobody hears of it; it ends all the same.
+        Returns an error text or None.
+
+        Without tiers no tier sees the end, and the request ends as well.
         """
         self.just_ended = []
         for request_id in {record.id: None for record in self.open} | dict.fromkeys(finished or ()):

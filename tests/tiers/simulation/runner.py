@@ -1,9 +1,9 @@
-"""Lives lives by the thousand, on all cores, and says what they exercised; for a life that fails, how to see it again.
+"""Runs thousands of simulations on all cores; prints coverage, and a command to replay a failure.
 
     make simulate SEEDS=10000 [SEED_BASE=0] [STEPS=400]
 
-Exits with 1 where an invariant did not hold, or where a thousand lives never came to something that they should exercise:
-of that they would prove nothing.
+The exit code is 1 if an invariant failed, or if an event of `EXERCISED` never occurred in a
+thousand runs.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from dataclasses import dataclass, field
 from .life import STEPS, Failure, run
 from .model import EXERCISED, Invariant
 
-__all__ = ["Tally", "live", "main", "replay_command"]
+__all__ = ["Tally", "main", "replay_command", "run_seeds"]
 
 ENOUGH_SEEDS = 1000
-"""From so many lives on, each of `EXERCISED` must have come about."""
+"""From this number of runs on, each event of `EXERCISED` must have occurred."""
 MAX_FAILURES = 5
 PROGRESS_SECONDS = 5.0
 
 
 @dataclass(slots=True)
 class Tally:
-    """What came of many lives."""
+    """Summary of many runs."""
 
     seeds: int = 0
     steps: int = 0
@@ -40,41 +40,41 @@ class Tally:
     failures: list[Failure] = field(default_factory=list)
 
     def add(self, other: Tally) -> None:
-        """Takes in the lives of a worker."""
+        """Adds the runs of a worker."""
         self.seeds += other.seeds
         self.steps += other.steps
         self.coverage.update(other.coverage)
         self.failures += other.failures
 
     def never(self) -> list[str]:
-        """Returns what never came about, if there were enough lives for it."""
+        """Returns the events that never occurred, if there were enough runs."""
         return [what for what in EXERCISED if not self.coverage[what]] if self.seeds >= ENOUGH_SEEDS else []
 
 
-def live(seeds: Sequence[int], steps: int = STEPS, only: Invariant | None = None, most_failures: int = 1) -> Tally:
-    """Lives some lives in this process, in order, until so many have failed."""
+def run_seeds(seeds: Sequence[int], steps: int = STEPS, only: Invariant | None = None, most_failures: int = 1) -> Tally:
+    """Simulates runs in this process, in order, until `most_failures` have failed."""
     tally = Tally()
     for seed in seeds:
-        life = run(seed, steps, only=only)
+        result = run(seed, steps, only=only)
         tally.seeds += 1
-        tally.steps += life.steps
-        tally.coverage.update(life.coverage)
-        if life.failure is not None:
-            tally.failures.append(life.failure)
+        tally.steps += result.steps
+        tally.coverage.update(result.coverage)
+        if result.failure is not None:
+            tally.failures.append(result.failure)
             if len(tally.failures) >= most_failures:
                 break
     return tally
 
 
-def live_on_all_cores(seeds: range, steps: int, workers: int) -> Iterator[Tally]:
-    """Yields what came of some lives after the other, in any order."""
+def run_in_parallel(seeds: range, steps: int, workers: int) -> Iterator[Tally]:
+    """Yields summaries of parts of the runs, in any order."""
     chunk = max(1, min(50, len(seeds) // (4 * workers)))
     pieces = [seeds[start : start + chunk] for start in range(0, len(seeds), chunk)]
     if workers == 1 or len(pieces) == 1:
-        yield from (live(piece, steps) for piece in pieces)
+        yield from (run_seeds(piece, steps) for piece in pieces)
         return
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        tasks = [pool.submit(live, piece, steps) for piece in pieces]
+        tasks = [pool.submit(run_seeds, piece, steps) for piece in pieces]
         try:
             yield from (task.result() for task in as_completed(tasks))
         finally:
@@ -82,18 +82,18 @@ def live_on_all_cores(seeds: range, steps: int, workers: int) -> Iterator[Tally]
 
 
 def replay_command(failure: Failure, steps: int) -> str:
-    """Returns what lives this life again."""
+    """Returns the command that repeats a run."""
     return f"make simulate SEEDS=1 SEED_BASE={failure.seed}" + (f" STEPS={steps}" if steps != STEPS else "")
 
 
 def main() -> int:
-    """Lives, shows how far it has come, and sums up; returns the exit code."""
+    """Simulates, prints progress and a summary; returns the exit code."""
     options = _options()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # workers end with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # workers end with this process
     seeds = range(options.seed_base, options.seed_base + options.seeds)
     tally, started = Tally(), time.monotonic()
     said = started
-    for part in live_on_all_cores(seeds, options.steps, options.workers):
+    for part in run_in_parallel(seeds, options.steps, options.workers):
         tally.add(part)
         if len(tally.failures) >= MAX_FAILURES:
             break
@@ -107,10 +107,10 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Live many simulated lives of a server; each from its seed.")
-    parser.add_argument("--seeds", type=int, default=1000, help="how many lives (%(default)s)")
+    parser = argparse.ArgumentParser(description="Simulates many runs of a server, each from its seed.")
+    parser.add_argument("--seeds", type=int, default=1000, help="number of runs (%(default)s)")
     parser.add_argument("--seed-base", type=int, default=0, help="the first seed (%(default)s)")
-    parser.add_argument("--steps", type=int, default=STEPS, help="events in each (%(default)s)")
+    parser.add_argument("--steps", type=int, default=STEPS, help="events per run (%(default)s)")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (%(default)s)")
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""Engines: they come, fall, come again, map the region and let go of it, and say when a request begins and ends."""
+"""Simulated engines: they open and close sessions, map the region, and begin and end requests."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["Sessions"]
 
 
 class Sessions(Actors):
-    """What engines do beside reading and writing."""
+    """Events of engines besides reads and writes."""
 
     opened = 0
     connections = 0
 
     def actions(self) -> dict[Callable[[], None], float]:
-        """Returns what can be done, with weights."""
+        """Returns the possible events, with weights."""
         return {
             self.open_session: 2,
             self.close_session: 0.8,
@@ -50,7 +50,7 @@ class Sessions(Actors):
         return client
 
     def attach(self) -> None:
-        """A process maps the region once more, or only now."""
+        """A process maps the region, possibly once more."""
         if client := self.pick_client():
             self._attach(client)
 
@@ -60,17 +60,17 @@ class Sessions(Actors):
         client.connections.add(self.connections)
 
     def hang_up(self) -> None:
-        """A connection ends: its process is gone, or has stopped copying."""
-        everybody = [c for c in (*self.world.ledger.clients, *self.world.ledger.orphans) if c.connections]
-        if not everybody:
+        """A connection ends: its process has ended, or has stopped copying."""
+        connected = [c for c in (*self.world.ledger.clients, *self.world.ledger.orphans) if c.connections]
+        if not connected:
             return
-        client = self.rng.choice(everybody)
+        client = self.rng.choice(connected)
         connection = self.rng.choice(sorted(client.connections))
         client.connections.remove(connection)
         if not client.connections and client in self.world.ledger.orphans:
             self.world.ledger.orphans.remove(client)
         quarantined = self.world.core.stats().quarantined_bytes
-        self.world.ledger.hung_up(connection)
+        self.world.ledger.disconnected(connection)
         self.world.core.writer_gone(client.session.id, connection)
         self.world.saw("quarantine lifted", self.world.core.stats().quarantined_bytes < quarantined)
 
@@ -80,7 +80,7 @@ class Sessions(Actors):
 
     def _close(self, client: Client) -> None:
         mine = [record for record in self.world.ledger.in_flight() if record.client is client]
-        self.world.saw("sessions fallen in mid-store", bool(mine))
+        self.world.saw("sessions ended during a store", bool(mine))
         self.world.saw("slots quarantined", bool(mine and client.connections))
         split = [record for record in mine if client.session.namespace.world_size > 1 and self._half_written(record)]
         self.world.saw("ranks died between prepare and commit", bool(split))
@@ -91,7 +91,7 @@ class Sessions(Actors):
         return any(block.written or block.writers > 1 for block in record.blocks)
 
     def reopen_session(self) -> None:
-        """A stream fell, and its process comes again under the same engine id."""
+        """A session ends, and its process opens another with the same engine id."""
         if client := self.pick_client():
             self._close(client)
             self._open(client.session.engine_id, client.session.rank, client.session.namespace)

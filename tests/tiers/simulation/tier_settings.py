@@ -1,4 +1,4 @@
-"""For whom tiers keep what, and for how long: what is configured at random, and a second opinion on what follows from it."""
+"""Random settings of tiers (policies, TTLs, quotas, limits), and a model of their effects."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tenant_of(namespace: NamespaceId) -> str:
 
 
 def random_keeping(rng: Random, capacities: dict[str, int]) -> TierSettings:
-    """Returns policies, times to live and tenants with quotas and limits, some of each."""
+    """Returns random policies, TTLs, and tenants with quotas and limits."""
     eviction = {tier: rng.choice(list(POLICIES)) for tier in capacities if rng.random() < 0.9}
     ttl = {tier: rng.choice(TTL_SECONDS) for tier in capacities if rng.random() < 0.2}
     tenants = []
@@ -50,31 +50,31 @@ def random_keeping(rng: Random, capacities: dict[str, int]) -> TierSettings:
 
 
 class KeepingBook:
-    """Who may take from whom, and what must stay for how long; in one life of a server."""
+    """Model of shares, retention and expiry in one run of a server."""
 
     def __init__(self, settings: TierSettings) -> None:
         self.settings = settings
         self.takers: set[str] = set()
-        """The tenants for whose sake blocks may go in this event."""
+        """Tenants whose stores may evict blocks in this event."""
         self.used_at: dict[Block, float] = {}
-        """When the blocks of the CPU tier were used the last time."""
+        """Last use of the blocks of the CPU tier."""
         self.retained: dict[Block, float] = {}
-        """Until when blocks of the CPU tier must stay."""
+        """End of retention of the blocks of the CPU tier."""
         self.overdue: list[Block] = []
-        """What must be gone after this event: nobody used it for too long."""
+        """Unused blocks that must have expired after this event."""
         self._due: dict[Block, float] = {}
 
     def ttl(self, tier: str = CPU_TIER) -> float | None:
-        """Returns after how many seconds what is not used goes."""
+        """Returns the TTL of a tier, in seconds."""
         return self.settings.ttl.get(tier)
 
     def begin_event(self) -> None:
-        """Another event begins."""
+        """Resets the state of the previous event."""
         self.takers = set()
         self.overdue = []
 
     def used(self, blocks: list[Block], now: float, retain_until: float, not_retained: int) -> None:
-        """Blocks were used by one call; unless it was told of exceptions, all of them must be retained."""
+        """Records a use by one call; all blocks must be retained, unless it reported exceptions."""
         ttl = self.ttl()
         for block in blocks:
             self.used_at[block] = now
@@ -84,7 +84,10 @@ class KeepingBook:
                 self.retained[block] = max(self.retained.get(block, 0.0), retain_until)
 
     def ticking(self, core: TierManager, now: float) -> None:
-        """The time is about to be told: notes what must go then. What is in use when its time comes gets another while."""
+        """Records, before a tick, which blocks must expire.
+
+        Blocks in use at that time get a new TTL.
+        """
         ttl = self.ttl()
         if ttl is None:
             return

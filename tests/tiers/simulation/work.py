@@ -1,4 +1,4 @@
-"""What the core asks tiers to do: jobs, questions and removals, in the order in which a tier gets to them."""
+"""Jobs, queries and removals that the core has requested, in the order of their execution."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ __all__ = ["Work", "spell"]
 
 
 class Work:
-    """What tiers have been asked and have not done."""
+    """Work that tiers have not done yet."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.written: dict[int, deque[JobRecord | RemoveFromTier]] = {n + 1: deque() for n in range(len(world.tiers))}
-        """Stores and removals: per tier one after the other, in this order."""
+        """Stores and removals, in order per tier."""
 
     def take(self, command: Command) -> None:
-        """Takes in a command, which must not get in the way of another one."""
+        """Adds a command and checks that it does not conflict with another."""
         match command:
             case LookupInTier(job_id):
                 questions = self.world.ledger.queries
-                self.world.must(Invariant.JOBS, job_id not in questions, f"question {job_id} was put twice")
+                self.world.must(Invariant.JOBS, job_id not in questions, f"query {job_id} was sent twice")
                 questions[job_id] = command
             case RemoveFromTier(tier, keys):
                 if not self.world.tiers[tier - 1].shared:
@@ -43,7 +43,10 @@ class Work:
         return {name for job in self.world.ledger.running(tier, loads=True) for name in job.names}
 
     def _busy(self, tier: int, *, loads: bool) -> set[Name]:
-        """Returns the blocks that a new job must keep away from; in a shared tier others meddle as well."""
+        """Returns the blocks that a new job must avoid.
+
+        In a shared tier other servers write as well.
+        """
         if self.world.tiers[tier - 1].shared:
             return set()
         busy = self._loading(tier)
@@ -71,12 +74,12 @@ class Work:
         ledger.jobs[command.job_id] = job
 
     def done(self) -> bool:
-        """Returns whether nothing is left to be done."""
+        """Returns whether no work is left."""
         return not (self.world.ledger.jobs or self.world.ledger.queries or any(self.written.values()))
 
 
 def spell(command: Command) -> str:
-    """Returns all that a command says."""
+    """Returns all fields of a command as text."""
     if isinstance(command, StoreInTier | LoadFromTier):
         return f"{command.job_id} {command.tier} {[(block.name, block.slots) for block in command.blocks]}"
     return repr(command)

@@ -34,21 +34,21 @@ __all__ = ["World"]
 RULES = (DEFAULT_RULES, DEFAULT_RULES, (), (Rule(OffloadPolicy.REQUEST_LEVEL, "always"),))
 
 MAX_WORK = 5000
-"""Steps in which everything must have come to rest when nobody asks for more."""
+"""Steps until all work must have ended, if no client asks for more."""
 
 
 class World:
     """Clients, tiers and time around one core; every choice comes from the seed."""
 
     def __init__(self, seed: int, only: Invariant | None = None) -> None:
-        """With `only` no other invariant is looked at: that is how a planted bug is shown to be found by this one."""
+        """With `only` the other invariants are not checked, so that a mutant must fail this one."""
         self.rng = random.Random(seed)
         self.only = only
         self.coverage = Counter(dict.fromkeys(EXERCISED, 0))
         self.now = self.rng.choice((1e6, 1e9))
         self.memory: dict[int, str] = {}
         self.lost: set[tuple[str, Name]] = set()
-        """What tiers have lost without the core's knowing."""
+        """Blocks that tiers have lost without the core's knowledge."""
         self.tiers = [ModelTier("near", 40 * 4096), ModelTier("far", 80 * 4096)][: self.rng.choice((0, 1, 1, 2, 2, 2))]
         for tier in self.tiers:
             tier.rules = self.rng.choice(RULES)
@@ -66,7 +66,7 @@ class World:
         self.digest = hashlib.blake2b(digest_size=8)
 
     def start_core(self) -> None:
-        """Starts a server's life: memory is gone, what the tiers hold stays."""
+        """Starts a server: memory is empty, and tiers keep their blocks."""
         self.region_bytes = self.rng.choice((3, 5, 8)) * EXTENT
         self.backed_bytes = 0
         for tier in self.tiers:
@@ -85,16 +85,16 @@ class World:
             settings=self.keeping.settings,
             now=self.now,
         )
-        self.before = self.look = inside.Look(self.core)
+        self.before = self.core_view = inside.CoreView(self.core)
         self.memory.clear()
         self.lost.clear()
         self.ledger = Ledger(len(self.tiers))
-        self.ledger.stored.update(*self.look.held)
+        self.ledger.stored.update(*self.core_view.held)
         self.work = Work(self)
         self.work_left = False
-        """Whether the core has asked for the next slice of something."""
+        """Whether the core has asked for the next slice."""
         self.clearing = False
-        """Whether the last slice that was asked for may have been of an eviction on demand."""
+        """Whether the last requested slice may belong to an eviction on demand."""
         self.settled: set[int] = set()
         self.changed: set[tuple[bytes, str, str]] = set()
         self.durable: list[tuple[NamespaceSpec, bytes]] = []
@@ -109,7 +109,7 @@ class World:
         self.take_commands()
 
     def step(self) -> None:
-        """Does one random thing."""
+        """Runs one random event."""
         self._event(self.rng.choices(self._actions, cum_weights=self._weights)[0])
 
     def _event(self, action: Callable[[], None]) -> None:
@@ -119,7 +119,7 @@ class World:
         action()
         self.take_commands()
         self._end_event()
-        self.digest.update(f"{self.doing} {self.now} {self.look.stats.lookup_misses}".encode())
+        self.digest.update(f"{self.doing} {self.now} {self.core_view.stats.lookup_misses}".encode())
 
     def _begin_event(self) -> None:
         self.settled.clear()
@@ -128,24 +128,26 @@ class World:
         self.durable.clear()
         self._due.clear()
         self.keeping.begin_event()
-        self.before = self.look
+        self.before = self.core_view
 
     def _end_event(self) -> None:
-        """Brings the accounts of requests up to date, and notes what has been seen."""
-        look = self.look = inside.Look(self.core)
-        self.ledger.holds.mourn({client.session.engine for client in self.ledger.clients})
+        """Updates the model of requests, and counts the events of this step."""
+        core_view = self.core_view = inside.CoreView(self.core)
+        self.ledger.holds.update_engines({client.session.engine for client in self.ledger.clients})
         self.gone = [block for block in self.before.ready if not block.ready and not block.hold_only]
-        self.gone_below = [old - new for old, new in zip(self.before.held, look.held, strict=True)]
+        self.gone_below = [old - new for old, new in zip(self.before.held, core_view.held, strict=True)]
         secondaries = inside.secondaries(self.core)
-        view = TierView(self.before.held, look.held, lambda tier, name: inside.is_storing(secondaries[tier - 1], name))
+        view = TierView(
+            self.before.held, core_view.held, lambda tier, name: inside.is_storing(secondaries[tier - 1], name)
+        )
         for record, names in self._due:
             self.ledger.requests.due(record, names, view)
         self.ledger.count_arrivals()
         self.saw("requests cut short", any(record.missing for record in self.ledger.requests.just_ended))
         self.saw("parked blocks resolved", bool(self.ledger.requests.resolve_parked(view)))
-        fresh = set(look.ready).difference(self.before.ready)
+        fresh = set(core_view.ready).difference(self.before.ready)
         self.ledger.stored.update(block.name for block in fresh)
-        for number, tier in enumerate(look.stats.tiers):
+        for number, tier in enumerate(core_view.stats.tiers):
             self.saw(f"evictions {tier.name}", tier.evictions > self._evictions[number])
             self.saw("uses declined", tier.declined > 0)
             self._evictions[number] = tier.evictions
@@ -153,10 +155,10 @@ class World:
     def insisted_on(
         self, record: RequestRecord, keys: Iterable[bytes], granted: Collection[Name], session: EngineSession
     ) -> None:
-        """A request that tiers insist on asked for these: what is there goes to them, what is being written is waited for."""
+        """Records keys of a request: ready blocks cascade, running stores are awaited."""
         ready = []
         for key in keys:
-            if is_hold_only(key):  # tiers do not get it, and are not owed it
+            if is_hold_only(key):  # tiers do not get it
                 continue
             block = inside.block(self.core, session.namespace.id, key)
             if block is not None and block.ready:
@@ -167,12 +169,12 @@ class World:
         self._due.append((record, ready))
 
     def is_due(self, record: RequestRecord, names: list[Name]) -> None:
-        """A store of a request was completed: what is ready by it is due to the tiers that insist."""
+        """Records a completed store: its ready blocks cascade to the request-level tiers."""
         if record.request_level_tiers:
             self._due.append((record, [name for name in names if not is_hold_only(name[1])]))
 
     def must_be_durable(self, spec: NamespaceSpec, key: bytes) -> None:
-        """A block was called durable; whether it is there is looked at when the event is over."""
+        """Records that a block was reported as durable; checked at the end of the event."""
         self.durable.append((spec, key))
         self.saw("called durable")
 
@@ -182,12 +184,12 @@ class World:
             raise Violation(invariant, text)
 
     def saw(self, what: str, condition: bool = True) -> None:  # noqa: FBT001, FBT002 - a predicate
-        """Counts what was exercised, if it was."""
+        """Counts an event, if the condition holds."""
         if condition:
             self.coverage[what] = self.coverage.pop(what) + 1
 
     def refused(self, error: type[CoreError], event: Callable[[], object]) -> None:
-        """Sees to it that an event is refused, and for which reason; and that it changes nothing."""
+        """Checks that an event is refused for this reason, and changes nothing."""
         before, commands = self.core.stats(), list(self.take_commands())
         try:
             event()
@@ -195,13 +197,13 @@ class World:
             self.must(Invariant.REFUSALS, type(refusal) is error, f"{refusal!r} instead of {error.__name__}")
         else:
             self.must(Invariant.REFUSALS, False, f"not refused with {error.__name__}")
-        # But for the count of just that: a claim that misses its hold.
+        # Except the count of claims that find no hold.
         after = replace(self.core.stats(), claims_missed=before.claims_missed)
         self.must(Invariant.REFUSALS, after == before, "figures have changed")
         self.must(Invariant.REFUSALS, not self.take_commands(), f"commands were given, after {commands}")
 
     def take_commands(self) -> list[Command]:
-        """Takes in what the core asks for."""
+        """Processes the commands of the core."""
         commands = self.core.take_commands()
         for command in commands:
             self.digest.update(spell(command).encode())
@@ -210,14 +212,17 @@ class World:
             elif isinstance(command, HoldChanged):
                 self.changed.add(command.name)
             elif isinstance(command, ContinueWork):
-                self.must(Invariant.JOBS, not self.work_left, "asked twice for the next slice")
+                self.must(Invariant.JOBS, not self.work_left, "the next slice was requested twice")
                 self.work_left = True
             else:
                 self.work.take(command)
         return commands
 
     def settle(self) -> Iterator[None]:
-        """Everybody leaves and all work ends, that of tiers that hang too; yields after every step."""
+        """All clients leave and all work ends, including that of hanging tiers.
+
+        Yields after every step.
+        """
         while self.ledger.clients:
             self._event(self.sessions.close_session)
             yield
@@ -225,7 +230,7 @@ class World:
             self._event(self.sessions.hang_up)
             yield
         while self.ledger.holds.open:
-            self._event(self.environment.leap)
+            self._event(self.environment.jump_forward)
             yield
         self._event(self.environment.recover_all)
         yield
@@ -239,10 +244,10 @@ class World:
             self._event(self.environment.answer)
             yield
             left -= 1
-            self.must(Invariant.LEAKS, left > 0, "it never comes to rest")
+            self.must(Invariant.LEAKS, left > 0, "work never ends")
 
     def holds_whole(self, tier: ModelTier, spec: NamespaceSpec, key: bytes) -> bool:
-        """Returns whether a tier holds a block with the right bytes, or has lost it itself."""
+        """Returns whether a tier has a block with the right bytes, or has lost it itself."""
         name = (spec.id, key)
         if (tier.name, name) in self.lost or name in tier.lies:
             return True

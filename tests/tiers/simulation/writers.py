@@ -1,4 +1,4 @@
-"""Writers: clients that store, and some that say what they should not."""
+"""Simulated writers: clients that store blocks, sometimes with wrong completions."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["Writers"]
 
 
 class Writers(Actors):
-    """What clients do that have computed something."""
+    """Events of clients that write."""
 
     def actions(self) -> dict[Callable[[], None], float]:
-        """Returns what can be done, with weights."""
+        """Returns the possible events, with weights."""
         return {
             self.prepare_store: 14,
             self.write_a_part: 3,
@@ -76,7 +76,7 @@ class Writers(Actors):
         )
 
     def write_a_part(self) -> None:
-        """Whoever may write writes something: half a block, or what nobody wants any more."""
+        """A process writes a part of a block, possibly after the end of its store."""
         for record in self.world.ledger.stores.values():
             if record.writers and self.rng.random() < 0.5:
                 for slot in record.slots:
@@ -109,7 +109,7 @@ class Writers(Actors):
             self.world.memory[slot] = "torn" if number in failed else label(*name, rank)
 
     def complete_too_late(self) -> None:
-        """A completion of a store that has expired or fallen: it does not count, but nobody writes there any more."""
+        """A completion after the end of its store is refused, and reports the end of the write."""
         late = [record for record in self.world.ledger.stores.values() if record.quarantine is not None]
         if not late:
             return
@@ -150,7 +150,7 @@ class Writers(Actors):
         self.world.saw("strangers' stores completed")
 
     def name_wrong_items(self) -> None:
-        """A completion that names a block which was not granted is refused, and the store goes on."""
+        """A completion with an item that was not granted is refused, and the store continues."""
         in_flight = self.world.ledger.in_flight()
         if in_flight:
             record = self.rng.choice(in_flight)
@@ -159,7 +159,7 @@ class Writers(Actors):
             self.world.saw("wrong items named")
 
     def reset(self) -> None:
-        """The CPU tier of a namespace is emptied; what is pinned goes when nobody needs it any more."""
+        """Resets the CPU tier of a namespace; pinned blocks are dropped with their last pin."""
         if (client := self.pick_client()) is None:
             return
         core, namespace = self.world.core, client.session.namespace.id
@@ -169,14 +169,14 @@ class Writers(Actors):
         pinned = {block for block in before if block.pins > held[block] and not block.stalled}
         left = core.reset(client.session)
         expected = waiting or len(pinned.union(inside.unswept(core, namespace)))
-        self.world.must(Invariant.RESET, left == expected, f"{left} blocks are waited for, not {expected}")
+        self.world.must(Invariant.RESET, left == expected, f"{left} blocks are awaited, not {expected}")
         if not waiting:
             self.world.ledger.gone[namespace] = before
             self.world.ledger.holds.reset(namespace)
             self.world.saw("resets that wait", bool(left))
 
     def flush(self) -> None:
-        """What is called durable must be in a tier, whole."""
+        """A block that is reported as durable must be complete in a tier."""
         if (client := self.pick_client()) is None:
             return
         keys = self.some_keys(client.session)
