@@ -8,7 +8,7 @@ from kvtier.client.offload import CacheGeometry, CacheGroupKind, OffloadCore
 
 
 def check_cached_state(core: OffloadCore, geometry: CacheGeometry, server: ModelServer) -> None:
-    """Asserts that every block that will not be offered again was stored since the server's last restart."""
+    """Asserts that the server had every block that will not be offered again, since its restart."""
     view = core.inspect()
     for key in view.stored:
         assert server.may_have(key), "considers a block stored that this server never had"

@@ -1,4 +1,7 @@
-"""The simulation for as long as you like: `PYTHONPATH=src python tests/client/offload/long_run.py FIRST LAST [STEPS]`."""
+"""Long run of the simulation.
+
+PYTHONPATH=src python tests/client/offload/long_run.py FIRST LAST [STEPS]
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from kvtier.client.offload import OffloadMode
 
 
 def main(first: int, last: int, steps: int = 1500) -> None:
-    """Lives the lives of these seeds; stops at the first that breaks something."""
+    """Runs these seeds; stops at the first failure."""
     for seed in range(first, last):
         print(f"\rseed {seed}", end="", flush=True)
         run(seed, steps)

@@ -1,10 +1,12 @@
-"""A small inference engine without a model: a block pool with a prefix cache, chunked prefill, preemption, drafts, pipelined steps.
+"""Model of an inference engine: block pool, prefix cache, block tables and KV content.
 
-KV is modelled as labels. The label of a token's KV stands for all tokens up to it, so a block with anything else than its own
-labels is a wrong block, and the next token is a function of the last label. Each rank has its own copy of every block.
+A label stands for the KV of a token. It depends on all tokens up to it, so a block with other
+labels than its own is wrong. The next token is a function of the last label. Each rank has its own
+copy of every block.
 
-The blocks of a state group are like vLLM's ("align"): a step reads the state from the block of the last token before it, and leaves
-the one at its end in the block of its last token, over whatever was there. Blocks between the two are not even allocated.
+State groups work as in vLLM ("align"): a step reads the state from the block of the last token
+before it, and writes the state at its end to the block of its last token. Blocks between them are
+not allocated.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ GARBAGE = -1
 
 
 class Script:
-    """The tokens of all requests and their labels: what is right."""
+    """Labels of all tokens: the expected content of every block."""
 
     def __init__(self) -> None:
         self.meaning: dict[bytes, list[int]] = {}
-        """For each key, the labels that its block must hold."""
+        """Expected labels of the block of each key."""
 
     def labels(self, tokens: Sequence[int], known: Sequence[int] = ()) -> list[int]:
         labels = list(known)
@@ -42,7 +44,7 @@ class Script:
 
 
 def next_token(label: int) -> int:
-    """Returns what the model says after a prefix."""
+    """Returns the model's next token after a prefix."""
     return label % 5
 
 
@@ -55,7 +57,10 @@ class Status(Enum):
 
 @dataclass(eq=False, repr=False)
 class ModelRequest:
-    """A request as the engine sees it; the first ``known`` of ``tokens`` are final, the others only the workers know."""
+    """A request of the engine.
+
+    The first ``known`` of ``tokens`` are final; only workers know the rest.
+    """
 
     request_id: str
     script: Script
@@ -75,7 +80,7 @@ class ModelRequest:
     tables: list[list[int]] = field(default_factory=list)
     labels: list[int] = field(default_factory=list)
     ends: set[int] = field(default_factory=set)
-    """Where a step ended, or a load: where there is a state."""
+    """Token counts at which a step or a load ended: there a state exists."""
 
     def __repr__(self) -> str:
         return f"<{self.request_id} {self.status.name} {self.computed}/{self.known}>"
@@ -101,7 +106,7 @@ class ModelRequest:
 
 
 class Pool:
-    """Blocks with references, a prefix cache and a queue of the free ones in the order of eviction."""
+    """Block pool: reference counts, prefix cache, and free blocks in eviction order."""
 
     def __init__(self, num_blocks: int, block_tokens: int, ranks: int) -> None:
         self.num_blocks = num_blocks
@@ -111,7 +116,7 @@ class Pool:
         self.cached: dict[bytes, set[int]] = {}
         self.queue: OrderedDict[int, None] = OrderedDict((block, None) for block in range(num_blocks) if block != NULL)
         self.taken: list[int] = []
-        """Blocks that were allocated since somebody last looked."""
+        """Allocated blocks; a test may clear the list."""
 
     def allocate(self, count: int) -> list[int] | None:
         if len(self.queue) < count:
@@ -141,7 +146,7 @@ class Pool:
         self.named.clear()
         self.cached.clear()
 
-    # ---- what the core asks for
+    # ---- BlockPool
 
     def hold(self, block_ids: Sequence[int]) -> None:
         for block in block_ids:
@@ -181,9 +186,11 @@ class Pool:
 
 @dataclass
 class Work:
-    """What one request computes in a step: tokens [start, end), the last ``drafts`` of them guessed, ``accepted`` of those rightly.
+    """Tokens [start, end) that a step computes.
 
-    ``samples``: the request's last token is among them, so that another one comes out.
+    The last ``drafts`` are guesses; ``accepted`` are right.
+
+    ``samples``: the request's last token is among them, so the step generates another token.
     """
 
     request: ModelRequest
@@ -197,24 +204,24 @@ class Work:
 
     @property
     def right_end(self) -> int:
-        """Up to where the computed tokens are those of the script."""
+        """End of the right tokens."""
         return self.end - self.drafts + self.accepted
 
 
 class Layout:
-    """The groups of a model, and what a request needs of each."""
+    """Cache groups of a model, and the blocks that a request needs of each."""
 
     def __init__(self, geometry: CacheGeometry) -> None:
         self.geometry = geometry
 
     def needed(self, group: CacheGroup, tokens: int) -> range:
-        """The tokens whose KV the next one looks at."""
+        """Tokens whose KV the next token reads."""
         if group.is_state:
             return range(max(0, tokens - 1), tokens)
         return range(0 if group.retained_tokens is None else max(0, tokens - group.retained_tokens), tokens)
 
     def local_hit(self, pool: Pool, request: ModelRequest, groups: Sequence[CacheGroup] | None = None) -> int:
-        """How much of its prefix the engine has itself, in every group."""
+        """Length of the prefix that the engine has in every group."""
         step = self.geometry.step_tokens
         for hit in range((request.known - 1) // step * step, 0, -step):
             if all(
@@ -226,7 +233,7 @@ class Layout:
         return 0
 
     def hopeful_hit(self, pool: Pool, request: ModelRequest) -> int:
-        """What vLLM tells a connector that it has, if there are state groups: what full attention has (unless others have more)."""
+        """Local hit as vLLM reports it with state groups: usually that of full attention."""
         groups = self.geometry.groups
         full = [group for group in groups if group.kind is CacheGroupKind.FULL]
         if not full or not any(group.is_state for group in groups):
@@ -236,7 +243,7 @@ class Layout:
         return self.local_hit(pool, request) if ahead else hit
 
     def compute(self, pool: Pool, work: Work) -> None:
-        """Runs a request's part of a step on every rank: whatever it looks at must be right."""
+        """Runs a request's part of a step on every rank, and checks all KV that it reads."""
         request = work.request
         while len(request.tokens) < work.right_end + work.samples:
             request.tokens.append(next_token(request.all_labels()[-1]))

@@ -1,4 +1,4 @@
-"""The scheduler of the model engine, as engines have them: it drives the offload core with the same calls, in the same order."""
+"""Scheduler of the model engine. It calls the offload core as engines do, in the same order."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from kvtier.client.offload import (
 )
 
 UNALIGNED = 0.1
-# How often a request's blocks are held at its end.
+# Probability that a request's blocks are held at its end.
 HELD = 0.2
 
 
 class ModelScheduler:
-    """Chunked prefill of at most ``budget`` tokens per step, four requests at once, the last one preempted when blocks run out.
+    """Chunked prefill, at most four running requests, preemption of the last one.
 
-    ``pipelined``: a step is scheduled before the one before it has been computed. ``picky``: how often less is taken than offered.
+    ``pipelined``: a step is scheduled before the previous one was computed.
+    ``picky``: probability that the engine takes less than was offered.
     """
 
     picky = 0.0
@@ -56,13 +57,13 @@ class ModelScheduler:
         self.preempted: list[str] = []
         self.arrivals = 0
         self.held: set[tuple[int, bytes | None]] = set()
-        """What was held for somebody, whatever room there was."""
+        """Blocks held for a peer, which do not count for the limit of held blocks."""
         self.takes_all: set[str] = set()
-        """Requests that took all that was offered to them: that must be loadable."""
+        """Requests that took the whole offer: it must be loadable."""
         self.hits: dict[str, int] = {}
 
     def check_plan(self, loads: list[LoadJob], saves: list[SaveJob]) -> None:
-        """Looks at a step's plan before it is carried out."""
+        """Checks the plan of a step before it runs."""
 
     def submit(self, prompt: list[int], output: int, *, load: bool = True, save: bool = True) -> ModelRequest:
         self.arrivals += 1
@@ -85,7 +86,7 @@ class ModelScheduler:
         return request
 
     def step(self) -> None:
-        """One step of the engine: schedule, plan, compute (one step later when pipelined), take in what workers report."""
+        """One step of the engine: schedules, plans, computes (if pipelined a step later)."""
         works = self.schedule()
         self.core.preempted(self.preempted)
         self.preempted.clear()
@@ -132,7 +133,7 @@ class ModelScheduler:
         return works
 
     def chunk(self, request: ModelRequest, start: int, count: int) -> int:
-        """With state groups a step ends where a state can be used again, mostly: each block, and the last one of what is known."""
+        """With state groups most steps end at a block end, where the state can be used again."""
         step, end = self.geometry.step_tokens, start + count
         last = (request.known - 1) // step * step
         if not any(group.is_state for group in self.geometry.groups) or self.rng.random() < UNALIGNED:
@@ -148,7 +149,7 @@ class ModelScheduler:
         return Work(request, request.computed, end, drafts, samples, request.preemptions, tables)
 
     def make_room(self, request: ModelRequest, tokens: int, drafts: int) -> tuple[bool, bool]:
-        """Returns whether the request has blocks for `tokens`, and if not whether it may wait for saves."""
+        """Returns whether the request has the blocks; if not, whether to wait for saves."""
         while not self.grow(request, tokens, drafts):
             if self.core.frees_pending(self.now):
                 return False, True
@@ -166,7 +167,8 @@ class ModelScheduler:
         new: list[tuple[int, bool]] = []
         for group in self.geometry.groups:
             size = group.block_tokens
-            # Of a state group only where the state will be, however many drafts are accepted.
+            # State groups need only the blocks where the state may be, for any number of accepted
+            # drafts.
             first = (tokens - drafts - 1) // size if group.is_state else 0
             positions = range(len(request.tables[group.index]), -(-tokens // size))
             new += [(group.index, position >= first) for position in positions]
@@ -178,7 +180,7 @@ class ModelScheduler:
         return True
 
     def drop_unneeded(self, request: ModelRequest) -> None:
-        """Frees what has fallen out of a window, as far as the workers have come."""
+        """Frees blocks outside their window that the workers do not need any more."""
         for group in self.geometry.groups:
             table, first = request.tables[group.index], self.layout.needed(group, request.executed).start
             for position in range(min(first // group.block_tokens, len(table))):
@@ -187,7 +189,7 @@ class ModelScheduler:
                     table[position] = NULL
 
     def name_blocks(self, request: ModelRequest, tokens: int) -> None:
-        """Enters the blocks that are full of final tokens into the prefix cache, before they are computed (as vLLM does)."""
+        """Adds blocks full of final tokens to the prefix cache before their compute, as vLLM."""
         for group in self.geometry.groups:
             for position in range(min(tokens // group.block_tokens, request.final_blocks(group))):
                 block = request.tables[group.index][position]
@@ -197,12 +199,12 @@ class ModelScheduler:
                     self.pool.name(block, group.index, request.key(group, position))
 
     def keeps_state(self, request: ModelRequest, end: int) -> bool:
-        """Whether the prefix cache is to have the state there: if there is one, and (like vLLM) not of each block."""
+        """Whether the prefix cache keeps the state at ``end``: not of every block, as in vLLM."""
         step = self.geometry.step_tokens
         return end in request.ends and not (self.sparse and end != (request.prompt - 1) // step * step)
 
     def admit(self, request: ModelRequest, budget: int) -> list[Work] | None:
-        """Tries a waiting request; returns its work, none when it is being looked up or loaded. None: there is no room."""
+        """Schedules a waiting request; returns its work (none for a load), None without room."""
         shared = self.layout.local_hit(self.pool, request) if request.may_load else 0
         local = self.layout.hopeful_hit(self.pool, request) if request.may_load else 0
         if request.computed:  # its load has ended
@@ -216,11 +218,11 @@ class ModelScheduler:
             external = self.accept(answer)
             whole = external == answer and local == shared
             (self.takes_all.add if whole else self.takes_all.discard)(request.request_id)
-            # Only what is loaded would make more of it than all groups have.
+            # Without a load only the tokens count that all groups have.
             local = local if external else shared
         self.hits[request.request_id] = local + external
         count = self.chunk(request, local, min(request.known - local, budget)) if not external else 0
-        # Room for all that is known, where it is loaded: nobody who waits with blocks may be stuck for more of them.
+        # A load allocates blocks for all known tokens: a waiting request must not need more later.
         if not request.computed and not self.place(
             request, local, external, request.known if external else local + count
         ):
@@ -240,12 +242,12 @@ class ModelScheduler:
         return [self.work(request, count, 0)]
 
     def accept(self, offered: int) -> int:
-        """The engine may take less than was offered."""
+        """Takes the offer or, rarely, a part of it."""
         step = self.geometry.step_tokens
         return self.rng.randrange(0, offered + 1, step) if offered and self.rng.random() < self.picky else offered
 
     def place(self, request: ModelRequest, local: int, external: int, tokens: int) -> bool:
-        """Builds the block tables: what the engine has, room for what is loaded, room for what is computed."""
+        """Builds the block tables: cached blocks, blocks to load, blocks to compute."""
         tables: list[list[int]] = []
         shared = []
         new: list[tuple[int, int]] = []
@@ -320,7 +322,10 @@ class ModelScheduler:
                 self.finish(request)
 
     def held_blocks(self, request: ModelRequest, tokens: int) -> list[FreeBlock]:
-        """What somebody waits for who goes on with a request; what is not full goes by a name of its own (nothing with states)."""
+        """Blocks that a peer needs to continue; partial ones get a key of the hold.
+
+        None with states.
+        """
         held = []
         for group in self.geometry.groups if not any(group.is_state for group in self.geometry.groups) else ():
             size, table = group.block_tokens, request.tables[group.index] if request.tables else []
@@ -335,7 +340,7 @@ class ModelScheduler:
         return held
 
     def finish(self, request: ModelRequest) -> None:
-        """Ends a request, in whatever state; one that is being loaded keeps its blocks until that is over."""
+        """Ends a request in any state; it keeps its blocks until its load has ended."""
         loading = request.status is Status.LOADING
         request.status = Status.FINISHED
         confirmed = max(0, request.computed - request.placeholders)

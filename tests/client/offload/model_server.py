@@ -1,4 +1,4 @@
-"""The server and the workers of the model engine: they answer late, in parts, wrongly or not at all, but never with wrong bytes."""
+"""Server and workers of the model engine: late, partial, failing or silent; bytes are right."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from kvtier.client.offload import (
 
 @dataclass
 class Faults:
-    """How often (0 to 1) what goes wrong."""
+    """Probability of each fault."""
 
     lookup_hangs: float = 0.03
-    nobody_there: float = 0.03
+    disconnected: float = 0.03
     load_fails: float = 0.15
     save_fails: float = 0.05
     report_lost: float = 0.01
@@ -50,7 +50,7 @@ class Asked:
 
 
 class ModelServer:
-    """What is stored, by key and rank; what nobody pins may go at any time. Carries out what the core asks of the server."""
+    """Stored blocks by key and rank, and an `OffloadServer`. Unpinned blocks may be evicted."""
 
     def __init__(self, rng: random.Random, geometry: CacheGeometry, script: Script, ranks: int, capacity: int) -> None:
         self.rng, self.geometry, self.script, self.ranks, self.capacity = rng, geometry, script, ranks, capacity
@@ -61,18 +61,18 @@ class ModelServer:
         self.ended: list[str] = []
         self.empties = 0
         self.gone: set[bytes] = set()
-        """What was evicted in this life: who has heard of it as stored knows no better."""
+        """Keys evicted since the restart: a client that stored them still considers them stored."""
         self.life = 1
         self._lease_ids = 0
 
-    # ---- what the core asks for
+    # ---- OffloadServer
 
     def start_lookup(self, lookup: LookupId, request: EngineRequest, start: int, limit: int) -> bool:
         assert isinstance(request, ModelRequest)
         assert request.may_load
         assert not self.empties, "looked up while the server is emptied"
         assert 0 <= start < limit < request.known
-        if self.rng.random() < self.faults.nobody_there:
+        if self.rng.random() < self.faults.disconnected:
             return False
         assert lookup not in self.asked
         self.asked[lookup] = Asked(request, start, limit)
@@ -93,10 +93,10 @@ class ModelServer:
         assert not self.leases, "emptied while something is pinned"
         self.empties += 1
 
-    # ---- its own life
+    # ---- server side
 
     def answer(self, lookup: LookupId) -> PrefixHit:
-        """Searches as a client would, one lease per query."""
+        """Searches the hit as a client does, with one lease per query."""
         asked = self.asked[lookup]
         asked.answered = True
         found = PrefixHit(asked.start)
@@ -150,14 +150,14 @@ class ModelServer:
         self.blocks.clear()
 
     def crash(self) -> None:
-        """Another life begins at once, with nothing."""
+        """Restarts at once, without any block."""
         self.blocks.clear()
         self.leases.clear()
         self.gone.clear()
         self.life += 1
 
     def may_have(self, key: bytes) -> bool:
-        """Whether whoever stored a block in this life may take it for stored."""
+        """Whether a client may consider a block stored since the restart."""
         return key in self.gone or len(self.blocks.get(key, ())) == self.ranks
 
 
@@ -168,7 +168,7 @@ class Task:
 
 
 class ModelWorker:
-    """One rank's: moves what plans say, in its own time, and reports each job once (or, when its report is lost, never)."""
+    """Worker of one rank: runs jobs late, and reports each once unless the report is lost."""
 
     def __init__(self, rng: random.Random, rank: int, pool: Pool, server: ModelServer, give_up_s: float) -> None:
         self.rng, self.rank, self.pool, self.server, self.give_up_s = rng, rank, pool, server, give_up_s
@@ -181,7 +181,7 @@ class ModelWorker:
         self.tasks += [Task(job, now) for job in jobs]
 
     def run(self, now: float) -> None:
-        """Does one of its tasks, whichever."""
+        """Runs one random task."""
         if not self.tasks:
             return
         task = self.tasks.pop(self.rng.randrange(len(self.tasks)))

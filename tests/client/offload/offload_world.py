@@ -1,7 +1,8 @@
-"""A seeded world around the offload core: an engine that preempts, aborts and resets, a server that forgets, workers that fail.
+"""Seeded simulation of the offload core: a model engine, a restarting server, failing workers.
 
-After every step: no token was computed from wrong KV, nothing wrong was stored, no block that a transfer uses was given away, the
-in-flight set is what is in flight, every job was handed out once. In the end nothing is left.
+Checked after every step: no token was computed from wrong KV, no wrong block was stored, no block
+of a transfer was reused, the in-flight set matches the jobs, and every job was planned once. At the
+end nothing is left.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ STEPS_TO_SETTLE = 5000
 
 
 class World(ModelScheduler):
-    """One engine's life; `rng` decides everything."""
+    """One simulated engine; `rng` makes every decision."""
 
     def __init__(self, seed: int, mode: OffloadMode | None = None) -> None:
         rng = random.Random(seed)
@@ -63,7 +64,7 @@ class World(ModelScheduler):
         self.picky = 0.1
         self.chains = [[rng.randrange(1000, 2000) for _ in range(40)] for _ in range(5)]
         self.saves: dict[int, SaveJob] = {}
-        """Jobs that the core waits for."""
+        """Jobs that the core has not seen end."""
         self.job_ids: set[int] = set()
         self.load_reports: Counter[str] = Counter()
         self.failed_loads: set[str] = set()
@@ -84,10 +85,10 @@ class World(ModelScheduler):
             self.lose_report: 2,
             self.wipe: 2,
         }
-        # No two lives are alike: here the workers are slow, there the engine is.
+        # Each run has other weights: in some the workers are slow, in others the engine.
         self.actions = {action: weight * rng.choice((0.3, 1, 3)) for action, weight in actions.items()}
 
-    # ---- what happens
+    # ---- actions
 
     def arrive(self) -> None:
         chain = self.rng.choice(self.chains)
@@ -97,14 +98,14 @@ class World(ModelScheduler):
         self.submit(prompt, self.rng.randint(1, 12), load=self.rng.random() < 0.95, save=self.rng.random() < 0.95)
 
     def act(self) -> None:
-        """Does one random thing."""
+        """Runs one random action."""
         self.rng.choices(list(self.actions), list(self.actions.values()))[0]()
 
     def run_worker(self) -> None:
         self.rng.choice(self.workers).run(self.now)
 
     def report(self) -> None:
-        """Some workers tell what they have done since they last told."""
+        """Some workers report the jobs that they ended since their last report."""
         ended: Counter[int] = Counter()
         not_stored: dict[int, set[int]] = {}
         for worker in self.workers:
@@ -171,30 +172,31 @@ class World(ModelScheduler):
         self.server.evict()
 
     def wipe(self) -> None:
-        """The engine's own prefix cache is emptied."""
+        """Empties the engine's prefix cache."""
         self.pool.wipe()
 
     def tick(self) -> None:
-        # A plan reaches the workers long before its saves are given up: that takes minutes, in the world outside.
+        # A plan reaches the workers long before its saves expire; that takes minutes in real
+        # engines.
         self.now += self.rng.choice((0.1, 0.2, 1.0, 15.0)[: 2 if self.submitted else 4])
 
     def crash(self) -> None:
-        """The server loses all; transfers in flight fail, or go to the one that comes after it."""
+        """The server restarts empty; transfers in flight fail, or reach the restarted server."""
         self.server.crash()
 
     def notice(self) -> None:
-        """The engine hears that the server it knew is gone; it may have had several lives meanwhile."""
+        """The engine notices one or more restarts of the server."""
         if self.noticed_life != self.server.life:
             self.noticed_life = self.server.life
             self.core.server_changed()
-            assert not self.server.asked.keys() - self.loading_lookups(), "a pin of an earlier life"
+            assert not self.server.asked.keys() - self.loading_lookups(), "a pin from before the restart"
 
     def lose_report(self) -> None:
-        """No worker will say what became of a job (the report of the first is lost; the others' are not enough)."""
+        """Loses the first worker's report of some jobs, so that they never complete."""
         lost = [job_id for job_id in self.saves if self.rng.random() < self.server.faults.report_lost]
         self.workers[0].lost.update(lost)
 
-    # ---- what must hold
+    # ---- invariants
 
     def check_plan(self, loads: list[LoadJob], saves: list[SaveJob]) -> None:
         for job in saves:
@@ -215,7 +217,7 @@ class World(ModelScheduler):
         assert core.inspect().jobs.keys() == jobs.keys()
         names = Counter(name for job in jobs.values() for name in zip(job.block_ids, job.keys, strict=True))
         assert not names or max(names.values()) == 1, "a block is saved twice at once"
-        assert core._saves._in_flight.keys() == names.keys(), "the in-flight set is not what is in flight"
+        assert core._saves._in_flight.keys() == names.keys(), "the in-flight set does not match the jobs"
         in_use = Counter(block for job in jobs.values() for block in job.block_ids)
         unheld = [block for block, _ in names.keys() - self.held]
         assert len(unheld) == len(set(unheld)), "a block is saved under two names at once"
@@ -229,7 +231,7 @@ class World(ModelScheduler):
         assert core._loading == {r.request_id for r in self.requests.values() if self.is_loading(r)}
         wanted = {state.lookup.number for state in core._requests.values() if state.lookup is not None}
         wanted |= {state.loading.number for state in core._requests.values() if state.loading is not None}
-        assert wanted == self.server.asked.keys(), "a pin that nobody wants, or one that was lost"
+        assert wanted == self.server.asked.keys(), "a leaked or a lost pin"
         assert core._requests.keys() == self.requests.keys()
         if self.noticed_life == self.server.life and not self.server.empties and self.rng.random() < 0.2:
             check_cached_state(core, self.geometry, self.server)
@@ -241,13 +243,13 @@ class World(ModelScheduler):
         return request.status is Status.LOADING or (request.status is Status.FINISHED and bool(request.tables))
 
     def calm(self) -> None:
-        """From now on nothing goes wrong, and there is room for all."""
+        """Turns off all faults and limits."""
         self.server.faults = CALM
         self.picky = 0
         self.server.capacity = 1_000_000
 
     def settle(self) -> None:
-        """Lets everything come to its end."""
+        """Runs until all requests and transfers have ended."""
         for _ in range(STEPS_TO_SETTLE):
             if not (self.requests or self.core.pending or self.server.empties):
                 break
@@ -267,7 +269,7 @@ class World(ModelScheduler):
         self.check()
 
     def rest(self) -> None:
-        """A minute passes, and then steps in which nothing is computed: lazy mode gets to every free block."""
+        """A minute without work, then idle steps: lazy mode reaches every free block."""
         self.now += 60
         for _ in range(self.pool.num_blocks):
             self.step_calmly()
@@ -283,7 +285,7 @@ class World(ModelScheduler):
 
 
 def run(seed: int, steps: int, mode: OffloadMode | None = None) -> World:
-    """Lives one life from a seed; raises AssertionError where something did not hold."""
+    """Runs one simulation; raises AssertionError if an invariant is violated."""
     world = World(seed, mode)
     for _ in range(steps):
         world.act()
@@ -295,18 +297,17 @@ def run(seed: int, steps: int, mode: OffloadMode | None = None) -> World:
 
 
 def refill(seed: int, steps: int, mode: OffloadMode) -> None:
-    """After any life, prompts that are computed again are found whole, whatever the server had lost of them (B4.15).
+    """After a simulation, prompts that are computed again are found completely (B4.15).
 
-    Not always at the second time: what is put off, because saves hold too many blocks, may have fallen out of its window before.
-    And with few enough blocks to hold, short requests end before it is their turn, each time: so there is no such limit here. In
-    lazy mode a request that takes the blocks that another has just freed is faster than the walk: there they come one by one.
+    This may take several rounds: a block that is delayed by the limit of held blocks may leave its
+    window first. With a low limit short requests would end before their turn each time, so it is
+    raised here. In lazy mode a request could reuse blocks before the lookahead sees them, so
+    requests run one by one.
     """
     world = run(seed, steps, mode)
     world.core._saves._max_held_fraction = 1.0
     if world.core._lookahead is not None:
-        world.core._lookahead.target = (
-            world.pool.num_blocks
-        )  # or the walk would leave alone what nobody is about to evict
+        world.core._lookahead.target = world.pool.num_blocks  # so that every free block is stored
     step = world.geometry.step_tokens
     whole = (len(world.chains[0]) - 1) // step * step - step * world.geometry.drop_last_block
     for _ in range(10):
@@ -320,4 +321,4 @@ def refill(seed: int, steps: int, mode: OffloadMode) -> None:
         world.settle()
         if all(world.hits[request.request_id] >= whole for request in requests):
             return
-    raise AssertionError("a hole that is never filled")
+    raise AssertionError("a block that is never stored again")

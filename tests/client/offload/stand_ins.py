@@ -1,4 +1,4 @@
-"""Stand-ins for what the offload core asks of an engine and a server."""
+"""Fakes of the offload core's interfaces: request, block pool and server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STATE = CacheGroup(2, 4, None, is_state=True)
 
 @dataclass
 class Request:
-    """A request of ``count`` blocks of four tokens and one token more."""
+    """A request of ``count`` blocks of four tokens, and one more token."""
 
     count: int
     request_id: str = "r"
@@ -42,7 +42,7 @@ class Request:
 
 
 class References:
-    """A block pool: each block has one reference, of some request, unless it is in ``queue``."""
+    """A block pool: each block has one reference of a request, unless it is in ``queue``."""
 
     def __init__(self, num_blocks: int = 100) -> None:
         self.num_blocks = num_blocks
@@ -53,7 +53,7 @@ class References:
         self.held: dict[int, FreeBlock] = {}
 
     def free(self, *blocks: FreeBlock) -> None:
-        """Blocks that nobody uses any more, now last in line."""
+        """Frees blocks and appends them to the eviction queue."""
         ids = {block.block_id for block in blocks}
         self.queue = [block for block in self.queue if block.block_id not in ids] + list(blocks)
         for block in blocks:
@@ -91,7 +91,7 @@ class References:
 
 
 class Wishes:
-    """A server that notes what it is asked for."""
+    """A server that records the requests of the core."""
 
     def __init__(self) -> None:
         self.there = True

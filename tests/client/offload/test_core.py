@@ -1,4 +1,4 @@
-"""The offload core, one event after another."""
+"""Offload core: one event after another."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FOUND = PrefixHit(12, {0: {0: (9, 0), 1: (9, 1), 2: (9, 2)}}, {0: "cpu", 1: "cpu
 
 
 class Engine:
-    """The core with its surroundings, and one request "r" of four blocks and a token that has arrived."""
+    """The core with fakes, and one request "r" of four blocks and a token that has arrived."""
 
     def __init__(self, world_size: int = 1) -> None:
         self.pool, self.server = References(), Wishes()
@@ -40,14 +40,14 @@ class Engine:
         return [job.block_ids for job in self.core.take_plan(0.0).saves]
 
     def load(self, tokens: int = 12) -> None:
-        """Has the request loaded, up to where the engine waits for it."""
+        """Plans the load of the request; the engine waits for it."""
         self.answer()
         assert self.core.match("r", 0, 0.1) == 12
         self.core.allocated("r", TABLES, tokens)
 
 
-def test_a_lookup_begins_when_the_request_arrives_and_is_waited_for() -> None:
-    """B4.2, B4.3 Of 17 tokens 16 can be found; until that is known the engine is told to ask again."""
+def test_a_lookup_starts_at_the_arrival_and_the_match_waits_for_it() -> None:
+    """B4.2, B4.3: 16 of 17 tokens can hit; until the answer the engine must ask again."""
     engine = Engine()
     assert engine.server.asked == [(1, "r", 0, 16)]
     assert engine.core.match("r", 0, 0.1) is None
@@ -58,8 +58,8 @@ def test_a_lookup_begins_when_the_request_arrives_and_is_waited_for() -> None:
     assert len(engine.server.asked) == 1
 
 
-def test_a_lookup_that_takes_too_long_is_given_up() -> None:
-    """B4.3 The request computes, its late answer is ignored, and it does not ask again."""
+def test_a_lookup_times_out() -> None:
+    """B4.3: the engine computes the request, ignores the late answer and starts no other lookup."""
     engine = Engine()
     assert engine.core.match("r", 0, 1.0) == 0
     assert (engine.server.given_up, engine.server.dropped) == ([1], [])
@@ -69,7 +69,7 @@ def test_a_lookup_that_takes_too_long_is_given_up() -> None:
 
 
 def test_pins_are_dropped_when_they_are_stale() -> None:
-    """B4.3 A hit that waited long, or that begins behind what the engine still has, is looked up again."""
+    """B4.3: a hit that waited too long, or starts too late, is looked up again."""
     engine = Engine()
     engine.answer()
     assert engine.core.match("r", 0, 10.0) == 12
@@ -82,8 +82,8 @@ def test_pins_are_dropped_when_they_are_stale() -> None:
     assert late.server.asked[-1] == (3, "s", 4, 16)
 
 
-def test_whatever_ends_a_match_drops_its_pin() -> None:
-    """B4.3 Finish and abort, preemption, and an engine that takes nothing of the hit."""
+def test_each_end_of_a_match_drops_its_pin() -> None:
+    """B4.3: finish, abort, preemption, and an engine that takes nothing of the hit."""
     for end in (
         lambda core: core.finished("r", TABLES, 0, 1.0),
         lambda core: core.allocated("r", TABLES, 0),
@@ -96,7 +96,7 @@ def test_whatever_ends_a_match_drops_its_pin() -> None:
 
 
 def test_a_load_is_planned_once_and_pinned_until_it_ends() -> None:
-    """B4.4, B4.8 The plan has it; the engine keeps stepping; when workers are done the pin goes, and not before."""
+    """B4.4, B4.8: the plan has it, the engine keeps stepping, and the pin ends with it."""
     engine = Engine()
     engine.load()
     assert engine.core.take_plan(0.0).loads == [LoadJob("r", [BlockRead(9, [0, 1, 2], [0, 0, 0], [1, 2, 3])])]
@@ -106,11 +106,11 @@ def test_a_load_is_planned_once_and_pinned_until_it_ends() -> None:
     assert not engine.server.dropped
     engine.core.loads_ended(["r"], [])
     assert (engine.core.pending, engine.server.dropped) == (False, [1])
-    assert engine.save(16) == [[4]], "what came from the server is not offered to it"
+    assert engine.save(16) == [[4]], "loaded blocks are not offered"
 
 
 def test_the_engine_may_take_fewer_tokens_than_offered() -> None:
-    """B4.3 Only those are loaded; the others are computed, and stored."""
+    """B4.3: only these are loaded; the others are computed and stored."""
     engine = Engine()
     engine.load(4)
     (job,) = engine.core.take_plan(0.0).loads
@@ -120,7 +120,7 @@ def test_the_engine_may_take_fewer_tokens_than_offered() -> None:
 
 
 def test_a_load_that_fails_is_computed_and_stored() -> None:
-    """B4.15 Its blocks are no more in the store for sure than any others, and it is not loaded a second time."""
+    """B4.15: its blocks may be missing in the store; no second load is tried."""
     engine = Engine()
     engine.load()
     engine.core.loads_ended(["r"], ["r"])
@@ -129,8 +129,8 @@ def test_a_load_that_fails_is_computed_and_stored() -> None:
     assert engine.save(16) == [[1, 2, 3, 4]]
 
 
-def test_a_load_of_what_nobody_knows_is_one_that_fails() -> None:
-    """The engine waits for every load, so every one is in the plan: without reads, workers report it as failed."""
+def test_the_load_of_an_unknown_request_fails() -> None:
+    """The engine waits for every load, so the plan has it, without reads."""
     engine = Engine()
     engine.core.allocated("unknown", TABLES, 8)
     engine.core.allocated("r", TABLES, 8)
@@ -138,7 +138,7 @@ def test_a_load_of_what_nobody_knows_is_one_that_fails() -> None:
 
 
 def test_all_requests_of_a_step_are_in_one_plan() -> None:
-    """B4.4 At most one load event and one store event per step: loads by the engine's ids, saves as the server knows them."""
+    """B4.4: one plan per step; loads use the engine's request ids, saves the server's."""
     engine = Engine()
     engine.load()
     for name in ("s", "t"):
@@ -152,8 +152,8 @@ def test_all_requests_of_a_step_are_in_one_plan() -> None:
     assert engine.core.take_plan(0.0) == type(plan)()
 
 
-def test_a_request_that_ends_while_it_is_loaded_ends_when_the_load_does() -> None:
-    """B4.3, B3.12 Workers write into its blocks: the pin stays, and the server hears of the end once."""
+def test_a_request_aborted_during_its_load_ends_with_the_load() -> None:
+    """B4.3, B3.12: workers still write into its blocks: the pin stays until they end."""
     engine = Engine()
     engine.load()
     engine.core.finished("r", TABLES, 12, 0.2)
@@ -164,7 +164,7 @@ def test_a_request_that_ends_while_it_is_loaded_ends_when_the_load_does() -> Non
 
 
 def test_the_last_steps_blocks_are_stored_and_then_the_request_ends() -> None:
-    """B4.14, B3.12 The server hears of the end after the last store, when all workers have reported it."""
+    """B4.14, B3.12: the server is told after all workers have reported the last store."""
     engine = Engine(world_size=2)
     assert engine.save(8) == [[1, 2]]
     engine.core.finished("r", TABLES, 16, 0.3)
@@ -177,7 +177,7 @@ def test_the_last_steps_blocks_are_stored_and_then_the_request_ends() -> None:
 
 
 def test_a_preemption_resets_the_cursors() -> None:
-    """B4.12 The recomputed blocks are offered, and blocks in flight stay held: nobody has to flush."""
+    """B4.12: recomputed blocks are offered, and blocks in flight stay held without a flush."""
     engine = Engine()
     engine.core.allocated("r", TABLES, 0)
     assert engine.save(16) == [[1, 2, 3, 4]]
@@ -188,8 +188,8 @@ def test_a_preemption_resets_the_cursors() -> None:
     assert [job.block_ids for job in engine.core.take_plan(0.0).saves] == [[5, 6, 7, 8]]
 
 
-def test_an_engine_that_asks_again_has_preempted() -> None:
-    """B4.12 A request that is resumed in the step in which it was preempted is matched before the plan says so."""
+def test_a_second_match_means_a_preemption() -> None:
+    """B4.12: a request resumed in the step of its preemption is matched before the plan has it."""
     engine = Engine()
     engine.core.allocated("r", TABLES, 0)
     assert engine.save(8) == [[1, 2]]
@@ -205,8 +205,8 @@ def test_an_engine_that_asks_again_has_preempted() -> None:
     )
 
 
-def test_a_preemption_that_was_seen_is_not_applied_again() -> None:
-    """B4.12 Resumed at once without a load, the request runs when its preemption is told of; the next one counts again."""
+def test_a_preemption_seen_by_match_is_not_applied_again() -> None:
+    """B4.12: resumed at once, the request runs when `preempted` is called; the next one counts."""
     engine = Engine()
     engine.core.allocated("r", TABLES, 0)
     assert engine.save(8) == [[1, 2]]
@@ -223,7 +223,7 @@ def test_a_preemption_that_was_seen_is_not_applied_again() -> None:
 
 
 def test_a_reset_waits_for_transfers_then_for_the_server() -> None:
-    """B4.13, B5.7 "Not yet" while copies run, whose blocks stay held; then misses, and no saves, until the server is empty."""
+    """B4.13, B5.7: until both have ended, every request is a miss and nothing is saved."""
     engine = Engine(world_size=2)
     assert engine.save(8) == [[1, 2]]
     assert not engine.core.reset()
@@ -234,12 +234,12 @@ def test_a_reset_waits_for_transfers_then_for_the_server() -> None:
     assert (engine.server.emptied, engine.pool.refs[1]) == (1, 1)
     assert engine.save(12) == []
     engine.core.emptied()
-    assert engine.save(12) == [[1, 2, 3]], "B3.19 from its start"
+    assert engine.save(12) == [[1, 2, 3]], "B3.19: from its start"
     assert engine.core.match("r", 0, 0.5) is None
 
 
 def test_a_reset_waits_for_loads_too() -> None:
-    """B4.13 What is being read from the server pins it there."""
+    """B4.13: a load pins its blocks in the server."""
     engine = Engine()
     engine.load()
     assert not engine.core.reset()
@@ -248,8 +248,8 @@ def test_a_reset_waits_for_loads_too() -> None:
     assert engine.server.emptied == 1
 
 
-def test_whole_requests_offer_what_was_loaded() -> None:
-    """B1.1, B1.6 Loading a prefix does not advance the cursor of a request that a tier wants whole."""
+def test_request_level_storage_offers_loaded_blocks() -> None:
+    """B1.1, B1.6: a load does not advance the cursor of a request that a tier wants completely."""
     engine = Engine()
     engine.request.request_level = True
     engine.load()
@@ -257,8 +257,8 @@ def test_whole_requests_offer_what_was_loaded() -> None:
     assert engine.save(16) == [[1, 2, 3, 4]]
 
 
-def test_groups_are_offered_each_on_its_own() -> None:
-    """B4.10 Each group has its own keys, and its own blocks."""
+def test_each_group_is_offered_separately() -> None:
+    """B4.10: each group has its own keys and blocks."""
     pool = References()
     core = OffloadCore(CacheGeometry((FULL, WINDOW), 4, 4), 1, OffloadOptions(), pool, Wishes())
     core.arrived(Request(2, may_load=False), 0, 0.0)
@@ -266,8 +266,8 @@ def test_groups_are_offered_each_on_its_own() -> None:
     assert core.take_plan(0.0).saves == [SaveJob(1, "server's r", [b"1.1", b"0.0", b"1.0"], [1, 0, 0], [4, 1, 2])]
 
 
-def test_who_may_not_does_not() -> None:
-    """A request that may neither load nor save does neither, and the server hears of its end."""
+def test_a_request_without_permissions_neither_loads_nor_saves() -> None:
+    """The server is told of its end."""
     engine = Engine()
     engine.core.arrived(Request(4, "r", may_load=False, may_save=False), 0, 0.0)
     assert engine.core.match("r", 0, 0.1) == 0

@@ -1,4 +1,4 @@
-"""What somebody waits for when a request has ended: it is stored under the names that it is held by, and nothing twice."""
+"""Blocks held for a peer at a request's end: stored with the keys of the hold, and none twice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TAIL = b"tail"
 
 
 def held(*positions: int, tail: int | None = None) -> list[FreeBlock]:
-    """Returns these blocks of the table by the names of their contents, and one by a name of its own."""
+    """Returns these blocks of the table with their content keys, and one with another key."""
     blocks = [FreeBlock(TABLES[0][position], 0, b"%d.0" % position) for position in positions]
     return blocks + ([FreeBlock(TABLES[0][tail], 0, TAIL)] if tail is not None else [])
 
@@ -41,24 +41,24 @@ class Engine:
     def save(
         self, tokens: int = 0, request_id: str = "r", *, tables: BlockTables = TABLES, now: float = 0.0
     ) -> dict[int, list[tuple[int, bytes]]]:
-        """Returns the blocks that a step saves, with their names, by job."""
+        """Returns the blocks that a step saves, with their keys, by job."""
         computed = [ScheduledRequest(request_id, tokens, lambda: tables)] if tokens else []
         self.core.plan_saves(computed, now)
         jobs = self.core.take_plan(now).saves
         return {job.job_id: list(zip(job.block_ids, job.keys, strict=True)) for job in jobs}
 
     def finish(self, tokens: int, blocks: list[FreeBlock], request_id: str = "r") -> dict[int, list[tuple[int, bytes]]]:
-        """Ends a request; returns what is saved then."""
+        """Ends a request; returns the blocks that are saved then."""
         self.core.finished(request_id, TABLES, tokens, 0.0, blocks)
         return self.save()
 
     def stored(self, *jobs: int, failed: tuple[int, ...] = ()) -> list[EndedSave]:
-        """The workers have ended these jobs, but for the blocks at the ``failed`` places of each."""
+        """All workers have ended these jobs; blocks at the ``failed`` indices were not stored."""
         return self.core.saves_ended(dict.fromkeys(jobs, 1), dict.fromkeys(jobs, failed), 0.0)
 
 
-def test_only_what_was_not_offered_is_stored_for_it() -> None:
-    """B2.17 B5.1: the first two are stored, the next two full with the last step, as ever; the last one has another name."""
+def test_only_blocks_not_offered_before_are_stored() -> None:
+    """B2.17 B5.1: two are stored, the last step fills two, and the last has another key."""
     engine = Engine()
     engine.start()
     engine.stored(*engine.save(8))
@@ -68,8 +68,8 @@ def test_only_what_was_not_offered_is_stored_for_it() -> None:
     assert (engine.server.ended, engine.core.pending) == (["r"], False)
 
 
-def test_what_was_offered_and_not_stored_is_stored_now() -> None:
-    """B2.17 B3.5: whatever room there is: who pulls waits for all that is held."""
+def test_blocks_that_were_not_stored_are_stored_now() -> None:
+    """B2.17 B3.5: even above the limit, because the pulling peer waits for all held blocks."""
     engine = Engine(fraction=0.02)
     engine.start()
     engine.stored(*engine.save(8), failed=(0,))
@@ -80,8 +80,8 @@ def test_what_was_offered_and_not_stored_is_stored_now() -> None:
 
 
 @pytest.mark.parametrize("mode", OffloadMode)
-def test_all_is_stored_where_nothing_was_offered(mode: OffloadMode) -> None:
-    """B2.17 B4.7: in lazy mode the others wait until they are about to be evicted; a peer does not."""
+def test_all_held_blocks_are_stored_if_none_was_offered(mode: OffloadMode) -> None:
+    """B2.17 B4.7: in lazy mode too, because the peer does not wait for an eviction."""
     engine = Engine(mode)
     engine.start()
     saves = engine.finish(0 if mode is OffloadMode.EAGER else 14, held(0, 1, 2, tail=3))
@@ -89,8 +89,8 @@ def test_all_is_stored_where_nothing_was_offered(mode: OffloadMode) -> None:
 
 
 @pytest.mark.parametrize("mode", OffloadMode)
-def test_blocks_that_are_stored_for_somebody_are_held_until_then(mode: OffloadMode) -> None:
-    """B5.3: by a reference of their own, which is given back; not as blocks that were free before are."""
+def test_blocks_stored_for_a_peer_are_held_until_then(mode: OffloadMode) -> None:
+    """B5.3: by their own reference, which is released; they are not put back as free blocks are."""
     engine = Engine(mode)
     engine.start()
     (job,) = engine.finish(0, held(0, 1, tail=2))
@@ -103,8 +103,8 @@ def test_blocks_that_are_stored_for_somebody_are_held_until_then(mode: OffloadMo
     assert not engine.core.pending
 
 
-def test_what_is_being_stored_under_that_name_is_not_stored_twice() -> None:
-    """B5.2 B5.4: by another request that has it, say; who offered it still learns that it was not stored."""
+def test_a_block_in_flight_with_the_same_key_is_not_stored_twice() -> None:
+    """B5.2 B5.4: both requests that offered it learn that it was not stored."""
     engine = Engine(OffloadMode.LAZY)
     engine.start("whole", request_level=True)
     engine.start()
@@ -118,8 +118,8 @@ def test_what_is_being_stored_under_that_name_is_not_stored_twice() -> None:
 
 
 @pytest.mark.parametrize("first", ["content", TAIL])
-def test_a_block_in_flight_under_another_name_is_stored_under_this_one(first: str | bytes) -> None:
-    """B2.6 B5.4: whichever of the two ends first, it is held until both have, and each learns what became of its own."""
+def test_a_block_in_flight_with_another_key_is_stored_with_this_one(first: str | bytes) -> None:
+    """B2.6 B5.4: it is held until both jobs have ended; each result counts for its key."""
     engine = Engine()
     engine.start("other")
     engine.start()
@@ -133,8 +133,8 @@ def test_a_block_in_flight_under_another_name_is_stored_under_this_one(first: st
     assert list(engine.save(8, "other", now=9.0).values()) == [[(2, b"1.0")]]
 
 
-def test_a_block_that_was_offered_for_more_tokens_than_count_is_stored_by_its_name() -> None:
-    """B2.6 B4.6: a step ahead it was full; its request ended within it, so that who goes on knows it by another name only."""
+def test_a_block_with_unconfirmed_tokens_is_stored_with_the_key_of_the_hold() -> None:
+    """B2.6 B4.6: it was offered as full, but the request ended inside the block."""
     engine = Engine()
     engine.start()
     saves = engine.save(8)
@@ -144,7 +144,7 @@ def test_a_block_that_was_offered_for_more_tokens_than_count_is_stored_by_its_na
 
 @pytest.mark.parametrize("emptying", [False, True])
 def test_nothing_is_stored_while_the_server_is_to_forget(emptying: bool) -> None:  # noqa: FBT001 - a table
-    """B4.13: what is held would be there again after the reset, under the names of what was to go."""
+    """B4.13: otherwise invalidated blocks would be stored again after the reset."""
     engine = Engine()
     engine.start()
     engine.start("other")

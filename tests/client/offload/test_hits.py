@@ -1,4 +1,4 @@
-"""How far a hit reaches, and what is read for it."""
+"""Length of a hit, and the reads of its load."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvtier.client.offload.loads import lacks_blocks, longest_hit, plan_reads, u
 
 @pytest.mark.parametrize(("num_tokens", "limit"), [(0, 0), (1, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
 def test_a_hit_leaves_a_token_to_compute(num_tokens: int, limit: int) -> None:
-    """B4.2 An exactly aligned prompt loses its last block, one token more keeps all."""
+    """B4.2: an aligned prompt loses its last block; with one more token it keeps all."""
     assert usable_limit(num_tokens, 4) == limit
 
 
@@ -28,17 +28,17 @@ def test_a_hit_leaves_a_token_to_compute(num_tokens: int, limit: int) -> None:
     ],
 )
 def test_a_hit_is_one_that_all_groups_can_serve(full: set[int], window: set[int], hit: int) -> None:
-    """B4.10 Full attention needs all blocks, a sliding window only the last ones."""
+    """B4.10: full attention needs all blocks, a sliding window only the last ones."""
     assert longest_hit([FULL, WINDOW], {0: full, 1: window}, 0, 16, 4) == hit
 
 
-def test_what_the_engine_has_itself_need_not_be_in_the_store() -> None:
+def test_blocks_of_the_engine_need_not_be_stored() -> None:
     """Blocks before the start count as present, in the window's group too."""
     assert longest_hit([FULL, WINDOW], {0: {2}, 1: {2}}, 8, 16, 4) == 12
 
 
-def test_half_a_load_is_none() -> None:
-    """B4.3 The engine may accept fewer tokens than offered, but not part of a block."""
+def test_a_partial_load_is_not_possible() -> None:
+    """B4.3: the engine may accept fewer tokens than offered, but not part of a block."""
     geometry = CacheGeometry((FULL,), 4, 4)
     found = PrefixHit(8, {0: {0: (9, 0), 1: (9, 1)}})
     reads = [plan_reads(geometry, found, [[5, 6]], 0, end) for end in (8, 4, 6)]
@@ -46,7 +46,7 @@ def test_half_a_load_is_none() -> None:
 
 
 def _hit(geometry: CacheGeometry, limit: int, present: dict[int, set[int]]) -> tuple[int, int]:
-    """Returns how far a hit reaches, and how many queries it took."""
+    """Returns the end of a hit and the number of queries."""
     queries, asked = search_hit(geometry, 0, limit), 0
     try:
         query = next(queries)
@@ -77,17 +77,17 @@ def _hit(geometry: CacheGeometry, limit: int, present: dict[int, set[int]]) -> t
 def test_full_window_and_state_are_matched_together(
     full: set[int], window: set[int], state: set[int], expected: tuple[int, int]
 ) -> None:
-    """B4.10 All of the prefix, the last window, and the state at the end: as few queries as it takes."""
+    """B4.10: the whole prefix, the last window, and the state at the end, with few queries."""
     assert _hit(CacheGeometry((FULL, WINDOW, STATE), 4, 4), 16, {0: full, 1: window, 2: state}) == expected
 
 
-def test_the_last_block_of_a_hit_can_be_one_to_compute_anew() -> None:
-    """B4.2 With a draft model the hit is a block shorter."""
+def test_the_last_block_of_a_hit_may_be_recomputed() -> None:
+    """B4.2: with a draft model the hit is a block shorter."""
     assert _hit(CacheGeometry((FULL,), 4, 4, drop_last_block=True), 16, {0: {0, 1, 2, 3}}) == (12, 1)
 
 
 def test_a_block_that_was_not_found_makes_the_load_impossible() -> None:
-    """B4.10 Taking less than offered moves a window's end: a block that it needs there was never looked up."""
+    """B4.10: a shorter load moves the end of the window to a block that was not looked up."""
     geometry = CacheGeometry((FULL, WINDOW), 4, 4)
     full = {position: (9, position) for position in range(4)}
     found = PrefixHit(16, {0: full, 1: {2: (8, 0), 3: (8, 1)}})
@@ -97,7 +97,7 @@ def test_a_block_that_was_not_found_makes_the_load_impossible() -> None:
 
 
 def test_a_window_that_was_lost_before_the_start_makes_the_load_impossible() -> None:
-    """B4.10 An engine may count what full attention has, and allocate anew what a window lost: nobody asked for that block."""
+    """B4.10: the engine counts tokens whose window block it lost; that block was not looked up."""
     pool, geometry = References(), CacheGeometry((FULL, WINDOW, STATE), 4, 4)
     tables = [[1, 2, 3, 4], [0, 6, 7, 8], [0, 0, 0, 9]]
     pool.names = {1: b"0.0", 2: b"1.0", 3: b"2.0"}
@@ -109,9 +109,9 @@ def test_a_window_that_was_lost_before_the_start_makes_the_load_impossible() -> 
 
 
 def test_only_the_last_state_is_read() -> None:
-    """B4.10 An engine allocates one block for the state of a hit; those before it are null."""
+    """B4.10: an engine allocates one block for the state of a hit; those before it are null."""
     geometry = CacheGeometry((FULL, STATE), 4, 4)
     found = PrefixHit(8, {0: {0: (9, 0), 1: (9, 1)}, 2: {1: (8, 0)}})
     reads = plan_reads(geometry, found, [[1, 2], [], [0, 5]], 0, 8)
     assert reads == [BlockRead(9, [0, 1], [0, 0], [1, 2]), BlockRead(8, [0], [2], [5])]
-    assert plan_reads(geometry, found, [[1], [], [5]], 0, 4) == [], "the state there was never looked up"
+    assert plan_reads(geometry, found, [[1], [], [5]], 0, 4) == [], "that state was not looked up"

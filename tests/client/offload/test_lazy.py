@@ -1,4 +1,4 @@
-"""Lazy mode: what is stored just before the engine would evict it."""
+"""Lazy mode: blocks are stored shortly before the engine evicts them."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def _step(core: OffloadCore, now: float = 0.0) -> list[int]:
         ((FULL, CacheGroup(1, 8, 7), STATE), 2 * (4 + 2 + 2)),
     ],
 )
-def test_the_walk_looks_two_steps_ahead(groups: tuple[CacheGroup, ...], target: int) -> None:
-    """B4.7 cdiv(batched tokens, block), cdiv(window, block) + 1, and 2 for states; times two."""
+def test_the_lookahead_is_two_steps(groups: tuple[CacheGroup, ...], target: int) -> None:
+    """B4.7: cdiv(batched tokens, block), cdiv(window, block) + 1, and 2 for states; times two."""
     pool = References()
     core = OffloadCore(
         CacheGeometry(groups, 8, 4), 1, OffloadOptions(OffloadMode.LAZY, batched_tokens=16), pool, Wishes()
@@ -56,20 +56,20 @@ def test_the_walk_looks_two_steps_ahead(groups: tuple[CacheGroup, ...], target: 
     assert len(_step(core)) == target
 
 
-def test_blocks_are_stored_from_the_end_where_they_are_evicted() -> None:
-    """B4.7 The next two first; what has no name, or is stored already, counts and is not stored."""
+def test_blocks_are_stored_from_the_eviction_end() -> None:
+    """B4.7: the next two first; blocks without a key, or stored ones, count and are not stored."""
     pool = References()
     core = _core(pool)
     pool.free(*_free(5, 3), FreeBlock(8, 0, None), *_free(4))
     assert _step(core) == [5, 3]
     assert _step(core) == []
-    pool.hold([5, 3])  # the engine takes them
+    pool.hold([5, 3])  # the engine allocates them
     assert _step(core) == [4]
     assert _step(core) == []
 
 
 def test_a_block_with_other_content_is_another_block() -> None:
-    """B4.7 What is known of a block is known of its content."""
+    """B4.7: a block counts as stored only with the content that was stored."""
     pool = References()
     core = _core(pool)
     pool.free(*_free(5))
@@ -78,8 +78,8 @@ def test_a_block_with_other_content_is_another_block() -> None:
     assert _step(core) == [5]
 
 
-def test_what_comes_to_stand_first_is_seen_to_soon() -> None:
-    """B4.7 Blocks may be freed to where the walk has been: it begins at the eviction end each time."""
+def test_blocks_freed_at_the_eviction_end_are_stored_soon() -> None:
+    """B4.7: each scan starts at the eviction end, also behind the last one."""
     pool = References()
     core = _core(pool)
     pool.free(*_free(5))
@@ -91,21 +91,21 @@ def test_what_comes_to_stand_first_is_seen_to_soon() -> None:
     assert [block for _ in range(20) for block in _step(core)] == [9]
 
 
-def test_no_more_is_stored_than_the_next_steps_may_take() -> None:
-    """B4.7 However long the engine idles: what is far from being evicted may be used again before it would have to be stored."""
+def test_only_blocks_of_the_next_steps_are_stored() -> None:
+    """B4.7: others may be used again before their eviction, so an idle engine waits."""
     pool = References()
     core = _core(pool)
     pool.free(*_free(*range(1, 60)))
     assert _step(core) == [1, 2]
     for now in range(50):
         assert _step(core, float(now)) == []
-    assert [block.block_id for block in pool.queue[:3]] == [1, 2, 3], "what is stored is the next to go, as before"
-    pool.hold([1])  # the engine takes a block
+    assert [block.block_id for block in pool.queue[:3]] == [1, 2, 3], "the eviction order stays the same"
+    pool.hold([1])  # the engine allocates a block
     assert _step(core, 50.0) == [3]
 
 
-def test_what_is_stored_goes_in_the_order_in_which_it_was_freed() -> None:
-    """B4.9 Oldest first: what was freed later is not evicted earlier for being stored."""
+def test_stored_blocks_keep_their_eviction_order() -> None:
+    """B4.9: oldest first; a store does not make a block's eviction earlier or later."""
     pool = References()
     core = _core(pool, batched_tokens=24)
     for first in (1, 4, 7):
@@ -114,8 +114,8 @@ def test_what_is_stored_goes_in_the_order_in_which_it_was_freed() -> None:
         assert [block.block_id for block in pool.queue] == list(range(1, first + 3))
 
 
-def test_blocks_that_leave_from_the_middle_are_made_up_for() -> None:
-    """B4.7 A prefix hit takes blocks out of the queue: a few steps later as many others are stored."""
+def test_blocks_that_leave_from_the_middle_are_replaced() -> None:
+    """B4.7: after a prefix hit removed blocks, some steps later others are stored."""
     pool = References()
     core = _core(pool, batched_tokens=16)
     pool.free(*_free(*range(1, 60)))
@@ -124,8 +124,8 @@ def test_blocks_that_leave_from_the_middle_are_made_up_for() -> None:
     assert [block for _ in range(20) for block in _step(core)] == [9, 10, 11]
 
 
-def test_what_is_held_is_bounded() -> None:
-    """B4.6 Saves in flight hold their share of the blocks and no more."""
+def test_held_blocks_are_limited() -> None:
+    """B4.6: saves in flight hold at most their share of the blocks."""
     pool = References(10)
     core = _core(pool, batched_tokens=100, held=0.3)
     pool.free(*_free(1, 2, 3, 4, 5))
@@ -136,8 +136,8 @@ def test_what_is_held_is_bounded() -> None:
     assert not core.take_plan(0.0).saves
 
 
-def test_a_full_server_is_asked_now_and_then() -> None:
-    """B3.5 Blocks that were not stored are offered again after a while, for as long as they are there."""
+def test_stores_in_a_full_server_back_off() -> None:
+    """B3.5: blocks that were not stored are offered again later, as long as they are free."""
     pool = References()
     core = _core(pool)
     pool.free(*_free(5))
@@ -150,8 +150,8 @@ def test_a_full_server_is_asked_now_and_then() -> None:
     assert _step(core, 60.0) == [5]
 
 
-def test_what_is_stored_is_believed_for_a_while() -> None:
-    """B4.15 The server may have evicted it since: a block that comes back from use minutes later is offered again."""
+def test_stored_blocks_count_as_stored_for_a_limited_time() -> None:
+    """B4.15: the server may evict it; a block freed minutes later is offered again."""
     pool = References()
     core = _core(pool)
     pool.free(*_free(5))
@@ -164,7 +164,7 @@ def test_what_is_stored_is_believed_for_a_while() -> None:
 
 
 def test_lazy_mode_finds_no_block_in_flight() -> None:
-    """B5.8 A block that is being stored is held, so it is not free: no set is needed to leave it out."""
+    """B5.8: a block that is being stored is held, so it is not in the free queue."""
     pool = References()
     core = _core(pool, world_size=2)
     pool.free(*_free(5, 6))
@@ -177,8 +177,8 @@ def test_lazy_mode_finds_no_block_in_flight() -> None:
     assert core.pending
 
 
-def test_requests_are_stored_eagerly_only_where_the_whole_is_wanted() -> None:
-    """B1.1, B4.7 Who reads a whole request's blocks will not wait until they are evicted; others are left alone."""
+def test_only_request_level_storage_is_eager() -> None:
+    """B1.1, B4.7: its readers must not wait for evictions; other requests are lazy."""
     core = _core(References())
     for name, request_level in (("r", False), ("w", True)):
         core.arrived(Request(2, name, may_load=False, request_level=request_level), 0, 0.0)
@@ -188,7 +188,7 @@ def test_requests_are_stored_eagerly_only_where_the_whole_is_wanted() -> None:
 
 
 def test_after_a_reset_nothing_counts_as_stored() -> None:
-    """B4.13 The server has lost it all: what is free is stored again."""
+    """B4.13: the server is empty, so free blocks are stored again."""
     pool = References()
     core = _core(pool)
     pool.free(*_free(5))
@@ -200,8 +200,8 @@ def test_after_a_reset_nothing_counts_as_stored() -> None:
     assert _step(core) == [5]
 
 
-def test_what_was_loaded_is_stored_already() -> None:
-    """B4.7 Blocks that came from the server are skipped, and those of a load that failed are not."""
+def test_loaded_blocks_count_as_stored() -> None:
+    """B4.7: loaded blocks are skipped; those of a failed load are stored."""
     for failed, saved in (([], []), (["r"], [1, 2])):
         pool = References()
         core = _core(pool)

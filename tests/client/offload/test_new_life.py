@@ -1,4 +1,4 @@
-"""The server was restarted, and may have nothing: what the core does about it."""
+"""Offload core after a restart of the server, which may have lost every block."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Engine:
         self.core = OffloadCore(CacheGeometry((FULL,), 4, 4), 1, options, self.pool, self.server)
 
     def start(self, tokens: int = 0) -> None:
-        """Begins a request of four blocks, of which ``tokens`` are loaded."""
+        """Starts a request of four blocks, with ``tokens`` loaded tokens."""
         self.core.arrived(Request(4), 0, 0.0)
         self.core.lookup_ended(LookupId(1), FOUND, 0.0)
         assert self.core.match("r", 0, 0.0) == 8
@@ -46,7 +46,7 @@ class Engine:
 
 
 def test_running_requests_offer_their_blocks_again() -> None:
-    """B4.15 What is behind the cursor, loaded blocks included, is a hole in a server that has nothing."""
+    """B4.15: the restarted server lacks all blocks before the cursor, loaded ones included."""
     engine = Engine()
     engine.start(8)
     engine.core.loads_ended(["r"], [])
@@ -57,8 +57,8 @@ def test_running_requests_offer_their_blocks_again() -> None:
     assert list(engine.plan(tokens=17).values()) == [[1, 2, 3, 4]]
 
 
-def test_a_save_that_the_change_overtook_counts_for_nothing() -> None:
-    """B4.5, B4.15 It may have been stored by the server that is gone: its blocks are offered again, and held until then."""
+def test_a_save_across_the_restart_does_not_count() -> None:
+    """B4.5, B4.15: the old server may have stored it; its blocks are offered again."""
     engine = Engine()
     engine.start()
     jobs = engine.plan(tokens=16)
@@ -72,21 +72,21 @@ def test_a_save_that_the_change_overtook_counts_for_nothing() -> None:
     assert engine.plan(now=99.0, tokens=17) == {}
 
 
-def test_what_was_found_before_is_asked_for_again() -> None:
-    """B4.3 A lease of an earlier life is not used: its request is looked up once more, answered or not."""
+def test_hits_from_before_the_restart_are_looked_up_again() -> None:
+    """B4.3: a lease of the old server is not used; its request is looked up again."""
     engine = Engine()
     engine.core.arrived(Request(4), 0, 0.0)
     engine.core.arrived(Request(4, "unanswered"), 0, 0.0)
     engine.core.lookup_ended(LookupId(1), FOUND, 0.0)
     engine.core.server_changed()
     assert engine.server.dropped == [1, 2]
-    engine.core.lookup_ended(LookupId(2), FOUND, 0.0)  # of the earlier life, and late
+    engine.core.lookup_ended(LookupId(2), FOUND, 0.0)  # a late answer of the old server
     assert [engine.core.match(name, 0, 0.1) for name in ("r", "unanswered")] == [None, None]
     assert [name for _, name, _, _ in engine.server.asked] == ["r", "unanswered"] * 2
 
 
-def test_a_load_goes_on_and_ends_by_itself() -> None:
-    """B4.4 Whether it was copied in time the workers know: its pin is kept until they say so, and given back once."""
+def test_a_load_continues_across_the_restart() -> None:
+    """B4.4: the workers report whether it was copied; until then its pin stays."""
     engine = Engine()
     engine.start(8)
     assert engine.core.take_plan(0.0).loads
@@ -96,8 +96,8 @@ def test_a_load_goes_on_and_ends_by_itself() -> None:
     assert (engine.core.pending, engine.server.dropped) == (False, [1])
 
 
-def test_lazy_mode_begins_anew() -> None:
-    """B4.7 What is free is stored again, a block whose save the change overtook included."""
+def test_lazy_mode_stores_all_blocks_again() -> None:
+    """B4.7: free blocks are stored again, including a block whose save was in flight."""
     engine = Engine(OffloadMode.LAZY)
     engine.pool.free(*FREE)
     engine.stored(engine.plan())
@@ -112,8 +112,8 @@ def test_lazy_mode_begins_anew() -> None:
     assert list(engine.plan().values()) == [[5, 6]]
 
 
-def test_lazy_mode_does_not_take_what_was_loaded_before_for_stored() -> None:
-    """B4.7 It came from a server that is gone."""
+def test_lazy_mode_forgets_blocks_loaded_before_the_restart() -> None:
+    """B4.7: the restarted server may not have them."""
     engine = Engine(OffloadMode.LAZY)
     engine.start(8)
     engine.core.server_changed()
@@ -122,8 +122,8 @@ def test_lazy_mode_does_not_take_what_was_loaded_before_for_stored() -> None:
     assert list(engine.plan().values()) == [[1, 2]]
 
 
-def test_a_reset_goes_on_with_the_new_server() -> None:
-    """B3.19, B4.13 A life that began before the server was emptied may have brought back what is to be forgotten."""
+def test_a_reset_continues_with_the_restarted_server() -> None:
+    """B3.19, B4.13: the restarted server may have restored invalidated blocks from a lower tier."""
     engine = Engine()
     engine.start()
     jobs = engine.plan(tokens=16)

@@ -1,4 +1,4 @@
-"""What is offered, when, and what becomes of what was not stored."""
+"""Save planner: which blocks are offered, when, and again after a failure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOST_S = 600.0
 
 
 class Saves:
-    """The planner, at a time that the test sets."""
+    """The planner with a clock set by the test."""
 
     def __init__(self, pool: References | None = None, world_size: int = 1, held: float = 1.0) -> None:
         self.now = 100.0
@@ -28,13 +28,13 @@ class Saves:
     def report(
         self, ended: Mapping[int, int], not_stored: Mapping[int, Collection[int]] | None = None
     ) -> dict[int, int]:
-        """Returns the jobs that all workers have ended, with the number of blocks that were not stored."""
+        """Returns the complete jobs with their number of blocks that were not stored."""
         complete = self.planner.report(ended, not_stored or {}, self.now)
         return {save.job.job_id: len(save.not_stored) for save in complete}
 
 
 def test_blocks_are_offered_once_and_pinned_until_all_workers_report() -> None:
-    """B4.5, B5.3 Blocks carry a reference until every worker has ended the job."""
+    """B4.5, B5.3: blocks have a reference until every worker has ended the job."""
     pool = References()
     planner, progress = Saves(pool, world_size=2), SaveProgress()
     job = planner.plan(Request(4), progress, 13, [[7, 8, 9, 10]])
@@ -48,11 +48,11 @@ def test_blocks_are_offered_once_and_pinned_until_all_workers_report() -> None:
     planner.report({job.job_id: 1})
     assert not planner.planner.pending
     assert [pool.refs[number] for number in (7, 8, 9)] == [1, 1, 1]
-    assert pool.released == [9, 8, 7], "a prefix is to be evicted from its tail"
+    assert pool.released == [9, 8, 7], "a prefix is evicted from its tail"
 
 
-def test_a_block_in_flight_is_not_stored_twice_but_its_twin_is() -> None:
-    """B5.1, B5.2, B5.4, B4.15 By block id and across requests; equal content in another block is another block."""
+def test_a_block_in_flight_is_not_stored_twice_but_its_copy_is() -> None:
+    """B5.1, B5.2, B5.4, B4.15: by block id, across requests; equal content is another block."""
     planner = Saves()
     first = planner.plan(Request(2), SaveProgress(), 8, [[7, 8]])
     assert first is not None
@@ -63,19 +63,20 @@ def test_a_block_in_flight_is_not_stored_twice_but_its_twin_is() -> None:
     planner.report({first.job_id: 1})
     again = planner.plan(Request(2), SaveProgress(), 8, [[7, 8]])
     assert again is not None
-    assert again.block_ids == [7, 8]  # the server says that it has them, or stores what it has lost since
+    # the server reports them as present, or stores them again
+    assert again.block_ids == [7, 8]
 
 
 def test_drafts_null_blocks_and_loaded_blocks_are_not_offered() -> None:
-    """B4.6, B4.9 Only blocks with a hash, never the null block, never what just came from the server."""
+    """B4.6, B4.9: only blocks with a hash; not the null block and not loaded blocks."""
     planner = Saves()
     job = planner.plan(Request(4), SaveProgress(loaded=range(4, 8)), 100, [[7, 8, 0, 10, 11, 12]])
     assert job is not None
     assert job.block_ids == [7, 10]
 
 
-def test_holding_too_much_puts_the_rest_off() -> None:
-    """Saves in flight hold at most their share of the engine's blocks; the rest follows later."""
+def test_blocks_above_the_limit_are_offered_later() -> None:
+    """Saves in flight hold at most their share of the engine's blocks."""
     planner, progress = Saves(References(8), held=0.25), SaveProgress()
     job = planner.plan(Request(4), progress, 16, [[1, 2, 3, 4]])
     assert job is not None
@@ -88,7 +89,7 @@ def test_holding_too_much_puts_the_rest_off() -> None:
 
 
 def test_blocks_that_were_not_stored_are_offered_again_later() -> None:
-    """B3.5, B4.15 A full server costs a call now and then, not one per step, and leaves no hole."""
+    """B3.5, B4.15: a full server costs few calls, not one per step, and no block stays missing."""
     planner, progress = Saves(), SaveProgress()
     table = [[7, 8, 9, 10]]
     job = planner.plan(Request(4), progress, 12, table)
@@ -114,8 +115,8 @@ def test_blocks_that_were_not_stored_are_offered_again_later() -> None:
     assert planner.plan(Request(4), progress, 16, table) is None
 
 
-def test_a_server_that_takes_blocks_again_is_asked_again_soon() -> None:
-    """B3.5 The intervals begin anew when something was stored."""
+def test_a_successful_store_resets_the_backoff() -> None:
+    """B3.5: the intervals start again after a store."""
     planner, progress = Saves(), SaveProgress()
     for tokens, wait in ((4, 1), (4, 2), (8, 1)):
         job = planner.plan(Request(4), progress, tokens, [[7, 8]])
@@ -130,8 +131,8 @@ def test_a_server_that_takes_blocks_again_is_asked_again_soon() -> None:
             planner.report({job.job_id: 1})
 
 
-def test_the_end_of_a_request_is_the_last_time_to_offer() -> None:
-    """B3.5 What was missed is offered once more when the request ends, without waiting."""
+def test_missed_blocks_are_offered_at_the_end_of_a_request() -> None:
+    """B3.5: once more, without waiting for the backoff."""
     planner, progress = Saves(), SaveProgress()
     job = planner.plan(Request(2), progress, 8, [[7, 8]])
     assert job is not None
@@ -142,8 +143,8 @@ def test_the_end_of_a_request_is_the_last_time_to_offer() -> None:
     assert again.block_ids == [8]
 
 
-def test_who_shares_a_block_learns_that_it_was_not_stored() -> None:
-    """B3.5, B5.4 A request that found the block in flight offers it itself later, if it came to nothing."""
+def test_each_request_that_shares_a_block_learns_that_it_was_not_stored() -> None:
+    """B3.5, B5.4: a request that found the block in flight offers it later if the save failed."""
     planner, first, second = Saves(), SaveProgress(), SaveProgress()
     job = planner.plan(Request(2), first, 8, [[7, 8]])
     assert job is not None
@@ -157,7 +158,7 @@ def test_who_shares_a_block_learns_that_it_was_not_stored() -> None:
 
 
 def test_a_block_counts_as_stored_when_all_ranks_stored_it() -> None:
-    """B5.7, B3.14 One rank that could not store a block is enough to offer it again, by all of them."""
+    """B5.7, B3.14: if one rank could not store a block, all ranks offer it again."""
     planner, progress = Saves(world_size=2), SaveProgress()
     job = planner.plan(Request(2), progress, 8, [[7, 8]])
     assert job is not None
@@ -171,8 +172,8 @@ def test_a_block_counts_as_stored_when_all_ranks_stored_it() -> None:
     assert again.block_ids == [8]
 
 
-def test_a_full_house_costs_nothing_to_find() -> None:
-    """B4.6 With no room for another block no table is built, for it may be long; later all is offered."""
+def test_no_table_is_read_at_the_limit_of_held_blocks() -> None:
+    """B4.6: building a table may be slow; the blocks are offered later."""
     planner, progress = Saves(References(4), held=0.5), SaveProgress()
     first = planner.plan(Request(2), progress, 8, [[1, 2]])
     assert first is not None
@@ -184,8 +185,8 @@ def test_a_full_house_costs_nothing_to_find() -> None:
     assert later.block_ids == [3, 2]
 
 
-def test_the_smallest_block_says_when_to_look_again() -> None:
-    """B4.6, B4.10 Groups of blocks of unequal sizes: each block is offered in the step that fills it."""
+def test_the_smallest_block_size_decides_the_next_check() -> None:
+    """B4.6, B4.10: with different block sizes each block is offered in the step that fills it."""
     small, large = CacheGroup(0, 4, None), CacheGroup(1, 16, None)
     planner = SavePlanner(CacheGeometry((small, large), 16, 4), 1, 1.0, LOST_S, References())
     progress, offered = SaveProgress(), []
@@ -196,7 +197,7 @@ def test_the_smallest_block_says_when_to_look_again() -> None:
 
 
 def test_preemption_frees_no_block_that_is_being_saved() -> None:
-    """B4.12 Blocks in flight keep a reference, and what was not stored is taken from the blocks of the recomputation."""
+    """B4.12: blocks in flight keep a reference; missed ones are stored after recomputation."""
     pool = References()
     planner, progress = Saves(pool), SaveProgress()
     job = planner.plan(Request(3), progress, 12, [[7, 8, 9]])
@@ -206,11 +207,11 @@ def test_preemption_frees_no_block_that_is_being_saved() -> None:
     assert planner.planner.blocks_awaiting_save_only(planner.now)
     planner.planner.sent([job], planner.now)
     assert planner.planner.blocks_awaiting_save_only(planner.now)
-    assert not planner.planner.blocks_awaiting_save_only(planner.now + 1.0), "waiting is worth it only if it is short"
+    assert not planner.planner.blocks_awaiting_save_only(planner.now + 1.0), "only a short wait is worth it"
     planner.report({job.job_id: 1}, {job.job_id: {0, 2}})
     assert pool.refs[7] == 0
     planner.now += 1
-    partly = planner.plan(Request(3), progress, 8, [[20, 21]])  # as far as it is recomputed
+    partly = planner.plan(Request(3), progress, 8, [[20, 21]])  # the recomputed blocks
     assert partly is not None
     assert partly.block_ids == [20]
     planner.now += 10
@@ -219,14 +220,14 @@ def test_preemption_frees_no_block_that_is_being_saved() -> None:
     assert rest.block_ids == [22]
 
 
-def test_a_job_whose_report_is_lost_frees_its_blocks_when_its_lease_is_over() -> None:
-    """B5.6 Not "until reset": the blocks are let go and offered again, and a report that comes after all changes nothing."""
+def test_a_job_without_a_report_expires() -> None:
+    """B5.6: its blocks are released and offered again, and a late report changes nothing."""
     pool = References()
     planner, progress = Saves(pool), SaveProgress()
     job = planner.plan(Request(2), progress, 8, [[7, 8]])
     assert job is not None
     planner.now += LOST_S
-    assert planner.planner.expire(planner.now) == [], "nobody was given it yet"
+    assert planner.planner.expire(planner.now) == [], "it was not sent yet"
     planner.planner.sent([job], planner.now)
     planner.now += LOST_S - 1
     assert planner.planner.expire(planner.now) == []
@@ -241,8 +242,8 @@ def test_a_job_whose_report_is_lost_frees_its_blocks_when_its_lease_is_over() ->
     assert pool.refs[7] == 2
 
 
-def test_what_fails_after_a_restart_is_offered_once() -> None:
-    """B4.12 The cursor comes by again, so that a block in flight at the preemption needs no second note."""
+def test_a_block_that_fails_after_a_preemption_is_offered_once() -> None:
+    """B4.12: the cursor reaches it again, so it is not recorded as missed too."""
     planner, progress = Saves(), SaveProgress()
     job = planner.plan(Request(3), progress, 12, [[7, 8, 9]])
     assert job is not None
@@ -255,8 +256,8 @@ def test_what_fails_after_a_restart_is_offered_once() -> None:
     assert not progress.missed
 
 
-def test_blocks_that_leave_their_window_are_offered_before_those_that_stay() -> None:
-    """B4.10, B4.15 When not all can be held, full attention's blocks are still there in the next step."""
+def test_window_groups_are_offered_before_full_attention() -> None:
+    """B4.10, B4.15: at the limit, full attention's blocks are still there in the next step."""
     planner = SavePlanner(CacheGeometry((FULL, WINDOW), 4, 4), 1, 0.2, LOST_S, References(10))
     job = planner.plan(Request(2), SaveProgress(), 8, lambda: [[1, 2], [3, 4]], 0.0)
     assert job is not None
@@ -264,7 +265,7 @@ def test_blocks_that_leave_their_window_are_offered_before_those_that_stay() -> 
 
 
 class Watched(Request):
-    """Counts how often it is asked for its hashes."""
+    """Counts the calls of `final_blocks`."""
 
     asked = 0
 
@@ -273,8 +274,8 @@ class Watched(Request):
         return super().final_blocks(group)
 
 
-def test_between_two_blocks_a_request_costs_nothing() -> None:
-    """A step without a full block does not even ask; the next block, and what was not stored, are seen at once."""
+def test_steps_without_a_full_block_do_no_work() -> None:
+    """The next full block and missed blocks are offered at once."""
     planner, progress, request = Saves(), SaveProgress(), Watched(3)
     job = planner.plan(request, progress, 5, [[7, 8, 9]])
     assert job is not None
@@ -292,8 +293,8 @@ def test_between_two_blocks_a_request_costs_nothing() -> None:
     assert full.block_ids == [8]
 
 
-def test_a_block_that_gets_its_name_late_is_offered_then() -> None:
-    """B4.6 A full block whose last token is a draft has no key yet: the request is asked in each step."""
+def test_a_block_is_offered_as_soon_as_it_has_a_key() -> None:
+    """B4.6: a full block that ends with a draft has no key; each step checks it."""
     planner, progress = Saves(), SaveProgress()
     assert planner.plan(Request(0), progress, 4, [[7]]) is None
     assert planner.plan(Request(0), progress, 4, [[7]]) is None
@@ -302,22 +303,22 @@ def test_a_block_that_gets_its_name_late_is_offered_then() -> None:
     assert job.block_ids == [7]
 
 
-def test_a_state_is_stored_where_the_engine_names_it() -> None:
-    """B4.10 A block that holds the running state, or that of another place, looks like any other block of the table."""
+def test_a_state_is_stored_if_the_engine_caches_it() -> None:
+    """B4.10: the table does not show whether a block holds the running state or that of its end."""
     pool = References()
     pool.names = {8: b"1.2", 10: b"2.2"}
     planner = SavePlanner(CacheGeometry((STATE,), 4, 4), 1, 1.0, LOST_S, pool)
     job = planner.plan(Request(4), SaveProgress(), 16, lambda: [[], [], [0, 8, 9, 10]], 100.0)
     assert job is not None
-    assert (job.keys, job.block_ids) == ([b"1.2"], [8]), "the third is unnamed, the fourth has the third's state"
+    assert (job.keys, job.block_ids) == ([b"1.2"], [8]), "the third has no key, the fourth has the third's state"
 
 
-def test_a_state_is_stored_where_a_step_ended() -> None:
-    """B4.10 B4.12 An engine names few of the states that it computes; after a preemption the blocks are others."""
+def test_a_state_is_stored_if_a_step_ended_there() -> None:
+    """B4.10 B4.12: engines cache few of their states; after a preemption the blocks are others."""
     planner, progress = SavePlanner(CacheGeometry((STATE,), 4, 4), 1, 1.0, LOST_S, References()), SaveProgress()
     for end in (4, 7, 8, 12):
         planner.step_ends(progress, end)
-    assert progress.ends == {8, 12}, "of what is past, a block may have been put to another use"
+    assert progress.ends == {8, 12}, "older blocks may have been reused"
     job = planner.plan(Request(4), progress, 16, lambda: [[], [], [7, 8, 9, 10]], 100.0)
     assert job is not None
     assert (job.keys, job.block_ids) == ([b"1.2", b"2.2"], [8, 9])

@@ -156,7 +156,10 @@ def test_write_across_a_restart_is_refused_and_never_seen(
 def test_a_server_that_is_slow_to_shake_hands(
     server: ServerProcess, keys: list[bytes], blocks: list[np.ndarray]
 ) -> None:
-    """Its host is busy, or far: whoever hung up on it, to try again, would never be let in. It takes longer than a call may."""
+    """Its host is busy, or far: whoever hung up on it, to try again, would never be let in.
+
+    It takes longer than a call may.
+    """
     with delay_proxy(server.path, delay=3.0) as address:
         with Client(address, namespace=NAMESPACE, transport="grpc", timeouts=Timeouts(call=1.0)) as hasty:
             hasty.wait_until_connected(60)

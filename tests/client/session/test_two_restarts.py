@@ -25,7 +25,8 @@ PART_BYTES = 64 << 10
 NAMESPACE = namespace_of(PART_BYTES)
 NOISE = [key_of(number, salt="noise") for number in range(64)]
 
-# In the first life it stores blocks, and begins to read them and to write others; told to go on, it ends both.
+# In the first life it stores blocks, and begins to read them and to write others; told to go on, it
+# ends both.
 _CLIENT = """
 import json, sys, time
 sys.path.insert(0, sys.argv[1])
