@@ -1,4 +1,4 @@
-"""Push and Pull over gRPC, on the threads of a synchronous gRPC server.
+"""Push and Pull over gRPC in the bulk process, on the threads of a synchronous gRPC server.
 
 A synchronous server reads or creates a frame only after the previous one is processed. A slow peer
 therefore occupies the memory of one frame.
@@ -22,7 +22,7 @@ from ...protos.wire.grpc_frames import decode_push_frame, pull_head
 from ...protos.wire.part_sequence import PartSequence
 from ..auth.authenticator import peer_credentials
 from ..refused import Refused
-from .client import BrokerClient, Stream
+from .broker_client import BrokerClient, Stream
 
 __all__ = ["GrpcStreamServer"]
 

@@ -17,7 +17,7 @@ from ...protos.endpoint import Endpoint
 from ...protos.wire.grpc_frames import FRAME_BYTES
 from ..auth.tls import server_credentials
 from ..process.child_main import connect
-from .client import BrokerClient
+from .broker_client import BrokerClient
 from .grpc_streams import GrpcStreamServer
 from .messages import Setup
 from .tcp_streams import TcpStreamServer

@@ -23,7 +23,7 @@ from ...protos.v1 import transfer_pb2
 from ...protos.wire import attach, tcp_frames
 from ...protos.wire.part_sequence import PartSequence
 from ..refused import Refused
-from .client import BrokerClient, Stream
+from .broker_client import BrokerClient, Stream
 
 __all__ = ["TcpStreamServer"]
 

@@ -1,4 +1,7 @@
-"""Argument parser of `kvtier`. Imports only the standard library, to start fast."""
+"""Command-line parser of `kvtier`: declares the flags of every command.
+
+Imports only the standard library, to start fast.
+"""
 
 from __future__ import annotations
 

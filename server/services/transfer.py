@@ -1,4 +1,4 @@
-"""TransferService: Push and Pull of block bytes over gRPC, for clients that cannot map the region.
+"""TransferService in the server process: Push and Pull of block bytes over gRPC.
 
 Clients prefer the bulk process (`bulk`), which serves the same streams. They use this service if
 the bulk process is unreachable or not running.

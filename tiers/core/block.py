@@ -1,4 +1,4 @@
-"""Blocks of the CPU tier, and the index of one namespace."""
+"""Block of the CPU tier: slots, pins and state; and the index of one namespace by key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Per-request settings: `kv_transfer_params["kvtier"]`, as the user of the engine sent them.
+"""Per-request settings of kvtier: the value of `kv_transfer_params["kvtier"]`.
 
     {"kv_transfer_params": {
         "kvtier": {"retain_for_s": 600, "exclude": ["lmdb"], "skip_save": true}}}

@@ -26,9 +26,9 @@ from kvtier.protos.v1 import common_pb2, transfer_pb2
 from kvtier.protos.wire import tcp_frames
 from kvtier.protos.wire.attach import REPLY_BYTES, Purpose, pack_request, unpack_reply
 from kvtier.protos.wire.call_frames import pack_call, unpack_answer, unpack_length
-from kvtier.server.bulk import client as control_module
+from kvtier.server.bulk import broker_client as control_module
 from kvtier.server.bulk import tcp_streams as plain_module
-from kvtier.server.bulk.client import BrokerClient
+from kvtier.server.bulk.broker_client import BrokerClient
 from kvtier.server.bulk.tcp_streams import TcpStreamServer
 
 PART = 64 << 10
