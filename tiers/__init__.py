@@ -1,5 +1,7 @@
-"""What is where, who pins it, what goes next; and the tiers that hold the bytes.
+"""Tiered block cache: the decision core, the tier contract and the storage tiers.
 
-The decision core (`manager`, `primary`, `catalog`, `leases`, `slots`, `policies`) does no I/O, reads no clock and
-spawns no thread. The tiers themselves (`lmdb`, …) do their I/O on whatever thread calls them.
+The core (`core`, `eviction`, `stats`) does no I/O, reads no clock and uses no threads. The storage
+tiers (`lmdb`, `disk`) do their I/O on the thread that calls them. This module exports what the
+author
+of a tier needs.
 """

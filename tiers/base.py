@@ -1,8 +1,10 @@
 """The contract of a secondary tier.
 
-A tier says where its bytes are and moves batches of blocks; it does not decide. What is stored, promoted and evicted, and
-when, is decided by the core (`manager.TierManager`), which keeps its own catalog of every tier. A tier therefore needs no
-locks of its own beyond what its storage engine wants, and no policy.
+A tier stores and loads batches of blocks. The core (`core.manager.TierManager`) decides what is
+stored,
+promoted and evicted, and keeps a catalog of every tier. So a tier needs no policy, and no locks
+beyond
+those of its storage engine.
 
 Every tier passes the shared contract suite, `tests/contracts/secondary_tier.py`.
 """
@@ -36,7 +38,7 @@ __all__ = [
 
 
 class TierError(Exception):
-    """A tier cannot do what it was asked to do; the message is for people."""
+    """A tier cannot do what was requested. The message is for operators."""
 
 
 class TierOpenError(TierError):
@@ -44,34 +46,35 @@ class TierOpenError(TierError):
 
 
 class TierDamagedError(TierOpenError):
-    """What a tier keeps is damaged as a whole, and was to be left as it is."""
+    """The storage of a tier is damaged as a whole, and repair was not allowed."""
 
 
 class TierInUseError(TierOpenError):
-    """Another process, a server most likely, has the tier's directory."""
+    """Another process, probably a server, uses the tier's directory."""
 
 
 class Outcome(enum.Enum):
-    """What became of one block of a job."""
+    """Result of a job for one block."""
 
     DONE = "done"
-    """Stored (and as durable as the tier declares) or loaded (and its checksum verified)."""
+    """Stored (as durable as the tier declares), or loaded with a verified checksum."""
     MISSING = "missing"
-    """A load found nothing under this key."""
+    """The tier does not have the block."""
     CORRUPT = "corrupt"
-    """A load found bytes that are not what was stored. The tier no longer holds the block."""
+    """The loaded bytes differ from the stored ones. The tier no longer holds the block."""
     NO_SPACE = "no_space"
-    """The storage is full in spite of the capacity the core kept to (the disk is shared, say)."""
+    """The storage is full although the core kept to the capacity, e.g. on a shared disk."""
     FAILED = "failed"
-    """The storage reported an error; `SecondaryTier.trouble` says which."""
+    """The storage reported an error; see `SecondaryTier.last_error`."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockBytes:
-    """One block and where its bytes are: one contiguous view of the host region per rank, in rank order.
+    """One block and its memory: one contiguous view of the host region per rank, in rank order.
 
-    For a store the views are what to write; for a load they are what to fill, sizes included: a tier that holds
-    parts of other sizes reports `Outcome.CORRUPT`.
+    A store writes the views. A load fills them completely; if the stored parts have other sizes,
+    the tier
+    reports `Outcome.CORRUPT`.
     """
 
     namespace: NamespaceId
@@ -80,14 +83,14 @@ class BlockBytes:
 
     @property
     def nbytes(self) -> int:
-        """Size of all parts together."""
+        """Size of all parts."""
         parts = self.parts
         return parts[0].nbytes if len(parts) == 1 else sum([part.nbytes for part in parts])
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A block that a tier holds: its name and the bytes of all its parts together."""
+    """A block that a tier holds: its name and the size of all parts."""
 
     namespace: NamespaceId
     key: bytes
@@ -95,96 +98,122 @@ class Entry:
 
 
 class SecondaryTier(ABC):
-    """A place for blocks under the CPU tier.
+    """A storage tier below the CPU tier.
 
-    `store`, `load`, `lookup` and `remove` are called on worker threads of the server: never more than one `store` or
-    `remove` at a time, any number of `load`s and `lookup`s beside it. The core never asks for a block to be loaded, stored
-    or removed while another of these runs on the same block, but in a `shared` tier, where others do so anyway: there a
-    block that was evicted can be found, and asked for, until it has been removed. They do not raise for what can happen
-    to data (full, damaged, missing): that is an `Outcome`. The other methods are called on the event loop, or while it
-    waits, and return without doing I/O.
+    Threads: the server calls `store`, `load`, `lookup` and `remove` on worker threads. At most one
+    `store`
+    or `remove` runs at a time, together with any number of `load`s and `lookup`s. Jobs never
+    overlap on the
+    same block, except in a `shared` tier, whose evicted blocks can be found until they are removed.
+    These
+    methods do not raise for the state of data (full, damaged, missing) but return an `Outcome`. All
+    other
+    methods are called on the event loop, or while it waits, and must return without I/O.
 
-    A tier may be anybody's, so the server looks at what it does (`server.guard`). What it notices is in `trouble`:
+    The server checks third-party tiers (`server/tier_host/guard.py`) and reports problems in
+    `last_error`:
 
-    - It raises, whatever it is, or does not return one outcome for each block: all blocks of the job have failed.
-    - It does not come back from a job for `limits.tier_stall` seconds: the server goes on without it until it does. At the
-      server's end it gets some more seconds, and is left behind then, not closed.
-    - It does not vote at once: the request goes without its vote, and so do all others as long as it thinks. After a vote
-      that came late none is waited for until one has come in time again.
-    - It lists what cannot be (no name, no size, more than its capacity, twice, an error in the middle): that is left out.
-    - It lists a block in another size than is loaded: the block is dropped then. Till then its capacity is reckoned wrong.
-    - It says that it has loaded a part, and has written nothing at its beginning, middle or end: the block is corrupt.
+    - The tier raises, or does not return one outcome per block: all blocks of the job have failed.
+    - A job takes longer than `limits.tier_stall` seconds: the server continues without the tier
+      until the
+      job returns. A server that stops waits some more seconds, and then does not close the tier.
+    - A vote is late: the request continues without it. After a late vote, the server does not wait
+      for
+      votes until one is in time again.
+    - An entry is invalid (no name, no size, larger than the capacity, repeated): it is left out.
+    - An entry's size differs from the loaded block: the block is dropped. Until then the used
+      capacity is
+      wrong.
+    - A load reports `DONE` but has written nothing at the beginning, middle or end of a part: the
+      block is
+      corrupt.
 
-    What nobody notices but the tier itself: other bytes than were stored (verify: `checksum`), and a list that never ends.
+    The server cannot detect loaded bytes that differ from the stored ones (verify them with
+    `block_checksum`), or a list of entries that never ends.
     """
 
     type: ClassVar[str]
-    """The name that the configuration chooses this tier by."""
+    """Name of the tier type in the configuration."""
 
     durable: ClassVar[bool]
     """Whether blocks survive a restart of the server."""
 
     medium: ClassVar[Medium] = Medium.DISK
-    """What its bytes lie on; a lookup can leave media out."""
+    """Where the bytes are stored; lookups can leave out media."""
 
     local: ClassVar[bool] = True
-    """Whether its bytes are on this host; a lookup can leave the others out."""
+    """Whether the bytes are on this host; lookups can leave out other tiers."""
 
     shared: ClassVar[bool] = False
-    """Whether others than this server write to its storage: then it is asked (`lookup`) for what the core does not know of."""
+    """Whether other processes write to the storage. Then `lookup` is called for blocks unknown to
+    the core."""
 
     def __init__(self, name: str, capacity_bytes: int) -> None:
-        """`capacity_bytes` is what the core lets the blocks here add up to (`Entry.nbytes`)."""
+        """`capacity_bytes` limits the sum of `Entry.nbytes` of all blocks in the tier."""
         self.name = name
         self.capacity_bytes = capacity_bytes
         self.last_error: str | None = None
-        """What is wrong, for people; None when all is well. Set by the tier, read by health and metrics."""
+        """Current error for operators, or None. Set by the tier; shown by health, status and
+        metrics."""
         self.rules: Sequence[Rule] = DEFAULT_RULES
-        """How it is configured to vote; what becomes of them is the tier's business (`rules.vote`)."""
+        """Configured voting rules, for `negotiation.vote`."""
 
     @abstractmethod
     def on_new_request(self, request: RequestInfo) -> Vote:
         """Votes on how a request is offloaded. Called once per request, before its first lookup.
 
-        Must not block: the engine, and for a moment the event loop, wait for it.
+        Must not block: the engine and the event loop wait for it.
         """
 
     def on_request_finished(self, request_id: str) -> None:  # noqa: B027 - nothing is a sound default
-        """Takes note that no more stores come for this request. Called exactly once."""
+        """Called exactly once per request, when no more stores come for it."""
 
     @abstractmethod
     def entries(self) -> Iterator[Entry]:
-        """Yields what the tier holds from an earlier life, oldest first. Called once, before everything else."""
+        """Yields the blocks of an earlier run, oldest first.
+
+        Called once, before all other methods.
+        """
 
     def lookup(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> list[bool]:
-        """Returns for each block whether it is there. Asked of `shared` tiers only, on a worker thread; may do I/O.
+        """Returns for each block whether it is present.
+
+        Called for `shared` tiers only, on a worker thread.
+
+        May do I/O.
 
         Raises:
             NotImplementedError: the tier is not shared.
         """
-        raise NotImplementedError(f"{self.type} knows by heart what it holds")
+        raise NotImplementedError(f"{self.type} is not a shared tier")
 
     @abstractmethod
     def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
-        """Writes blocks, replacing what was there under the same keys. Returns an outcome per block, in order.
+        """Writes blocks, replacing those with the same keys.
 
-        A block that is reported `DONE` is complete: no crash from now on may leave a part of it.
+        Returns one outcome per block, in order.
+
+        A block reported as `DONE` must be complete: no later crash may leave a part of it.
         """
 
     @abstractmethod
     def load(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
-        """Fills the parts of blocks, verifying checksums. Returns an outcome per block, in order.
+        """Fills the parts of blocks and verifies checksums.
 
-        The parts of a block that is not `DONE` may hold anything afterwards.
+        Returns one outcome per block, in order.
+
+        The parts of a block that is not `DONE` may contain anything afterwards.
         """
 
     @abstractmethod
     def remove(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> None:
-        """Forgets blocks; unknown ones are ignored."""
+        """Removes blocks; ignores unknown ones."""
 
     @abstractmethod
     def close(self) -> None:
-        """Flushes and lets go of everything. Called once, last, when no job runs; not at all if one never ends.
+        """Flushes and releases all resources.
 
-        Has fifteen seconds: then the process ends.
+        Called last, when no job runs; not called if a job never ends.
+
+        The process ends after 15 seconds.
         """

@@ -1,4 +1,4 @@
-"""What the core refuses, and under which stable reason.
+"""Errors of the core, with stable reasons.
 
     CoreError
     ├── InvalidKey
@@ -13,7 +13,8 @@
     ├── NotOwner
     └── NotReady
 
-`reason` is the name of a `kvtier.v1.ErrorReason` without its prefix; the server turns it into a gRPC status.
+`reason` is the name of a `kvtier.v1.ErrorReason` without its prefix. The server maps it to a gRPC
+status.
 """
 
 from __future__ import annotations
@@ -43,25 +44,25 @@ class CoreError(Exception):
 
 
 class InvalidKey(CoreError):
-    """A key is malformed, or names a group that its namespace lacks."""
+    """A key is malformed or names an unknown group."""
 
     reason = "INVALID_KEY"
 
 
 class InvalidNamespace(CoreError):
-    """A namespace contradicts itself, or its parts do not fit this server."""
+    """A namespace is inconsistent, or its parts are too large for this server."""
 
     reason = "INVALID_NAMESPACE"
 
 
 class InvalidItem(CoreError):
-    """An item number lies outside of the lease or store that it is meant for."""
+    """An item number is out of range."""
 
     reason = "INVALID_ARGUMENT"
 
 
 class LimitExceeded(CoreError):
-    """A session holds more than any engine needs."""
+    """A session exceeds a limit."""
 
     reason = "LIMIT_EXCEEDED"
 
@@ -73,13 +74,13 @@ class UnknownSession(CoreError):
 
 
 class LeaseNotFound(CoreError):
-    """No lease has this id: released, expired, fallen with its session, or never granted."""
+    """No lease has this id: released, expired, ended with its session, or never granted."""
 
     reason = "LEASE_NOT_FOUND"
 
 
 class StoreNotFound(CoreError):
-    """No store has this id: completed, expired, fallen with its session, or never prepared."""
+    """No store has this id: completed, expired, ended with its session, or never prepared."""
 
     reason = "STORE_NOT_FOUND"
 
@@ -91,7 +92,7 @@ class HoldNotFound(CoreError):
 
 
 class HoldExpired(CoreError):
-    """The time of the hold is over, or about to be."""
+    """The hold has expired, or is about to."""
 
     reason = "HOLD_EXPIRED"
 
@@ -103,6 +104,6 @@ class NotOwner(CoreError):
 
 
 class NotReady(CoreError):
-    """An item of the lease is not a hit (any more, or yet)."""
+    """An item of the lease is not a hit, or not ready."""
 
     reason = "NOT_READY"

@@ -1,4 +1,4 @@
-"""How a tier votes on a request: the words of the negotiation, and rules as data."""
+"""Negotiation of offloading: a tier's vote on a request, configured as rules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 NamespaceId = NewType("NamespaceId", bytes)
-"""Digest of everything that must agree for blocks to be shared; 16 bytes."""
+"""Digest of everything that must be equal for blocks to be shared; 16 bytes."""
 
 
 class OffloadPolicy(enum.IntEnum):
@@ -33,7 +33,7 @@ class OffloadPolicy(enum.IntEnum):
 
 
 class Medium(enum.IntEnum):
-    """What the bytes of a tier lie on. Numbers as in `kvtier.v1.TierMedium`."""
+    """Storage medium of a tier. Numbers as in `kvtier.v1.TierMedium`."""
 
     MEMORY = 1
     DISK = 2
@@ -42,12 +42,12 @@ class Medium(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TierFilter:
-    """Which tiers a lookup leaves out. Never the CPU tier: everything is read from it.
+    """Tiers that a lookup leaves out. The CPU tier is never left out: all reads go through it.
 
     Attributes:
-        names: tiers, by name.
-        media: tiers whose bytes lie on one of these.
-        remote: whether tiers are left out whose bytes are not on this host.
+        names: names of tiers.
+        media: tiers with one of these media.
+        remote: whether to leave out tiers whose bytes are on other hosts.
     """
 
     names: frozenset[str] = frozenset()
@@ -55,13 +55,12 @@ class TierFilter:
     remote: bool = False
 
     def __bool__(self) -> bool:
-        """Whether it can leave out anything."""
         return bool(self.names or self.media or self.remote)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestInfo:
-    """A request, as far as a tier may base its vote on it."""
+    """The properties of a request that a vote may depend on."""
 
     request_id: str
     namespace: NamespaceId
@@ -70,12 +69,12 @@ class RequestInfo:
     priority: int = 0
     kv_transfer_params: dict[str, object] = field(default_factory=dict)
     retain_for: float = 0.0
-    """For how many seconds it wants its blocks to stay, from each use on."""
+    """Requested retention of its blocks in seconds, from each use on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """A tier's answer to a new request: how it wants it offloaded, and why (for people)."""
+    """A tier's answer to a new request: the policy, and the reason for operators."""
 
     policy: OffloadPolicy
     why: str
@@ -83,15 +82,16 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A vote for the requests that match every condition; a condition that is None is none.
+    """A vote for requests that match every condition. A condition of None matches all.
 
     Attributes:
-        policy: what is voted.
-        why: the reason, for people.
-        kv_transfer_params: values that the request's parameters must have; True stands for anything truthy.
-        tenant: the tenant that the request must belong to.
-        min_prompt_tokens: length that the prompt must have at least.
-        min_priority: priority that the request must have at least.
+        policy: the vote.
+        why: the reason, for operators.
+        kv_transfer_params: required values of the request's parameters; True matches any true
+            value.
+        tenant: required tenant.
+        min_prompt_tokens: minimum length of the prompt.
+        min_priority: minimum priority of the request.
     """
 
     policy: OffloadPolicy
@@ -102,7 +102,7 @@ class Rule:
     min_priority: int | None = None
 
     def matches(self, request: RequestInfo) -> bool:
-        """Returns whether a request meets all conditions. Parameters that are absent match nothing but None."""
+        """Returns whether a request meets all conditions. A missing parameter only matches None."""
         params = request.kv_transfer_params
         return (
             all(_agrees(params.get(name), wanted) for name, wanted in self.kv_transfer_params.items())
@@ -124,11 +124,11 @@ DEFAULT_RULES: tuple[Rule, ...] = (
         kv_transfer_params={"offload_policy": "request_level"},
     ),
 )
-"""What a tier votes by unless it is configured otherwise (B1.6)."""
+"""The rules of a tier without configured rules (B1.6)."""
 
 
 def vote(rules: Sequence[Rule], request: RequestInfo) -> Vote:
-    """Returns the vote of the first rule that matches, or BLOCK_LEVEL."""
+    """Returns the vote of the first matching rule, or BLOCK_LEVEL."""
     for rule in rules:
         if rule.matches(request):
             return Vote(rule.policy, rule.why)

@@ -1,4 +1,4 @@
-"""Who asks the core, and what it answers."""
+"""Values of the core's interface: sessions, namespaces, ids, statuses and reasons."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ __all__ = [
 
 
 EngineKey = tuple[NamespaceId, str]
-"""An engine: its id, which it chooses itself, within its namespace. Nobody else's is reached by guessing an id."""
+"""An engine: its namespace, and its id, which it chooses itself. Engines of other namespaces are
+distinct."""
 
 
 class StoreStatus(enum.IntEnum):
-    """What a prepared store says of one key. Numbers as in `kvtier.v1.StoreStatus`."""
+    """Result of a prepared store for one key. Numbers as in `kvtier.v1.StoreStatus`."""
 
     GRANTED = 1
     PRESENT = 2
@@ -62,7 +63,7 @@ class DurableStatus(enum.IntEnum):
 
 @dataclass(slots=True, eq=False)
 class EngineSession:
-    """One client process, as far as the core cares."""
+    """One client process."""
 
     id: bytes
     engine_id: str
@@ -70,20 +71,20 @@ class EngineSession:
     namespace: NamespaceSpec
     tenant: str = ""
     writers: set[int] = field(default_factory=set)
-    """Connections that keep the region mapped: while one lives, the process may write to its slots."""
+    """Connections that keep the region mapped. While one exists, the process may write to its
+    slots."""
     requests: set[str] = field(default_factory=set)
-    """Requests that it has begun and not finished."""
+    """Its unfinished requests."""
 
     @property
     def engine(self) -> EngineKey:
-        """Its engine, which owns what it holds."""
+        """The engine that owns its leases, stores and holds."""
         return self.namespace.id, self.engine_id
 
     def own_rank(self) -> int:
         """Returns the rank whose parts this session reads and writes.
 
-        Raises:
-            InvalidItem: the session has none (a scheduler's), and there are several to choose from.
+        Raises InvalidItem if the session has no rank (a scheduler) and the namespace has several.
         """
         if self.rank is not None:
             return self.rank
@@ -97,10 +98,10 @@ class StoreAnswer:
     """Answer to a prepared store.
 
     Attributes:
-        store_id: None where nothing was granted.
+        store_id: None if nothing was granted.
         statuses: a `StoreStatus` per key.
-        slots: offsets of what was granted.
-        not_retained: blocks that should be retained in the CPU tier, beyond what may be.
+        slots: offsets of the granted slots.
+        not_retained: blocks that could not be retained in the CPU tier.
     """
 
     store_id: StoreId | None
@@ -111,40 +112,41 @@ class StoreAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Negotiation:
-    """How a request is offloaded, and each tier's vote in lookup order."""
+    """The policy of a request, and each tier's vote in lookup order."""
 
     policy: OffloadPolicy
     votes: tuple[tuple[str, Vote], ...]
 
 
 GROUP_INDEX_BYTES = 4
-"""A key ends in its KV cache group's index, big-endian."""
+"""A key ends with the index of its KV cache group, big-endian."""
 
 
 HOLD_ONLY_KEY_PREFIX = b"kvtier.hold."
-"""So begin the keys of blocks that only a hold names (`kvtier/v1/handoff.proto`): they have no content hash."""
+"""Prefix of the keys of hold-only blocks, which have no content hash (`kvtier/v1/handoff.proto`).
+"""
 
 
 SLOT_ALIGNMENT = 4096
-"""Slots start and end on pages, as direct I/O wants it."""
+"""Slots start and end on pages, as direct I/O requires."""
 
 
 MAX_WORLD_SIZE = 4096
 
 
 MAX_PART_SIZES = 64
-"""Each size is a line of eviction of its own; engines have a handful."""
+"""Each size has an eviction queue of its own; engines use a few."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamespaceSpec:
-    """What the core needs to know of a namespace.
+    """A namespace as the core needs it.
 
     Attributes:
-        id: digest of everything that must agree for blocks to be shared.
-        world_size: ranks, each with one part of every block.
-        part_bytes: per KV cache group, the size of one rank's part of a block.
-        no_slots: what a block without slots has, one for all of them.
+        id: digest of everything that must be equal for blocks to be shared.
+        world_size: number of ranks, each with one part of every block.
+        part_bytes: per KV cache group the size of one rank's part.
+        no_slots: the slots of a new block, shared by all of them.
     """
 
     id: NamespaceId
@@ -164,10 +166,9 @@ class NamespaceSpec:
         object.__setattr__(self, "no_slots", (None,) * self.world_size)
 
     def part_bytes_of(self, key: bytes) -> int:
-        """Returns the size of one part of the block with this key.
+        """Returns the part size of the block with this key.
 
-        Raises:
-            InvalidKey: the key names a group that the namespace lacks.
+        Raises InvalidKey for an unknown group.
         """
         group = int.from_bytes(key[-GROUP_INDEX_BYTES:], "big")
         if group >= len(self.part_bytes):
@@ -175,8 +176,8 @@ class NamespaceSpec:
         return self.part_bytes[group]
 
     def check(self, keys: Sequence[bytes]) -> None:
-        """Raises InvalidKey if one of the keys names a group that the namespace lacks."""
-        if len(keys) == 1:  # blocks of the tiers below are found one by one
+        """Raises InvalidKey if a key names an unknown group."""
+        if len(keys) == 1:  # blocks of secondary tiers are looked up one by one
             self.part_bytes_of(keys[0])
             return
         lengths = set(map(len, keys))
@@ -186,7 +187,10 @@ class NamespaceSpec:
             self.part_bytes_of(key)
 
     def groups_are_known(self, packed: bytes, length: int) -> bool:
-        """Whether keys of one length, one behind the other, are sure to pass `check`. Column by column, for lookups wait for it."""
+        """Whether keys of equal length, concatenated, are sure to pass `check`.
+
+        Works column by column, because lookups wait for it.
+        """
         *high, low = (packed[length - place :: length] for place in range(GROUP_INDEX_BYTES, 0, -1))
         return not b"".join(high).strip(b"\0") and not low.translate(None, bytes(range(min(len(self.part_bytes), 256))))
 
@@ -201,18 +205,18 @@ StoreId = NewType("StoreId", int)
 
 
 HoldName = tuple[NamespaceId, str, str]
-"""A hold: the engine that published it, and that engine's id of the request, within a namespace."""
+"""A hold: namespace, engine that published it, and that engine's request id."""
 
 
 class HandoffDirection(enum.IntEnum):
-    """Which way a request goes. Numbers as in `kvtier.v1.HandoffDirection`."""
+    """Direction of a hand-off. Numbers as in `kvtier.v1.HandoffDirection`."""
 
     PREFILL_TO_DECODE = 1
     DECODE_TO_PREFILL = 2
 
 
 class PublishStatus(enum.IntEnum):
-    """What became of a publication. Numbers as in `kvtier.v1.PublishStatus`."""
+    """Result of a publication. Numbers as in `kvtier.v1.PublishStatus`."""
 
     PUBLISHED = 1
     NO_ROOM = 2
@@ -225,12 +229,12 @@ class HoldEnd(enum.Enum):
     RELEASED = 1
     EXPIRED = 2
     REPLACED = 3
-    """Another one of its name was published."""
+    """Another hold of its name was published."""
     RESET = 4
 
 
 class KeyStatus(enum.IntEnum):
-    """What a lookup says of one key. Numbers as in `kvtier.v1.KeyStatus`."""
+    """Result of a lookup for one key. Numbers as in `kvtier.v1.KeyStatus`."""
 
     HIT = 1
     MISS = 2
@@ -240,7 +244,7 @@ class KeyStatus(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Who holds a lease: a session of an engine, on behalf of a request (or none)."""
+    """Owner of a lease: an engine's session, and the request or ""."""
 
     engine: EngineKey
     session_id: bytes
@@ -248,61 +252,59 @@ class Owner:
 
     @property
     def engine_id(self) -> str:
-        """The engine, for people."""
         return self.engine[1]
 
     @property
     def user(self) -> tuple[EngineKey, str] | None:
-        """What eviction policies know the request by; None where the client did not say."""
+        """Identifies the request for eviction policies; None if the client did not name it."""
         return (self.engine, self.request_id) if self.request_id else None
 
 
 TENANT_TAG_BYTES = 4
-"""A namespace's id begins with a tag of its tenant, so that it is known whose a block is before the tenant has come."""
+"""Length of the tenant tag that namespace ids begin with. It identifies the tenant of recovered
+blocks."""
 
 
 REST = ""
-"""Name of the share of those who have none of their own."""
+"""Name of the default share, of all tenants without a quota."""
 
 
 class MissReason(enum.Enum):
     """Why a looked-up block was a miss. Numbers as in `kvtier.v1.MissReason`."""
 
     NEVER_STORED = 1
-    """Nobody stored it, as far as is remembered."""
+    """It was never stored, or that was forgotten."""
     EVICTED = 2
-    """It had to make room."""
+    """It was evicted to make room."""
     STORE_FAILED = 3
-    """It was offered, and could not be written: there was no room, its writer failed or went silent, or a tier was too busy."""
+    """A store began and did not succeed: no slot, a lost writer, or a tier that was too busy."""
     POLICY = 4
-    """A rule kept it out: the lookup excluded the tier that has it, or a tier did not admit it."""
+    """The lookup left out the tier that has it, or an admission filter rejected it."""
     BELOW_THRESHOLD = 5
-    """It was there, in a prefix shorter than what the lookup called worth having."""
+    """It was present in a prefix shorter than the requested minimum."""
     FORMAT_MISMATCH = 6
-    """It is there in another format (model revision, dtype, layout, parallelism), whose bytes would be wrong."""
+    """It is present in another format (model revision, dtype, layout, parallelism)."""
     EXPIRED = 7
-    """Its time was over."""
+    """Its time to live had passed."""
     LOAD_FAILED = 8
-    """A tier had it and could not give it back: damaged, lost, or an error of its storage."""
+    """A tier had it and could not load it: damaged, lost, or a storage error."""
     NO_ROOM = 9
     """A tier has it, and every slot of the CPU tier is in use."""
     RESET = 10
     """The CPU tier was emptied on demand, or is being emptied."""
     PENDING = 11
-    """It was on its way, and had not come when the wait of a claim was over."""
+    """It was pending and not ready when the wait of a claim ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShareStats:
-    """What a tenant has of a tier at one moment, in bytes."""
+    """Use of a tier by one tenant, in bytes."""
 
     tenant: str
-    """Its name; empty for all who have no share of their own."""
+    """Its name; empty for the default share."""
     quota_bytes: int
-    """What it is guaranteed."""
     limit_bytes: int | None
-    """The most that it may hold; None where nothing is said."""
+    """None for no limit."""
     used_bytes: int
-    """What it holds."""
     retained_bytes: int
-    """What of that may not be evicted for a while."""
+    """Part of it that is retained."""

@@ -159,7 +159,7 @@ class LeaseTable:
         """Returns a lease of this engine. Raises LeaseNotFound, NotOwner."""
         lease = self._leases.get(lease_id)
         if lease is None:
-            raise LeaseNotFound(f"there is no lease {lease_id}: it was released, expired or fell with its session")
+            raise LeaseNotFound(f"there is no lease {lease_id}: it was released, expired or ended with its session")
         if lease.owner.engine != engine:
             raise NotOwner(f"lease {lease_id} belongs to another engine")
         return lease

@@ -88,7 +88,7 @@ class InFlightStores:
         """Returns a store of this engine. Raises StoreNotFound, NotOwner."""
         store = self._stores.get(store_id)
         if store is None:
-            raise StoreNotFound(f"there is no store {store_id}: it was completed, expired or fell with its session")
+            raise StoreNotFound(f"there is no store {store_id}: it was completed, expired or ended with its session")
         if store.owner.engine != engine:
             raise NotOwner(f"store {store_id} belongs to another engine")
         return store

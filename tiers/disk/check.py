@@ -1,4 +1,4 @@
-"""Verifies the blocks of a disk store against their checksums."""
+"""Online check of a disk store: verifies blocks against their checksums."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SLICE_BLOCKS = 256
 
 
 def check_slice(store: DiskStore, after: bytes, *, repair: bool) -> Slice:
-    """Does what `fsck.Checkable.check_slice` promises. Raises `lmdb.Error`."""
+    """Implements `fsck.Checkable.check_slice`. Raises `lmdb.Error`."""
     names = store.index.names_after(after, SLICE_BLOCKS)
     slice_names: list[bytes] = []
     suspects: list[tuple[bytes, bytes, int, str]] = []
@@ -48,7 +48,7 @@ def check_slice(store: DiskStore, after: bytes, *, repair: bool) -> Slice:
 
 
 def _verify(store: DiskStore, blocks: list[tuple[bytes, bytes, SlabRecord]]) -> Iterator[tuple[bytes, bytes, int, str]]:
-    """Reads blocks and yields those that are not what was stored, and why."""
+    """Reads blocks and yields the damaged ones with their problem."""
     if not blocks:
         return
     buffer = memoryview(mmap.mmap(-1, sum(pages_for(record.sizes) for _, _, record in blocks) * PAGE_BYTES))
@@ -69,7 +69,7 @@ def _verify(store: DiskStore, blocks: list[tuple[bytes, bytes, SlabRecord]]) -> 
 
 
 def _read(store: DiskStore, moves: list[list[PagePiece]]) -> dict[int, OSError]:
-    """Reads blocks, all at once if that goes well; returns the errors of those that cannot be read."""
+    """Reads blocks, all at once if possible; returns the errors of unreadable ones."""
     try:
         store.slabs.move([piece for block in moves for piece in block], write=False)
     except OSError:
@@ -95,7 +95,7 @@ def _views(buffer: memoryview, sizes: tuple[int, ...]) -> Iterator[memoryview]:
 def _confirm(
     store: DiskStore, name: bytes, packed: bytes, nbytes: int, problem: str, *, repair: bool
 ) -> Finding | None:
-    """Returns what was found, unless the block has been removed or replaced meanwhile."""
+    """Returns a finding unless the block was removed or replaced since its check."""
     with store.writing:
         same = store.drop(name, packed, quarantine=True) if repair else store.index.get([name]) == [packed]
     return Finding(name, nbytes, problem, repair) if same else None

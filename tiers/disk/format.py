@@ -1,8 +1,10 @@
-"""What a disk store looks like: slab files, and an index that says which of their pages hold which block.
+"""On-disk format of a disk store: slab files, and the index of their pages.
 
-Slab files (`slab-00000`, …) are cut into pages of 4096 bytes, numbered through all of them: page n is in slab
-n // pages per slab. A block's parts lie one behind the other, each beginning on a page, in one run of pages or, where
-no run is long enough, in several. The index is an LMDB environment beside the slabs:
+Slab files (`slab-00000`, …) consist of pages of 4096 bytes. Page n is in slab n // pages per slab.
+The
+parts of a block follow each other, each starting on a page, in one run of pages or, if no run is
+long
+enough, in several. The index is an LMDB environment next to the slabs:
 
 | database | key | value |
 |---|---|---|
@@ -26,7 +28,7 @@ from ..lmdb.format import DamagedRecordError
 __all__ = ["DISK_STORE", "PAGE_BYTES", "SLAB_PAGES_KEY", "PagePiece", "PageRun", "SlabRecord", "pages_for", "pieces"]
 
 PAGE_BYTES = 4096
-"""What direct I/O is done in: no disk wants more."""
+"""Unit of direct I/O."""
 FORMAT_VERSION = 1
 SLAB_PAGES_KEY = b"slab pages"
 DISK_STORE = Layout("disk store", (b"meta", b"blocks"), b"disk format", FORMAT_VERSION)
@@ -37,42 +39,40 @@ _MAX_FIELDS = 1 << 20
 
 
 class PageRun(NamedTuple):
-    """Pages that follow one another in one slab."""
+    """Consecutive pages of one slab."""
 
     start: int
     pages: int
 
     @property
     def end(self) -> int:
-        """The page behind the last one."""
         return self.start + self.pages
 
 
 class PagePiece(NamedTuple):
-    """Bytes in memory and the page that they begin at. Only the last of their pages may be used in part."""
+    """Memory, and the page where its bytes begin. Only the last page may be partly used."""
 
     page: int
     view: memoryview
 
 
 class SlabRecord(NamedTuple):
-    """The index record of a block, with a checksum of itself: a damaged one is known before it is used."""
+    """Index record of a block, with a checksum of itself."""
 
     number: int
-    """Only grows: the order of the numbers is the order in which blocks were stored. No two records share one."""
+    """Unique and increasing, in the order of the stores."""
     checksum: int
     sizes: tuple[int, ...]
-    """Bytes of each part."""
+    """Size of each part."""
     runs: tuple[PageRun, ...]
-    """Where the parts are."""
+    """Pages of the parts."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts together."""
         return sum(self.sizes)
 
     def pack(self, name: bytes) -> bytes:
-        """Returns the record as it is stored under `name`."""
+        """Returns the stored form under `name`."""
         head = _HEAD.pack(FORMAT_VERSION, len(self.sizes), len(self.runs), self.number, self.checksum)
         fields = [*self.sizes, *(field for run in self.runs for field in run)]
         body = head + _fields(len(fields)).pack(*fields)
@@ -80,7 +80,7 @@ class SlabRecord(NamedTuple):
 
     @classmethod
     def unpack(cls, name: bytes, value: bytes) -> SlabRecord:
-        """Reads what `pack` wrote under the same name; anything else raises `DamagedRecordError`."""
+        """Parses a record and verifies its checksum; raises `DamagedRecordError`."""
         count, rest = divmod(len(value) - _HEAD.size - _CHECK.size, 8)
         if not 0 <= count <= _MAX_FIELDS or rest:
             raise DamagedRecordError
@@ -103,7 +103,7 @@ def _fields(count: int) -> struct.Struct:
 
 
 def pages_for(sizes: Sequence[int]) -> int:
-    """Returns how many pages parts of these sizes take."""
+    """Returns the pages that parts of these sizes need."""
     pages = 0
     for size in sizes:
         pages += -(-size // PAGE_BYTES)
@@ -111,7 +111,7 @@ def pages_for(sizes: Sequence[int]) -> int:
 
 
 def pieces(runs: Sequence[PageRun], parts: Sequence[memoryview]) -> Iterator[PagePiece]:
-    """Yields the bytes of a block's parts together with where they are in the slabs, in order."""
+    """Yields the pieces of a block's parts with their pages, in order."""
     left = iter(runs)
     page, room = next(left, PageRun(0, 0))
     for part in parts:

@@ -1,9 +1,10 @@
-"""Which pages of the slabs are free.
+"""Free-page allocator of the slabs: best fit, with coalescing.
 
-Free pages are kept as runs, joined with their neighbours as they come back, and given out by best fit. Where no run is
-long enough, a block gets several: any free page can serve any block. (Extents that size classes claim, as in the
-region, would not do: the core counts bytes, and at full capacity a growing class would wait for ever for an extent of a
-shrinking one to become empty; see docs/decisions/0007-disk-tier.md.)
+If no run is long enough, a block gets several runs, so any free page can serve any block. Extents
+per
+size class, as in the region, would not work: the core counts bytes, and in a full tier a growing
+class
+could wait forever for an empty extent of another class (docs/decisions/0007-disk-tier.md).
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ __all__ = ["Space"]
 
 
 class Space:
-    """The free pages. A run never reaches over the border of two slabs."""
+    """The free pages, as runs within one slab."""
 
     def __init__(self, slab_pages: int) -> None:
         self.free_pages = 0
         self._slab_pages = slab_pages
         self._starts: dict[int, int] = {}
-        """Length of each run, by its first page."""
+        """Length of each run by its first page."""
         self._ends: dict[int, int] = {}
-        """First page of each run, by the page behind it."""
+        """First page of each run by the page behind it."""
         self._by_length: dict[int, dict[int, None]] = {}
         self._lengths: list[int] = []
         """The keys of `_by_length`, sorted."""
 
     def take(self, pages: int) -> PageRun | None:
-        """Takes the first pages of the shortest run that is long enough."""
+        """Allocates the first pages of the shortest run that is long enough."""
         at = bisect_left(self._lengths, pages)
         if at == len(self._lengths):
             return None
@@ -39,13 +40,13 @@ class Space:
         return self._take_from(start, pages)
 
     def gather(self, pages: int) -> list[PageRun] | None:
-        """Takes pages from as few runs as can be, or nothing if there are not enough."""
+        """Allocates pages from as few runs as possible; None if there are not enough."""
         if pages > self.free_pages:
             return None
         taken: list[PageRun] = []
         while pages:
             longest = self._lengths[-1]
-            # The last one has a best fit, as a rule.
+            # The last run is usually a best fit.
             run = (
                 self.take(pages) if longest >= pages else self._take_from(next(iter(self._by_length[longest])), longest)
             )
@@ -55,7 +56,7 @@ class Space:
         return taken
 
     def give_back(self, runs: Iterable[PageRun]) -> None:
-        """Takes in free pages, which must not be free already."""
+        """Frees pages, which must be allocated."""
         for start, pages in runs:
             self.free_pages += pages
             end = start + pages
@@ -68,7 +69,6 @@ class Space:
             self._add(start, end - start)
 
     def runs(self) -> list[PageRun]:
-        """Returns all free runs."""
         return sorted(map(PageRun, self._starts.keys(), self._starts.values()))
 
     def _take_from(self, start: int, pages: int) -> PageRun:

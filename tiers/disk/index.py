@@ -1,4 +1,4 @@
-"""The index of a disk store: which block is where. Every change is one transaction."""
+"""Index of a disk store: which pages hold which block. Every change is one transaction."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from .format import DISK_STORE, SLAB_PAGES_KEY, SlabRecord
 __all__ = ["Index"]
 
 INDEX_SHARE = 64
-"""One in so many bytes of the store's size is for the index: blocks of 64 KiB use a quarter of that."""
+"""The index gets 1/64 of the store's size. Blocks of 64 KiB need a quarter of that."""
 MIN_BYTES = 1 << 20
 FILL = 0.5
-"""How much of the file its tree may use: each change copies the pages that it touches, a removal too."""
+"""Part of the file that its tree may use: each change copies the pages that it touches."""
 
 
 class Index:
-    """An open index. Reads may run on any threads, beside one change at a time."""
+    """An open index.
+
+    Reads are thread-safe and may run during a change; changes must not overlap.
+    """
 
     def __init__(self, directory: Path, size_bytes: int, durability: Durability, *, mend: bool) -> None:
         """Opens or creates the index of a store of `size_bytes`. Raises `TierOpenError`."""
@@ -30,12 +33,12 @@ class Index:
         self._env = self._store.env
         self._blocks = self._store.index
         self.size_bytes: int = self._env.info()["map_size"]
-        """What its file may grow to."""
+        """Maximum size of its file."""
         self._max_pages = int(self.size_bytes / self._store.page_bytes * FILL)
 
     @property
     def warning(self) -> str | None:
-        """What was wrong when it was opened, for people."""
+        """Damage found when it was opened, for operators."""
         return self._store.warning
 
     def __len__(self) -> int:
@@ -44,7 +47,7 @@ class Index:
         return count
 
     def slab_pages(self, default: int) -> int:
-        """Returns how many pages a slab of this store has; the first to ask decides."""
+        """Returns the pages per slab of this store; `default` is stored for a new one."""
         with self._env.begin() as txn:
             packed = txn.get(SLAB_PAGES_KEY, db=self._store.meta)
         if packed is None:
@@ -54,12 +57,15 @@ class Index:
         return int.from_bytes(packed, "little")
 
     def get(self, names: Sequence[bytes]) -> list[bytes | None]:
-        """Returns packed records, None for names that are not there. Raises `lmdb.Error`."""
+        """Returns packed records; None for missing names. Raises `lmdb.Error`."""
         with self._env.begin() as txn:
             return [txn.get(name, db=self._blocks) for name in names]
 
     def put(self, records: Sequence[tuple[bytes, SlabRecord]]) -> list[SlabRecord]:
-        """Adds blocks and returns the records that they replace. Raises `lmdb.Error`, and then nothing has changed."""
+        """Adds blocks; returns the replaced records.
+
+        Raises `lmdb.Error`, in which case nothing changed.
+        """
         packed = [(name, record.pack(name)) for name, record in records]
         try:
             return self._put(packed)
@@ -68,7 +74,10 @@ class Index:
             return self._put(packed)
 
     def remove(self, names: Sequence[bytes]) -> list[SlabRecord]:
-        """Removes blocks and returns their records. Raises `lmdb.Error`, and then nothing has changed."""
+        """Removes blocks; returns their records.
+
+        Raises `lmdb.Error`, in which case nothing changed.
+        """
         try:
             return self._remove(names)
         except lmdb.MapFullError:
@@ -76,7 +85,7 @@ class Index:
             return self._remove(names)
 
     def scan(self) -> Iterator[tuple[bytes, SlabRecord | None]]:
-        """Yields all blocks, in the order of their names; None for a record that is damaged."""
+        """Yields all blocks in the order of their names; None for a damaged record."""
         with self._env.begin() as txn:
             for name, packed in txn.cursor(db=self._blocks):
                 try:
@@ -85,7 +94,6 @@ class Index:
                     yield name, None
 
     def names_after(self, name: bytes, count: int) -> list[bytes]:
-        """Returns up to `count` names that follow a name."""
         names: list[bytes] = []
         with self._env.begin() as txn:
             cursor = txn.cursor(db=self._blocks)
@@ -113,18 +121,20 @@ class Index:
         return removed
 
     def _take_in_pages(self) -> None:
-        """Commits next to nothing, twice: what the last two changes freed can be used by the one after these."""
+        """Commits two tiny transactions, so that pages freed by the last two can be reused."""
         for turn in (b"0", b"1"):
             with self._env.begin(write=True) as txn:
                 txn.put(b"turn", turn, db=self._store.meta)
 
     def close(self) -> None:
-        """Flushes, and lets go of the directory."""
         self._store.close()
 
 
 def _whole(name: bytes, packed: bytes | None) -> list[SlabRecord]:
-    """Returns the record, unless there is none or it is damaged: the pages of that one are free at the next start."""
+    """Returns the record if it is intact.
+
+    Pages of damaged records are free after the next start.
+    """
     if packed is None:
         return []
     try:

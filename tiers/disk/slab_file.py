@@ -1,4 +1,4 @@
-"""One slab file."""
+"""One slab file: preallocation, direct I/O and truncation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class SlabFile:
-    """A file of whole pages, read and written past the page cache where the file system lets us."""
+    """A file of whole pages, read and written with O_DIRECT if the file system supports it."""
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
         """Opens a file, or creates an empty one. Raises `OSError`."""
@@ -35,12 +35,12 @@ class SlabFile:
             self.direct = False
             self._tell()
         self.pages = os.fstat(self._fd).st_size // PAGE_BYTES
-        """How many whole pages there are."""
+        """Number of whole pages."""
 
     def grow(self, least: int, wanted: int, full: int) -> int:
-        """Adds `wanted` pages that the disk has set aside for us, or fewer, `least` if need be, and never beyond `full`.
+        """Preallocates `wanted` pages, or at least `least`, never beyond `full` in total.
 
-        Returns how many. Raises `OSError`, and then the file is as it was.
+        Returns how many. Raises `OSError`, in which case the file is unchanged.
         """
         pages = min(wanted, full - self.pages)
         while True:
@@ -56,17 +56,16 @@ class SlabFile:
                 return pages
 
     def cut(self, pages: int) -> None:
-        """Cuts off what is behind so many pages. Raises `OSError`."""
+        """Truncates the file. Raises `OSError`."""
         os.ftruncate(self._fd, pages * PAGE_BYTES)
         self.pages = pages
 
     def remove(self) -> None:
-        """Closes and deletes the file. Raises `OSError`."""
         self.close()
         self._path.unlink()
 
     def move(self, buffers: Sequence[memoryview], offset: int, *, write: bool) -> None:
-        """Writes all of some buffers, or fills all of them. Raises `OSError`."""
+        """Writes or fills all buffers. Raises `OSError`."""
         while buffers:
             done = self._call(buffers, offset, write=write)
             if not done:
@@ -75,11 +74,10 @@ class SlabFile:
             buffers = _after(buffers, done)
 
     def sync(self) -> None:
-        """Waits until all that was written is on the disk. Raises `OSError`."""
+        """Flushes to disk. Raises `OSError`."""
         os.fdatasync(self._fd)
 
     def close(self) -> None:
-        """Closes the file."""
         os.close(self._fd)
 
     def _call(self, buffers: Sequence[memoryview], offset: int, *, write: bool) -> int:
@@ -89,7 +87,8 @@ class SlabFile:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-        # Some file systems take the flag and refuse the work. (Several threads may find that out at once.)
+        # Some file systems accept the flag and fail the I/O. Several threads may notice that at
+        # once.
         fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
         if self.direct:
             self.direct = False
@@ -101,7 +100,7 @@ class SlabFile:
 
 
 def _after(buffers: Sequence[memoryview], done: int) -> Sequence[memoryview]:
-    """Returns what is left of buffers after so many bytes."""
+    """Returns the rest of the buffers after `done` bytes."""
     for number, buffer in enumerate(buffers):
         if done < buffer.nbytes:
             return [buffer[done:], *buffers[number + 1 :]]

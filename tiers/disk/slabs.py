@@ -1,7 +1,8 @@
-"""The slab files: their lengths, and direct I/O between their pages and memory.
+"""Slab files of a store: growth, and direct I/O between pages and memory.
 
-Bytes go straight from and to where they are if that is on a page's border, as the slots of the region are. What fills a
-page in part, and what lies elsewhere in memory, goes through a small buffer that does.
+Memory that starts on a page border, like the slots of the region, is read and written directly.
+Other
+memory, and partly used pages, go through a small aligned buffer.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ __all__ = ["Slabs"]
 
 _NAME = re.compile(r"slab-\d{5,}", re.ASCII)
 GROW_BYTES = 64 << 20
-"""What a file grows by at once, where the disk has so much."""
+"""Preferred growth of a file."""
 CALL_BYTES = 4 << 20
-"""Most bytes of one system call. Calls run beside one another: one at a time keeps no disk busy."""
+"""Limit of one system call. Several calls run in parallel to keep the disk busy."""
 CALL_PIECES = 400
-"""Most pieces of one system call, which takes 1024 buffers: up to two each."""
+"""Limit of pieces per system call, which takes 1024 buffers: up to two per piece."""
 BOUNCE_BYTES = 1 << 20
 IO_THREADS = 4
 _PAGE_OF = attrgetter("page")
 
 
 class Slabs:
-    """The slab files of one store. `move` may be called on several threads; everything else on one at a time."""
+    """The slab files of one store. `move` is thread-safe; other methods must not overlap."""
 
     def __init__(self, directory: Path, pages: int, slab_pages: int) -> None:
-        """Opens what is there, and changes nothing. `pages` is how many all files together may have. Raises `OSError`."""
+        """Opens existing files. `pages` is the limit for all files together. Raises `OSError`."""
         self._directory = directory
         self._pages = pages
         self._slab_pages = slab_pages
@@ -57,20 +58,20 @@ class Slabs:
 
     @property
     def direct(self) -> bool:
-        """Whether all files are read and written past the page cache."""
+        """Whether all files use O_DIRECT."""
         return all(file.direct for file in self._files.values())
 
     def holds(self, run: PageRun) -> bool:
-        """Whether all pages of a run are in one file, as it is now."""
+        """Whether all pages of a run exist in one file."""
         number, page = divmod(run.start, self._slab_pages)
         return run.pages > 0 and number in self._files and page + run.pages <= self._files[number].pages
 
     def within(self, run: PageRun) -> bool:
-        """Whether all pages of a run are within the bound."""
+        """Whether all pages of a run are within the limit."""
         return run.end <= self._pages
 
     def extents(self) -> list[PageRun]:
-        """Returns the pages that there are in each file, in order."""
+        """Returns the existing pages of each file, in order."""
         runs = []
         for number, file in sorted(self._files.items()):
             start = number * self._slab_pages
@@ -80,7 +81,7 @@ class Slabs:
         return runs
 
     def trim(self) -> None:
-        """Cuts off what is beyond the bound."""
+        """Truncates files to the limit."""
         for number, file in list(self._files.items()):
             full = self._full_pages(number)
             if full <= 0:
@@ -90,7 +91,10 @@ class Slabs:
                 file.cut(full)
 
     def grow(self, pages: int) -> PageRun | None:
-        """Gives a file more pages, so many at least, or as many as it may have; None if all have all. Raises `OSError`."""
+        """Extends a file by at least `pages`, or up to its limit; None if all files are full.
+
+        Raises `OSError`.
+        """
         for number in range(-(-self._pages // self._slab_pages)):
             file = self._files.get(number)
             have, full = file.pages if file else 0, self._full_pages(number)
@@ -103,12 +107,12 @@ class Slabs:
         return None
 
     def move(self, pieces: Iterable[PagePiece], *, write: bool, meanwhile: Callable[[], None] | None = None) -> None:
-        """Writes pieces to their pages, or fills them from there. Raises `OSError`; by then nothing is under way.
+        """Writes pieces to their pages, or fills them. Raises `OSError` after all I/O has ended.
 
-        `meanwhile` is called on this thread while others are at work.
+        `meanwhile` is called on this thread while other threads do the I/O.
         """
         calls = list(self._calls(pieces))
-        # One future per thread, not per call: for small blocks it would cost more than the call.
+        # One future per thread: one per call would cost more than a small block's I/O.
         shares = [calls[number::IO_THREADS] for number in range(min(IO_THREADS, len(calls)))]
         own = shares.pop() if shares and meanwhile is None else []
         futures = [self._threads.submit(self._move_all, share, write=write) for share in shares]
@@ -124,13 +128,12 @@ class Slabs:
             self._unsynced.update(call[0].page // self._slab_pages for call in calls)
 
     def sync(self) -> None:
-        """Waits until all that was written is on the disk. Raises `OSError`."""
+        """Flushes written data to disk. Raises `OSError`."""
         for number in self._unsynced:
             self._files[number].sync()
         self._unsynced.clear()
 
     def close(self) -> None:
-        """Closes all files."""
         self._threads.shutdown()
         for file in self._files.values():
             file.close()
@@ -139,7 +142,7 @@ class Slabs:
         return min(self._slab_pages, self._pages - number * self._slab_pages)
 
     def _calls(self, pieces: Iterable[PagePiece]) -> Iterator[list[_Move]]:
-        """Groups pieces that lie one behind the other in a file."""
+        """Groups pieces with consecutive pages of one file."""
         call: list[_Move] = []
         nbytes = bounced = end = 0
         for move in sorted((move for piece in pieces for move in _cut(piece)), key=_PAGE_OF):
@@ -183,7 +186,7 @@ class Slabs:
             if write:
                 for view, buffer in through:
                     _copy(buffer, view)
-                    # What was here before may be somebody else's.
+                    # The page may contain bytes of another block.
                     buffer[view.nbytes :] = bytes(buffer.nbytes - view.nbytes)
             number, page = divmod(call[0].page, self._slab_pages)
             self._files[number].move(buffers, page * PAGE_BYTES, write=write)
@@ -195,14 +198,14 @@ class Slabs:
                 self._bounces.append(bounce)
 
     def _take_bounce(self) -> memoryview:
-        """Returns a buffer that begins on a page's border and is nobody else's until it is put back."""
+        """Returns a page-aligned buffer for exclusive use until it is put back."""
         with contextlib.suppress(IndexError):
             return self._bounces.pop()
         return memoryview(mmap.mmap(-1, BOUNCE_BYTES))
 
 
 class _Move(NamedTuple):
-    """A piece, and how much of it can go straight between the file and memory."""
+    """A piece, and how many of its bytes can be transferred directly."""
 
     page: int
     view: memoryview
@@ -210,12 +213,12 @@ class _Move(NamedTuple):
 
     @property
     def bounced_bytes(self) -> int:
-        """Bytes of the buffer that the rest needs: whole pages."""
+        """Buffer space for the rest, in whole pages."""
         return -(-(self.view.nbytes - self.straight_bytes) // PAGE_BYTES) * PAGE_BYTES
 
 
 def _cut(piece: PagePiece) -> Iterator[_Move]:
-    """Cuts what one call or the buffer has no room for."""
+    """Splits a piece that is too large for one call or for the buffer."""
     page, view = piece
     aligned = address_of(view) % PAGE_BYTES == 0
     limit = CALL_BYTES if aligned else BOUNCE_BYTES // 4
@@ -229,7 +232,7 @@ def _cut(piece: PagePiece) -> Iterator[_Move]:
 
 
 def _copy(target: memoryview, source: memoryview) -> None:
-    """Copies to the first bytes of `target`; without the GIL where that takes long."""
+    """Copies to the start of `target`; without the GIL if that takes long."""
     if source.nbytes > PAGE_BYTES:
         copy_from(writable_address_of(target), source)
     else:

@@ -1,7 +1,9 @@
-"""A disk store: slab files, their index and their free pages, changed in an order that no crash can break.
+"""Disk store: slab files, index and free pages, changed in a crash-safe order.
 
-A store writes to free pages, then publishes them in the index. A removal takes blocks out of the index, and only then
-are their pages free. So no record ever names pages that hold something else, whenever the process ends.
+A store writes to free pages and then publishes them in the index. A removal first removes blocks
+from
+the index and then frees their pages. So no record ever names pages of another block, whenever the
+process ends.
 """
 
 from __future__ import annotations
@@ -31,22 +33,22 @@ __all__ = ["FULL", "DiskStore", "Recovered", "recover"]
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What was found."""
+    """Result of the recovery."""
 
     blocks: list[tuple[int, bytes, int]]
-    """Record number, name and bytes of each block, oldest first."""
+    """Record number, name and size of each block, oldest first."""
     free: list[PageRun]
     damaged: list[bytes]
-    """Names whose records are damaged, or claim pages that a younger block has."""
+    """Names with damaged records, or with pages that a newer block claims."""
     lost: list[bytes]
-    """Names of blocks whose pages the files do not have."""
+    """Names of blocks whose pages are missing in the files."""
     outside: list[bytes]
-    """Names of blocks that lie beyond the bound, which has become smaller."""
+    """Names of blocks beyond the limit, which has been reduced."""
     last_number: int
 
 
 def recover(index: Index, slabs: Slabs) -> Recovered:
-    """Goes through the index. Raises `lmdb.Error`."""
+    """Reads the index. Raises `lmdb.Error`."""
     blocks: list[tuple[int, bytes, int]] = []
     claims: list[tuple[int, int, int, bytes]] = []
     damaged, lost, outside = [], [], []
@@ -76,7 +78,10 @@ def recover(index: Index, slabs: Slabs) -> Recovered:
 
 
 def _claimed_twice(claims: list[tuple[int, int, int, bytes]]) -> set[bytes]:
-    """Returns the elder of any two blocks that claim the same page. There are none unless the index is damaged."""
+    """Returns the older block of any two that claim one page.
+
+    Only a damaged index has such blocks.
+    """
     names: set[bytes] = set()
     last = (0, 0, 0, b"")
     for claim in claims:
@@ -89,7 +94,7 @@ def _claimed_twice(claims: list[tuple[int, int, int, bytes]]) -> set[bytes]:
 
 
 def _between(used: list[tuple[int, int]], extents: list[PageRun]) -> list[PageRun]:
-    """Returns the pages of the extents that nobody uses. Both are in order."""
+    """Returns the unused pages of the extents. Both arguments are sorted."""
     free: list[PageRun] = []
     at = 0
     for extent in extents:
@@ -108,7 +113,7 @@ _log = logging.getLogger(__name__)
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors that mean that there is no room."""
+"""Errors that mean that the disk is full."""
 
 
 MIN_SLAB_BYTES = 1 << 30
@@ -118,25 +123,28 @@ MAX_SLABS = 64
 
 
 REFUSED_SECONDS = 1.0
-"""After the disk refused to give more, how long it is asked only by who would find no room otherwise."""
+"""After a failed growth, only blocks without any other space retry for this long."""
 
 
 class DiskStore:
-    """An open store. `index` and `slabs` may be read on any threads; the methods here are called with `writing` held."""
+    """An open store. `index` and `slabs` may be read on any thread; methods need `writing` held."""
 
     def __init__(
         self, directory: Path, size_bytes: int, durability: Durability, *, mend: bool, slab_bytes: int | None
     ) -> None:
-        """Opens or creates the store in `directory`; its files may grow to `size_bytes`. Raises `TierOpenError`."""
+        """Opens or creates the store in `directory`; its files may grow to `size_bytes`.
+
+        Raises `TierOpenError`.
+        """
         self.writing = threading.Lock()
         self.index = Index(directory, size_bytes, durability, mend=mend)
         self.payload_bytes = max(0, size_bytes - self.index.size_bytes) // PAGE_BYTES * PAGE_BYTES
-        """What the slabs may grow to."""
+        """Limit of the slabs."""
         self.quarantined_blocks = 0
         self.quarantined_bytes = 0
-        """What corrupt blocks take up: it is not used again before the store is opened anew."""
+        """Bytes of corrupt blocks, which are not reused until the store is reopened."""
         self.refusal: OSError | None = None
-        """Why the disk gave no more, when it was asked last."""
+        """Error of the last attempt to grow."""
         self._power = durability == "power"
         self._number = 0
         self._refused_at = -math.inf
@@ -151,7 +159,9 @@ class DiskStore:
         self._space: Space | None = None
 
     def recover(self) -> Recovered | None:
-        """Finds out what is there and what is free, and cuts off what is beyond the bound. Does so once, and first of all.
+        """Finds the blocks and the free pages, and truncates files to the limit.
+
+        Only the first call does so.
 
         Raises `lmdb.Error`, `OSError`.
         """
@@ -168,9 +178,9 @@ class DiskStore:
         return found
 
     def put(self, blocks: Sequence[BlockBytes]) -> list[bool]:
-        """Writes blocks and publishes them together; returns which of them there was room for.
+        """Writes blocks and publishes them together; returns which of them had room.
 
-        Raises `OSError`, `lmdb.Error`; then none of them is there.
+        Raises `OSError`, `lmdb.Error`; then none of them is present.
         """
         space = self._recovered()
         places = self._place(space, [pages_for([part.nbytes for part in block.parts]) for block in blocks])
@@ -191,7 +201,8 @@ class DiskStore:
                 self.slabs.sync()
             replaced = self.index.put(records)
         except (OSError, lmdb.Error) as error:
-            # After any other error of the index nobody knows what it will say when it is opened again.
+            # After other errors the state of the index is unknown until it is reopened: keep the
+            # pages.
             if isinstance(error, (OSError, lmdb.MapFullError)):
                 space.give_back(run for _, runs in placed for run in runs)
             raise
@@ -199,14 +210,14 @@ class DiskStore:
         return [runs is not None for runs in places]
 
     def remove(self, names: Sequence[bytes]) -> None:
-        """Removes blocks. Raises `lmdb.Error`, and then nothing has changed."""
+        """Removes blocks. Raises `lmdb.Error`, in which case nothing changed."""
         space = self._recovered()
         self._free(space, self.index.remove(names))
 
     def drop(self, name: bytes, packed: bytes, *, quarantine: bool) -> bool:
-        """Removes a block if its record is still this one; its pages are put out of use if that is asked for.
+        """Removes a block if its record is unchanged; with `quarantine` its pages are not reused.
 
-        Returns whether it was. Raises `lmdb.Error`.
+        Returns whether it was removed. Raises `lmdb.Error`.
         """
         if self.index.get([name]) != [packed]:
             return False
@@ -219,11 +230,10 @@ class DiskStore:
         return True
 
     def free_bytes(self) -> int:
-        """Returns how much of the files as they are now nobody uses."""
+        """Returns the unused bytes of the existing files."""
         return self._recovered().free_pages * PAGE_BYTES
 
     def close(self) -> None:
-        """Flushes to the disk, and lets go of the directory."""
         try:
             self.slabs.sync()
         finally:
@@ -239,7 +249,7 @@ class DiskStore:
         space.give_back(run for record in records for run in record.runs)
 
     def _place(self, space: Space, wanted: list[int]) -> list[list[PageRun] | None]:
-        """Takes pages for blocks: for all of them in one run if there is one, else for each as they can be had."""
+        """Allocates pages for blocks: one run for all if possible, otherwise for each block."""
         run = self._take(space, sum(wanted))
         if run is None:
             return [self._place_one(space, pages) for pages in wanted]
@@ -266,7 +276,7 @@ class DiskStore:
         return run
 
     def _grow(self, space: Space, pages: int) -> bool:
-        """Makes a slab longer; returns whether that is possible."""
+        """Extends a slab; returns whether that was possible."""
         if time.monotonic() - self._refused_at < REFUSED_SECONDS:
             return False
         try:

@@ -1,4 +1,4 @@
-"""The disk tier: blocks in preallocated slab files, read and written past the page cache, and an index in LMDB."""
+"""Disk tier: blocks in preallocated slab files with direct I/O, and an index in LMDB."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ __all__ = ["DiskTier"]
 _log = logging.getLogger(__name__)
 
 CAPACITY_SHARE = 0.95
-"""Of the slabs. The rest is for parts that do not fill their last page, and for what is quarantined."""
+"""Part of the slabs. The rest is for partly used pages and quarantined blocks."""
 BATCH_BYTES = 32 << 20
 
 
 class DiskTier(SecondaryTier):
-    """Blocks in a `DiskStore`: what becomes of them there as outcomes, and of the tier as `trouble`."""
+    """Blocks in a `DiskStore`, whose errors become outcomes and `last_error`."""
 
     type: ClassVar[str] = "disk"
     durable: ClassVar[bool] = True
@@ -48,8 +48,9 @@ class DiskTier(SecondaryTier):
     ) -> None:
         """Opens or creates the store in `directory`; its files never grow beyond `size_bytes`.
 
-        Blocks beyond that go, where it was larger before. A damaged index is moved aside, and `trouble` says so from then
-        on; with `mend` off it is refused. `slab_bytes` is for a new store. Raises `TierOpenError`.
+        Blocks beyond a reduced size are dropped. A damaged index is moved aside and reported in
+        `last_error`;
+        if `mend` is off, it is refused. `slab_bytes` is for a new store. Raises `TierOpenError`.
         """
         self._store = DiskStore(directory, size_bytes, durability, mend=mend, slab_bytes=slab_bytes)
         super().__init__(name, int(self._store.payload_bytes * CAPACITY_SHARE))
@@ -57,11 +58,10 @@ class DiskTier(SecondaryTier):
         self._health.report("open", self._store.index.warning)
 
     def on_new_request(self, request: RequestInfo) -> Vote:
-        """Votes by its rules."""
         return vote(self.rules, request)
 
     def entries(self) -> Iterator[Entry]:
-        """Yields the blocks in the order in which they were stored. Clears away records that cannot be used."""
+        """Yields the blocks in the order in which they were stored. Removes unusable records."""
         with self._store.writing:
             found = self._store.recover()
         if found is None:
@@ -80,7 +80,7 @@ class DiskTier(SecondaryTier):
             yield Entry(namespaces.setdefault(namespace, NamespaceId(namespace)), name[NAMESPACE_BYTES:], nbytes)
 
     def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
-        """Writes blocks, and publishes up to 32 MiB of them at once."""
+        """Writes blocks, publishing up to 32 MiB at once."""
         outcomes: list[Outcome] = []
         for batch in batches(blocks, BATCH_BYTES):
             storable = list(map(_is_storable, batch))
@@ -92,7 +92,7 @@ class DiskTier(SecondaryTier):
         return outcomes
 
     def load(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
-        """Reads blocks to where they are wanted, and verifies them there. Drops those that are corrupt."""
+        """Reads and verifies blocks in place. Drops corrupt ones."""
         outcomes = [Outcome.MISSING] * len(blocks)
         numbers = [number for number, block in enumerate(blocks) if _is_name(block.namespace, block.key)]
         try:
@@ -121,21 +121,17 @@ class DiskTier(SecondaryTier):
         return outcomes
 
     def remove(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> None:
-        """Forgets blocks."""
         names = [namespace + key for namespace, key in keys if _is_name(namespace, key)]
         for start in range(0, len(names), BATCH_BLOCKS):
             self._remove(names[start : start + BATCH_BLOCKS])
 
     def blocks_to_check(self) -> int:
-        """See `fsck.Checkable`."""
         return len(self._store.index)
 
     def check_slice(self, after: bytes, *, repair: bool) -> Slice:
-        """See `fsck.Checkable`."""
         return check_slice(self._store, after, repair=repair)
 
     def close(self) -> None:
-        """Flushes to the disk, and lets go of the directory."""
         self._store.close()
 
     def _put(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
@@ -153,7 +149,7 @@ class DiskTier(SecondaryTier):
         return [Outcome.DONE if done else Outcome.NO_SPACE for done in stored]
 
     def _read(self, blocks: Sequence[BlockBytes], wanted: Sequence[tuple[int, bytes, SlabRecord]]) -> list[int]:
-        """Reads blocks, all at once if that goes well, else each by itself; returns which cannot be read."""
+        """Reads blocks, all at once if possible, else one by one; returns the unreadable ones."""
         moves = [(number, list(pieces(record.runs, blocks[number].parts))) for number, _, record in wanted]
         try:
             self._store.slabs.move([piece for _, block in moves for piece in block], write=False)
@@ -165,7 +161,7 @@ class DiskTier(SecondaryTier):
         return []
 
     def _drop(self, block: BlockBytes, packed: bytes, *, quarantine: bool) -> Outcome:
-        """Forgets a block that turned out corrupt."""
+        """Drops a corrupt block."""
         _log.warning("tier %s: block %s is corrupt and is dropped", self.name, block.key.hex())
         try:
             with self._store.writing:
@@ -176,7 +172,7 @@ class DiskTier(SecondaryTier):
         return Outcome.CORRUPT
 
     def _remove(self, names: Sequence[bytes]) -> None:
-        """Removes blocks at once, or where the index is nearly full in halves."""
+        """Removes blocks in one transaction, or in halves if the index is nearly full."""
         try:
             with self._store.writing:
                 self._store.remove(names)
@@ -204,7 +200,7 @@ def _name(block: BlockBytes) -> bytes:
 
 
 def _record(block: BlockBytes, packed: bytes) -> SlabRecord | None:
-    """Returns the record of a block if it is whole and the block has the parts that are asked for."""
+    """Returns the record if it is intact and its part sizes are those of the block."""
     try:
         record = SlabRecord.unpack(_name(block), packed)
     except DamagedRecordError:
@@ -213,7 +209,10 @@ def _record(block: BlockBytes, packed: bytes) -> SlabRecord | None:
 
 
 def _is_full(error: Exception) -> bool:
-    """Whether an error means that there is no room. LMDB reports a write that was cut short as an I/O error."""
+    """Whether an error means that the storage is full.
+
+    LMDB reports a short write as an I/O error.
+    """
     if isinstance(error, OSError):
         return error.errno in FULL
     return isinstance(error, (lmdb.MapFullError, lmdb.DiskError)) or getattr(error, "code", 0) in FULL

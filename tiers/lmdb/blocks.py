@@ -1,4 +1,4 @@
-"""Blocks in an LMDB environment: what happens to one block inside a transaction that the caller begins and ends."""
+"""Operations on blocks in an LMDB environment, within a transaction of the caller."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ __all__ = [
 _PAGE_HEADER = struct.Struct("=QHHI")
 _OVERFLOW, _DIRTY = 0x04, 0x10
 _ENGINE_WITH_THIS_HEADER = 0
-"""LMDB 0.9; the pages of 1.0 begin otherwise."""
+"""LMDB 0.9; pages of 1.0 have another header."""
 
 
 class WrongPagesError(Exception):
-    """The page headers of chunks are not what they were written as."""
+    """The page headers of chunks are damaged."""
 
 
 def put_blocks(store: Environment, txn: Any, blocks: Sequence[BlockBytes], first_id: int) -> None:
-    """Writes blocks, replacing what was there; no two may have one name.
+    """Writes blocks, replacing blocks of the same names; the names must be distinct.
 
-    Their record ids count up from `first_id`, which must be greater than any before it.
+    Their record ids count up from `first_id`, which must be greater than all earlier ones.
     """
     records: list[tuple[bytes, bytes]] = []
     put, added = txn.cursor(db=store.data).putmulti(_chunks(store, blocks, first_id, records), append=True)
@@ -61,13 +61,13 @@ def put_blocks(store: Environment, txn: Any, blocks: Sequence[BlockBytes], first
 
 
 def read_block(store: Environment, txn: Any, block: BlockBytes) -> Outcome:
-    """Fills the parts of a block and verifies them. The transaction must be one with buffers."""
+    """Fills and verifies the parts of a block. The transaction must use buffers."""
     name, parts = block.namespace + block.key, block.parts
     packed = txn.get(name, None, store.index)
     if packed is None:
         return Outcome.MISSING
     try:
-        # Whatever else is wrong with it, the block that it leads to does not pass its checksum.
+        # A damaged record is detected by the checksum of the block that it leads to.
         record_id, checksum, sizes, tails = BlockRecord.read(bytes(packed))
     except DamagedRecordError:
         return Outcome.CORRUPT
@@ -80,12 +80,12 @@ def read_block(store: Environment, txn: Any, block: BlockBytes) -> Outcome:
 
 
 def data_cursor(store: Environment, txn: Any) -> Any:
-    """Returns what `delete_block` goes through the chunks with: one for all blocks of a transaction."""
+    """Returns a cursor for `delete_block`, for all blocks of a transaction."""
     return txn.cursor(db=store.data)
 
 
 def delete_block(store: Environment, txn: Any, index_key: bytes, cursor: Any) -> None:
-    """Removes a block's record and chunks. The chunks of a damaged record stay, until `clear_orphans` finds them."""
+    """Removes a block's record and chunks. `clear_orphans` finds the chunks of damaged records."""
     packed = txn.get(index_key, db=store.index)
     if packed is None:
         return
@@ -99,12 +99,13 @@ def delete_block(store: Environment, txn: Any, index_key: bytes, cursor: Any) ->
 
 
 def delete_blocks(store: Environment, txn: Any, names: Sequence[bytes]) -> None:
-    """Removes blocks as `delete_block` does, at half its cost.
+    """Removes blocks like `delete_block`, at half the cost.
 
-    It looks at no page header: instead it sees, when all is done, whether as many pages were freed as their chunks took.
+    It reads no page headers, but compares the number of freed pages with that of the chunks.
 
-    Raises:
-        WrongPagesError: that was not so, or a record is damaged. The transaction must be given up, nothing is wrong by then.
+    Raises WrongPagesError if they differ or a record is damaged. Then the transaction must be
+    aborted,
+    which undoes everything.
     """
     before = txn.stat(store.data)["overflow_pages"]
     records, data = txn.cursor(db=store.index), store.data
@@ -128,9 +129,10 @@ def delete_blocks(store: Environment, txn: Any, names: Sequence[bytes]) -> None:
 
 
 def read_index(store: Environment, txn: Any) -> tuple[list[tuple[int, bytes, int]], list[bytes]]:
-    """Returns record id, index key and bytes of every block, oldest first, and the keys of damaged records.
+    """Returns (record id, index key, size) of every block, oldest first, and damaged records' keys.
 
-    Reads no block. Plain tuples, for there may be millions, and the garbage collector leaves these alone.
+    Reads no block. Returns plain tuples, which the garbage collector does not track: there may be
+    millions.
     """
     records, damaged = [], []
     for key, value in txn.cursor(db=store.index):
@@ -145,7 +147,7 @@ def read_index(store: Environment, txn: Any) -> tuple[list[tuple[int, bytes, int
 
 
 def clear_orphans(store: Environment, txn: Any, live: set[int], damaged: Sequence[bytes]) -> None:
-    """Removes damaged records, and the chunks that belong to no record in `live`."""
+    """Removes damaged records, and chunks without a record in `live`."""
     for index_key in damaged:
         txn.delete(index_key, db=store.index)
     owners = {record_id_of(bytes(key)) for key in txn.cursor(db=store.data).iternext(values=False)}
@@ -155,13 +157,13 @@ def clear_orphans(store: Environment, txn: Any, live: set[int], damaged: Sequenc
 
 
 def last_record_id(store: Environment, txn: Any) -> int:
-    """Returns the highest record id in use: every block has at least one chunk."""
+    """Returns the highest record id. Every block has at least one chunk."""
     cursor = txn.cursor(db=store.data)
     return record_id_of(bytes(cursor.key())) if cursor.last() else 0
 
 
 def _cut(store: Environment, sizes: tuple[int, ...]) -> Cut:
-    """Returns how a block is stored from now on: with the ends of its parts in the record, unless these are too long."""
+    """Returns the layout of a new block: with tails in the record, unless these are too long."""
     with_tails = cut(sizes, store.page_bytes, tails=True)
     return with_tails if with_tails.tail_bytes <= TAILS_BYTES else cut(sizes, store.page_bytes, tails=False)
 
@@ -173,9 +175,9 @@ def _sizes(parts: tuple[memoryview, ...]) -> tuple[int, ...]:
 def _chunks(
     store: Environment, blocks: Sequence[BlockBytes], record_id: int, records: list[tuple[bytes, bytes]]
 ) -> Iterator[tuple[bytes, memoryview]]:
-    """Yields the chunks of blocks, and leaves behind their names and records.
+    """Yields the chunks of blocks; appends their names and records to `records`.
 
-    What is summed up just before it is written is in the cache when it is.
+    Each block is hashed just before it is written, so it is in the CPU cache for the write.
     """
     for block in blocks:
         name, parts = block.namespace + block.key, block.parts
@@ -190,7 +192,7 @@ def _chunks(
 
 
 def _replace(store: Environment, txn: Any, records: Sequence[tuple[bytes, bytes]]) -> None:
-    """Puts records where others were, whose blocks it removes; leaves alone those that are there already."""
+    """Overwrites existing records, and removes their chunks. Keeps records that are equal."""
     cursor = data_cursor(store, txn)
     for name, record in records:
         if bytes(txn.get(name, None, store.index)) != record:
@@ -199,7 +201,7 @@ def _replace(store: Environment, txn: Any, records: Sequence[tuple[bytes, bytes]
 
 
 def _fill_tails(parts: Sequence[memoryview], where: Cut, tails: bytes) -> bool:
-    """Fills the ends of parts from a record; returns whether it has what it should have."""
+    """Fills the ends of parts from a record; returns whether the record has the right length."""
     if len(tails) != where.tail_bytes:
         return False
     at = 0
@@ -211,10 +213,11 @@ def _fill_tails(parts: Sequence[memoryview], where: Cut, tails: bytes) -> bool:
 
 
 def _fill(store: Environment, txn: Any, record_id: int, where: Cut, parts: Sequence[memoryview]) -> bool:
-    """Fills parts from their chunks; returns whether all of them are there.
+    """Fills parts from their chunks; returns whether all chunks are present.
 
-    The pages are in memory by then: `get` touches them, without the GIL. The copy keeps it, for 25 µs at most: to have it
-    back can take longer than that beside a busy event loop.
+    `get` reads the pages without the GIL. The copy keeps the GIL for at most 25 µs, because
+    reacquiring
+    it next to a busy event loop can take longer.
     """
     prefix, data = chunk_prefix(record_id), store.data
     for suffix, number, start, stop in where.chunks:
@@ -227,20 +230,20 @@ def _fill(store: Environment, txn: Any, record_id: int, where: Cut, parts: Seque
 
 def _delete_chunks(store: Environment, cursor: Any, record_id: int) -> None:
     prefix = chunk_prefix(record_id)
-    # Blocks that were stored together often go together: then the cursor is there already.
+    # The next block is often adjacent: then the cursor is in place already.
     more = bytes(cursor.key()[: len(prefix)]) == prefix or cursor.set_range(prefix)
     while more and bytes(cursor.key()[: len(prefix)]) == prefix:
         if _may_be_freed(store, cursor.value()):
-            cursor.delete()  # and goes on to the next
+            cursor.delete()  # moves to the next
             more = bool(cursor.key())
         else:
             more = cursor.next()
 
 
 def _may_be_freed(store: Environment, chunk: memoryview) -> bool:
-    """Whether the header in front of a long chunk is whole.
+    """Whether the header in front of a long chunk is intact.
 
-    LMDB reads in it how many pages to free, and believes what it reads: pages of other blocks among them.
+    LMDB frees as many pages as the header says, possibly pages of other blocks.
     """
     if len(chunk) <= store.page_bytes // 2 or store.engine != _ENGINE_WITH_THIS_HEADER:
         return True

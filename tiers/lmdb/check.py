@@ -1,4 +1,4 @@
-"""Verifies the blocks of an LMDB store against their checksums."""
+"""Online check of an LMDB store: verifies blocks against their checksums."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ SLICE_BLOCKS = 256
 
 
 def check_slice(store: Environment, writing: threading.Lock, after: bytes, *, repair: bool) -> Slice:
-    """Does what `fsck.Checkable.check_slice` promises; `writing` makes others' changes wait. Raises `lmdb.Error`."""
+    """Implements `fsck.Checkable.check_slice`.
+
+    `writing` blocks other changes. Raises `lmdb.Error`.
+    """
     records = _records_after(store, after)
     findings: list[Finding] = []
     checked = nbytes = 0
@@ -50,7 +53,7 @@ def _records_after(store: Environment, name: bytes) -> list[tuple[bytes, bytes]]
 
 
 def _verify(store: Environment, name: bytes, sizes: tuple[int, ...]) -> str:
-    """Reads a block; returns what is wrong with it, or nothing."""
+    """Reads a block; returns its problem, or ""."""
     parts = tuple(memoryview(bytearray(size)) for size in sizes)
     block = BlockBytes(NamespaceId(name[:NAMESPACE_BYTES]), name[NAMESPACE_BYTES:], parts)
     with store.env.begin(buffers=True) as txn:
@@ -61,12 +64,12 @@ def _verify(store: Environment, name: bytes, sizes: tuple[int, ...]) -> str:
 def _confirm(
     store: Environment, writing: threading.Lock, name: bytes, packed: bytes, *, damaged: bool, repair: bool
 ) -> bool:
-    """Returns whether a block is still what it was when it was checked, and removes it if it is to be repaired."""
+    """Returns whether a block is unchanged since its check; removes it if `repair`."""
     with writing:
         with store.env.begin() as txn:
             if txn.get(name, db=store.index) != packed:
                 return False
-            # Chunks of a damaged record are those that no other record names.
+            # Chunks of a damaged record are those without another record.
             live = {record_id for record_id, _, _ in read_index(store, txn)[0]} if repair and damaged else set()
         if repair:
             with store.env.begin(write=True, buffers=True) as txn:

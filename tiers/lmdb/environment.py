@@ -1,7 +1,6 @@
-"""Opening an LMDB environment so that nothing found on the disk can take the server down.
+"""Opens an LMDB environment safely: damaged files are moved aside, and the store starts empty.
 
-What is damaged (see `lmdb_probe`) is moved aside, and the store starts empty. What could not be looked through is refused
-and stays as it is.
+`probe` detects damage. If a file could not be checked, it is refused and stays unchanged.
 """
 
 from __future__ import annotations
@@ -29,26 +28,26 @@ _log = logging.getLogger(__name__)
 LOCK_FILE = "lock.mdb"
 OWNER_FILE = "owner.lock"
 MAX_READERS = 512
-"""Read transactions open at once: one per load that runs."""
+"""Concurrent read transactions, one per running load."""
 KEPT_DAMAGED = 2
-"""Damaged files that are kept, the newest: each may be as large as the store."""
+"""Damaged files that are kept, newest first. Each may be as large as the store."""
 
 
 Durability = Literal["process", "power"]
-"""What a block that was reported as stored survives.
+"""What a stored block survives.
 
-`process`: the end of the server, SIGKILL included; after a power failure the store may have to start empty.
-`power`: a power failure too; every transaction waits for the disk.
+`process`: the end of the server, including SIGKILL. After a power failure the store may be empty.
+`power`: also a power failure; every transaction waits for the disk.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What an environment is for: its name for people, its databases, and the version of its format."""
+    """Databases and format of an environment, and its name for messages."""
 
     what: str
     databases: tuple[bytes, ...]
-    """The first is for what is known of the store as a whole, the format's version among it."""
+    """The first holds the metadata, including the format version."""
     format_key: bytes
     format_version: int
 
@@ -58,23 +57,23 @@ LMDB_STORE = Layout("LMDB store", DATABASES, b"format", FORMAT_VERSION)
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """An open environment, which this process owns until `close`."""
+    """An open environment, owned by this process."""
 
     directory: Path
     env: lmdb.Environment
     meta: Any
     index: Any
     data: Any
-    """None in a layout of two databases."""
+    """None in a layout with two databases."""
     page_bytes: int
     engine: int
-    """Major version of the LMDB that the file is for."""
+    """Major version of LMDB that the file is for."""
     owner_fd: int
     warning: str | None
-    """What was wrong when it was opened, for people."""
+    """Damage found when it was opened, for operators."""
 
     def close(self) -> None:
-        """Flushes, and lets go of the directory."""
+        """Flushes, and releases the directory."""
         try:
             self.env.sync(True)
         finally:
@@ -87,8 +86,8 @@ def open_environment(
 ) -> Environment:
     """Opens or creates the environment in `directory`, whose file may grow to `size_bytes`.
 
-    A file that is longer already keeps its length. A damaged one is moved to `damaged-<n>` beside it, and the newest
-    of these are kept; with `mend` off it stays and is refused. Raises `TierOpenError`, and then has moved nothing.
+    A longer file keeps its length. A damaged one is moved to `damaged-<n>`; the newest of these are
+    kept. If `mend` is off, it is refused. Raises `TierOpenError`, in which case nothing was moved.
     """
     owner_fd = _own(directory, layout)
     try:
@@ -105,7 +104,7 @@ def open_environment(
 
 
 def _own(directory: Path, layout: Layout) -> int:
-    """Takes the lock that makes this process the only one; returns its file descriptor."""
+    """Locks the directory for this process; returns the file descriptor of the lock."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = os.open(directory / OWNER_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -146,12 +145,12 @@ def _move_aside(directory: Path, damage: str, layout: Layout) -> str:
 
 
 def _damaged(directory: Path) -> list[Path]:
-    """Returns where damaged files were moved to, the oldest first."""
+    """Returns the directories of damaged files, oldest first."""
     return sorted(filter(_number_of, directory.iterdir()), key=_number_of)
 
 
 def _number_of(path: Path) -> int:
-    """Returns the n of `damaged-<n>`; 0 of anything else."""
+    """Returns the n of `damaged-<n>`, or 0."""
     match = re.fullmatch(r"damaged-([1-9]\d*)", path.name, re.ASCII)
     return int(match[1]) if match else 0
 
@@ -199,7 +198,7 @@ def _open(
 
 
 def _check_format(directory: Path, env: lmdb.Environment, layout: Layout) -> None:
-    """Refuses what is not ours: a store of a newer release, of another type, or another program's."""
+    """Refuses stores of a newer format, of another type, or of another program."""
     with env.begin() as txn:
         names = set(txn.cursor().iternext(values=False))
     if not names:
@@ -218,13 +217,13 @@ def _check_format(directory: Path, env: lmdb.Environment, layout: Layout) -> Non
 
 
 def _engine(env: lmdb.Environment) -> int:
-    # py-lmdb before 2.0 has no choice of engines
+    # py-lmdb before 2.0 has only one engine
     version: tuple[int, ...] = env.lib_version() if hasattr(env, "lib_version") else lmdb.version()
     return version[0]
 
 
 def sync_directory(directory: Path) -> None:
-    """Waits until the names of new files are on the disk. Raises `OSError`."""
+    """Flushes the directory entries of new files to disk. Raises `OSError`."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

@@ -1,4 +1,4 @@
-"""What an LMDB store looks like inside: keys, records and chunks.
+"""On-disk format of an LMDB store: keys, records and chunks.
 
 | database | key | value |
 |---|---|---|
@@ -6,12 +6,15 @@
 | `index` | namespace (16 bytes) + block key | a `BlockRecord` |
 | `data` | record id u64, part u16, chunk u32, all big-endian | the bytes of one chunk |
 
-Record ids only grow. Writes therefore append to `data`, whose leaves stay full, and the order of the ids is the order
-in which blocks were stored.
+Record ids only increase. So writes append to `data`, whose leaf pages stay full, and the order of
+the ids is the order of the stores.
 
-LMDB keeps a value that does not fit a tree page in a run of pages of its own, with a 16-byte header in front. Chunks
-are cut so that header and bytes fill whole pages, and most have one length: a run that one leaves fits the next. What
-is left of a part then, if it is short, lies in the record: a block of 64 KiB is one record and one chunk.
+LMDB stores a value that does not fit a tree page in separate pages, behind a 16-byte header. Chunks
+are cut so that header and bytes fill whole pages, and most chunks have the same length, so that
+freed
+pages fit new chunks. A short rest of a part (its tail) is stored in the record: a block of 64 KiB
+is
+one record and one chunk.
 """
 
 from __future__ import annotations
@@ -45,18 +48,18 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 2
-"""2 since records may hold the ends of parts."""
+"""Version 2 allows tails in records."""
 DATA_FILE = "data.mdb"
-"""What LMDB calls its file in the directory of a store."""
+"""File name used by LMDB."""
 DATABASES = (b"meta", b"index", b"data")
 NAMESPACE_BYTES = 16
 MAX_KEY_BYTES = 511 - NAMESPACE_BYTES
-"""LMDB's limit of 511 bytes, less the namespace."""
+"""LMDB's limit of 511 bytes, minus the namespace."""
 MAX_PARTS = 0xFFFF
 PAGE_HEADER_BYTES = 16
 CHUNK_PAGES = 64
 TAILS_BYTES = 512
-"""Most bytes of parts' ends that lie in a record."""
+"""Limit for the tails in a record."""
 
 _HEAD = struct.Struct("<BxHQQ")
 _CHECK = struct.Struct("<Q")
@@ -67,21 +70,21 @@ _NODE_HEADER_BYTES = 8
 
 
 class DamagedRecordError(Exception):
-    """An index record is not what was written there."""
+    """An index record is damaged."""
 
 
 class BlockRecord(NamedTuple):
-    """The index record of a block, with a checksum of itself: a damaged one is known before it is used."""
+    """Index record of a block, with a checksum of itself."""
 
     record_id: int
     checksum: int
     sizes: tuple[int, ...]
-    """Bytes of each part."""
+    """Size of each part."""
     tails: bytes = b""
-    """The ends of the parts, one behind the other; nothing where they are chunks like the rest."""
+    """The tails of the parts, concatenated; empty if they are stored as chunks."""
 
     def pack(self, index_key: bytes) -> bytes:
-        """Returns the record as it is stored under `index_key`; one without tails as format 1 had it."""
+        """Returns the stored form under `index_key`. A record without tails has format 1."""
         parts = len(self.sizes)
         head = _HEAD.pack(2 if self.tails else 1, parts, self.record_id, self.checksum)
         body = head + _sizes(parts).pack(*self.sizes) + self.tails
@@ -89,7 +92,7 @@ class BlockRecord(NamedTuple):
 
     @classmethod
     def unpack(cls, index_key: bytes, value: bytes) -> BlockRecord:
-        """Reads what `pack` wrote under the same key; anything else raises `DamagedRecordError`."""
+        """Parses a record and verifies its checksum; raises `DamagedRecordError`."""
         end = len(value) - _CHECK.size
         if end < _HEAD.size or _CHECK.unpack_from(value, end)[0] != xxhash.xxh3_64_intdigest(index_key + value[:end]):
             raise DamagedRecordError
@@ -97,9 +100,9 @@ class BlockRecord(NamedTuple):
 
     @classmethod
     def read(cls, value: bytes) -> BlockRecord:
-        """Reads what `pack` wrote, and believes it: for who verifies the block that it leads to, and changes nothing.
+        """Parses a record without verifying its checksum, for readers that verify the block itself.
 
-        What cannot be a record raises `DamagedRecordError`.
+        Raises `DamagedRecordError` if it cannot be a record.
         """
         end = len(value) - _CHECK.size
         if end < _HEAD.size:
@@ -122,12 +125,12 @@ def chunk_key(record_id: int, part: int, chunk: int) -> bytes:
 
 
 def chunk_prefix(record_id: int) -> bytes:
-    """Returns what the keys of all chunks of a record begin with."""
+    """Returns the common prefix of a record's chunk keys."""
     return _PREFIX.pack(record_id)
 
 
 def record_id_of(key: bytes) -> int:
-    """Returns the record that a chunk belongs to, from the chunk's key."""
+    """Returns the record id of a chunk key."""
     if len(key) != _CHUNK_KEY.size:
         raise DamagedRecordError
     record_id: int = _PREFIX.unpack_from(key)[0]
@@ -136,27 +139,27 @@ def record_id_of(key: bytes) -> int:
 
 @lru_cache(maxsize=256)
 def tail_bytes(nbytes: int, page_bytes: int) -> int:
-    """Returns how much of a part's end may lie in the record: what is behind its long chunks, if it has any."""
+    """Returns the length of a part's tail: what is left behind its long chunks, if any."""
     runs = chunk_spans(nbytes, page_bytes)
     start, stop = runs[-1] if runs else (0, 0)
     return stop - start if start and stop - start < page_bytes - PAGE_HEADER_BYTES else 0
 
 
 class Cut(NamedTuple):
-    """How blocks are stored whose parts have certain sizes."""
+    """Layout of blocks with certain part sizes."""
 
     tails: tuple[tuple[int, int], ...]
-    """What lies in the record, in order: (part, where in it the tail begins)."""
+    """Tails in the record, in order: (part, offset of the tail)."""
     tail_bytes: int
     chunks: tuple[tuple[bytes, int, int, int], ...]
-    """What lies in `data`: (end of the chunk's key, part, where in it the chunk begins, where it ends)."""
+    """Chunks in `data`: (key suffix, part, start, end)."""
     pages: int
-    """Pages that the chunks take outside of the tree."""
+    """Pages of the chunks outside the tree."""
 
 
 @lru_cache(maxsize=256)
 def cut(sizes: tuple[int, ...], page_bytes: int, *, tails: bool) -> Cut:
-    """Returns how a block with parts of `sizes` is stored, with the parts' ends in the record or without."""
+    """Returns the layout of a block, with tails in the record or as chunks."""
     ends: list[tuple[int, int]] = []
     chunks: list[tuple[bytes, int, int, int]] = []
     kept = pages = 0
@@ -174,17 +177,18 @@ def cut(sizes: tuple[int, ...], page_bytes: int, *, tails: bool) -> Cut:
 
 
 def _longest_in_tree(page_bytes: int) -> int:
-    """Returns how long a chunk can be that LMDB keeps beside its key, of which two must fit a page (`me_nodemax`)."""
+    """Returns the longest value in a tree page, which must hold two (`me_nodemax` of LMDB)."""
     node_bytes = ((page_bytes - PAGE_HEADER_BYTES) // 2 & -2) - 2
     return node_bytes - _NODE_HEADER_BYTES - _CHUNK_KEY.size
 
 
 @lru_cache(maxsize=256)
 def chunk_spans(nbytes: int, page_bytes: int) -> tuple[tuple[int, int], ...]:
-    """Returns where the chunks of a part begin and end.
+    """Returns the start and end of each chunk of a part.
 
-    First as many of `CHUNK_PAGES` as there are, then one of whole pages, then what is left: less than a page, which
-    LMDB puts into the tree itself when it is short (128 bytes of a 2 MiB part, 16 of a 64 KiB one).
+    First as many chunks of `CHUNK_PAGES` as possible, then one of whole pages, then the rest of
+    less than
+    a page. LMDB stores a short rest in the tree (128 bytes of a 2 MiB part, 16 of a 64 KiB part).
     """
     longest = CHUNK_PAGES * page_bytes - PAGE_HEADER_BYTES
     stops = list(range(longest, nbytes + 1, longest))

@@ -1,9 +1,10 @@
-"""Looking through a store's file before it is trusted.
+"""Checks an LMDB file in a child process before it is opened.
 
-LMDB maps its file and believes what it reads there: some kinds of damage end in SIGBUS, SIGSEGV or a failed assertion,
-and with them the process. So a child process walks the file first. Damage is what the child says, or a crash of it while
-it looked. Everything else that can befall a child (it was interrupted, killed, held up, or never began) says nothing
-about the file.
+LMDB maps its file and trusts its content. Some kinds of damage end the process with SIGBUS, SIGSEGV
+or a failed assertion. So a child process walks the file first. The file is damaged if the child
+says
+so or crashes during the walk. Any other end of the child (interrupted, killed, timed out, not
+started) says nothing about the file.
 """
 
 from __future__ import annotations
@@ -25,27 +26,27 @@ from .format import CHUNK_PAGES, DATA_FILE, DATABASES
 __all__ = ["SILENCE_SECONDS", "UNWRITTEN_PAGES", "find_damage"]
 
 UNWRITTEN_PAGES = 2048
-"""How many pages before its last page number a sound file may end."""
+"""An intact file may end this many pages before its last page number."""
 SILENCE_SECONDS = 60.0
-"""How long the child may take for the next 10,000 records: under a second where a cold disk reads 500 pages a second."""
+"""Limit per 10,000 records. A cold disk with 500 pages/s needs less than 1 s."""
 END_SECONDS = 5.0
-"""How long to wait for the end of a child that has said all, or was killed: a disk may hold it."""
+"""How long to wait for the end of the child; a disk may delay it."""
 
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 
-# Without its parent the child would go on beside the next server, so it asks to be killed with it (with the thread that
-# started it, to be exact, and that one waits for the answer). It walks the trees
-# (long values are not touched), then rehearses a write, which reads the list of free pages; aborted and without a lock,
-# it leaves nothing behind. A file may end before its last page number says (one in 25 did, by up to 31 pages): a page
-# that is freed by the transaction which added it is never written. Such an end is filled in, so that nothing that is
-# read there can be a SIGBUS.
+# The child asks to be killed with its parent (with the thread that started it, which waits for the
+# result). It walks the trees without touching long values, then rehearses a write, which reads the
+# list of free pages. The write is aborted and takes no lock, so it changes nothing. A file may end
+# before its last page number (one in 25 did, by up to 31 pages), because a page that is freed by
+# the transaction that added it is never written. Such an end is filled in, so that reading it
+# cannot cause SIGBUS.
 _PROBE = rf"""
 import ctypes, os, sys
 parent, directory, size_bytes, path = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
 ours = {{name.encode() for name in sys.argv[5:]}}
 ctypes.CDLL(None).prctl(1, ctypes.c_ulong({signal.SIGKILL:d}))  # PR_SET_PDEATHSIG
 if os.getppid() != parent:
-    sys.exit("nobody waits for the answer")
+    sys.exit("the parent has ended")
 import itertools, resource
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 sys.path.append(path)
@@ -114,10 +115,11 @@ except (lmdb.Error, OSError) as error:
 
 
 def find_damage(directory: Path, size_bytes: int, databases: Sequence[bytes] = DATABASES) -> str | None:
-    """Looks through the file in `directory` in a child process; returns what is wrong with it, or None.
+    """Checks the file in `directory` in a child process; returns the damage, or None.
 
-    Called by the owner of the directory, before it opens the file; blocks for as long as the child goes on reading.
-    Raises `TierOpenError` when the question found no answer: the file then is as it was.
+    Called by the owner of the directory before it opens the file. Blocks while the child makes
+    progress.
+    Raises `TierOpenError` if there is no result; the file is unchanged.
     """
     status, said = _run(directory, size_bytes, databases)
     outcome, _, why = (said.splitlines() or [""])[-1].partition(" ")
@@ -135,7 +137,7 @@ def find_damage(directory: Path, size_bytes: int, databases: Sequence[bytes] = D
 
 
 def _run(directory: Path, size_bytes: int, databases: Sequence[bytes]) -> tuple[int, str]:
-    """Runs the child; returns its exit status and what it said."""
+    """Runs the child; returns its exit status and output."""
     packages = str(Path(lmdb.__file__).parent.parent)
     arguments = [str(os.getpid()), str(directory), str(size_bytes), packages, *map(os.fsdecode, databases)]
     child = subprocess.Popen(  # noqa: S603 - our own text
@@ -143,7 +145,7 @@ def _run(directory: Path, size_bytes: int, databases: Sequence[bytes]) -> tuple[
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        start_new_session=True,  # a Ctrl-C is meant for us
+        start_new_session=True,  # Ctrl-C must not reach the child
     )
     try:
         said = _listen(child, directory)
@@ -159,7 +161,7 @@ def _run(directory: Path, size_bytes: int, databases: Sequence[bytes]) -> tuple[
 
 
 def _listen(child: subprocess.Popen[bytes], directory: Path) -> str:
-    """Returns all that the child says, however long it takes, as long as it goes on saying something."""
+    """Returns the child's output. Waits as long as it makes progress."""
     assert child.stdout is not None
     said = bytearray()
     poll = select.poll()

@@ -1,4 +1,4 @@
-"""The LMDB tier: blocks in an embedded database on a local disk, found again after a restart."""
+"""LMDB tier: blocks in an embedded database on a local disk."""
 
 from __future__ import annotations
 
@@ -39,25 +39,29 @@ _log = logging.getLogger(__name__)
 
 _MIB = 1 << 20
 PAYLOAD_SHARE = 0.8
-"""Of the file. The rest is for the trees, for pages that the last two transactions freed, and for gaps."""
+"""Part of the file. The rest is for trees, for pages freed by the last two transactions, and for
+gaps."""
 WRITE_BYTES = 16 * _MIB
-"""Payload of one write transaction; less in a small file, for what one frees can be used two transactions later."""
+"""Payload of one write transaction. A small file uses less: freed pages are reusable two
+transactions later."""
 RESERVE_PAGES = 32
-"""Kept free, because a removal needs a dozen pages (copies of the paths through the trees) before it frees any."""
+"""A removal needs about a dozen pages (copies of tree paths) before it frees any."""
 READER_CHECK_EVERY = 1024
-"""Write transactions."""
+"""Unit: write transactions."""
 
 HEADERS_ARE_BOUNDED = int(lmdb.__version__.partition(".")[0]) >= 3
-"""Whether LMDB refuses to free more pages than its file has, whatever a page header says; its binding sees to that since 3.0."""
+"""Whether LMDB never frees more pages than its file has. Its Python binding ensures that since 3.0.
+"""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class LMDBTier(SecondaryTier):
-    """Blocks in one LMDB environment; see `lmdb_format` for what is in it.
+    """Blocks in one LMDB environment; see `format`.
 
-    A batch is one transaction per 16 MiB, so nothing partial can ever be seen. LMDB maps its file: a disk that cannot
-    read a sector takes the process down with SIGBUS.
+    A batch is one transaction of up to 16 MiB, so a partial block is never visible. LMDB maps its
+    file: an
+    unreadable disk sector ends the process with SIGBUS.
     """
 
     type: ClassVar[str] = "lmdb"
@@ -68,17 +72,18 @@ class LMDBTier(SecondaryTier):
     ) -> None:
         """Opens or creates the store in `directory`; its file never grows beyond `size_bytes`.
 
-        A file that is larger already stays so. A damaged one is moved aside, and `trouble` says so from then on; with
-        `mend` off it is refused. Raises `TierOpenError`.
+        A larger file keeps its size. A damaged one is moved aside and reported in `last_error`; if
+        `mend` is
+        off, it is refused. Raises `TierOpenError`.
         """
         super().__init__(name, int(size_bytes * PAYLOAD_SHARE))
         self._store = open_environment(directory, size_bytes, durability, mend=mend)
         self._write_bytes = min(WRITE_BYTES, size_bytes // 32)
         self._writer = threading.Lock()
-        """Makes a load that drops a corrupt block wait for the store beside it."""
+        """Held by stores, and by loads that drop a corrupt block."""
         self._writes = 0
         self._pages_to_come = True
-        """Whether pages may have been freed that the next transaction cannot use yet."""
+        """Whether freed pages may exist that the next transaction cannot use yet."""
         self._health = TierHealth(self)
         self._health.report("open", self._store.warning)
         try:
@@ -89,11 +94,13 @@ class LMDBTier(SecondaryTier):
             raise TierOpenError(f"cannot read the LMDB store in {directory}: {error!r}") from error
 
     def on_new_request(self, request: RequestInfo) -> Vote:
-        """Votes by its rules."""
         return vote(self.rules, request)
 
     def entries(self) -> Iterator[Entry]:
-        """Yields the blocks in the order in which they were stored. Clears away damaged index records."""
+        """Yields the blocks in the order in which they were stored.
+
+        Removes damaged index records.
+        """
         with self._store.env.begin() as txn:
             records, damaged = read_index(self._store, txn)
         if damaged:
@@ -104,37 +111,33 @@ class LMDBTier(SecondaryTier):
             yield Entry(namespaces.setdefault(namespace, NamespaceId(namespace)), key[NAMESPACE_BYTES:], nbytes)
 
     def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
-        """Writes blocks, all or none of each transaction."""
+        """Writes blocks; each transaction is atomic."""
         outcomes: list[Outcome] = []
         for batch in batches(blocks, self._write_bytes):
             outcomes += self._store_batch(batch)
         return outcomes
 
     def load(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
-        """Copies blocks out of the map and verifies them where they then are. Drops those that are corrupt."""
+        """Copies blocks from the map and verifies the copies. Drops corrupt blocks."""
         outcomes = [self._load_block(block) for block in blocks]
         if Outcome.FAILED not in outcomes:
             self._health.report("load", None)
         return outcomes
 
     def remove(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> None:
-        """Forgets blocks."""
         index_keys = [namespace + key for namespace, key in keys if _is_name(namespace, key)]
         for start in range(0, len(index_keys), BATCH_BLOCKS):
             self._remove(index_keys[start : start + BATCH_BLOCKS])
 
     def blocks_to_check(self) -> int:
-        """See `fsck.Checkable`."""
         with self._store.env.begin() as txn:
             count: int = txn.stat(self._store.index)["entries"]
         return count
 
     def check_slice(self, after: bytes, *, repair: bool) -> Slice:
-        """See `fsck.Checkable`."""
         return check_slice(self._store, self._writer, after, repair=repair)
 
     def close(self) -> None:
-        """Flushes to the disk, and lets go of the directory."""
         self._store.close()
 
     def _store_batch(self, batch: Sequence[BlockBytes]) -> list[Outcome]:
@@ -147,7 +150,7 @@ class LMDBTier(SecondaryTier):
         return [written if fits_in else Outcome.FAILED for fits_in in fits]
 
     def _write(self, blocks: Sequence[BlockBytes]) -> Outcome:
-        """Writes blocks in one transaction; returns what became of all of them."""
+        """Writes blocks in one transaction; returns their common outcome."""
         try:
             with self._writer:
                 try:
@@ -174,19 +177,22 @@ class LMDBTier(SecondaryTier):
             self._store.env.reader_check()
 
     def _take_in_pages(self) -> None:
-        """Commits next to nothing: what the transaction before freed can be used by the one after this."""
+        """Commits a tiny transaction, so that pages freed by the last one can be reused."""
         with self._store.env.begin(write=True) as txn:
             txn.put(b"turn", self._record_id.to_bytes(8, "little"), db=self._store.meta)
         self._pages_to_come = False
 
     def _is_full(self, error: lmdb.Error) -> bool:
-        """Whether an error means that there is no room. LMDB reports a write that was cut short as an I/O error."""
+        """Whether an error means that the storage is full.
+
+        LMDB reports a short write as an I/O error.
+        """
         if isinstance(error, (lmdb.MapFullError, lmdb.DiskError)) or getattr(error, "code", 0) in _FULL:
             return True
         return shutil.disk_usage(self._store.directory).free < self._write_bytes
 
     def _keep_reserve(self, txn: Any) -> None:
-        """Fails with `MapFullError` if this transaction would leave less than the reserve: takes and gives it back."""
+        """Raises `MapFullError` if less than the reserve would be left: allocates and frees it."""
         info, page_bytes = self._store.env.info(), self._store.page_bytes
         if info["map_size"] - info["last_pgno"] * page_bytes > 4 * self._write_bytes + RESERVE_PAGES * page_bytes:
             return
@@ -197,7 +203,7 @@ class LMDBTier(SecondaryTier):
                 txn.put(key, page, db=self._store.meta) if put else txn.delete(key, db=self._store.meta)
 
     def _load_block(self, block: BlockBytes) -> Outcome:
-        """Loads in a transaction of its own: it costs 0.2 µs, and no page can be used anew while one is open."""
+        """Loads in its own transaction (0.2 µs): while one is open, freed pages are not reused."""
         if not _is_name(block.namespace, block.key):
             return Outcome.MISSING
         try:
@@ -209,12 +215,15 @@ class LMDBTier(SecondaryTier):
         return self._drop(block) if outcome is Outcome.CORRUPT else outcome
 
     def _drop(self, block: BlockBytes) -> Outcome:
-        """Forgets a block that turned out corrupt."""
+        """Drops a corrupt block."""
         _log.warning("tier %s: block %s is corrupt and is dropped", self.name, block.key.hex())
         return Outcome.CORRUPT if self._remove([block.namespace + block.key]) else Outcome.FAILED
 
     def _remove(self, index_keys: Sequence[bytes]) -> bool:
-        """Removes blocks in one transaction, or in a nearly full file in halves. Returns whether all are gone."""
+        """Removes blocks in one transaction, or in halves if the file is nearly full.
+
+        Returns whether all are gone.
+        """
         try:
             with self._writer:
                 self._delete(index_keys)
@@ -230,7 +239,10 @@ class LMDBTier(SecondaryTier):
         return True
 
     def _delete(self, index_keys: Sequence[bytes]) -> None:
-        """Removes blocks in one transaction; where something is damaged in a second one, block by block."""
+        """Removes blocks in one transaction.
+
+        If something is damaged, removes them one by one in a second one.
+        """
         if HEADERS_ARE_BOUNDED:
             with contextlib.suppress(WrongPagesError, lmdb.CorruptedError):
                 with self._store.env.begin(write=True, buffers=True) as txn:

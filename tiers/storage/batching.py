@@ -1,4 +1,4 @@
-"""Cuts a job into batches that are published together."""
+"""Splits a job into batches that are published together."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from ..base import BlockBytes
 __all__ = ["BATCH_BLOCKS", "batches"]
 
 BATCH_BLOCKS = 512
-"""Blocks of one transaction. Bounds the pages that one can add and free at once: `lmdb_probe.UNWRITTEN_PAGES`."""
+"""Blocks per transaction. Limits the pages that one can add and free
+(`lmdb.probe.UNWRITTEN_PAGES`)."""
 
 
 def batches(blocks: Sequence[BlockBytes], limit_bytes: int) -> Iterator[list[BlockBytes]]:
-    """Splits blocks, in order, into batches of limited bytes and number that name no block twice."""
+    """Splits blocks, in order, into batches of limited size and number, with distinct names."""
     batch: list[BlockBytes] = []
     names: set[bytes] = set()
     nbytes = 0

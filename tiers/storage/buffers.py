@@ -1,4 +1,7 @@
-"""Copies between buffers that release the GIL: `view[...] = other` holds it, for milliseconds at a time (DESIGN §9)."""
+"""Buffer addresses, and copies that release the GIL.
+
+`view[...] = other` holds the GIL, for milliseconds if it is large.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ class _PyBuffer(ctypes.Structure):
     )
 
 
-# Subscripts give function objects of our own; attributes are shared with, and reconfigured by, whoever else uses them.
+# A subscript returns a private function object. Attributes are shared with, and reconfigured by,
+# other users.
 _get_buffer = ctypes.pythonapi["PyObject_GetBuffer"]
 _get_buffer.argtypes = (ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int)
 _release_buffer = ctypes.pythonapi["PyBuffer_Release"]
@@ -34,15 +38,15 @@ _release_buffer.restype = None
 
 
 def writable_address_of(view: memoryview) -> int:
-    """Returns where the bytes of a contiguous, writable view are, which must not be empty. They must outlive the address.
+    """Returns the address of a contiguous, writable, non-empty view.
 
-    Raises `TypeError` for a view that may not be written.
+    The view must outlive the address. Raises `TypeError` for a read-only view.
     """
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def address_of(view: memoryview) -> int:
-    """Returns where the bytes of a contiguous view are, be it read-only. They must outlive the address."""
+    """Returns the address of a contiguous view, which must outlive the address."""
     buffer = _PyBuffer()
     _get_buffer(view, buffer, 0)
     address = buffer.buf or 0

@@ -1,7 +1,7 @@
-"""Checksums of blocks: xxh3-64, bound to the name of what they cover.
+"""Checksums of blocks: xxh3-64, seeded with the block's name.
 
-The seed is made from the block's name, so that bytes which are whole but belong to another block are found out as well.
-xxh3-64 is faster than memcpy (30 GB/s on one core), so there is no switch to turn it off.
+The seed detects intact bytes of another block. xxh3-64 is faster than memcpy (30 GB/s on one core),
+so there is no setting to disable it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def block_checksum(namespace: NamespaceId, key: bytes, parts: tuple[memoryview, 
 
 
 def checksum_of(name: bytes, parts: tuple[memoryview, ...]) -> int:
-    """Returns `block_checksum` of a block whose namespace and key are at hand as one."""
+    """Returns `block_checksum` for a concatenated namespace and key."""
     seed = xxhash.xxh3_64_intdigest(name)
     if len(parts) == 1:
         return xxhash.xxh3_64_intdigest(parts[0], seed)

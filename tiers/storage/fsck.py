@@ -1,6 +1,6 @@
-"""Checks what a tier keeps against its checksums, slice by slice: all of it before a server starts, or beside its work.
+"""Check of stored blocks against their checksums, in slices, offline or next to a running server.
 
-A tier that can be checked has the two methods of `Checkable`; the contract of tiers does not ask for them.
+A checkable tier has the two methods of `Checkable`. They are not part of the tier contract.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from ..base import TierError
 __all__ = ["NAMESPACE_BYTES", "Checkable", "Finding", "Slice", "check"]
 
 NAMESPACE_BYTES = 16
-"""A name begins with so many bytes of its namespace."""
+"""Length of the namespace at the start of a name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A damaged block: it cannot be loaded, and nothing of it is ever handed out."""
+    """A damaged block. It cannot be loaded, and its bytes are never served."""
 
     name: bytes
-    """Namespace (16 bytes) and key; for a damaged index whatever stands there."""
+    """Namespace (16 bytes) and key; for a damaged index, the stored bytes."""
     nbytes: int
-    """Bytes of all parts together; 0 where that cannot be known."""
+    """Size of all parts; 0 if unknown."""
     problem: str
-    """What is wrong, for people."""
+    """For operators."""
     repaired: bool
-    """Whether it is out of the index, and its place out of use."""
+    """Whether it was removed from the index and its space is not reused."""
 
     def __str__(self) -> str:
         return f"{self.name[:NAMESPACE_BYTES].hex()} {self.name[NAMESPACE_BYTES:].hex()}: {self.problem}"
@@ -36,10 +36,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What one step has checked."""
+    """Result of one step."""
 
     last: bytes | None
-    """The name to go on after; None at the end."""
+    """The name to continue after; None at the end."""
     blocks: int
     nbytes: int
     findings: tuple[Finding, ...]
@@ -52,26 +52,29 @@ class Checkable(Protocol):
     name: str
 
     def blocks_to_check(self) -> int:
-        """Returns about how many blocks there are. Called on any thread."""
+        """Returns the approximate number of blocks. Called on any thread."""
         ...
 
     def check_slice(self, after: bytes, *, repair: bool) -> Slice:
-        """Verifies the next blocks by name, a few megabytes of them; with `repair` quarantines those that are damaged.
+        """Verifies the next blocks by name, a few megabytes.
 
-        `after` is `b""` at first. Called on any thread, beside loads and one store or removal; takes milliseconds. A
-        block that is stored, replaced or removed meanwhile is never reported.
+        With `repair` quarantines damaged ones.
+
+        `after` is `b""` for the first slice. Called on any thread, next to loads and one store or
+        removal; takes milliseconds. A block that is stored, replaced or removed meanwhile is never
+        reported.
         """
         ...
 
 
 def check(tier: object, *, repair: bool) -> Iterator[Slice]:
-    """Yields one slice after another; between two of them anything may happen to the tier, but for its end.
+    """Yields one slice after another. The tier may be used between two of them, but not closed.
 
-    A server runs each step on a worker thread (`server.fsck_online`), and tells the core of the blocks that are no
-    longer in the tier because they were repaired.
+    A server runs each step on a worker thread (`server/services/online_fsck.py`), and tells the
+    core
+    which blocks were removed by a repair.
 
-    Raises:
-        TierError: the tier cannot be checked.
+    Raises TierError if the tier cannot be checked.
     """
     if not isinstance(tier, Checkable):
         raise TierError(f"{type(tier).__name__} has no check of its own")

@@ -1,4 +1,4 @@
-"""Tracks a tier's current error per operation (store, load, remove, …) in `SecondaryTier.last_error`."""
+"""Health of a tier: its current error per operation, in `SecondaryTier.last_error`."""
 
 from __future__ import annotations
 
