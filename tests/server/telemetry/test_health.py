@@ -118,7 +118,7 @@ async def test_the_watch_loop_survives_an_error(monkeypatch: pytest.MonkeyPatch)
     backend.metrics.calls = 0
     backend.runtime.now.return_value = 0.0
     backend.runtime.stats.side_effect = [ZeroDivisionError("planted"), *[stats()] * 1000]
-    backend.access.look_again = lambda _: looked.set()
+    backend.access.refresh = lambda _: looked.set()
     health = Health(SERVICES)
     watch = asyncio.create_task(app._watch(backend, health))
     await asyncio.wait_for(looked.wait(), 60)
