@@ -1,4 +1,4 @@
-"""From how many tokens on a transfer is worth it: lines, thresholds, sizes, and what an engine is asked."""
+"""Break-even benchmark: regression lines, thresholds, block sizes and requests to the engine."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class TestProposal:
                 80,
             ),  # at 64 tokens both take 2^-9: 65 is the first that is worth it
             (RegressionLine(2**-9, 0), RegressionLine(0, 2**-11), 16),  # 5 tokens
-            (RegressionLine(2**-20, 2**-20), RegressionLine(0, 2**-10), 0),  # a single token is worth it
-            (RegressionLine(-(2**-20), 2**-20), RegressionLine(0, 2**-10), 0),  # noise may put a line below nothing
+            (RegressionLine(2**-20, 2**-20), RegressionLine(0, 2**-10), 0),  # from the first token
+            (RegressionLine(-(2**-20), 2**-20), RegressionLine(0, 2**-10), 0),  # noise can make the offset negative
             (RegressionLine(2**-9, 2**-15), RegressionLine(0, 2**-15), None),
             (
                 RegressionLine(2**-9, 2**-14),
@@ -70,12 +70,12 @@ class TestProposal:
         assert propose(on(transfer), compute.per_token, 16) == expected
 
     def test_whole_blocks(self) -> None:
-        """It is rounded up to the blocks of whoever asks."""
+        """The threshold is rounded up to whole blocks of the engine."""
         transfer, compute = on(RegressionLine(2**-9, 0)), 2**-15
         assert [propose(transfer, compute, block).threshold for block in (1, 16, 100, 528)] == [65, 80, 100, 528]
 
     def test_noise(self) -> None:
-        """The interval holds what is true, is wider the more the timings vary, and the same for the same timings."""
+        """The interval covers the true value, widens with variance and is reproducible."""
         draws = random.Random(7)
 
         def noisy(line: RegressionLine, part: float) -> Samples:
@@ -95,7 +95,7 @@ class TestProposal:
         assert 0 < width(0.02) < width(0.4)
 
     def test_doubt_reaches_never(self) -> None:
-        """Two rates that cannot be told apart: the interval has an end where nothing is worth it."""
+        """If two rates are indistinguishable, the interval has no upper bound."""
         draws = random.Random(3)
         near = {tokens: [(0.002 + tokens * 1e-5) * draws.uniform(0.8, 1.2) for _ in range(5)] for tokens in LENGTHS}
         proposal = propose(near, 1.02e-5, 16)
@@ -103,7 +103,7 @@ class TestProposal:
         assert proposal.high is None
 
     def test_one_slow_round_does_not_count(self) -> None:
-        """Somebody else's second of work is in one round of each length: the line is that of the others."""
+        """One outlier of a second per length does not move the line."""
         line = RegressionLine(0.001, 1e-6)
         disturbed = {tokens: [*seconds, 1.0] for tokens, seconds in on(line).items()}
         found = fit(disturbed)
@@ -132,14 +132,14 @@ class TestGeometry:
         assert (geometry.bytes_per_token, geometry.step_tokens) == (1024, 16)
 
     def test_several_groups(self) -> None:
-        """Blocks of all groups end together; of states one travels, whatever the length."""
+        """Blocks of all groups end together. One state block is transferred for every length."""
         groups = (Group(1600, 16), Group(4800, 48, kind=GroupKind.SLIDING_WINDOW), Group(999, 48, kind=GroupKind.STATE))
         geometry = Geometry(groups)
         assert (geometry.step_tokens, geometry.step_bytes, geometry.bytes_per_token) == (48, 9600, 200)
         assert (geometry.step_blocks(), geometry.states()) == ([(0, 3), (1, 1)], [2])
 
     def test_learned_from_engines(self) -> None:
-        """One size is taken, whoever has it.
+        """Engines with equal sizes are one geometry.
 
         Of several one must be named. Our own runs are no engines.
         """
@@ -173,7 +173,7 @@ class TestGeometry:
 
 class TestPrefillEngine:
     def test_what_a_token_costs_is_found(self) -> None:
-        """An engine whose clock goes by what it computes: the line is its own, to the last digit that counts."""
+        """The fitted line equals the rates of an engine with a simulated clock."""
         with FakePrefillEngine(seconds_per_request=0.25, seconds_per_token=2**-10) as stand_in:
             engine = PrefillEngine(stand_in.url, clock=stand_in.clock)
             assert engine.find_model() == 512
@@ -223,7 +223,7 @@ class TestPrefillEngine:
                 assert engine.prefill(16) == 0
 
     def test_no_engine(self) -> None:
-        """Nobody there, not HTTP, or not an engine: each is said."""
+        """The error says whether the engine is unreachable, not HTTP, or not an engine."""
         with FakePrefillEngine() as gone:
             pass
         with pytest.raises(

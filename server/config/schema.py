@@ -1,4 +1,4 @@
-"""Schema of the configuration: one struct per table, with meaning, default and bounds of each setting.
+"""Schema of the configuration: one struct per table; meaning, default and bounds per setting.
 
 `fields.SETTINGS` (names, environment variables, checks) and the reference in the documentation are
 derived from these structs. `loader.load` reads the values.
