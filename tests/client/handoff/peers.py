@@ -1,4 +1,4 @@
-"""Stand-ins for the core of handing over: requests of tokens, a server that notes what it is told, and one engine's rig."""
+"""Fakes for the hand-off core: requests, a recording server, and a rig of one engine."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ REMOTE: Mapping[str, Any] = MappingProxyType(
 
 
 def prefilled(**more: Any) -> dict[str, Any]:
-    """Returns what a decode engine is given when a prefill engine has computed the prompt."""
+    """Returns the parameters for a decode engine after a prefill engine computed the prompt."""
     return {"do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[0]], **REMOTE} | more
 
 
 def answered(tokens: int, **more: Any) -> dict[str, Any]:
-    """Returns what a prefill engine is given when a decode engine holds so many tokens of the conversation."""
+    """Returns the parameters for a prefill engine while a decode engine holds ``tokens`` tokens."""
     flags = {"do_remote_prefill": False, "do_remote_decode": True, "remote_num_tokens": tokens}
     return {**flags, "remote_block_ids": [list(range(-(-tokens // BLOCK)))], **REMOTE} | more
 
 
 @dataclass
 class Request:
-    """A `HandoffRequest` of these tokens; its keys are what they say."""
+    """A `HandoffRequest` of these tokens; keys are derived from them."""
 
     kv_transfer_params: Any
     tokens: list[int]
@@ -89,7 +89,7 @@ class Request:
 
 @dataclass
 class Server:
-    """A `HandoffServer` that notes what it is told."""
+    """A `HandoffServer` that records its calls."""
 
     reachable: bool = True
     claims: list[tuple[ClaimId, RemoteRequest, list[int]]] = field(default_factory=list)
@@ -129,7 +129,7 @@ class Server:
 def held(
     geometry: CacheGeometry, tokens: list[int], num_tokens: int, *, missing: Sequence[tuple[int, int]] = ()
 ) -> ClaimedBlocks:
-    """Returns what a claim of the peer's request is granted: all that a reader needs, but for some (group, position)."""
+    """Returns the grant of a claim: all blocks that a reader needs, less some (group, position)."""
     theirs, blocks = Request(None, tokens), []
     for group in geometry.groups:
         for position in range(group.first_needed_block(num_tokens), -(-num_tokens // group.block_tokens)):
@@ -145,7 +145,7 @@ def held(
 
 
 class Rig:
-    """One engine's core, one request, and shorthands."""
+    """One engine's core, one request, and shortcuts."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class Rig:
         self.core.claim_ended(self.server.claims[-1][0], claimed, now)
 
     def pulled(self, tokens: int, computed: int = 0, *, missing: Sequence[tuple[int, int]] = ()) -> int | None:
-        """Asks, has the peer grant so many tokens of the very prompt, and asks again."""
+        """Matches, grants ``tokens`` tokens of the same prompt, and matches again."""
         assert self.match(computed) is None
         self.answer(held(self.geometry, list(range(max(tokens, 400))), tokens, missing=missing))
         return self.match(computed)

@@ -1,4 +1,4 @@
-"""Conversations between engines that hand their requests to each other: what is computed, and that it is never from wrong KV."""
+"""Conversations between engines that hand over requests: computed tokens, and never wrong KV."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIRST_TURN = {"do_remote_decode": True, "remote_block_ids": None, "remote_engine
 
 @pytest.fixture(params=["fake", "shm", "grpc"])
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., ToyEngine]]:
-    """Makes engines of one server, a fake or a real one."""
+    """Creates engines of one server, a fake or a real one."""
     clients: list[Client] = []
 
     def make(engine_id: str, **options: Any) -> ToyEngine:
@@ -58,7 +58,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[
 
 
 def test_a_conversation_of_three_turns(engine: Callable[..., ToyEngine]) -> None:
-    """B2.2 B2.3 B2.18: decode computes what it generates, and prefill only what the user has said since the last turn."""
+    """B2.2 B2.3 B2.18: decode computes its output, and prefill only the user's new tokens."""
     prefill, decode = engine("prefill"), engine("decode")
     tokens, params = list(range(200)), FIRST_TURN
     computed = []
@@ -68,7 +68,7 @@ def test_a_conversation_of_three_turns(engine: Callable[..., ToyEngine]) -> None
         second = decode.run(tokens, first.params, 50)
         assert second.params is not None
         computed.append((first.computed, second.computed))
-        # The last token of the answer has not been computed: prefill does that as well.
+        # The last token of the answer was not computed: prefill computes it too.
         tokens, params = second.tokens + list(range(1000 * turn, 1000 * turn + 30)), second.params
     assert computed == [(200, 49), (31, 49), (31, 49)]
     assert prefill.server.log == decode.server.log == []
@@ -76,7 +76,7 @@ def test_a_conversation_of_three_turns(engine: Callable[..., ToyEngine]) -> None
 
 @pytest.mark.parametrize("tokens", range(97, 113))
 def test_a_prompt_of_any_length_is_handed_over(tokens: int) -> None:
-    """B2.2: with windows as well: whole, or to its last full block where the last token looks further back than the next one."""
+    """B2.2: with windows too: whole, or without the last block if its token needs more context."""
     server = FakeServer()
     prefill = ToyEngine(server.client(WINDOWED, engine_id="prefill"), WINDOW)
     decode = ToyEngine(server.client(WINDOWED, engine_id="decode"), WINDOW)
@@ -84,8 +84,8 @@ def test_a_prompt_of_any_length_is_handed_over(tokens: int) -> None:
     assert decode.run(range(tokens), first.params, 10).pulled == (96 if tokens == 104 else tokens)
 
 
-def test_engines_without_the_feature_compute_what_they_know(engine: Callable[..., ToyEngine]) -> None:
-    """B2.7 B2.15: nothing comes back; prefill to decode is as ever."""
+def test_without_the_feature_only_prefill_to_decode_works(engine: Callable[..., ToyEngine]) -> None:
+    """B2.7 B2.15: decode engines return no parameters."""
     prefill, decode = engine("prefill"), engine("decode")
     for side in (prefill, decode):
         object.__setattr__(side.core._options, "bidirectional_kv_xfer", False)
@@ -95,7 +95,7 @@ def test_engines_without_the_feature_compute_what_they_know(engine: Callable[...
 
 
 def test_aborted_requests_leave_nothing_held() -> None:
-    """B2.14 B2.16: whichever side gives up, and whenever."""
+    """B2.14 B2.16: on both sides, at any time."""
     server = FakeServer()
     prefill = ToyEngine(server.client(NAMESPACE, engine_id="prefill"))
     decode = ToyEngine(server.client(NAMESPACE, engine_id="decode"))
@@ -109,8 +109,8 @@ def test_aborted_requests_leave_nothing_held() -> None:
     assert not server._leases
 
 
-def test_a_tail_is_nobody_elses() -> None:
-    """B2.6: when the conversation has moved on, the blocks without a hash are gone; the others are the cache's."""
+def test_the_partial_last_block_ends_with_its_hold() -> None:
+    """B2.6: after the next turn blocks without a hash are removed; others stay cached."""
     server = FakeServer()
     prefill = ToyEngine(server.client(NAMESPACE, engine_id="prefill"))
     decode = ToyEngine(server.client(NAMESPACE, engine_id="decode"))
@@ -123,7 +123,7 @@ def test_a_tail_is_nobody_elses() -> None:
 
 
 class Chaos:
-    """Conversations on a server that forgets, expires, declines, restarts and goes away; and a proxy that mixes things up."""
+    """Conversations with a failing server and a proxy that mixes up parameters."""
 
     def __init__(self, seed: int, *, windowed: bool = False) -> None:
         self.rng = random.Random(seed)
@@ -138,7 +138,7 @@ class Chaos:
         self.pulled = 0
 
     def step(self) -> None:
-        """Another turn, of one kind or the other, undisturbed or not."""
+        """Runs one random turn, with or without a fault."""
         rng = self.rng
         self._disturb()
         tokens, params = rng.choice(self.answers[-6:])
@@ -182,7 +182,7 @@ class Chaos:
 @pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.parametrize("first", range(0, 40, 20))
 def test_no_token_is_ever_computed_from_wrong_kv(first: int, *, windowed: bool) -> None:
-    """B2.6 B2.10 B2.12 B2.19: whatever becomes of holds, servers and parameters; and no lease is left when nobody waits."""
+    """B2.6 B2.10 B2.12 B2.19: under all failures; no lease is leaked."""
     pulled = 0
     for seed in range(first, first + 20):
         chaos = Chaos(seed, windowed=windowed)
@@ -192,4 +192,4 @@ def test_no_token_is_ever_computed_from_wrong_kv(first: int, *, windowed: bool) 
         cores = [engine.core for engine in chaos.engines]
         assert not any(core.pending or core._requests or core._claims for core in cores), seed
         pulled += chaos.pulled
-    assert pulled > 20 * 100, "or it would show nothing"
+    assert pulled > 20 * 100, "too few pulls to test anything"

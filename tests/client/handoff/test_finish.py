@@ -1,4 +1,4 @@
-"""What becomes of a request's blocks at its end, and what its caller is told."""
+"""End of a request: which blocks are held, and the parameters that are returned."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOTHING = FinishedRequest()
 @pytest.mark.parametrize("params", [None, {}, "no mapping", 5])
 @pytest.mark.parametrize("both", [True, False])
 def test_without_parameters_nothing_is_held(params: object, both: bool) -> None:  # noqa: FBT001 - a table
-    """B1.2 B2.13: freed now, nothing returned, and no error."""
+    """B1.2 B2.13: its blocks are freed, nothing is returned, and there is no error."""
     assert TransferParams.parse(params) is None
     rig = Rig(params, bidirectional_kv_xfer=both)
     assert rig.match() == 0
@@ -27,7 +27,7 @@ def test_without_parameters_nothing_is_held(params: object, both: bool) -> None:
 
 @pytest.mark.parametrize("reason", FinishReason)
 def test_aborted_before_it_was_ever_scheduled(reason: FinishReason) -> None:
-    """B2.14: the peer is told to free, and nothing is returned; with a claim under way it is dropped."""
+    """B2.14: the peer's hold is released, a claim is dropped, and nothing is returned."""
     rig = Rig(prefilled(), **BOTH)
     assert rig.finish(0, reason, tables=[[]]) == NOTHING
     assert rig.server.released == [PEER]
@@ -46,7 +46,7 @@ def test_a_prefill_request_that_never_ran_frees_what_the_decode_engine_holds() -
 
 
 def test_a_decode_engine_with_the_feature_off_holds_nothing() -> None:
-    """B2.15: freed now, nothing returned."""
+    """B2.15: its blocks are freed, and nothing is returned."""
     rig = Rig(prefilled())
     rig.pulled(100)
     rig.allocate(100)
@@ -57,7 +57,7 @@ def test_a_decode_engine_with_the_feature_off_holds_nothing() -> None:
 
 @pytest.mark.parametrize("params", [TO_DECODE, prefilled()])
 def test_only_normal_ends_are_held(params: dict[str, object]) -> None:
-    """B2.16: length-capped and stopped; any other end frees now, saves nothing more and returns nothing."""
+    """B2.16: stopped or length-capped; any other end frees the blocks and returns nothing."""
     for reason in FinishReason:
         rig = Rig(params, **BOTH)
         rig.allocate()
@@ -69,7 +69,7 @@ def test_only_normal_ends_are_held(params: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("reason", FinishReason)
 def test_ended_while_workers_pull(reason: FinishReason) -> None:
-    """B2.16: they write to its blocks still; the peer is told when they have ended, and nothing is held."""
+    """B2.16: the peer is told after workers have written to its blocks; nothing is held."""
     rig = Rig(prefilled(), **BOTH)
     rig.pulled(100)
     rig.allocate(100)
@@ -85,7 +85,7 @@ def test_ended_while_workers_pull(reason: FinishReason) -> None:
 
 
 def test_a_prefill_engine_holds_for_a_lease() -> None:
-    """B2.17: for the decode engine that is to pull it, which keeps it alive."""
+    """B2.17: the decode engine that will pull it renews the lease."""
     rig = Rig(TO_DECODE)
     rig.allocate()
     rig.finish(100)
@@ -98,7 +98,7 @@ def test_a_prefill_engine_holds_for_a_lease() -> None:
 
 
 def test_a_decode_engine_holds_for_its_ttl() -> None:
-    """B2.17: the next turn is the user's, and may be minutes away."""
+    """B2.17: the user's next turn may come minutes later."""
     rig = Rig(prefilled(), **BOTH)
     rig.allocate()
     rig.request.tokens += range(100, 140)
@@ -108,8 +108,8 @@ def test_a_decode_engine_holds_for_its_ttl() -> None:
     assert (publication.num_tokens, len(publication.keys)) == (139, 9)
 
 
-def test_what_has_no_blocks_is_not_held() -> None:
-    """B2.17: iff any group has blocks; what is returned says that there are none."""
+def test_a_request_without_blocks_is_not_held() -> None:
+    """B2.17: the returned parameters list no blocks."""
     rig = Rig(TO_DECODE)
     rig.allocate()
     finished = rig.finish(0, tables=[[]])
@@ -121,7 +121,7 @@ def test_what_has_no_blocks_is_not_held() -> None:
 
 @pytest.mark.parametrize(("params", "prefilled_here"), [(TO_DECODE, True), (prefilled(), False)])
 def test_the_returned_parameters(params: dict[str, object], prefilled_here: bool) -> None:  # noqa: FBT001 - a table
-    """B2.18: in the field's names; the flags turned round, and when a decode engine's blocks go."""
+    """B2.18: vLLM's key names, reversed flags, and the expiry time of a decode engine's blocks."""
     rig = Rig(params, **BOTH)
     rig.allocate()
     assert rig.finish(100).params == {
@@ -143,7 +143,7 @@ def test_the_returned_parameters(params: dict[str, object], prefilled_here: bool
     [(100, [4, 5, 6]), (96, [4, 5]), (24, [0, 1]), (41, [1, 2]), (104, [4, 5, 6]), (40, [0, 1, 2])],
 )
 def test_windows_are_clipped_to_their_tail(tokens: int, expected: list[int]) -> None:
-    """B2.18: of a window of 24 tokens only the blocks that it reaches from the end, or from the last token."""
+    """B2.18: only the blocks that a 24-token window reaches from the end or from the last token."""
     rig = Rig(TO_DECODE, prompt=104, geometry=WINDOW)
     rig.allocate()
     finished = rig.finish(tokens)
@@ -151,8 +151,8 @@ def test_windows_are_clipped_to_their_tail(tokens: int, expected: list[int]) -> 
     assert finished.params["remote_block_ids"] == [list(range(-(-tokens // BLOCK))), expected]
 
 
-def test_what_cannot_be_gone_on_from_is_not_promised() -> None:
-    """B2.18: tokens backed by blocks; whole steps where the last block of a hit is computed anew."""
+def test_only_tokens_with_all_their_blocks_are_promised() -> None:
+    """B2.18: in whole steps if the engine recomputes the last block of a hit."""
     geometry = CacheGeometry(FULL.groups, step_tokens=BLOCK, hash_tokens=BLOCK, drop_last_block=True)
     rig = Rig(TO_DECODE, geometry=geometry)
     rig.allocate()
@@ -166,8 +166,8 @@ def test_what_cannot_be_gone_on_from_is_not_promised() -> None:
 
 @pytest.mark.parametrize("params", [TO_DECODE, prefilled()])
 @pytest.mark.parametrize("tokens", [96, 100])
-def test_of_states_nothing_is_held(params: dict[str, object], tokens: int) -> None:
-    """B2.17: the one to go on from is gone by then: who comes next is told so, waits for nothing, and asks the cache."""
+def test_nothing_is_held_with_state_groups(params: dict[str, object], tokens: int) -> None:
+    """B2.17: the needed state is freed by then; the returned parameters list no blocks."""
     rig = Rig(params, geometry=STATE, **BOTH)
     rig.allocate()
     finished = rig.finish(tokens)
@@ -179,8 +179,8 @@ def test_of_states_nothing_is_held(params: dict[str, object], tokens: int) -> No
     assert (reader.match(), reader.server.claims) == (0, [])
 
 
-def test_all_that_is_held_is_stored() -> None:
-    """B2.17: under its name, whether it was offered before or not: who pulls waits for it, and it may have been evicted."""
+def test_all_held_blocks_are_returned_for_storing() -> None:
+    """B2.17: even those offered before, which may have been evicted: the peer waits for all."""
     rig = Rig(TO_DECODE, geometry=WINDOW)
     rig.allocate()
     full, window = WINDOW.groups
@@ -194,8 +194,8 @@ def test_all_that_is_held_is_stored() -> None:
     assert [block.key for block in finished.blocks] == list(rig.server.published[0].keys)
 
 
-def test_what_only_the_last_token_needs_may_be_gone() -> None:
-    """B2.18: the hold is worth less by a part of a block to who has the same prompt, and as much to who has a longer one."""
+def test_a_block_that_only_the_last_token_needs_may_be_missing() -> None:
+    """B2.18: the same prompt pulls less by a partial block; a longer one pulls all."""
     rig = Rig(TO_DECODE, prompt=104, geometry=WINDOW)
     rig.allocate()
     tables = [list(table) for table in rig.tables()]
@@ -205,8 +205,8 @@ def test_what_only_the_last_token_needs_may_be_gone() -> None:
     assert finished.params["remote_block_ids"] == [list(range(7)), [5, 6]]
 
 
-def test_a_block_that_is_gone_ends_it() -> None:
-    """B2.18: no tokens are backed where one of the blocks is missing; nothing is half held."""
+def test_nothing_is_held_without_a_needed_block() -> None:
+    """B2.18: there are no partial holds."""
     rig = Rig(TO_DECODE, geometry=WINDOW)
     rig.allocate()
     tables = [list(table) for table in rig.tables()]
@@ -218,8 +218,8 @@ def test_a_block_that_is_gone_ends_it() -> None:
 
 
 @pytest.mark.parametrize("params", [TO_DECODE, prefilled()])
-def test_what_cannot_be_named_or_found_is_not_held(params: dict[str, object]) -> None:
-    """B2.17 B2.18: more tokens than the request has, or fewer blocks than it needs; nothing expires then, either."""
+def test_blocks_without_key_or_table_entry_are_not_held(params: dict[str, object]) -> None:
+    """B2.17 B2.18: too many tokens or too few blocks; no expiry time is returned."""
     for tokens, tables in ((130, None), (100, [[1, 2, 3]])):
         rig = Rig(params, **BOTH)
         rig.allocate()
@@ -230,8 +230,8 @@ def test_what_cannot_be_named_or_found_is_not_held(params: dict[str, object]) ->
         assert rig.server.published == []
 
 
-def test_a_block_that_has_more_tokens_than_are_confirmed_has_the_holds_name() -> None:
-    """B2.6: nobody else may take it for what its content's key says."""
+def test_a_block_with_unconfirmed_tokens_has_the_key_of_the_hold() -> None:
+    """B2.6: its content does not match its content key."""
     rig = Rig(TO_DECODE)
     rig.allocate()
     rig.request.tokens += range(100, 120)
@@ -241,8 +241,8 @@ def test_a_block_that_has_more_tokens_than_are_confirmed_has_the_holds_name() ->
 
 
 @pytest.mark.parametrize("drafts", [1, 12, 40])
-def test_what_is_not_confirmed_is_not_held(drafts: int) -> None:
-    """B2.18: a step ahead, or with drafts, an engine has tokens and blocks that do not count; and a window may have gone on."""
+def test_unconfirmed_tokens_are_not_held(drafts: int) -> None:
+    """B2.18: tokens of a step ahead and drafts do not count; a window may have moved on."""
     rig = Rig(TO_DECODE, geometry=WINDOW)
     rig.allocate()
     rig.request.tokens += range(100, 100 + drafts)
@@ -259,8 +259,8 @@ def test_what_is_not_confirmed_is_not_held(drafts: int) -> None:
 
 
 @pytest.mark.parametrize("confirmed", [101, 112, 128])
-def test_tokens_that_nobody_knows_yet_are_not_held(confirmed: int) -> None:
-    """B2.17: those of a step that has not been processed have KV and no name: it would be held as another request's."""
+def test_tokens_of_an_unprocessed_step_are_not_held(confirmed: int) -> None:
+    """B2.17: they have KV but no key, and would be held as another request's tokens."""
     rig = Rig(TO_DECODE)
     rig.allocate()
     assert rig.finish(confirmed).blocks == []
@@ -268,7 +268,7 @@ def test_tokens_that_nobody_knows_yet_are_not_held(confirmed: int) -> None:
 
 
 def test_a_request_ends_once() -> None:
-    """Whatever the engine says twice."""
+    """A second call has no effect."""
     rig = Rig(TO_DECODE)
     rig.allocate()
     assert rig.finish() != NOTHING
@@ -276,8 +276,8 @@ def test_a_request_ends_once() -> None:
     assert len(rig.server.published) == 1
 
 
-def test_what_is_returned_is_what_the_next_engine_takes() -> None:
-    """B2.18: three turns, prefill to decode and back: what one side returns is what the other asks for."""
+def test_returned_parameters_work_for_the_next_engine() -> None:
+    """B2.18: three turns, prefill to decode and back."""
     decode = prefill = None
     for _ in range(3):
         prefill = Rig(decode.params if decode else TO_DECODE, 200, **BOTH)
@@ -286,7 +286,7 @@ def test_what_is_returned_is_what_the_next_engine_takes() -> None:
         decode_params = prefill.finish(200)
         assert decode_params.params is not None
         rig = Rig(decode_params.params, 200, **BOTH)
-        assert rig.match() is None, "it asks for what is held"
+        assert rig.match() is None, "it claims the hold"
         rig.allocate()
         rig.request.tokens += range(200, 221)
         decode = rig.finish(220)

@@ -1,4 +1,4 @@
-"""How many tokens can be pulled."""
+"""Number of tokens that can be pulled."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kvtier.client.handoff.claims import apply_threshold, offered_tokens
 from kvtier.client.offload import CacheGeometry, CacheGroup
 
 BOTH = {"bidirectional_kv_xfer": True}
-# A window whose needed blocks change where a block ends.
+# A window whose needed blocks change at the end of a block.
 BY_EIGHT = CacheGeometry((FULL.groups[0], CacheGroup(1, BLOCK, 2 * BLOCK)), step_tokens=BLOCK, hash_tokens=BLOCK)
 
 
-def test_defaults_are_the_fields_own() -> None:
-    """B2.1: threshold 64 tokens, one direction, 30 s with a heartbeat every 5 s, 480 s on a decode engine."""
+def test_defaults_are_those_of_vllm() -> None:
+    """B2.1: threshold 64 tokens, one direction, 30 s (heartbeat every 5 s) and 480 s."""
     options = HandoffOptions()
     assert (options.kv_recompute_threshold, options.bidirectional_kv_xfer) == (64, False)
     assert (options.kv_lease_duration, options.heartbeat_s, options.decoder_kv_blocks_ttl) == (30, 5, 480)
@@ -23,13 +23,13 @@ def test_defaults_are_the_fields_own() -> None:
 
 @pytest.mark.parametrize(("computed", "expected"), [(0, 100), (16, 84), (96, 4)])
 def test_a_decode_engine_pulls_what_it_lacks_of_the_prompt(computed: int, expected: int) -> None:
-    """B2.2: prompt tokens - computed tokens, whatever the threshold; known when the peer's server has answered."""
+    """B2.2: prompt tokens - computed tokens, without a threshold, after the server's answer."""
     rig = Rig(prefilled())
     assert rig.pulled(100, computed) == expected
     assert rig.server.claims == [(1, PEER, [computed // 16])]
 
 
-def test_nothing_is_asked_for_that_the_engine_has() -> None:
+def test_a_complete_local_hit_claims_nothing() -> None:
     """B2.2: a count of 0 pulls nothing."""
     rig = Rig(prefilled())
     assert rig.match(100) == 0
@@ -48,13 +48,13 @@ def test_a_prefill_engine_pulls_what_the_decode_engine_has(
 
 
 @pytest.mark.parametrize("tokens", [None, 0, "many", -5, float("nan"), True])
-def test_no_number_of_tokens_is_none(tokens: object) -> None:
-    """B2.3: remote_num_tokens counts as 0 where it is missing, or none; it comes from elsewhere."""
+def test_a_missing_number_of_tokens_counts_as_0(tokens: object) -> None:
+    """B2.3: also an invalid remote_num_tokens, because it comes from another machine."""
     assert Rig(answered(80, remote_num_tokens=tokens), **BOTH).match() == 0
 
 
 def test_below_the_threshold_is_computed() -> None:
-    """B2.4: no pull, and the two numbers in the debug log; what the engine has itself is subtracted first."""
+    """B2.4: no pull, both numbers in the debug log; own tokens are subtracted first."""
     rig = Rig(answered(80), **BOTH)
     assert rig.match(32) == 0
     assert rig.server.claims == []
@@ -68,12 +68,12 @@ def test_at_the_threshold_is_pulled() -> None:
 
 
 def test_a_threshold_of_0_never_skips() -> None:
-    """B2.4: one token is pulled then."""
+    """B2.4: a single token is pulled."""
     assert Rig(answered(33), kv_recompute_threshold=0, **BOTH).pulled(33, 32) == 1
 
 
-def test_what_is_held_in_truth_has_to_be_worth_it_as_well() -> None:
-    """B2.4: the parameters promise 96 tokens, three blocks are there: too little, and so computed."""
+def test_the_threshold_applies_to_the_held_tokens_too() -> None:
+    """B2.4: the parameters promise 96 tokens, but only three blocks exist: too few."""
     rig = Rig(answered(96), **BOTH)
     assert rig.pulled(96, missing=[(0, 3)]) == 0
     assert Rig(answered(96), kv_recompute_threshold=48, **BOTH).pulled(96, missing=[(0, 3)]) == 48
@@ -83,7 +83,7 @@ def test_what_is_held_in_truth_has_to_be_worth_it_as_well() -> None:
 @pytest.mark.parametrize("params", [prefilled(), answered(80)])
 @pytest.mark.parametrize("how", ["missing", "None", "wrong"])
 def test_a_missing_key_means_no_pull(params: dict[str, object], key: str, how: str) -> None:
-    """B2.5: whichever of the four it is, the request runs at once."""
+    """B2.5: for each of the four keys, the request is computed at once."""
     params = dict(params)
     if how == "missing":
         del params[key]
@@ -96,7 +96,7 @@ def test_a_missing_key_means_no_pull(params: dict[str, object], key: str, how: s
 
 @pytest.mark.parametrize("blocks", [None, [], [[]], (), [[], []], 5, "text", ["text"]])
 def test_a_first_turn_pulls_nothing(blocks: object) -> None:
-    """B2.5: no remote blocks."""
+    """B2.5: there are no remote blocks."""
     rig = Rig(answered(80, remote_block_ids=blocks), **BOTH)
     assert rig.match() == 0
     assert rig.transfer is TransferState.NONE
@@ -105,23 +105,23 @@ def test_a_first_turn_pulls_nothing(blocks: object) -> None:
     assert offered_tokens(params, 100, 0, HandoffOptions(**BOTH)) == 0
 
 
-def test_a_first_turn_as_the_proxy_asks_for_it() -> None:
-    """B2.24: do_remote_decode, and all remote fields None."""
+def test_the_first_turn_of_a_proxy() -> None:
+    """B2.24: do_remote_decode with all remote fields None."""
     rig = Rig({"do_remote_decode": True, "remote_block_ids": None, "remote_num_tokens": None, **dict.fromkeys(REMOTE)})
     assert rig.match() == 0
 
 
 def test_a_remote_that_claims_more_than_the_prompt_is_capped() -> None:
-    """B2.6: 100 tokens of a prompt, whatever the peer says it has."""
+    """B2.6: to the 100 tokens of the prompt."""
     params = TransferParams.parse(answered(300))
     assert params is not None
     assert offered_tokens(params, 100, 16, HandoffOptions(**BOTH)) == 84
     rig = Rig(answered(300), **BOTH)
-    assert rig.pulled(300) == 96, "of the last block nobody can know whether the peer went on from the same tokens"
+    assert rig.pulled(300) == 96, "the last block may contain other tokens of the peer"
 
 
 def test_no_more_than_the_prompt_is_pulled() -> None:
-    """B2.6: not even where the request has more tokens by now, and the peer the very same."""
+    """B2.6: even if the request has generated tokens that the peer has too."""
     rig = Rig(answered(130), arrives=False, **BOTH)
     rig.request.tokens += range(100, 140)
     rig.core.arrived(rig.request)
@@ -129,7 +129,7 @@ def test_no_more_than_the_prompt_is_pulled() -> None:
 
 
 def test_a_partial_last_block_is_pulled() -> None:
-    """B2.6: 70 tokens are four blocks and a part of one."""
+    """B2.6: 70 tokens are four blocks and a partial one."""
     rig = Rig(answered(70), **BOTH)
     assert rig.pulled(70) == 70
     rig.allocate(70)
@@ -140,7 +140,7 @@ def test_a_partial_last_block_is_pulled() -> None:
 
 
 def test_with_partial_coverage_the_rest_is_computed() -> None:
-    """B2.6: what does not reach as far as it said is used as far as it reaches, in whole steps."""
+    """B2.6: a hold shorter than promised is used in whole steps."""
     assert Rig(answered(96), **BOTH).pulled(96, missing=[(0, 5)]) == 80
     assert Rig(prefilled()).pulled(100, missing=[(0, 6)]) == 96
     assert Rig(prefilled()).pulled(100, missing=[(0, 0)]) == 0
@@ -148,8 +148,8 @@ def test_with_partial_coverage_the_rest_is_computed() -> None:
 
 @pytest.mark.parametrize("params", [prefilled(), answered(80)])
 @pytest.mark.parametrize("key", REMOTE)
-def test_nothing_is_offered_by_nobody(params: dict[str, object], key: str) -> None:
-    """B2.3 B2.5 B2.7: without all four keys there are no tokens to count; nor, on a prefill engine, with the feature off."""
+def test_without_a_peer_no_tokens_are_offered(params: dict[str, object], key: str) -> None:
+    """B2.3 B2.5 B2.7: a key is missing, or the feature of a prefill engine is off."""
     some = TransferParams.parse({name: value for name, value in params.items() if name != key})
     assert some is not None
     assert offered_tokens(some, 100, 0, HandoffOptions(**BOTH)) == 0
@@ -160,15 +160,15 @@ def test_nothing_is_offered_by_nobody(params: dict[str, object], key: str) -> No
 
 @pytest.mark.parametrize("params", [answered(80), answered(80, remote_block_ids=None)])
 def test_a_prefill_engine_with_the_feature_off_pulls_nothing(params: dict[str, object]) -> None:
-    """B2.7: matching obeys bidirectional_kv_xfer, not only the pull."""
+    """B2.7: matching respects bidirectional_kv_xfer, as the pull does."""
     rig = Rig(params)
     assert rig.match() == 0
     assert rig.server.claims == []
-    assert Rig(prefilled()).pulled(100) == 100, "prefill to decode is no matter of it"
+    assert Rig(prefilled()).pulled(100) == 100, "prefill to decode does not depend on it"
 
 
-def test_what_is_about_to_expire_is_not_asked_for() -> None:
-    """B2.19: with a margin of 5 s by the parameters' own time; without one the server knows."""
+def test_a_hold_that_expires_soon_is_not_claimed() -> None:
+    """B2.19: 5 s before the expiry time of the parameters; without one the server decides."""
     rig = Rig(answered(80, remote_blocks_expiry_time=WALL + 5.1), **BOTH)
     assert rig.match() is None
     for expiry in (WALL + 5.0, WALL - 100):
@@ -177,8 +177,8 @@ def test_what_is_about_to_expire_is_not_asked_for() -> None:
         assert rig.server.claims == []
 
 
-def test_what_is_not_held_any_more_is_computed() -> None:
-    """B2.19: the server says that it is gone; a miss, and the request is not asked about again, however long it waits."""
+def test_an_expired_hold_is_computed() -> None:
+    """B2.19: the server reports a miss, and the request does not claim again."""
     rig = Rig(prefilled())
     assert rig.match() is None
     rig.answer(None)
@@ -188,7 +188,7 @@ def test_what_is_not_held_any_more_is_computed() -> None:
 
 
 def test_a_server_that_does_not_answer_costs_one_timeout() -> None:
-    """Then the request is computed, whoever holds it is told, and a late answer changes nothing."""
+    """Then the request is computed, the hold is released, and a late answer changes nothing."""
     rig = Rig(prefilled(), claim_timeout_s=3)
     assert rig.match(now=0.0) is None
     assert rig.match(now=2.9) is None
@@ -199,14 +199,14 @@ def test_a_server_that_does_not_answer_costs_one_timeout() -> None:
 
 
 def test_a_server_that_is_not_there_costs_nothing() -> None:
-    """A miss at once."""
+    """The match is a miss at once."""
     rig = Rig(prefilled())
     rig.server.reachable = False
     assert rig.match() == 0
 
 
-def test_a_claim_that_waits_for_room_is_made_anew() -> None:
-    """Its lease may be about to end; and so is one that began behind what the engine has lost since."""
+def test_a_claim_that_waits_for_room_is_repeated() -> None:
+    """Its lease may end soon. So is a claim that starts after tokens that the engine lost."""
     rig = Rig(prefilled(), claim_lifetime_s=10)
     assert rig.pulled(100, 32) == 68
     assert rig.match(32, now=10.0) == 68
@@ -219,7 +219,7 @@ def test_a_claim_that_waits_for_room_is_made_anew() -> None:
 
 
 def test_blocks_of_other_tokens_are_not_used() -> None:
-    """A peer that holds something else under that name, a hash by hash of the same length: the engine believes its own keys."""
+    """The engine compares keys: a hold of the same name may have other tokens."""
     rig = Rig(answered(80), **BOTH)
     rig.match()
     rig.answer(held(FULL, [*range(64), *[7] * 36], 80))
@@ -227,17 +227,17 @@ def test_blocks_of_other_tokens_are_not_used() -> None:
     rig = Rig(answered(72), **BOTH)
     rig.match()
     rig.answer(held(FULL, [*range(70), *[7] * 36], 72))
-    assert rig.match() == 64, "the last block, which has no hash, was made of other tokens"
+    assert rig.match() == 64, "the last block, without a hash, has other tokens"
 
 
 def test_only_what_the_engine_lacks_is_needed() -> None:
-    """B2.2: the blocks before are not leased, and a part of a block is taken all the same."""
+    """B2.2: earlier blocks are not leased; a partial block is pulled too."""
     assert Rig(prefilled()).pulled(70, 32, missing=[(0, 0), (0, 1)]) == 38
     assert Rig(prefilled()).pulled(70, 32, missing=[(0, 2)]) == 0
 
 
 class DraftRequest(Request):
-    """One whose last full block has no key yet."""
+    """A request whose last full block has no key yet."""
 
     def final_blocks(self, group: CacheGroup) -> int:
         return super().final_blocks(group) - 1
@@ -247,12 +247,12 @@ class DraftRequest(Request):
         return super().key(group, position)
 
 
-def test_a_block_without_a_key_is_known_by_the_holds_name() -> None:
-    """A full one whose tokens are not final: its key is not asked for."""
+def test_a_block_without_a_content_key_has_the_key_of_the_hold() -> None:
+    """A full block whose tokens are not final: its content key is not read."""
     rig = Rig(prefilled(), arrives=False)
     rig.request = DraftRequest(prefilled(), list(range(96)))
     rig.core.arrived(rig.request)
-    assert rig.pulled(96) == 80, "the peer's has a key"
+    assert rig.pulled(96) == 80, "the peer's block has a content key"
     rig = Rig({"do_remote_decode": True}, arrives=False)
     rig.request = DraftRequest({"do_remote_decode": True}, list(range(96)))
     rig.core.arrived(rig.request)
@@ -262,8 +262,8 @@ def test_a_block_without_a_key_is_known_by_the_holds_name() -> None:
     assert publication.keys[5] == rig.request.hold_key("us", publication.request_id, FULL.groups[0], 5, 96)
 
 
-def test_groups_that_we_do_not_have_are_ignored() -> None:
-    """What a server says of them is of no use."""
+def test_unknown_groups_are_ignored() -> None:
+    """Blocks of other groups cannot be used."""
     rig = Rig(prefilled())
     rig.match()
     claimed = held(FULL, list(range(100)), 100)
@@ -271,8 +271,8 @@ def test_groups_that_we_do_not_have_are_ignored() -> None:
     assert rig.match() == 100
 
 
-def test_an_answer_to_a_claim_that_was_dropped_is_not_that_to_the_next() -> None:
-    """It leases other blocks: its items would be read into the wrong ones."""
+def test_an_answer_to_a_dropped_claim_is_ignored() -> None:
+    """Its items belong to other blocks than those of the next claim."""
     rig = Rig(prefilled())
     rig.match(32)
     rig.match(0)
@@ -283,15 +283,15 @@ def test_an_answer_to_a_claim_that_was_dropped_is_not_that_to_the_next() -> None
     assert rig.match(0) == 70
 
 
-def test_a_reset_gives_back_what_was_leased_before() -> None:
-    """B4.13: a request that waits asks again; what is being pulled, and what was over, is as it was."""
+def test_a_reset_drops_claims() -> None:
+    """B4.13: waiting requests claim again; running pulls and ended transfers do not change."""
     rig = Rig(prefilled())
     rig.pulled(100)
     rig.core.reset()
     assert (rig.server.dropped, rig.server.released) == ([1], [])
     assert rig.match() is None
     rig.answer(None)
-    assert rig.match() == 0, "the hold went with the reset"
+    assert rig.match() == 0, "the reset ended the hold"
     rig = Rig(prefilled())
     rig.pulled(100)
     rig.allocate(100)
@@ -302,18 +302,18 @@ def test_a_reset_gives_back_what_was_leased_before() -> None:
     assert (rig.transfer, rig.server.dropped, len(rig.server.claims)) == (TransferState.OVER, [1], 1)
 
 
-def test_a_window_is_needed_only_where_it_ends() -> None:
-    """With 24 tokens of window, the blocks before are not asked for; without its tail a hit is shorter."""
+def test_only_the_tail_of_a_window_is_needed() -> None:
+    """Blocks before a window of 24 tokens are not claimed; without its tail the hit is shorter."""
     rig = Rig(prefilled(), geometry=WINDOW)
     assert rig.pulled(100) == 100
     rig = Rig(prefilled(), geometry=WINDOW)
     assert rig.pulled(100, missing=[(1, 6)]) == 96
     rig = Rig(prefilled(), geometry=WINDOW)
-    assert rig.pulled(100, missing=[(1, 5)]) == 0, "the window of a shorter hit begins before what is held"
+    assert rig.pulled(100, missing=[(1, 5)]) == 0, "the window of a shorter hit starts before the held blocks"
 
 
 def test_a_state_is_needed_at_the_end() -> None:
-    """The block that ends with the hit, and no other."""
+    """Only the block that ends with the hit."""
     rig = Rig(prefilled(), geometry=STATE)
     assert rig.pulled(96) == 96
     rig = Rig(prefilled(), geometry=STATE)
@@ -321,7 +321,7 @@ def test_a_state_is_needed_at_the_end() -> None:
 
 
 def all_of(geometry: CacheGeometry, num_tokens: int) -> ClaimedBlocks:
-    """Returns a claim of every full block of so many tokens, windows and states included."""
+    """Returns a claim of every full block of ``tokens`` tokens, windows and states included."""
     theirs = Request(None, list(range(num_tokens)))
     places = [(group, position) for group in geometry.groups for position in range(num_tokens // BLOCK)]
     blocks = [HeldBlock(group.index, n, theirs.key(group, n), item) for item, (group, n) in enumerate(places)]
@@ -335,7 +335,7 @@ def all_of(geometry: CacheGeometry, num_tokens: int) -> ClaimedBlocks:
 def test_the_last_token_of_a_prompt_is_computed_in_any_case(
     geometry: CacheGeometry, prompt: int, expected: int
 ) -> None:
-    """B2.2 B4.2: from the state before it, and all of its window: where a pull of the whole prompt lacks that, less is pulled."""
+    """B2.2 B4.2: it needs the state before it and its whole window; else less is pulled."""
     rig = Rig(prefilled(), prompt, geometry=geometry)
     rig.match()
     rig.answer(all_of(geometry, prompt // BLOCK * BLOCK))
@@ -343,19 +343,19 @@ def test_the_last_token_of_a_prompt_is_computed_in_any_case(
 
 
 @pytest.mark.parametrize(("geometry", "prompt"), [(STATE, 96), (STATE, 100), (WINDOW, 104)])
-def test_a_whole_prompt_without_what_its_last_token_needs_is_computed(geometry: CacheGeometry, prompt: int) -> None:
-    """B2.2: the peer holds the state at the end only, and of a window what is needed after it; nothing wrong is computed."""
+def test_a_whole_prompt_without_the_last_tokens_context_is_computed(geometry: CacheGeometry, prompt: int) -> None:
+    """B2.2: the peer has only the state and the window after the prompt's end."""
     assert Rig(prefilled(), prompt, geometry=geometry).pulled(prompt) == 0
 
 
 def test_a_window_that_reaches_no_further_back_needs_nothing_more() -> None:
-    """B2.2: one prompt of each block's length is shorter by a step, if its window's blocks are held; the others come whole."""
+    """B2.2: only one prompt length per block is shorter by a step; the others are pulled whole."""
     whole = [prompt for prompt in range(97, 113) if Rig(prefilled(), prompt, geometry=WINDOW).pulled(prompt) == prompt]
     assert whole == [prompt for prompt in range(97, 113) if prompt != 104]
 
 
-def test_a_longer_hold_is_judged_where_the_prompt_ends() -> None:
-    """B2.6: of windows it has only the tail from its own end; a load that would have to fail is not offered."""
+def test_a_longer_hold_is_checked_at_the_prompts_end() -> None:
+    """B2.6: it has only the windows' tails at its own end; a load that must fail is not offered."""
     rig = Rig(prefilled(), geometry=WINDOW, arrives=False)
     rig.request.tokens += range(100, 140)
     rig.core.arrived(rig.request)
@@ -366,15 +366,15 @@ MIXED = CacheGeometry((*WINDOW.groups, CacheGroup(2, BLOCK, None, is_state=True)
 
 
 @pytest.mark.parametrize(("geometry", "expected"), [(WINDOW, 16), (STATE, 16), (MIXED, 0)])
-def test_windows_that_the_engine_may_have_lost_are_not_leaned_on(geometry: CacheGeometry, expected: int) -> None:
-    """B4.10: one with state groups says that it has 80 tokens, and of a window of 24 it may have none of them."""
+def test_windows_that_the_engine_may_have_lost_are_not_used(geometry: CacheGeometry, expected: int) -> None:
+    """B4.10: an engine with state groups may lack the window blocks of its tokens."""
     assert Rig(prefilled(), 97, geometry=geometry).pulled(96, 80) == expected
     assert Rig(prefilled(), 97, geometry=geometry).pulled(96, 64) == 32, "the whole window comes with the pull"
     assert Rig(prefilled(), 97, geometry=geometry).pulled(96, 0) == 96
 
 
-def test_a_pull_from_the_middle_of_a_block_is_none() -> None:
-    """An engine's own prefix is whole blocks; one that is not cannot be filled up, and a load that must fail is not offered."""
+def test_no_pull_starts_inside_a_block() -> None:
+    """A partial block of the engine cannot be filled, and a load that must fail is not offered."""
     rig = Rig(prefilled())
     assert rig.match(8) == 0
     assert rig.server.claims == []
@@ -382,16 +382,16 @@ def test_a_pull_from_the_middle_of_a_block_is_none() -> None:
     assert rig.match(24) == 0
 
 
-def test_worth_is_a_matter_of_the_direction() -> None:
-    """B2.4: the threshold is for prefill engines, which can compute; a decode engine pulls any number of tokens."""
+def test_the_threshold_depends_on_the_direction() -> None:
+    """B2.4: it applies to prefill engines only; a decode engine pulls any number of tokens."""
     forth, back = TransferParams(do_remote_prefill=True), TransferParams(do_remote_decode=True)
     options = HandoffOptions()
     assert [apply_threshold(count, forth, options) for count in (-1, 0, 1, 63)] == [0, 0, 1, 63]
     assert [apply_threshold(count, back, options) for count in (-1, 0, 1, 63, 64)] == [0, 0, 0, 0, 64]
 
 
-def test_the_callers_parameters_stay_as_they_are() -> None:
-    """B2.10: no state is smuggled into them."""
+def test_the_callers_parameters_are_not_changed() -> None:
+    """B2.10: the core keeps no state in them."""
     params = answered(80)
     before = dict(params)
     rig = Rig(params, **BOTH)

@@ -1,4 +1,4 @@
-"""The one transfer of each request: when it is queued, when its peer is told, and that there is never a second."""
+"""Transfer of a request: when it is queued, when the peer is told, and never a second one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BOTH = {"bidirectional_kv_xfer": True}
     ],
 )
 def test_who_joins_the_batch(params: object, both: bool, expected: bool) -> None:  # noqa: FBT001 - a table
-    """B2.8: iff do_remote_decode, or do_remote_prefill and bidirectional; once it is scheduled."""
+    """B2.8: iff do_remote_decode, or do_remote_prefill and bidirectional; after scheduling."""
     rig = Rig(params, bidirectional_kv_xfer=both)
     assert rig.finish().params is None
     rig = Rig(params, bidirectional_kv_xfer=both)
@@ -59,7 +59,7 @@ def test_what_is_pulled(params: dict[str, object], both: bool, queued: bool) -> 
 
 @pytest.mark.parametrize("params", [prefilled(), answered(100)])
 def test_exactly_one_transfer_per_request(params: dict[str, object]) -> None:
-    """B2.10: scheduled again after its load, preempted, matched anew: it is computed, and nothing else is asked of anybody."""
+    """B2.10: after its load or a preemption it is computed, without another claim."""
     rig = Rig(params, **BOTH)
     rig.pulled(100)
     rig.allocate(100)
@@ -76,7 +76,7 @@ def test_exactly_one_transfer_per_request(params: dict[str, object]) -> None:
 
 
 def test_a_full_local_hit_frees_the_peers_blocks() -> None:
-    """B2.11: nothing is transferred, and the peer is told, once."""
+    """B2.11: nothing is transferred, and the peer is told once."""
     rig = Rig(prefilled())
     assert rig.match(100) == 0
     rig.allocate(0)
@@ -85,8 +85,8 @@ def test_a_full_local_hit_frees_the_peers_blocks() -> None:
     assert rig.server.released == [PEER]
 
 
-def test_what_is_not_worth_it_frees_the_peers_blocks() -> None:
-    """B2.4 B2.11: computed instead; the decode engine need not wait eight minutes."""
+def test_too_few_tokens_free_the_peers_blocks() -> None:
+    """B2.4 B2.11: they are computed; the decode engine does not hold them for eight minutes."""
     rig = Rig(answered(48), **BOTH)
     assert rig.match() == 0
     rig.allocate(0)
@@ -94,8 +94,8 @@ def test_what_is_not_worth_it_frees_the_peers_blocks() -> None:
     assert rig.match() == 0
 
 
-def test_an_offer_that_the_engine_does_not_take_is_given_back() -> None:
-    """B2.11: it found the tokens itself in the meantime."""
+def test_an_offer_that_the_engine_does_not_take_is_released() -> None:
+    """B2.11: it has found the tokens itself meanwhile."""
     rig = Rig(prefilled())
     rig.pulled(100)
     rig.allocate(0)
@@ -105,7 +105,7 @@ def test_an_offer_that_the_engine_does_not_take_is_given_back() -> None:
 @pytest.mark.parametrize("params", [prefilled(), answered(80)])
 @pytest.mark.parametrize("key", REMOTE)
 def test_missing_keys_are_a_warning(params: dict[str, object], key: str) -> None:
-    """B2.12: no transfer and no crash; said once."""
+    """B2.12: no transfer, no exception, and one warning."""
     rig = Rig({name: value for name, value in params.items() if name != key}, **BOTH)
     rig.match()
     rig.allocate(0)
@@ -115,8 +115,8 @@ def test_missing_keys_are_a_warning(params: dict[str, object], key: str) -> None
     assert rig.server.released == []
 
 
-def test_a_caller_may_say_that_there_is_no_peer() -> None:
-    """B2.8: all four keys are None: a proxy whose prefill engines are down, say. That is worth no warning, and the hold stays."""
+def test_parameters_may_state_that_there_is_no_peer() -> None:
+    """B2.8: all four keys are None (no prefill engine). No warning; the request is held."""
     rig = Rig(prefilled(**dict.fromkeys(REMOTE)), **BOTH)
     assert rig.match() == 0
     rig.allocate(0)
@@ -125,13 +125,13 @@ def test_a_caller_may_say_that_there_is_no_peer() -> None:
 
 
 def test_tokens_that_were_never_offered_fail_their_load() -> None:
-    """B2.12: the engine waits for whatever it was once promised: a pull without reads is reported as failed."""
+    """B2.12: the engine waits for a load, so a pull without reads is reported as failed."""
     rig = Rig(prefilled())
     rig.core.allocated("r", rig.tables(), 48)
-    rig.core.allocated("nobody knows it", rig.tables(), 48)
+    rig.core.allocated("unknown", rig.tables(), 48)
     assert [(pull.job.request_id, pull.job.reads) for pull in rig.core.take_pulls()] == [
         ("r", []),
-        ("nobody knows it", []),
+        ("unknown", []),
     ]
     assert rig.transfer is TransferState.PULLING
     rig.core.pull_ended("r")
@@ -139,8 +139,8 @@ def test_tokens_that_were_never_offered_fail_their_load() -> None:
     assert rig.match() == 0
 
 
-def test_a_pull_that_cannot_be_planned_is_a_load_that_fails() -> None:
-    """B2.10 B2.12: a defect costs one recomputation: the engine hears of the load's end, and the peer is told."""
+def test_a_pull_that_cannot_be_planned_fails_its_load() -> None:
+    """B2.10 B2.12: it costs one recomputation: the load ends, and the peer is told."""
     rig = Rig(prefilled())
     rig.pulled(100)
     with pytest.raises(IndexError):
@@ -151,8 +151,8 @@ def test_a_pull_that_cannot_be_planned_is_a_load_that_fails() -> None:
     assert (rig.transfer, rig.server.released, rig.core.pending) == (TransferState.OVER, [PEER], False)
 
 
-def test_a_pull_that_fails_was_the_transfer() -> None:
-    """B2.10: its blocks are computed; the peer is told all the same."""
+def test_a_failed_pull_is_not_repeated() -> None:
+    """B2.10: its blocks are computed, and the peer is told."""
     rig = Rig(prefilled())
     rig.pulled(100)
     rig.allocate(100)
@@ -164,8 +164,8 @@ def test_a_pull_that_fails_was_the_transfer() -> None:
     assert rig.match() == 0
 
 
-def test_other_loads_are_no_transfer() -> None:
-    """An engine reports those of offloading alike: what is to be pulled still is, and nobody is told to let go."""
+def test_other_loads_do_not_end_the_transfer() -> None:
+    """Engines report loads of the offload core the same way; the pull stays planned."""
     rig = Rig(prefilled())
     rig.core.pull_ended("r")
     assert (rig.transfer, rig.server.released) == (TransferState.WANTED, [])
@@ -174,8 +174,8 @@ def test_other_loads_are_no_transfer() -> None:
     assert (rig.transfer, rig.server.released) == (TransferState.CLAIMED, [])
 
 
-def test_after_the_transfer_nothing_is_read_any_more() -> None:
-    """B2.10: whatever the engine takes for offered; it is told that the load has failed, and the plan has it (so it must step)."""
+def test_nothing_is_read_after_the_transfer() -> None:
+    """B2.10: if the engine still expects a load, the plan has one that fails."""
     rig = Rig(prefilled())
     rig.pulled(100)
     rig.allocate(100)
@@ -189,7 +189,7 @@ def test_after_the_transfer_nothing_is_read_any_more() -> None:
 
 
 def test_the_engine_may_take_less_than_was_offered() -> None:
-    """Only the blocks that it has allocated for them are filled."""
+    """Only the blocks allocated for these tokens are filled."""
     rig = Rig(prefilled())
     rig.pulled(100, 16)
     rig.core.allocated("r", rig.tables(), 32)
@@ -197,8 +197,8 @@ def test_the_engine_may_take_less_than_was_offered() -> None:
     assert [read.block_ids for read in pull.job.reads] == [[2, 3]]
 
 
-def test_who_waits_for_a_pull_keeps_it_alive() -> None:
-    """B2.1: a heartbeat when it arrives, and every sixth of a lease until the pull has ended; one for all requests."""
+def test_a_request_renews_the_hold_until_its_pull_ends() -> None:
+    """B2.1: a heartbeat at its arrival and every sixth of a lease; one call for all requests."""
     rig = Rig(prefilled())
     rig.core.heartbeat(0.0)
     rig.core.heartbeat(4.9)
@@ -210,7 +210,7 @@ def test_who_waits_for_a_pull_keeps_it_alive() -> None:
     rig.core.arrived(other)
     both = [PEER, RemoteRequest(PEER.engine_id, "another", PEER.host, PEER.port)]
     rig.core.heartbeat(5.1)
-    assert rig.server.renewed[2:] == [both[1:]], "who has waited before has had its heartbeat"
+    assert rig.server.renewed[2:] == [both[1:]], "the older request already had its heartbeat"
     rig.pulled(100)
     rig.allocate(100)
     rig.core.heartbeat(9.9)
@@ -222,8 +222,8 @@ def test_who_waits_for_a_pull_keeps_it_alive() -> None:
     assert rig.server.renewed[-1] == both[1:]
 
 
-def test_each_step_with_an_arrival_renews_what_is_new() -> None:
-    """B2.1: a busy engine has one in every step, and hundreds that wait."""
+def test_each_step_renews_only_the_holds_of_new_requests() -> None:
+    """B2.1: a busy engine has an arrival in every step, and hundreds of waiting requests."""
     rig = Rig(prefilled())
     for step in range(40):
         other = Rig(prefilled(remote_request_id=f"{step}"), arrives=False).request
@@ -235,8 +235,8 @@ def test_each_step_with_an_arrival_renews_what_is_new() -> None:
     assert len(rig.server.renewed[-1]) == 41
 
 
-def test_one_heartbeat_for_what_several_requests_pull() -> None:
-    """B2.1: samples of one prompt name the same request."""
+def test_one_heartbeat_for_a_hold_of_several_requests() -> None:
+    """B2.1: samples of one prompt name the same remote request."""
     rig = Rig(prefilled())
     other = Rig(prefilled(), arrives=False).request
     other.request_id = "r2"
@@ -245,8 +245,8 @@ def test_one_heartbeat_for_what_several_requests_pull() -> None:
     assert rig.server.renewed == [[PEER]]
 
 
-def test_who_pulls_nothing_sends_no_heartbeat() -> None:
-    """Neither a request that is to be held only, nor one that has ended."""
+def test_requests_without_a_pull_send_no_heartbeat() -> None:
+    """Neither a request that is only held, nor one that has ended."""
     rig = Rig({"do_remote_decode": True})
     rig.core.heartbeat(0.0)
     rig = Rig(prefilled())

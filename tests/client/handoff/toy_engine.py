@@ -1,4 +1,4 @@
-"""A small engine around the core of handing over: real clients, and KV that shows from which tokens it was computed."""
+"""Small engine around the hand-off core: real clients, and KV that depends on its tokens."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ WALL = 1e9
 
 
 def digest(tokens: Sequence[int]) -> bytes:
-    """Returns a name of these tokens."""
+    """Returns a hash of these tokens."""
     return hashlib.sha256(repr(list(tokens)).encode()).digest()
 
 
 def kv_of(tokens: Sequence[int], end: int, group_index: int = 0) -> bytes:
-    """Returns what a group's layers have computed of the first tokens: each depends on all before."""
+    """Returns the KV of the first tokens in one group; each token's depends on all before."""
     seen, kv = hashlib.sha256(bytes([group_index])), bytearray()
     for token in tokens[:end]:
         seen.update(token.to_bytes(4, "big"))
@@ -55,7 +55,7 @@ def kv_of(tokens: Sequence[int], end: int, group_index: int = 0) -> bytes:
 
 
 class ToyRequest(Request):
-    """A request whose keys are those of kvtier."""
+    """A request with kvtier's keys."""
 
     def key(self, group: CacheGroup, position: int) -> bytes:
         return make_key(digest(self.tokens[: (position + 1) * BLOCK]), group.index)
@@ -70,7 +70,7 @@ class ToyRequest(Request):
 
 @dataclass
 class Turn:
-    """What came of one request: the tokens that were computed, and the parameters for the next engine."""
+    """Result of one request: number of computed tokens, and parameters for the next engine."""
 
     computed: int
     pulled: int
@@ -80,7 +80,7 @@ class Turn:
 
 @dataclass
 class ToyServer:
-    """A `HandoffServer` that does at once what it is asked; what fails is a miss."""
+    """A `HandoffServer` that runs every call at once; a failure is a miss."""
 
     client: Client
     answers: list[tuple[ClaimId, ClaimedBlocks | None]] = field(default_factory=list)
@@ -147,7 +147,7 @@ class ToyServer:
 
 
 class ToyEngine:
-    """Computes requests one after the other, without a cache of its own. Of a window it keeps the blocks that are in reach."""
+    """Computes requests one by one, without a cache; of windows it keeps the blocks in reach."""
 
     def __init__(self, client: Client, geometry: CacheGeometry = FULL, **options: Any) -> None:
         self.client = client
@@ -168,7 +168,7 @@ class ToyEngine:
         saves: bool = True,
         scheduled: bool = True,
     ) -> Turn:
-        """One request from its arrival to its end; what was pulled must be what would have been computed."""
+        """Runs one request, and checks that pulled KV equals what it would have computed."""
         self.count += 1
         self.steps += 1
         request = ToyRequest(params, list(prompt), request_id=f"{self.count}")
@@ -188,7 +188,7 @@ class ToyEngine:
             tables = self._tables(end, 0)
             memory = {block_id: bytearray(BLOCK * TOKEN_BYTES) for table in tables for block_id in table}
         self.core.allocated(request.request_id, tables, 0)
-        # As engines do: of a prompt that was pulled whole, the last token is computed again.
+        # As in engines, the last token of a prompt that was pulled whole is computed again.
         self._compute(request, tables, memory, min(pulled, len(prompt) - 1), new_tokens)
         confirmed = len(request.tokens) - 1 if new_tokens else len(prompt)
         finished = self.core.finished(request.request_id, tables, confirmed, reason, WALL)
@@ -201,7 +201,7 @@ class ToyEngine:
         return Turn(confirmed - pulled, pulled, finished.params, request.tokens)
 
     def _tables(self, tokens: int, pulled: int) -> list[list[int]]:
-        """Returns blocks for so many tokens, and none where a window does not reach after so many were pulled."""
+        """Returns blocks for ``tokens`` tokens; null blocks before a window's reach."""
         count = 1 + tokens // BLOCK
         return [
             [
