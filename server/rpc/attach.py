@@ -100,7 +100,7 @@ class AttachServer:
             except ValueError as error:
                 _log.warning("attach refused", error=str(error))
                 return
-            if purpose is not Purpose.CALLS or not await self._serve_calls(connection, session_id, epoch, plain=True):
+            if purpose is not Purpose.CALLS or not await self._serve_calls(connection, session_id, epoch, via_tcp=True):
                 self._refuse(connection)
 
     async def _serve(self, connection: socket.socket) -> None:
@@ -141,29 +141,27 @@ class AttachServer:
         return True
 
     async def _serve_calls(
-        self, connection: socket.socket, session_id: bytes, epoch: int, *, plain: bool = False
+        self, connection: socket.socket, session_id: bytes, epoch: int, *, via_tcp: bool = False
     ) -> bool:
         """Serves calls until the connection or the session ends; returns False if refused."""
         serving = asyncio.current_task()
         assert serving is not None
         disconnect = serving.cancel
-        caller = self._sessions.connect(session_id, epoch, disconnect, plain=plain)
+        caller = self._sessions.connect(session_id, epoch, disconnect, via_tcp=via_tcp)
         if caller is None:
             return False
         try:
             connection.send(pack_reply(self._region_bytes, granted=True))
             await self._calls.serve(connection, caller)
         except OSError as error:
-            _log.debug("local client is gone", error=str(error))
+            _log.debug("client of socket calls is gone", error=str(error))
         finally:
             self._sessions.disconnect(session_id, disconnect)
         return True
 
 
 def _is_ours(connection: socket.socket) -> bool:
-    """Returns whether a Unix socket's peer runs as this user or root; True for other sockets."""
-    if connection.family != socket.AF_UNIX:
-        return True
+    """Returns whether the peer runs as this user or as root."""
     _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return uid in (0, os.getuid())
 

@@ -235,9 +235,9 @@ class SessionRegistry:
         self._runtime.run_commands()
 
     def connect(
-        self, session_id: bytes, epoch: int, disconnect: Callable[[], object], *, plain: bool = False
+        self, session_id: bytes, epoch: int, disconnect: Callable[[], object], *, via_tcp: bool = False
     ) -> Identity | None:
-        """Records a connection for calls, closed by `disconnect`; `plain`: over TCP.
+        """Records a connection for calls, which `disconnect` closes.
 
         Returns the caller that opened the session; None if the connection is refused.
         """
@@ -245,7 +245,7 @@ class SessionRegistry:
         if session is None or len(session.disconnects) >= _MAX_CONNECTIONS:
             return None
         session.disconnects.add(disconnect)
-        if plain:
+        if via_tcp:
             session.transport = "tcp"  # a client that calls over TCP also streams over TCP
         return session.identity
 

@@ -209,7 +209,7 @@ class _Connection(asyncio.Protocol):
         try:
             answer = await self._calls.call(*unpack_call(body), self._caller)
         except Exception as error:  # noqa: BLE001 - no error of one call may end the server
-            _log.warning("local call refused", error=str(error), exc_info=None if type(error) is ValueError else error)
+            _log.warning("socket call refused", error=str(error), exc_info=None if type(error) is ValueError else error)
             self.close()
             return
         waited, self._task = self._task is not None, None
