@@ -2,6 +2,47 @@
 
 The core (`core`, `eviction`, `stats`) does no I/O, reads no clock and uses no threads. The storage
 tiers (`lmdb`, `disk`) do their I/O on the thread that calls them. This module exports what the
-author
-of a tier needs.
+author of a tier needs.
 """
+
+from __future__ import annotations
+
+from .base import (
+    BlockBytes,
+    Entry,
+    Medium,
+    NamespaceId,
+    OffloadPolicy,
+    Outcome,
+    RequestInfo,
+    SecondaryTier,
+    TierDamagedError,
+    TierError,
+    TierFilter,
+    TierInUseError,
+    TierOpenError,
+    Vote,
+)
+from .negotiation import vote
+from .storage.checksum import block_checksum
+from .storage.health import TierHealth
+
+__all__ = [
+    "BlockBytes",
+    "Entry",
+    "Medium",
+    "NamespaceId",
+    "OffloadPolicy",
+    "Outcome",
+    "RequestInfo",
+    "SecondaryTier",
+    "TierDamagedError",
+    "TierError",
+    "TierFilter",
+    "TierHealth",
+    "TierInUseError",
+    "TierOpenError",
+    "Vote",
+    "block_checksum",
+    "vote",
+]

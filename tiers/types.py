@@ -38,7 +38,6 @@ __all__ = [
     "StoreStatus",
 ]
 
-
 EngineKey = tuple[NamespaceId, str]
 """An engine: its namespace, and its id, which it chooses itself. Engines of other namespaces are
 distinct."""
@@ -121,18 +120,14 @@ class Negotiation:
 GROUP_INDEX_BYTES = 4
 """A key ends with the index of its KV cache group, big-endian."""
 
-
 HOLD_ONLY_KEY_PREFIX = b"kvtier.hold."
 """Prefix of the keys of hold-only blocks, which have no content hash (`kvtier/v1/handoff.proto`).
 """
 
-
 SLOT_ALIGNMENT = 4096
 """Slots start and end on pages, as direct I/O requires."""
 
-
 MAX_WORLD_SIZE = 4096
-
 
 MAX_PART_SIZES = 64
 """Each size has an eviction queue of its own; engines use a few."""
@@ -197,12 +192,9 @@ class NamespaceSpec:
 
 JobId = NewType("JobId", int)
 
-
 LeaseId = NewType("LeaseId", int)
 
-
 StoreId = NewType("StoreId", int)
-
 
 HoldName = tuple[NamespaceId, str, str]
 """A hold: namespace, engine that published it, and that engine's request id."""
@@ -263,7 +255,6 @@ class Owner:
 TENANT_TAG_BYTES = 4
 """Length of the tenant tag that namespace ids begin with. It identifies the tenant of recovered
 blocks."""
-
 
 REST = ""
 """Name of the default share, of all tenants without a quota."""

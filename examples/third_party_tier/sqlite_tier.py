@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from kvtier.tiers.base import (
+from kvtier.tiers import (
     BlockBytes,
     Entry,
     NamespaceId,
@@ -24,14 +24,14 @@ from kvtier.tiers.base import (
     RequestInfo,
     SecondaryTier,
     TierDamagedError,
+    TierHealth,
     TierInUseError,
     TierOpenError,
     Vote,
+    block_checksum,
+    vote,
 )
-from kvtier.tiers.negotiation import vote
-from kvtier.tiers.storage.checksum import block_checksum
 from kvtier.tiers.storage.fsck import Finding, Slice
-from kvtier.tiers.storage.health import TierHealth
 
 __all__ = ["SQLiteTier"]
 

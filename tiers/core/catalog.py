@@ -19,7 +19,6 @@ from ..types import MissReason
 
 __all__ = ["Catalog", "CatalogEntry", "EntryState"]
 
-
 RUN = 16
 """Blocks, in the order in which the tier stored them, that form one chain after a restart."""
 

@@ -45,18 +45,14 @@ from .settings import TierSettings
 
 __all__ = ["EXPIRY_MARGIN_SECONDS", "HandoffHandler", "HandoffLog"]
 
-
 EXPIRY_MARGIN_SECONDS = 5.0
 """A hold cannot be read during its last seconds (B2.19)."""
-
 
 EXTENSION_PART = 2 / 3
 """Part of its duration that a heartbeat adds to a hold, counted from the heartbeat (B2.1)."""
 
-
 MAX_HELD_ITEMS = 4 << 20
 """Limit for the items of all holds of one tenant. A shared block counts once per hold."""
-
 
 _REMEMBERED = 4096
 """Names of ended holds that are remembered: no client waits for these, and a claim is told the

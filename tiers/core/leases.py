@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BlockLease", "LeaseTable", "LookupAnswer"]
 
-
 K = TypeVar("K")
-
 
 SLICE = 8192
 """Pins that are removed at a time."""

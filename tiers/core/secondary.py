@@ -19,13 +19,10 @@ from .requests import Request
 
 __all__ = ["Name", "Presence", "PresenceCache", "SecondaryTierState"]
 
-
 Name = tuple[NamespaceId, bytes]
-
 
 VALID_SECONDS = 10.0
 """How long an answer is valid. A load detects an outdated one."""
-
 
 MAX_ANSWERS = 1 << 16
 

@@ -111,16 +111,12 @@ def _between(used: list[tuple[int, int]], extents: list[PageRun]) -> list[PageRu
 
 _log = logging.getLogger(__name__)
 
-
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors that mean that the disk is full."""
 
-
 MIN_SLAB_BYTES = 1 << 30
 
-
 MAX_SLABS = 64
-
 
 REFUSED_SECONDS = 1.0
 """After a failed growth, only blocks without any other space retry for this long."""
@@ -228,10 +224,6 @@ class DiskStore:
         elif self._space is not None:
             self._free(self._space, removed)
         return True
-
-    def free_bytes(self) -> int:
-        """Returns the unused bytes of the existing files."""
-        return self._recovered().free_pages * PAGE_BYTES
 
     def close(self) -> None:
         try:

@@ -22,7 +22,6 @@ from .quotas import Quotas, TenantShare
 
 __all__ = ["EvictionQueue", "EvictionQueues", "ExpiryWheel", "QueueItem", "by_queue"]
 
-
 H = TypeVar("H", bound=Hashable)
 
 
@@ -97,7 +96,6 @@ class ExpiryWheel(Generic[H]):
 MAX_AT_ONCE = 1024
 """Expired items that are handled at a time, which bounds the delay of the event loop."""
 
-
 _SLOTS_OF_TTL = 1024
 
 
@@ -125,7 +123,6 @@ class QueueItem(Hashable, Protocol):
 
 
 L = TypeVar("L", bound=QueueItem)
-
 
 queue_of = attrgetter("queue")
 

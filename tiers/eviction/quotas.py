@@ -20,7 +20,6 @@ from ..types import REST, TENANT_TAG_BYTES
 
 __all__ = ["QuotaError", "Quotas", "RetentionBudget", "Tenant", "TenantShare", "pick_victims"]
 
-
 T = TypeVar("T")
 
 

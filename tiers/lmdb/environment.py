@@ -32,7 +32,6 @@ MAX_READERS = 512
 KEPT_DAMAGED = 2
 """Damaged files that are kept, newest first. Each may be as large as the store."""
 
-
 Durability = Literal["process", "power"]
 """What a stored block survives.
 

@@ -10,13 +10,10 @@ from ..types import MissReason
 
 __all__ = ["EvictionHistory", "history_size"]
 
-
 MAX_REMEMBERED = 1 << 18
 """Blocks whose reason is remembered; older ones count as never stored. About 170 bytes each."""
 
-
 MIN_REMEMBERED = 1 << 14
-
 
 _BYTES_PER_NAME = 16 << 10
 

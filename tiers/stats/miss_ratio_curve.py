@@ -27,21 +27,16 @@ from .request_log import OutcomeRun
 
 __all__ = ["MAX_SAMPLES", "SCALES", "HitRatio", "MissRatioCurves", "Name", "ReuseDistanceSampler"]
 
-
 MAX_SAMPLES = 8192
 """Limit of sampled blocks; beyond it the sampling rate is halved. About 300 bytes each."""
-
 
 _GENERATIONS = 32
 """A generation is this part of the smallest size, or one block. It is within a size as a whole."""
 
-
 _MAX_GAP = 1024
 """Empty generations that are skipped one by one; longer gaps are jumped."""
 
-
 _HASHES = 1 << 64
-
 
 Name = tuple[NamespaceId, bytes]
 
@@ -205,33 +200,25 @@ class ReuseDistanceSampler:
 SCALES = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Estimated sizes, relative to the tier's capacity."""
 
-
 _OWN = SCALES.index(1.0)
-
 
 _STACK_DEPTH = 16.0
 """Depth of the stack, relative to the tier's capacity. Blocks beyond it count as new."""
 
-
 SAMPLED = 4
 """Keys of 256 that are in the sample at first."""
-
 
 WINDOW_KEYS = 1 << 21
 """Looked-up keys after which earlier ones count half."""
 
-
 _MIN_SAMPLED = 64
 """References in the sample below which no estimate is made."""
-
 
 _SAMPLING_BYTE = -1 - GROUP_INDEX_BYTES
 """The byte of a key that decides whether the key is in the sample."""
 
-
 _CHECK_EVERY = 4096
 """Stored keys after which the distribution of that byte is checked."""
-
 
 _NOISE = 0.01
 """Differences of ratios below it are noise."""

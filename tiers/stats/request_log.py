@@ -38,17 +38,13 @@ if TYPE_CHECKING:
 
 MAX_REQUESTS = 4096
 
-
 MAX_AGE_SECONDS = 900.0
-
 
 _MAX_LOOKUPS = 4
 """The latest lookups are kept; an engine that polls repeats its lookup."""
 
-
 _MAX_HOLDS = 2
 """The latest publications are kept."""
-
 
 LookupOutcome = int | MissReason | None
 """Outcome of a key: position of the tier that had it, reason of a miss, or None for RETRY."""
