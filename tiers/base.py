@@ -1,10 +1,8 @@
 """The contract of a secondary tier.
 
 A tier stores and loads batches of blocks. The core (`core.manager.TierManager`) decides what is
-stored,
-promoted and evicted, and keeps a catalog of every tier. So a tier needs no policy, and no locks
-beyond
-those of its storage engine.
+stored, promoted and evicted, and keeps a catalog of every tier. So a tier needs no policy, and no
+locks beyond those of its storage engine.
 
 Every tier passes the shared contract suite, `tests/contracts/secondary_tier.py`.
 """
@@ -73,8 +71,7 @@ class BlockBytes:
     """One block and its memory: one contiguous view of the host region per rank, in rank order.
 
     A store writes the views. A load fills them completely; if the stored parts have other sizes,
-    the tier
-    reports `Outcome.CORRUPT`.
+    the tier reports `Outcome.CORRUPT`.
     """
 
     namespace: NamespaceId
@@ -101,32 +98,26 @@ class SecondaryTier(ABC):
     """A storage tier below the CPU tier.
 
     Threads: the server calls `store`, `load`, `lookup` and `remove` on worker threads. At most one
-    `store`
-    or `remove` runs at a time, together with any number of `load`s and `lookup`s. Jobs never
-    overlap on the
-    same block, except in a `shared` tier, whose evicted blocks can be found until they are removed.
-    These
-    methods do not raise for the state of data (full, damaged, missing) but return an `Outcome`. All
-    other
-    methods are called on the event loop, or while it waits, and must return without I/O.
+    `store` or `remove` runs at a time, together with any number of `load`s and `lookup`s. Jobs
+    never overlap on the same block, except in a `shared` tier, whose evicted blocks can be found
+    until they are removed. These methods do not raise for the state of data (full, damaged,
+    missing) but return an `Outcome`. All other methods are called on the event loop, or while it
+    waits, and must return without I/O.
 
     The server checks third-party tiers (`server/tier_host/guard.py`) and reports problems in
     `last_error`:
 
     - The tier raises, or does not return one outcome per block: all blocks of the job have failed.
     - A job takes longer than `limits.tier_stall` seconds: the server continues without the tier
-      until the
-      job returns. A server that stops waits some more seconds, and then does not close the tier.
+      until the job returns. A server that stops waits some more seconds, and then does not close
+      the tier.
     - A vote is late: the request continues without it. After a late vote, the server does not wait
-      for
-      votes until one is in time again.
+      for votes until one is in time again.
     - An entry is invalid (no name, no size, larger than the capacity, repeated): it is left out.
     - An entry's size differs from the loaded block: the block is dropped. Until then the used
-      capacity is
-      wrong.
+      capacity is wrong.
     - A load reports `DONE` but has written nothing at the beginning, middle or end of a part: the
-      block is
-      corrupt.
+      block is corrupt.
 
     The server cannot detect loaded bytes that differ from the stored ones (verify them with
     `block_checksum`), or a list of entries that never ends.

@@ -81,10 +81,7 @@ class EngineSession:
         return self.namespace.id, self.engine_id
 
     def own_rank(self) -> int:
-        """Returns the rank whose parts this session reads and writes.
-
-        Raises InvalidItem if the session has no rank (a scheduler) and the namespace has several.
-        """
+        """Returns the rank of this session's parts. Raises InvalidItem if that is ambiguous."""
         if self.rank is not None:
             return self.rank
         if self.namespace.world_size > 1:
@@ -161,10 +158,7 @@ class NamespaceSpec:
         object.__setattr__(self, "no_slots", (None,) * self.world_size)
 
     def part_bytes_of(self, key: bytes) -> int:
-        """Returns the part size of the block with this key.
-
-        Raises InvalidKey for an unknown group.
-        """
+        """Returns the part size of a key's block. Raises InvalidKey for an unknown group."""
         group = int.from_bytes(key[-GROUP_INDEX_BYTES:], "big")
         if group >= len(self.part_bytes):
             raise InvalidKey(f"key names group {group}, the namespace has {len(self.part_bytes)}")
@@ -182,10 +176,7 @@ class NamespaceSpec:
             self.part_bytes_of(key)
 
     def groups_are_known(self, packed: bytes, length: int) -> bool:
-        """Whether keys of equal length, concatenated, are sure to pass `check`.
-
-        Works column by column, because lookups wait for it.
-        """
+        """Whether equally long, concatenated keys pass `check`, column by column (hot path)."""
         *high, low = (packed[length - place :: length] for place in range(GROUP_INDEX_BYTES, 0, -1))
         return not b"".join(high).strip(b"\0") and not low.translate(None, bytes(range(min(len(self.part_bytes), 256))))
 

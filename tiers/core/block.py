@@ -29,8 +29,7 @@ class Block:
     """One block in the CPU tier: its slots, and which of them are written.
 
     A block is visible when the parts of all ranks are written (`ready`). Leases, stores, holds and
-    tier
-    jobs pin it. A block without pins may be evicted, also if it is incomplete.
+    tier jobs pin it. A block without pins may be evicted, also if it is incomplete.
     """
 
     __slots__ = (
@@ -101,10 +100,7 @@ class Block:
 
     @property
     def invalidated(self) -> bool:
-        """Whether it is unlinked from the index, e.g.
-
-        by a reset. It is dropped when its last pin ends.
-        """
+        """Whether it is unlinked, e.g. by a reset. It is dropped when its last pin ends."""
         return self.namespace_index.invalidated
 
     @property

@@ -2,10 +2,8 @@
 
 Blocks that are pinned or in a job stay, and so do retained blocks unless the request includes them.
 A tier is walked namespace by namespace, in slices. With `max_bytes`, a first walk counts bytes by
-age
-to find the limit. So the least recently used blocks are evicted first without sorting, to the
-second
-(to the minute beyond an hour).
+age to find the limit. So the least recently used blocks are evicted first without sorting, to the
+second (to the minute beyond an hour).
 """
 
 from __future__ import annotations
@@ -237,19 +235,13 @@ class EvictionTask:
         return source.is_there(item) and (since is None or source.last_used(item) <= since)
 
     def _age(self, source: EvictionSource, item: Any) -> int:
-        """Returns the time since the last use, rounded down.
-
-        Blocks used since the start have age 0.
-        """
+        """Returns the time since the last use, rounded down; 0 if used since the start."""
         age = max(0, int(self._now - source.last_used(item)))
         return age if age < _FINE_SECONDS else age // _COARSE_SECONDS * _COARSE_SECONDS
 
 
 def _slices(source: EvictionSource, namespaces: Iterable[NamespaceId]) -> Iterator[list[Any]]:
-    """Yields all items, last first, because policies remove these fastest.
-
-    Copying a list of a million pointers takes 10 ms.
-    """
+    """Yields all items, last first: policies remove these fastest. The copy takes 10 ms/1M."""
     for namespace in namespaces:
         items = list(source.all_of(namespace))
         while items:

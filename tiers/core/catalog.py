@@ -84,10 +84,7 @@ class CatalogEntry:
 
 @dataclass(slots=True)
 class _Turn:
-    """Share that currently makes room.
-
-    Comparing shares often keeps each within one turn of the others.
-    """
+    """The share that makes room now. Shares are compared again after `left` bytes."""
 
     taker: TenantShare
     queue: EvictionQueue[CatalogEntry]
@@ -179,10 +176,7 @@ class Catalog:
         return victims
 
     def recount(self, entry: CatalogEntry) -> None:
-        """Updates the busy bytes of a share after an entry's state or loads have changed.
-
-        Ignores dropped entries.
-        """
+        """Updates the busy bytes of a share after a change of an entry's state or loads."""
         busy = entry.state is not EntryState.HELD or entry.loads > 0
         if busy != entry.busy and self.get(entry.namespace, entry.key) is entry:
             entry.busy = busy
@@ -190,10 +184,7 @@ class Catalog:
                 entry.queue.share.busy += entry.nbytes if busy else -entry.nbytes
 
     def make_room(self, namespace: NamespaceId, nbytes: int) -> list[CatalogEntry]:
-        """Evicts up to `nbytes` for a namespace, as far as possible now.
-
-        Returns what must be removed.
-        """
+        """Evicts up to `nbytes` for a namespace if possible; returns what must be removed."""
         return self.evict(self._choose(self.queues.shares.of(namespace), nbytes))
 
     def all_of(self, namespace: NamespaceId) -> Collection[CatalogEntry]:
@@ -270,10 +261,7 @@ class Catalog:
         return victims
 
     def _in_turn(self, share: TenantShare, needed: int) -> list[CatalogEntry] | None:
-        """Returns victims of the share whose turn it is, from its victim buffer.
-
-        None if these are not enough.
-        """
+        """Returns victims from the buffer of the share whose turn it is; None if too few."""
         turn = self._turn
         if turn is None or turn.taker is not share or turn.left < needed:
             return None
@@ -298,10 +286,7 @@ class Catalog:
         return share.evictable + sum(nbytes for nbytes in others if nbytes > 0)
 
     def _choose(self, share: TenantShare, nbytes: int, *, alone: bool = False) -> list[CatalogEntry]:
-        """Returns victims for `nbytes` of a share.
-
-        `alone` restricts them to the share itself, which is at its limit.
-        """
+        """Returns victims for `nbytes` of a share; `alone`: only of the share itself."""
         queues = [
             (queue.share, self._candidates(queue))
             for queue in self.queues.all()

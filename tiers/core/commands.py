@@ -65,10 +65,7 @@ class LeaseSettled:
 
 @dataclass(frozen=True, slots=True)
 class HoldChanged:
-    """A hold was published, has ended, or has no pending block any more.
-
-    Waiting clients check again.
-    """
+    """A hold was published, has ended or has no pending block: waiting clients check again."""
 
     name: tuple[NamespaceId, str, str]
 

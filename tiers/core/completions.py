@@ -117,10 +117,7 @@ class CompletionHandler:
         self._cpu_tier.unpin([block for block, _ in finished.results])
 
     def tier_stalled(self, tier: int, *, stalled: bool) -> None:
-        """Called when a tier stalls or recovers.
-
-        The blocks that a stalled tier is loading are given up.
-        """
+        """Called when a tier stalls or recovers. Blocks that a stalled tier loads are given up."""
         change = self._transfers.stall(tier, stalled=stalled)
         for block in change.given_up:
             self._history.record(block.namespace, block.key, MissReason.LOAD_FAILED)

@@ -36,12 +36,7 @@ class CpuTier:
     """
 
     def __init__(
-        self,
-        *,
-        extent_bytes: int,
-        queues: EvictionQueues[Block],
-        history: EvictionHistory,
-        spare_part: float,
+        self, *, extent_bytes: int, queues: EvictionQueues[Block], history: EvictionHistory, spare_part: float
     ) -> None:
         """`spare_part`: most of the memory that is freed ahead, for the next store."""
         self.memory = SlotAllocator(extent_bytes)
@@ -87,8 +82,7 @@ class CpuTier:
         """Returns the blocks with these keys, and adds empty ones for missing keys.
 
         The caller pins them: a block without slots and pins must not stay (see `unpin`). For blocks
-        that
-        stay, the caller records the use (`use`).
+        that stay, the caller records the use (`use`).
 
         Raises InvalidKey if a key names an unknown group; then nothing was added.
         """
@@ -113,10 +107,7 @@ class CpuTier:
         return found  # type: ignore[return-value]
 
     def use(self, blocks: Sequence[Block], request: Hashable, retain_until: float = 0.0) -> int:
-        """Records that a request used these distinct indexed blocks, given head first.
-
-        See `EvictionQueues.use`.
-        """
+        """Records that a request used distinct indexed blocks; see `EvictionQueues.use`."""
         self._clock = now = self._clock + 1
         for block in blocks:
             block.last_use = now
@@ -134,10 +125,7 @@ class CpuTier:
         return block.last_use / _TICKS_PER_SECOND if block is not None and block.ready else None
 
     def tick(self, now: float) -> bool:
-        """Advances the time and drops blocks whose `ttl` has passed.
-
-        Returns whether there are more.
-        """
+        """Advances the time and drops expired blocks; returns whether there are more."""
         self._clock = max(self._clock, int(now * _TICKS_PER_SECOND))
         gone = []
         for block in self.queues.tick(now):
@@ -153,8 +141,7 @@ class CpuTier:
         """Allocates missing slots: for all parts of each block, or for one rank's part.
 
         Evicts if necessary. Parts without a slot keep None. The blocks must be pinned, so that none
-        of them
-        is evicted for another.
+        of them is evicted for another.
         """
         for queue, mine in by_queue(blocks):
             wanted = mine if rank is not None else [block for block in mine for slot in block.slots if slot is None]
@@ -169,10 +156,7 @@ class CpuTier:
                     block.put_slot(block.slots.index(None) if rank is None else rank, offset)
 
     def unpin(self, blocks: Iterable[Block]) -> None:
-        """Removes a pin from each block.
-
-        An unpinned block is dropped if it is empty, invalidated, or `evict_on_unpin`.
-        """
+        """Removes a pin each; drops unpinned blocks that are empty or must not stay."""
         for block in blocks:
             block.pins = pins = block.pins - 1
             if pins or (block.ready and not block.evict_on_unpin and not block.namespace_index.invalidated):
@@ -228,10 +212,7 @@ class CpuTier:
         self.queues.remove(block)
 
     def drop(self, blocks: Sequence[Block], reason: MissReason = MissReason.EVICTED) -> None:
-        """Drops unpinned blocks and frees their slots.
-
-        Every block that leaves the tier leaves it here.
-        """
+        """Drops unpinned blocks and frees their slots. Every block leaves the tier here."""
         remove = self._index.remove
         in_line: list[Block] = []
         gone: list[tuple[NamespaceId, MissReason, list[bytes]]] = []
@@ -341,18 +322,12 @@ class CpuTier:
                 self._under_pressure.discard(slot_bytes)
 
     def _spare_slots(self, slot_bytes: int, count: int) -> int:
-        """Returns how many slots to keep free after a store of `count`.
-
-        0 if that needs most of the memory.
-        """
+        """Returns how many slots to keep free; 0 if that needs most of the memory."""
         most = int(self._spare_part * self.memory.total_bytes / slot_bytes)
         return min(count, most, MAX_SPARE) if count <= _FEW_SPARES * most else 0
 
     def _within_limit(self, share: TenantShare, slot_bytes: int, count: int) -> int:
-        """Makes room below a share's limit by evicting its own blocks.
-
-        Returns how many slots it may have.
-        """
+        """Evicts a share's own blocks if it is at its limit; returns how many slots it may have."""
         over = share.over_limit(slot_bytes * count)
         if share.limit is None or not over:
             return count
@@ -360,10 +335,7 @@ class CpuTier:
         return min(count, max(0, share.limit - share.used) // slot_bytes)
 
     def _make_room(self, share: TenantShare, slot_bytes: int, count: int) -> bool:
-        """Evicts blocks for a share, or takes over another class' extent.
-
-        Returns whether anything was freed.
-        """
+        """Evicts for a share, or takes over an extent; returns whether anything was freed."""
         victims = self._reclaimer.victims(share, slot_bytes, count)
         if not victims and self.queues.end_retention():
             victims = self._reclaimer.victims(share, slot_bytes, count)

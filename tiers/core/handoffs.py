@@ -93,10 +93,7 @@ class HandoffHandler:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all slots of held blocks, including missing slots.
-
-        A shared block counts once.
-        """
+        """Bytes of all slots of held blocks, allocated or not. A shared block counts once."""
         return sum(budget.used for budget in set(self._budgets.values()))
 
     def stats(self) -> dict[HandoffDirection, HandoffStats]:
@@ -122,15 +119,10 @@ class HandoffHandler:
         duration: float,
         now: float,
     ) -> Hold | PublishStatus:
-        """Holds blocks of a request for `duration` seconds.
+        """Holds blocks for `duration` seconds; returns the hold, or why it was refused.
 
-        Returns the hold, or why it was refused.
-
-        Ends a hold of the same name, also if this one is refused.
-
-        Raises:
-            InvalidKey: a key names an unknown group.
-            InvalidItem: the numbers of keys and positions differ.
+        Ends a hold of the same name in both cases. Raises InvalidKey if a key names an unknown
+        group, InvalidItem if the numbers of keys and positions differ.
         """
         if len(keys) != len(positions):
             raise InvalidItem(f"{len(keys)} keys and {len(positions)} positions")
@@ -166,10 +158,7 @@ class HandoffHandler:
         return hold
 
     def find(self, name: HoldName, now: float) -> Hold | None:
-        """Returns a readable hold; None if it has not been published.
-
-        Raises HoldExpired if its time is over or nearly over.
-        """
+        """Returns a readable hold; None if unpublished. Raises HoldExpired, also shortly before."""
         hold = self._table.get(name)
         if self._over.get(name) is HoldEnd.EXPIRED or (
             hold is not None and hold.expires_at - EXPIRY_MARGIN_SECONDS <= now
@@ -193,12 +182,7 @@ class HandoffHandler:
     ) -> HoldClaim:
         """Leases the present blocks of a hold, from a first position per group; none means all.
 
-        The hold stays.
-
-        Raises:
-            HoldNotFound: it has ended or does not exist.
-            HoldExpired: its time is over or nearly over.
-            LimitExceeded: the session has too many leased items.
+        Raises HoldNotFound, HoldExpired, or LimitExceeded if the session has too many leased items.
         """
         owner = Owner(session.engine, session.id, request_id)
         try:
@@ -232,10 +216,7 @@ class HandoffHandler:
         return HoldClaim(hold, lease, statuses)
 
     def renew(self, name: HoldName, now: float, extension: float | None = None) -> bool:
-        """Extends a hold by `extension` seconds from now (default: its heartbeat).
-
-        Never shortens it. Returns whether it is open.
-        """
+        """Extends a hold from now (default: by its heartbeat); returns whether it is open."""
         hold = self._table.get(name)
         if hold is None or hold.expires_at <= now:
             return False
@@ -252,10 +233,7 @@ class HandoffHandler:
         return True
 
     def tick(self, now: float) -> None:
-        """Ends all expired holds.
-
-        Heartbeats do not reorder the table, so all are checked (B2.19).
-        """
+        """Ends expired holds. Heartbeats do not reorder the table, so all are checked (B2.19)."""
         for hold in [hold for hold in self._table if hold.expires_at <= now]:
             self._stats[hold.direction].expired += 1
             self._end(hold, HoldEnd.EXPIRED, now)
@@ -317,10 +295,7 @@ class HandoffHandler:
         self._log.not_claimed(owner, name, outcome, now)
 
     def _unpin_held(self, blocks: Sequence[Block]) -> None:
-        """Removes a hold's pins.
-
-        A hold-only block is dropped with its last pin; others become evictable.
-        """
+        """Removes a hold's pins. A hold-only block is dropped with its last pin."""
         for block in blocks:
             self._pins[block] -= 1
             if not self._pins[block]:

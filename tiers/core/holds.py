@@ -141,8 +141,7 @@ class HoldTable:
         """Called when a block's last writer has finished; returns the holds without pending blocks.
 
         If the block is not ready, another client may still write it. It is given up if it was
-        unlinked from
-        the index, or if the hold's engine is gone.
+        unlinked from the index, or if the hold's engine is gone.
         """
         waiting = self._waiting.get(block, {})
         hopeless = [hold for hold in waiting if block.ready or block.invalidated or hold.orphaned]

@@ -59,12 +59,7 @@ class BlockLease:
         return known + bytes([miss]) * (self.keys - len(known))
 
     def slots(self, items: Iterable[int], rank: int) -> list[int]:
-        """Returns the slots of one rank's parts.
-
-        Raises:
-            InvalidItem: an item does not exist.
-            NotReady: an item is a miss or not ready.
-        """
+        """Returns the slots of one rank's parts. Raises InvalidItem, NotReady."""
         offsets = []
         held = self.items
         for item in items:
@@ -137,10 +132,7 @@ class LeaseTable:
         record: LookupRecord | None = None,
         all_ready: bool = False,
     ) -> BlockLease:
-        """Grants a lease on pinned blocks; the lease owns the pins.
-
-        `all_ready` avoids a check of each block.
-        """
+        """Grants a lease on pinned blocks; it owns the pins. `all_ready` avoids a check of each."""
         lease = BlockLease(LeaseId(self._next_id), owner, expires_at, items, keys, sources, now, record=record)
         self._next_id += 1
         for item, block in enumerate(() if all_ready else items):
@@ -202,9 +194,7 @@ class LeaseTable:
         return [block for block in blocks if block in self._waiting] if self._waiting else []
 
     def settle(self, block: Block) -> list[tuple[BlockLease, int]]:
-        """Called when a block is no longer pending.
-
-        Returns the leases and items that waited for it.
+        """Called when a block is no longer pending; returns the leases and items that waited.
 
         A block that did not become ready is a miss in its leases.
         """

@@ -123,9 +123,7 @@ class LookupHandler:
     def query_shared_tiers(
         self, namespace: NamespaceSpec, keys: Sequence[bytes], *, prefix: bool, excluded: Collection[int] = ()
     ) -> bool:
-        """Queries shared tiers for the keys of a coming lookup.
-
-        Returns whether answers are outstanding (B3.17).
+        """Queries shared tiers for a coming lookup; returns if answers are outstanding (B3.17).
 
         With `prefix` the scan ends at the first miss, but not at an outstanding answer.
         """
@@ -145,11 +143,7 @@ class LookupHandler:
         return is_open
 
     def fetch(self, namespace: NamespaceId, blocks: Iterable[Block]) -> None:
-        """Promotes pinned blocks that only a secondary tier has, as far as there is room.
-
-        Does nothing during a reset of the namespace: secondary tiers are not read until it ends
-        (B3.19).
-        """
+        """Promotes pinned blocks that only a secondary tier has; not during a reset (B3.19)."""
         if self._cpu_tier.pending_reset_blocks(namespace):
             return
         found: list[tuple[SecondaryTierState, Block]] = []
@@ -333,10 +327,7 @@ class LookupHandler:
     def _explain(
         self, session: EngineSession, keys: Sequence[bytes], match: _Match, *, prefix: bool
     ) -> tuple[tuple[OutcomeRun, ...], bytes | None]:
-        """Returns the outcomes of the keys, and the first key that missed.
-
-        Keys behind a miss in a chain get its reason unless another one is known.
-        """
+        """Returns outcomes and the first missing key. A miss also explains those behind it."""
         if match.ready == len(keys):
             return ((OutcomeRun(len(keys), 0),) if keys else ()), None
         outcomes: list[LookupOutcome] = list(match.sources)

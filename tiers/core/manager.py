@@ -145,10 +145,7 @@ class TierManager:
             first_id=first_id,
         )
         self._sliced_work = IncrementalWork(
-            cpu_tier=self._cpu_tier,
-            transfers=self._transfers,
-            leases=self._lookups.leases,
-            commands=self._commands,
+            cpu_tier=self._cpu_tier, transfers=self._transfers, leases=self._lookups.leases, commands=self._commands
         )
 
     def take_commands(self) -> list[Command]:

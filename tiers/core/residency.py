@@ -30,10 +30,7 @@ class ResidencyIndex:
         self._queries: dict[JobId, tuple[SecondaryTierState, Sequence[Name]]] = {}
 
     def excluded(self, tiers: TierFilter) -> frozenset[int]:
-        """Returns the positions of the tiers that a lookup leaves out.
-
-        Raises InvalidItem if the filter names an unknown tier or the CPU tier.
-        """
+        """Returns the positions of the tiers that a filter names. Raises InvalidItem."""
         if not tiers:
             return frozenset()
         unknown = tiers.names - {secondary.tier.name for secondary in self._lanes}
@@ -45,10 +42,7 @@ class ResidencyIndex:
     def find(
         self, namespace: NamespaceId, key: bytes, excluded: Collection[int] = ()
     ) -> tuple[SecondaryTierState | None, Presence]:
-        """Returns the first tier that can load a block, or the reason.
-
-        Counts misses of the tiers before it.
-        """
+        """Returns the first tier that can load a block, or why none; counts misses before it."""
         presence = Presence.ABSENT
         for secondary in self._lanes:
             found = secondary.presence(namespace, key, excluded)

@@ -144,10 +144,7 @@ class SecondaryTierState:
         return tier.name in tiers.names or tier.medium in tiers.media or (tiers.remote and not tier.local)
 
     def presence(self, namespace: NamespaceId, key: bytes, excluded: Collection[int]) -> Presence:
-        """Returns whether the tier can load a block.
-
-        An unknown block of a shared tier is queued for a query.
-        """
+        """Returns whether the tier can load a block; queues a query if that is unknown."""
         entry = self.catalog.held(namespace, key)
         held = entry is not None
         if self.index in excluded:
@@ -163,10 +160,7 @@ class SecondaryTierState:
         return Presence.HELD if held else Presence.ABSENT
 
     def entry_of(self, block: Block) -> CatalogEntry:
-        """Returns the entry of a block.
-
-        A temporary one if only the shared tier itself knows the block.
-        """
+        """Returns a block's entry; a temporary one if only the shared tier knows the block."""
         entry = self.catalog.get(block.namespace, block.key)
         queue = self.catalog.queues.queue_for(block.namespace)
         return entry or CatalogEntry(block.namespace, block.key, block.nbytes, EntryState.HELD, queue)
@@ -180,10 +174,7 @@ class SecondaryTierState:
         return names
 
     def use(self, blocks: Iterable[Block], user: Hashable) -> None:
-        """Records a request's use of present blocks, given head first.
-
-        Retains them if requested.
-        """
+        """Records a request's use of present blocks, given head first, and their retention."""
         for retain_until, together in groupby(blocks, attrgetter("retain_until")):
             entries = (self.catalog.get(block.namespace, block.key) for block in together)
             self.catalog.use([entry for entry in entries if entry is not None], user, retain_until)
@@ -196,10 +187,7 @@ class SecondaryTierState:
                 self.catalog.queues.retain([entry for entry in entries if entry is not None], retain_until)
 
     def tick(self, now: float, used_in_cpu: UsedElsewhere) -> None:
-        """Advances the time.
-
-        Expired blocks become pending removals, and old answers are dropped.
-        """
+        """Advances the time; expired blocks become pending removals."""
         self.presence_cache.tick(now)
         self.pending_removals += self.catalog.tick(now, used_in_cpu)
 

@@ -2,9 +2,8 @@
 
 Blocks of several sizes share one region (groups of a hybrid model, or two models). A size class
 claims an extent and cuts it into equal slots. When the last slot is free, the extent is returned
-and
-any class may claim it. There is no fragmentation to compact. The waste is less than one slot per
-extent, and at most one partly used extent per class.
+and any class may claim it. There is no fragmentation to compact. The waste is less than one slot
+per extent, and at most one partly used extent per class.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Victim selection in the host region: which blocks to evict to free slots or extents.
 
 Slots are freed by evicting blocks of the same size class. Memory moves between classes by extents:
-a
-class takes over an extent if the other class' next victim has been idle for longer than its own.
+a class takes over an extent if the other class' next victim has been idle for longer than its own.
 Without that, an unloaded model would keep the region from the current one. A tenant within its
-quota
-takes over extents without that condition.
+quota takes over extents without that condition.
 """
 
 from __future__ import annotations
@@ -82,8 +80,8 @@ class SlotReclaimer:
         """Returns the blocks of another class' extent that may be taken over, or None.
 
         The other class has a block that was last used before `than` (None: any). The extent holds
-        that block
-        or one of the class' next victims. Nothing in it is pinned, being written or quarantined.
+        that block or one of the class' next victims. Nothing in it is pinned, being written or
+        quarantined.
         """
         if slot_bytes > self._memory.extent_bytes:
             return None

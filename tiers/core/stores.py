@@ -52,8 +52,7 @@ class InFlightStores:
 
     A writer is a connection that keeps the region mapped (`Region` in the wire contract). A slot is
     reused only when no client can still write to it: after the store's completion, or when every
-    writer
-    of its session is gone.
+    writer of its session is gone.
     """
 
     cpu_tier: CpuTier

@@ -170,8 +170,7 @@ class TransferScheduler:
         """Stores ready blocks in the request's REQUEST_LEVEL tiers; counts pending stores (B3.6).
 
         The queue limit is twice the usual one. A block beyond that makes the request incomplete,
-        which is
-        reported (B3.10).
+        which is reported (B3.10).
         """
         blocks = [block for block in blocks if not block.hold_only]
         for secondary in self.secondaries:
@@ -251,8 +250,7 @@ class TransferScheduler:
         """Drops entries of blocks that a tier has quarantined because they are damaged.
 
         The tier is told to remove them as well, because it may have stored another block of that
-        name in the
-        meantime, which no catalog would know:
+        name in the meantime, which no catalog would know:
 
             check        quarantines K
             event loop   evicts K, stores K again: the catalog has it again
@@ -277,8 +275,7 @@ class TransferScheduler:
         """Called when a tier has stopped returning from its jobs, or has recovered.
 
         Blocks of running jobs stay pinned, because the tier may still access them. Queued work is
-        abandoned,
-        or the CPU tier would soon be full of pinned blocks.
+        abandoned, or the CPU tier would soon be full of pinned blocks.
         """
         secondary = self.secondaries[tier - 1]
         change = StallChange(is_back=secondary.stalled and not stalled)

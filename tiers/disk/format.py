@@ -1,10 +1,8 @@
 """On-disk format of a disk store: slab files, and the index of their pages.
 
 Slab files (`slab-00000`, …) consist of pages of 4096 bytes. Page n is in slab n // pages per slab.
-The
-parts of a block follow each other, each starting on a page, in one run of pages or, if no run is
-long
-enough, in several. The index is an LMDB environment next to the slabs:
+The parts of a block follow each other, each starting on a page, in one run of pages or, if no run
+is long enough, in several. The index is an LMDB environment next to the slabs:
 
 | database | key | value |
 |---|---|---|

@@ -1,10 +1,9 @@
 """Free-page allocator of the slabs: best fit, with coalescing.
 
 If no run is long enough, a block gets several runs, so any free page can serve any block. Extents
-per
-size class, as in the region, would not work: the core counts bytes, and in a full tier a growing
-class
-could wait forever for an empty extent of another class (docs/decisions/0007-disk-tier.md).
+per size class, as in the region, would not work: the core counts bytes, and in a full tier a
+growing class could wait forever for an empty extent of another class
+(docs/decisions/0007-disk-tier.md).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Slab files of a store: growth, and direct I/O between pages and memory.
 
 Memory that starts on a page border, like the slots of the region, is read and written directly.
-Other
-memory, and partly used pages, go through a small aligned buffer.
+Other memory, and partly used pages, go through a small aligned buffer.
 """
 
 from __future__ import annotations

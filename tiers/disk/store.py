@@ -1,9 +1,8 @@
 """Disk store: slab files, index and free pages, changed in a crash-safe order.
 
 A store writes to free pages and then publishes them in the index. A removal first removes blocks
-from
-the index and then frees their pages. So no record ever names pages of another block, whenever the
-process ends.
+from the index and then frees their pages. So no record ever names pages of another block, whenever
+the process ends.
 """
 
 from __future__ import annotations
@@ -78,10 +77,7 @@ def recover(index: Index, slabs: Slabs) -> Recovered:
 
 
 def _claimed_twice(claims: list[tuple[int, int, int, bytes]]) -> set[bytes]:
-    """Returns the older block of any two that claim one page.
-
-    Only a damaged index has such blocks.
-    """
+    """Returns the older of any two blocks that claim one page (in a damaged index)."""
     names: set[bytes] = set()
     last = (0, 0, 0, b"")
     for claim in claims:
@@ -211,10 +207,7 @@ class DiskStore:
         self._free(space, self.index.remove(names))
 
     def drop(self, name: bytes, packed: bytes, *, quarantine: bool) -> bool:
-        """Removes a block if its record is unchanged; with `quarantine` its pages are not reused.
-
-        Returns whether it was removed. Raises `lmdb.Error`.
-        """
+        """Removes an unchanged block, with `quarantine` also its pages; returns whether it did."""
         if self.index.get([name]) != [packed]:
             return False
         removed = self.index.remove([name])

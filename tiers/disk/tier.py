@@ -49,8 +49,8 @@ class DiskTier(SecondaryTier):
         """Opens or creates the store in `directory`; its files never grow beyond `size_bytes`.
 
         Blocks beyond a reduced size are dropped. A damaged index is moved aside and reported in
-        `last_error`;
-        if `mend` is off, it is refused. `slab_bytes` is for a new store. Raises `TierOpenError`.
+        `last_error`; if `mend` is off, it is refused. `slab_bytes` is for a new store. Raises
+        `TierOpenError`.
         """
         self._store = DiskStore(directory, size_bytes, durability, mend=mend, slab_bytes=slab_bytes)
         super().__init__(name, int(self._store.payload_bytes * CAPACITY_SHARE))
@@ -209,10 +209,7 @@ def _record(block: BlockBytes, packed: bytes) -> SlabRecord | None:
 
 
 def _is_full(error: Exception) -> bool:
-    """Whether an error means that the storage is full.
-
-    LMDB reports a short write as an I/O error.
-    """
+    """Whether the storage is full. LMDB reports a short write as an I/O error."""
     if isinstance(error, OSError):
         return error.errno in FULL
     return isinstance(error, (lmdb.MapFullError, lmdb.DiskError)) or getattr(error, "code", 0) in FULL

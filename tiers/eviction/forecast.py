@@ -7,8 +7,8 @@ The algorithm, for each use of blocks by a request:
 2. Tell the reuse model that the reused runs had a hit at their age (`_count_reuse`).
 3. Determine the *turn* of the conversation: the request continues an earlier request if it matches
    that request's chain up to its last block, which may have been partly filled (`_match_chain`).
-4. Append the runs to the request's *chain*. New blocks form one run; the last block is another
-   run, because a partly filled block is rarely used again (`_append`).
+4. Append the runs to the request's *chain*. New blocks form one run; the last block is another run,
+   because a partly filled block is rarely used again (`_append`).
 5. Classify every run of the chain into a *kind* (`_classify`): "end" (last block), "shared" (used
    more often than its conversation has turns, by the logarithm of its uses), or turn and growth
    (blocks that this request added, logarithm).
@@ -149,10 +149,7 @@ class Forecast(Generic[T]):
     def _match_ghosts(
         self, items: list[T], chain: RequestChain[T], pieces: list[tuple[BlockRun[T] | None, list[T]]]
     ) -> None:
-        """Adds pieces for items that are not resident.
-
-        A ghost also identifies the items before it.
-        """
+        """Adds pieces for items that are not resident. A ghost also identifies those before it."""
         names = [item.name for item in items] if self._ghosts else ()
         if self._ghosts.keys().isdisjoint(names):
             pieces.append((None, items))
@@ -206,10 +203,7 @@ class Forecast(Generic[T]):
                 chain.turn = old.chain.turn + 1 if continues else 0
 
     def _merge_last_block(self, chain: RequestChain[T]) -> None:
-        """Merges the run of the last block into the run of new blocks.
-
-        The request continues behind it.
-        """
+        """Merges the last block into the run of new blocks: the request continues behind it."""
         last, chain.last_block = chain.last_block, None
         if last is None or not last.items or last.chain is not chain:
             return

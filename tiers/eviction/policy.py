@@ -2,8 +2,7 @@
 
 A policy only orders items. The caller checks whether an item may be evicted (it may be pinned). A
 policy is told which items a request used, in chain order, and which uses belong to one request.
-There
-is no clock: policies count uses.
+There is no clock: policies count uses.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ class EvictionPolicy(Protocol[T]):
     """An eviction order over distinct items. Called by the core, one call at a time; never raises.
 
     Memory is bounded by the number of items: there are at most four times as many ghosts (names of
-    evicted
-    items), or about a thousand if there are few items.
+    evicted items), or about a thousand if there are few items.
     """
 
     def use(self, items: Sequence[T], request: Hashable = None) -> None:
@@ -42,8 +40,7 @@ class EvictionPolicy(Protocol[T]):
 
         Args:
             items: distinct, head first. They follow the request's earlier items in the chain;
-                repeated items
-                are ignored.
+                repeated items are ignored.
             request: the request; None if unknown, which counts as a request of its own.
         """
 

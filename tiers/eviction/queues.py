@@ -48,10 +48,7 @@ class ExpiryWheel(Generic[H]):
         return item in self._slot_of
 
     def put(self, items: Iterable[H], when: float) -> None:
-        """Sets the expiry time of items, new or known.
-
-        Items of one slot expire in insertion order.
-        """
+        """Sets the expiry time of items. Items of one slot expire in insertion order."""
         number = math.ceil(when / self._width)
         slot = self._slots.get(number)
         if slot is None:
@@ -159,12 +156,7 @@ class EvictionQueues(Generic[L]):
     """
 
     def __init__(
-        self,
-        shares: Quotas,
-        new_policy: Callable[[], EvictionPolicy[L]],
-        *,
-        ttl: float | None = None,
-        now: float = 0.0,
+        self, shares: Quotas, new_policy: Callable[[], EvictionPolicy[L]], *, ttl: float | None = None, now: float = 0.0
     ) -> None:
         """`ttl`: seconds that an item may stay unused; None for no limit."""
         self.shares = shares
@@ -199,12 +191,7 @@ class EvictionQueues(Generic[L]):
         return self._of_class[size_class]
 
     def use(self, items: Sequence[L], request: Hashable, retain_until: float = 0.0) -> int:
-        """Records that a request used distinct items, given head first.
-
-        Retains them until `retain_until`.
-
-        Returns how many items exceeded the retention budget.
-        """
+        """Records a use of distinct items, head first; returns how many could not be retained."""
         if self.ttl is not None:
             self._unused.put(items, self.now + self.ttl)
         if retain_until > self.now:
@@ -256,10 +243,7 @@ class EvictionQueues(Generic[L]):
         self._tell_policies([item for item in back if not item.retained], None)
 
     def tick(self, now: float) -> list[L]:
-        """Advances the time, which never goes back.
-
-        Returns items whose `ttl` has passed: the caller drops or postpones each.
-        """
+        """Advances the time; returns expired items, which the caller drops or postpones."""
         self.now = now
         self.end_retention()
         return [] if self.ttl is None else self._unused.take(self.now, MAX_AT_ONCE)
@@ -270,10 +254,7 @@ class EvictionQueues(Generic[L]):
         return self._retained.has_due(self.now) or self._unused.has_due(self.now)
 
     def end_retention(self) -> bool:
-        """Returns items whose retention has ended to their queues, a limited number.
-
-        False if there are none.
-        """
+        """Returns items to their queues after retention, a limited number; False if none."""
         items = self._retained.take(self.now, MAX_AT_ONCE)
         for item in items:
             self._free(item)

@@ -1,10 +1,9 @@
 """Tenant quotas, and the fair-share choice of victims.
 
 A quota is a guarantee, not a limit: every tenant may use free space. To make room, items are
-evicted
-from the share that is furthest above its quota, possibly the taker's own; no share falls below its
-quota. So a burst of stores displaces the blocks of its own tenant. Tenants without a quota or limit
-share one default share ("rest") with quota 0.
+evicted from the share that is furthest above its quota, possibly the taker's own; no share falls
+below its quota. So a burst of stores displaces the blocks of its own tenant. Tenants without a
+quota or limit share one default share ("rest") with quota 0.
 """
 
 from __future__ import annotations
@@ -99,9 +98,7 @@ class Quotas:
     ) -> None:
         """`retained_part`: part of each quota and of the memory without quota, for retention.
 
-        Raises:
-            QuotaError: the quotas exceed the capacity.
-            ValueError: a limit is below its quota, or two tenants have the same tag.
+        Raises QuotaError if the quotas exceed the capacity, ValueError for an invalid limit or tag.
         """
         tenants = [tenant for tenant in tenants if tier in tenant.quotas or tier in tenant.limits]
         free = capacity_bytes - sum(tenant.quotas.get(tier, 0) for tenant in tenants)

@@ -1,8 +1,8 @@
 """Reuse model of the `forecast` policy: the chance and the value of reuse, by kind and age.
 
-It is a discrete-time proportional hazards model. Age is the number of uses since a block's last,
-in bins of half an octave. For every kind the model counts, per bin, the blocks that were reused in
-it (hits) and those that passed through it (misses). The chance of reuse within a bin is
+It is a discrete-time proportional hazards model. Age is the number of uses since a block's last, in
+bins of half an octave. For every kind the model counts, per bin, the blocks that were reused in it
+(hits) and those that passed through it (misses). The chance of reuse within a bin is
 
     hazard(kind, bin) = baseline(bin) · product of the factors of the kind's features,
 

@@ -39,10 +39,7 @@ class RequestChain(Generic[T]):
 
 
 class BlockRun(Generic[T]):
-    """Consecutive blocks of one request with the same history.
-
-    The unit that is ranked and evicted.
-    """
+    """Consecutive blocks of one request with the same history: the unit of ranking."""
 
     __slots__ = ("at_risk", "bin", "bucket", "chain", "due", "ghosts", "items", "kind", "start", "uses")
 

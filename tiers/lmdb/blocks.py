@@ -104,8 +104,7 @@ def delete_blocks(store: Environment, txn: Any, names: Sequence[bytes]) -> None:
     It reads no page headers, but compares the number of freed pages with that of the chunks.
 
     Raises WrongPagesError if they differ or a record is damaged. Then the transaction must be
-    aborted,
-    which undoes everything.
+    aborted, which undoes everything.
     """
     before = txn.stat(store.data)["overflow_pages"]
     records, data = txn.cursor(db=store.index), store.data
@@ -216,8 +215,7 @@ def _fill(store: Environment, txn: Any, record_id: int, where: Cut, parts: Seque
     """Fills parts from their chunks; returns whether all chunks are present.
 
     `get` reads the pages without the GIL. The copy keeps the GIL for at most 25 µs, because
-    reacquiring
-    it next to a busy event loop can take longer.
+    reacquiring it next to a busy event loop can take longer.
     """
     prefix, data = chunk_prefix(record_id), store.data
     for suffix, number, start, stop in where.chunks:

@@ -17,10 +17,7 @@ SLICE_BLOCKS = 256
 
 
 def check_slice(store: Environment, writing: threading.Lock, after: bytes, *, repair: bool) -> Slice:
-    """Implements `fsck.Checkable.check_slice`.
-
-    `writing` blocks other changes. Raises `lmdb.Error`.
-    """
+    """Implements `fsck.Checkable.check_slice`; `writing` blocks changes. Raises `lmdb.Error`."""
     records = _records_after(store, after)
     findings: list[Finding] = []
     checked = nbytes = 0

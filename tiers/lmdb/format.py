@@ -11,10 +11,8 @@ the ids is the order of the stores.
 
 LMDB stores a value that does not fit a tree page in separate pages, behind a 16-byte header. Chunks
 are cut so that header and bytes fill whole pages, and most chunks have the same length, so that
-freed
-pages fit new chunks. A short rest of a part (its tail) is stored in the record: a block of 64 KiB
-is
-one record and one chunk.
+freed pages fit new chunks. A short rest of a part (its tail) is stored in the record: a block of 64
+KiB is one record and one chunk.
 """
 
 from __future__ import annotations
@@ -187,8 +185,8 @@ def chunk_spans(nbytes: int, page_bytes: int) -> tuple[tuple[int, int], ...]:
     """Returns the start and end of each chunk of a part.
 
     First as many chunks of `CHUNK_PAGES` as possible, then one of whole pages, then the rest of
-    less than
-    a page. LMDB stores a short rest in the tree (128 bytes of a 2 MiB part, 16 of a 64 KiB part).
+    less than a page. LMDB stores a short rest in the tree (128 bytes of a 2 MiB part, 16 of a 64
+    KiB part).
     """
     longest = CHUNK_PAGES * page_bytes - PAGE_HEADER_BYTES
     stops = list(range(longest, nbytes + 1, longest))

@@ -2,8 +2,7 @@
 
 LMDB maps its file and trusts its content. Some kinds of damage end the process with SIGBUS, SIGSEGV
 or a failed assertion. So a child process walks the file first. The file is damaged if the child
-says
-so or crashes during the walk. Any other end of the child (interrupted, killed, timed out, not
+says so or crashes during the walk. Any other end of the child (interrupted, killed, timed out, not
 started) says nothing about the file.
 """
 
@@ -118,8 +117,7 @@ def find_damage(directory: Path, size_bytes: int, databases: Sequence[bytes] = D
     """Checks the file in `directory` in a child process; returns the damage, or None.
 
     Called by the owner of the directory before it opens the file. Blocks while the child makes
-    progress.
-    Raises `TierOpenError` if there is no result; the file is unchanged.
+    progress. Raises `TierOpenError` if there is no result; the file is unchanged.
     """
     status, said = _run(directory, size_bytes, databases)
     outcome, _, why = (said.splitlines() or [""])[-1].partition(" ")

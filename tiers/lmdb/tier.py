@@ -60,8 +60,7 @@ class LMDBTier(SecondaryTier):
     """Blocks in one LMDB environment; see `format`.
 
     A batch is one transaction of up to 16 MiB, so a partial block is never visible. LMDB maps its
-    file: an
-    unreadable disk sector ends the process with SIGBUS.
+    file: an unreadable disk sector ends the process with SIGBUS.
     """
 
     type: ClassVar[str] = "lmdb"
@@ -73,8 +72,7 @@ class LMDBTier(SecondaryTier):
         """Opens or creates the store in `directory`; its file never grows beyond `size_bytes`.
 
         A larger file keeps its size. A damaged one is moved aside and reported in `last_error`; if
-        `mend` is
-        off, it is refused. Raises `TierOpenError`.
+        `mend` is off, it is refused. Raises `TierOpenError`.
         """
         super().__init__(name, int(size_bytes * PAYLOAD_SHARE))
         self._store = open_environment(directory, size_bytes, durability, mend=mend)
@@ -97,10 +95,7 @@ class LMDBTier(SecondaryTier):
         return vote(self.rules, request)
 
     def entries(self) -> Iterator[Entry]:
-        """Yields the blocks in the order in which they were stored.
-
-        Removes damaged index records.
-        """
+        """Yields the blocks in store order. Removes damaged index records."""
         with self._store.env.begin() as txn:
             records, damaged = read_index(self._store, txn)
         if damaged:
@@ -183,10 +178,7 @@ class LMDBTier(SecondaryTier):
         self._pages_to_come = False
 
     def _is_full(self, error: lmdb.Error) -> bool:
-        """Whether an error means that the storage is full.
-
-        LMDB reports a short write as an I/O error.
-        """
+        """Whether the storage is full. LMDB reports a short write as an I/O error."""
         if isinstance(error, (lmdb.MapFullError, lmdb.DiskError)) or getattr(error, "code", 0) in _FULL:
             return True
         return shutil.disk_usage(self._store.directory).free < self._write_bytes
@@ -220,10 +212,7 @@ class LMDBTier(SecondaryTier):
         return Outcome.CORRUPT if self._remove([block.namespace + block.key]) else Outcome.FAILED
 
     def _remove(self, index_keys: Sequence[bytes]) -> bool:
-        """Removes blocks in one transaction, or in halves if the file is nearly full.
-
-        Returns whether all are gone.
-        """
+        """Removes blocks, in halves if the file is nearly full; returns whether all are gone."""
         try:
             with self._writer:
                 self._delete(index_keys)
@@ -239,10 +228,7 @@ class LMDBTier(SecondaryTier):
         return True
 
     def _delete(self, index_keys: Sequence[bytes]) -> None:
-        """Removes blocks in one transaction.
-
-        If something is damaged, removes them one by one in a second one.
-        """
+        """Removes blocks in one transaction; one by one in a second one if something is damaged."""
         if HEADERS_ARE_BOUNDED:
             with contextlib.suppress(WrongPagesError, lmdb.CorruptedError):
                 with self._store.env.begin(write=True, buffers=True) as txn:

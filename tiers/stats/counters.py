@@ -34,8 +34,7 @@ class HitCounters:
     """Counts every looked-up key once its outcome is known: a hit of a tier, or a miss by reason.
 
     A pending block counts when its transfer has ended. A key that a shared tier was queried for
-    counts
-    when it is looked up again.
+    counts when it is looked up again.
     """
 
     def __init__(self, tiers: int, tenants: Mapping[bytes, str] | None = None) -> None:
@@ -82,10 +81,7 @@ class HitCounters:
         self.of(namespace).misses[reason] += keys
 
     def namespace_stats(self, blocks_per_tier: Sequence[Iterable[tuple[NamespaceId, int]]]) -> list[NamespaceStats]:
-        """Returns statistics per namespace.
-
-        `blocks_per_tier` yields (namespace, blocks) of each tier.
-        """
+        """Returns statistics per namespace; `blocks_per_tier` yields (namespace, blocks)."""
         blocks = {counters: [0] * self._tiers for counters in self.all()}
         for tier, counts in enumerate(blocks_per_tier):
             for namespace, count in counts:

@@ -24,10 +24,7 @@ def history_size(region_bytes: int) -> int:
 
 
 class EvictionHistory:
-    """The reason of the last departure of blocks, up to a number of blocks.
-
-    Two generations: when the young one is full, it replaces the old one.
-    """
+    """Why blocks left, for a limited number of blocks, in two generations."""
 
     def __init__(self, most: int = MAX_REMEMBERED) -> None:
         self._most = most

@@ -57,12 +57,7 @@ class ReuseDistanceSampler:
     """
 
     def __init__(
-        self,
-        sizes: Sequence[int],
-        *,
-        rate: float,
-        most: int = MAX_SAMPLES,
-        hash_of: Callable[[bytes], int] = hash,
+        self, sizes: Sequence[int], *, rate: float, most: int = MAX_SAMPLES, hash_of: Callable[[bytes], int] = hash
     ) -> None:
         self.rate = rate
         self._limit = _HASHES // 2
@@ -92,10 +87,7 @@ class ReuseDistanceSampler:
         return self._hash_of(key) < self._limit
 
     def touch(self, name: Name) -> bool:
-        """Counts a reference to a known block and moves it to the top.
-
-        Returns whether it is known.
-        """
+        """Counts a reference to a block and moves it to the top; returns whether it is known."""
         known = self._blocks.get(name)
         if known is None:
             return False
@@ -251,8 +243,7 @@ class MissRatioCurves:
     Args:
         capacities: of the tiers in bytes, in lookup order.
         where: returns the position of the tier that has a block, or None. Called for blocks that
-            were
-            stored before the sampling began.
+            were stored before the sampling began.
         sampled: keys of 256 that are in the sample at first.
         window: looked-up keys after which earlier ones count half.
         hash_of: maps keys evenly to signed 64-bit integers.
@@ -295,10 +286,7 @@ class MissRatioCurves:
         self._keys_until_decay = self._window
 
     def looked_up(self, namespace: NamespaceSpec, keys: Sequence[bytes], runs: Collection[OutcomeRun]) -> None:
-        """Records a lookup and its outcomes, before missing blocks are stored.
-
-        A lookup with RETRY outcomes is repeated by the client and counts then.
-        """
+        """Records a lookup before missing blocks are stored. RETRY lookups count when repeated."""
         for run in runs:
             if run.outcome is None:
                 return
@@ -351,10 +339,7 @@ class MissRatioCurves:
         return [key for key in keys if key[_SAMPLING_BYTE] < most]
 
     def _check_distribution(self, stored: int, chosen: int) -> None:
-        """Checks the distribution of that byte.
-
-        If it is not a hash, restarts the sampling with hashed keys.
-        """
+        """Restarts the sampling with hashed keys if the sampling byte is not one of a hash."""
         self._stored += stored
         self._sampled_keys += chosen
         if self._stored < _CHECK_EVERY:

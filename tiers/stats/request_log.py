@@ -9,14 +9,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from ..types import (
-    EngineKey,
-    HandoffDirection,
-    HoldEnd,
-    MissReason,
-    Negotiation,
-    PublishStatus,
-)
+from ..types import EngineKey, HandoffDirection, HoldEnd, MissReason, Negotiation, PublishStatus
 
 __all__ = [
     "ClaimOutcome",

@@ -38,10 +38,7 @@ _release_buffer.restype = None
 
 
 def writable_address_of(view: memoryview) -> int:
-    """Returns the address of a contiguous, writable, non-empty view.
-
-    The view must outlive the address. Raises `TypeError` for a read-only view.
-    """
+    """Returns the address of a non-empty writable view, which must outlive it. Raises TypeError."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 

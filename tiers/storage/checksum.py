@@ -14,10 +14,7 @@ __all__ = ["block_checksum", "checksum_of"]
 
 
 def block_checksum(namespace: NamespaceId, key: bytes, parts: tuple[memoryview, ...]) -> int:
-    """Returns the checksum of a block's parts in rank order, as an unsigned 64-bit number.
-
-    Releases the GIL while it reads.
-    """
+    """Returns the unsigned 64-bit checksum of a block's parts in rank order; without the GIL."""
     return checksum_of(namespace + key, parts)
 
 

@@ -71,8 +71,7 @@ def check(tier: object, *, repair: bool) -> Iterator[Slice]:
     """Yields one slice after another. The tier may be used between two of them, but not closed.
 
     A server runs each step on a worker thread (`server/services/online_fsck.py`), and tells the
-    core
-    which blocks were removed by a repair.
+    core which blocks were removed by a repair.
 
     Raises TierError if the tier cannot be checked.
     """
