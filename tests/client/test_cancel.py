@@ -1,4 +1,4 @@
-"""What is under way when a caller gives up, or the session falls: nothing is torn, nothing is left behind."""
+"""Cancelled calls and ended sessions: no torn block, no leaked slot, thread or descriptor."""
 
 import asyncio
 import threading
@@ -17,10 +17,8 @@ from kvtier.client.transport import aio_transport
 NAMESPACE = namespace_of(MIB)
 
 
-async def test_a_store_that_is_cancelled_while_it_copies_is_aborted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The copy runs to its end before the memory is let go; then its slots are given back."""
+async def test_a_store_cancelled_during_its_copy_is_aborted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy ends before the memory is released; then the slots are released."""
     copying, go_on, ended = threading.Event(), threading.Event(), threading.Event()
     real = aio_transport._run_to_end
 
@@ -53,7 +51,7 @@ async def test_a_store_that_is_cancelled_while_it_copies_is_aborted(
 
 
 def test_a_completion_without_an_answer_keeps_no_slots(tmp_path: Path) -> None:
-    """B5.6: a client that does not know whether its store ended ends its session; the slots come back, and so does it."""
+    """B5.6: a client that does not know whether its store ended opens a new session."""
     keys = [key_of(number) for number in range(4)]
     config = "[leases]\ndefault = 3\n"
     with (
@@ -61,7 +59,7 @@ def test_a_completion_without_an_answer_keeps_no_slots(tmp_path: Path) -> None:
         Client(server.endpoint, namespace=NAMESPACE, timeouts=Timeouts(call=1.5)) as client,
     ):
         client.wait_until_connected(60)
-        # The completion may well arrive, after all: what was written is what was meant.
+        # The completion may arrive late: then the right bytes are published.
         with pytest.raises(KVTierError):
             _write_to_the_end_of_a_server(client, server, keys)
         server.resume()
@@ -74,8 +72,8 @@ def test_a_completion_without_an_answer_keeps_no_slots(tmp_path: Path) -> None:
             assert_serves(other, keys)
 
 
-def test_a_stream_does_not_outlast_its_session(tmp_path: Path) -> None:
-    """A load over gRPC from a server that hangs ends when its silence is noticed, long before the deadline of a stream."""
+def test_a_stream_ends_with_its_session(tmp_path: Path) -> None:
+    """A load from a hanging server ends with the session, long before the stream's deadline."""
     keys, timeouts = [key_of(number) for number in range(32)], Timeouts(connect=60, call=5, transfer=60)
     with (
         ServerProcess(tmp_path, config="[sessions]\nheartbeat_interval = 1.0").start() as server,
@@ -108,8 +106,8 @@ def _read_again_and_again(client: Client, lease_id: int) -> None:
             pass
 
 
-def test_a_push_ends_with_its_link(tmp_path: Path) -> None:
-    """Cancelled from another thread, and said to be what it is."""
+def test_a_push_ends_with_its_session(tmp_path: Path) -> None:
+    """It is cancelled from another thread, and raises the reason."""
     with (
         ServerProcess(tmp_path).start() as server,
         Client(server.endpoint, namespace=NAMESPACE, transport="grpc") as client,
@@ -123,8 +121,8 @@ def test_a_push_ends_with_its_link(tmp_path: Path) -> None:
         client.wait_until_connected(60)
 
 
-def test_a_closed_client_raises_nothing_else(tmp_path: Path) -> None:
-    """Every call of a closed client says that it is closed."""
+def test_calls_of_a_closed_client(tmp_path: Path) -> None:
+    """Every call raises that the client is closed."""
     with ServerProcess(tmp_path).start() as server:
         client = Client(server.endpoint, namespace=NAMESPACE)
         client.wait_until_connected(60)
@@ -138,13 +136,13 @@ def test_a_closed_client_raises_nothing_else(tmp_path: Path) -> None:
 
 TRANSPORTS: tuple[TransportName, ...] = ("shm", "tcp", "grpc")
 PATIENT = Timeouts(connect=60.0, call=600.0, transfer=600.0)
-"""A call that ends for another reason than its client's end is none that ends."""
+"""With these a call ends only because its client is closed."""
 
 
-async def test_calls_of_a_client_that_is_closed_meanwhile_say_so(tmp_path: Path) -> None:
-    """They raise a `KVTierError`; a `CancelledError` would tell their tasks, which nobody has cancelled, to end.
+async def test_calls_in_progress_of_a_closed_client(tmp_path: Path) -> None:
+    """They raise a `KVTierError`, not a `CancelledError`, which would end tasks not cancelled.
 
-    Those, too, that were still asking for a connection: the server may grant it yet, and answer.
+    This includes calls that still wait for a connection, which the server may grant later.
     """
     with ServerProcess(tmp_path).start() as server:
         for transport in TRANSPORTS:
@@ -162,8 +160,8 @@ async def test_calls_of_a_client_that_is_closed_meanwhile_say_so(tmp_path: Path)
                 assert isinstance(error, NotConnected), repr(error)
 
 
-def test_calls_on_threads_of_a_client_that_is_closed_meanwhile_say_so(tmp_path: Path) -> None:
-    """So do those of the synchronous client, which as many threads as there are calls wait in."""
+def test_calls_in_progress_of_a_closed_synchronous_client(tmp_path: Path) -> None:
+    """The same for the synchronous client, with one thread per call."""
     with ServerProcess(tmp_path).start() as server, ThreadPoolExecutor(3) as threads:
         for transport in TRANSPORTS:
             client = Client(server.endpoint, namespace=NAMESPACE, transport=transport, timeouts=PATIENT)
@@ -185,7 +183,7 @@ def test_calls_on_threads_of_a_client_that_is_closed_meanwhile_say_so(tmp_path: 
 
 @pytest.mark.usefixtures("no_leaks")
 async def test_a_close_that_is_cancelled_closes(tmp_path: Path) -> None:
-    """Whoever is cancelled while it closes a client leaves neither threads nor descriptors of it."""
+    """A cancelled close leaks neither threads nor descriptors of the client."""
     with ServerProcess(tmp_path).start() as server:
         clients = [AsyncClient(server.endpoint, namespace=NAMESPACE) for _ in range(3)]
         for client in clients:
@@ -199,8 +197,8 @@ async def test_a_close_that_is_cancelled_closes(tmp_path: Path) -> None:
         await asyncio.get_running_loop().shutdown_default_executor()
 
 
-async def test_loads_that_are_cancelled_leave_nothing(tmp_path: Path) -> None:
-    """Calls over gRPC that are cancelled at any moment end then, and not at their deadline."""
+async def test_cancelled_loads_leak_nothing(tmp_path: Path) -> None:
+    """Loads over gRPC end at once when they are cancelled, at any moment."""
     keys = [key_of(number) for number in range(4)]
     with ServerProcess(tmp_path).start() as server:
         async with AsyncClient(server.endpoint, namespace=NAMESPACE, transport="grpc", timeouts=PATIENT) as client:

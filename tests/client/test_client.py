@@ -1,4 +1,4 @@
-"""The client contract over real sockets: both transports, both colours of Python."""
+"""The client contract over real sockets: all transports, synchronous and asyncio."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ class _OnRealServer(CacheClientContract):
             client = make(endpoint, namespace=namespace, transport=self.transport, **kwargs)
             clients.append(client)
             client.wait_until_connected()
-            # Plain sockets are found a moment later, or were found just now.
+            # TCP streams are discovered in the background.
             assert client.transport in ({"grpc", "tcp"} if self.transport == "tcp" else {self.transport})
             if self.bulk:
                 wait_for_bulk(getattr(client, "_client", client))
@@ -50,7 +50,7 @@ class _OnRealServer(CacheClientContract):
         yield connect
         for client in clients:
             client.close()
-        # The server learns of the end a moment after the client has done with it.
+        # The server notices the end a moment after the client.
         deadline = time.monotonic() + 60
         while (status := server.status()).sessions and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -71,14 +71,14 @@ class TestSharedMemory(_OnRealServer):
 
 
 class TestGrpc(_OnRealServer):
-    """Blocks travel in streams, to and from the server itself."""
+    """Blocks travel in gRPC streams to the server process."""
 
     transport = "grpc"
     make = Client
 
 
 class TestBulk(_OnRealServer):
-    """Blocks travel in streams, to and from the bulk process."""
+    """Blocks travel in gRPC streams to the bulk process."""
 
     transport = "grpc"
     make = Client
@@ -86,7 +86,7 @@ class TestBulk(_OnRealServer):
 
 
 class TestPlain(_OnRealServer):
-    """Blocks travel over plain sockets."""
+    """Blocks travel in TCP streams."""
 
     transport = "tcp"
     make = Client
@@ -94,7 +94,7 @@ class TestPlain(_OnRealServer):
 
 
 class _Blocking:
-    """An `AsyncClient` on a loop of its own, called like a `Client`."""
+    """An `AsyncClient` on its own event loop, called like a `Client`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._loop = asyncio.new_event_loop()
@@ -164,21 +164,21 @@ class _BlockingLease:
 
 
 class TestAsyncSharedMemory(_OnRealServer):
-    """The asyncio client performs the same operations."""
+    """The asyncio client over shared memory."""
 
     transport = "shm"
     make = _Blocking
 
 
 class TestAsyncGrpc(_OnRealServer):
-    """And so over streams."""
+    """The asyncio client over gRPC streams to the server process."""
 
     transport = "grpc"
     make = _Blocking
 
 
 class TestAsyncBulk(_OnRealServer):
-    """And so from and to the bulk process."""
+    """The asyncio client over gRPC streams to the bulk process."""
 
     transport = "grpc"
     make = _Blocking
@@ -186,7 +186,7 @@ class TestAsyncBulk(_OnRealServer):
 
 
 class TestAsyncPlain(_OnRealServer):
-    """And so over plain sockets."""
+    """The asyncio client over TCP streams."""
 
     transport = "tcp"
     make = _Blocking
@@ -195,7 +195,7 @@ class TestAsyncPlain(_OnRealServer):
 
 def test_a_client_without_a_server_fails_at_once(tmp_path: Path) -> None:
     """The constructor neither blocks nor raises; calls raise `Unavailable`."""
-    with Client(f"unix:{tmp_path}/nobody", namespace=NAMESPACE) as client:
+    with Client(f"unix:{tmp_path}/absent", namespace=NAMESPACE) as client:
         assert not client.connected
         with pytest.raises(Unavailable):
             client.lookup(new_keys(1))
@@ -203,14 +203,14 @@ def test_a_client_without_a_server_fails_at_once(tmp_path: Path) -> None:
             client.store(new_keys(1), [bytes(SMALL)])
 
 
-def test_an_endpoint_that_is_none_is_refused() -> None:
-    """A typo in the address is not a server that is away."""
+def test_an_invalid_endpoint_is_refused() -> None:
+    """It is an error, not a disconnected server."""
     with pytest.raises(InvalidRequest):
         Client("nowhere", namespace=NAMESPACE)
 
 
-def test_a_closed_client_says_so(server: ServerProcess) -> None:
-    """Closing twice is fine."""
+def test_a_closed_client_raises(server: ServerProcess) -> None:
+    """Closing twice has no effect."""
     client = Client(server.endpoint, namespace=NAMESPACE)
     client.wait_until_connected()
     client.close()

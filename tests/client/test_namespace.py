@@ -1,4 +1,4 @@
-"""How blocks are named."""
+"""Keys of blocks and of holds."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from kvtier.server.config.schema import LimitConfig
 from kvtier.tiers.types import HOLD_ONLY_KEY_PREFIX
 
 
-def test_names_of_a_hold_are_all_different() -> None:
-    """Whatever of it differs; and nothing runs together at the seams."""
+def test_keys_of_holds_are_unique() -> None:
+    """Each part changes the key, and the boundaries between parts are unambiguous."""
     keys = [
         make_hold_key("e", "r", 0, 0),
         make_hold_key("er", "", 0, 0),
@@ -24,8 +24,8 @@ def test_names_of_a_hold_are_all_different() -> None:
     assert keys[0] == make_hold_key("e", "r", 0, 0)
 
 
-def test_a_server_knows_the_names_of_a_hold() -> None:
-    """It sends such blocks to no tier, by how their keys begin; and takes keys of that length."""
+def test_a_server_recognises_keys_of_holds() -> None:
+    """By their prefix: it stores such blocks in no secondary tier."""
     key = make_hold_key("e" * 500, "r" * 500, 3, 1 << 40)
     assert key.startswith(HOLD_ONLY_KEY_PREFIX)
     assert key.endswith(make_key(b"", 3))

@@ -1,4 +1,4 @@
-"""Keys go packed to servers that take them so, and otherwise one by one."""
+"""Packed keys: used if the server supports them, and if all keys have one length."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ KEYS = new_keys(3)
 
 
 def fields_for(keys: Sequence[Any], *, taken: bool = True) -> dict[str, Any]:
-    """What a request to a server that takes packed keys, or does not, has."""
+    """Returns the key fields of a request, for a server with or without packed keys."""
     return key_fields(SimpleNamespace(packs_keys=taken), keys)  # type: ignore[arg-type]
 
 
 def test_keys_of_one_length_are_packed() -> None:
-    """One behind the other."""
+    """In one field."""
     assert fields_for(KEYS) == {"packed_keys": common_pb2.PackedKeys(keys=b"".join(KEYS), key_bytes=len(KEYS[0]))}
 
 
 @pytest.mark.parametrize(
     ("keys", "taken"), [(KEYS, False), ([], True), ([*KEYS, make_key(b"short", 0)], True), ([b"", b""], True)]
 )
-def test_others_go_one_by_one(keys: list[bytes], *, taken: bool) -> None:
-    """To a server that knows nothing of it, and where lengths differ; so do those that the server is to refuse."""
+def test_other_keys_are_not_packed(keys: list[bytes], *, taken: bool) -> None:
+    """For servers without packed keys, for different lengths, and for keys that will be refused."""
     assert fields_for(keys, taken=taken) == {"keys": keys}
 
 
 @pytest.mark.parametrize("keys", [["text", "more"], [1, 2], [memoryview(b"1234").cast("H")] * 2])
-def test_what_is_no_key(keys: list[Any]) -> None:
-    """Is refused before it is sent."""
+def test_invalid_keys(keys: list[Any]) -> None:
+    """They are refused before the call."""
     with pytest.raises(InvalidRequest):
         fields_for(keys)
 
 
 @pytest.mark.parametrize("taken", [True, False])
-def test_they_name_the_same_blocks(tmp_path: Path, *, taken: bool) -> None:
-    """What a client of an older build has stored one of today finds, and the other way about."""
+def test_packed_and_single_keys_are_equivalent(tmp_path: Path, *, taken: bool) -> None:
+    """A block stored by a client without packed keys is found by one with them, and vice versa."""
     with (
         ServerProcess(tmp_path, region=128 * MIB).start() as server,
         Client(server.endpoint, namespace=NAMESPACE) as one,

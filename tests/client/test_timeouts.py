@@ -1,4 +1,4 @@
-"""The deadlines that the product has by itself, which other tests are more patient than (`harness.long_timeouts`)."""
+"""Default timeouts of the client. Other tests use longer ones (`harness.long_timeouts`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvtier.client.transport import bulk_connector, tcp_streams
 
 NAMESPACE = namespace_of(4096)
 
-# An engine waits no longer for a server that does not answer, whichever way it hears nothing.
+# Prints the time of two lookups and of a close without an answer.
 _CLIENT = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
@@ -40,7 +40,7 @@ print(time.monotonic() - began)
 
 
 def test_defaults() -> None:
-    """An engine waits for two seconds at most for an answer, where nothing is copied; for a connection as long as gRPC does."""
+    """Calls without a copy wait at most two seconds."""
     assert {field.name: field.default for field in dataclasses.fields(Timeouts)} == {
         "connect": 2.0,
         "call": 2.0,
@@ -56,7 +56,7 @@ def test_defaults() -> None:
 
 
 def test_a_server_that_never_answers(tmp_path: Path) -> None:
-    """Somebody listens, and says nothing: calls fail, and a client can be closed, in its own time and not in that of gRPC."""
+    """Calls and close end by the client's timeouts, not by those of gRPC."""
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(str(tmp_path / "s"))
         silent.listen()
@@ -68,8 +68,8 @@ def test_a_server_that_never_answers(tmp_path: Path) -> None:
     assert max(took) < 25
 
 
-def test_a_client_is_closed_while_it_asks(tmp_path: Path) -> None:
-    """Whatever it may wait for an answer: nobody wants that any more."""
+def test_a_client_is_closed_while_it_connects(tmp_path: Path) -> None:
+    """Close does not wait for the answer."""
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(str(tmp_path / "s"))
         silent.listen()
@@ -82,7 +82,7 @@ def test_a_client_is_closed_while_it_asks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
 def test_silence_is_noticed(tmp_path: Path, transport: str) -> None:
-    """A server that hangs is noticed by the heartbeats that do not come, also by a client that asks for nothing."""
+    """An idle client notices a hanging server by its missing heartbeats."""
     config = "[sessions]\nheartbeat_interval = 1.0"
     with (
         ServerProcess(tmp_path, config=config).start() as server,

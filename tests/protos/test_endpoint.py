@@ -1,4 +1,4 @@
-"""How endpoints are written, and which one is meant when nobody says."""
+"""Parsing of endpoints, and the default endpoint."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kvtier.protos.endpoint import (
     ],
 )
 def test_reads(text: str, endpoint: Endpoint) -> None:
-    """Each form is read, and what is written of it reads back as the same."""
+    """Each form is parsed, and its text parses to the same endpoint."""
     assert parse_endpoint(text) == endpoint
     assert parse_endpoint(str(endpoint)) == endpoint
 
@@ -54,12 +54,12 @@ def test_reads(text: str, endpoint: Endpoint) -> None:
         ("unix:/run/", "lacks the name"),
         ("unix://run/kvtier.sock", "unix:///PATH"),
         ("unix:/a\0b", "NUL"),
-        ("unix:~nobody-of-that-name/k", "home directory"),
+        ("unix:~no-such-user/k", "home directory"),
         ("unix:/" + "x" * MAX_SOCKET_PATH_BYTES, "at most 100 bytes"),
     ],
 )
 def test_refuses(text: str, why: str) -> None:
-    """What names no endpoint is refused in one line that says why."""
+    """Other texts are refused with a reason of one line."""
     with pytest.raises(EndpointError, match=why) as refused:
         parse_endpoint(text)
     assert "\n" not in str(refused.value)
@@ -79,18 +79,18 @@ def test_refuses(text: str, why: str) -> None:
     ],
 )
 def test_loopback(text: str, *, loopback: bool) -> None:
-    """A name other than localhost counts as reachable by others, whatever it may resolve to."""
+    """A host name other than localhost does not count as loopback, even if it resolves to it."""
     assert parse_endpoint(text).is_loopback is loopback
 
 
 def test_target_is_a_uri() -> None:
-    """The target is unquoted by gRPC: a path comes through whatever is in it."""
+    """Any path works, because gRPC unquotes the target."""
     assert parse_endpoint("unix:/run/a%20b?c#d").target == "unix:/run/a%2520b%3Fc%23d"
     assert parse_endpoint("[::1]:7").target == "[::1]:7"
 
 
 def test_default_endpoint() -> None:
-    """The default is the user's runtime directory; where there is none, or a name too long, one in /tmp with the uid."""
+    """The runtime directory; if it is missing or too long, a directory in /tmp with the uid."""
     fallback = Endpoint(path=f"/tmp/kvtier-{os.getuid()}/kvtier.sock")
     assert default_endpoint({"XDG_RUNTIME_DIR": "/run/user/7/"}) == Endpoint(path="/run/user/7/kvtier/kvtier.sock")
     assert default_endpoint({}) == fallback
@@ -99,7 +99,7 @@ def test_default_endpoint() -> None:
 
 
 def test_client_endpoint() -> None:
-    """A client connects where it is told; then where KVTIER_ENDPOINT says; then to the default."""
+    """The given endpoint, then KVTIER_ENDPOINT, then the default."""
     environ = {"KVTIER_ENDPOINT": "h:1", "XDG_RUNTIME_DIR": "/run/user/7"}
     assert client_endpoint("h:2", environ) == Endpoint(host="h", port=2)
     assert client_endpoint(None, environ) == Endpoint(host="h", port=1)

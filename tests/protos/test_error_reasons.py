@@ -1,4 +1,4 @@
-"""The tables of reasons and numbers that live beside the wire contract agree with it."""
+"""Tables of reasons and enums match the wire contract."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvtier.tiers.stats import request_log
 
 
 def test_every_reason_has_its_status_and_its_exception() -> None:
-    """The table of statuses and that of exceptions name each reason of the wire contract, and no other."""
+    """The tables of statuses and exceptions have exactly the reasons of the wire contract."""
     reasons = {
         name.removeprefix("ERROR_REASON_")
         for name, number in errors_pb2.ErrorReason.items()
@@ -46,7 +46,7 @@ def test_every_reason_has_its_status_and_its_exception() -> None:
     ],
 )
 def test_numbers_agree_with_the_wire(ours: Any, wire: Any) -> None:
-    """The enums of core and client have the names and numbers of the wire contract."""
+    """The enums of tiers and client have the names and numbers of the wire contract."""
     prefixed = {name: number for name, number in wire.items() if number}
     length = len(next(iter(prefixed))) - len(
         max((m.name for m in ours if next(iter(prefixed)).endswith(m.name)), key=len)

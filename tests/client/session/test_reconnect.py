@@ -1,4 +1,4 @@
-"""A client outlives its server: it comes back by itself, in another session, and what was granted before is void."""
+"""Reconnection: the client opens a new session after a server restart; old grants are invalid."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMESPACE = namespace_of(PART_BYTES)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server that restarts quickly; a test finds it as the one before left it."""
+    """A server that restarts quickly, shared by the tests."""
     with ServerProcess(tmp_path_factory.mktemp("reconnect"), standby=True) as process:
         yield process.start()
 
@@ -38,26 +38,26 @@ def keys(request: pytest.FixtureRequest) -> list[bytes]:
 
 @pytest.fixture
 def blocks(keys: list[bytes]) -> list[np.ndarray]:
-    """The blocks of these keys."""
+    """Blocks of these keys."""
     return [payload(key, PART_BYTES) for key in keys]
 
 
 def wait_for(what: Callable[[], object], seconds: float = 60.0) -> float:
-    """Waits until something holds; returns how long that took."""
+    """Waits until a condition is true; returns the time in seconds."""
     began = time.monotonic()
     while not what():
-        assert time.monotonic() - began < seconds, "it does not come about"
+        assert time.monotonic() - began < seconds, "the condition stays false"
         time.sleep(0.005)
     return time.monotonic() - began
 
 
 def is_back(server: ServerProcess, client: Client | AsyncClient) -> bool:
-    """Returns whether a client has a session of this life of the server: of the one before it may not have noticed the end."""
+    """Returns whether the client's session is of the server's current epoch."""
     return client.epoch == server.status().epoch
 
 
 def serves(client: Client, keys: list[bytes]) -> bool:
-    """Returns whether a client reads these blocks, or did not within its deadlines."""
+    """Returns whether the client reads these blocks within its deadlines."""
     with contextlib.suppress(Unavailable):
         assert_serves(client, keys)
         return True
@@ -68,7 +68,7 @@ def serves(client: Client, keys: list[bytes]) -> bool:
 def test_client_registers_again_by_itself(
     server: ServerProcess, transport: str, keys: list[bytes], blocks: list[np.ndarray]
 ) -> None:
-    """After a SIGKILL the client opens a new session in the new epoch, and finds what was durable; nobody tells it to."""
+    """After a SIGKILL of the server the client opens a new session and finds durable blocks."""
     with Client(server.endpoint, namespace=NAMESPACE, transport=transport) as client:
         client.store(keys, blocks)
         assert set(client.flush(keys)) == {1}
@@ -83,8 +83,8 @@ def test_client_registers_again_by_itself(
         assert_serves(client, keys)
 
 
-def test_client_that_came_first_finds_the_server(tmp_path: Path, keys: list[bytes], blocks: list[np.ndarray]) -> None:
-    """A client made before there is a server refuses calls at once, and connects as soon as there is one."""
+def test_client_started_before_the_server(tmp_path: Path, keys: list[bytes], blocks: list[np.ndarray]) -> None:
+    """Its calls fail at once until the server is up; then it connects."""
     with ServerProcess(tmp_path) as server, Client(server.endpoint, namespace=NAMESPACE) as client:
         with pytest.raises(Unavailable):
             client.wait_until_connected(1)
@@ -98,10 +98,10 @@ def test_client_that_came_first_finds_the_server(tmp_path: Path, keys: list[byte
         assert_serves(client, keys)
 
 
-def test_lease_of_the_earlier_life_is_refused(
+def test_lease_from_before_the_restart_is_refused(
     server: ServerProcess, keys: list[bytes], blocks: list[np.ndarray]
 ) -> None:
-    """A lease of the earlier life is never taken for one of this life: reading with it raises, releasing it is harmless."""
+    """Reading with it raises; releasing it has no effect."""
     with Client(server.endpoint, namespace=NAMESPACE) as client:
         client.store(keys, blocks)
         assert set(client.flush(keys)) == {1}
@@ -121,9 +121,9 @@ def test_lease_of_the_earlier_life_is_refused(
 
 
 def test_read_across_a_restart_is_refused(server: ServerProcess, keys: list[bytes], blocks: list[np.ndarray]) -> None:
-    """A read that the server did not live through raises at its end: what was copied out does not count.
+    """A read during which the server restarted raises at its end: the copied bytes are invalid.
 
-    The session that has taken the old one's place meanwhile is none the worse for it.
+    The new session is not affected.
     """
     with Client(server.endpoint, namespace=NAMESPACE, transport="shm") as client:
         client.store(keys, blocks)
@@ -137,10 +137,10 @@ def test_read_across_a_restart_is_refused(server: ServerProcess, keys: list[byte
         assert_serves(client, keys)
 
 
-def test_write_across_a_restart_is_refused_and_never_seen(
+def test_write_across_a_restart_is_refused_and_not_published(
     server: ServerProcess, keys: list[bytes], blocks: list[np.ndarray]
 ) -> None:
-    """A store that was prepared in the earlier life raises, and publishes nothing in this one (B4.5)."""
+    """A store prepared before the restart raises, and publishes nothing (B4.5)."""
     with Client(server.endpoint, namespace=NAMESPACE, transport="shm") as client:
         client.wait_until_connected()
         with pytest.raises(SessionLost), client.write(keys) as batch:  # noqa: PT012 - as above
@@ -153,12 +153,10 @@ def test_write_across_a_restart_is_refused_and_never_seen(
         assert (status.leases, status.stores, status.quarantined_bytes) == (0, 0, 0)
 
 
-def test_a_server_that_is_slow_to_shake_hands(
-    server: ServerProcess, keys: list[bytes], blocks: list[np.ndarray]
-) -> None:
-    """Its host is busy, or far: whoever hung up on it, to try again, would never be let in.
+def test_a_server_with_a_slow_handshake(server: ServerProcess, keys: list[bytes], blocks: list[np.ndarray]) -> None:
+    """The handshake takes longer than a call may: a client that retried would never connect.
 
-    It takes longer than a call may.
+    The delay stands for a busy or distant host.
     """
     with delay_proxy(server.path, delay=3.0) as address:
         with Client(address, namespace=NAMESPACE, transport="grpc", timeouts=Timeouts(call=1.0)) as hasty:
@@ -171,7 +169,7 @@ def test_a_server_that_is_slow_to_shake_hands(
 def test_calls_end_in_time_while_the_server_hangs(
     server: ServerProcess, keys: list[bytes], blocks: list[np.ndarray]
 ) -> None:
-    """A server that is there but silent (SIGSTOP) costs a call its deadline and no more; after SIGCONT the client is back."""
+    """Calls to a stopped server (SIGSTOP) end at their deadline; after SIGCONT the client works."""
     timeouts = Timeouts(connect=1.5, call=1.5, transfer=1.5)
     buffers = filled(8, PART_BYTES)
     with Client(server.endpoint, namespace=NAMESPACE, timeouts=timeouts) as client:
@@ -201,8 +199,8 @@ def test_calls_end_in_time_while_the_server_hangs(
 
 
 def test_refused_calls_leave_nothing_behind(tmp_path: Path, keys: list[bytes]) -> None:
-    """While there is no server, calls may fail a million times: each gets an error of its own, whose trace is its own."""
-    with Client(f"unix:{tmp_path / 'nobody'}", namespace=NAMESPACE) as client:
+    """Without a server each failing call raises a new exception with its own traceback."""
+    with Client(f"unix:{tmp_path / 'absent'}", namespace=NAMESPACE) as client:
         errors = []
         for _ in range(20):
             try:
@@ -216,7 +214,7 @@ def test_refused_calls_leave_nothing_behind(tmp_path: Path, keys: list[bytes]) -
 
 @pytest.mark.usefixtures("no_leaks")
 def test_close_in_the_middle_of_connecting(server: ServerProcess) -> None:
-    """A client that is closed at whatever point of its connecting ends, with its threads and its session."""
+    """Closed at any point of its connecting, a client ends its threads and its session."""
     for number in range(25):
         client = Client(server.endpoint, namespace=NAMESPACE)
         time.sleep(number * 0.0006)
@@ -230,7 +228,7 @@ def test_close_in_the_middle_of_connecting(server: ServerProcess) -> None:
 async def test_async_client_registers_again_by_itself(
     server: ServerProcess, keys: list[bytes], blocks: list[np.ndarray]
 ) -> None:
-    """The asyncio client comes back like the other: new epoch, old leases void, what was durable is found."""
+    """As for the synchronous client: new epoch, old leases invalid, durable blocks found."""
     async with AsyncClient(server.endpoint, namespace=NAMESPACE) as client:
         await client.store(keys, blocks)
         assert set(await client.flush(keys)) == {1}
@@ -249,8 +247,8 @@ async def test_async_client_registers_again_by_itself(
         assert all(map(is_payload, keys, buffers))
 
 
-def test_a_server_that_dies_while_its_region_is_asked_for(tmp_path: Path) -> None:
-    """A client that insists on shm is not connected then, and comes back; its request was not invalid."""
+def test_a_server_that_ends_during_the_attach(tmp_path: Path) -> None:
+    """A client with transport "shm" is disconnected and retries; this is no invalid request."""
     with ServerProcess(tmp_path).start() as server, socket.socket(socket.AF_UNIX) as broken:
         path, aside = tmp_path / "s.shm", tmp_path / "aside"
         path.rename(aside)

@@ -1,4 +1,4 @@
-"""A server that is restarted twice before its client hears of it: what the first life granted is void in the third."""
+"""Two restarts before the client notices: grants from before the first one stay invalid."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ PART_BYTES = 64 << 10
 NAMESPACE = namespace_of(PART_BYTES)
 NOISE = [key_of(number, salt="noise") for number in range(64)]
 
-# In the first life it stores blocks, and begins to read them and to write others; told to go on, it
-# ends both.
+# Before the restarts it stores blocks, and starts a read and a write. After a line on stdin it ends
+# both.
 _CLIENT = """
 import json, sys, time
 sys.path.insert(0, sys.argv[1])
@@ -71,7 +71,7 @@ with long_timeouts(), Client(sys.argv[2], namespace=namespace_of(64 << 10), tran
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server that restarts quickly, and whose heartbeats take no part: both restarts are between two of them."""
+    """A server that restarts quickly, with a heartbeat interval longer than both restarts."""
     folder = tmp_path_factory.mktemp("twice")
     with ServerProcess(folder, standby=True, config="[sessions]\nheartbeat_interval = 5.0") as process:
         yield process.start()
@@ -79,8 +79,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.mark.parametrize("asleep", [True, False])
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
-def test_nothing_of_the_first_life_is_used_in_the_third(server: ServerProcess, transport: str, *, asleep: bool) -> None:
-    """A client that slept through the second life, or ran into it, notices: no lease, no store, no mapping outlives its server."""
+def test_old_grants_stay_invalid_after_two_restarts(server: ServerProcess, transport: str, *, asleep: bool) -> None:
+    """A client that slept through both restarts, or not, uses no old lease, store or mapping."""
     command = [sys.executable, "-c", _CLIENT, str(Path(__file__).parents[2]), server.endpoint, transport]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         try:
@@ -99,7 +99,7 @@ def test_nothing_of_the_first_life_is_used_in_the_third(server: ServerProcess, t
             assert {said["write"], said["read"]} <= {"STALE_EPOCH", "SessionLost", "NotConnected"}
             assert (said["lease"], said["written"]) == ("LEASE_NOT_FOUND", 0)
             with Client(server.endpoint, namespace=NAMESPACE) as other:
-                assert_serves(other, NOISE)  # nothing was written to slots of the third life
+                assert_serves(other, NOISE)  # nothing was written to the new server's slots
         finally:
             child.kill()
     status = server.wait_for(lambda status: not status.sessions)
@@ -107,7 +107,7 @@ def test_nothing_of_the_first_life_is_used_in_the_third(server: ServerProcess, t
 
 
 def _restart(server: ServerProcess) -> int:
-    """Kills it and starts it again, with its slots in use for something else; returns the new epoch."""
+    """Kills and starts the server, and fills its slots with other blocks; returns the new epoch."""
     server.restart()
     with Client(server.endpoint, namespace=NAMESPACE) as other:
         other.store(NOISE, [payload(key, PART_BYTES) for key in NOISE])
@@ -115,7 +115,7 @@ def _restart(server: ServerProcess) -> int:
 
 
 class _Lives(session_pb2_grpc.SessionServiceServicer):
-    """A server that is restarted between the first `Capabilities` and the `Open` that follows it."""
+    """A server that restarts between the first `Capabilities` and `Open`."""
 
     def __init__(self) -> None:
         self.life = 1
@@ -132,8 +132,8 @@ class _Lives(session_pb2_grpc.SessionServiceServicer):
             time.sleep(0.1)
 
 
-def test_a_restart_in_the_middle_of_opening_a_session(tmp_path: Path) -> None:
-    """What one life says of its tiers and limits is not taken for the other's: the client asks again."""
+def test_a_restart_during_the_opening_of_a_session(tmp_path: Path) -> None:
+    """The client asks for the capabilities again if the epoch has changed."""
     server, lives = grpc.server(futures.ThreadPoolExecutor(4)), _Lives()
     session_pb2_grpc.add_SessionServiceServicer_to_server(lives, server)
     endpoint = f"unix:{tmp_path / 's'}"

@@ -18,12 +18,12 @@ from kvtier.client.testing import FakeServer
 
 @pytest.fixture
 def server() -> FakeServer:
-    """A fake of its own for each test."""
+    """One fake server per test."""
     return FakeServer()
 
 
 class TestFakeServer(CacheClientContract):
-    """The fake keeps the contract of the real server."""
+    """The fake server passes the client contract."""
 
     @pytest.fixture
     def connect(self, server: FakeServer) -> Iterator[Callable[..., Client]]:
@@ -39,8 +39,8 @@ class TestFakeServer(CacheClientContract):
         assert not server._sessions
 
 
-def test_a_server_that_is_down_raises_at_once_and_is_found_again(server: FakeServer) -> None:
-    """Users can test what their code does without a server."""
+def test_calls_fail_while_the_server_is_down(server: FakeServer) -> None:
+    """Users can test their code without a server."""
     client = server.client(NAMESPACE)
     keys = new_keys(1)
     client.store(keys, [b"x" * SMALL])
@@ -52,16 +52,16 @@ def test_a_server_that_is_down_raises_at_once_and_is_found_again(server: FakeSer
     assert client.load(keys, [bytearray(SMALL)]) == 1
 
 
-def test_a_hanging_server_ends_in_a_deadline(server: FakeServer) -> None:
-    """No call waits for ever."""
+def test_calls_to_a_hanging_server_time_out(server: FakeServer) -> None:
+    """No call waits forever."""
     client = server.client(NAMESPACE)
     server.hanging = True
     with pytest.raises(DeadlineExceeded):
         client.lookup(new_keys(1))
 
 
-def test_a_restart_ends_what_was_pinned_and_keeps_what_was_stored(server: FakeServer) -> None:
-    """A load that began before a restart is spoiled; the next one works."""
+def test_a_restart_ends_leases_and_keeps_blocks(server: FakeServer) -> None:
+    """A load that began before the restart fails; the next one works."""
     client = server.client(NAMESPACE)
     keys = new_keys(1)
     client.store(keys, [b"x" * SMALL])
@@ -73,8 +73,8 @@ def test_a_restart_ends_what_was_pinned_and_keeps_what_was_stored(server: FakeSe
     assert client.lookup(keys).id == 0
 
 
-def test_holds_end_when_the_test_says_so(server: FakeServer) -> None:
-    """Users can test what their code does when a hold is declined, over, or fell with the server."""
+def test_tests_can_end_holds(server: FakeServer) -> None:
+    """Users can test holds that are declined, expired, or lost in a restart."""
     client = server.client(NAMESPACE, engine_id="e")
     keys, hold = new_keys(1), HoldName("e", "r")
     client.store(keys, [b"x" * SMALL])
@@ -83,7 +83,7 @@ def test_holds_end_when_the_test_says_so(server: FakeServer) -> None:
     server.decline_holds()
     assert client.publish("r", [*keys, partial], [0, 1], num_tokens=20).status is PublishStatus.NO_ROOM
     with client.lookup([*keys, partial]) as lease:
-        assert lease.prefix_hits == 1, "what only a hold names goes when it is declined"
+        assert lease.prefix_hits == 1, "a declined hold's own blocks are removed"
     server.decline_holds(False)
     client.publish("r", keys, [0], num_tokens=16)
     server.forget()

@@ -1,4 +1,4 @@
-"""Frames: byte for byte what protobuf says, and nothing but ValueError for what it does not say."""
+"""Frames of streams: the bytes equal protobuf's, and malformed ones raise ValueError."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_push_frames_are_push_requests(
 
 @given(offset=U64, checksum=U64, pieces=PIECES)
 def test_pull_frames_are_pull_responses(offset: int, checksum: int, pieces: list[bytes]) -> None:
-    """A pull frame is the serialized message, and the serialized message is a pull frame."""
+    """An encoded frame is the serialized message, and decodes to its fields and payload."""
     message = PullResponse(offset_bytes=offset, xxh3_64=checksum, payload=b"".join(pieces))
     encoded = encode_pull_frame(offset, checksum, pieces)
     assert encoded == message.SerializeToString()
@@ -50,7 +50,7 @@ def test_pull_frames_are_pull_responses(offset: int, checksum: int, pieces: list
 
 @pytest.mark.parametrize("size", [127, 128, 16_383, 16_384, 2_097_151, 2_097_152])
 def test_long_payloads(size: int) -> None:
-    """The length of the payload is right where its encoding grows by a byte."""
+    """Lengths at which their varint grows by a byte."""
     payload = random.Random(size).randbytes(size)
     encoded = encode_pull_frame(1, 2, [payload])
     assert PullResponse.FromString(encoded).payload == payload
@@ -64,14 +64,14 @@ def test_payload_is_a_view() -> None:
 
 
 def test_wide_items_count_in_bytes() -> None:
-    """A view with items of more than a byte is sent whole."""
+    """A view with items of several bytes is sent completely."""
     wide = memoryview(bytes(range(16))).cast("Q")
     assert decode_pull_frame(encode_pull_frame(0, 0, [wide]))[1] == bytes(range(16))
 
 
 @pytest.mark.parametrize("unknown", UNKNOWN_FIELDS)
 def test_unknown_fields_are_skipped(unknown: bytes) -> None:
-    """A newer peer may send more fields, before the payload."""
+    """A newer peer may send other fields before the payload."""
     encoded = encode_pull_frame(7, 9, [b"bytes"])
     at = encoded.index(b"\x7a")
     fields, payload = decode_pull_frame(encoded[:at] + unknown + encoded[at:])
@@ -112,7 +112,7 @@ def test_unknown_fields_are_skipped(unknown: bytes) -> None:
     ],
 )
 def test_malformed_frames_are_refused(message: bytes) -> None:
-    """Whatever is not a frame is a ValueError."""
+    """They raise ValueError."""
     with pytest.raises(ValueError):  # noqa: PT011 - the wording is for people
         decode_pull_frame(message)
 
@@ -122,7 +122,7 @@ def test_malformed_frames_are_refused(message: bytes) -> None:
     | st.tuples(PIECES, st.binary(max_size=8)).map(lambda x: encode_push_frame(1, 2, x[0])[:-1] + x[1])
 )
 def test_arbitrary_bytes_never_break_the_decoder(message: bytes) -> None:
-    """The decoder raises nothing but ValueError; what it takes, protobuf takes, with the same meaning."""
+    """The decoder raises only ValueError; frames that it accepts mean the same to protobuf."""
     try:
         fields, payload = decode_push_frame(message)
     except ValueError:
