@@ -50,7 +50,7 @@ METHODS = [
     for method in service.methods
 ]
 _UNCLEAN = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DEADLINE_EXCEEDED}
-_SESSION, _IDS, _LOCAL, _BULK = 1, 2, 4, 8
+_SESSION, _IDS, _SOCKET, _BULK = 1, 2, 4, 8
 """Flags of a call: fill in our session, our leases and stores.
 
 Use the Unix socket. Use the bulk process.
@@ -122,14 +122,14 @@ class Calls:
         self._path = f"{directory}/s"
         options = [*CHANNEL_OPTIONS, ("grpc.max_receive_message_length", 4 << 20)]
         self._channel = grpc.insecure_channel(f"unix:{self._path}", options)
-        self._far = grpc.insecure_channel(f"127.0.0.1:{self._server.ports[0]}", options)
+        self._tcp_channel = grpc.insecure_channel(f"127.0.0.1:{self._server.ports[0]}", options)
         self._sessions = session_pb2_grpc.SessionServiceStub(self._channel)
         self._namespace = common_pb2.Namespace(
             model="fuzz", dtype="uint8", world_size=1, groups=[common_pb2.Group(block_tokens=16, part_bytes=_PART)]
         )
         self._open()
-        self._bulk_port = self._plain_port = 0
-        self._local: socket.socket | None = None
+        self._bulk_port = self._tcp_port = 0
+        self._socket: socket.socket | None = None
         self._leases: list[int] = [1]
         self._stores: list[int] = [1]
         self._baseline: tuple[int, int] | None = None
@@ -144,16 +144,16 @@ class Calls:
                 if not tape:
                     break
                 self._step(tape)
-            self._undo_a_drain()
+            self._cancel_drain()
         finally:  # the server's log explains the failure
             if self._errors.seen:
                 raise Broken("\n".join(self._errors.seen))
 
     def settle(self) -> str:
         """Ends our session; raises Broken if something is left. Returns the figures."""
-        if self._local is not None:
-            self._local.close()
-            self._local = None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
         self._stream.cancel()
         deadline = time.monotonic() + 20
         while left := self._left():
@@ -176,7 +176,7 @@ class Calls:
 
     def close(self) -> None:
         self._channel.close()
-        self._far.close()
+        self._tcp_channel.close()
         self._on_loop(self._server.stop(), 60)
         if self._errors.seen:
             raise Broken("\n".join(self._errors.seen))
@@ -208,7 +208,7 @@ class Calls:
         deadline = time.monotonic() + 30
         while not self._bulk_port:
             answer = locate(transfer_pb2.LocateRequest(session=self._ref), timeout=_TIMEOUT)
-            self._bulk_port, self._plain_port = answer.port, answer.plain_port
+            self._bulk_port, self._tcp_port = answer.port, answer.plain_port
             if time.monotonic() > deadline:
                 raise Broken("there is no bulk process")
             time.sleep(0.05)
@@ -222,13 +222,13 @@ class Calls:
     def _step(self, tape: Tape) -> None:
         kind = tape.byte()
         doors: dict[int, Callable[[bytes], None]] = {
-            249: self._stranger,
-            250: lambda said: self._say(socket.AF_UNIX, f"{self._path}.shm", said),
-            251: lambda said: self._say(socket.AF_INET, ("127.0.0.1", self._plain_port), said),
-            252: lambda said: self._say(socket.AF_INET, ("127.0.0.1", self._server.metrics_port), said),
-            253: self._say_locally,
-            254: lambda said: self._say(socket.AF_INET, ("127.0.0.1", self._server.ports[0]), said),
-            255: self._push_plainly,
+            249: self._call_with_a_bad_token,
+            250: lambda data: self._send_bytes(socket.AF_UNIX, f"{self._path}.shm", data),
+            251: lambda data: self._send_bytes(socket.AF_INET, ("127.0.0.1", self._tcp_port), data),
+            252: lambda data: self._send_bytes(socket.AF_INET, ("127.0.0.1", self._server.metrics_port), data),
+            253: self._send_to_socket,
+            254: lambda data: self._send_bytes(socket.AF_INET, ("127.0.0.1", self._server.ports[0]), data),
+            255: self._push_over_tcp,
         }
         if kind in doors:
             doors[kind](tape.piece())
@@ -257,11 +257,11 @@ class Calls:
     def _call(self, method: Any, flags: int, message: bytes) -> None:
         path = f"/{method.containing_service.full_name}/{method.name}"
         if method.name == "Drain":
-            message, self._drained = _staying(message), True
+            message, self._drained = _without_exit(message), True
         if method.name == "Fsck":
-            message = _at_full_speed(message)
-        if flags & _LOCAL and not (method.client_streaming or method.server_streaming):
-            self._call_locally(f"{method.containing_service.name}/{method.name}".encode(), message)
+            message = _with_full_rate(message)
+        if flags & _SOCKET and not (method.client_streaming or method.server_streaming):
+            self._call_on_socket(f"{method.containing_service.name}/{method.name}".encode(), message)
             return
         channel = self._bulk if flags & _BULK and method.name in ("Push", "Pull") else self._channel
         try:
@@ -282,9 +282,9 @@ class Calls:
         except grpc.RpcError as error:
             self._check(path, error.code(), error.details())
             return
-        self._learn(method, answer)
+        self._remember_ids(method, answer)
 
-    def _undo_a_drain(self) -> None:
+    def _cancel_drain(self) -> None:
         """Cancels a drain, because all later calls would be refused."""
         if not self._drained:
             return
@@ -301,80 +301,80 @@ class Calls:
         if code in _UNCLEAN:
             raise Broken(f"{path}: {code.name}: {details}")
 
-    def _learn(self, method: Any, answer: bytes) -> None:
+    def _remember_ids(self, method: Any, answer: bytes) -> None:
         message: Message = message_factory.GetMessageClass(method.output_type).FromString(answer)
         for name, known in (("lease_id", self._leases), ("store_id", self._stores)):
             if number := getattr(message, name, 0):
                 known.append(number)
                 del known[:-8]
 
-    def _stranger(self, said: bytes) -> None:
+    def _call_with_a_bad_token(self, data: bytes) -> None:
         """Calls over TCP with arbitrary bytes as the token."""
-        token = said.decode("latin-1")
+        token = data.decode("latin-1")
         metadata = [("authorization", f"Bearer {token}")] if token.isascii() and token.isprintable() else []
         try:
-            self._far.unary_unary("/kvtier.v1.CacheService/Lookup")(said, timeout=_TIMEOUT, metadata=metadata)
+            self._tcp_channel.unary_unary("/kvtier.v1.CacheService/Lookup")(data, timeout=_TIMEOUT, metadata=metadata)
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
-                raise Broken(f"a stranger gets {error.code()}: {error.details()}") from None
+                raise Broken(f"a bad token gets {error.code()}: {error.details()}") from None
         else:
-            raise Broken("a stranger was let in")
+            raise Broken("a bad token was accepted")
 
     @staticmethod
-    def _say(family: int, address: Any, said: bytes) -> None:
+    def _send_bytes(family: int, address: Any, data: bytes) -> None:
         """Sends arbitrary bytes; a closed connection, an answer and silence are all accepted."""
         with socket.socket(family, socket.SOCK_STREAM) as connection, contextlib.suppress(OSError):
             connection.settimeout(0.005)
             connection.connect(address)
-            connection.sendall(said)
+            connection.sendall(data)
             connection.recv(4096)
 
-    def _line(self) -> socket.socket:
-        if self._local is None:
+    def _attach_connection(self) -> socket.socket:
+        if self._socket is None:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             connection.settimeout(_TIMEOUT)
             connection.connect(f"{self._path}.shm")
             connection.sendall(pack_request(self._ref.session_id, self._ref.epoch, Purpose.CALLS))
             if len(connection.recv(REPLY_BYTES)) != REPLY_BYTES:
                 connection.close()
-                raise Broken("no connection for local calls")
-            self._local = connection
-        return self._local
+                raise Broken("no connection for socket calls")
+            self._socket = connection
+        return self._socket
 
-    def _say_locally(self, said: bytes) -> None:
+    def _send_to_socket(self, data: bytes) -> None:
         with contextlib.suppress(OSError):
-            line = self._line()
-            line.sendall(said)
-            line.settimeout(0.005)
-            line.recv(4096)
-        if self._local is not None:
-            self._local.close()
-            self._local = None
+            connection = self._attach_connection()
+            connection.sendall(data)
+            connection.settimeout(0.005)
+            connection.recv(4096)
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
-    def _call_locally(self, name: bytes, message: bytes) -> None:
-        line = self._line()
-        line.sendall(pack_call(name, message))
+    def _call_on_socket(self, name: bytes, message: bytes) -> None:
+        connection = self._attach_connection()
+        connection.sendall(pack_call(name, message))
         data = b""
         try:
             while len(data) < LENGTH_BYTES or len(data) < LENGTH_BYTES + unpack_length(data):
-                got = line.recv(1 << 16)
+                got = connection.recv(1 << 16)
                 if not got:
-                    raise Broken(f"{name!r}: hung up on in the middle of a call")
+                    raise Broken(f"{name!r}: connection closed in the middle of a call")
                 data += got
         except TimeoutError:
             raise Broken(f"{name!r}: no answer") from None
         code, _ = unpack_answer(data[LENGTH_BYTES:])
-        self._check(name.decode(), next(c for c in grpc.StatusCode if c.value[0] == code), "by the local socket")
+        self._check(name.decode(), next(c for c in grpc.StatusCode if c.value[0] == code), "over the Unix socket")
 
-    def _push_plainly(self, said: bytes) -> None:
+    def _push_over_tcp(self, data: bytes) -> None:
         """A valid push over the TCP stream up to its frames."""
         request = transfer_pb2.PushRequest(session=self._ref, store_id=self._stores[-1])
         head = tcp_frames.pack_request(tcp_frames.Method.PUSH, request.SerializeToString())
-        frame = tcp_frames.pack_frame_head(0, min(len(said), _PART), 0)
-        self._say(socket.AF_INET, ("127.0.0.1", self._plain_port), head + frame + said)
+        frame = tcp_frames.pack_frame_head(0, min(len(data), _PART), 0)
+        self._send_bytes(socket.AF_INET, ("127.0.0.1", self._tcp_port), head + frame + data)
 
 
-def _at_full_speed(message: bytes) -> bytes:
+def _with_full_rate(message: bytes) -> bytes:
     """Sets the highest read rate of a check; a low one is valid, but slower than any call."""
     with contextlib.suppress(DecodeError):
         request = admin_pb2.FsckRequest.FromString(message)
@@ -383,7 +383,7 @@ def _at_full_speed(message: bytes) -> bytes:
     return message
 
 
-def _staying(message: bytes) -> bytes:
+def _without_exit(message: bytes) -> bytes:
     """A drain request that does not end the server, because later steps need it."""
     try:
         request = admin_pb2.DrainRequest.FromString(message)
@@ -416,7 +416,7 @@ def seeds() -> Iterator[bytes]:
     yield store + byte(255) + piece(bytes(64)) + ended
     for method in METHODS:
         message = message_factory.GetMessageClass(method.input_type)()
-        for flags in (0, _SESSION | _IDS, _SESSION | _IDS | _LOCAL):
+        for flags in (0, _SESSION | _IDS, _SESSION | _IDS | _SOCKET):
             yield call(method.name, message, flags)
     yield byte(249) + piece(b"kvt_abc")
     for purpose in Purpose:

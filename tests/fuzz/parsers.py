@@ -39,8 +39,8 @@ class Parsers:
             (call_frames.unpack_answer, _BAD),
             (attach.unpack_request, _BAD),
             (attach.unpack_reply, _BAD),
-            (self._plain_request, _BAD),
-            (self._plain_frame, _BAD),
+            (self._tcp_request, _BAD),
+            (self._tcp_frame, _BAD),
             (tcp_frames.unpack_refusal, _BAD),
             (packed_keys.unpack_offsets, _BAD),
             (lambda data: packed_keys.unpack_keys(data[1:], data[0] if data else 0), _BAD),
@@ -49,8 +49,14 @@ class Parsers:
             (messages.decode_from_child, _BAD),
             (self._tokens, (tokens.TokensError,)),
             (self._config, (ConfigError,)),
-            (lambda data: lmdb_format.BlockRecord.unpack(b"name", _checked(data)), (lmdb_format.DamagedRecordError,)),
-            (lambda data: disk_format.SlabRecord.unpack(b"name", _checked(data)), (disk_format.DamagedRecordError,)),
+            (
+                lambda data: lmdb_format.BlockRecord.unpack(b"name", _with_checksum(data)),
+                (lmdb_format.DamagedRecordError,),
+            ),
+            (
+                lambda data: disk_format.SlabRecord.unpack(b"name", _with_checksum(data)),
+                (disk_format.DamagedRecordError,),
+            ),
             (lmdb_format.BlockRecord.read, (lmdb_format.DamagedRecordError,)),
         ]
 
@@ -67,12 +73,12 @@ class Parsers:
     def close(self) -> None: ...
 
     @staticmethod
-    def _plain_request(data: bytes) -> None:
+    def _tcp_request(data: bytes) -> None:
         if len(data) >= tcp_frames.REQUEST_BYTES:
             tcp_frames.unpack_request(data[: tcp_frames.REQUEST_BYTES])
 
     @staticmethod
-    def _plain_frame(data: bytes) -> None:
+    def _tcp_frame(data: bytes) -> None:
         if len(data) >= tcp_frames.FRAME_HEAD_BYTES:
             tcp_frames.unpack_frame_head(data[: tcp_frames.FRAME_HEAD_BYTES])
 
@@ -91,7 +97,7 @@ class Parsers:
         return load(file=self._file, environ={})
 
 
-def _checked(data: bytes) -> bytes:
+def _with_checksum(data: bytes) -> bytes:
     """An index with a valid checksum, so that the reader parses it."""
     return data + xxhash.xxh3_64_intdigest(b"name" + data).to_bytes(8, "little")
 

@@ -81,7 +81,7 @@ class Browser:
         for key in keys:
             ActionChains(self.driver).send_keys(names.get(key, key)).perform()
 
-    def complaints(self) -> list[str]:
+    def console_messages(self) -> list[str]:
         """The console's messages since the last call."""
         return [entry["message"] for entry in self.driver.get_log("browser")]
 

@@ -19,5 +19,5 @@ def browser(started_browser: Browser) -> Browser:
     """The browser with a desktop's window and light colours; its console must stay empty."""
     started_browser.open("about:blank")
     started_browser.look()
-    started_browser.complaints()
+    started_browser.console_messages()
     return started_browser

@@ -12,7 +12,7 @@ from harness.traffic import wait_connected
 
 from kvtier.client import Client, KVTierError
 
-__all__ = ["PART", "engines_at_work"]
+__all__ = ["PART", "run_engines"]
 
 PART = 32 << 10
 _CONVERSATIONS = 60
@@ -41,7 +41,7 @@ def _work(client: Client, seed: int, stop: threading.Event) -> None:
 
 
 @contextlib.contextmanager
-def engines_at_work(endpoint: str, engines: int = 2) -> Iterator[threading.Event]:
+def run_engines(endpoint: str, engines: int = 2) -> Iterator[threading.Event]:
     """Runs engines until the end or until the event is set; then they stay connected and idle."""
     stop = threading.Event()
     with contextlib.ExitStack() as opened:

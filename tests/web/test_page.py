@@ -19,7 +19,7 @@ import pytest
 from harness.payloads import key_of, namespace_of
 from harness.server_process import MIB, ServerProcess
 from web.browser import Browser
-from web.load import PART, engines_at_work
+from web.load import PART, run_engines
 
 from kvtier.client import Client
 
@@ -46,7 +46,7 @@ def open_page(browser: Browser, server: ServerProcess) -> None:
     browser.wait(lambda: browser.text("#state") == "serving", "the page has no figures")
 
 
-def told(server: ServerProcess) -> dict[str, Any]:
+def status_json(server: ServerProcess) -> dict[str, Any]:
     """The output of `kvtier status --json`."""
     command = [sys.executable, "-m", "kvtier.server", "status", "--json", "--endpoint", server.endpoint]
     values: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=30).stdout)
@@ -123,7 +123,7 @@ def shown(browser: Browser) -> dict[str, Any]:
 
 def test_true_figures(server: ServerProcess, browser: Browser) -> None:
     """Every section shows the values of `kvtier status --json`, during and after the load."""
-    with engines_at_work(server.endpoint) as stop:
+    with run_engines(server.endpoint) as stop:
         open_page(browser, server)
         before = server.wait_for(lambda status: status.lookup_keys > ENOUGH_KEYS and status.tiers[0].evictions, 60)
         seen = browser.run("return Number(document.querySelector('[data-key=cpu] [data-name=hits]').dataset.value)")
@@ -140,7 +140,7 @@ def test_true_figures(server: ServerProcess, browser: Browser) -> None:
 
         def agrees() -> bool:
             nonlocal status
-            status = told(server)
+            status = status_json(server)
             return shown(browser) == expected(status)
 
         try:
@@ -162,12 +162,12 @@ def test_true_figures(server: ServerProcess, browser: Browser) -> None:
         )
         assert "16.0 MiB" in browser.text("[data-key=cpu] [data-name=fill]")
         assert browser.text("#sessions [data-name=age]").endswith((" s", "min"))
-    assert browser.complaints() == []
+    assert browser.console_messages() == []
 
 
 def test_updates_in_place(server: ServerProcess, browser: Browser) -> None:
     """Values change in place: rows stay the same nodes, and the focus stays."""
-    with engines_at_work(server.endpoint, 1):
+    with run_engines(server.endpoint, 1):
         open_page(browser, server)
         browser.wait(lambda: browser.visible("#sessions tbody tr"), "no session")
         browser.run("document.querySelector('[data-key=cpu]').mark = 1; document.getElementById('pause').focus()")
@@ -180,7 +180,7 @@ def test_updates_in_place(server: ServerProcess, browser: Browser) -> None:
         assert browser.run("return document.activeElement.id") == "pause"
     browser.wait(lambda: browser.text("#session-count") == "0", "the session that ended stays")
     assert browser.visible("#sessions-none")
-    assert browser.complaints() == []
+    assert browser.console_messages() == []
 
 
 def test_pause(server: ServerProcess, browser: Browser) -> None:
@@ -213,7 +213,7 @@ def test_end_and_return(server: ServerProcess, browser: Browser) -> None:
     assert browser.text("#epoch") != first
     assert browser.text("#notice").startswith("The server was restarted")
     assert not browser.run("return document.body.classList.contains('stale')")
-    assert all(REFUSED in complaint for complaint in browser.complaints())
+    assert all(REFUSED in message for message in browser.console_messages())
 
 
 def test_hanging_server(server: ServerProcess, browser: Browser) -> None:

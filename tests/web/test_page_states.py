@@ -126,7 +126,7 @@ def test_degraded_tier(serve: Serve, browser: Browser) -> None:
     assert browser.text("#uptime") == "1 d 2 h"
     assert browser.text("#quarantine") == "3.0 MiB in quarantine"
     assert "acme" in browser.text("#tenants")
-    assert browser.complaints() == []
+    assert browser.console_messages() == []
 
 
 def test_text_is_never_markup(serve: Serve, browser: Browser) -> None:
@@ -142,7 +142,7 @@ def test_text_is_never_markup(serve: Serve, browser: Browser) -> None:
     assert browser.run("return document.querySelectorAll('img').length") == 1, "its own sign"
     assert HOSTILE in browser.text("#sessions [data-name=model]")
     assert HOSTILE in browser.text("#tiers [data-name=health]")
-    assert browser.complaints() == []
+    assert browser.console_messages() == []
 
 
 def test_policy_is_enforced(serve: Serve, browser: Browser) -> None:
@@ -162,7 +162,7 @@ def test_policy_is_enforced(serve: Serve, browser: Browser) -> None:
     assert "connect-src" in done
     assert {"TypeError", "script-src-elem"} & set(done)
     assert browser.run("return document.title") != "taken"
-    browser.complaints()
+    browser.console_messages()
 
 
 def test_token(serve: Serve, browser: Browser) -> None:
@@ -177,7 +177,7 @@ def test_token(serve: Serve, browser: Browser) -> None:
     browser.press(*"secret", "Enter")
     browser.wait(lambda: browser.text("#state") == "degraded", "the right one is")
     assert not browser.visible("#token-text")
-    assert all("401" in complaint for complaint in browser.complaints())
+    assert all("401" in message for message in browser.console_messages())
 
 
 def test_server_that_cannot_say(serve: Serve, browser: Browser) -> None:
