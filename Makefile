@@ -119,7 +119,7 @@ fuzz: $(FUZZ)/.stamp  ## Fuzz the network entry points and the files on disk wit
 	PYTHONPATH=tests $(FUZZ)/bin/python -m fuzz --seconds $(SECONDS) $(ARGS)
 
 verify: $(VENV)/.stamp $(PROTOC)/.stamp  ## Check style, types and the wire contract; changes no file
-	$(MAKE) --no-print-directory --keep-going verify-style verify-generated verify-types verify-protos
+	$(MAKE) --no-print-directory --keep-going verify-style verify-language verify-tree verify-generated verify-types verify-protos
 
 verify-style: $(VENV)/.stamp
 	$(VENV)/bin/ruff format --check .

@@ -54,7 +54,8 @@ class TestProposal:
             ),  # at 64 tokens both take 2^-9: 65 is the first that is worth it
             (RegressionLine(2**-9, 0), RegressionLine(0, 2**-11), 16),  # 5 tokens
             (RegressionLine(2**-20, 2**-20), RegressionLine(0, 2**-10), 0),  # from the first token
-            (RegressionLine(-(2**-20), 2**-20), RegressionLine(0, 2**-10), 0),  # noise can make the offset negative
+            # noise can make the offset negative
+            (RegressionLine(-(2**-20), 2**-20), RegressionLine(0, 2**-10), 0),
             (RegressionLine(2**-9, 2**-15), RegressionLine(0, 2**-15), None),
             (
                 RegressionLine(2**-9, 2**-14),
