@@ -132,7 +132,7 @@ class CacheClientContract:
                 assert [bytes(memory[offset : offset + SMALL]) for offset in read.offsets] == [b"x" * SMALL] * 2
 
     def test_a_repeated_key_is_written_once(self, client: Any) -> None:
-        """The repetition is PENDING, because the first one is in progress."""
+        """The repetition is IN_PROGRESS."""
         (key,) = new_keys(1)
         statuses = client.store([key, key], [b"a" * SMALL, b"b" * SMALL])
         assert statuses == bytes([StoreStatus.GRANTED, StoreStatus.IN_PROGRESS])

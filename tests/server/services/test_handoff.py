@@ -84,7 +84,7 @@ def published(client: Client, keys: list[bytes], request_id: str = "r", **fields
     return client.publish(request_id, keys, range(len(keys)), num_tokens=16 * len(keys), **fields).status
 
 
-class Claiming:
+class WaitingClaim:
     """A claim that waits, on a thread of its own."""
 
     def __init__(self, client: Client, wait: float = 20.0) -> None:
@@ -119,7 +119,7 @@ class Claiming:
 
 def test_a_claim_waits_for_publication_and_blocks(prefill: Client, decode: Client) -> None:
     """The reader may claim first: it gets its answer when the last block is stored."""
-    claiming = Claiming(decode)
+    claiming = WaitingClaim(decode)
     assert claiming.waits()
     keys = [key_of(number) for number in range(3)]
     assert published(prefill, keys) is PublishStatus.PUBLISHED
@@ -131,10 +131,10 @@ def test_a_claim_waits_for_publication_and_blocks(prefill: Client, decode: Clien
 
 def test_a_claim_ends_at_its_wait(prefill: Client, decode: Client) -> None:
     """Blocks that are still missing are pending; a hold that is not published does not exist."""
-    assert isinstance(Claiming(decode, 0.1).result(), HoldGone)
+    assert isinstance(WaitingClaim(decode, 0.1).result(), HoldGone)
     keys = [*stored(prefill, 1), key_of(99)]
     published(prefill, keys)
-    with Claiming(decode, 0.1).lease() as lease:
+    with WaitingClaim(decode, 0.1).lease() as lease:
         assert lease.statuses == HIT + PENDING
 
 
@@ -142,7 +142,7 @@ def test_the_end_of_the_publisher_ends_the_wait(prefill: Client, decode: Client,
     """Its stored blocks are granted, also later; the rest are misses at once."""
     keys = [*stored(prefill, 2), key_of(99)]
     published(prefill, keys, hold_for=60)
-    claiming = Claiming(decode)
+    claiming = WaitingClaim(decode)
     assert claiming.waits()
     prefill.close()
     with claiming.lease() as lease:
@@ -153,7 +153,7 @@ def test_the_end_of_the_publisher_ends_the_wait(prefill: Client, decode: Client,
 def test_the_end_of_the_hold_ends_the_wait(prefill: Client, decode: Client, server: ServerProcess) -> None:
     """Shortly before its end the claim is told so; after a reset the hold does not exist."""
     published(prefill, [key_of(99)], hold_for=8)
-    claiming = Claiming(decode)
+    claiming = WaitingClaim(decode)
     assert claiming.waits()
     gone = claiming.result()
     assert isinstance(gone, HoldGone)
@@ -161,7 +161,7 @@ def test_the_end_of_the_hold_ends_the_wait(prefill: Client, decode: Client, serv
     server.wait_for(lambda status: status.holds == 0)
     published(prefill, [key_of(99)])
     assert prefill.reset() == 0
-    assert isinstance(Claiming(decode, 0.1).result(), HoldGone)
+    assert isinstance(WaitingClaim(decode, 0.1).result(), HoldGone)
 
 
 def test_held_blocks_survive_a_flood(prefill: Client, decode: Client) -> None:

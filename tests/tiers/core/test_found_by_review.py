@@ -211,7 +211,7 @@ def test_refused_stores_do_not_walk_over_queued_blocks(capacity: int) -> None:
     """B3.7: a store of many blocks without room ends fast, also with a long queue."""
     looked = 0
 
-    class Counted(LRU[CatalogEntry]):
+    class CountingLRU(LRU[CatalogEntry]):
         def victims(self) -> Iterator[CatalogEntry]:
             nonlocal looked
             for entry in super().victims():
@@ -220,7 +220,7 @@ def test_refused_stores_do_not_walk_over_queued_blocks(capacity: int) -> None:
 
     space = NamespaceId(b"t" * 16)
     tenant = Tenant("t", space[:TENANT_TAG_BYTES], {}, {"disk": 500})
-    catalog = Catalog(capacity, EvictionQueues(Quotas("disk", capacity, [tenant]), Counted), EvictionHistory())
+    catalog = Catalog(capacity, EvictionQueues(Quotas("disk", capacity, [tenant]), CountingLRU), EvictionHistory())
     for number in range(500):
         assert catalog.begin_store(space, b"%d" % number, 1) == []
     entries = [entry for number in range(500) if (entry := catalog.get(space, b"%d" % number))]

@@ -90,7 +90,7 @@ def test_rules_vote_by_tenant_length_and_priority() -> None:
     assert of(tenant="a", prompt_tokens=99, kv_transfer_params={"do_remote_decode": True}).policy is REQUEST
 
 
-class Silent(ModelTier):
+class MinimalTier(ModelTier):
     """Implements only the abstract methods."""
 
     on_request_finished = SecondaryTier.on_request_finished
@@ -106,7 +106,7 @@ def test_every_tier_must_vote() -> None:
     with pytest.raises(TypeError, match="on_new_request"):
         voiceless("near", 1 << 20)
     assert "on_request_finished" not in SecondaryTier.__abstractmethods__
-    rig = Rig(Silent("near", 1 << 20))
+    rig = Rig(MinimalTier("near", 1 << 20))
     begin(rig)
     assert rig.core.finish_request(rig.session, "r").settled
 
@@ -233,12 +233,12 @@ def test_tiers_see_the_end_once_and_last() -> None:
     """B3.11, B3.12: after all stores and cascades of the request, with no submit afterwards."""
     known: list[bool] = []
 
-    class Looking(RequestLevelTier):
+    class CheckingTier(RequestLevelTier):
         def on_request_finished(self, request_id: str) -> None:
             super().on_request_finished(request_id)
             known.append(rig.core._requests.get(rig.session.engine, "r") is not None)
 
-    eager = Looking("eager", 1 << 20)
+    eager = CheckingTier("eager", 1 << 20)
     rig = Rig(eager)
     begin(rig)
     answer = prepare(rig, keys(0, 1))
@@ -271,7 +271,7 @@ def test_an_unannounced_request_gets_both_calls_in_order() -> None:
     """B3.13: its tiers see the begin and the end."""
     order: list[str] = []
 
-    class Noting(ModelTier):
+    class RecordingTier(ModelTier):
         def on_new_request(self, request: RequestInfo) -> Vote:
             order.append(f"new {request.request_id}")
             return Vote(BLOCK, "")
@@ -279,7 +279,7 @@ def test_an_unannounced_request_gets_both_calls_in_order() -> None:
         def on_request_finished(self, request_id: str) -> None:
             order.append(f"finished {request_id}")
 
-    rig = Rig(Noting("near", 1 << 20))
+    rig = Rig(RecordingTier("near", 1 << 20))
     rig.core.finish_request(rig.session, "r")
     assert order == ["new r", "finished r"]
 

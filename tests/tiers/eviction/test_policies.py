@@ -472,14 +472,14 @@ def test_a_backlog_is_skipped_once_per_search() -> None:
     """
     looked = 0
 
-    class Reversed(LRU[CatalogEntry]):
+    class ReversedLRU(LRU[CatalogEntry]):
         def victims(self) -> Iterator[CatalogEntry]:
             nonlocal looked
             for entry in reversed(list(super().victims())):
                 looked += 1
                 yield entry
 
-    catalog = Catalog(1000, EvictionQueues(Quotas("disk", 1000), Reversed), EvictionHistory())
+    catalog = Catalog(1000, EvictionQueues(Quotas("disk", 1000), ReversedLRU), EvictionHistory())
     catalog.recover(Entry(SPACE, b"old %d" % number, 1) for number in range(1000))
     for start in range(0, 400, 100):
         for number in range(start, start + 100):

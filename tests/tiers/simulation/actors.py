@@ -34,7 +34,7 @@ class Actors:
 
     def used(self, session: EngineSession, blocks: list[Block], retain_until: float, not_retained: int) -> None:
         """Records a use of blocks, which may have evicted others."""
-        book, now = self.world.keeping, self.world.environment.latest
+        book, now = self.world.settings_model, self.world.environment.latest
         book.takers.add(tenant_of(session.namespace.id))
         book.used(blocks, now, retain_until, not_retained)
         self.world.saw("blocks retained", bool(blocks) and retain_until > now and not not_retained)
@@ -49,7 +49,7 @@ class Actors:
         """Returns a session of an engine, of any of its processes."""
         return self.rng.choice([client for client in self.world.ledger.clients if client.engine == engine]).session
 
-    def stranger_to(self, engine: str) -> EngineSession | None:
+    def session_of_another(self, engine: str) -> EngineSession | None:
         """Returns a session of another engine, or None."""
         others = [client for client in self.world.ledger.clients if client.engine != engine]
         return self.rng.choice(others).session if others else None

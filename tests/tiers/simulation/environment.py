@@ -42,7 +42,7 @@ class Environment:
         return {
             self.run_work: 24,
             self.answer: 4,
-            self.go_on: 4,
+            self.next_slice: 4,
             self.report_again: 0.8,
             self.store_elsewhere: 0.8,
             self.hang: 0.25,
@@ -53,12 +53,12 @@ class Environment:
             self.stop_clock: 0.4,
             self.jump_forward: 0.15,
             self.jump_back: 0.25,
-            self.leave_nothing_volatile: 0.2,
+            self.final_flush: 0.2,
             self.evict: 0.3,
             self.crash: 0.12,
         }
 
-    def go_on(self) -> None:
+    def next_slice(self) -> None:
         """Runs the next slice of large work in the core."""
         if self.world.work_left:
             self.world.work_left = False
@@ -91,14 +91,14 @@ class Environment:
         ]
         self.world.saw("disks full during a batch", bool(full_from))
         if not job.is_load:
-            self._weigh(tier)
+            self._check_capacity(tier)
         reported = self._misreport(outcomes)
         for name, outcome in zip(job.names[len(reported) :], outcomes[len(reported) :], strict=True):
             if outcome is Outcome.CORRUPT:  # the block is gone, and the core is not told
                 self.world.lost.add((tier.name, name))
         self._report(job, reported)
 
-    def _weigh(self, tier: ModelTier) -> None:
+    def _check_capacity(self, tier: ModelTier) -> None:
         """Checks a tier's capacity, except for sizes it misreports and blocks of other servers."""
         if not (tier.lies or tier.shared):
             fits = tier.used_bytes <= tier.capacity_bytes
@@ -136,13 +136,13 @@ class Environment:
             return self.rng.choice(BAD) if luck > 0.9 else Outcome.DONE
         if luck > 0.9 or name not in tier.blocks or name in tier.lies:
             memory.update(dict.fromkeys(slots, "torn"))
-            return self._why_not(tier, block)
+            return self._failed_load(tier, block)
         memory.update(zip(slots, tier.blocks[name][1], strict=True))
         core = inside.secondaries(self.world.core)[job.command.tier - 1]
         self.world.saw("blocks of other servers found", core.catalog.get(*name) is None)
         return Outcome.DONE
 
-    def _why_not(self, tier: ModelTier, block: Block) -> Outcome:
+    def _failed_load(self, tier: ModelTier, block: Block) -> Outcome:
         if block.name not in tier.blocks:
             return Outcome.MISSING
         if block.name in tier.lies or self.rng.random() < 0.5:
@@ -269,12 +269,12 @@ class Environment:
     def _tick(self, seconds: float) -> None:
         self.world.now += seconds
         self.latest = max(self.latest, self.world.now)
-        self.world.keeping.ticking(self.world.core, self.latest)
+        self.world.settings_model.ticking(self.world.core, self.latest)
         self.world.core.tick(self.world.now)
         for what, number in self.world.ledger.expired(self.latest).items():
             self.world.saw(what, bool(number))
 
-    def leave_nothing_volatile(self) -> None:
+    def final_flush(self) -> None:
         """Flushes, as the server does before its end."""
         self.world.core.durability.store_skipped()
 
@@ -316,7 +316,7 @@ class Environment:
         entries = list(tier.entries())
         fits = sum(entry.nbytes for entry in entries) <= tier.capacity_bytes
         kept = {(entry.namespace, entry.key) for entry in entries}
-        limited = any(tier.name in tenant.limits for tenant in self.world.keeping.settings.tenants)
+        limited = any(tier.name in tenant.limits for tenant in self.world.settings_model.settings.tenants)
         right = known == kept if fits and not limited else known <= kept
         self.world.must(Invariant.DURABLE, right, f"{tier.name}: not the blocks that it kept")
         self.world.saw("tiers recovered", bool(known))

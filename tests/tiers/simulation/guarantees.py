@@ -30,7 +30,7 @@ def check_quotas(world: World) -> None:
             if share.limit_bytes is not None and share.used_bytes > share.limit_bytes:
                 raise Violation(Invariant.QUOTAS, f"{tier.name}: {share} is beyond its limit")
     _check_figures(world)
-    book = world.keeping
+    book = world.settings_model
     if len(book.takers) == 1:
         cpu, *below = world.core_view.stats.tiers
         _check_victims(world, cpu, {block.name for block in world.gone})
@@ -73,7 +73,7 @@ def _share(tier: TierStats, tenant: str) -> ShareStats:
 
 
 def _check_victims(world: World, tier: TierStats, names: Iterable[Name]) -> None:
-    taker = _share(tier, next(iter(world.keeping.takers)))
+    taker = _share(tier, next(iter(world.settings_model.takers)))
     for tenant in sorted({tenant_of(namespace) for namespace, _ in names}):
         victim = _share(tier, tenant)
         if victim is not taker:
@@ -84,12 +84,12 @@ def _check_victims(world: World, tier: TierStats, names: Iterable[Name]) -> None
 
 def check_retained(world: World) -> None:
     """Retained blocks stay until their time or a reset; no visible block leaves without a cause."""
-    book, now = world.keeping, world.environment.latest
+    book, now = world.settings_model, world.environment.latest
     gone = world.gone
     for block in gone:
         if book.retained.get(block, 0.0) > now and world.doing != "reset":
             raise Violation(Invariant.RETAINED, f"{block.key!r} should stay until {book.retained[block]}, it is {now}")
-    if gone and world.doing == "go_on":
+    if gone and world.doing == "next_slice":
         _check_spare_room(world)
     elif gone and world.doing not in (*MAKE_ROOM, *TICKS, "reset"):
         raise Violation(Invariant.RETAINED, f"{gone[0].key!r} went for no reason")
@@ -109,7 +109,7 @@ def _check_spare_room(world: World) -> None:
         return
     cpu = world.core_view.stats.tiers[0]
     sizes = [block.allocated_bytes for block in world.gone]
-    spare = world.keeping.settings.spare_part * cpu.capacity_bytes
+    spare = world.settings_model.settings.spare_part * cpu.capacity_bytes
     world.saw("room made ahead")
     if not spare or len(cpu.shares) > 1:
         raise Violation(Invariant.RETAINED, f"{world.gone[0].key!r} went for no reason")
@@ -119,7 +119,7 @@ def _check_spare_room(world: World) -> None:
 
 def check_ttl(world: World) -> None:
     """Unused blocks expire in time, and no used block expires."""
-    book, now = world.keeping, world.environment.latest
+    book, now = world.settings_model, world.environment.latest
     stayed = [block for block in book.overdue if inside.block(world.core, *block.name) is block]
     if stayed:
         raise Violation(Invariant.TTL, f"{stayed[0].key!r} was not used since {book.used_at[stayed[0]]}, it is {now}")

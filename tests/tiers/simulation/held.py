@@ -57,7 +57,7 @@ def _check_bytes(world: World) -> None:
     for block in held:
         tenant = tenant_of(block.namespace)
         by_share[tenant if shares.get(tenant) else ""] += block.allocated_bytes
-    part = world.keeping.settings.held_part
+    part = world.settings_model.settings.held_part
     bounds = {"": (world.region_bytes - sum(shares.values())) * part}
     bounds |= {tenant: quota * part for tenant, quota in shares.items() if quota}
     beyond = [tenant for tenant, nbytes in by_share.items() if nbytes > bounds[tenant]]

@@ -27,7 +27,7 @@ class Readers(Actors):
             self.read: 5,
             self.release: 9,
             self.release_twice: 0.5,
-            self.release_a_strangers_lease: 0.8,
+            self.release_another_engines_lease: 0.8,
             self.renew: 1.5,
             self.exclude_an_unknown_tier: 0.3,
         }
@@ -56,7 +56,7 @@ class Readers(Actors):
         lease, statuses = answer.lease, answer.statuses()
         ledger.count(statuses, lease.sources if lease is not None else b"")
         seen = statuses.find(KeyStatus.MISS) + 1 if prefix else 0
-        self._judge(session, keys, answer, request_id, 0 if prefix and min_hits else seen or len(keys))
+        self._check_answer(session, keys, answer, request_id, 0 if prefix and min_hits else seen or len(keys))
         self.world.saw("lookups deferred", KeyStatus.RETRY in statuses)
         if lease is None:
             return
@@ -89,7 +89,7 @@ class Readers(Actors):
                 lambda: core.lookup(client.session, keys, prefix=True, request_id="r1", expires_at=0, tiers=tiers),
             )
 
-    def _judge(
+    def _check_answer(
         self, session: EngineSession, keys: list[bytes], answer: LookupAnswer, request_id: str, looked_at: int
     ) -> None:
         """Checks an answer: present blocks hit, reset blocks miss, misses have a reason."""
@@ -154,9 +154,9 @@ class Readers(Actors):
                 self.world.refused(errors.LeaseNotFound, lambda: core.release(client.session, number))
                 self.world.saw("leases released twice")
 
-    def release_a_strangers_lease(self) -> None:
+    def release_another_engines_lease(self) -> None:
         record = self._pick_lease()
-        stranger = self.stranger_to(record.client.engine) if record is not None else None
+        stranger = self.session_of_another(record.client.engine) if record is not None else None
         if record is None or stranger is None:
             return
         core, lease_id, later = self.world.core, record.lease.id, self.world.now + 1000

@@ -44,7 +44,7 @@ class RequestRecord:
     pending_stores: dict[Place, None] = field(default_factory=dict)
     unsure: dict[Place, None] = field(default_factory=dict)
     """Held before the event and queued after it; the core may have counted either."""
-    vague: bool = False
+    uncertain: bool = False
     """Whether its count is uncertain: a tier evicted one of its blocks in the same event."""
     missing: int = 0
     """Blocks that a request-level tier did not get."""
@@ -99,12 +99,12 @@ class RequestBook:
                 before, now = name in view.held_before[tier - 1], view.is_storing(tier, name)
                 if now and before:
                     record.unsure[tier, name] = None
-                    record.vague = True
+                    record.uncertain = True
                 elif now:
                     record.pending_stores[tier, name] = None
                 elif name not in view.held[tier - 1]:
                     record.missing += 1
-                    record.vague |= before  # evicted in this event, before or after the check
+                    record.uncertain |= before  # evicted in this event, before or after the check
 
     def resolve_parked(self, view: TierView) -> int:
         """Records the end of stores of parked blocks; returns their number."""
@@ -135,11 +135,11 @@ class RequestBook:
                 record.missing += 1
             for place in [place for place in record.unsure if place[0] == tier]:
                 del record.unsure[place]
-                record.vague = True
+                record.uncertain = True
 
     def accounts(self) -> list[RequestRecord]:
         """Returns the requests whose counts may have changed, if they are certain."""
-        return [record for record in (*self.open, *self.just_ended) if not record.vague]
+        return [record for record in (*self.open, *self.just_ended) if not record.uncertain]
 
     def settle(self, finished: Counter[str] | None) -> str | None:
         """Ends requests by the number of ends that a tier saw per id.

@@ -16,7 +16,7 @@ from kvtier.tiers.types import TENANT_TAG_BYTES
 from . import inspect as inside
 from .model import SPECS
 
-__all__ = ["KeepingBook", "random_keeping", "tenant_of"]
+__all__ = ["TierSettingsModel", "random_settings", "tenant_of"]
 
 TTL_SECONDS = (20.0, 100.0, 5000.0)
 
@@ -26,7 +26,7 @@ def tenant_of(namespace: NamespaceId) -> str:
     return namespace[:1].decode()
 
 
-def random_keeping(rng: Random, capacities: dict[str, int]) -> TierSettings:
+def random_settings(rng: Random, capacities: dict[str, int]) -> TierSettings:
     """Returns random policies, TTLs, and tenants with quotas and limits."""
     eviction = {tier: rng.choice(list(POLICIES)) for tier in capacities if rng.random() < 0.9}
     ttl = {tier: rng.choice(TTL_SECONDS) for tier in capacities if rng.random() < 0.2}
@@ -49,7 +49,7 @@ def random_keeping(rng: Random, capacities: dict[str, int]) -> TierSettings:
     )
 
 
-class KeepingBook:
+class TierSettingsModel:
     """Model of shares, retention and expiry in one run of a server."""
 
     def __init__(self, settings: TierSettings) -> None:

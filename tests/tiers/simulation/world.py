@@ -25,7 +25,7 @@ from .model import EXERCISED, EXTENT, Invariant, ModelTier, Name, Violation, is_
 from .readers import Readers
 from .requests import RequestRecord, TierView
 from .sessions import Sessions
-from .tier_settings import KeepingBook, random_keeping
+from .tier_settings import TierSettingsModel, random_settings
 from .work import Work, spell
 from .writers import Writers
 
@@ -74,15 +74,15 @@ class World:
             tier.finished.clear()
             tier.capacity_bytes = self.rng.choice((20, 40, 80)) * 4096
         capacities = {CPU_TIER: self.region_bytes, **{tier.name: tier.capacity_bytes for tier in self.tiers}}
-        self.keeping = KeepingBook(random_keeping(self.rng, capacities))
-        for policy in self.keeping.settings.eviction.values():
+        self.settings_model = TierSettingsModel(random_settings(self.rng, capacities))
+        for policy in self.settings_model.settings.eviction.values():
             self.saw(f"policy {policy}")
         self.core = TierManager(
             self.region_bytes,
             EXTENT,
             self.tiers,
             max_queued_bytes=self.rng.choice((2, 8, 32)) * 4096,
-            settings=self.keeping.settings,
+            settings=self.settings_model.settings,
             now=self.now,
         )
         self.before = self.core_view = inside.CoreView(self.core)
@@ -127,7 +127,7 @@ class World:
         self.ledger.holds.ended.clear()
         self.durable.clear()
         self._due.clear()
-        self.keeping.begin_event()
+        self.settings_model.begin_event()
         self.before = self.core_view
 
     def _end_event(self) -> None:
@@ -235,7 +235,7 @@ class World:
         self._event(self.environment.recover_all)
         yield
         while self.work_left:
-            self._event(self.environment.go_on)
+            self._event(self.environment.next_slice)
             yield
         left = MAX_WORK
         while not self.work.done():

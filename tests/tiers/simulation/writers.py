@@ -27,7 +27,7 @@ class Writers(Actors):
             self.complete_store: 14,
             self.complete_too_late: 1,
             self.complete_twice: 0.6,
-            self.complete_a_strangers_store: 0.6,
+            self.complete_another_engines_store: 0.6,
             self.name_wrong_items: 0.6,
             self.flush: 1.5,
             self.reset: 0.25,
@@ -97,7 +97,7 @@ class Writers(Actors):
         self._write(record, failed)
         self.world.ledger.written(record)
         self.world.core.complete_store(session, record.id, failed)
-        self.world.keeping.takers.add(tenant_of(record.client.session.namespace.id))
+        self.world.settings_model.takers.add(tenant_of(record.client.session.namespace.id))
         self.world.saw("parts failed", bool(failed))
         if record.request is not None:
             written = [block for number, block in enumerate(record.blocks) if number not in failed]
@@ -137,10 +137,10 @@ class Writers(Actors):
             self.world.refused(errors.StoreNotFound, lambda: self.world.core.complete_store(client.session, store_id))
             self.world.saw("stores completed twice")
 
-    def complete_a_strangers_store(self) -> None:
+    def complete_another_engines_store(self) -> None:
         in_flight = self.world.ledger.in_flight()
         record = self.rng.choice(in_flight) if in_flight else None
-        stranger = self.stranger_to(record.client.engine) if record is not None else None
+        stranger = self.session_of_another(record.client.engine) if record is not None else None
         if record is None or stranger is None:
             return
         core, expires_at = self.world.core, self.world.now + 1000
@@ -181,7 +181,7 @@ class Writers(Actors):
             return
         keys = self.some_keys(client.session)
         statuses = self.world.core.durability.flush(client.session.namespace.id, keys)
-        self.world.keeping.takers.add(tenant_of(client.session.namespace.id))
+        self.world.settings_model.takers.add(tenant_of(client.session.namespace.id))
         for key, status in zip(keys, statuses, strict=True):
             if status == DurableStatus.DURABLE:
                 self.world.must_be_durable(client.session.namespace, key)

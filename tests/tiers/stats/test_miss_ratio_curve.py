@@ -155,7 +155,7 @@ class TestCurves:
         assert ratios(looped) == pytest.approx([0, 0, 1, 1, 1], abs=0.01)
 
     def test_the_own_size_has_the_measured_ratio(self) -> None:
-        """A tier better than LRU shows its ratio; estimates of larger sizes are adjusted."""
+        """A tier may be better than LRU; the estimates of larger sizes are adjusted."""
         looped = curves(150)
         put(looped, range(200))
         for _ in range(10):
