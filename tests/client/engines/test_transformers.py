@@ -1,4 +1,4 @@
-"""The transformers adapter: against a real server where bytes cross processes, against the fake one elsewhere."""
+"""The transformers adapter, over a real server across processes, otherwise over a fake one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def model() -> Any:
 
 @pytest.fixture
 def endpoint(tmp_path: Path) -> Iterator[str]:
-    """A server of our own."""
+    """A real server for this test."""
     address = f"unix:{tmp_path / 'kvtier.sock'}"
     command = [Path(sys.executable).with_name("kvtier"), "serve", "--listen", address]
     command += ["--region-size", "64MiB", "--data-dir", str(tmp_path / "data")]
@@ -59,7 +59,7 @@ def endpoint(tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture
 def server() -> FakeServer:
-    """A server that is none."""
+    """A fake server without I/O."""
     return FakeServer()
 
 
@@ -81,7 +81,7 @@ def _kept(cache: KVTierCache, prompt: torch.Tensor, tokens: int = 12) -> list[in
 
 
 def test_a_second_engine_loads_what_the_first_computed(model: Any, endpoint: str) -> None:
-    """Another session restores the full blocks of the prompt, computes the rest, and says the same."""
+    """Another session restores the prompt's full blocks, computes the rest, same output."""
     expected = _plain(model, PROMPT)
     with _cache(model, endpoint) as first:
         assert _kept(first, PROMPT) == expected
@@ -93,7 +93,7 @@ def test_a_second_engine_loads_what_the_first_computed(model: Any, endpoint: str
 
 
 def test_generated_tokens_are_found_again(model: Any, server: FakeServer) -> None:
-    """The blocks that a generation filled are stored too: the next turn of a conversation finds them."""
+    """Blocks that a generation filled are stored too, for the next turn of a conversation."""
     with _cache(model, server) as cache:
         output = torch.tensor([_kept(cache, PROMPT, tokens=25)])
         follow_up = torch.cat([output, PROMPT[:, :5]], dim=1)
@@ -102,7 +102,7 @@ def test_generated_tokens_are_found_again(model: Any, server: FakeServer) -> Non
 
 
 def test_at_least_one_token_is_computed(model: Any, server: FakeServer) -> None:
-    """A prompt that ends with a block leaves its last block to be computed (B4.2)."""
+    """Of a prompt of whole blocks the last block is computed (B4.2)."""
     with _cache(model, server) as cache:
         _kept(cache, PROMPT)
         assert _kept(cache, PROMPT) == _plain(model, PROMPT)
@@ -110,7 +110,7 @@ def test_at_least_one_token_is_computed(model: Any, server: FakeServer) -> None:
 
 
 def test_a_shared_prefix_is_restored_and_the_rest_computed(model: Any, server: FakeServer) -> None:
-    """A prompt that begins alike loads what is alike, and no more."""
+    """Of a prompt with a common prefix only that prefix is loaded."""
     other = torch.cat([PROMPT[:, :20], PROMPT.flip(1)[:, :20]], dim=1)
     with _cache(model, server) as cache:
         _kept(cache, PROMPT)
@@ -151,7 +151,7 @@ def test_other_weights_are_not_shared(model: Any, server: FakeServer) -> None:
 
 
 def test_without_a_server_everything_is_a_miss(model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """An engine without a server computes, and says so in the log."""
+    """An engine without a server computes, and logs it."""
     with caplog.at_level(logging.WARNING), KVTierCache(model, f"unix:{tmp_path / 'none'}", block_tokens=BLOCK) as cache:
         assert _kept(cache, PROMPT) == _plain(model, PROMPT)
         assert cache.last_hit.tokens == 0
@@ -160,7 +160,7 @@ def test_without_a_server_everything_is_a_miss(model: Any, tmp_path: Path, caplo
 
 
 def test_a_batch_goes_past_the_cache(model: Any, server: FakeServer) -> None:
-    """`generate` passes a batch on as it is; `restore` and `save` refuse one."""
+    """`generate` passes a batch on unchanged; `restore` and `save` refuse one."""
     batch = PROMPT.repeat(2, 1)
     with _cache(model, server) as cache:
         output = cache.generate(batch, attention_mask=torch.ones_like(batch), do_sample=False, max_new_tokens=3)
@@ -170,7 +170,7 @@ def test_a_batch_goes_past_the_cache(model: Any, server: FakeServer) -> None:
 
 
 def test_generate_returns_what_the_model_would(model: Any, server: FakeServer) -> None:
-    """With `return_dict_in_generate` the caller gets the model's own answer, scores included."""
+    """With `return_dict_in_generate` the caller gets the model's own output, scores included."""
     with _cache(model, server) as cache:
         answer = cache.generate(
             PROMPT, max_new_tokens=3, do_sample=False, return_dict_in_generate=True, output_scores=True
@@ -182,7 +182,7 @@ def test_generate_returns_what_the_model_would(model: Any, server: FakeServer) -
 def test_a_server_that_fails_is_a_miss_and_one_warning(
     model: Any, server: FakeServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Neither a server that is down nor one that hangs raises into the engine; the log says so once, until it is well again."""
+    """A server that is down or hangs is logged once per failure, and never raises."""
     with _cache(model, server) as cache, caplog.at_level(logging.WARNING):
         for trouble in ("down", "hanging"):
             caplog.clear()
@@ -196,7 +196,7 @@ def test_a_server_that_fails_is_a_miss_and_one_warning(
 
 
 def test_a_restart_between_two_prompts_is_survived(model: Any, server: FakeServer) -> None:
-    """After a restart of the server its blocks are found again, by the same cache."""
+    """After a restart of the server the same cache finds its blocks again."""
     with _cache(model, server) as cache:
         _kept(cache, PROMPT)
         server.restart()
@@ -206,7 +206,7 @@ def test_a_restart_between_two_prompts_is_survived(model: Any, server: FakeServe
 
 
 def test_flush_counts_what_survives(model: Any, server: FakeServer) -> None:
-    """`flush` says how many blocks are durable: those of the prompt and of what was generated."""
+    """`flush` returns the durable blocks: those of the prompt and of the output."""
     with _cache(model, server) as cache:
         output = _kept(cache, PROMPT, tokens=9)
         assert cache.flush(output) == 6

@@ -1,4 +1,4 @@
-"""The parts of the transformers adapter that need no server: names, layout, fingerprints, refusals."""
+"""Parts of the transformers adapter without a server: hashes, layout, digests, refusals."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def _llama(seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def test_hashes_are_the_same_in_every_process_and_release() -> None:
-    """A block's hash is fixed by its tokens and those before it: engines of today find blocks of yesterday."""
+    """A block's hash depends on its tokens and those before it, in every release."""
     hashes = block_hashes(range(8), 4, extra=b"x")
     assert [name.hex()[:16] for name in hashes] == ["de647e7387760e1d", "0deb497316733429"]
 
 
 def test_hashes_are_chained() -> None:
-    """A changed token changes the hashes of its own block and of all after it, and of none before."""
+    """A changed token changes the hashes of its own block and of all later ones."""
     tokens = list(range(40))
     changed = [*tokens[:15], 99, *tokens[16:]]
     before, after = block_hashes(tokens, 8), block_hashes(changed, 8)
@@ -53,7 +53,7 @@ def test_hashes_are_chained() -> None:
 
 
 def test_hashes_cover_whatever_else_changes_the_meaning() -> None:
-    """With another `extra` no hash is the same; a rest that does not fill a block has none."""
+    """With another `extra` every hash differs; an incomplete block has no hash."""
     assert not set(block_hashes(range(16), 8)) & set(block_hashes(range(16), 8, extra=b"adapter"))
     assert len(block_hashes(range(15), 8)) == 1
     assert block_hashes([], 8) == []
@@ -61,7 +61,7 @@ def test_hashes_cover_whatever_else_changes_the_meaning() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_blocks_come_back_bit_identical(dtype: torch.dtype) -> None:
-    """What was copied to slots, in any place, comes back as the leading blocks of a cache, bit for bit."""
+    """Blocks copied to slots and back are bit-identical leading blocks of a cache."""
     model = _llama(dtype=dtype)
     layout = CacheLayout.probe(model, block_tokens=4)
     cache = DynamicCache()
@@ -88,13 +88,13 @@ def test_blocks_come_back_bit_identical(dtype: torch.dtype) -> None:
     ],
 )
 def test_models_with_other_caches_are_refused(kind: Any, config: Any) -> None:
-    """A model with sliding windows is refused when the cache is made, and told why: never restored wrongly."""
+    """A model with sliding windows is refused at once, with the reason."""
     with pytest.raises(UnsupportedModelError, match="only full attention"):
         CacheLayout.probe(kind(config).eval(), block_tokens=4)
 
 
 def test_a_cache_of_another_shape_does_not_match() -> None:
-    """Neither a batch, nor a shorter cache, nor one of another model is taken for one that can be saved."""
+    """A batch, a shorter cache, or another model's cache cannot be saved."""
     model = _llama()
     layout = CacheLayout.probe(model, block_tokens=4)
     one, two = DynamicCache(), DynamicCache()
@@ -108,7 +108,7 @@ def test_a_cache_of_another_shape_does_not_match() -> None:
 
 
 def test_weights_are_told_apart() -> None:
-    """Other weights have another fingerprint; the same weights have the same, wherever they were loaded from."""
+    """Other weights have another digest; equal weights of any origin have the same."""
     model = _llama()
     assert weights_digest(model) == weights_digest(copy.deepcopy(model)) == weights_digest(_llama())
     assert weights_digest(model) != weights_digest(_llama(seed=1))
@@ -116,7 +116,7 @@ def test_weights_are_told_apart() -> None:
 
 
 def test_configs_are_told_apart_by_what_changes_the_kv() -> None:
-    """Another rope makes another model; another path, or the name of its class, does not."""
+    """Another rope changes the digest; another path or class name does not."""
     same = LlamaConfig(**SMALL, name_or_path="/elsewhere", architectures=["X"])
     other = LlamaConfig(**SMALL, rope_theta=20000.0)
     assert config_digest(LlamaConfig(**SMALL)) == config_digest(same)
@@ -142,6 +142,6 @@ def test_configs_are_told_apart_by_what_changes_the_kv() -> None:
 def test_only_what_tokens_alone_decide_is_cached(
     shape: tuple[int, int], options: dict[str, Any], *, plain: bool
 ) -> None:
-    """Batches, beams, padding, images and foreign caches go past the cache: their KV is not named by the tokens alone."""
+    """Batches, beams, padding, images and the caller's caches are computed without kvtier."""
     tokens = torch.ones(shape, dtype=torch.int64)
     assert is_single_sequence(tokens, options, GenerationConfig()) is plain
