@@ -14,45 +14,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = [
-    "MEDIUM_CPU",
-    "SUPPORTED",
-    "AllBlocksCleared",
-    "BlockStored",
-    "CacheHitSource",
-    "FullAttentionSpec",
-    "KVCacheConfig",
-    "KVCacheEvent",
-    "KVConnectorBase_V1",
-    "KVConnectorHandshakeMetadata",
-    "KVConnectorMetadata",
-    "KVConnectorPromMetrics",
-    "KVConnectorRole",
-    "KVConnectorStats",
-    "KVConnectorTransferResults",
-    "KVConnectorWorkerMetadata",
-    "MLAAttentionSpec",
-    "MambaSpec",
-    "SlidingWindowSpec",
-    "SupportsHMA",
-    "UniformTypeKVCacheSpecs",
-    "generate_block_hash_extra_keys",
-    "get_block_hash",
-    "get_group_id",
-    "group_kernel_blocks",
-    "init_logger",
-    "is_known",
-    "maybe_convert_block_hash",
-    "refuse_text",
-    "release_of",
-    "resolve_block_hashes",
-    "resolve_dcp_kv_block_size",
-    "resolve_kv_cache_block_sizes",
-    "unknown_text",
-    "vllm_version",
-]
-
-
 Release = tuple[int, int]
 
 

@@ -145,7 +145,7 @@ def _check_address(name: str, endpoint: object) -> None:
     try:
         parse_endpoint(endpoint if isinstance(endpoint, str) else "")
     except EndpointError as error:
-        raise ValueError(f"kvtier: {name}: {endpoint!r} is no address: {error}") from error
+        raise ValueError(f"kvtier: {name}: {endpoint!r} is not an address: {error}") from error
 
 
 def _check_number(name: str, value: object, low: float, high: float) -> None:

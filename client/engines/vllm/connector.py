@@ -128,7 +128,9 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
         """The settings without lazy mode if LoRA is on: a free block does not name its request."""
         config = self._config
         if config.lazy_offload and getattr(self._vllm_config, "lora_config", None) is not None:
-            logger.warning("kvtier: lazy_offload does not go with LoRA adapters; blocks are stored when they are full")
+            logger.warning(
+                "kvtier: lazy_offload is off because LoRA adapters are on; blocks are stored when they are full"
+            )
             return replace(config, lazy_offload=False)
         return config
 

@@ -16,7 +16,13 @@ from .compat import (
     resolve_kv_cache_block_sizes,
 )
 
-__all__ = ["REPRODUCIBLE_HASHES", "Unsupported", "is_known_to_scheduler", "resolve_geometry"]
+__all__ = [
+    "REPRODUCIBLE_HASHES",
+    "Unsupported",
+    "is_known_to_scheduler",
+    "require_reproducible_hashes",
+    "resolve_geometry",
+]
 
 REPRODUCIBLE_HASHES = ("sha256", "sha256_cbor")
 
@@ -56,15 +62,21 @@ def is_known_to_scheduler(vllm_config: Any, kv_cache_config: KVCacheConfig) -> b
     )
 
 
+def require_reproducible_hashes(cache_config: Any) -> None:
+    """Raises Unsupported if other processes would have other block hashes."""
+    algorithm = cache_config.prefix_caching_hash_algo
+    if algorithm not in REPRODUCIBLE_HASHES:
+        raise Unsupported(
+            f"prefix_caching_hash_algo={algorithm!r} gives other block hashes in every process or may collide; use one of"
+            f" {', '.join(REPRODUCIBLE_HASHES)}"
+        )
+
+
 def _refuse_unsupported(vllm_config: Any, kv_cache_config: KVCacheConfig) -> None:
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     if not cache.enable_prefix_caching:
         raise Unsupported("prefix caching is off (--enable-prefix-caching turns it on)")
-    if cache.prefix_caching_hash_algo not in REPRODUCIBLE_HASHES:
-        raise Unsupported(
-            f"prefix_caching_hash_algo={cache.prefix_caching_hash_algo!r} gives other block hashes in every process or may"
-            f" collide; use one of {', '.join(REPRODUCIBLE_HASHES)}"
-        )
+    require_reproducible_hashes(cache)
     if parallel.decode_context_parallel_size > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         raise Unsupported("context parallelism is not supported yet")
     if len(kv_cache_config.prefix_cacheable_group_ids) != len(kv_cache_config.kv_cache_groups):

@@ -154,7 +154,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
 
     @never_raises(tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Called each step, after update_connector_output; see scheduler/events.py."""
+        """Called each step, after update_connector_output."""
         return self._scheduler.take_events() if self._scheduler is not None else ()
 
     @never_raises(lambda: (False, None))

@@ -125,7 +125,7 @@ def _weights_of(model: Any) -> str:
         return f"commit {commit}"
     if revision:
         return f"revision {revision}"
-    raise Unsupported(f"it is not known which weights {model.model!r} has; name a --revision or a local folder")
+    raise Unsupported(f"the weights of {model.model!r} are not identified; set --revision or use a local folder")
 
 
 def _stable_text(value: object) -> str:

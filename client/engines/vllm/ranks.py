@@ -101,7 +101,7 @@ def merge_stages(reported: Mapping[tuple[int, int], object], stages: int, tensor
         first = parts.pop()
         if parts or not isinstance(first, Parts):
             raise Unsupported(
-                f"the workers of pipeline stage {stage} did not say what they hold, or hold different layers"
+                f"the workers of pipeline stage {stage} did not report their layers, or have different ones"
             )
         merged.append(first)
     return _merge(merged)

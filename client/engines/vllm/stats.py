@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from ...offload import CacheGeometry
@@ -98,23 +97,23 @@ class LookupMetrics:
 
     def unavailable(self) -> None:
         """No server was connected, so no lookup was made."""
-        self._count(_Outcome.UNAVAILABLE)
+        self._count("unavailable")
 
     def timed_out(self, seconds: float) -> None:
         """The lookup exceeded its timeout."""
-        self._count(_Outcome.TIMEOUT, seconds)
+        self._count("timeout", seconds)
 
     def answered(self, start: int, limit: int, hit: int | None, seconds: float) -> None:
         """Tokens from `start` to `limit` hit up to `hit`; None if the server refused or failed."""
         if hit is None:
-            self._count(_Outcome.UNAVAILABLE, seconds)
+            self._count("unavailable", seconds)
         elif hit <= start:
-            self._count(_Outcome.MISS, seconds)
+            self._count("miss", seconds)
         else:
-            self._count(_Outcome.HIT if hit >= limit - self._never_hit else _Outcome.PARTIAL, seconds)
+            self._count("hit" if hit >= limit - self._never_hit else "partial", seconds)
 
-    def _count(self, outcome: _Outcome, seconds: float | None = None) -> None:
-        self._counters.count(f"lookups:{outcome.value}")
+    def _count(self, outcome: str, seconds: float | None = None) -> None:
+        self._counters.count(f"lookups:{outcome}")
         if seconds is not None:
             self._counters.observe("lookup_seconds", seconds)
 
@@ -130,41 +129,31 @@ class Metric:
 
 METRICS = {
     "lookups": Metric(
-        "Lookups of requests' blocks in the store. Partial: less than all that was asked for; timeout: the request was computed "
-        "because the answer did not come in time; unavailable: no server, or it refused or failed.",
+        "Lookups of requests' blocks. partial: hit is shorter than the lookup; timeout: answer was late and the request "
+        "was computed; unavailable: no server, or it refused or failed.",
         ("hit", "partial", "miss", "timeout", "unavailable"),
     ),
-    "lookup_seconds": Metric(
-        "Seconds from the start of a lookup to its answer, or to when it was given up.", in_seconds=True
-    ),
+    "lookup_seconds": Metric("Seconds from the start of a lookup to its answer or timeout.", in_seconds=True),
     "load_blocks": Metric("KV blocks loaded, or computed because their load failed.", ("loaded", "failed")),
     "load_bytes": Metric("Bytes copied from the store into KV blocks, by all ranks."),
-    "load_seconds": Metric(
-        "Seconds from handing a request's load to a worker to its end, one per rank.", in_seconds=True
-    ),
+    "load_seconds": Metric("Seconds from queueing a request's load to its end, one per rank.", in_seconds=True),
     "claims": Metric(
-        "Claims of what other engines hold for requests of this one. Empty: held, but nothing of it is there; gone: not held, or "
-        "not long enough any more; unavailable: its server cannot be asked.",
+        "Claims of requests that other engines hold. empty: the hold has no blocks; gone: not held, or about to expire; "
+        "unavailable: its server cannot be called.",
         ("granted", "empty", "gone", "unavailable"),
     ),
-    "claim_seconds": Metric(
-        "Seconds from the call to the answer of a claim: peers' last saves are waited for.", in_seconds=True
-    ),
-    "pull_tokens": Metric("Tokens whose KV was taken over from other engines."),
-    "pull_blocks": Metric(
-        "KV blocks pulled from other engines, or computed because that failed.", ("pulled", "failed")
-    ),
+    "claim_seconds": Metric("Seconds of a claim, with the wait for the last saves of the hold.", in_seconds=True),
+    "pull_tokens": Metric("Tokens whose KV was pulled from other engines."),
+    "pull_blocks": Metric("KV blocks pulled, or computed because their pull failed.", ("pulled", "failed")),
     "publications": Metric(
-        "Requests that were to be held for other engines, and were or were declined: for their blocks there was no room, or too "
-        "many were held already.",
+        "Requests to hold for other engines. no_room: no room for their blocks; too_many: too many holds.",
         ("published", "no_room", "too_many"),
     ),
     "save_blocks": Metric(
-        "KV blocks offered to the store, by whether it has them afterwards; those that it had before count as stored.",
-        ("stored", "not_stored"),
+        "KV blocks offered to the store, by whether it has them afterwards.", ("stored", "not_stored")
     ),
     "save_bytes": Metric("Bytes copied from KV blocks into the store, by all ranks."),
-    "save_seconds": Metric("Seconds from handing a save to a worker to its end, one per rank.", in_seconds=True),
+    "save_seconds": Metric("Seconds from queueing a save to its end, one per rank.", in_seconds=True),
 }
 """By name, without `vllm:kvtier_`. Counters use NAME, or NAME:OUTCOME."""
 
@@ -213,11 +202,3 @@ def _series_of(name: str, metric: Metric) -> Iterator[tuple[str, tuple[str, ...]
         yield name, ()
     for outcome in metric.outcomes:
         yield f"{name}:{outcome}", (outcome,)
-
-
-class _Outcome(Enum):
-    HIT = "hit"
-    PARTIAL = "partial"
-    MISS = "miss"
-    TIMEOUT = "timeout"
-    UNAVAILABLE = "unavailable"

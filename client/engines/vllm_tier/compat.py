@@ -28,22 +28,6 @@ try:
 except (ImportError, AttributeError, KeyError) as error:
     raise ImportError(f"{_NEEDS} ({error})") from error
 
-__all__ = [
-    "BLOCK_LEVEL",
-    "JobResult",
-    "Locality",
-    "LookupResult",
-    "OffloadPolicy",
-    "RequestOffloadingContext",
-    "SecondaryTierManager",
-    "block_level_of",
-    "check_hooks",
-    "end_token",
-    "find_engine_config",
-    "on_cpu",
-    "rows_of",
-]
-
 
 def check_hooks(asked: frozenset[str], offered: frozenset[str]) -> None:
     """Raises ImportError, with the missing names, if vLLM asks for hooks that are not `offered`."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from ... import Group, Namespace
 from ..vllm.compat import vllm_version
-from ..vllm.groups import REPRODUCIBLE_HASHES, Unsupported
+from ..vllm.groups import Unsupported, require_reproducible_hashes
 from ..vllm.namespace import model_attributes
 
 __all__ = ["build_tier_namespace"]
@@ -64,17 +64,10 @@ def build_tier_namespace(
 
 
 def _refuse_unsupported(engine_config: Any) -> None:
-    algorithm = engine_config.cache_config.prefix_caching_hash_algo
-    if algorithm not in REPRODUCIBLE_HASHES:
-        raise Unsupported(
-            f"prefix_caching_hash_algo={algorithm!r} gives other block hashes in every process or may collide; use one of"
-            f" {', '.join(REPRODUCIBLE_HASHES)}"
-        )
+    require_reproducible_hashes(engine_config.cache_config)
     if engine_config.lora_config is not None:
         # Hashes contain an adapter's name, not its weights, and a tier does not see adapters.
-        raise Unsupported(
-            "LoRA adapters are enabled, and their blocks cannot be told from those of others of their name"
-        )
+        raise Unsupported("LoRA adapters are enabled, and blocks of adapters with equal names have equal keys")
 
 
 def _groups(config: Any, row_bytes: int) -> tuple[Group, ...]:

@@ -182,7 +182,7 @@ class Transfers:
                 for batch in self._batches(indices):
                     self._read(job, lease, batch, [pin.item for index in batch if (pin := pins[index]) is not None])
             except LeaseLost as error:
-                self._log.warn("lease", f"some chunks are not there any more, and are computed: {error}")
+                self._log.warn("lease", f"some chunks were evicted, and are computed: {error}")
 
     def _read(self, job: Job, lease: Lease, indices: Sequence[int], items: Sequence[int]) -> None:
         # Leaving the block confirms the lease; if it raises, the rows have undefined content.

@@ -176,11 +176,9 @@ class HoldCalls:
             if time.monotonic() < queued_at + _NOTIFY_WITHIN_S:
                 call()
             else:
-                self._log.warn(
-                    "handoff-late", "a server was not told of requests that are handed over: it takes too long"
-                )
+                self._log.warn("handoff-late", "a call about a hand-off was dropped because its server is too slow")
         except KVTierError as error:
-            self._log.warn("handoff-call", f"a server could not be told of a request that is handed over: {error}")
+            self._log.warn("handoff-call", f"a call about a hand-off failed: {error}")
 
     def _publish(self, client: Client, publication: PlannedPublication) -> None:
         try:

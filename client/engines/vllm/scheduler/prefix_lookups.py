@@ -142,7 +142,7 @@ class RequestCalls:
                 self.lookup_keys(request, (), 0.0, prefix=True)
         except KVTierError as error:
             self.open_circuit(error)
-            self._log.warn("announce", f"could not announce a request: {error}")
+            self._log.warn("register", f"could not register a request: {error}")
         finally:
             request.voting = False
             self.release(request)
@@ -194,7 +194,7 @@ class LookupService(RequestCalls):
         counters: TransferCounters | None = None,
     ) -> None:
         super().__init__(client, log)
-        self._counts = LookupMetrics(geometry, counters or TransferCounters())
+        self._metrics = LookupMetrics(geometry, counters or TransferCounters())
         self._geometry = geometry
         self._timeout_s = timeout_s
         self._done_lookups: deque[PendingLookup] = deque()
@@ -216,7 +216,7 @@ class LookupService(RequestCalls):
         if not self.reachable():
             # A request that waits for free blocks is looked up again in every step.
             if not request.counted_unavailable:
-                self._counts.unavailable()
+                self._metrics.unavailable()
             request.counted_unavailable = True
             return None
         lookup = PendingLookup(
@@ -230,14 +230,19 @@ class LookupService(RequestCalls):
         """Returns the lookups that ended since the last call; some may have been dropped since."""
         return [self._done_lookups.popleft() for _ in range(len(self._done_lookups))]
 
-    def drop(self, lookup: PendingLookup) -> None:
-        """Releases the lookup's leases, now or when it ends: nothing of it will be loaded."""
-        self._drop(lookup)
+    def drop(self, lookup: PendingLookup) -> bool:
+        """Releases the lookup's leases, now or when it ends. Returns whether it has ended."""
+        with self._lock:
+            was_done = lookup.state is LookupState.DONE
+            lookup.state = LookupState.DROPPED
+        if was_done:
+            self._release(lookup)
+        return was_done
 
     def timed_out(self, lookup: PendingLookup) -> None:
         """Drops a lookup that exceeded its timeout, and opens the circuit if it was running."""
-        if not self._drop(lookup):
-            self._counts.timed_out(self._timeout_s)
+        if not self.drop(lookup):
+            self._metrics.timed_out(self._timeout_s)
         if lookup.started:
             # A lookup that only queued behind others may have waited for a disk.
             self.open_circuit()
@@ -250,15 +255,6 @@ class LookupService(RequestCalls):
     def _release(self, lookup: PendingLookup) -> None:
         leases, lookup.leases = lookup.leases, []
         self.release_leases(leases)
-
-    def _drop(self, lookup: PendingLookup) -> bool:
-        """Returns whether it had ended already."""
-        with self._lock:
-            was_done = lookup.state is LookupState.DONE
-            lookup.state = LookupState.DROPPED
-        if was_done:
-            self._release(lookup)
-        return was_done
 
     # ---- on background threads
 
@@ -285,7 +281,7 @@ class LookupService(RequestCalls):
             self._release(lookup)
         if not dropped:
             seconds = lookup.done_at - lookup.deadline + self._timeout_s
-            self._counts.answered(lookup.start, lookup.limit, hit, seconds)
+            self._metrics.answered(lookup.start, lookup.limit, hit, seconds)
             self._done_lookups.append(lookup)
         self.release(lookup.request)
 

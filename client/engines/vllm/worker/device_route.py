@@ -77,7 +77,7 @@ class DeviceRoute:
         try:
             return self._buffers.mark(self._stream())
         except DeviceUnavailable as error:
-            self._log.warn("device", f"a step's blocks are copied by the engine itself: {error}")
+            self._log.warn("device", f"the engine copies a step's blocks itself: {error}")
             return None
 
     def store(

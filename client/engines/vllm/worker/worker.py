@@ -103,9 +103,7 @@ class WorkerSide:
     def suspend(self) -> None:
         """Ends running copies and refuses new ones before the KV tensors lose their memory."""
         if not self._gate.close(_SUSPEND_TIMEOUT_S):
-            self._log.warn(
-                "sleep", f"a copy still runs after {_SUSPEND_TIMEOUT_S:g} s; the engine goes to sleep regardless"
-            )
+            self._log.warn("sleep", f"a copy still runs after {_SUSPEND_TIMEOUT_S:g} s; the engine sleeps anyway")
 
     def resume(self) -> None:
         """Accepts copies again: the KV tensors have memory at the same addresses."""
