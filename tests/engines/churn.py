@@ -43,9 +43,9 @@ class Churn:
         self.live, self.truth, self.rng = live, truth, random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.prompts: dict[str, int] = {}
-        """The requests that have not ended, each with the number of its prompt."""
+        """Requests that have not ended, each with the number of its prompt."""
         self.doomed: dict[str, str] = {}
-        """Those that are to be aborted, and when."""
+        """Requests to abort, with the moment."""
 
     def run(self, seconds: float) -> None:
         """Runs for this many seconds, then until aborts hit every moment, then until idle."""
@@ -113,7 +113,7 @@ class Churn:
                 return
 
     def _rest(self) -> None:
-        """Nothing may be left in an engine that has nothing to do."""
+        """An idle engine must have nothing left."""
         while self.prompts:
             self._step()
         self.live.rest()
@@ -123,7 +123,7 @@ class Churn:
 
 
 def _moment_of(request: Any) -> str:
-    """Where a request is, of those moments at which one may be aborted."""
+    """Returns the state of a request, of those in which it may be aborted."""
     from vllm.v1.request import RequestStatus
 
     if request.status == RequestStatus.RUNNING:
@@ -149,7 +149,7 @@ def _held(live: LiveEngine) -> dict[str, int]:
 
 
 def main() -> None:
-    """Runs the job: its only step says how long, with which seed, and what is right."""
+    """Runs the job: its only step has duration, seed and expected answers."""
     job = json.loads(Path(sys.argv[1]).read_text())
     live, (step,) = LiveEngine(job["llm"]), job["steps"]
     churn = Churn(live, step["truth"], step["seed"])

@@ -1,4 +1,4 @@
-"""Real engines, each in a process of its own, and a real server."""
+"""Real engines, each in its own processes, and a real server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENGINE_SECONDS = 600
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks everything here: it needs the environment that has vLLM."""
+    """Marks all tests here, because they need the environment with vLLM."""
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.engines)
@@ -60,7 +60,7 @@ def use_long_timeouts() -> None:
 
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[EngineForkServer]:
-    """The process that engines come out of."""
+    """The process that engines are forked from."""
     engines = EngineForkServer()
     yield engines
     engines.close()
@@ -124,7 +124,7 @@ def run_engine(models: Path, fork_server: EngineForkServer, tmp_path_factory: py
 def _run_afresh(
     program: Path, arguments: Sequence[Path], log: Path, environment: dict[str, str], seconds: float
 ) -> int:
-    """As `EngineForkServer.run`, with a Python of its own for each process of the engine."""
+    """As `EngineForkServer.run`, but with a new Python for each process of the engine."""
     with log.open("wb") as output:
         command = [sys.executable, program, *arguments]
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)

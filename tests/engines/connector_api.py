@@ -89,4 +89,4 @@ IMPORTS: dict[str, str] = {
     "UniformTypeKVCacheSpecs group_kernel_blocks",
     "vllm.v1.metrics.cache_hit_source": "CacheHitSource",
 }
-"""What both releases have of what the adapter imports."""
+"""Names that the adapter imports and both releases have."""

@@ -1,4 +1,4 @@
-"""Stand-ins for vLLM's objects and for the client, for tests without either's processes."""
+"""Fakes of vLLM's objects and of the client, for tests without processes."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ def make_request(count: int, request_id: str = "r", **fields: Any) -> Any:
 
 
 class Tables(dict[str, list[list[int]]]):
-    """Block tables, as a step's output has them."""
+    """Block tables in the form of a step's output."""
 
     def get_block_ids(self, request_id: str) -> list[list[int]]:
         return self[request_id]
 
 
 def make_step(tables: dict[str, list[list[int]]], **scheduled: int) -> Any:
-    """Returns a step's output: how many tokens of which request, and the block tables."""
+    """Returns a step's output: scheduled tokens per request, and the block tables."""
     return SimpleNamespace(
         kv_connector_block_state=Tables(tables),
         num_scheduled_tokens=scheduled,
@@ -94,7 +94,7 @@ def make_step(tables: dict[str, list[list[int]]], **scheduled: int) -> Any:
 
 
 def alone(client: Any) -> dict[str, Any]:
-    """Returns who an engine is that has no peers."""
+    """Returns an identity and peers of an engine without other servers."""
     return {"identity": EngineIdentity("us", "unix:/ours", 0, 1), "peers": Peers(client, [("unix:/ours", 0)])}
 
 
@@ -109,7 +109,7 @@ def scheduler_side(
 ) -> Iterator[tuple[SchedulerSide, FakePool]]:
     """Scheduler half over one group of full attention, in an engine with an empty prefix cache.
 
-    Nothing is late, and when it is left all that it had to say has been said.
+    Timeouts are long. On exit, all queued calls have been made.
     """
     pool = FakePool()
     side = SchedulerSide(
@@ -156,7 +156,7 @@ class FakeClient:
         self.options: list[dict[str, Any]] = []
 
     def reset(self, *, wait: float) -> int:
-        """Answers with what the test put into `resets`, the last first; then with 0."""
+        """Returns the values that the test put into `resets`, the last first; then 0."""
         answer = self.resets.pop() if self.resets else 0
         return answer() if callable(answer) else answer
 
@@ -197,7 +197,7 @@ class FakeClient:
 
 
 class FakeTransfers:
-    """A client whose reads and writes end as the test says."""
+    """A client whose reads and writes end as the test determines."""
 
     connected = True
 
@@ -233,7 +233,7 @@ def close_at_rest(worker: WorkerSide) -> None:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    """Waits for a condition, for minutes: machines are slow at times."""
+    """Waits minutes for a condition, because machines may be slow."""
     deadline = time.monotonic() + WAIT_SECONDS
     while not condition():
         assert time.monotonic() < deadline

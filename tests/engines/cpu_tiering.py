@@ -31,7 +31,7 @@ class CpuTieringSpec(TieringOffloadingSpec):
 
 
 class _Worker(OffloadingWorker):
-    """Copies within the call, in vLLM's direct layout (see `SingleDirectionOffloadingHandler`)."""
+    """Copies synchronously, in vLLM's direct layout (see `SingleDirectionOffloadingHandler`)."""
 
     def __init__(
         self,
@@ -63,12 +63,12 @@ class _Worker(OffloadingWorker):
         return self._copy(job_id, dst_spec, src_spec, store=False)
 
     def get_finished(self) -> list[TransferResult]:
-        """Returns what was copied since the last call."""
+        """Returns the copies since the last call."""
         finished, self._finished = self._finished, []
         return finished
 
     def wait(self, job_ids: set[int]) -> None:
-        """Nothing to wait for: copies end within their call."""
+        """Does nothing, because copies are synchronous."""
 
     def shutdown(self) -> None:
         """Unmaps the primary tier."""

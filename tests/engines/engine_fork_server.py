@@ -39,7 +39,7 @@ _THREADS = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 class EngineForkServer:
-    """The process that engines come out of; it starts with the first one."""
+    """The process that engines are forked from; it starts with the first engine."""
 
     def __init__(self) -> None:
         self._child: subprocess.Popen[str] | None = None
@@ -74,7 +74,7 @@ class EngineForkServer:
             raise
         finally:
             overdue.cancel()
-            _kill_groups(groups)  # nothing that it has started may outlive it
+            _kill_groups(groups)  # no process that it has started may outlive it
 
     def close(self) -> None:
         """Ends it."""
@@ -107,7 +107,7 @@ def _kill_groups(groups: Sequence[int]) -> None:
 
 
 def main() -> None:
-    """Forks for each job, tells its process id, waits for it, and tells how it ended."""
+    """Forks for each job, reports the process id, waits for it, and reports its end."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     for name in _NEEDED:
@@ -126,7 +126,7 @@ def main() -> None:
 
 
 def _live(job: dict[str, Any]) -> NoReturn:
-    """Is a process of its own from here on, in a group of its own."""
+    """Makes this a process with its own group."""
     os.setsid()
     nothing = os.open(os.devnull, os.O_RDONLY)
     log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -1,6 +1,6 @@
 """Runs a vLLM engine through a list of steps: JSON job in, JSON results out.
 
-What it says about hits comes from vLLM's own counters, not from the connector.
+Hit counts come from vLLM's own counters, not from the connector.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
         seen += _take_events(events)
         if results[-1].get("name"):
             results[-1]["events"], seen = seen, []
-    _reset(llm, {})  # what is still being saved would end with the engine
+    _reset(llm, {})  # pending saves would end with the engine
     Path(sys.argv[2]).write_text(json.dumps(results))
 
 
@@ -109,7 +109,7 @@ def _generate(
     batches = [asked] if at_once else [[one] for one in asked]
     outputs = [out for batch in batches for out in llm.generate(*map(list, zip(*batch, strict=True)), use_tqdm=False)]
     seconds = time.perf_counter() - start
-    time.sleep(0.3)  # idle steps, in which the last saves end: mostly, and for sure with a reset
+    time.sleep(0.3)  # most saves end in these idle steps; a reset waits for the rest
     after = _counters(llm)
     return {
         "name": name,
@@ -124,7 +124,7 @@ def _generate(
 
 
 def describe(output: Any) -> dict[str, Any]:
-    """Returns what a request came to, as JSON has it."""
+    """Returns a request's result as JSON."""
     completion = output.outputs[0]
     return {
         "tokens": list(completion.token_ids),
@@ -134,7 +134,7 @@ def describe(output: Any) -> dict[str, Any]:
 
 
 def _counters(llm: Any) -> dict[str, float]:
-    """All counters, of one outcome as NAME:OUTCOME, and how often each histogram was fed."""
+    """All counters, with outcomes as NAME:OUTCOME, and the number of observations per histogram."""
     from vllm.v1.metrics.reader import Counter, Histogram
 
     found: dict[str, float] = {}
@@ -162,7 +162,7 @@ def _subscribe(config: dict[str, Any] | None) -> Any:
 
 
 def _take_events(socket: Any) -> list[list[Any]]:
-    """What the engine has published by now: kind, medium and block hashes of each event."""
+    """Returns the engine's events so far: kind, medium and block hashes."""
     from msgspec.msgpack import Decoder
     from vllm.distributed.kv_events import KVEventBatch
 

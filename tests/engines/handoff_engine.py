@@ -32,7 +32,7 @@ FIRST_TURN = {"do_remote_decode": True, "do_remote_prefill": False, "remote_bloc
 
 
 def kv_of(tokens: Sequence[int]) -> bytes:
-    """Returns the KV of one layer: each token's depends on all before it."""
+    """Returns one layer's KV; each token's depends on all tokens before it."""
     seen, kv = hashlib.sha256(), bytearray()
     for token in tokens:
         seen.update(token.to_bytes(4, "big"))
@@ -41,7 +41,7 @@ def kv_of(tokens: Sequence[int]) -> bytes:
 
 
 class ToyRequest(SimpleNamespace):
-    """What the connector asks of vLLM's requests."""
+    """The attributes of vLLM's requests that the connector uses."""
 
     def __init__(self, request_id: str, tokens: Sequence[int], params: Any, **fields: Any) -> None:
         super().__init__(
@@ -81,7 +81,7 @@ class Turn:
 
 @dataclass
 class ToyEngine:
-    """Runs one request after the other; it has no prefix cache of its own."""
+    """Runs requests one after the other, without a prefix cache of its own."""
 
     endpoint: str
     name: str
@@ -124,7 +124,7 @@ class ToyEngine:
         self._blocks = itertools.cycle(range(1, BLOCKS))
 
     def counts(self) -> dict[str, Any]:
-        """Returns what was counted since the last call."""
+        """Returns the counts since the last call."""
         stats = self.counters.take()
         return dict(stats.data) if stats else {}
 
@@ -137,7 +137,7 @@ class ToyEngine:
         end: str = "FINISHED_LENGTH_CAPPED",
         before_pull: Callable[[], None] = lambda: None,
     ) -> Turn:
-        """Runs a request to its end; `before_pull` is called when it has been matched."""
+        """Runs a request to its end; `before_pull` is called after the match."""
         request = self.arrive(prompt, params)
         hit = self.match(request)
         before_pull()
@@ -153,13 +153,13 @@ class ToyEngine:
         return Turn(request.all_token_ids, request.num_computed_tokens - loaded, params)
 
     def arrive(self, prompt: Sequence[int], params: Any = None) -> ToyRequest:
-        """A request comes."""
+        """A request arrives."""
         request = ToyRequest(f"{self.name}-{next(self._numbers)}", prompt, params)
         self.scheduler.new_request(request)
         return request
 
     def match(self, request: ToyRequest) -> int:
-        """Asks until it is known how many tokens can be loaded."""
+        """Asks until the number of loadable tokens is known."""
         found: list[int] = []
 
         def is_known() -> bool:
@@ -168,11 +168,11 @@ class ToyEngine:
             return hit is not None
 
         wait_for(is_known)
-        # As vLLM has it: the last token is computed in any case.
+        # Like vLLM, computes the last token in any case.
         return found[0]
 
     def end(self, request: ToyRequest, table: Sequence[int], end: str) -> dict[str, Any] | None:
-        """The request has ended; its blocks are free, but for what the connector holds."""
+        """The request has ended; its blocks are free, except those that the connector holds."""
         request.status = SimpleNamespace(name=end)
         return self.scheduler.request_finished(request, [list(table)])
 
@@ -191,7 +191,7 @@ class ToyEngine:
         assert {block.ref_cnt for block in self.pool.blocks} == {1}, "every reference was given back"
 
     def step(self, **scheduled: int) -> None:
-        """One step of the engine, workers included; nothing of it is computed here."""
+        """One step of the engine with its workers, without compute."""
         step = self.scheduler.build_step(make_step(self._tables, **scheduled))
         self.worker.start_loads(step)
         self.worker.start_saves(step)
@@ -204,14 +204,14 @@ class ToyEngine:
             self.scheduler.saves_reported(report)
 
     def close(self) -> None:
-        """Ends both halves."""
+        """Closes both halves."""
         self.scheduler.close()
         self.worker.close()
 
     _tables: dict[str, Any] = field(default_factory=dict)
 
     def _load(self, request: ToyRequest, table: list[int], hit: int) -> bool:
-        """Waits for a load; whether it went well."""
+        """Waits for a load; returns whether it succeeded."""
         self.scheduler.blocks_allocated(request, [table], hit)
         request.num_computed_tokens = hit
 

@@ -12,11 +12,11 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 __all__ = ["LiveEngine"]
 
 IDLE_SECONDS = 120.0
-"""So long an engine that has nothing to compute may step on for its connector: then it hangs."""
+"""Most seconds for which an idle engine may step for its connector; more is a hang."""
 
 
 class LiveEngine:
-    """One engine. `moments` are called each time when it gets there, before it goes on.
+    """One engine. `moments`: callbacks for each moment, called when the engine reaches it.
 
     Moments: "asking" (a request arrives, its lookup is about to begin), "loading" (a hit was taken,
         its load is about to begin),
@@ -39,7 +39,7 @@ class LiveEngine:
 
     @property
     def side(self) -> Any:
-        """The connector's half in the scheduler."""
+        """The connector's scheduler half."""
         return self.scheduler.connector._scheduler
 
     def add(self, request_id: str, prompt: Sequence[int], max_tokens: int, salt: str | None = None) -> None:
@@ -62,7 +62,7 @@ class LiveEngine:
         self.engine.add_request(request_id, {"prompt_token_ids": list(prompt), **salted}, sampling)
 
     def step(self) -> list[Any]:
-        """One step; returns what has ended with it."""
+        """Runs one step; returns the requests that ended."""
         outputs: list[Any] = self.engine.step()
         if any(request.num_output_tokens for request in self.scheduler.running):
             self._at("decoding")
@@ -76,7 +76,7 @@ class LiveEngine:
         return outputs
 
     def rest(self) -> None:
-        """Steps until the connector has nothing to do either."""
+        """Steps until the connector is idle too."""
         deadline = time.monotonic() + IDLE_SECONDS
         while self.scheduler.has_requests():
             self.step()
@@ -118,7 +118,7 @@ class LiveEngine:
         return values
 
     def leftovers(self) -> dict[str, Any]:
-        """What an engine at rest may not have: each of these is to be empty, 0 or False."""
+        """Returns what an engine at rest must not have: each is to be empty, 0 or False."""
         core = self.side._core
         return {
             "blocks in use": self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks(),
@@ -138,7 +138,7 @@ class LiveEngine:
         self.moments.get(moment, lambda: None)()
 
     def _watch(self, connector: Any) -> None:
-        """Puts the moments, and the counting, around the connector's hooks."""
+        """Wraps the connector's hooks with the moments and the counts."""
         _before(connector, "on_new_request", lambda *_: self._at("asking"))
         _after(self.side._gateway, "give_up_lookup", lambda *_: self._count("given_up", 1))
 
@@ -166,7 +166,7 @@ class LiveEngine:
 
 
 def _before(owner: Any, name: str, first: Callable[..., None]) -> None:
-    """Has `first` called with what a method is given, each time."""
+    """Calls `first` with a method's arguments before each call."""
     method = getattr(owner, name)
 
     def call(*arguments: Any) -> Any:
@@ -177,7 +177,7 @@ def _before(owner: Any, name: str, first: Callable[..., None]) -> None:
 
 
 def _after(owner: Any, name: str, then: Callable[..., None]) -> None:
-    """Has `then` called with what a method returned and was given, each time."""
+    """Calls `then` with a method's result and arguments after each call."""
     method = getattr(owner, name)
 
     def call(*arguments: Any) -> Any:

@@ -25,7 +25,7 @@ def main() -> None:
     results = [_step(live, dict(step)) for step in job["steps"]]
     Path(sys.argv[2]).write_text(json.dumps(results))
     sys.stdout.flush()
-    os._exit(0)  # what vLLM does at its end in a process of one is of no interest
+    os._exit(0)  # vLLM's shutdown in a single process is not tested here
 
 
 def _step(live: LiveEngine, step: dict[str, Any]) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def _generate(
     *,
     at_once: bool = True,
 ) -> dict[str, Any]:
-    """`act`: what is done to the server, once, "when" the engine gets to a moment."""
+    """`act`: the server's command, run once "when" the engine reaches a moment."""
     acted: list[str] = []
     if act is not None:
 
@@ -64,7 +64,7 @@ def _generate(
             if not acted:
                 acted.append(act["when"])
                 if act["command"][-1] == "hang" and act["when"] != "asking":
-                    live.hear()  # so that those that are given up are counted where they hang
+                    live.hear()  # so that lookups that time out are counted at their moment
                 _run([*act["command"], str(os.getpid())])
 
         live.moments = {act["when"]: once}

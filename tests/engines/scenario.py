@@ -1,4 +1,4 @@
-"""Prompts, steps and comparisons that the engine tests share."""
+"""Prompts, steps and comparisons of the engine tests."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def tokens(seed: int, count: int) -> list[int]:
 
 
 def generate(name: str, prompts: list[list[int]], **options: Any) -> dict[str, Any]:
-    """Returns a step that generates from prompts, one after the other unless `at_once`."""
+    """Returns a step that generates from prompts, in sequence unless `at_once`."""
     return {"op": "generate", "name": name, "prompts": prompts, **options}
 
 
 def server_step(server: ServerProcess, action: str, *more: str) -> dict[str, Any]:
-    """Returns a step in which the engine process does something to the server."""
+    """Returns a step in which the engine process sends a command to the server."""
     script = Path(__file__).with_name("server_process.py")
     return {"op": "shell", "command": [sys.executable, str(script), str(server.folder), action, *more]}
 

@@ -41,7 +41,7 @@ class ServerProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether it was started by this process, and has not ended."""
+        """Whether this process has started it and it has not ended."""
         return self._child is not None and self._child.poll() is None
 
     def start(self) -> None:
@@ -86,23 +86,23 @@ class ServerProcess:
         self._reap()
 
     def _reap(self) -> None:
-        """Waits for the one that was started here, if any; another process may have killed it."""
+        """Waits for the process that was started here; another process may have killed it."""
         child, self._child = self._child, None
         if child is not None:
             child.wait(START_SECONDS)
 
     def restart_twice(self) -> None:
-        """Kills it twice, and starts it each time."""
+        """Kills and restarts it twice."""
         for _ in range(2):
             self.kill()
             self.start()
 
     def status(self) -> dict[str, Any]:
-        """Asks what it has."""
+        """Returns the server's status."""
         return self._ask("status")
 
     def handoffs(self) -> dict[str, Any]:
-        """Asks which requests it holds for other engines."""
+        """Returns the requests that it holds for other engines."""
         return self._ask("handoffs")
 
     def _ask(self, what: str, seconds: int = 60) -> dict[str, Any]:
@@ -125,7 +125,7 @@ if __name__ == "__main__":
             server.signal(signal.SIGSTOP)
         case "resume":
             server.signal(signal.SIGCONT)
-        case "restart-twice":  # and whose process id this is sees the third life only
+        case "restart-twice":  # a client that knows the process id sees the third life only
             os.kill(int(sys.argv[3]), signal.SIGSTOP)
             try:
                 server.restart_twice()

@@ -13,7 +13,7 @@ from scenario import BLOCK, RunEngine, generate, tokens
 from server_process import ServerProcess
 
 SECONDS = float(os.environ.get("CHURN_SECONDS", "300")) / 2
-"""Of each mode."""
+"""Seconds per mode."""
 START_SECONDS = 600
 POOL_BLOCKS = 40
 REGION = "48MiB"
@@ -23,7 +23,7 @@ OUTPUT = 40
 
 
 def make_prompts() -> list[list[int]]:
-    """Returns 40 prompts of 1 to 14 blocks, which share prefixes by fives."""
+    """Returns 40 prompts of 1 to 14 blocks; five each share a prefix."""
     rng = random.Random(4)
     prompts = []
     for family in range(8):
@@ -34,7 +34,7 @@ def make_prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def truth(run_engine: RunEngine) -> list[dict[str, Any]]:
-    """What an engine without a connector, and with room for all, answers to each prompt alone."""
+    """Answers of an engine without a connector and with enough memory, to each prompt alone."""
     prompts = make_prompts()
     rows = run_engine([generate("all", prompts, max_tokens=OUTPUT)])["all"]["rows"]
     return [{"prompt": prompt, **row} for prompt, row in zip(prompts, rows, strict=True)]

@@ -48,7 +48,7 @@ def _ours() -> Iterator[tuple[str, Any]]:
 
 
 def test_the_table_is_what_is_installed() -> None:
-    """The names that the other tests go by are those of the vLLM that runs here."""
+    """The names in the other tests are those of the installed vLLM."""
     assert _methods(KVConnectorBase_V1, SupportsHMA) == HOOKS[INSTALLED]
     for name, methods in METRICS_CLASSES.items():
         here = vars(getattr(vllm_metrics, name))
@@ -79,7 +79,7 @@ def test_the_sleep_hooks_are_those_of_033() -> None:
 
 
 def test_the_metrics_classes_take_what_vllm_gives_them() -> None:
-    """The same for the counts, and for those who publish them."""
+    """The same for the statistics classes."""
     for ours, name in ((ConnectorStats, "KVConnectorStats"), (KVTierPromMetrics, "KVConnectorPromMetrics")):
         for method, names in METRICS_CLASSES[name].items():
             inspect.signature(getattr(ours, method)).bind("self", **dict.fromkeys(names.split()))
@@ -104,14 +104,14 @@ def test_nothing_is_imported_that_a_supported_release_lacks() -> None:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is warned of."""
+    """The warnings that were logged."""
     texts: list[str] = []
     monkeypatch.setattr(logging.Logger, "warning", lambda _, text, *values, **__: texts.append(text % values))
     return texts
 
 
 def _import_in(monkeypatch: pytest.MonkeyPatch, version: str) -> Any:
-    """Imports the adapter's doorkeeper as if this were another vLLM."""
+    """Imports the adapter's compat module as if this were another vLLM."""
     monkeypatch.setattr(vllm, "__version__", version)
     spec = importlib.util.spec_from_file_location("kvtier.client.engines.vllm.compat_again", inspect.getfile(compat))
     assert spec is not None
@@ -123,21 +123,21 @@ def _import_in(monkeypatch: pytest.MonkeyPatch, version: str) -> Any:
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cpu", "0.33.0", "0.33.2rc1"])
 def test_a_known_release_is_not_talked_about(monkeypatch: pytest.MonkeyPatch, said: list[str], version: str) -> None:
-    """Nothing is said of what was tested."""
+    """Tested versions log nothing."""
     _import_in(monkeypatch, version)
     assert not said
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.9.1", "0.8.5.post1"])
 def test_an_old_release_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    """One error, which says what is supported and what this is."""
+    """One error, which names the supported versions and this one."""
     with pytest.raises(ImportError, match=f"works with {SUPPORTED}; this is vLLM {version}$"):
         _import_in(monkeypatch, version)
 
 
 @pytest.mark.parametrize("version", ["0.34.0", "1.0.0", "0.1.dev7+gabcdef", "dev"])
 def test_an_unknown_release_is_one_warning(monkeypatch: pytest.MonkeyPatch, said: list[str], version: str) -> None:
-    """A newer one is tried, as is a build that does not say what it is."""
+    """A newer version, or a build without a version, is accepted with a warning."""
     _import_in(monkeypatch, version)
     (text,) = said
     assert version in text
@@ -146,7 +146,7 @@ def test_an_unknown_release_is_one_warning(monkeypatch: pytest.MonkeyPatch, said
 
 @pytest.mark.parametrize("version", ["0.33.0", "0.34.0"])
 def test_a_release_that_lacks_something_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    """The same error, with what is missing."""
+    """The same error, with the missing name."""
     monkeypatch.delattr("vllm.v1.kv_cache_interface.group_kernel_blocks")
     with pytest.raises(ImportError, match=f"works with {SUPPORTED}; this is vLLM {version} .*group_kernel_blocks"):
         _import_in(monkeypatch, version)

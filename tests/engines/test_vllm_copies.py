@@ -34,7 +34,7 @@ class Event:
 
 
 class Stream:
-    """A CUDA stream that does everything at once."""
+    """A CUDA stream that runs everything at once."""
 
     def __init__(self, *_: object, **__: object) -> None:
         self.synchronized = 0
@@ -48,7 +48,7 @@ class Stream:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No GPU is needed: its streams and events are the test's, its memory is the host's."""
+    """No GPU is needed: streams and events are fakes, and memory is the host's."""
     for name, fake in {
         "Stream": Stream,
         "Event": Event,
@@ -62,7 +62,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def _caches() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     layers = torch.randint(0, 255, (4, BLOCKS, PAGE), generator=generator, dtype=torch.uint8).unbind(0)
-    # The first group's layers lie apart: two segments.
+    # The first group's layers are not adjacent: two segments.
     return {"a": layers[0], "b": layers[1].clone(), "c": layers[2], "d": layers[3]}
 
 
@@ -86,7 +86,7 @@ def _batches() -> Iterator[tuple[list[int], list[int]]]:
 @pytest.mark.parametrize("group", [FULL, WINDOW], ids=["apart", "even"])
 @pytest.mark.usefixtures("cuda")
 def test_every_block_goes_to_its_slot_and_back(kind: type[CpuCopier | CudaCopier], group: CacheGroup) -> None:
-    """However blocks and slots lie: in a row, scattered, backwards; and nothing else is touched."""
+    """Blocks and slots in any order: consecutive, scattered, backwards; nothing else changes."""
     for block_ids, offsets in _batches():
         caches = _caches()
         copier, memory = _make(kind, caches), memoryview(bytearray(b"\x07" * SLOT * 2 * BLOCKS))

@@ -34,7 +34,7 @@ QUESTIONS = [
 
 @pytest.fixture(scope="module")
 def truth(run_engine: RunEngine) -> dict[str, Any]:
-    """What an engine without a connector answers."""
+    """Answers of an engine without a connector."""
     return run_engine(QUESTIONS)
 
 
@@ -43,7 +43,7 @@ def first(run_engine: RunEngine, server: ServerProcess) -> dict[str, Any]:
     """An engine with an empty store."""
     server.start()
     events = f"ipc://{server.folder}/events"
-    # A reset waits for what is being saved; it is counted and published with what comes then.
+    # A reset waits for pending saves; these are counted and published with the next step.
     steps = [QUESTIONS[0], RESET, generate("after", [tokens(50, 2 * BLOCK)]), generate("later", [tokens(51, BLOCK)])]
     results = run_engine(
         steps,
@@ -82,7 +82,7 @@ def second(
 
 
 def test_storing_changes_no_answer(truth: dict[str, Any], first: dict[str, Any]) -> None:
-    """An engine that stores answers as if nothing were stored, and finds nothing."""
+    """An engine with an empty store answers like one without a connector, and finds nothing."""
     assert_same(truth["base"], first["base"])
     assert first["base"]["external_hits"] == 0
 
@@ -123,13 +123,13 @@ def test_what_is_loaded_is_counted(second: dict[str, Any]) -> None:
 
 
 def test_a_request_may_be_computed_regardless(truth: dict[str, Any], second: dict[str, Any]) -> None:
-    """What a request asks for in its kv_transfer_params reaches the connector."""
+    """A request's kv_transfer_params reach the connector."""
     assert_same(truth["half"], second["skipped"])
     assert second["skipped"]["external_hits"] == 0
 
 
 def test_another_engine_finds_all_after_a_sigkill_of_the_server(truth: dict[str, Any], second: dict[str, Any]) -> None:
-    """B4.2 Every whole block before the last token is found, and answers stay the same."""
+    """B4.2 Every whole block before the last token hits; the answers are the same."""
     assert_same(truth["base"], second["base"])
     assert second["base"]["external_hits"] == hit_limit(BASE)
 
@@ -156,9 +156,9 @@ def test_many_at_once(truth: dict[str, Any], second: dict[str, Any]) -> None:
 
 
 def test_blocks_filled_by_decoding_are_stored(second: dict[str, Any]) -> None:
-    """B4.14 The next turn finds what the last one generated."""
+    """B4.14 The next turn finds blocks that the last one generated."""
     prompts = second["next turn prompts"]
-    # The last generated token was never computed, so the block that it fills cannot be there.
+    # The last generated token was never computed, so the block that it fills is not stored.
     answered = sum((len(prompt) + LONG_ANSWER - 1) // BLOCK * BLOCK for prompt in BASE)
     assert answered > hit_limit(BASE)
     assert second["next turn"]["external_hits"] == answered
@@ -181,7 +181,7 @@ def test_an_engine_with_the_deadlines_of_the_product(
 
 
 def test_recomputing_stores_nothing_twice(run_engine: RunEngine, server: ServerProcess, second: dict[str, Any]) -> None:
-    """B5.5 Equal content is stored once: engines that compute the same again add no block."""
+    """B5.5 Equal content is stored once: engines that compute it again add no block."""
     assert second["base"]["external_hits"]
     before = wait_until_durable(server)
     again = run_engine(

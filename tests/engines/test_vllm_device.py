@@ -38,7 +38,7 @@ GROUPS = [number % 2 for number in range(4)]
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A server whose movers copy within shared memory."""
+    """A server whose copy workers copy within shared memory."""
     with Service(tmp_path_factory.mktemp("vllm"), region=16 << 20) as running:
         yield running
 
@@ -53,7 +53,7 @@ class Worker:
         address = self.driver.allocate(nbytes, kind)
         self.whole = torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
         self.caches = dict(zip("abcd", self.whole.view(4, BLOCKS, PAGE).unbind(0), strict=True))
-        # New ones: a reset leaves what the tier below has, and a lookup would bring that back.
+        # New content: after a reset, a lookup would promote the lower tier's blocks.
         self.keys = [make_key(os.urandom(32), group) for group in GROUPS]
         self.reports, self.counters, self.log = WorkerReports(), TransferCounters(), RateLimitedLog()
         self.side = WorkerSide(
@@ -76,17 +76,17 @@ class Worker:
         return Client(service.server.endpoint, namespace=NAMESPACE, name=name, engine_id="engine", timeouts=timeouts)
 
     def fill(self, seed: int) -> torch.Tensor:
-        """Random contents for all tensors; returns a copy."""
+        """Fills all tensors with random bytes; returns a copy."""
         self.whole.copy_(torch.randint(0, 255, self.whole.shape, generator=torch.Generator().manual_seed(seed)))
         return self.whole.clone()
 
     def page(self, whole: torch.Tensor, group: int, block: int) -> bytes:
-        """What a block's slot holds."""
+        """Returns the bytes of a block's slot."""
         layers = whole.view(4, BLOCKS, PAGE)[2 * group : 2 * group + 2, block]
         return bytes(layers.flatten().tolist())
 
     def save(self, block_ids: list[int], number: int = 1) -> WorkerReport | None:
-        """Saves blocks under `keys`; returns what is reported."""
+        """Saves blocks under `keys`; returns the report."""
         self.side.start_saves(StepMetadata([], [SaveJob(number, "r", self.keys, GROUPS, block_ids)], "ns"))
         reports: list[WorkerReport] = []
 
@@ -99,7 +99,7 @@ class Worker:
         return reports[0]
 
     def load(self, block_ids: list[int]) -> Any:
-        """Loads `keys` into blocks; returns what is reported."""
+        """Loads `keys` into blocks; returns the report."""
         with self.client.lookup(self.keys) as lease:
             read = BlockRead(lease.id, [0, 1, 2, 3], GROUPS, block_ids)
             self.side.start_loads(StepMetadata([LoadJob("l", [read])], [], "ns"))
@@ -174,7 +174,7 @@ def test_loads_of_nothing_take_no_mark(worker: Worker) -> None:
 
 
 def test_a_mover_that_is_killed_costs_nothing(service: Service, worker: Worker) -> None:
-    """The engine copies itself where the server does not, and later the server does again."""
+    """The engine copies itself while the server cannot, and the server copies again later."""
     before = worker.fill(5)
     for number in range(4):
         for pid in service.copy_workers:
@@ -187,7 +187,7 @@ def test_a_mover_that_is_killed_costs_nothing(service: Service, worker: Worker) 
 
 
 def test_a_server_without_devices(tmp_path: Path) -> None:
-    """All is as if there were no such way."""
+    """Works as without the device route."""
     with Service(tmp_path, driver="off") as plain:
         made = Worker(plain)
         made.side.register(made.caches)
@@ -201,7 +201,7 @@ def test_a_server_without_devices(tmp_path: Path) -> None:
 
 
 def test_tensors_that_come_anew(worker: Worker) -> None:
-    """Other KV tensors are registered in place of the ones before."""
+    """Replaced KV tensors are registered instead of the old ones."""
     earlier = worker.side._route
     worker.side.register(worker.caches)
     wait_for(lambda: worker.side._route is not None and worker.side._route._client is not None)
@@ -213,7 +213,7 @@ def test_tensors_that_come_anew(worker: Worker) -> None:
 
 
 def test_on_the_cpu_there_is_no_such_way() -> None:
-    """Nothing of CUDA is touched, and jobs have no mark of their own."""
+    """CUDA is not used, and jobs have no mark."""
     caches = {name: torch.zeros(BLOCKS, PAGE, dtype=torch.uint8) for name in "ab"}
     assert cuda_route(build_layouts([FULL], caches, BLOCKS), torch.device("cpu"), RateLimitedLog()) is None
     worker = WorkerSide(lambda _: FakeTransfers(), [FULL], "ns", BLOCKS, WorkerReports(), RateLimitedLog())  # type: ignore[arg-type]
@@ -223,7 +223,7 @@ def test_on_the_cpu_there_is_no_such_way() -> None:
 
 
 def test_layers_of_one_allocation_are_one_run() -> None:
-    """A block of many layers is few pieces, at the addresses that its tensors have."""
+    """A block of many layers is few runs, at the addresses of its tensors."""
     whole = torch.zeros(4, BLOCKS, PAGE, dtype=torch.uint8)
     layout, addresses = describe_layout(
         build_layouts([FULL], dict(zip("ab", whole[1:3].unbind(0), strict=True)), BLOCKS)[0]

@@ -1,4 +1,4 @@
-"""KV events for those who watch the engine's caches."""
+"""KV events for programs that track the engine's caches."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ Lives = Callable[[str], dict[str, Any]]
 
 PROMPTS = [tokens(71, 12 * BLOCK + 3), tokens(72, 8 * BLOCK + 1)]
 BUDGET_SECONDS = 2.5
-"""Less than it takes to notice that a server is silent, which would end a lookup as well."""
+"""Seconds; less than the time to notice a silent server, which would end a lookup too."""
 
 LIFE_SECONDS = 800
 HUNG_SECONDS = 110.0
@@ -32,19 +32,19 @@ EACH = pytest.mark.parametrize(
 )
 BOTH = pytest.mark.parametrize("mode", LIVES)
 NEW = {case: tokens(100 + number, 7 * BLOCK + 5) for number, case in enumerate(CASES)}
-"""A prompt for each case that was never computed before: its blocks are to be saved."""
+"""A new prompt per case, whose blocks are to be saved."""
 POOL_BLOCKS = 24
 """Lazy mode saves what is about to be evicted, so there must be pressure: the prompts of one case
 need 30 blocks."""
 
 
 def server_do(server: ServerProcess, action: str) -> list[str]:
-    """Returns the command that does something to the server."""
+    """Returns the command that makes the server fail."""
     return [sys.executable, str(Path(__file__).with_name("server_process.py")), str(server.folder), action]
 
 
 def meet(server: ServerProcess) -> list[dict[str, Any]]:
-    """Returns the steps after which the connector knows of the server."""
+    """Returns the steps after which the connector is connected."""
     return [{"op": "meet", "command": server_do(server, "status")}]
 
 
@@ -77,7 +77,7 @@ def case_steps(server: ServerProcess, case: tuple[str, str], *, lazy: bool) -> l
 
 @pytest.fixture(scope="module")
 def truth(run_engine: RunEngine) -> dict[str, Any]:
-    """What an engine without a connector answers, by prompt."""
+    """Answers of an engine without a connector, by prompt."""
     prompts = [*PROMPTS, *NEW.values()]
     rows = run_engine([generate("all", prompts)])["all"]["rows"]
     return {str(prompt): row for prompt, row in zip(prompts, rows, strict=True)}
@@ -147,7 +147,7 @@ def test_the_cache_is_used_again(truth: dict[str, Any], lives: Lives, mode: str,
 
 @BOTH
 def test_a_server_may_come_later(truth: dict[str, Any], lives: Lives, mode: str) -> None:
-    """Absent at the start, it is a miss; as soon as it is there, it is used."""
+    """Without a server at start, requests miss; a later server is used."""
     for moment in ("absent", "come"):
         same(truth, PROMPTS, lives(mode)[moment])
     assert lives(mode)["absent"]["external_hits"] == 0
@@ -155,14 +155,14 @@ def test_a_server_may_come_later(truth: dict[str, Any], lives: Lives, mode: str)
 
 @BOTH
 def test_a_load_from_a_server_that_died_fails(lives: Lives, mode: str) -> None:
-    """B4.3 What the first life found is not read from another one: the engine computes it."""
+    """B4.3 Lookups of the first life are not read from the second: the engine computes."""
     for deed in ("kill", "restart-twice"):
         assert lives(mode)[f"{deed} loading"]["failed_loads"] > 0, deed
 
 
 @BOTH
 def test_saves_that_hang_or_die_are_reported(lives: Lives, mode: str) -> None:
-    """B4.5, B5.6 They are not stored, and say so, within their deadline."""
+    """B4.5, B5.6 They are reported as not stored, within their deadline."""
     for deed in ("kill", "hang"):
         assert lives(mode)[f"{deed} saving"]["not_stored"] > 0, deed
 

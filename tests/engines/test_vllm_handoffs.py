@@ -23,7 +23,7 @@ MakeEngine = Callable[..., ToyEngine]
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    """A server that runs."""
+    """A running server."""
     process = ServerProcess(tmp_path, "64MiB")
     process.start()
     yield process
@@ -32,7 +32,7 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def make(server: ServerProcess) -> Iterator[MakeEngine]:
-    """Makes engines of that server, or of another one."""
+    """Creates engines of that server, or of another one."""
     engines: list[ToyEngine] = []
 
     def make(name: str, config: ConnectorConfig = BOTH_WAYS, endpoint: str = server.endpoint, **more: Any) -> ToyEngine:
@@ -57,12 +57,12 @@ def decode(make: MakeEngine) -> ToyEngine:
 
 
 def holds_of(server: ServerProcess) -> list[str]:
-    """Returns the names of what is held."""
+    """Returns the names of the holds."""
     return [hold["request_id"] for hold in server.handoffs()["handoffs"]]
 
 
 def params_of(engine: ToyEngine, tokens: list[int], params: Any = FIRST_TURN, new_tokens: int = 0) -> dict[str, Any]:
-    """Returns the parameters that a request is answered with."""
+    """Returns the parameters of a request's answer."""
     answer = engine.run(tokens, params, new_tokens).params
     assert answer is not None
     return answer
@@ -132,7 +132,7 @@ def test_what_has_expired_is_not_read(make: MakeEngine, prefill: ToyEngine, *, k
 def test_a_request_that_ends_before_it_is_scheduled(
     server: ServerProcess, prefill: ToyEngine, decode: ToyEngine
 ) -> None:
-    """B2.14: the peer is told, whether it was asked yet or not, and nothing is returned."""
+    """B2.14 The holder is told in every state of the claim, and nothing is returned."""
     for asks in (False, True):
         params = params_of(prefill, PROMPT)
         request = decode.arrive(PROMPT, params)
@@ -157,14 +157,14 @@ def test_a_request_that_ends_while_it_is_pulled(server: ServerProcess, prefill: 
     assert not decode.scheduler.reset(), "B4.13"
     decode.settle()
     counts = decode.counts()
-    # With its request a lease ends, too, so that the load may well have failed.
+    # A lease ends with its request, so the load may have failed.
     assert counts.get("pull_blocks:pulled", 0) + counts.get("pull_blocks:failed", 0) == 7
     assert counts.get("save_blocks:stored", 0) == 0
     is_released(server, params)
 
 
 def test_a_pull_that_fails_is_computed(server: ServerProcess, prefill: ToyEngine, decode: ToyEngine) -> None:
-    """B2.10: one transfer per request; the server dies between the claim and the pull."""
+    """B2.10 One transfer per request; the server dies between claim and pull."""
     params = params_of(prefill, PROMPT)
     turn = decode.run(PROMPT, params, before_pull=server.kill)
     assert turn.computed == len(PROMPT)
@@ -211,7 +211,7 @@ def test_servers_of_two_hosts(tmp_path: Path, make: MakeEngine, *, known: bool) 
 
 
 def test_roles_are_about_the_cache(make: MakeEngine) -> None:
-    """A producer pulls, and a consumer holds, what it is asked to; otherwise it does neither."""
+    """A producer pulls, and a consumer holds, if a request asks for it; otherwise not."""
     producer, consumer = make("P", may_load=False), make("D", may_save=False)
     first = consumer.run(PROMPT, {"do_remote_prefill": True}, 5)
     assert producer.run([*first.tokens, 7], first.params).computed == 2, "the last token's KV was never computed"
@@ -234,7 +234,7 @@ def test_what_a_request_does_not_want(
 
 
 def test_other_content_is_not_pulled(prefill: ToyEngine, decode: ToyEngine) -> None:
-    """The last block's tokens may stand for something else, an image say: its name tells."""
+    """The last block's tokens may stand for an image, for example; its key covers that."""
     feature = SimpleNamespace(identifier="one", mm_position=SimpleNamespace(offset=len(PROMPT) - 2, length=2))
     request = prefill.arrive(PROMPT, FIRST_TURN)
     request.mm_features = [feature]
@@ -263,7 +263,7 @@ def test_the_same_end_of_another_beginning_is_not_pulled(prefill: ToyEngine, dec
 
 
 def test_requests_with_adapters_are_not_handed_on(server: ServerProcess, prefill: ToyEngine) -> None:
-    """The names of an adapter's blocks do not tell its weights."""
+    """The hashes of an adapter's blocks do not cover its weights."""
     request = prefill.arrive(PROMPT, FIRST_TURN)
     prefill.end(request, [], "FINISHED_ABORTED")
     request.lora_request = object()
@@ -277,6 +277,6 @@ def test_requests_with_adapters_are_not_handed_on(server: ServerProcess, prefill
 
 
 def is_released(server: ServerProcess, params: dict[str, Any]) -> None:
-    """Waits until the peer's hold is gone, and every lease given back."""
+    """Waits until the hold is gone and every lease is released."""
     wait_for(lambda: params["remote_request_id"] not in holds_of(server))
     wait_for(lambda: server.status()["leases"] == 0)

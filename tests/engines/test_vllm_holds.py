@@ -86,7 +86,7 @@ def test_a_part_of_a_hold_is_used_as_far_as_it_goes() -> None:
 
 
 def test_what_is_about_to_be_pulled_is_kept_alive() -> None:
-    """B2.1: by a heartbeat with the first step, and no more of them when it was pulled."""
+    """B2.1 A heartbeat with the first step, and none after the pull."""
     client = HoldsClient()
     with scheduler_side(client) as (scheduler, _):
         request = make_request(6, kv_transfer_params=PREFILLED)
@@ -100,7 +100,7 @@ def test_what_is_about_to_be_pulled_is_kept_alive() -> None:
 
 @pytest.mark.parametrize("answered", [True, False])
 def test_a_claim_that_nobody_wants_any_more_is_given_back(*, answered: bool) -> None:
-    """B4.3: whether it was granted before its request ended or is granted afterwards."""
+    """B4.3 Whether it was granted before or after its request ended."""
     gate = threading.Event()
     client = HoldsClient(before_claim=lambda: None if answered else wait_for(gate.is_set))
     with scheduler_side(client) as (scheduler, _):
@@ -160,7 +160,7 @@ def test_nobody_is_asked_where_there_is_no_server() -> None:
     ],
 )
 def test_normal_ends(status: str, *, held: bool) -> None:
-    """B2.16: of vLLM's ways to end a request two are normal."""
+    """B2.16 Two of vLLM's finish reasons are normal."""
     client = HoldsClient()
     with scheduler_side(client) as (scheduler, _):
         request = make_request(6, kv_transfer_params={"do_remote_decode": True}, num_computed_tokens=24)
@@ -230,7 +230,7 @@ def test_nothing_is_pulled_or_held_that_is_about_to_be_forgotten() -> None:
 
 
 def test_claims_behind_one_that_fails_are_not_made(monkeypatch: Any) -> None:
-    """They would each wait as long as it did."""
+    """Each of them would wait as long."""
     monkeypatch.setattr(hold_calls, "_CIRCUIT_OPEN_S", 600.0)
     monkeypatch.setattr(hold_calls, "_CLAIM_THREADS", 1)
     gate = threading.Event()
@@ -259,7 +259,7 @@ def test_claims_behind_one_that_fails_are_not_made(monkeypatch: Any) -> None:
 
 
 def test_a_publication_that_was_late_is_made_once_more() -> None:
-    """B2.17: who is to pull would wait for it; what is told of a request twice is one hold."""
+    """B2.17 The other engine would wait for it; a repeated publication is one hold."""
     client = HoldsClient()
     client.late_publications = 1
     with scheduler_side(client) as (scheduler, _):

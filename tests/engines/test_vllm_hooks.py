@@ -34,7 +34,7 @@ REPORT = SimpleNamespace(kv_connector_worker_meta=WorkerReport({7: 1}), finished
 
 
 class Broken:
-    """A side whose every method raises."""
+    """A scheduler or worker half whose every method raises."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def fail(*_: object, **__: object) -> None:
@@ -44,7 +44,7 @@ class Broken:
 
 
 class Warnings:
-    """Notes what would have been logged."""
+    """Records warnings."""
 
     def __init__(self) -> None:
         self.kinds: list[str] = []
@@ -136,7 +136,7 @@ def test_a_hook_that_fails_answers_with_its_fallback(monkeypatch: pytest.MonkeyP
 
 
 def test_every_hook_is_in_these_tests() -> None:
-    """A hook that is added is tested too."""
+    """New hooks are tested too."""
     ours = [base for base in KVTierConnector.__mro__ if base.__module__.startswith("kvtier.")]
     hooks = {
         name
@@ -148,7 +148,7 @@ def test_every_hook_is_in_these_tests() -> None:
 
 
 def test_what_is_logged_can_be_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real log takes what a contained hook gives it."""
+    """The real log accepts the arguments of `never_raises`."""
     monkeypatch.setattr(KVTierConnector, "_set_up", lambda _: None)
     made: Any = KVTierConnector(_config(), SCHEDULER, SimpleNamespace())
     made._scheduler = Broken()
@@ -171,7 +171,7 @@ def test_a_worker_that_cannot_start_its_jobs_reports_them(monkeypatch: pytest.Mo
 
 
 class Scheduler:
-    """A side that works as the test says."""
+    """A half that works as the test determines."""
 
     def __init__(self) -> None:
         self.steps: list[StepMetadata] = []
@@ -201,7 +201,7 @@ def test_a_load_that_the_scheduler_lost_is_sent_to_fail(monkeypatch: pytest.Monk
         made.update_state_after_alloc(make_request(1, name), _blocks(), external_tokens)
     side.steps = [StepMetadata([good], [], "ns")]
     assert made.build_connector_meta(None).loads == [LoadJob("bad"), good]
-    # The next step fails; what it had is not sent after all in the one that follows.
+    # The next step fails; its loads are not sent in the one that follows.
     made.update_state_after_alloc(make_request(1, "good"), _blocks(), 4)
     assert made.build_connector_meta(None).loads == [LoadJob("good")]
     side.steps = [StepMetadata([good], [], "ns")]
@@ -209,7 +209,7 @@ def test_a_load_that_the_scheduler_lost_is_sent_to_fail(monkeypatch: pytest.Monk
 
 
 def test_reports_of_saves_and_loads_do_not_depend_on_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A defect in one kind of report leaves the other in order."""
+    """A failure with one kind of report does not affect the other."""
     made, side = _broken(monkeypatch, SCHEDULER), Scheduler()
     made._scheduler = side
     made.update_connector_output(
@@ -222,7 +222,7 @@ def test_reports_of_saves_and_loads_do_not_depend_on_each_other(monkeypatch: pyt
 
 
 def test_a_typo_in_the_endpoint_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one thing that may raise: a setting that cannot be meant."""
+    """Only invalid settings may raise."""
     plain = namespace.Namespace("m", "d", ())
     monkeypatch.setattr(connector, "resolve_geometry", lambda *_: CacheGeometry((FULL,), 4, 4))
     monkeypatch.setattr(connector, "build_namespace", lambda *_: plain)
@@ -235,7 +235,7 @@ def test_a_typo_in_the_endpoint_stops_the_start(monkeypatch: pytest.MonkeyPatch)
 def test_a_set_up_that_fails_disables_the_connector(
     monkeypatch: pytest.MonkeyPatch, role: Any, error: Exception
 ) -> None:
-    """A model's files that cannot be read are misses, not the end of the engine."""
+    """Unreadable files of a model disable the connector; the engine starts."""
 
     def fail(*_: object) -> None:
         raise error
@@ -288,7 +288,7 @@ def test_the_namespace_knows_the_weights_of_a_hub_model(monkeypatch: pytest.Monk
 
 
 def test_a_step_with_nothing_to_report_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most steps: neither half is troubled, so that an idle connector costs no time."""
+    """In an idle step neither half is called, so an idle connector costs no time."""
     scheduler, worker = _broken(monkeypatch, SCHEDULER), _broken(monkeypatch, WORKER)
     worker.bind_connector_metadata(StepMetadata())
     worker.start_load_kv(None)
@@ -301,7 +301,7 @@ def test_a_step_with_nothing_to_report_asks_nobody(monkeypatch: pytest.MonkeyPat
 
 
 def test_clients_of_peers_pin_their_staging(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a worker with a GPU reads from a server of another host comes to pinned memory."""
+    """Reads from a server of another host use pinned memory in a worker with a GPU."""
     made, pin = _broken(monkeypatch, WORKER), object()
     clients: list[dict[str, Any]] = []
     monkeypatch.setattr(

@@ -21,7 +21,7 @@ STEPS = [
 
 @pytest.fixture(scope="module")
 def runs(run_engine: RunEngine, server: ServerProcess) -> list[dict[str, Any]]:
-    """An engine without a connector, one with an empty store, and another one after it."""
+    """An engine without a connector, one with an empty store, and a later one."""
     server.start()
     return [
         run_engine(STEPS, model="hybrid"),
@@ -31,7 +31,7 @@ def runs(run_engine: RunEngine, server: ServerProcess) -> list[dict[str, Any]]:
 
 
 def test_all_groups_are_served(runs: list[dict[str, Any]]) -> None:
-    """B4.10 A hit is one that every group can serve; answers stay the same."""
+    """B4.10 A hit is one that every group can serve; the answers are the same."""
     truth, first, second = runs
     assert "KV cache group(s)" in second["log"]
     assert " 1 KV cache group(s)" not in second["log"]
@@ -41,7 +41,7 @@ def test_all_groups_are_served(runs: list[dict[str, Any]]) -> None:
 
 
 def test_a_prefix_finds_the_windows_at_its_end(runs: list[dict[str, Any]]) -> None:
-    """B4.10 Windows are stored all along a prompt, so that a hit may end anywhere in it."""
+    """B4.10 Windows are stored along the whole prompt, so a hit may end anywhere in it."""
     truth, _, second = runs
     assert_same(truth["half"], second["half"])
     assert second["half"]["external_hits"] == 9 * BLOCK

@@ -73,7 +73,7 @@ def test_free_blocks_are_saved_before_they_are_evicted() -> None:
 
 
 def test_a_block_that_is_reused_is_saved_for_what_it_holds_then() -> None:
-    """B4.7 The engine evicts and fills it with something else: that is stored, in its turn."""
+    """B4.7 The engine evicts the block and reuses it: the new content is stored in turn."""
     pool = BlockPool(3, enable_caching=True, hash_block_size=4)
     side = _side(pool, held=1.0)
     for first in (0, 2):
@@ -85,7 +85,7 @@ def test_a_block_that_is_reused_is_saved_for_what_it_holds_then() -> None:
 
 
 def test_the_beginning_of_a_block_is_not_saved_for_a_block() -> None:
-    """A block may be named by a hash of its first tokens only, in vLLM."""
+    """In vLLM a block may have only the hash of its first tokens."""
     pool = BlockPool(3, enable_caching=True, hash_block_size=4)
     side = _side(pool)
     pool.free_blocks(_cached(pool, 1, tokens=2))
@@ -94,7 +94,7 @@ def test_the_beginning_of_a_block_is_not_saved_for_a_block() -> None:
 
 
 def test_with_adapters_lazy_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A free block does not say whose it was, and an adapter's KV must not be stored."""
+    """A free block does not name its request, and an adapter's KV must not be stored."""
     warnings: list[str] = []
     monkeypatch.setattr(KVTierConnector, "_set_up", lambda _: None)
     monkeypatch.setattr(connector.logger, "warning", lambda text, *_: warnings.append(text))

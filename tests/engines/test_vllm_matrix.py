@@ -18,11 +18,11 @@ STEPS = [
     generate("crowd", [*BASE, BASE[0][: 5 * BLOCK] + FLOOD[0]], at_once=True),
 ]
 POOL_BLOCKS = {"dense": 48, "hybrid": 160}
-"""Of a lazy engine: so few that the flood takes them all, and enough for the crowd."""
+"""Blocks of a lazy engine: few enough for the flood to evict all, enough for the crowd."""
 
 
 class Cell(NamedTuple):
-    """One way to run an engine."""
+    """One configuration of an engine."""
 
     model: str
     ranks: int
@@ -31,7 +31,7 @@ class Cell(NamedTuple):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What `run_engine` is told."""
+        """Arguments of `run_engine`."""
         settings: dict[str, Any] = {
             "model": self.model,
             "extra": {"transport": self.transport, "lazy_offload": self.mode == "lazy"},
@@ -56,7 +56,7 @@ def cell(request: pytest.FixtureRequest) -> Cell:
 
 @pytest.fixture(scope="module")
 def truths() -> dict[str, dict[str, Any]]:
-    """What engines without a connector answer, filled in as models are asked for."""
+    """Answers of engines without a connector, added per model on demand."""
     return {}
 
 
@@ -83,7 +83,7 @@ def test_what_one_engine_stores_another_finds(
     length = {"max_model_len": 32 * BLOCK}  # part of the namespace
     pool = {"num_gpu_blocks_override": POOL_BLOCKS[cell.model]} if lazy else {}
     steps = [STEPS[0], generate("flood", FLOOD), generate("again", BASE)] if lazy else STEPS[:1]
-    afresh = cell.ranks > 1 and not lazy  # ranks that are spawned, and bound to cores
+    afresh = cell.ranks > 1 and not lazy  # ranks are spawned and bound to cores
     first = run_engine(steps, endpoint=server.endpoint, afresh=afresh, **cell.settings, **pool, **length)
     assert f"transport {cell.transport}" in first["log"]
     assert_same(truth["base"], first["base"])

@@ -30,7 +30,7 @@ def test_a_running_request_is_offered_to_the_new_server() -> None:
 
 
 def test_a_waiting_request_is_looked_up_in_the_new_server() -> None:
-    """B4.3 What the old one found is given back, and not offered to the engine."""
+    """B4.3 Lookups of the old life are released, and not offered to the engine."""
     client = FakeClient()
     with scheduler_side(client) as (side, _):
         client.keys = {key for job in _offered(side) for key in job.keys}

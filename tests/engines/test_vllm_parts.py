@@ -1,4 +1,4 @@
-"""The vLLM connector's parts, one by one."""
+"""The vLLM connector's parts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kvtier.client.offload import BlockRead, CacheGeometry, CacheGroup, LoadJob,
 
 
 def _caches(num_blocks: int) -> dict[str, torch.Tensor]:
-    """Four layers carved out of one allocation, as vLLM does it; kernel blocks are half a block."""
+    """Four layers in one allocation, like vLLM's; kernel blocks are half a block."""
     generator = torch.Generator().manual_seed(0)
     whole = torch.randint(0, 255, (4, num_blocks * 2, PAGE // 2), generator=generator, dtype=torch.uint8)
     return dict(zip("abcd", whole.unbind(0), strict=True))
@@ -80,7 +80,7 @@ def test_a_block_that_is_not_one_run_of_bytes_is_refused() -> None:
 
 
 def test_an_unknown_setting_is_a_warning_that_names_the_nearest() -> None:
-    """A typo is pointed out."""
+    """A typo in a key is a warning with the nearest key."""
     warnings: list[str] = []
     ConnectorConfig.parse({"endpont": "unix:/x"}, warnings.append)
     assert "did you mean 'endpoint'" in warnings[0]
@@ -105,13 +105,13 @@ def test_an_unknown_setting_is_a_warning_that_names_the_nearest() -> None:
     ],
 )
 def test_a_wrong_setting_stops_the_start(extra: dict[str, Any]) -> None:
-    """What cannot be meant is said at start, not ignored."""
+    """Invalid values raise at start."""
     with pytest.raises(ValueError, match="kvtier: "):
         ConnectorConfig.parse(extra, lambda _: None)
 
 
 def test_settings_of_requests_that_are_handed_over() -> None:
-    """B2.1: under the field's names, with its defaults."""
+    """B2.1 vLLM's names and defaults."""
     config = ConnectorConfig.parse({}, lambda _: None)
     options = config.handoff
     assert (options.kv_recompute_threshold, options.bidirectional_kv_xfer) == (64, False)
@@ -192,7 +192,7 @@ def test_a_lookup_that_only_queued_says_nothing_of_the_server() -> None:
 
 
 def test_a_server_that_is_not_there_is_a_miss_at_once() -> None:
-    """No lookup is begun without a connection; one that fails is a miss."""
+    """No lookup starts without a connection; a failed one is a miss."""
     client = FakeClient()
     with _lookups(client, CacheGeometry((FULL,), 4, 4)) as service:
         client.connected = False
@@ -223,7 +223,7 @@ def test_a_long_request_is_looked_up_in_calls_that_the_server_takes() -> None:
 
 
 def test_a_request_is_finished_after_its_last_lookup() -> None:
-    """B3.12 A request that ends while it is looked up is not finished before it was begun."""
+    """B3.12 A request that ends during its lookup is finished after it was begun."""
     started, gate = threading.Event(), threading.Event()
 
     def hang() -> None:
@@ -241,7 +241,7 @@ def test_a_request_is_finished_after_its_last_lookup() -> None:
         assert not client.finished
         gate.set()
         wait_for(lambda: client.finished == ["r"])
-        assert client.begun == {"r": (5, None)}  # what is not JSON is not sent
+        assert client.begun == {"r": (5, None)}  # parameters that are not JSON are not sent
         assert client.released == [1]
 
 
@@ -281,7 +281,7 @@ def test_every_job_is_reported_whatever_happens(error: Exception | None) -> None
 
 
 def test_a_worker_of_another_namespace_moves_nothing() -> None:
-    """Scheduler and worker that disagree about the namespace are a miss, never wrong bytes."""
+    """If scheduler and worker disagree about the namespace, all is a miss."""
     reports = WorkerReports()
     worker = WorkerSide(lambda _: FakeTransfers(), [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type]
     worker.register(_caches(8))

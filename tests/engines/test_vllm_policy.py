@@ -37,7 +37,7 @@ def _keys(count: int) -> list[bytes]:
 
 
 def _offered(scheduler: SchedulerSide, output: Any) -> list[bytes]:
-    """Builds a step; returns the keys of its saves, which all end well."""
+    """Builds a step; returns the keys of its saves, which all succeed."""
     saves = scheduler.build_step(output).saves
     for save in saves:
         scheduler.saves_reported(WorkerReport({save.job_id: 1}))
@@ -133,7 +133,7 @@ def test_a_request_that_may_not_be_loaded_is_voted_on_all_the_same(*, may_load: 
 
 
 def test_votes_that_cannot_be_had_keep_nobody_waiting() -> None:
-    """B1.1: a server that fails costs its votes; the blocks are offered, and the request ends."""
+    """B1.1 If the vote fails, the blocks are offered, and the request ends."""
     client = FakeClient()
 
     def fail() -> None:
@@ -200,7 +200,7 @@ def test_a_load_goes_by_the_whole_id() -> None:
 
 
 def test_a_block_that_the_server_holds_is_not_copied_a_second_time() -> None:
-    """B1.5: of what is offered, only what the server lacks is written."""
+    """B1.5 Of the offered blocks, only those that the server lacks are written."""
     client, reports, copied = FakeTransfers(), WorkerReports(), []
     worker = WorkerSide(lambda _: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
     torch = pytest.importorskip("torch")

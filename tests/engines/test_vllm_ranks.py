@@ -133,7 +133,7 @@ class Engine:
         return self.cache(self.stages[0], merged=True)
 
     def tensors(self, worker: KVTierConnector) -> dict[str, torch.Tensor]:
-        """One tensor per layer of the worker, with bytes of its own in every block."""
+        """One tensor per layer of the worker, with distinct bytes in every block."""
         assert worker._geometry is not None
         seed = torch.Generator().manual_seed(worker._vllm_config.parallel_config.rank // self.copies)
         return {
@@ -145,7 +145,7 @@ class Engine:
     # ---- what an engine does
 
     def step(self, worker: KVTierConnector, loads: list[LoadJob], saves: list[SaveJob]) -> None:
-        """Gives a worker a step as the scheduler's connector sends it."""
+        """Sends a step of the scheduler's connector to a worker."""
         digest = self.scheduler._scheduler._digest if self.scheduler._scheduler is not None else ""
         step = StepMetadata(loads, saves, digest, parts=self.scheduler._all_parts)
         worker.bind_connector_metadata(pickle.loads(pickle.dumps(step)))  # noqa: S301 - our own
@@ -153,7 +153,7 @@ class Engine:
         worker.wait_for_save()
 
     def save(self, number: int, block_ids: list[int], groups: list[int] | None = None) -> Mapping[int, set[int]]:
-        """A worker saves blocks under KEYS; returns what it says it did not store."""
+        """Saves blocks under KEYS in a worker; returns those that it reports as not stored."""
         worker, groups = self.workers[number], groups or [0] * len(block_ids)
         keys = [make_key(key[:32], group) for key, group in zip(KEYS, groups, strict=True)]
         self.step(worker, [], [SaveJob(1, "r", keys, groups, block_ids)])
@@ -165,13 +165,13 @@ class Engine:
         return report.not_stored  # type: ignore[attr-defined,no-any-return]
 
     def lookup(self, groups: tuple[int, ...] = (0, 0)) -> Any:
-        """Asks the server with the scheduler's client."""
+        """Looks KEYS up with the scheduler's client."""
         assert self.scheduler._scheduler is not None
         keys = [make_key(key[:32], group) for key, group in zip(KEYS, groups, strict=True)]
         return self.scheduler._scheduler._gateway._client.lookup(keys, request_id="r", wait=0.0, prefix=False)
 
     def load(self, block_ids: list[int], groups: list[int] | None = None) -> None:
-        """Every worker loads what KEYS have into blocks."""
+        """Loads KEYS into blocks in every worker."""
         lease = self.lookup(tuple(groups or (0, 0)))
         assert list(lease.statuses) == [KeyStatus.HIT] * 2
         for worker in self.workers:
@@ -204,7 +204,7 @@ def _long_timeouts() -> Iterator[None]:
 
 @pytest.fixture
 def engine(running: ServerProcess, tmp_path: Path) -> Iterator[Any]:
-    """Makes engines; all of one test have the same model, which no other test has."""
+    """Creates engines; each test has its own model."""
     (tmp_path / "config.json").write_text(f'"{time.monotonic_ns()}"')
     with contextlib.ExitStack() as stack:
 
@@ -217,7 +217,7 @@ def engine(running: ServerProcess, tmp_path: Path) -> Iterator[Any]:
 
 
 def _namespaces(engine: Engine) -> set[str]:
-    """The digests of scheduler and workers."""
+    """The namespace digests of scheduler and workers."""
     sides = [engine.scheduler._scheduler, *(worker._worker for worker in engine.workers)]
     return {side._digest for side in sides if side is not None}
 
@@ -249,7 +249,7 @@ def test_ranks_with_the_same_bytes_store_one_copy(engine: Any, running: ServerPr
     before = _copy(two)
     two.load([5, 6])
     _assert_loaded(two, before, {2: 5, 3: 6})
-    # An engine with another number of ranks has the same bytes, and so the same blocks.
+    # An engine with another number of ranks has the same bytes, so it shares blocks.
     one = engine([LATENT], [[["a", "b"]]], name="other")
     assert _namespaces(one) == {namespace}
     one.load([5, 6])
@@ -271,7 +271,7 @@ def test_pipeline_stages_have_a_part_each(engine: Any) -> None:
         assert torch.equal(two.caches[0][name][6], before[0][name][6]), "the window's block, of other layers"
     assert torch.equal(two.caches[0]["u"][6], before[0]["u"][3])
     assert torch.equal(two.caches[1]["d"][5], before[1]["d"][2])
-    # Cut elsewhere, the same layers are other parts.
+    # Split differently, the same layers are other parts.
     other = engine([FULL, WINDOW], [[["a", "b"], ["u"]], [["c", "d"], []]], name="other")
     assert list(other.lookup((0, 1)).statuses) == [KeyStatus.MISS] * 2
 

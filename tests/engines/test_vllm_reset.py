@@ -35,7 +35,7 @@ def test_a_reset_while_copies_run_keeps_their_blocks() -> None:
 
 
 class Gate:
-    """An answer of the server that comes when the test opens it."""
+    """A server's answer that is delayed until the test releases it."""
 
     def __init__(self, answer: int = 0) -> None:
         self.entered, self._open, self._answer = threading.Event(), threading.Event(), answer
@@ -50,7 +50,7 @@ class Gate:
 
 
 def _is_miss(scheduler: Any, request_id: str) -> bool:
-    """Whether a new request is told at once that there is nothing to load."""
+    """Whether a new request is a miss at once."""
     request = make_request(3, request_id)
     scheduler.new_request(request)
     return bool(scheduler.matched_tokens(request, 0) == (0, False))
@@ -98,7 +98,7 @@ def test_saves_in_flight_end_before_the_server_is_asked() -> None:
 
 
 def test_a_request_that_ends_during_a_reset_saves_nothing() -> None:
-    """B4.13: its blocks are from before the reset."""
+    """B4.13 Its blocks are from before the reset."""
     client, gate = FakeClient(), Gate()
     client.resets = [gate]
     with scheduler_side(client) as (scheduler, _):
@@ -145,7 +145,7 @@ def test_a_reset_that_somebody_else_began_is_not_enough() -> None:
 
 
 def test_a_reset_during_a_reset_is_one_more() -> None:
-    """B4.13: what was stored between the two goes as well."""
+    """B4.13 Blocks that were stored between the two are dropped too."""
     client, first = FakeClient(), Gate()
     client.resets = [0, 0, 0, first]
     with scheduler_side(client) as (scheduler, _):

@@ -25,7 +25,7 @@ def test_reports_of_workers_add_up() -> None:
 
 
 def test_what_was_not_stored_is_counted_and_offered_again() -> None:
-    """B3.5 The counter rises, and the request offers its blocks at its end."""
+    """B3.5 It is counted, and the request offers its blocks again at its end."""
     counters = TransferCounters()
     with scheduler_side(FakeClient(), counters=counters) as (scheduler, _):
         request = make_request(2)
@@ -41,7 +41,7 @@ def test_what_was_not_stored_is_counted_and_offered_again() -> None:
 
 
 def test_adapters_are_neither_loaded_nor_saved() -> None:
-    """The name of a LoRA adapter does not say which weights it has."""
+    """A LoRA adapter's name does not identify its weights."""
     client = FakeClient({make_key(bytes(32), 0)})
     with scheduler_side(client) as (scheduler, _):
         request = make_request(2, lora_request=object())
@@ -72,7 +72,7 @@ def test_a_request_is_begun_with_its_first_lookup_and_finished_once() -> None:
         (save,) = scheduler.build_step(make_step({})).saves
         assert save.block_ids == [9]  # the others came from the server
         time.sleep(0.05)
-        assert not client.finished  # its last store is still under way
+        assert not client.finished  # its last store is in flight
         scheduler.saves_reported(WorkerReport({save.job_id: 1}))
         wait_for(lambda: client.finished == ["r"])
 

@@ -1,4 +1,4 @@
-"""What a request may ask of the connector in its `kv_transfer_params`."""
+"""Per-request settings in `kv_transfer_params`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_what_is_asked_for_is_passed_on() -> None:
 
 
 def test_a_request_that_asks_for_nothing_says_nothing() -> None:
-    """An ordinary request's calls are what they were."""
+    """An ordinary request's calls are unchanged."""
     client = FakeClient(set(KEYS[:2]))
     assert _run(client, {}) == (8, KEYS[2:4])
     assert client.options == [{}]
@@ -58,14 +58,14 @@ def test_a_request_that_asks_for_nothing_says_nothing() -> None:
 
 @pytest.mark.parametrize(("least", "hit"), [(8, 8), (9, 0), (400, 0)])
 def test_a_hit_that_is_too_short_is_not_loaded(least: int, hit: int) -> None:
-    """What is given back is computed, and stored if the store lacks it."""
+    """A short hit is released; its blocks are computed, and stored if missing."""
     client = FakeClient(set(KEYS[:2]))
     assert _run(client, {"min_hit_tokens": least})[0] == hit
     assert client.released == [1], "its pin is given back either way"
 
 
 def test_loading_and_saving_can_be_left_out() -> None:
-    """One does not follow from the other; the tiers hear of a request that stores."""
+    """The two settings are independent; a request that stores is registered."""
     client = FakeClient(set(KEYS[:2]))
     assert _run(client, {"skip_load": True}) == (0, KEYS[:4])
     assert (client.asked, list(client.begun)) == ([0], ["r"])
@@ -113,7 +113,7 @@ def test_policies_have_the_names_of_the_service(given: str, policy: str) -> None
     ],
 )
 def test_what_is_wrong_is_one_warning(wrong: Any) -> None:
-    """The rest of the settings holds, and the request goes on."""
+    """The other settings apply, and the request goes on."""
     warnings: list[str] = []
     given = wrong | {"skip_load": True} if isinstance(wrong, dict) and "skip_load" not in wrong else wrong
     settings = RequestSettings.parse({"kvtier": given}, warnings.append)
@@ -133,7 +133,7 @@ def test_no_settings_are_no_warning(params: Any) -> None:
 
 
 def test_a_priority_that_no_server_takes_is_the_nearest_one() -> None:
-    """It is a user's number."""
+    """Users set the number."""
     client = FakeClient()
     _run(client, {}, priority=-(10**30))
     assert client.options[0] == {"priority": (1 << 31) - 1}

@@ -1,4 +1,4 @@
-"""What a worker does while the engine sleeps, and its KV tensors have no memory."""
+"""A worker during sleep, when its KV tensors have no memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _caches() -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def _worker(client: Any) -> Iterator[tuple[WorkerSide, WorkerReports, list[int]]]:
-    """A worker, what it reports, and the clients that it made."""
+    """A worker, its reports, and the number of clients that it created."""
     reports, made = WorkerReports(), []
 
     def connect(_: Any) -> Any:
@@ -45,7 +45,7 @@ def _worker(client: Any) -> Iterator[tuple[WorkerSide, WorkerReports, list[int]]
 
 
 class Slow:
-    """A copier whose copies end when the test says so."""
+    """A copier whose copies end when the test releases them."""
 
     def __init__(self) -> None:
         self.begun, self.gate, self.done = threading.Event(), threading.Event(), 0
@@ -121,7 +121,7 @@ def test_after_waking_up_all_is_as_before() -> None:
 
 
 def test_the_gate_counts_copies() -> None:
-    """It is closed when the last of them has ended."""
+    """The event is released when the last job has ended."""
     gate = SleepGate()
     with gate.copying():
         with gate.copying():

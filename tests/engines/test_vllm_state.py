@@ -52,7 +52,7 @@ def test_states_are_served(runs: list[dict[str, Any]]) -> None:
 
 
 def test_a_prefix_finds_the_state_at_its_end(runs: list[dict[str, Any]]) -> None:
-    """B4.10 States are stored all along a prompt, so that a hit may end at any of its blocks."""
+    """B4.10 States are stored along the whole prompt, so a hit may end at any of its blocks."""
     truth, _, second = runs
     assert_same(truth["half"], second["half"])
     assert second["half"]["external_hits"] == 9 * BLOCK

@@ -47,7 +47,7 @@ def _state(**fields: Any) -> MambaSpec:
     )
 
 
-# The state at a boundary inside a step goes into a block of its own: Mamba2 does so on GPUs.
+# The state at a boundary inside a step has its own block: Mamba2 does so on GPUs.
 CHECKPOINTED = _state(num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=1)
 
 
@@ -96,7 +96,7 @@ class Engine:
         request.num_computed_tokens = end
 
     def compute(self, end: int) -> None:
-        """Notes which state the step leaves in which block, as vLLM's workers do it."""
+        """Records the state that a step leaves in each block, like vLLM's workers."""
         for manager, table in zip(self.manager.coordinator.single_type_managers, self.tables(), strict=True):
             if not isinstance(manager, MambaManager):
                 continue
@@ -138,7 +138,7 @@ def _geometry(*specs: Any) -> CacheGeometry:
         # as the scheduler cuts a prompt: at blocks, and before its last one
         (_state(), TOKENS, [16, 32, 16, 16, 5]),
         (_state(), TOKENS, [48, 32, 5]),
-        (_state(), TOKENS, [10, 6, 16, 48, 5]),  # a block that is more than a step
+        (_state(), TOKENS, [10, 6, 16, 48, 5]),  # a block larger than a step
         (CHECKPOINTED, TOKENS, [85]),
         (CHECKPOINTED, TOKENS, [32, 53]),
         # the state in the block is that of token 84, inside the next block
@@ -203,7 +203,7 @@ def test_a_hit_that_full_attention_alone_has_is_not_taken_for_one_of_the_window(
 
 
 def test_states_are_read_from_specs() -> None:
-    """The kinds, sizes and formats of groups; what a state is made of is part of the namespace."""
+    """Kinds, sizes and formats of groups; the parts of a state are in the namespace."""
     geometry = _geometry(_state(), FULL, WINDOW)
     assert [group.kind for group in geometry.groups] == [
         CacheGroupKind.STATE,
@@ -230,7 +230,7 @@ def test_states_are_read_from_specs() -> None:
     ],
 )
 def test_groups_that_cannot_be_served_are_refused(spec: Any, reason: str) -> None:
-    """One clear reason, and misses."""
+    """One reason is logged, and all is a miss."""
     with pytest.raises(Unsupported, match=reason):
         _geometry(FULL, spec)
 

@@ -1,4 +1,4 @@
-"""The connector's counts on their way into vLLM's log and metrics."""
+"""The connector's counts in vLLM's log and metrics."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _drain(counters: TransferCounters) -> dict[str, Any]:
 
 
 def test_a_tally_that_counted_nothing_says_nothing() -> None:
-    """A step in which nothing happened sends nothing."""
+    """A step without counts sends nothing."""
     counters = TransferCounters()
     counters.count("save_bytes", 0)
     assert counters.take() is None
@@ -55,7 +55,7 @@ def test_a_tally_that_counted_nothing_says_nothing() -> None:
 
 
 def test_counts_of_many_threads_are_all_there() -> None:
-    """Copies and lookups end on threads of their own."""
+    """Copies and lookups end on several threads."""
     counters, total, done = TransferCounters(), 0, threading.Event()
     threads = [
         threading.Thread(target=lambda: [counters.count("load_bytes") for _ in range(5000)], daemon=True)
@@ -86,7 +86,7 @@ def test_ranks_and_steps_add_up() -> None:
 
 
 def test_counts_become_prometheus_series_of_their_engine() -> None:
-    """Each engine has its series, from the start; the names of a release to come are left out."""
+    """Each engine has its series from the start; unknown names are ignored."""
     registry = prometheus_client.CollectorRegistry()
     kinds = (prometheus_client.Counter, prometheus_client.Gauge, prometheus_client.Histogram)
     types = {kind: (lambda kind=kind, **of: kind(**of, registry=registry)) for kind in kinds}
@@ -134,7 +134,7 @@ def test_a_worker_counts_what_it_copied(error: KVTierError | None) -> None:
 
 
 def test_the_scheduler_counts_blocks() -> None:
-    """Of loads and of saves, when all workers have reported them: by how they ended."""
+    """Loads and saves are counted by outcome, when all workers have reported them."""
     counters = TransferCounters()
     with scheduler_side(FakeClient(set(KEYS[:2])), counters=counters) as (scheduler, _):
         for name in ("good", "bad"):

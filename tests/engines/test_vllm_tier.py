@@ -1,6 +1,6 @@
-"""Real engines with vLLM's own OffloadingConnector and tiering, and kvtier as the tier below.
+"""Real engines with vLLM's own OffloadingConnector and tiering, and kvtier as its tier.
 
-vLLM offloads on this device only with a copier of ours (`cpu_tiering`); all the rest is vLLM's.
+On this device vLLM offloads only with a test's copier (`cpu_tiering`); all the rest is vLLM's.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _assert_all_found(result: dict[str, Any], prompts: list[list[int]]) -> None:
 
 @pytest.fixture(scope="module")
 def truth(run_engine: RunEngine) -> dict[str, Any]:
-    """What an engine without any offloading answers."""
+    """Answers of an engine without offloading."""
     return run_engine([generate("base", BASE), RESET, generate("crowd", CROWD, at_once=True)])
 
 
@@ -68,7 +68,7 @@ def second(run_engine: RunEngine, server: ServerProcess, first: dict[str, Any]) 
     assert first["blocks"]["lmdb"] > 0
     server.kill()
     server.start()
-    module = "kvtier.client.engines.vllm_tier"  # it is to give up a server that hangs
+    module = "kvtier.client.engines.vllm_tier"  # with normal timeouts, to time out on a hung server
     config = _tiering(server.endpoint, module, lookup_timeout_s=10.0, transport="grpc")
     return run_engine(
         [
@@ -84,7 +84,7 @@ def second(run_engine: RunEngine, server: ServerProcess, first: dict[str, Any]) 
             RESET_ALL,
             server_step(server, "start"),
             server_step(server, "await-session"),
-            {"op": "shell", "command": ["sleep", "4"]},  # it is left in peace for a moment
+            {"op": "shell", "command": ["sleep", "4"]},  # until the circuit is closed
             generate("back", BASE),
         ],
         kv_transfer_config=config,
@@ -92,7 +92,7 @@ def second(run_engine: RunEngine, server: ServerProcess, first: dict[str, Any]) 
 
 
 def test_storing_changes_no_answer(truth: dict[str, Any], first: dict[str, Any]) -> None:
-    """An engine that stores answers as if nothing were stored, and finds nothing."""
+    """An engine with an empty store answers like one without a connector, and finds nothing."""
     assert "kvtier: namespace" in first["log"]
     assert_same(truth["base"], first["base"])
     assert first["base"]["external_hits"] == 0
@@ -121,7 +121,7 @@ def test_whatever_happens_to_the_server(truth: dict[str, Any], second: dict[str,
 
 
 def test_no_hook_failed(first: dict[str, Any], second: dict[str, Any]) -> None:
-    """Nothing was contained that should not have happened."""
+    """No hook failed."""
     for life in (first, second):
         assert "the tier is disabled" not in life["log"]
         assert not [line for line in life["log"].splitlines() if "background.py" in line and "Traceback" in line]

@@ -1,4 +1,4 @@
-"""Whose rows of the primary tier are while a copy is under way: the job's, until it ends."""
+"""Ownership of the primary tier's rows: a copy keeps them until it ends."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ LONG_TIMEOUT_SECONDS = 30.0
 
 @pytest.fixture
 def room() -> Iterator[Room]:
-    """Transfers and lookups over a client that is a stand-in."""
+    """Transfers and lookups over a fake client."""
     with make_room() as made:
         yield made
 
 
 class HeldCopy:
-    """Stands in for the copy: it begins, and goes on when the test says so."""
+    """A fake copy that begins, and continues when the test releases it."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.begun, self.may_go_on = threading.Event(), threading.Event()
@@ -94,7 +94,7 @@ def test_a_drain_waits_for_the_copy_that_is_under_way(room: Room, copy: HeldCopy
     drained, running = threading.Event(), room.transfers._running
     drain = threading.Thread(target=lambda: (room.transfers.drain(0.0), drained.set()))
     drain.start()
-    # Given up by the drain, which then either waits or is over at once.
+    # Abandoned by the drain, which then waits or ends at once.
     wait_for(lambda: not running or all(job.ended for job in running.values()))
     assert not drained.wait(0.2)
     assert list(running) == [1]

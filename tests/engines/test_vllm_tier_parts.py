@@ -33,7 +33,7 @@ BLOCK, REQUEST = OffloadPolicy.BLOCK_LEVEL, OffloadPolicy.REQUEST_LEVEL
 
 @pytest.fixture
 def room() -> Iterator[Room]:
-    """Transfers and lookups over a client that is a stand-in."""
+    """Transfers and lookups over a fake client."""
     with make_room() as made:
         yield made
 
@@ -57,7 +57,7 @@ def test_a_job_that_was_given_up_never_touches_the_rows_again(room: Room, leases
 
 
 def test_a_job_that_takes_too_long_is_reported_without_a_drain(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
-    """B5.6 in spirit: a job whose call never comes back frees its rows in bounded time."""
+    """B5.6 A job whose call never returns frees its rows in bounded time."""
     handed_out = threading.Event()
     room.client.hand_out = lambda: (handed_out.wait(60), None)[1]
     room.transfers.submit(room.job(1, room.lookups.begin("r", None)))
@@ -80,7 +80,7 @@ def test_a_load_is_good_for_the_leases_that_held(room: Room) -> None:
 
 
 def test_a_key_without_a_lease_is_not_loaded(room: Room) -> None:
-    """B3.18 A job may name what was never found, or not any more."""
+    """B3.18 A job may name keys that were never found, or were evicted."""
     job = room.job(1, room.lookups.begin("r", None), [1, 1, 1, 1])
     room.transfers.submit(dataclasses.replace(job, pins=[None, *list(job.pins or ())[1:]]))
     assert room.finished() == {1: set(KEYS[1:])}
@@ -100,7 +100,7 @@ def test_a_store_says_what_is_stored(room: Room, status: StoreStatus, done: int)
 
 
 def test_the_end_of_a_request_reaches_the_server_after_its_last_store(room: Room) -> None:
-    """B3.12 It is said once, when nothing of the request runs any more."""
+    """B3.12 It is sent once, when no call about the request is in flight."""
     stored = threading.Event()
     room.client.hand_out = lambda: (stored.wait(60), None)[1]
     request = room.lookups.begin("r", None)
@@ -149,14 +149,14 @@ def test_a_request_s_settings_reach_the_server(room: Room) -> None:
 
 
 def test_a_request_may_skip_what_is_stored(room: Room) -> None:
-    """`skip_load` is a miss at once, and the server is not asked."""
+    """`skip_load` is a miss at once, without a call."""
     request = room.lookups.begin("r", {"kvtier": {"skip_load": True}})
     assert room.lookups.answer(request, KEYS[0], 16) is Answer.MISS
     assert not request.new
 
 
 def test_policies_have_the_names_that_the_running_vllm_gives_them() -> None:
-    """B3.1 `chunk_level` where it is called that, `block_level` where it still is."""
+    """B3.1 `chunk_level` if the version has it, else `block_level`."""
     new = Enum("OffloadPolicy", {"CHUNK_LEVEL": "chunk_level", "REQUEST_LEVEL": "request_level"})
     old = Enum("OffloadPolicy", {"BLOCK_LEVEL": "block_level", "REQUEST_LEVEL": "request_level"})
     assert compat.block_level_of(new).value == "chunk_level"
@@ -180,7 +180,7 @@ def test_a_lookup_that_fails_or_takes_too_long_is_a_miss(room: Room, monkeypatch
     room.lookups.answer(request, KEYS[0], 16)
     room.lookups.send(request)
     assert asked.wait(60)
-    request.waiting[KEYS[0]] = room.lookups._timeout_s = 0.0  # its time is over
+    request.waiting[KEYS[0]] = room.lookups._timeout_s = 0.0  # it has timed out
     wait_for(lambda: room.lookups.answer(request, KEYS[0], 16) is Answer.MISS)
     assert room.lookups.circuit_open
     assert room.lookups.answer(room.lookups.begin("other", None), KEYS[0], 16) is Answer.MISS
@@ -218,7 +218,7 @@ def test_a_question_that_had_to_queue_says_nothing_of_the_server(room: Room) -> 
 
 
 def test_stores_do_not_fail_because_lookups_did(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that is left in peace by lookups for a moment still takes what was computed."""
+    """Stores are sent also while the circuit is open for lookups."""
     monkeypatch.setattr(prefix_lookups, "_CIRCUIT_OPEN_S", 600.0)
     room.lookups.open_circuit()
     room.transfers.submit(room.job(1, room.lookups.begin("stores", None)))
@@ -317,7 +317,7 @@ def test_namespaces_differ_by_all_that_changes_a_row() -> None:
     ],
 )
 def test_engines_whose_rows_may_be_mistaken_are_refused(engine: Any, why: str) -> None:
-    """Keys that do not tell one set of bytes from another are not used."""
+    """Keys that do not identify the bytes are not used."""
     with pytest.raises(Unsupported, match=why):
         build_tier_namespace(make_config({}), engine, ROW)
 
@@ -333,7 +333,7 @@ def test_context_parallel_engines_are_refused(engine: Any, size: str) -> None:
 
 
 def test_a_disabled_tier_says_why_once_and_misses(caplog: pytest.LogCaptureFixture) -> None:
-    """A set-up that cannot be served ends no engine: all is a miss, and every job is reported."""
+    """An unsupported set-up ends no engine: all is a miss, and every job is reported."""
     config = make_config({})
     with caplog.at_level(logging.WARNING), pytest.MonkeyPatch.context() as patch:
         patch.setattr(logging.getLogger("vllm"), "propagate", True)
@@ -365,7 +365,7 @@ def test_a_job_whose_result_cannot_be_told_takes_no_other_s_with_it(room: Room) 
 
 
 def test_the_engine_is_found_among_the_callers() -> None:
-    """The configuration of the engine that builds the tier is seen, and no other one's."""
+    """Only the configuration of the engine that builds the tier is found."""
     vllm_config = VllmConfig.__new__(VllmConfig)
     vllm_config.kv_transfer_config = SimpleNamespace(engine_id="this")  # type: ignore[assignment]
     assert compat.find_engine_config("this") is vllm_config

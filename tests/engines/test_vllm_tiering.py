@@ -1,4 +1,4 @@
-"""kvtier below vLLM's own tiering manager and primary tier, with a real server and no engine."""
+"""kvtier below vLLM's tiering manager and primary tier, with a real server, without an engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOM_BYTES = 32 << 20
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server that runs."""
+    """A running server."""
     server = _start(ServerProcess(tmp_path_factory.mktemp("kvtier"), long_timeout=True))
     yield server
     server.kill()
@@ -34,7 +34,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    """A server of the test's own, that runs."""
+    """A running server for one test."""
     server = _start(ServerProcess(tmp_path))
     yield server
     server.kill()
@@ -116,7 +116,7 @@ def test_windows_are_found_from_their_end(running: ServerProcess) -> None:
 
 
 def test_what_was_found_stays_until_it_is_loaded_or_the_request_ends(running: ServerProcess) -> None:
-    """B4.3 A hit is pinned at the server: until its request runs, or ends before that."""
+    """B4.3 A hit is pinned at the server until its request runs or ends."""
     keys = keys_of(4, seed=3)
     with world(running.endpoint) as filler:
         filler.run("stores", keys)
@@ -274,7 +274,7 @@ def test_policies_by_their_names_here(running: ServerProcess) -> None:
 
 
 def test_a_request_may_leave_nothing_behind(running: ServerProcess) -> None:
-    """`skip_save` keeps a request's chunks from kvtier; the jobs are reported all the same."""
+    """`skip_save` keeps a request's chunks from kvtier; its jobs are reported."""
     keys = keys_of(4, seed=12)
     with world(running.endpoint) as engine:
         engine.run("private", keys, {"kvtier": {"skip_save": True}})

@@ -58,7 +58,7 @@ class SlotClient(FakeClient):
 
 @dataclasses.dataclass
 class Room:
-    """Transfers over a primary tier of four rows, which are all 1 to begin with."""
+    """Transfers over a primary tier of four rows, filled with 1."""
 
     client: SlotClient
     rows: np.ndarray
@@ -66,12 +66,12 @@ class Room:
     transfers: Transfers
 
     def job(self, number: int, request: TierRequest, leases: Sequence[int] | None = None) -> Job:
-        """A store, or a load of which each key is in the lease with that number."""
+        """A store, or a load of which each key is that item of the lease."""
         pins = None if leases is None else [Pin(SimpleNamespace(id=lease), 0, 1e9) for lease in leases]  # type: ignore[arg-type]
         return Job(number, request, KEYS, range(len(KEYS)), pins)
 
     def finished(self) -> dict[int, frozenset[bytes]]:
-        """Waits for something to be reported."""
+        """Waits for a report."""
         found: dict[int, frozenset[bytes]] = {}
 
         def reported() -> bool:
@@ -84,7 +84,7 @@ class Room:
 
 @contextlib.contextmanager
 def make_room() -> Iterator[Room]:
-    """Transfers and lookups over a client that is a stand-in."""
+    """Transfers and lookups over a fake client."""
     client, rows, log = SlotClient(), np.full((len(KEYS), ROW), 1, np.int8), RateLimitedLog()
     lookups = TierLookups(client, 60.0, log, BackgroundThreads("lookup", log))  # type: ignore[arg-type]
     threads = [BackgroundThreads(name, log) for name in ("load", "store")]

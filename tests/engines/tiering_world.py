@@ -29,7 +29,7 @@ MODULE = "kvtier.client.engines.vllm_tier"
 
 
 def make_config(extra: dict[str, Any], *, groups: int = 1, **fields: Any) -> OffloadingConfig:
-    """Returns what vLLM would tell its offloading of an engine with two layers per group."""
+    """Returns vLLM's offloading configuration of an engine with two layers per group."""
     return OffloadingConfig(
         groups=tuple(OffloadingGroupConfig(16, (f"layer {2 * g}", f"layer {2 * g + 1}"), g) for g in range(groups)),
         worker_kv_bytes_per_block=3000,
@@ -49,7 +49,7 @@ def keys_of(count: int, seed: int = 0, group: int = 0) -> list[Any]:
 
 
 def request_of(request_id: str, keys: Sequence[Any] = (), params: dict[str, Any] | None = None) -> ReqContext:
-    """Returns a request, of whose prompt these are the chunks."""
+    """Returns a request with these chunks."""
     context = ReqContext(request_id, params)
     for number, key in enumerate(keys):
         context.set_offload_key_position(key, 16 * (number + 1))
@@ -57,12 +57,12 @@ def request_of(request_id: str, keys: Sequence[Any] = (), params: dict[str, Any]
 
 
 def content_of(key: bytes) -> bytes:
-    """Returns a row's bytes that tell it from any other."""
+    """Returns distinct bytes for a row."""
     return (key * ROW)[:ROW]
 
 
 class World:
-    """One engine's tiering, and what a scheduler does with it."""
+    """One engine's tiering, with a scheduler's calls."""
 
     def __init__(self, spec: TieringOffloadingSpec) -> None:
         self.spec = spec
@@ -71,7 +71,7 @@ class World:
         self.rows: Any = np.asarray(self.manager.primary_tier.get_kv_memoryview())
 
     def step(self, *new: str) -> None:
-        """Ends a step in which the requests `new` were scheduled for the first time."""
+        """Ends a step in which the requests `new` were scheduled first."""
         self.manager.on_schedule_end(ScheduleEndContext(new, ()))
 
     def until(self, condition: Callable[[], bool], seconds: float = 2 * LONG_TIMEOUT_SECONDS) -> None:
@@ -105,7 +105,7 @@ class World:
         return list(prepared.keys_to_store)
 
     def run(self, name: str, keys: Sequence[Any], params: dict[str, Any] | None = None) -> None:
-        """Lives a request from its arrival to its end, with everything stored."""
+        """Runs a request to its end and stores all of its chunks."""
         context = request_of(name, keys, params)
         self.manager.on_new_request(context)
         self.store(context, keys)
@@ -114,7 +114,7 @@ class World:
         self.idle()
 
     def ask(self, context: ReqContext, keys: Sequence[Any]) -> list[LookupResult]:
-        """Looks the chunks of a prompt up as vLLM does, up to the first miss, and ends the step."""
+        """Looks a prompt's chunks up as vLLM does, up to the first miss, and ends the step."""
         answers = []
         for key in keys:
             answers.append(self.manager.lookup(key, context))
@@ -124,7 +124,7 @@ class World:
         return answers
 
     def find(self, context: ReqContext, keys: Sequence[Any]) -> list[LookupResult]:
-        """Asks until nothing is pending; returns the last answers."""
+        """Asks until no answer is pending; returns the last answers."""
         answers: list[LookupResult] = []
 
         def settled() -> bool:
@@ -135,7 +135,7 @@ class World:
         return answers
 
     def read(self, context: ReqContext, keys: Sequence[Any]) -> list[bytes]:
-        """Returns the bytes of chunks that are in the primary tier."""
+        """Returns the bytes of chunks in the primary tier."""
         rows = self.manager.prepare_load(keys, context).chunk_ids
         found = [self.rows[row].tobytes() for row in rows]
         self.manager.complete_load(keys, context)
@@ -152,7 +152,7 @@ def world(
     long_timeout: bool = True,
     **fields: Any,
 ) -> Iterator[World]:
-    """Tiering of an engine over kvtier, made from a configuration as an operator would write it."""
+    """Tiering of an engine over kvtier, made from an operator's configuration."""
     table = {"type": "KVTierSecondaryTier", "module_path": MODULE, "endpoint": endpoint, "identity": "test"}
     extra = {
         "cpu_bytes_to_use": rows * ROW,

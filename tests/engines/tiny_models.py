@@ -53,7 +53,7 @@ def make_hybrid(path: Path) -> None:
 
 
 def make_state(path: Path) -> None:
-    """Writes a Granite hybrid whose layers are Mamba2 but for one of full attention.
+    """Writes a Granite hybrid: Mamba2 layers and one layer of full attention.
 
     A state is smaller than the 32 tokens of an attention block, so that blocks can be of 32 tokens.
     Time steps are small and decay is slow: what a state holds shows up hundreds of tokens later.
@@ -71,7 +71,7 @@ def make_state(path: Path) -> None:
         mamba_n_heads=8,
         mamba_d_head=64,
         mamba_d_state=8,
-        mamba_chunk_size=8192,  # vLLM on CPU goes wrong where a prompt is several chunks
+        mamba_chunk_size=8192,  # vLLM on CPU is wrong if a prompt is several chunks
         **sizes,
     )
     model = GraniteMoeHybridForCausalLM(config)
@@ -88,7 +88,7 @@ def make_state(path: Path) -> None:
 def make_tokenizer(path: Path) -> None:
     """Writes a tokenizer for a model: token 7 is the word "w7", and chats are joined words.
 
-    So the words of an answer, sent again as text, are the tokens that the engine made.
+    An answer that is sent back as text therefore has the engine's own tokens.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

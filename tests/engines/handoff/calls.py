@@ -1,4 +1,4 @@
-"""Requests to an OpenAI server, and what they come to, in the words of the engine tests' rows."""
+"""Requests to an OpenAI server, with results in the form of the engine tests' rows."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any, Self
 __all__ = ["CallError", "Stream", "ask", "chat_row", "post", "question", "row", "streamed_row"]
 
 ANSWER_SECONDS = 240.0
-"""How long an answer may take: the cores are others' too."""
+"""Most seconds for an answer, because the cores are shared."""
 
 
 class CallError(Exception):
-    """An HTTP status that is not 200, and what was said with it."""
+    """An HTTP status other than 200, with the body."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(f"{status}: {text[:2000]}")
@@ -25,7 +25,7 @@ class CallError(Exception):
 
 
 def question(prompt: Sequence[int], max_tokens: int, **more: Any) -> dict[str, Any]:
-    """Returns the body of a completion whose answer depends on the prompt alone, in tokens."""
+    """Returns a completion's body in tokens, whose answer depends on the prompt only."""
     return {
         "model": "m",
         "prompt": list(prompt),
@@ -40,7 +40,7 @@ def question(prompt: Sequence[int], max_tokens: int, **more: Any) -> dict[str, A
 
 
 def post(port: int, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Asks and returns the answer; raises `CallError`."""
+    """Sends a request and returns the answer; raises `CallError`."""
     connection = HTTPConnection("127.0.0.1", port, timeout=ANSWER_SECONDS)
     with contextlib.closing(connection):
         response = _send(connection, path, body)
@@ -52,12 +52,12 @@ def post(port: int, path: str, body: dict[str, Any] | None = None) -> dict[str, 
 
 
 def ask(port: int, body: dict[str, Any]) -> dict[str, Any]:
-    """Has a completion made; returns the answer."""
+    """Requests a completion; returns the answer."""
     return post(port, "/v1/completions", body)
 
 
 class Stream:
-    """A completion that comes in pieces; leaving it hangs up, whether it has ended or not."""
+    """A streamed completion; leaving the context closes the connection."""
 
     def __init__(self, port: int, body: dict[str, Any], path: str = "/v1/completions") -> None:
         self._connection = HTTPConnection("127.0.0.1", port, timeout=ANSWER_SECONDS)
@@ -79,7 +79,7 @@ class Stream:
         self._connection.close()
 
     def send(self) -> None:
-        """Sends the request, and does not wait for an answer."""
+        """Sends the request without waiting for an answer."""
         path, body = self._request
         self._connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
 
@@ -104,7 +104,7 @@ class Stream:
 
 
 def row(answer: dict[str, Any]) -> dict[str, Any]:
-    """Returns what a completion came to."""
+    """Returns the row of a completion."""
     [choice] = answer["choices"]
     return {
         "tokens": choice["token_ids"],
@@ -114,7 +114,7 @@ def row(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def streamed_row(pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns what a streamed completion came to."""
+    """Returns the row of a streamed completion."""
     choices = [choice for piece in pieces for choice in piece["choices"]]
     return {
         "tokens": [token for choice in choices for token in choice["token_ids"]],
@@ -124,7 +124,7 @@ def streamed_row(pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def chat_row(answer: dict[str, Any]) -> dict[str, Any]:
-    """Returns what a chat completion came to, whose words are "w" and the token."""
+    """Returns the row of a chat completion; its words are "w" and the token."""
     [choice] = answer["choices"]
     said = choice["logprobs"]["content"]
     return {

@@ -1,4 +1,4 @@
-"""One deployment for all tests of this folder: starting engines is most of what they cost."""
+"""One deployment for all tests of this folder, because starting engines is slow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from talk import Talk
 
 @pytest.fixture(scope="package")
 def truth(run_engine: RunEngine) -> Truth:
-    """What a plain engine answers; it has ended when the others start."""
+    """A plain engine's answers; it has ended when the others start."""
     return Truth(run_engine)
 
 
@@ -38,7 +38,7 @@ def _deployment(truth: Truth, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def deployment(_deployment: Deployment) -> Deployment:
-    """A server, two engines and a proxy, all of them up, and nothing on its way between them."""
+    """A server, two engines and a proxy, all up and idle."""
     _deployment.heal()
     _deployment.await_decoders()
     return _deployment
@@ -46,5 +46,5 @@ def deployment(_deployment: Deployment) -> Deployment:
 
 @pytest.fixture
 def talk(deployment: Deployment, truth: Truth) -> Talk:
-    """Speaks with the deployment, and compares its answers."""
+    """Sends turns to the deployment and compares the answers."""
     return Talk(deployment, truth)

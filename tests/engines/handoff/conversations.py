@@ -1,4 +1,4 @@
-"""Conversations of three turns, all of one shape, and what a plain engine answers."""
+"""Conversations of three turns of equal shape, and a plain engine's answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FIRST, SAID, MORE = 200, 80, 40
 """Tokens of the first question, of each answer, and of each further question."""
 
 LONG = 3000
-"""Tokens of an answer that is not over before something happens to it."""
+"""Tokens of a long answer, during which a test can act."""
 
 NAMES = (
     "kept caches",
@@ -48,7 +48,7 @@ NAMES = (
 
 
 class Truth:
-    """What a plain engine, without a connector, answers to each turn of each conversation."""
+    """A plain engine's answers to each turn of each conversation."""
 
     def __init__(self, run_engine: RunEngine) -> None:
         steps = [generate("1", [tokens(100 + number, FIRST) for number in range(len(NAMES))], max_tokens=SAID)]
@@ -58,17 +58,17 @@ class Truth:
         self._results = run_engine([step | {"at_once": True} for step in steps])
 
     def prompt(self, name: str, turn: int) -> list[int]:
-        """Returns a turn's prompt: what was asked and answered before, and the next question."""
+        """Returns a turn's prompt: all previous questions and answers, and the next question."""
         prompt: list[int] = self._results[str(turn)]["prompts"][NAMES.index(name)]
         return prompt
 
     def answer(self, name: str, turn: int) -> list[int]:
-        """Returns the tokens that it answered."""
+        """Returns the answer's tokens."""
         answered: list[int] = self._row(name, turn)["tokens"]
         return answered
 
     def check(self, name: str, turn: int, answered: dict[str, Any]) -> None:
-        """Asserts that a row, of any number of tokens, begins as the plain engine's answer does."""
+        """Asserts that a row, of any length, is a prefix of the plain engine's answer."""
         count, expected = len(answered["tokens"]), self._row(name, turn)
         begun = expected | {part: expected[part][:count] for part in ("tokens", "logprobs")}
         assert_same({"rows": [begun]}, {"name": f"{name}, turn {turn}", "rows": [answered]})
@@ -79,7 +79,7 @@ class Truth:
 
 
 def prompt_tokens(turn: int) -> int:
-    """Returns how long a turn's prompt is."""
+    """Returns the length of a turn's prompt."""
     return FIRST + (turn - 1) * (SAID + MORE)
 
 
@@ -89,5 +89,5 @@ def held_by_decode(turn: int) -> int:
 
 
 def local_blocks(count: int) -> int:
-    """Returns how many of a request's tokens an engine's own cache keeps: those of whole blocks."""
+    """Returns the tokens of a request in whole blocks, which an engine's own cache keeps."""
     return count // BLOCK * BLOCK

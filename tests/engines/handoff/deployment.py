@@ -26,7 +26,7 @@ LONGEST_HOLD = 7200.0
 they count what is open."""
 
 HELD_PART = 0.9
-"""There are to be many of them."""
+"""Many, so that the pool is not the limit."""
 
 DIRECTIONS = {"to_decode": "prefill to decode", "to_prefill": "decode to prefill"}
 _TOTALS = ("open", "published", "declined", "claimed", "released", "expired", "dropped", "claimed_bytes")
@@ -37,14 +37,14 @@ EXTRA: dict[str, Any] = {
     "lookup_timeout_s": 60.0,
     "claim_timeout_s": 20.0,
 }
-"""Waits are long: on busy cores a miss for want of time would look like one for want of blocks."""
+"""Timeouts are long: on busy cores a timeout would look like a miss."""
 
 
 @dataclass
 class Moved:
     """Differences of counters: prompt tokens by source, and ends of holds by direction.
 
-    ``pending_blocks``: blocks of holds that are on their way to the server still.
+    ``pending_blocks``: blocks of holds that are not stored yet.
     ``pulled``: of the external tokens of P and of D, those that came out of a hold, as the
         connector counts them.
     """
@@ -58,12 +58,12 @@ class Moved:
 
     @property
     def published(self) -> int:
-        """How many holds were published, either way."""
+        """Number of published holds, both ways."""
         return self.to_decode["published"] + self.to_prefill["published"]
 
     @property
     def ended(self) -> int:
-        """How many holds have ended."""
+        """Number of holds that ended."""
         return self.published - self.to_decode["open"] - self.to_prefill["open"]
 
     def holds(self, direction: str) -> dict[str, int]:
@@ -84,7 +84,7 @@ class Deployment:
         self._unheard: set[str] = set()
 
     def heal(self) -> None:
-        """Starts what does not run, and waits until all of it answers."""
+        """Starts all stopped parts and waits until they answer."""
         if self._longest_hold != LONGEST_HOLD or not self.server.is_running:
             self.renew_server()
         started = [engine for engine in (self.p, self.d) if not engine.is_running]
@@ -99,7 +99,7 @@ class Deployment:
 
     @contextmanager
     def proxy_of(self, prefill: Sequence[EngineServer], decode: Sequence[EngineServer]) -> Iterator[ProxyProcess]:
-        """Runs another proxy, in front of these engines."""
+        """Runs another proxy in front of these engines."""
         proxy = ProxyProcess(self._folder, prefill, decode)
         try:
             proxy.start()
@@ -133,11 +133,11 @@ class Deployment:
             if holds and not holds[0]["pending_blocks"]:
                 return True
             time.sleep(0.2)
-        self._unheard.add(name)  # it may be held by now, and its blocks not come any more
+        self._unheard.add(name)  # it may be held, with blocks that never arrive
         return False
 
     def end(self) -> None:
-        """Ends all of it."""
+        """Stops all parts."""
         for part in (self.proxy, self.p, self.d):
             part.end()
         self.server.kill()
@@ -179,7 +179,7 @@ class Deployment:
         return _totals(self.server.handoffs())[direction]
 
     def open_holds(self) -> list[dict[str, Any]]:
-        """Returns the holds that are open."""
+        """Returns the open holds."""
         holds: list[dict[str, Any]] = self.server.handoffs()["handoffs"]
         return holds
 
@@ -200,7 +200,7 @@ class Deployment:
         )
         for engine in (self.p, self.d):
             eventually(engine.is_idle, f"{engine.name} is busy")
-            engine.empty()  # it refuses while a block of its own is in use
+            engine.empty()  # refused while one of its blocks is in use
 
     def _ended(self) -> tuple[int, int]:
         p, d = (int(sum(engine.ended().values())) if engine.is_running else 0 for engine in (self.p, self.d))
@@ -232,7 +232,7 @@ def connector_config(endpoint: str, extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def eventually(is_so: Callable[[], bool], otherwise: str | Callable[[], str], seconds: float = SETTLE_SECONDS) -> None:
-    """Waits until it is so; fails with `otherwise`."""
+    """Waits until a condition holds; fails with `otherwise`."""
     deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline, otherwise() if callable(otherwise) else otherwise

@@ -1,4 +1,4 @@
-"""A real vLLM behind its own HTTP server, in processes of its own."""
+"""A real vLLM behind its own HTTP server, in its own processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from harness.ports import ReservedPort
 __all__ = ["EngineServer", "Sources"]
 
 START_SECONDS = 300.0
-"""Several engines start at once, on cores that others use too."""
+"""Seconds; several engines start at once on shared cores."""
 
 SETTLE_SECONDS = 240.0
 GONE_SECONDS = 10.0
@@ -37,7 +37,7 @@ _ENVIRONMENT = {
 
 
 class Sources(NamedTuple):
-    """Where the tokens of prompts came from, as vLLM counts them."""
+    """Prompt tokens by source, as vLLM counts them."""
 
     computed: int
     local: int
@@ -67,7 +67,7 @@ class EngineServer:
 
     @property
     def url(self) -> str:
-        """Where its HTTP server is."""
+        """URL of its HTTP server."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
@@ -77,12 +77,12 @@ class EngineServer:
 
     @property
     def log(self) -> str:
-        """What it has logged, in all its lives."""
+        """Its log of all lives."""
         return self._log.read_text(errors="replace")
 
     @property
     def is_running(self) -> bool:
-        """Whether it was started, and has not ended."""
+        """Whether it was started and has not ended."""
         return self._child is not None and self._child.poll() is None
 
     def start(self) -> None:
@@ -108,12 +108,12 @@ class EngineServer:
             time.sleep(0.25)
 
     def end(self) -> None:
-        """Kills it, and gives up its port."""
+        """Kills it and releases its port."""
         self.kill()
         self._reserved.close()
 
     def kill(self) -> None:
-        """Kills all of its processes without notice, and waits until they are gone."""
+        """Kills all of its processes with SIGKILL and waits until they are gone."""
         child, self._child = self._child, None
         if child is None:
             return
@@ -124,23 +124,23 @@ class EngineServer:
         with contextlib.suppress(ProcessLookupError):
             while (
                 time.monotonic() < deadline
-            ):  # its children are the init process's, which takes its time, or never looks
+            ):  # its children belong to the init process, which may reap them late or never
                 os.killpg(child.pid, 0)
                 time.sleep(0.05)
 
     def empty(self) -> None:
-        """Empties its own prefix cache, which it refuses while blocks are being saved."""
+        """Empties its own prefix cache, which is refused while blocks are being saved."""
         deadline = time.monotonic() + SETTLE_SECONDS
         while not post(self.port, "/reset_prefix_cache")["success"]:
             assert time.monotonic() < deadline, f"{self.name} does not release its blocks"
             time.sleep(0.1)
 
     def pause(self) -> None:
-        """Has it schedule nothing any more; what it was asked waits."""
+        """Pauses scheduling; requests wait."""
         post(self.port, "/pause?mode=keep&clear_cache=false")
 
     def resume(self) -> None:
-        """Has it go on."""
+        """Resumes scheduling."""
         post(self.port, "/resume")
 
     def wait_logged(self, text: str, count: int = 1) -> None:
@@ -151,7 +151,7 @@ class EngineServer:
             time.sleep(0.05)
 
     def sources(self) -> Sources:
-        """Returns where the tokens of all prompts so far came from."""
+        """Returns the sources of all prompt tokens so far."""
         values = self.metrics("prompt_tokens_by_source_total", "source")
         return Sources(*(int(values[s]) for s in ("local_compute", "local_cache_hit", "external_kv_transfer")))
 
@@ -160,7 +160,7 @@ class EngineServer:
         return int(sum(self.metrics("kvtier_pull_tokens_total").values()))
 
     def ended(self) -> dict[str, float]:
-        """Returns how many requests have ended, by the reason."""
+        """Returns the number of ended requests by reason."""
         return self.metrics("request_success_total", "finished_reason")
 
     def is_idle(self) -> bool:
@@ -168,7 +168,7 @@ class EngineServer:
         return not any(sum(self.metrics(f"num_requests_{state}").values()) for state in ("running", "waiting"))
 
     def metrics(self, name: str, label: str = "") -> dict[str, float]:
-        """Returns a metric of vLLM's, by a label's value."""
+        """Returns one of vLLM's metrics by a label's value."""
         found: dict[str, float] = {}
         for metric, labels, value in _METRIC.findall(self._scrape()):
             if metric == name:

@@ -1,4 +1,4 @@
-"""Others that want the memory of the server."""
+"""Other clients that fill the server's memory."""
 
 from __future__ import annotations
 

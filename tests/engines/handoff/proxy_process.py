@@ -1,4 +1,4 @@
-"""The proxy of examples/disagg_proxy, in a process of its own."""
+"""The proxy of examples/disagg_proxy in its own process."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class ProxyProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether it was started, and has not ended."""
+        """Whether it was started and has not ended."""
         return self._child is not None and self._child.poll() is None
 
     def start(self) -> None:
-        """Starts it; `wait_ready` waits until it is of use."""
+        """Starts it; `wait_ready` waits until it can serve."""
         with self._log.open("ab") as log:
             self._child = subprocess.Popen([sys.executable, _PROGRAM, *self._flags], stdout=log, stderr=log)
 
@@ -64,12 +64,12 @@ class ProxyProcess:
             time.sleep(0.1)
 
     def end(self) -> None:
-        """Kills it, and gives up its port."""
+        """Kills it and releases its port."""
         self.kill()
         self._reserved.close()
 
     def kill(self) -> None:
-        """Kills it without notice."""
+        """Kills it with SIGKILL."""
         child, self._child = self._child, None
         if child is not None:
             child.kill()
@@ -77,7 +77,7 @@ class ProxyProcess:
 
     @property
     def log(self) -> str:
-        """The end of what it has logged."""
+        """The end of its log."""
         return self._log.read_text(errors="replace")[-4000:]
 
     def _health(self) -> dict[str, Any]:

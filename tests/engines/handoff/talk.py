@@ -1,4 +1,4 @@
-"""Turns of conversations with a deployment, each of them compared with the plain engine's."""
+"""Turns of conversations with a deployment, compared with a plain engine's answers."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ class Talk:
         return moved
 
     def answered(self, name: str, turn: int, proxy: ProxyProcess | None = None, **more: Any) -> None:
-        """Asks the proxy for a whole answer, and counts nothing."""
+        """Asks the proxy for a complete answer, without counts."""
         port = (proxy or self._deployment.proxy).port
         answer = ask(port, self._question(name, turn, **{"conversation_id": name, **more}))
         assert "kv_transfer_params" not in answer
         self._check(name, turn, row(answer))
 
     def at_once(self, names: Sequence[str], turn: int) -> None:
-        """Asks the proxy for a turn of each of these conversations, and counts nothing."""
+        """Asks the proxy for a turn of each of these conversations, without counts."""
         with ThreadPoolExecutor(len(names)) as threads:
             list(threads.map(lambda name: self.answered(name, turn), names))
 
     def streamed(self, name: str, turn: int) -> Moved:
-        """Asks the proxy for an answer in pieces; returns what moved."""
+        """Asks the proxy for a streamed answer; returns what moved."""
         with self._watch(turn) as moved:
             self.answered_in_pieces(name, turn)
         return moved
 
     def answered_in_pieces(self, name: str, turn: int, **more: Any) -> None:
-        """Asks the proxy for an answer in pieces, and counts nothing."""
+        """Asks the proxy for a streamed answer, without counts."""
         body = self._question(name, turn, **{"conversation_id": name, **more})
         with Stream(self._deployment.proxy.port, body) as stream:
             self._check(name, turn, streamed_row(list(stream.pieces())))
 
     def chatted(self, name: str, turn: int) -> Moved:
-        """Asks the proxy the chat way, in words."""
+        """Asks the proxy for a chat completion, in words."""
         messages = []
         for earlier in range(1, turn + 1):
             before = (
@@ -78,7 +78,7 @@ class Talk:
     ) -> dict[str, Any] | None:
         """Asks an engine with these `kv_transfer_params`; returns those of its answer.
 
-        Of the prompt `cut` tokens, where the answer is not what is looked at.
+        `cut` limits the prompt's tokens if the answer is not compared.
         """
         body = self._question(name, turn, kv_transfer_params=params) | {"max_tokens": max_tokens}
         if cut is not None:

@@ -26,23 +26,23 @@ PREFILL, DECODE = {"max_tokens": 1}, {"max_tokens": SAID}
 FIRST_TURN = [{"do_remote_decode": True}] * len(ASKED)
 ALONE = {"skip_load": True, "skip_save": True}
 EXTRA = {"bidirectional_kv_xfer": True, "claim_timeout_s": 60.0, "kv_lease_duration": 900.0}
-"""The first engine's holds outlive it until the other one has started."""
+"""The first engine's holds last until the second engine has started."""
 
 
 class Hosts:
-    """The servers of the two hosts, and how each is reached from the other."""
+    """The servers of two hosts, and the address of each for the other."""
 
     def __init__(self, servers: list[ServerProcess], addresses: list[str]) -> None:
         self.servers, self.addresses = servers, addresses
 
     def engine_of(self, host: int) -> dict[str, Any]:
-        """Returns what `run_engine` is told of an engine on one of them."""
+        """Returns the arguments of `run_engine` for an engine on one host."""
         peers = [address for number, address in enumerate(self.addresses) if number != host]
         extra = {**EXTRA, "advertise": self.addresses[host], "peers": peers}
         return {"model": "hybrid", "endpoint": self.servers[host].endpoint, "extra": extra}
 
     def totals(self, host: int) -> dict[str, list[int]]:
-        """Returns how many holds were published, claimed and released at a server, by direction."""
+        """Returns a server's published, claimed and released holds, by direction."""
         totals = self.servers[host].handoffs()["totals"]
         return {row["direction"]: [row[what] for what in ("published", "claimed", "released")] for row in totals}
 
@@ -107,7 +107,7 @@ def turns(run_engine: RunEngine, hosts: Hosts, first: dict[str, Any]) -> dict[st
 
 @pytest.mark.parametrize("turn", ["1", "2"])
 def test_answers_are_those_of_one_engine(turns: dict[str, Any], turn: str) -> None:
-    """B2.18 Of a window only its tail comes, and that is enough."""
+    """B2.18 Of a window only its last blocks are sent, which is sufficient."""
     assert_same(turns[turn], turns[f"D {turn}"])
     assert [row["tokens"] for row in turns[f"P {turn}"]["rows"]] == [row["tokens"][:1] for row in turns[turn]["rows"]]
 

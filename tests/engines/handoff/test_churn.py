@@ -41,7 +41,7 @@ class _Client:
                 self.answered += 1
 
     def _leave(self, name: str, turn: int, salt: str) -> None:
-        """Asks, and does not stay to hear it."""
+        """Asks, and disconnects before the answer ends."""
         more = {"cache_salt": salt, "conversation_id": f"{name} {salt}"}
         with Stream(self._deployment.proxy.port, question(self._truth.prompt(name, turn), LONG, **more)) as stream:
             if self._random.random() < 0.5:
@@ -73,7 +73,7 @@ def test_a_churn_of_conversations(deployment: Deployment, truth: Truth, talk: Ta
     deployment.await_decoders()
     assert deployment.totals("to_prefill")["claimed"] > before["claimed"]
     deployment.assert_idle()
-    deployment.renew_server()  # what D holds now would leave too little room for other tests
+    deployment.renew_server()  # D's holds would leave too little memory for other tests
 
 
 def _forget(deployment: Deployment, over: threading.Event) -> None:

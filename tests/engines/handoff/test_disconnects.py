@@ -14,12 +14,12 @@ from talk import Talk
 
 @pytest.fixture
 def held_before(deployment: Deployment) -> int:
-    """How many requests D held before: each is the end of a conversation."""
+    """D's holds before: each is the end of a conversation."""
     return deployment.totals("to_prefill")["open"]
 
 
 def _prefilled(deployment: Deployment, truth: Truth, name: str) -> dict[str, Any]:
-    """Has P compute a first turn; returns what it tells D."""
+    """Lets P compute a first turn; returns its parameters for D."""
     body = question(truth.prompt(name, 1), 1, kv_transfer_params={"do_remote_decode": True})
     with deployment.watch(d=0, published=1) as moved:
         params: dict[str, Any] = ask(deployment.p.port, body)["kv_transfer_params"]
@@ -28,7 +28,7 @@ def _prefilled(deployment: Deployment, truth: Truth, name: str) -> dict[str, Any
 
 
 def _released(deployment: Deployment, before: dict[str, int]) -> bool:
-    """Whether a hold of P's has ended since, and not because its time was over."""
+    """Whether one of P's holds was released since, and did not expire."""
     return deployment.totals("to_decode")["released"] == before["released"] + 1
 
 
@@ -51,7 +51,7 @@ def test_leaving_in_the_middle_of_an_answer(deployment: Deployment, truth: Truth
 def test_leaving_while_the_decode_engine_is_busy(
     deployment: Deployment, truth: Truth, talk: Talk, held_before: int
 ) -> None:
-    """B2.14 A request that D never came to: P's hold ends with it."""
+    """B2.14 A request that never reached D: P's hold is released."""
     params = _prefilled(deployment, truth, "left waiting")
     before = deployment.totals("to_decode")
     body = question(truth.prompt("left waiting", 1), SAID, kv_transfer_params=params)
@@ -72,7 +72,7 @@ def test_leaving_while_the_decode_engine_is_busy(
 def test_leaving_while_the_prefill_engine_is_busy(
     deployment: Deployment, truth: Truth, talk: Talk, held_before: int
 ) -> None:
-    """B2.14, B2.21 A second turn that P never came to: what D held for it ends with it."""
+    """B2.14, B2.21 A second turn that never reached P: D's hold is released."""
     name = "left before prefill"
     talk.turn(name, 1)
     known = deployment.p.log.count("Added request")

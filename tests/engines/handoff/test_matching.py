@@ -11,14 +11,14 @@ from scenario import assert_same
 from talk import Talk
 
 DECODES = {"do_remote_prefill": True}
-"""For a D that is given nothing, and holds what it computes."""
+"""For a D without parameters of P, which holds what it computes."""
 
 
 @pytest.mark.parametrize(("held", "pulled"), [(63, 0), (64, 64)])
 def test_few_tokens_are_computed(deployment: Deployment, talk: Talk, held: int, pulled: int) -> None:
     """B2.3, B2.4 Below the threshold of 64 tokens P pulls nothing, and D's hold ends.
 
-    What is in whole blocks comes out of the cache even so.
+    Whole blocks are loaded from the cache in both cases.
     """
     name = str(held)
     with deployment.watch(p=0, published=1):
@@ -68,7 +68,7 @@ def test_parameters_of_another_conversation(deployment: Deployment, talk: Talk) 
 
 
 def test_conversations_of_different_salts(deployment: Deployment, talk: Talk) -> None:
-    """A salt keeps a conversation from others, in its last block too, and not from itself."""
+    """A salt separates conversations, also in the last block."""
     for turn, computed in ((1, FIRST), (2, prompt_tokens(2) - held_by_decode(1))):
         deployment.empty()
         moved = talk.turn("salted", turn, cache_salt="tenant-x")

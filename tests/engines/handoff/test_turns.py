@@ -31,7 +31,7 @@ def _taken_by_decode(turn: int, local: int = 0) -> Sources:
 def _assert_handed_over(moved: Moved, turn: int) -> None:
     """Asserts one hold each way: D has pulled P's, P that of D's last turn; D's next one is there.
 
-    And that what came from outside came so, and not from the cache.
+    Also asserts that these tokens were pulled, not loaded from the cache.
     """
     taken = {"published": 1, "claimed": 1, "released": 1, "claimed_bytes": moved.to_decode["claimed_bytes"]}
     assert moved.holds("to_decode") == taken
@@ -67,7 +67,7 @@ def test_engines_that_have_forgotten_everything(deployment: Deployment, talk: Ta
 
 
 def test_streamed_turns(deployment: Deployment, talk: Talk) -> None:
-    """B2.22 A stream says nothing of what is held: the proxy named it, and finds it again."""
+    """B2.22 A stream does not report the hold: the proxy named it, and finds it again."""
     talk.turn("streamed", 1)
     for turn in TURNS[1:]:
         deployment.empty()
@@ -78,7 +78,7 @@ def test_streamed_turns(deployment: Deployment, talk: Talk) -> None:
 
 
 def test_chat(deployment: Deployment, talk: Talk) -> None:
-    """What was said comes again as words, and is found all the same."""
+    """An answer that is sent back as words is found."""
     for turn in TURNS[:2]:
         deployment.empty()
         moved = talk.chatted("chat", turn)
@@ -87,7 +87,7 @@ def test_chat(deployment: Deployment, talk: Talk) -> None:
 
 
 def test_several_at_once(deployment: Deployment, talk: Talk) -> None:
-    """Conversations side by side each find their own."""
+    """Concurrent conversations each find their own blocks."""
     names = [f"at once {number}" for number in range(4)]
     before = deployment.totals("to_prefill")["open"]
     for turn in TURNS:
