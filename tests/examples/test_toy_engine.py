@@ -42,7 +42,7 @@ def _plain(toy: ModuleType, prompt: list[int], weights: str = "toy") -> int:
 
 
 def test_a_known_prefix_is_loaded_and_the_answer_is_the_same(toy: ModuleType) -> None:
-    """Of 100 tokens 96 are in full blocks; a longer prompt goes on from there."""
+    """Of 100 tokens 96 are in full blocks; a longer prompt continues from there."""
     server = FakeServer()
     namespace = toy.namespace_of("toy")
     assert _answer(toy, server.client(namespace), PROMPT) == (_plain(toy, PROMPT), 100)
@@ -70,7 +70,7 @@ def test_prompts_that_differ_early_share_nothing_later(toy: ModuleType) -> None:
 
 
 def test_other_weights_find_nothing(toy: ModuleType) -> None:
-    """The namespace says so."""
+    """The namespace contains the weights."""
     server = FakeServer()
     _answer(toy, server.client(toy.namespace_of("toy")), PROMPT)
     found = _answer(toy, server.client(toy.namespace_of("other")), PROMPT, "other")
@@ -79,7 +79,7 @@ def test_other_weights_find_nothing(toy: ModuleType) -> None:
 
 @pytest.mark.parametrize("trouble", ["down", "hanging"])
 def test_a_server_in_trouble_is_a_miss(toy: ModuleType, trouble: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing raises; it is said once."""
+    """Nothing raises, and there is one warning."""
     server = FakeServer()
     client = server.client(toy.namespace_of("toy"))
     engine = toy.ToyEngine()

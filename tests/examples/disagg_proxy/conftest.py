@@ -1,4 +1,4 @@
-"""Engines that stand in for real ones."""
+"""Fake engines for the proxy's tests."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def test_an_entry_is_for_one_turn() -> None:
 
 
 def test_an_entry_lives_450_seconds() -> None:
-    """B2.21 Less than D's hold (480 s); what is over is not used, and gone."""
+    """B2.21 Less than D's hold (480 s); an expired entry is removed and not used."""
     entries = Conversations()
     entries.put(C1, HOLD, 100.0)
     entries.put(C2, HOLD, 100.0)
@@ -32,7 +32,7 @@ def test_an_entry_lives_450_seconds() -> None:
 
 
 def test_the_latest_turn_counts_and_lives_anew() -> None:
-    """A turn that ends later replaces the one before, and its time."""
+    """A turn that ends later replaces the previous one and its expiry."""
     entries = Conversations(ttl_s=10.0)
     entries.put(C1, HOLD, 0.0)
     entries.put(C1, LATER, 9.0)
@@ -41,7 +41,7 @@ def test_the_latest_turn_counts_and_lives_anew() -> None:
 
 
 def test_stale_entries_are_evicted_and_others_stay() -> None:
-    """B2.24 What `/health` does; it says how many."""
+    """B2.24 `/health` calls it; it returns their number."""
     entries = Conversations(ttl_s=10.0)
     entries.put(C1, HOLD, 0.0)
     entries.put(C2, HOLD, 5.0)
@@ -66,7 +66,7 @@ def test_of_too_many_the_oldest_go() -> None:
 
 
 def test_of_too_large_ones_the_oldest_go() -> None:
-    """The block ids of long conversations count as well, and no longer once they are gone."""
+    """The block ids of long conversations count, until they are removed."""
     large = {"remote_block_ids": [list(range(1000))]}
     room = 2 * len(json.dumps(large)) + 1
     entries = Conversations(max_bytes=room)
@@ -80,7 +80,7 @@ def test_of_too_large_ones_the_oldest_go() -> None:
 
 
 def test_one_that_is_too_large_is_not_kept() -> None:
-    """It does not take the room of the others for good."""
+    """It does not evict the others."""
     entries = Conversations(max_bytes=100)
     entries.put(C1, {"remote_block_ids": [list(range(1000))]}, 0.0)
     assert len(entries) == 0
@@ -89,14 +89,14 @@ def test_one_that_is_too_large_is_not_kept() -> None:
 
 
 def test_owners_do_not_meet() -> None:
-    """Two credentials that chose the same id have two conversations."""
+    """Two credentials with the same id have two conversations."""
     entries = Conversations()
     entries.put(Conversation("one", "m", "c"), HOLD, 0.0)
     assert entries.take(Conversation("two", "m", "c"), 0.0).reuse is Reuse.MISS
 
 
 def test_what_is_taken_is_the_takers() -> None:
-    """Changing it, or what was put, changes nothing that is remembered."""
+    """Changing what was put or taken does not change the table."""
     entries = Conversations()
     given_hold = {"remote_block_ids": [[0]]}
     entries.put(C1, given_hold, 0.0)
@@ -111,7 +111,7 @@ def test_what_is_taken_is_the_takers() -> None:
     )
 )
 def test_any_life_is_that_of_a_plain_dictionary(steps: list[tuple[str, Conversation, float]]) -> None:
-    """B2.21 Against a model that knows nothing of order or room."""
+    """B2.21 Compared with a model without order and limits."""
     entries, model, now = Conversations(ttl_s=10.0), dict[Conversation, tuple[int, float]](), 0.0
     for number, (step, conversation, passed) in enumerate(steps):
         now += passed

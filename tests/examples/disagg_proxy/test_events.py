@@ -35,7 +35,7 @@ def _read(*chunks: object, done: bool = True, strip_usage: bool = True) -> tuple
     st.sampled_from([b"\n\n", b"\r\n\r\n"]),
 )
 def test_events_are_whole_however_they_arrive(texts: list[bytes], sizes: list[int], end: bytes) -> None:
-    """Cut anywhere by the network, each comes out once, in order, byte for byte."""
+    """Split anywhere by the network, each event comes out once, in order, unchanged."""
     wanted = [b"data: " + text + end for text in texts]
     stream, splitter, got, number = b"".join(wanted), EventSplitter(), list[bytes](), 0
     while stream:
@@ -46,7 +46,7 @@ def test_events_are_whole_however_they_arrive(texts: list[bytes], sizes: list[in
 
 
 def test_what_has_no_end_is_kept_apart() -> None:
-    """The start of an event is not passed on as one."""
+    """The start of an event is not forwarded."""
     splitter = EventSplitter()
     assert list(splitter.feed(b"data: 1\n\ndata: 2")) == [b"data: 1\n\n"]
     assert splitter.end() == []
@@ -61,7 +61,7 @@ def test_the_end_of_a_stream_ends_its_last_event(rest: bytes) -> None:
 
 
 def test_an_event_without_an_end_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that only ever sends one line does not fill the proxy's memory."""
+    """An engine that sends one endless line does not fill the proxy's memory."""
     monkeypatch.setattr(events, "MAX_EVENT_BYTES", 100)
     splitter = EventSplitter()
     assert list(splitter.feed(b"x" * 100)) == []
@@ -89,7 +89,7 @@ def test_events_pass_as_they_come(event: bytes) -> None:
 
 
 def test_the_usage_is_for_who_asked() -> None:
-    """The chunk that only the proxy wanted does not reach the client; who asked gets it."""
+    """The usage chunk is forwarded only if the client asked for it."""
     assert _read(END, USAGE)[1] == _event(END) + DONE
     assert _read(END, USAGE, strip_usage=False)[1] == _event(END) + _event(USAGE) + DONE
 
@@ -117,14 +117,14 @@ def test_what_d_says_itself_counts() -> None:
 
 
 def test_d_may_say_that_it_holds_nothing() -> None:
-    """B2.15 Its word counts, also then: no hold is made up under the name."""
+    """B2.15 Its report counts: no hold is recorded under the given name."""
     reader, _ = _read({**END, "kv_transfer_params": {**HELD, "remote_block_ids": [[]]}}, USAGE)
     assert reader.hold(ENGINE, "name") is None
 
 
 @pytest.mark.parametrize("reason", ["stop", "length", "tool_calls", "function_call"])
 def test_normal_ends_are_held(reason: str) -> None:
-    """B2.16 Stopped and length-capped are normal ends; chat has more words for the former."""
+    """B2.16 Stopped and length-capped are normal ends; chat has more reasons for the former."""
     reader, _ = _read({"choices": [{"index": 0, "delta": {}, "finish_reason": reason, "stop_reason": 2}]}, USAGE)
     assert reader.hold(ENGINE, "name") is not None
 
@@ -140,7 +140,7 @@ def test_normal_ends_are_held(reason: str) -> None:
     ],
 )
 def test_other_ends_are_not(end: dict[str, Any]) -> None:
-    """B2.16 Any other end frees the blocks; a stop string is an abort inside of vLLM."""
+    """B2.16 Any other end frees the blocks; a stop string is an abort inside vLLM."""
     reader, _ = _read({"choices": [{"index": 0, "text": "", **end}]}, USAGE)
     assert reader.hold(ENGINE, "name") is None
 
@@ -157,7 +157,7 @@ def test_nothing_is_made_up() -> None:
 
 
 def test_an_error_is_noticed_and_passed_on() -> None:
-    """VLLM's streams say that they fail in an event."""
+    """A stream of vLLM reports its failure in an event."""
     error = {"error": {"message": "dead", "code": 500}}
     reader, passed = _read(error)
     assert reader.has_failed
@@ -166,6 +166,6 @@ def test_an_error_is_noticed_and_passed_on() -> None:
 
 
 def test_whole_answers_keep_all_but_the_params() -> None:
-    """Clients do not see what engines tell one another."""
+    """The parameters between engines are removed."""
     answer = {"id": "1", "choices": [{"text": "é\ud800"}], "kv_transfer_params": HELD}
     assert json.loads(without_params(answer)) == {"id": "1", "choices": [{"text": "é\ud800"}]}

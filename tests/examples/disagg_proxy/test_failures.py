@@ -28,7 +28,7 @@ from harness.running_proxy import PATH, RunningProxy, async_wait_until, data_of
 
 TEXT = "".join(ANSWER)
 PATIENCE_S = 2.0
-"""For an engine that hangs: what does not must answer within it, on a busy machine too."""
+"""Timeout for an engine that hangs; others must answer within it on a busy machine."""
 
 
 async def nonsense(_: FakeEngine, __: RecordedRequest, writer: asyncio.StreamWriter) -> None:
@@ -37,13 +37,13 @@ async def nonsense(_: FakeEngine, __: RecordedRequest, writer: asyncio.StreamWri
 
 
 async def error_event(_: FakeEngine, __: RecordedRequest, writer: asyncio.StreamWriter) -> None:
-    """A stream whose first event is an error: so vLLM says that its engine died."""
+    """A stream whose first event is an error, as vLLM sends it when its engine dies."""
     error = json.dumps({"error": {"message": "EngineCore died", "code": 500}}).encode()
     await send_answer(writer, 200, b"data: " + error + b"\n\n" + DONE, "text/event-stream")
 
 
 def _text(answer: httpx.Response) -> str:
-    """What the client reads, streamed or not."""
+    """Returns the text that the client reads, streamed or not."""
     if answer.headers["content-type"].startswith("text/event-stream"):
         return "".join(chunk["choices"][0]["text"] for chunk in data_of(answer.text))
     text: str = answer.json()["choices"][0]["text"]
@@ -51,7 +51,7 @@ def _text(answer: httpx.Response) -> str:
 
 
 async def _home(proxy: RunningProxy, engines: list[FakeEngine]) -> FakeEngine:
-    """Has a first turn, and returns the engine of the conversation."""
+    """Runs a first turn, and returns the conversation's engine."""
     await proxy.turn()
     (home,) = [engine for engine in engines if engine.seen]
     return home
@@ -78,7 +78,7 @@ async def test_no_connection_is_used_twice(site: Site) -> None:
     ("behaviour", "cause"), [(fail(500), "status"), (close_connection, "broken"), (nonsense, "broken")]
 )
 async def test_another_p_does_it(site: Site, behaviour: Behaviour, cause: str) -> None:
-    """P fails, hangs up or talks nonsense: another P is asked the same, the hold included."""
+    """P fails, disconnects or sends nonsense: another P gets the same, the hold included."""
     async with site.proxy(replace(site.settings(prefills=2), check_interval=60.0)) as proxy:
         home = await _home(proxy, site.prefill)
         other = _other(site.prefill, home)
@@ -161,7 +161,7 @@ async def test_a_p_that_hands_nothing_over(site: Site) -> None:
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422, 429])
 async def test_what_p_refuses_is_refused(site: Site, status: int) -> None:
-    """A 4xx is the answer, word for word: no other engine would say otherwise."""
+    """A 4xx is forwarded unchanged, because other engines would answer the same."""
     async with site.proxy(site.settings(prefills=2)) as proxy:
         for engine in site.prefill:
             engine.script.append(fail(status, "too long"))
@@ -207,7 +207,7 @@ async def test_another_d_does_it(site: Site, behaviour: Behaviour, cause: str, *
 
 
 async def test_a_d_that_is_down_is_not_asked(site: Site) -> None:
-    """Its conversations go on at another D, from its own hold: that is not in its memory."""
+    """Its conversations continue at another D, from its hold at kvtier."""
     async with site.proxy(site.settings(decodes=2)) as proxy:
         home = await _home(proxy, site.decode)
         await home.stop()
@@ -219,7 +219,7 @@ async def test_a_d_that_is_down_is_not_asked(site: Site) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_d_refuses_is_refused(site: Site, *, stream: bool) -> None:
-    """A 4xx of D is the answer, and not asked again elsewhere."""
+    """A 4xx of D is forwarded, and not retried."""
     async with site.proxy(site.settings(decodes=2)) as proxy:
         for engine in site.decode:
             engine.script.append(fail(422))
@@ -269,7 +269,7 @@ async def test_d_dies_in_the_middle(site: Site) -> None:
 
 
 async def test_d_dies_after_the_end(site: Site) -> None:
-    """All was said: the answer is whole, and its hold is remembered."""
+    """After the end marker the answer is complete, and its hold is recorded."""
     site.decode[0].script.append(close_midway(len(ANSWER) + 2))
     async with site.proxy() as proxy:
         answer = await proxy.turn(stream=True)
@@ -279,7 +279,7 @@ async def test_d_dies_after_the_end(site: Site) -> None:
 
 
 async def test_d_stalls_in_the_middle(site: Site) -> None:
-    """Silence for longer than `--decode-timeout` is the same, and D is hung up on."""
+    """Silence for longer than `--decode-timeout` has the same result, and D is disconnected."""
     async with site.proxy(replace(site.settings(), decode_timeout=PATIENCE_S)) as proxy:
         site.decode[0].script.append(hold_back(2, asyncio.Event()))
         answer = await proxy.turn(stream=True)
@@ -291,7 +291,7 @@ async def test_d_stalls_in_the_middle(site: Site) -> None:
 
 
 async def _leaves(proxy: RunningProxy, engine: FakeEngine, **body: Any) -> None:
-    """A client that hangs up when its request has reached the engine."""
+    """A client that disconnects when its request has reached the engine."""
     before = len(engine.seen)
     turn = asyncio.create_task(proxy.turn(**body))
     await async_wait_until(lambda: len(engine.seen) > before)
@@ -305,7 +305,7 @@ async def _gone(proxy: RunningProxy) -> bool:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_leaves_during_prefill(site: Site, *, stream: bool) -> None:
-    """P is hung up on, so that it aborts; D never hears of it."""
+    """P is disconnected, so that it aborts; D gets no request."""
     site.prefill[0].script.append(hang)
     async with site.proxy() as proxy:
         await _leaves(proxy, site.prefill[0], stream=stream)
@@ -318,7 +318,7 @@ async def test_a_client_leaves_during_prefill(site: Site, *, stream: bool) -> No
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_leaves_during_the_answer(site: Site, *, stream: bool) -> None:
-    """D is hung up on, so that it aborts; nothing is kept, and the next turn is a miss."""
+    """D is disconnected, so that it aborts; no hold is recorded, and the next turn is a miss."""
     site.decode[0].script.append(hold_back(2, asyncio.Event()) if stream else hang)
     async with site.proxy() as proxy:
         await _leaves(proxy, site.decode[0], stream=stream)

@@ -42,14 +42,14 @@ def test_a_conversation_stays_where_its_prefix_is() -> None:
 
 
 def test_an_engine_more_moves_few_conversations() -> None:
-    """Only those that are the new one's from now on."""
+    """Only those that belong to the new engine from now on."""
     keys = [f"c{number}" for number in range(100)]
     moved = {_chosen(_fleet(4), key).url for key in keys if _chosen(_fleet(4), key).url != _chosen(_fleet(3), key).url}
     assert moved == {"http://d3:8000"}
 
 
 def test_a_busy_home_is_left() -> None:
-    """A prefix cache is worth a little waiting, not a lot."""
+    """A prefix cache is worth a short queue, not a long one."""
     fleet = _fleet()
     home = _chosen(fleet, "c")
     home.outstanding = SLACK - 1
@@ -72,7 +72,7 @@ def test_who_is_down_or_was_tried_is_left_out() -> None:
 
 
 def test_failures_in_a_row_are_answered_with_patience() -> None:
-    """1 s, 2, 4 and so on, 30 at most; healthy words do not end the doubts, an answer does."""
+    """1 s, 2, 4 and so on, at most 30; an answered request ends `is_suspect`, health does not."""
     instance = _fleet(1).instances[0]
     pauses = []
     for _ in range(8):

@@ -63,7 +63,7 @@ async def test_headers_of_the_connection_stay_on_it(site: Site) -> None:
 
 
 async def test_headers_of_an_engines_connection_stay_on_it(site: Site) -> None:
-    """The same the other way; what the engine says of its answer is the client's."""
+    """The same for responses; headers about the answer are forwarded."""
 
     async def chatty(engine: FakeEngine, asked: RecordedRequest, writer: asyncio.StreamWriter) -> None:
         more = "connection: x-hop\r\nx-hop: 1\r\nkeep-alive: timeout=5\r\nserver: engine\r\ncontent-encoding: identity"

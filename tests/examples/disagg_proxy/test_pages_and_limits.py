@@ -1,4 +1,4 @@
-"""What else the proxy answers, and what it does not let in."""
+"""Pages of the proxy, and its limits."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_health_is_that_of_the_decode_engines(site: Site) -> None:
 
 
 async def test_who_is_down_at_the_start_is_known(site: Site) -> None:
-    """Engines are looked at before the first request is."""
+    """Engines are checked before the first request."""
     await site.prefill[0].stop()
     async with site.proxy(site.settings(prefills=2)) as proxy:
         assert [engine["up"] for engine in (await proxy.health())["prefill"]] == [False, True]
@@ -52,7 +52,7 @@ async def test_who_is_down_at_the_start_is_known(site: Site) -> None:
 
 
 async def test_models_are_ds(site: Site) -> None:
-    """Clients ask for them first; without a D there is an error in OpenAI's form."""
+    """Clients ask for models first; without a D there is an error in OpenAI's form."""
     async with site.proxy() as proxy:
         answer = await proxy.http.get("/v1/models")
         assert (answer.status_code, answer.json()["data"][0]["id"]) == (200, "model-of-d0")
@@ -76,7 +76,7 @@ async def test_other_routes(site: Site, method: str, path: str, status: int) -> 
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b'{"conversation_id": 7}', b""])
 async def test_what_cannot_be_understood(site: Site, body: bytes) -> None:
-    """400, and no engine is asked."""
+    """400, and no engine gets the request."""
     async with site.proxy() as proxy:
         answer = await proxy.http.post(PATH, content=body)
         assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
@@ -85,7 +85,7 @@ async def test_what_cannot_be_understood(site: Site, body: bytes) -> None:
 
 
 async def test_bodies_are_bounded(site: Site) -> None:
-    """Declared or not, what is too large is not read to its end."""
+    """A body that is too large is not read to its end, declared or not."""
 
     async def endless() -> AsyncIterator[bytes]:
         while True:
@@ -104,7 +104,7 @@ async def test_bodies_are_bounded(site: Site) -> None:
 
 
 async def test_a_body_that_does_not_come(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that sends nothing does not keep its place for good."""
+    """A client that sends nothing does not keep its slot."""
     monkeypatch.setattr(app, "READ_TIMEOUT_S", 0.1)
     async with site.proxy() as proxy:
         host, port = proxy.url.removeprefix("http://").split(":")
@@ -116,7 +116,7 @@ async def test_a_body_that_does_not_come(site: Site, monkeypatch: pytest.MonkeyP
 
 
 async def test_requests_at_once_are_bounded(site: Site) -> None:
-    """One too many is told so at once; when there is room again all is well."""
+    """One request too many is refused at once; later ones are served again."""
     async with site.proxy(replace(site.settings(), max_requests=2)) as proxy:
         site.prefill[0].script.extend([hang, hang])
         busy = [asyncio.create_task(proxy.turn()) for _ in range(2)]
@@ -136,7 +136,7 @@ async def test_requests_at_once_are_bounded(site: Site) -> None:
 
 
 async def test_entries_are_bounded(site: Site) -> None:
-    """The oldest go."""
+    """The oldest entries are removed."""
     async with site.proxy(replace(site.settings(), max_entries=2)) as proxy:
         for name in ("c1", "c2", "c3"):
             await proxy.turn(name)
@@ -175,14 +175,14 @@ async def test_a_probe_that_fails_is_not_repeated_at_once(site: Site) -> None:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """One that is free, and stays so."""
+    """A port that is free and stays free."""
     with ReservedPort() as reserved:
         yield reserved.number
 
 
 @pytest.mark.parametrize("arguments", [["-m", "disagg_proxy"], [str(FOLDER)]])
 async def test_the_program(site: Site, arguments: list[str], port: int) -> None:
-    """It starts from its folder or as a module, answers, and ends in order on SIGTERM."""
+    """It starts from its folder or as a module, answers, and ends on SIGTERM."""
     command = [
         *arguments,
         "--prefill",

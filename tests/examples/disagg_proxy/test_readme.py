@@ -18,7 +18,7 @@ ANSWER = "They said: \"it\\s 'blue' $HOME\".\n\tYes"
 
 
 async def odd(engine: FakeEngine, asked: RecordedRequest, writer: asyncio.StreamWriter) -> None:
-    """An answer with all that a shell and JSON might stumble over."""
+    """An answer with characters that a shell and JSON must quote."""
     answer = engine.complete_answer(asked)
     answer["choices"][0]["text"] = ANSWER
     await send_answer(writer, 200, json.dumps(answer).encode())

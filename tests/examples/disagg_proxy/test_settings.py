@@ -8,7 +8,7 @@ from disagg_proxy.transfer import Address
 
 
 def test_engines_are_named_one_by_one() -> None:
-    """Several of each role; the address of a kvtier server stands beside its decode engine."""
+    """Several of each role; a kvtier server's address follows its decode engine."""
     settings = parse_arguments(
         [
             "--prefill=http://p1:8100/",
@@ -50,7 +50,7 @@ def test_defaults() -> None:
     ],
 )
 def test_typos_end_the_program(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """At the start, with a line that says which."""
+    """At start, with a line that names it."""
     with pytest.raises(SystemExit) as ended:
         parse_arguments(arguments)
     assert ended.value.code == 2

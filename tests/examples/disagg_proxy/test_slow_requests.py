@@ -17,12 +17,12 @@ PATIENCE_S = 1.0
 
 
 async def huge(engine: FakeEngine, asked: RecordedRequest, writer: asyncio.StreamWriter) -> None:
-    """An answer that is right, and larger than what the proxy takes."""
+    """A valid answer beyond the proxy's limit."""
     await send_answer(writer, 200, json.dumps({**engine.complete_answer(asked), "more": "x" * 10_000}).encode())
 
 
 async def _is_up_after_a_look(proxy: RunningProxy, engine: FakeEngine, looks: int) -> bool:
-    """Whether it gets requests, after its health was asked for once more than ``looks`` times."""
+    """Whether it gets requests after more than ``looks`` health checks."""
     await async_wait_until(lambda: engine.looks > looks)
     described = (await proxy.health())["prefill"] + (await proxy.health())["decode"]
     (is_up,) = [seen["up"] for seen in described if seen["url"] == engine.url]
@@ -47,7 +47,7 @@ async def test_a_prompt_that_is_slow_at_p_goes_to_d(site: Site) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_that_is_slow_is_asked_for_once(site: Site, *, stream: bool) -> None:
-    """D says nothing in time: 504, no other D is held up as well, and D stays up."""
+    """D exceeds its timeout: 504, no other D gets the request, and D stays up."""
     settings = replace(site.settings(decodes=2), decode_timeout=PATIENCE_S, check_interval=60.0)
     async with site.proxy(settings) as proxy:
         looks = [engine.looks for engine in site.decode]
@@ -63,7 +63,7 @@ async def test_an_answer_that_is_slow_is_asked_for_once(site: Site, *, stream: b
 async def test_an_answer_that_breaks_takes_no_engine_down(
     site: Site, behaviour: Behaviour, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All engines break it, since of the request: the next one is served by them."""
+    """The request breaks every engine's answer; the next request is served by them."""
     monkeypatch.setattr(engines, "MAX_ANSWER_BYTES", 5000)
     async with site.proxy(replace(site.settings(decodes=2), check_interval=60.0)) as proxy:
         looks = [engine.looks for engine in site.decode]

@@ -34,7 +34,7 @@ async def test_a_stream_without_an_end_is_broken(site: Site) -> None:
 
 
 async def test_an_end_without_a_blank_line_is_one(site: Site) -> None:
-    """`[DONE]` may be the last that comes: the answer is whole, and its hold is remembered."""
+    """`[DONE]` may be the last bytes: the answer is complete, and its hold is recorded."""
 
     async def unended(engine: FakeEngine, asked: RecordedRequest, writer: asyncio.StreamWriter) -> None:
         *events, done = engine.events(asked)
@@ -50,7 +50,7 @@ async def test_an_end_without_a_blank_line_is_one(site: Site) -> None:
 
 @pytest.mark.parametrize("length", [None, 100])
 async def test_half_an_event_does_not_show_what_engines_tell_one_another(site: Site, length: int | None) -> None:
-    """A last event without its blank line, whole or cut off, is not passed on unread."""
+    """A last event without its blank line, whole or partial, is not forwarded unread."""
 
     async def newer(engine: FakeEngine, asked: RecordedRequest, writer: asyncio.StreamWriter) -> None:
         held = engine.params("d's own name", PROMPT_TOKENS, prefilled=False)
@@ -76,7 +76,7 @@ async def test_an_error_in_the_middle_is_no_success(site: Site) -> None:
 
 
 async def _without_reading(proxy: RunningProxy) -> asyncio.StreamWriter:
-    """A client that asks for a stream and reads none of it."""
+    """A client that asks for a stream and does not read it."""
     host, port = proxy.url.removeprefix("http://").split(":")
     _, writer = await asyncio.open_connection(host, int(port), limit=1)
     body = json.dumps({"prompt": "x", "conversation_id": "c", "stream": True}).encode()
@@ -106,7 +106,7 @@ class Endless:
 
 
 async def test_a_client_that_does_not_read_is_gone(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not keep its slot, nor D's: D is hung up on after a while."""
+    """It does not keep its slot, nor D's: D is disconnected after a while."""
     monkeypatch.setattr(reply, "SEND_TIMEOUT_S", 0.3)
     endless = Endless()
     site.decode[0].script.append(endless)
@@ -122,7 +122,7 @@ async def test_a_client_that_does_not_read_is_gone(site: Site, monkeypatch: pyte
 
 
 async def test_a_slow_client_slows_d_down(site: Site) -> None:
-    """The proxy's memory is no buffer: it reads no faster than the client does."""
+    """The proxy does not buffer: it reads no faster than the client."""
     endless = Endless()
     site.decode[0].script.append(endless)
     async with site.proxy() as proxy:

@@ -1,4 +1,4 @@
-"""What is decided stays apart from what is done."""
+"""Decisions are separate from I/O."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PURE = {"__future__", "collections", "dataclasses", "enum", "hashlib", "json", "
 
 
 def _imports(module: Path) -> Iterator[str]:
-    """The first names of what it imports; a sibling's begins with a dot."""
+    """Yields the first names of a module's imports; a sibling's begins with a dot."""
     for node in ast.walk(ast.parse(module.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names)
@@ -28,17 +28,17 @@ def _imports(module: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("name", sorted(DECIDES))
 def test_decisions_are_pure(name: str) -> None:
-    """No socket, no clock, no task: time and answers come in as arguments."""
+    """No socket, no clock, no task: time and answers are arguments."""
     assert set(_imports(FOLDER / f"{name}.py")) <= PURE | {f".{other}" for other in DECIDES}
 
 
 def test_the_folder_runs_anywhere() -> None:
-    """It can be copied away from this repository: it imports nothing of kvtier."""
+    """It imports nothing of kvtier, so a copy of the folder runs."""
     assert not {name for module in FOLDER.glob("*.py") for name in _imports(module) if name == "kvtier"}
 
 
 def test_every_figure_is_explained() -> None:
-    """README names each metric by the name under which it is scraped."""
+    """README lists each metric by its scraped name."""
     fleet = Fleet([Instance("http://d", Role.DECODE)])
     scraped = set(re.findall(r"^# TYPE disagg_proxy_(\w+)", Metrics([fleet], int).render().decode(), re.MULTILINE))
     readme = (FOLDER / "README.md").read_text()

@@ -34,7 +34,7 @@ def test_the_first_turn_names_nobody() -> None:
 
 
 def test_the_next_turn_names_what_d_holds() -> None:
-    """P gets D's fields as they are, and that it is to hold its own blocks for D (B1.1, B2.3)."""
+    """P gets D's fields unchanged, and is told to hold its blocks for D (B1.1, B2.3)."""
     params = next_turn({**HELD, "do_remote_prefill": True, "do_remote_decode": False})
     assert params == {**HELD, "do_remote_prefill": False, "do_remote_decode": True}
 
@@ -55,7 +55,7 @@ def test_engines_understand_it() -> None:
 
 
 def test_a_named_hold_reads_like_one_that_d_spoke_of() -> None:
-    """For an engine that pulls there is no difference but the blocks, which the claim says."""
+    """It differs from a reported hold only in the blocks, which the claim returns."""
     engine = DecodeEngine.parse(HELD)
     assert engine is not None
     named = engine.named_hold("r", 23)
@@ -79,13 +79,13 @@ def test_the_address_that_the_proxy_knows_stands() -> None:
     ],
 )
 def test_addresses_of_servers(text: str, address: Address) -> None:
-    """As kvtier's own settings have them."""
+    """Addresses have the form of kvtier's settings."""
     assert Address.parse(text) == address
 
 
 @pytest.mark.parametrize("text", ["", "d1", "d1:", ":7070", "d1:port", "d1:0", "d1:65536", "unix:"])
 def test_what_is_no_address(text: str) -> None:
-    """A typo is found at the start."""
+    """A typo raises at start."""
     with pytest.raises(ValueError, match="neither host:port nor unix:PATH"):
         Address.parse(text)
 
@@ -109,7 +109,7 @@ def test_what_is_no_address(text: str) -> None:
     ],
 )
 def test_what_is_worth_keeping(change: dict[str, Any], usable: bool) -> None:  # noqa: FBT001
-    """B2.3 Blocks, and all four keys: what P would not pull is not kept, and counts as a miss."""
+    """B2.3 Blocks, and all four keys: other answers are not recorded and count as a miss."""
     assert is_usable({**HELD, **change}) is usable
 
 
@@ -117,6 +117,6 @@ def test_what_is_worth_keeping(change: dict[str, Any], usable: bool) -> None:  #
     "params", [None, "text", [], {}, {"remote_engine_id": 7, "remote_host": "h", "remote_port": 1}]
 )
 def test_who_does_not_say_who_it_is(params: object) -> None:
-    """Nothing is made up."""
+    """Without an identity nothing is recorded."""
     assert DecodeEngine.parse(params) is None
     assert not is_usable(params)

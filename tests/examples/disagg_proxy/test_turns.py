@@ -31,7 +31,7 @@ def test_a_turn_may_be_of_no_conversation(given: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("given", [7, ["c"], {"id": "c"}, True, "x" * (MAX_CONVERSATION_ID + 1)])
 def test_a_conversation_is_named_by_short_text(given: object) -> None:
-    """Anything else is the client's error, and bounded in what it may cost."""
+    """Anything else is the client's error; the length is limited."""
     with pytest.raises(BadRequestError, match="conversation_id"):
         _turn(conversation_id=given)
     assert _turn(conversation_id="x" * MAX_CONVERSATION_ID).conversation_id
@@ -46,7 +46,7 @@ def test_what_is_no_object_is_refused(raw: bytes) -> None:
 
 @pytest.mark.parametrize("given", [1, 0, "true", []])
 def test_whether_to_stream_is_said_plainly(given: object) -> None:
-    """Engines are lenient here: the proxy would read as one answer what comes as a stream."""
+    """Engines accept other values, and the proxy would misread a stream as one answer."""
     with pytest.raises(BadRequestError, match="stream"):
         _turn(stream=given)
     assert not _turn(stream=None).stream
@@ -77,7 +77,7 @@ def test_prefill_is_one_token_and_no_stream() -> None:
 
 
 def test_decode_gets_what_the_client_wanted() -> None:
-    """B2.23 is about P only: D gets the request as it came, with its own parameters."""
+    """B2.23 D gets the request unchanged, with its own parameters."""
     turn = _turn(conversation_id="c", stream=True, max_tokens=100, min_tokens=5, max_completion_tokens=90)
     assert turn.decode_body(hold_only()) == {**turn.body, "kv_transfer_params": hold_only()}
     assert turn.decode_body(None) == turn.body
@@ -99,7 +99,7 @@ def test_a_stream_that_is_to_be_remembered_tells_its_tokens() -> None:
 
 
 def test_bodies_do_not_share_what_they_change() -> None:
-    """P's body is made before D's: D's must not have its one token."""
+    """P's body is made first; its limit of one token must not appear in D's."""
     turn = _turn(max_tokens=100, stream=True, kv_transfer_params={"kvtier": {"retain_for_s": 5}})
     before = json.dumps(turn.body)
     turn.prefill_body(first_turn())
@@ -109,7 +109,7 @@ def test_bodies_do_not_share_what_they_change() -> None:
 
 
 def test_whether_the_client_wants_the_usage_is_its_own_word() -> None:
-    """Only who asked for the usage gets its chunk."""
+    """Only a client that asked for the usage gets its chunk."""
     assert _turn(stream=True, stream_options={"include_usage": True}).wants_usage
     assert not _turn(stream=True, stream_options={"include_usage": False}).wants_usage
     assert not _turn(stream=True, stream_options="odd").wants_usage
@@ -117,7 +117,7 @@ def test_whether_the_client_wants_the_usage_is_its_own_word() -> None:
 
 
 def test_clients_do_not_say_whose_blocks_are_pulled() -> None:
-    """A client's own parameters go along; those that name holds are the proxy's."""
+    """A client's own parameters are forwarded, except those that name holds."""
     given = {
         "do_remote_decode": True,
         "do_remote_prefill": True,
@@ -138,7 +138,7 @@ def test_clients_do_not_say_whose_blocks_are_pulled() -> None:
 
 @pytest.mark.parametrize("given", ["text", 7, [], {"kvtier": "odd"}, None])
 def test_odd_parameters_of_a_client_do_no_harm(given: object) -> None:
-    """They are the engine's to refuse or to ignore; a hold is named all the same."""
+    """The engine handles them; the hold is named in any case."""
     body = _turn(kv_transfer_params=given).decode_body(hold_only(), "name")
     assert body["kv_transfer_params"]["kvtier"] == {"hold_as": "name"}
 
@@ -164,7 +164,7 @@ def test_odd_parameters_of_a_client_do_no_harm(given: object) -> None:
     ],
 )
 def test_one_hold_is_of_one_prompt_and_one_answer(body: dict[str, Any], alone: bool) -> None:  # noqa: FBT001
-    """What is several requests in one, or must be computed whole, is D's alone."""
+    """Several completions, or prompts that must be computed, are served by D alone."""
     assert _turn(**body).alone is alone
 
 

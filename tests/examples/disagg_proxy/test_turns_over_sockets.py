@@ -1,4 +1,4 @@
-"""Conversations through the running proxy: what P, D and the client each see."""
+"""Conversations through the running proxy, as P, D and the client see them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_what_each_is_sent(site: Site) -> None:
 
 
 async def test_streams_are_remembered_under_the_name_they_were_given(site: Site) -> None:
-    """B2.22 D does not say in a stream what it holds: the next turn names it as D was told to."""
+    """B2.22 D's stream does not report its hold, so the next turn uses the given name."""
     p, d = site.prefill[0], site.decode[0]
     async with site.proxy() as proxy:
         first = await proxy.turn(stream=True)
@@ -93,14 +93,14 @@ async def test_streams_are_remembered_under_the_name_they_were_given(site: Site)
 
 
 async def test_who_asks_for_the_usage_gets_it(site: Site) -> None:
-    """The chunk that the proxy needs is the client's as well, if it wanted it."""
+    """The client gets the usage chunk if it asked for it."""
     async with site.proxy() as proxy:
         answer = await proxy.turn(stream=True, stream_options={"include_usage": True})
     assert data_of(answer.text)[-1]["usage"]["total_tokens"] == PROMPT_TOKENS + len(ANSWER)
 
 
 async def test_streams_and_whole_answers_follow_one_another(site: Site) -> None:
-    """A conversation may change between the two; chat goes the same way."""
+    """A conversation may change between the two; chat works the same."""
     async with site.proxy() as proxy:
         for stream, path in (
             (True, PATH),
@@ -117,7 +117,7 @@ async def test_streams_and_whole_answers_follow_one_another(site: Site) -> None:
 
 
 async def test_events_arrive_as_they_come(site: Site) -> None:
-    """The client has the first events while D still works on the others."""
+    """The client gets the first events while D computes the others."""
     gate, got = asyncio.Event(), b""
     site.decode[0].script.append(hold_back(2, gate))
     async with (
@@ -161,7 +161,7 @@ async def test_the_address_that_the_proxy_knows(site: Site) -> None:
 
 
 async def test_no_conversation_no_reuse(site: Site, caplog: pytest.LogCaptureFixture) -> None:
-    """B2.20 A warning; the turn goes by P and D all the same, but nothing of it is used again."""
+    """B2.20 A warning; P and D serve the turn, but no hold is used."""
     async with site.proxy() as proxy:
         for stream in (False, True, False):
             assert (await proxy.turn(None, stream=stream)).status_code == 200
@@ -174,7 +174,7 @@ async def test_no_conversation_no_reuse(site: Site, caplog: pytest.LogCaptureFix
 
 
 async def test_an_entry_is_used_once(site: Site) -> None:
-    """B2.21 Of two turns at once one goes on from the hold, the other computes."""
+    """B2.21 Of two concurrent turns one uses the hold, the other computes."""
     p, gate = site.prefill[0], asyncio.Event()
     async with site.proxy() as proxy:
         await proxy.turn()
@@ -187,7 +187,7 @@ async def test_an_entry_is_used_once(site: Site) -> None:
 
 
 async def test_an_entry_ends(site: Site) -> None:
-    """B2.21 After 450 s the turn is a miss, and still right."""
+    """B2.21 After 450 s the turn is a miss, with the right answer."""
     clock = Clock()
     async with site.proxy(clock=clock) as proxy:
         await proxy.turn()
@@ -202,7 +202,7 @@ async def test_an_entry_ends(site: Site) -> None:
 
 
 async def test_health_evicts(site: Site) -> None:
-    """B2.24 `/health` says who is up, and forgets what is over."""
+    """B2.24 `/health` reports engines that are up, and removes expired entries."""
     clock = Clock()
     async with site.proxy(clock=clock) as proxy:
         await proxy.turn("c1")
@@ -289,7 +289,7 @@ async def test_several_answers_are_ds_alone(site: Site) -> None:
 
 
 async def test_a_hold_that_nobody_could_pull_is_not_remembered(site: Site) -> None:
-    """B2.3 D that returned no blocks leaves a miss, not a claim that P would wait for."""
+    """B2.3 If D returned no blocks, the next turn is a miss, not a claim."""
     async with site.proxy() as proxy:
 
         async def nothing_held(engine: FakeEngine, asked: RecordedRequest, writer: asyncio.StreamWriter) -> None:
@@ -343,7 +343,7 @@ async def test_who_d_is_can_be_learned_from_what_it_answers(site: Site, *, strea
             writer, 200, json.dumps(body).encode()
         )
 
-    d.bidirectional = False  # so the probe says; what it answers now says otherwise
+    d.bidirectional = False  # for the probe; its answers report a hold
     async with site.proxy() as proxy:
         await async_wait_until(lambda: bool(d.probes))
         d.script.append(telling)

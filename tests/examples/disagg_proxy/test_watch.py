@@ -30,7 +30,7 @@ async def test_a_probe_that_is_refused_tells_nothing(site: Site, caplog: pytest.
 
 
 async def test_an_engine_whose_health_hangs_is_down(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its silence is an answer, at the start as well: the proxy does not wait for it."""
+    """Silence counts as a failure, also at start: the proxy does not wait for it."""
     monkeypatch.setattr(watch, "HEALTH_TIMEOUT_S", 0.2)
     site.prefill[0].health = None
     async with site.proxy() as proxy:
@@ -40,7 +40,7 @@ async def test_an_engine_whose_health_hangs_is_down(site: Site, monkeypatch: pyt
 
 
 async def test_a_probe_that_hangs_ends(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And does not stop looks at its health meanwhile; it is tried again."""
+    """Health checks continue meanwhile, and the probe is repeated."""
     monkeypatch.setattr(watch, "PROBE_TIMEOUT_S", 3.0)
     d = site.decode[0]
     d.probe_script.append(hang)
