@@ -54,6 +54,7 @@ SMALL_FILES = {
     "/server/process/systemd.py": "a dependency of its own: systemd's notify socket",
     "/server/telemetry/health.py": "a dependency of its own: grpc_health",
     "/client/engines/vllm/sleep.py": "a dependency of its own: vLLM's sleep mode",
+    "/client/engines/vllm_tier/compat.py": "a dependency of its own: vLLM's tiering",
     "/tiers/eviction/lru.py": "one module per eviction policy",
     "/tiers/lmdb/check.py": "one module per tier and check, as tiers/disk/check.py",
 }

@@ -42,7 +42,7 @@ def _drain(counters: TransferCounters) -> dict[str, Any]:
     return stats.data if stats is not None else {}
 
 
-def test_a_tally_that_counted_nothing_says_nothing() -> None:
+def test_empty_counters_send_nothing() -> None:
     """A step without counts sends nothing."""
     counters = TransferCounters()
     counters.count("save_bytes", 0)
