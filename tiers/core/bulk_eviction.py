@@ -50,7 +50,7 @@ class EvictionRequest:
     retained: bool = False
     dry_run: bool = False
 
-    def names(self, namespace: NamespaceId) -> bool:
+    def includes(self, namespace: NamespaceId) -> bool:
         """Returns whether blocks of a namespace are included."""
         if self.namespace is not None and namespace != self.namespace:
             return False
@@ -66,9 +66,9 @@ class EvictionSource(Protocol):
 
     def all_of(self, namespace: NamespaceId, /) -> Collection[Any]: ...
 
-    def is_there(self, item: Any, /) -> bool: ...
+    def contains(self, item: Any, /) -> bool: ...
 
-    def may_go(self, item: Any, /, *, retained: bool) -> bool:
+    def is_evictable(self, item: Any, /, *, retained: bool) -> bool:
         """Returns whether an item is unpinned, in no job and, unless `retained`, not retained."""
         ...
 
@@ -103,11 +103,11 @@ class SecondaryTierSource:
     def all_of(self, namespace: NamespaceId) -> Collection[CatalogEntry]:
         return self._catalog.all_of(namespace)
 
-    def is_there(self, item: CatalogEntry) -> bool:
+    def contains(self, item: CatalogEntry) -> bool:
         return self._catalog.get(item.namespace, item.key) is item
 
-    def may_go(self, item: CatalogEntry, *, retained: bool) -> bool:
-        return self._catalog.may_go(item, retained=retained)
+    def is_evictable(self, item: CatalogEntry, *, retained: bool) -> bool:
+        return self._catalog.is_evictable(item, retained=retained)
 
     def last_used(self, item: CatalogEntry) -> float:
         """Returns the last use here or in the CPU tier, whose lookups do not reach this tier."""
@@ -148,15 +148,15 @@ class EvictionProgress:
 class EvictionTask:
     """One bulk eviction, run in slices."""
 
-    def __init__(self, wanted: EvictionRequest, sources: Sequence[EvictionSource], now: float) -> None:
+    def __init__(self, request: EvictionRequest, sources: Sequence[EvictionSource], now: float) -> None:
         """`sources`: all tiers in lookup order; `now`: in seconds."""
         self.done = False
         """Whether it has ended."""
         self.error: Exception | None = None
         """The error that ended it."""
-        self.tiers = [EvictionProgress(tier) for tier in sorted(wanted.tiers)]
+        self.tiers = [EvictionProgress(tier) for tier in sorted(request.tiers)]
         """Progress per tier."""
-        self._wanted = wanted
+        self._request = request
         self._now = now
         self._steps = self._run(sources)
 
@@ -176,29 +176,29 @@ class EvictionTask:
         self._steps.close()
 
     def _run(self, sources: Sequence[EvictionSource]) -> Generator[bool, None, None]:
-        for cleared in self.tiers:
-            source = sources[cleared.tier]
-            counts = {namespace: count for namespace, count in source.counts() if self._wanted.names(namespace)}
+        for progress in self.tiers:
+            source = sources[progress.tier]
+            counts = {namespace: count for namespace, count in source.counts() if self._request.includes(namespace)}
             namespaces, there = list(counts), sum(counts.values())
-            cleared.total = there if self._wanted.max_bytes is None else 2 * there
-            if self._wanted.max_bytes is None:
-                yield from self._clear(source, namespaces, cleared)
+            progress.total = there if self._request.max_bytes is None else 2 * there
+            if self._request.max_bytes is None:
+                yield from self._evict_matching(source, namespaces, progress)
                 continue
             ages: dict[int, int] = defaultdict(int)
             for slice_ in _slices(source, namespaces):
                 for item in slice_:
-                    if self._is_meant(source, item) and source.may_go(item, retained=self._wanted.retained):
+                    if self._matches(source, item) and source.is_evictable(item, retained=self._request.retained):
                         ages[self._age(source, item)] += source.nbytes_of(item)
-                cleared.looked_at += len(slice_)
+                progress.looked_at += len(slice_)
                 yield True
-            oldest, left = _cut(ages, self._wanted.max_bytes)
-            yield from self._clear(source, namespaces, cleared, oldest, left, self._wanted.max_bytes)
+            oldest, left = _age_limit(ages, self._request.max_bytes)
+            yield from self._evict_matching(source, namespaces, progress, oldest, left, self._request.max_bytes)
 
-    def _clear(
+    def _evict_matching(
         self,
         source: EvictionSource,
         namespaces: Sequence[NamespaceId],
-        cleared: EvictionProgress,
+        progress: EvictionProgress,
         age: int = -1,
         left: int = 0,
         most: float = math.inf,
@@ -210,29 +210,29 @@ class EvictionTask:
         for slice_ in _slices(source, namespaces):
             going, nbytes_going = [], 0
             for item in slice_:
-                if not self._is_meant(source, item):
+                if not self._matches(source, item):
                     continue
                 nbytes = source.nbytes_of(item)
-                if not source.may_go(item, retained=self._wanted.retained):
-                    cleared.kept_blocks += 1
-                    cleared.kept_nbytes += nbytes
+                if not source.is_evictable(item, retained=self._request.retained):
+                    progress.kept_blocks += 1
+                    progress.kept_nbytes += nbytes
                     continue
                 items_age = self._age(source, item)
-                if items_age < age or (items_age == age and left <= 0) or cleared.nbytes + nbytes_going >= most:
+                if items_age < age or (items_age == age and left <= 0) or progress.nbytes + nbytes_going >= most:
                     continue
                 left -= nbytes if items_age == age else 0
                 going.append(item)
                 nbytes_going += nbytes
-            if going and not self._wanted.dry_run:
+            if going and not self._request.dry_run:
                 source.evict(going)
-            cleared.blocks += len(going)
-            cleared.nbytes += nbytes_going
-            cleared.looked_at += len(slice_)
+            progress.blocks += len(going)
+            progress.nbytes += nbytes_going
+            progress.looked_at += len(slice_)
             yield True
 
-    def _is_meant(self, source: EvictionSource, item: Any) -> bool:
-        since = self._wanted.unused_since
-        return source.is_there(item) and (since is None or source.last_used(item) <= since)
+    def _matches(self, source: EvictionSource, item: Any) -> bool:
+        since = self._request.unused_since
+        return source.contains(item) and (since is None or source.last_used(item) <= since)
 
     def _age(self, source: EvictionSource, item: Any) -> int:
         """Returns the time since the last use, rounded down; 0 if used since the start."""
@@ -250,7 +250,7 @@ def _slices(source: EvictionSource, namespaces: Iterable[NamespaceId]) -> Iterat
             yield slice_
 
 
-def _cut(ages: dict[int, int], wanted: int) -> tuple[int, int]:
+def _age_limit(ages: dict[int, int], wanted: int) -> tuple[int, int]:
     """Returns the age at which only some blocks are evicted, and how many bytes of that age."""
     for age in sorted(ages, reverse=True):
         if wanted <= ages[age]:

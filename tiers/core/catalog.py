@@ -122,10 +122,10 @@ class Catalog:
         recovered = [
             self._add(each.namespace, each.key, each.nbytes, held, queue_for(each.namespace)) for each in entries
         ]
-        pending_removals = self.evict(entry for entry in recovered if self._is_too_much(entry, entry.nbytes))
+        pending_removals = self.evict(entry for entry in recovered if self._exceeds(entry, entry.nbytes))
         gone = set(pending_removals)
         kept = [entry for entry in recovered if entry not in gone]
-        pending_removals += self.evict(entry for entry in kept if self._is_too_much(entry, 1))
+        pending_removals += self.evict(entry for entry in kept if self._exceeds(entry, 1))
         runs: dict[EvictionQueue[CatalogEntry], list[CatalogEntry]] = defaultdict(list)
         for entry in kept:
             if self.get(entry.namespace, entry.key) is not entry:
@@ -185,12 +185,12 @@ class Catalog:
 
     def make_room(self, namespace: NamespaceId, nbytes: int) -> list[CatalogEntry]:
         """Evicts up to `nbytes` for a namespace if possible; returns what must be removed."""
-        return self.evict(self._choose(self.queues.shares.of(namespace), nbytes))
+        return self.evict(self._pick(self.queues.shares.of(namespace), nbytes))
 
     def all_of(self, namespace: NamespaceId) -> Collection[CatalogEntry]:
         return self._entries[namespace].values()
 
-    def may_go(self, entry: CatalogEntry, *, retained: bool) -> bool:
+    def is_evictable(self, entry: CatalogEntry, *, retained: bool) -> bool:
         """Returns whether an entry is in no job and, unless `retained`, not retained."""
         return entry.state is EntryState.HELD and not entry.loads and (retained or not entry.retained)
 
@@ -198,7 +198,7 @@ class Catalog:
         """Evicts entries while they are produced; returns what must be removed."""
         evicted = []
         for entry in entries:
-            self._leave(entry, MissReason.EVICTED)
+            self._remove(entry, MissReason.EVICTED)
             evicted.append(entry)
         self.evictions += len(evicted)
         return evicted
@@ -217,14 +217,14 @@ class Catalog:
         expired = []
         for entry in self.queues.tick(now):
             used_at = used_elsewhere(entry.namespace, entry.key)
-            if not self._may_go(entry):
+            if not self._is_evictable(entry):
                 self.queues.postpone(entry)
             elif used_at is not None and self.queues.ttl is not None and used_at + self.queues.ttl > self.queues.now:
                 self.queues.postpone(entry, used_at)
             else:
                 expired.append(entry)
         for entry in expired:
-            self._leave(entry, MissReason.EXPIRED)
+            self._remove(entry, MissReason.EXPIRED)
         self.queues.expired += len(expired)
         return expired
 
@@ -244,13 +244,13 @@ class Catalog:
         over = share.over_limit(nbytes) if share.limit is not None else 0
         if needed <= 0 and not over:
             return []
-        if not over and (victims := self._in_turn(share, needed)):
+        if not over and (victims := self._victims_in_turn(share, needed)):
             return victims
         needed = max(needed, over)
         # A tier may be full of pending stores: do not search through them for every block that it
         # refuses.
-        enough = self._most(share, alone=over > 0) >= needed
-        victims = self._choose(share, needed, alone=over > 0) if enough else []
+        enough = self._max_evictable(share, alone=over > 0) >= needed
+        victims = self._pick(share, needed, alone=over > 0) if enough else []
         if sum(map(_nbytes, victims)) < needed:
             for queue in self.queues.all():
                 queue.victim_buffer.clear()  # the victims stay
@@ -260,7 +260,7 @@ class Catalog:
             self._turn = _Turn(share, victims[-1].queue, math.inf if alone else self.capacity_bytes // _TURNS)
         return victims
 
-    def _in_turn(self, share: TenantShare, needed: int) -> list[CatalogEntry] | None:
+    def _victims_in_turn(self, share: TenantShare, needed: int) -> list[CatalogEntry] | None:
         """Returns victims from the buffer of the share whose turn it is; None if too few."""
         turn = self._turn
         if turn is None or turn.taker is not share or turn.left < needed:
@@ -269,7 +269,7 @@ class Catalog:
         ahead, freed = turn.queue.victim_buffer, 0
         while ahead and freed < needed:
             entry = ahead.popleft()
-            if self._may_go(entry):
+            if self._is_evictable(entry):
                 victims.append(entry)
                 freed += entry.nbytes
         if freed < needed or (turn.queue.share is not share and turn.queue.share.excess < freed):
@@ -278,14 +278,14 @@ class Catalog:
         turn.left -= freed
         return victims
 
-    def _most(self, share: TenantShare, *, alone: bool) -> int:
+    def _max_evictable(self, share: TenantShare, *, alone: bool) -> int:
         """Returns how many bytes can be evicted for a share at most."""
         if alone:
             return share.evictable
         others = (min(each.excess, each.evictable) for each in self.queues.shares if each is not share)
         return share.evictable + sum(nbytes for nbytes in others if nbytes > 0)
 
-    def _choose(self, share: TenantShare, nbytes: int, *, alone: bool = False) -> list[CatalogEntry]:
+    def _pick(self, share: TenantShare, nbytes: int, *, alone: bool = False) -> list[CatalogEntry]:
         """Returns victims for `nbytes` of a share; `alone`: only of the share itself."""
         queues = [
             (queue.share, self._candidates(queue))
@@ -303,16 +303,16 @@ class Catalog:
         while True:
             while queue.victim_buffer:
                 entry = queue.victim_buffer[0]
-                if self._may_go(entry):
+                if self._is_evictable(entry):
                     yield entry
                     passed.add(entry)
                 queue.victim_buffer.popleft()
-            fresh = (entry for entry in queue.policy.victims() if entry not in passed and self._may_go(entry))
+            fresh = (entry for entry in queue.policy.victims() if entry not in passed and self._is_evictable(entry))
             queue.victim_buffer.extend(islice(fresh, VICTIM_BUFFER))
             if not queue.victim_buffer:
                 return
 
-    def _may_go(self, entry: CatalogEntry) -> bool:
+    def _is_evictable(self, entry: CatalogEntry) -> bool:
         return (
             entry.state is EntryState.HELD
             and not entry.loads
@@ -320,12 +320,12 @@ class Catalog:
             and self.get(entry.namespace, entry.key) is entry
         )
 
-    def _is_too_much(self, entry: CatalogEntry, excess: int) -> bool:
+    def _exceeds(self, entry: CatalogEntry, excess: int) -> bool:
         """Whether an entry no longer fits, and its share exceeds its quota by `excess` bytes."""
         share = entry.queue.share
         return (self.used_bytes > self.capacity_bytes and share.excess >= excess) or share.over_limit(0) > 0
 
-    def _leave(self, entry: CatalogEntry, reason: MissReason) -> None:
+    def _remove(self, entry: CatalogEntry, reason: MissReason) -> None:
         """Drops an entry and records why. Every block that leaves the tier leaves it here."""
         self.drop(entry)
         self._history.record(entry.namespace, entry.key, reason)

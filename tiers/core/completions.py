@@ -78,7 +78,7 @@ class CompletionHandler:
         self._commands = commands
 
     def settle(self, blocks: Sequence[Block]) -> None:
-        """Notifies those waiters of blocks that may not be pending any more."""
+        """Notifies leases, holds and requests of blocks that may not be pending any more."""
         for block in self._awaited(blocks):
             if block.pending:
                 continue

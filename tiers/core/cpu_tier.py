@@ -241,10 +241,10 @@ class CpuTier:
     def all_of(self, namespace: NamespaceId) -> Collection[Block]:
         return self._index.of(namespace).blocks.values()
 
-    def is_there(self, block: Block) -> bool:
+    def contains(self, block: Block) -> bool:
         return self._index.get(*block.name) is block
 
-    def may_go(self, block: Block, *, retained: bool) -> bool:
+    def is_evictable(self, block: Block, *, retained: bool) -> bool:
         """Returns whether a block is unpinned and, unless `retained`, not retained."""
         return not block.pins and (retained or not block.retained)
 

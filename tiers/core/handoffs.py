@@ -21,7 +21,7 @@ from ..stats.request_log import (
     LookupOutcome,
     LookupRecord,
     RequestLog,
-    bounded,
+    limit_runs,
     outcome_runs,
 )
 from ..stats.snapshots import HandoffStats
@@ -81,7 +81,7 @@ class HandoffHandler:
         self._pins: dict[Block, int] = {}
         """Per held block the number of hold pins."""
         self._budgets = _budgets(list(cpu_tier.queues.shares), region_bytes, settings.held_part)
-        self._over: dict[HoldName, HoldEnd | PublishStatus] = {}
+        self._ended: dict[HoldName, HoldEnd | PublishStatus] = {}
         self._claims_missed: Counter[ClaimOutcome] = Counter()
         self._stats = {direction: HandoffStats() for direction in HandoffDirection}
 
@@ -140,7 +140,7 @@ class HandoffHandler:
         if refused is not None:
             self._stats[direction].declined += 1
             self._unpin_held(blocks)
-            self._note_over(name, refused)
+            self._remember_end(name, refused)
             self._commands.append(HoldChanged(name))
             return refused
         self._lookups.fetch(session.namespace.id, blocks)
@@ -152,7 +152,7 @@ class HandoffHandler:
         hold.record = record
         self._table.add(hold)
         record.pending = hold.awaited
-        self._over.pop(name, None)
+        self._ended.pop(name, None)
         self._stats[direction].published += 1
         self._commands.append(HoldChanged(name))
         return hold
@@ -160,7 +160,7 @@ class HandoffHandler:
     def find(self, name: HoldName, now: float) -> Hold | None:
         """Returns a readable hold; None if unpublished. Raises HoldExpired, also shortly before."""
         hold = self._table.get(name)
-        if self._over.get(name) is HoldEnd.EXPIRED or (
+        if self._ended.get(name) is HoldEnd.EXPIRED or (
             hold is not None and hold.expires_at - EXPIRY_MARGIN_SECONDS <= now
         ):
             raise HoldExpired(f"the time of request {name[2]!r} of engine {name[1]!r} is over, or nearly so")
@@ -168,7 +168,7 @@ class HandoffHandler:
 
     def may_come(self, name: HoldName) -> bool:
         """Whether a missing hold may still be published: not refused, ended or elsewhere."""
-        return name not in self._over and not self._table.is_elsewhere(name)
+        return name not in self._ended and not self._table.is_in_other_namespace(name)
 
     def claim(
         self,
@@ -191,7 +191,7 @@ class HandoffHandler:
             self._not_claimed(owner, name, ClaimOutcome.EXPIRED, now)
             raise
         if hold is None:
-            elsewhere = self._table.is_elsewhere(name)
+            elsewhere = self._table.is_in_other_namespace(name)
             self._not_claimed(owner, name, ClaimOutcome.OTHER_NAMESPACE if elsewhere else ClaimOutcome.NOT_HELD, now)
             raise HoldNotFound(
                 f"no hold of request {name[2]!r} of engine {name[1]!r} exists; it may have been released"
@@ -278,17 +278,17 @@ class HandoffHandler:
     def _end(self, hold: Hold, how: HoldEnd, now: float) -> None:
         self._table.remove(hold)
         if how is not HoldEnd.REPLACED:
-            self._note_over(hold.name, how)
+            self._remember_end(hold.name, how)
         self._log.ended(hold, how, now)
         self._stats[hold.direction].held_seconds += max(0.0, now - hold.published_at)
         self._unpin_held([block for block in hold.items if block is not None])
         self._commands.append(HoldChanged(hold.name))
 
-    def _note_over(self, name: HoldName, why: HoldEnd | PublishStatus) -> None:
+    def _remember_end(self, name: HoldName, why: HoldEnd | PublishStatus) -> None:
         # an expired hold stays expired, also if a later publication is refused
-        self._over.setdefault(name, why)
-        while len(self._over) > _REMEMBERED:
-            del self._over[next(iter(self._over))]
+        self._ended.setdefault(name, why)
+        while len(self._ended) > _REMEMBERED:
+            del self._ended[next(iter(self._ended))]
 
     def _not_claimed(self, owner: Owner, name: HoldName, outcome: ClaimOutcome, now: float) -> None:
         self._claims_missed[outcome] += 1
@@ -378,13 +378,13 @@ class HandoffLog:
             hold.record.claims += 1
             hold.record.hits += met.count(KeyStatus.HIT)
         claim = ClaimRecord(hold.name[1], hold.name[2], ClaimOutcome.HELD, len(statuses) - len(met))
-        record = LookupRecord(now, bounded(outcome_runs(outcomes)), first, claim=claim)
-        self._request_log.note_lookup(owner.engine, owner.request_id, record)
+        record = LookupRecord(now, limit_runs(outcome_runs(outcomes)), first, claim=claim)
+        self._request_log.record_lookup(owner.engine, owner.request_id, record)
 
     def not_claimed(self, owner: Owner, name: HoldName, outcome: ClaimOutcome, now: float) -> None:
         """Records a claim that did not find its hold."""
         record = LookupRecord(now, (), claim=ClaimRecord(name[1], name[2], outcome))
-        self._request_log.note_lookup(owner.engine, owner.request_id, record)
+        self._request_log.record_lookup(owner.engine, owner.request_id, record)
 
     def _verdicts(self, hold: Hold, keys: Sequence[bytes], met: Sequence[int]) -> list[LookupOutcome]:
         known: dict[int, LookupOutcome] = {KeyStatus.HIT: _CPU_TIER, KeyStatus.HIT_PENDING: MissReason.PENDING}

@@ -95,7 +95,7 @@ class HoldTable:
     def get(self, name: HoldName) -> Hold | None:
         return self._holds.get(name)
 
-    def is_elsewhere(self, name: HoldName) -> bool:
+    def is_in_other_namespace(self, name: HoldName) -> bool:
         """Returns whether another namespace has a hold of this engine and request."""
         return name not in self._holds and name[1:] in self._per_name
 
@@ -149,7 +149,7 @@ class HoldTable:
             items = waiting.pop(hold)
             hold.awaited -= len(items)
             if not block.ready:
-                self._lose(hold, items)
+                self._give_up(hold, items)
         if not waiting:
             self._waiting.pop(block, None)
         return [hold for hold in hopeless if not hold.awaited]
@@ -165,9 +165,9 @@ class HoldTable:
             hold.awaited -= len(items)
             if not waiting:
                 del self._waiting[block]
-            self._lose(hold, items)
+            self._give_up(hold, items)
 
-    def _lose(self, hold: Hold, items: Sequence[int]) -> None:
+    def _give_up(self, hold: Hold, items: Sequence[int]) -> None:
         lost = [block for item in items if (block := hold.items[item]) is not None]
         for item in items:
             hold.items[item] = None

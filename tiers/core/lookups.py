@@ -12,7 +12,7 @@ from ..negotiation import NamespaceId
 from ..stats.counters import HitCounters
 from ..stats.eviction_history import EvictionHistory
 from ..stats.miss_ratio_curve import MissRatioCurves
-from ..stats.request_log import LookupOutcome, LookupRecord, OutcomeRun, RequestLog, bounded, outcome_runs
+from ..stats.request_log import LookupOutcome, LookupRecord, OutcomeRun, RequestLog, limit_runs, outcome_runs
 from ..types import EngineSession, MissReason, NamespaceSpec, Owner
 from .block import Block
 from .cpu_tier import CpuTier
@@ -80,7 +80,7 @@ class LookupHandler:
         self._miss_ratio_curves = miss_ratio_curves
         self._formats: dict[str, dict[NamespaceId, None]] = defaultdict(dict)
 
-    def namespace_opened(self, namespace: NamespaceId, tenant: str) -> None:
+    def remember_namespace(self, namespace: NamespaceId, tenant: str) -> None:
         """Remembers a namespace of a tenant, for format mismatches."""
         formats = self._formats[tenant]
         formats.pop(namespace, None)
@@ -370,6 +370,6 @@ class LookupHandler:
 
     def _record(self, owner: Owner, now: float, runs: tuple[OutcomeRun, ...], first_miss: bytes | None) -> LookupRecord:
         self.counters.count(owner.engine[0], runs)
-        record = LookupRecord(now, bounded(runs), first_miss)
-        self._request_log.note_lookup(owner.engine, owner.request_id, record)
+        record = LookupRecord(now, limit_runs(runs), first_miss)
+        self._request_log.record_lookup(owner.engine, owner.request_id, record)
         return record

@@ -168,7 +168,7 @@ class TierManager:
         session = EngineSession(session_id, engine_id, rank, namespace, tenant)
         self._sessions[session_id] = session
         self._namespaces.add(namespace.id)
-        self._lookups.namespace_opened(namespace.id, tenant)
+        self._lookups.remember_namespace(namespace.id, tenant)
         return session
 
     def session(self, session_id: bytes) -> EngineSession:
@@ -233,7 +233,7 @@ class TierManager:
         if request is None:
             request = self._requests.negotiate(session, RequestInfo(request_id, session.namespace.id))
         self._cpu_tier.finish(request.user)
-        self._transfers.user_finished(request.user)
+        self._transfers.request_finished(request.user)
         self._requests.finish(request)
         return request
 

@@ -113,7 +113,7 @@ class SlotReclaimer:
             if extent.offset in blocked:
                 continue
             blocks = self._owners_of(extent)
-            if blocks and _may_all_go(blocks, share):
+            if blocks and _all_evictable(blocks, share):
                 return blocks
             blocked.add(extent.offset)
         return None
@@ -137,7 +137,7 @@ def _freed_bytes(block: Block) -> int:
     return block.queue.size_class * (len(block.slots) - block.slots.count(None))
 
 
-def _may_all_go(blocks: Sequence[Block], taker: TenantShare) -> bool:
+def _all_evictable(blocks: Sequence[Block], taker: TenantShare) -> bool:
     """Whether no share but the taker's would fall below its quota."""
     freed: dict[TenantShare, int] = {}
     for block in blocks:

@@ -206,7 +206,7 @@ class StoreHandler:
         for number, block in enumerate(store.blocks):
             block.writers -= 1
             if number in missing or block.namespace_index.invalidated:
-                self._lose(block)
+                self._record_failure(block)
                 self._cpu_tier.release([self._cpu_tier.detach_slot(block, store.rank)])
             elif block.part_written(store.rank):
                 complete.append(block)
@@ -227,7 +227,7 @@ class StoreHandler:
         offsets = []
         for block in store.blocks:
             block.writers -= 1
-            self._lose(block)
+            self._record_failure(block)
             offsets.append(self._cpu_tier.detach_slot(block, store.rank))
         self.table.quarantine(store, offsets, sum(block.part_bytes for block in store.blocks), writers)
         self._completions.settle(store.blocks)
@@ -260,7 +260,7 @@ class StoreHandler:
                 slots.append(offset)
         return granted, slots
 
-    def _lose(self, block: Block) -> None:
+    def _record_failure(self, block: Block) -> None:
         reason = MissReason.RESET if block.invalidated else MissReason.STORE_FAILED
         self._history.record(block.namespace, block.key, reason)
 

@@ -212,7 +212,7 @@ class TransferScheduler:
         for secondary in self.secondaries:
             secondary.retain(blocks)
 
-    def user_finished(self, user: Hashable) -> None:
+    def request_finished(self, user: Hashable) -> None:
         for secondary in self.secondaries:
             secondary.catalog.finish(user)
 

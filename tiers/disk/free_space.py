@@ -13,10 +13,10 @@ from collections.abc import Iterable
 
 from .format import PageRun
 
-__all__ = ["Space"]
+__all__ = ["FreePages"]
 
 
-class Space:
+class FreePages:
     """The free pages, as runs within one slab."""
 
     def __init__(self, slab_pages: int) -> None:

@@ -70,7 +70,7 @@ class Index:
         try:
             return self._put(packed)
         except lmdb.MapFullError:
-            self._take_in_pages()
+            self._reclaim_freed_pages()
             return self._put(packed)
 
     def remove(self, names: Sequence[bytes]) -> list[SlabRecord]:
@@ -81,7 +81,7 @@ class Index:
         try:
             return self._remove(names)
         except lmdb.MapFullError:
-            self._take_in_pages()
+            self._reclaim_freed_pages()
             return self._remove(names)
 
     def scan(self) -> Iterator[tuple[bytes, SlabRecord | None]]:
@@ -120,7 +120,7 @@ class Index:
                 removed += _whole(name, txn.pop(name, db=self._blocks))
         return removed
 
-    def _take_in_pages(self) -> None:
+    def _reclaim_freed_pages(self) -> None:
         """Commits two tiny transactions, so that pages freed by the last two can be reused."""
         for turn in (b"0", b"1"):
             with self._env.begin(write=True) as txn:

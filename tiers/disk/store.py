@@ -23,7 +23,7 @@ from ..lmdb.environment import Durability
 from ..storage.batching import BATCH_BLOCKS
 from ..storage.checksum import block_checksum
 from .format import PAGE_BYTES, PageRun, SlabRecord, pages_for, pieces
-from .free_space import Space
+from .free_space import FreePages
 from .index import Index
 from .slabs import Slabs
 
@@ -148,7 +148,7 @@ class DiskStore:
             self.index.close()
             raise TierOpenError(f"cannot open the disk store in {directory}: {error}") from error
         self._slab_pages = slab_pages
-        self._space: Space | None = None
+        self._space: FreePages | None = None
 
     def recover(self) -> Recovered | None:
         """Finds the blocks and the free pages, and truncates files to the limit.
@@ -165,7 +165,7 @@ class DiskStore:
             self.index.remove(unusable[start : start + BATCH_BLOCKS])
         self.slabs.trim()
         self._number = found.last_number
-        self._space = Space(self._slab_pages)
+        self._space = FreePages(self._slab_pages)
         self._space.give_back(found.free)
         return found
 
@@ -225,15 +225,15 @@ class DiskStore:
             self.slabs.close()
             self.index.close()
 
-    def _recovered(self) -> Space:
+    def _recovered(self) -> FreePages:
         self.recover()
         assert self._space is not None
         return self._space
 
-    def _free(self, space: Space, records: Sequence[SlabRecord]) -> None:
+    def _free(self, space: FreePages, records: Sequence[SlabRecord]) -> None:
         space.give_back(run for record in records for run in record.runs)
 
-    def _place(self, space: Space, wanted: list[int]) -> list[list[PageRun] | None]:
+    def _place(self, space: FreePages, wanted: list[int]) -> list[list[PageRun] | None]:
         """Allocates pages for blocks: one run for all if possible, otherwise for each block."""
         run = self._take(space, sum(wanted))
         if run is None:
@@ -245,7 +245,7 @@ class DiskStore:
             start += pages
         return places
 
-    def _place_one(self, space: Space, pages: int) -> list[PageRun] | None:
+    def _place_one(self, space: FreePages, pages: int) -> list[PageRun] | None:
         if run := self._take(space, pages):
             return [run]
         if pages > space.free_pages:
@@ -254,13 +254,13 @@ class DiskStore:
                 pass
         return space.gather(pages)
 
-    def _take(self, space: Space, pages: int) -> PageRun | None:
+    def _take(self, space: FreePages, pages: int) -> PageRun | None:
         run = space.take(pages)
         while run is None and pages <= self._slab_pages and self._grow(space, pages):
             run = space.take(pages)
         return run
 
-    def _grow(self, space: Space, pages: int) -> bool:
+    def _grow(self, space: FreePages, pages: int) -> bool:
         """Extends a slab; returns whether that was possible."""
         if time.monotonic() - self._refused_at < REFUSED_SECONDS:
             return False

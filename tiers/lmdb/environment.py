@@ -29,7 +29,7 @@ LOCK_FILE = "lock.mdb"
 OWNER_FILE = "owner.lock"
 MAX_READERS = 512
 """Concurrent read transactions, one per running load."""
-KEPT_DAMAGED = 2
+MAX_DAMAGED_FILES = 2
 """Damaged files that are kept, newest first. Each may be as large as the store."""
 
 Durability = Literal["process", "power"]
@@ -137,8 +137,8 @@ def _move_aside(directory: Path, damage: str, layout: Layout) -> str:
             (directory / name).rename(aside / name)
     warning = f"the {layout.what} in {directory} was damaged ({damage}); it was moved to {aside} and a new one begun"
     _log.error("%s", warning)
-    for old in [*earlier, aside][:-KEPT_DAMAGED]:
-        _log.warning("removing %s: only the last %d damaged stores are kept", old, KEPT_DAMAGED)
+    for old in [*earlier, aside][:-MAX_DAMAGED_FILES]:
+        _log.warning("removing %s: only the last %d damaged stores are kept", old, MAX_DAMAGED_FILES)
         shutil.rmtree(old, ignore_errors=True)
     return warning
 

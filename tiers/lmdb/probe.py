@@ -126,12 +126,12 @@ def find_damage(directory: Path, size_bytes: int, databases: Sequence[bytes] = D
     if outcome == "damaged":
         return why
     if outcome == "unfit":
-        raise _unanswered(directory, why)
+        raise _no_result(directory, why)
     if -status in _CRASHES and said.startswith("looking\n"):
-        return f"looking through it ended in {_signal_name(-status)} {_last_words(said)}".strip()
+        return f"looking through it ended in {_signal_name(-status)} {_error_text(said)}".strip()
     if status < 0:
-        raise _unanswered(directory, f"the process that looked through it was ended by {_signal_name(-status)}")
-    raise _unanswered(directory, _last_words(said) or f"the process that looked through it ended with {status}")
+        raise _no_result(directory, f"the process that looked through it was ended by {_signal_name(-status)}")
+    raise _no_result(directory, _error_text(said) or f"the process that looked through it ended with {status}")
 
 
 def _run(directory: Path, size_bytes: int, databases: Sequence[bytes]) -> tuple[int, str]:
@@ -149,7 +149,7 @@ def _run(directory: Path, size_bytes: int, databases: Sequence[bytes]) -> tuple[
         said = _listen(child, directory)
         return child.wait(END_SECONDS), said
     except subprocess.TimeoutExpired:
-        raise _unanswered(directory, "the process that looked through it does not end") from None
+        raise _no_result(directory, "the process that looked through it does not end") from None
     finally:
         child.kill()
         if child.stdout is not None:
@@ -169,14 +169,14 @@ def _listen(child: subprocess.Popen[bytes], directory: Path) -> str:
         if not piece:
             return said.decode(errors="replace")
         said += piece
-    raise _unanswered(directory, f"looking through it has come no further for {SILENCE_SECONDS:g} s")
+    raise _no_result(directory, f"looking through it has come no further for {SILENCE_SECONDS:g} s")
 
 
-def _unanswered(directory: Path, why: str) -> TierOpenError:
+def _no_result(directory: Path, why: str) -> TierOpenError:
     return TierOpenError(f"cannot look through the LMDB file in {directory}, which stays as it was: {why}")
 
 
-def _last_words(said: str) -> str:
+def _error_text(said: str) -> str:
     return said.replace("looking\n", "").replace("walking\n", "").strip()[-500:]
 
 

@@ -80,7 +80,7 @@ class LMDBTier(SecondaryTier):
         self._writer = threading.Lock()
         """Held by stores, and by loads that drop a corrupt block."""
         self._writes = 0
-        self._pages_to_come = True
+        self._has_freed_pages = True
         """Whether freed pages may exist that the next transaction cannot use yet."""
         self._health = TierHealth(self)
         self._health.report("open", self._store.warning)
@@ -151,9 +151,9 @@ class LMDBTier(SecondaryTier):
                 try:
                     self._put(blocks)
                 except lmdb.MapFullError:
-                    if not self._pages_to_come:
+                    if not self._has_freed_pages:
                         raise
-                    self._take_in_pages()
+                    self._reclaim_freed_pages()
                     self._put(blocks)
         except lmdb.Error as error:
             self._health.report("store", f"cannot store: {error}")
@@ -166,16 +166,16 @@ class LMDBTier(SecondaryTier):
             put_blocks(self._store, txn, blocks, self._record_id + 1)
             self._record_id += len(blocks)
             self._keep_reserve(txn)
-        self._pages_to_come = True
+        self._has_freed_pages = True
         self._writes += 1
         if self._writes % READER_CHECK_EVERY == 0:
             self._store.env.reader_check()
 
-    def _take_in_pages(self) -> None:
+    def _reclaim_freed_pages(self) -> None:
         """Commits a tiny transaction, so that pages freed by the last one can be reused."""
         with self._store.env.begin(write=True) as txn:
             txn.put(b"turn", self._record_id.to_bytes(8, "little"), db=self._store.meta)
-        self._pages_to_come = False
+        self._has_freed_pages = False
 
     def _is_full(self, error: lmdb.Error) -> bool:
         """Whether the storage is full. LMDB reports a short write as an I/O error."""
@@ -216,7 +216,7 @@ class LMDBTier(SecondaryTier):
         try:
             with self._writer:
                 self._delete(index_keys)
-            self._pages_to_come = True
+            self._has_freed_pages = True
         except lmdb.Error as error:
             middle = len(index_keys) // 2
             if isinstance(error, lmdb.MapFullError) and middle:

@@ -20,7 +20,7 @@ __all__ = [
     "OutcomeRun",
     "RequestLog",
     "RequestRecord",
-    "bounded",
+    "limit_runs",
     "outcome_runs",
 ]
 
@@ -55,7 +55,7 @@ MAX_OUTCOME_RUNS = 256
 """Runs kept per lookup; the rest is summed up per outcome."""
 
 
-def bounded(runs: tuple[OutcomeRun, ...]) -> tuple[OutcomeRun, ...]:
+def limit_runs(runs: tuple[OutcomeRun, ...]) -> tuple[OutcomeRun, ...]:
     """Returns the first runs, and the rest summed up per outcome."""
     if len(runs) <= MAX_OUTCOME_RUNS:
         return runs
@@ -90,7 +90,7 @@ class LookupRecord:
         outcomes = [run.outcome for run in self.found for _ in range(run.count)]
         for position, reason in self.failed.items():
             outcomes[position] = reason
-        return bounded(outcome_runs(outcomes))
+        return limit_runs(outcome_runs(outcomes))
 
     def fail(self, position: int, reason: MissReason) -> None:
         """Records a failed transfer; only the first are kept."""
@@ -155,7 +155,7 @@ class RequestLog:
         record = self._requests.get((engine, request_id)) or self.open(engine, request_id, now)
         record.finished, record.incomplete = True, incomplete
 
-    def note_lookup(self, engine: EngineKey, request_id: str, lookup: LookupRecord) -> None:
+    def record_lookup(self, engine: EngineKey, request_id: str, lookup: LookupRecord) -> None:
         """Records a lookup, if it belongs to a request."""
         if request_id:
             record = self.open(engine, request_id, lookup.at)

@@ -34,7 +34,7 @@ from contracts.secondary_tier import (
 
 from kvtier.tiers.base import BlockBytes, NamespaceId, Outcome, SecondaryTier, TierOpenError
 from kvtier.tiers.disk.format import PAGE_BYTES, PageRun, SlabRecord
-from kvtier.tiers.disk.free_space import Space
+from kvtier.tiers.disk.free_space import FreePages
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.lmdb.format import DamagedRecordError
 from kvtier.tiers.lmdb.tier import LMDBTier
@@ -232,7 +232,7 @@ def test_partial_reads_and_writes_continue(tmp_path: Path, monkeypatch: pytest.M
 
 def test_free_pages_are_joined_and_split() -> None:
     """Neighbours are joined, but not across slabs; a block without a large enough run is split."""
-    space = Space(100)
+    space = FreePages(100)
     space.give_back([PageRun(0, 100), PageRun(100, 50)])
     assert space.runs() == [PageRun(0, 100), PageRun(100, 50)]
     assert space.take(101) is None
@@ -248,7 +248,7 @@ def test_free_pages_are_joined_and_split() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_page_allocation_against_a_set(seed: int) -> None:
     """A long run of random requests allocates each page once, and frees all of them."""
-    source, space, taken = random.Random(seed), Space(64), []
+    source, space, taken = random.Random(seed), FreePages(64), []
     space.give_back([PageRun(0, 64), PageRun(64, 64), PageRun(128, 20)])
     for _ in range(2000):
         if taken and source.random() < 0.5:

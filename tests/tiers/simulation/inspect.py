@@ -133,11 +133,11 @@ def evictable(secondary: SecondaryTierState) -> Counter[str]:
     return Counter({share.name: share.evictable for share in secondary.catalog.queues.shares if share.evictable})
 
 
-def may_go(secondary: SecondaryTierState, here: list[CatalogEntry]) -> Counter[str]:
+def is_evictable(secondary: SecondaryTierState, here: list[CatalogEntry]) -> Counter[str]:
     """Returns the evictable bytes of each share, summed over the entries."""
     count: Counter[str] = Counter()
     for entry in here:
-        if secondary.catalog._may_go(entry):
+        if secondary.catalog._is_evictable(entry):
             count[entry.queue.share.name] += entry.nbytes
     return count
 

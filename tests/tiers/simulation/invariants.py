@@ -107,7 +107,7 @@ def _capacity(world: World) -> None:
     for secondary, entries in zip(inside.secondaries(world.core), world.core_view.entries, strict=True):
         if sum(entry.nbytes for entry in entries) != secondary.catalog.used_bytes:
             raise Violation(Invariant.CAPACITY, f"{secondary.tier.name}: sizes do not add up to what is used")
-        if inside.evictable(secondary) != inside.may_go(secondary, entries):
+        if inside.evictable(secondary) != inside.is_evictable(secondary, entries):
             raise Violation(Invariant.CAPACITY, f"{secondary.tier.name}: what may go does not add up")
         if secondary.queued_bytes != sum(block.nbytes for block in inside.on_the_way(world.core, secondary)):
             raise Violation(Invariant.CAPACITY, f"{secondary.tier.name}: queued bytes do not add up")
