@@ -13,7 +13,7 @@ import xxhash
 from ..cuda.host.message import assemble, scatter
 from ..cuda.host.socket_io import checksum, views_of
 from ..protos.v1 import common_pb2, transfer_pb2
-from ..protos.wire.grpc_frames import decode_pull_frame, push_head
+from ..protos.wire.grpc_frames import decode_pull_frame, frame_head
 from ..protos.wire.part_sequence import PartSequence
 from ..protos.wire.tcp_frames import FrameHead
 from .errors import ChecksumMismatch, KVTierError, LimitExceeded, NotConnected, ServerError, SessionLost
@@ -60,7 +60,7 @@ class PartSender:
             fields.offset_bytes = offset
             nbytes = min(step, self.total_bytes - offset)
             pieces = list(self._parts.locate(offset, nbytes))
-            head = push_head(fields, nbytes)
+            head = frame_head(fields, nbytes)
             with self._touching:
                 if self._closed:
                     return

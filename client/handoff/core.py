@@ -42,7 +42,7 @@ from .model import (
     HandoffServer,
     PlannedPublication,
 )
-from .params import RemoteRequest, TransferParams, returned_params
+from .params import RemoteRequest, TransferParams
 
 __all__ = ["BlockPull", "EngineIdentity", "FinishedRequest", "HandoffCore"]
 
@@ -334,14 +334,19 @@ class HandoffCore:
                     hold_for,
                 )
             )
-        params = returned_params(
-            held.positions,
-            RemoteRequest(identity.engine_id, state.engine.hold_name, identity.host, identity.port),
-            prefilled=prefilled,
-            num_tokens=held.num_tokens,
-            tp_size=identity.tp_size,
-            expiry_time=wall_time + hold_for if held.keys and not prefilled else None,
-        )
+        params = {
+            "do_remote_prefill": prefilled,
+            "do_remote_decode": not prefilled,
+            # Positions instead of block ids, because a server holds the blocks.
+            "remote_block_ids": held.positions,
+            "remote_engine_id": identity.engine_id,
+            "remote_request_id": state.engine.hold_name,
+            "remote_host": identity.host,
+            "remote_port": identity.port,
+            "tp_size": identity.tp_size,
+            "remote_num_tokens": held.num_tokens,
+            "remote_blocks_expiry_time": wall_time + hold_for if held.keys and not prefilled else None,
+        }
         return FinishedRequest(params, held.blocks)
 
 

@@ -170,16 +170,13 @@ class HandoffServer(Protocol):
 class HandoffOptions:
     """Settings of the core; times in seconds.
 
-    ``kv_recompute_threshold``: a prefill engine computes fewer tokens than this instead of pulling
-        them; 0
-    always pulls.
+    ``kv_recompute_threshold``: a prefill engine computes fewer tokens than this; 0 always pulls.
     ``bidirectional_kv_xfer``: whether decode engines hold their requests, and prefill engines pull
         them.
     ``kv_lease_duration``: lifetime of a prefill engine's hold without a heartbeat.
     ``decoder_kv_blocks_ttl``: lifetime of a decode engine's hold.
-    ``claim_timeout_s``: longest wait of a request for its claim; afterwards the engine computes it.
-    ``claim_lifetime_s``: after this time a claim that was not pulled is made again, before its
-        lease ends.
+    ``claim_timeout_s``: longest wait of a request for its claim; then the engine computes it.
+    ``claim_lifetime_s``: a claim not pulled within this time is repeated, before its lease ends.
     """
 
     kv_recompute_threshold: int = 64

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["RemoteRequest", "TransferParams", "returned_params"]
+__all__ = ["RemoteRequest", "TransferParams"]
 
 # The server's limit. One longer name would fail a heartbeat call, which carries the names of many
 # requests.
@@ -65,36 +65,6 @@ class TransferParams:
             holds_nothing=bool(groups) and not any(map(len, groups)),
             has_no_peer=all(raw.get(name, "") is None for name in _PEER_KEYS),
         )
-
-
-def returned_params(
-    block_positions: Sequence[Sequence[int]],
-    remote: RemoteRequest,
-    *,
-    prefilled: bool,
-    num_tokens: int,
-    tp_size: int,
-    expiry_time: float | None,
-) -> dict[str, Any]:
-    """Returns the parameters for the next engine.
-
-    ``block_positions``: per group, positions of the held blocks; they replace block ids, because a
-        server holds
-    the blocks. ``prefilled``: this is a prefill engine and the next one decodes; otherwise the
-    reverse.
-    """
-    return {
-        "do_remote_prefill": prefilled,
-        "do_remote_decode": not prefilled,
-        "remote_block_ids": [list(positions) for positions in block_positions],
-        "remote_engine_id": remote.engine_id,
-        "remote_request_id": remote.request_id,
-        "remote_host": remote.host,
-        "remote_port": remote.port,
-        "tp_size": tp_size,
-        "remote_num_tokens": num_tokens,
-        "remote_blocks_expiry_time": expiry_time,
-    }
 
 
 def _remote(raw: Mapping[Any, Any]) -> RemoteRequest | None:

@@ -125,23 +125,18 @@ class OffloadCore:
         return self._loads.match(state, computed_tokens, now)
 
     def lookup_ended(self, lookup: LookupId, found: PrefixHit, now: float) -> None:
-        """Result of ``OffloadServer.start_lookup``, received at ``now``.
-
-        Ignored if the lookup was dropped.
-        """
+        """Result of ``OffloadServer.start_lookup``; ignored if the lookup was dropped."""
         self._loads.answered(lookup, found, now)
 
     def allocated(self, request_id: str, tables: BlockTables, external_tokens: int) -> None:
         """The engine allocated blocks, with ``external_tokens`` of the hit: all, fewer or 0.
 
-        With external tokens the request waits for a load. The plan always has that load, even if it
-        cannot be done.
+        With external tokens the request waits for a load, so the plan always has one.
         """
         state = self._requests.get(request_id)
         if external_tokens > 0:
             if state is not None:
-                # Before anything can fail: the request's blocks must not be stored until its load
-                # has ended.
+                # First, because its blocks must not be stored until the load has ended.
                 state.phase = RequestPhase.LOADING
                 self._loading.add(request_id)
             job = self._loads.take(state, tables, external_tokens) if state is not None else LoadJob(request_id)
@@ -156,10 +151,7 @@ class OffloadCore:
         return state.sources if state is not None else {}
 
     def loads_ended(self, ended: Iterable[str], failed: Iterable[str]) -> None:
-        """All workers have ended these loads.
-
-        Blocks of ``failed`` loads are undefined: the engine computes them.
-        """
+        """All workers have ended these loads. The engine computes the blocks of ``failed`` ones."""
         for request_id in failed:
             state = self._requests.get(request_id)
             if state is not None:
@@ -174,11 +166,9 @@ class OffloadCore:
     # ---- saves
 
     def plan_saves(self, computed: Iterable[ScheduledRequest], now: float) -> list[EndedSave]:
-        """Plans saves of the blocks that are full at the end of this step.
+        """Plans saves of the blocks that are full at the end of this step; returns expired jobs.
 
         Called once per step, after scheduling.
-
-        Returns the jobs that expired without a report.
         """
         lost = self._saves.expire(now)
         self._saves_ended(lost, now)
@@ -187,10 +177,7 @@ class OffloadCore:
         return lost
 
     def take_plan(self, now: float) -> StepPlan:
-        """Returns the jobs of this step, to be sent to the workers at once.
-
-        Each job is in one plan.
-        """
+        """Returns the jobs of this step, to be sent to the workers at once."""
         plan, self._plan = self._plan, StepPlan()
         self._restarted.clear()
         self._saves.sent(plan.saves, now)
@@ -201,8 +188,7 @@ class OffloadCore:
     ) -> list[EndedSave]:
         """Takes workers' reports: their number per job, and the indices of keys not stored.
 
-        Returns the jobs that all workers have ended. A block is stored if all workers stored it
-        (B4.5).
+        Returns the jobs that all workers have ended; a block must be stored by all of them (B4.5).
         """
         complete = self._saves.report(ended, not_stored, now)
         self._saves_ended(complete, now)
@@ -229,9 +215,7 @@ class OffloadCore:
     ) -> None:
         """The request has ended: saves the blocks that its last step filled (B4.14).
 
-        ``held``: blocks that a peer waits for. Those that are neither stored nor being stored are
-            saved now, with the
-        keys given here.
+        ``held``: blocks that a peer waits for. Those not offered yet are saved with these keys.
         """
         state = self._requests.get(request_id)
         if state is None:

@@ -31,8 +31,7 @@ __all__ = [
 ]
 
 BlockTables: TypeAlias = Sequence[Sequence[int]]
-"""Blocks of a request: ``tables[group.index][position]`` is a block id, or
-``CacheGeometry.null_block``."""
+"""Block ids of a request, or ``null_block``: ``tables[group.index][position]``."""
 
 LookupId = NewType("LookupId", int)
 
@@ -56,13 +55,11 @@ class CacheGroupKind(Enum):
 class CacheGroup:
     """One KV cache group.
 
-    ``retained_tokens``: the tokens before a hit's end that the group needs; None for full
-        attention.
+    ``retained_tokens``: tokens before a hit's end that it needs; None for full attention.
     ``page_bytes[i]``: bytes of one block of ``layers[i]`` on one rank, without padding.
     ``formats[i]``: data format of these bytes, if known.
-    ``is_state``: the group holds a recurrent state (Mamba, for example), updated in place. A hit
-        needs
-    only the block that ends with it. A block holds the state at its end only if a step ended there.
+    ``is_state``: a recurrent state (Mamba, for example), updated in place. A hit needs only the
+    block that ends with it, and a block has the state at its end only if a step ended there.
     """
 
     index: int
@@ -181,10 +178,7 @@ class FreeBlock(NamedTuple):
 
 
 class BlockPool(Protocol):
-    """The engine's blocks and their reference counts.
-
-    The engine may overwrite a block that has no reference.
-    """
+    """The engine's blocks and their reference counts; a free block may be overwritten."""
 
     @property
     def num_blocks(self) -> int: ...
@@ -193,17 +187,12 @@ class BlockPool(Protocol):
         """Adds one reference to each block."""
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Removes that reference.
-
-        Blocks that become free are evicted in this order, after all other cached blocks.
-        """
+        """Removes it. Blocks that become free are evicted in this order, after all cached ones."""
 
     def put_back(self, block_ids: Sequence[int], behind: Collection[int]) -> None:
-        """Removes that reference.
+        """Removes it. Blocks that become free are evicted in this order, before all cached ones.
 
-        Blocks that become free are evicted in this order, before all other cached blocks.
-
-        Blocks of ``behind`` that are in a row at the eviction end are still evicted first.
+        Only blocks of ``behind`` that are in a row at the eviction end are evicted earlier.
         """
 
     def references(self, block_id: int) -> int:
@@ -227,8 +216,7 @@ class OffloadServer(Protocol):
     def start_lookup(self, lookup: LookupId, request: EngineRequest, start: int, limit: int) -> bool:
         """Looks up and pins the stored blocks of tokens [``start``, ``limit``) (B4.3).
 
-        The result arrives by ``OffloadCore.lookup_ended``. Returns False if no server is connected:
-        that is a miss.
+        ``OffloadCore.lookup_ended`` answers it. Returns False if no server is connected: a miss.
         """
         ...
 
@@ -239,16 +227,10 @@ class OffloadServer(Protocol):
         """As ``drop_lookup``, after the lookup timed out."""
 
     def end_request(self, request: EngineRequest) -> None:
-        """Ends the request at the server: all its stores have ended (B3.12).
-
-        Called once for each request that arrived.
-        """
+        """Ends the request at the server after its last store (B3.12). Called once per request."""
 
     def empty(self) -> None:
-        """Empties the primary tier; no transfer is in flight.
-
-        The last call is answered by ``OffloadCore.emptied``.
-        """
+        """Empties the primary tier. ``OffloadCore.emptied`` answers the last call."""
 
 
 # ---- jobs of the workers
@@ -275,12 +257,7 @@ class BlockRead:
 
 @dataclass
 class LoadJob:
-    """Load of one request.
-
-    A job without ``reads`` cannot be done: workers report it as failed at once.
-
-    ``request_id`` is the engine's.
-    """
+    """Load of one request. Workers report a job without ``reads`` as failed at once."""
 
     request_id: str
     reads: list[BlockRead] = field(default_factory=list)
@@ -309,9 +286,8 @@ class SaveJob:
 class StepPlan:
     """Jobs of one step. Each is reported on its own.
 
-    Workers order all loads behind the compute that may still read the blocks' old content, and all
-    saves behind the compute that writes the blocks: one event for the loads, one for the saves
-    (B4.4, B4.11).
+    Loads wait for the compute that may read the blocks' old content, saves for the compute that
+    writes them: one event for all loads and one for all saves (B4.4, B4.11).
     """
 
     loads: list[LoadJob] = field(default_factory=list)
@@ -332,14 +308,11 @@ class OffloadMode(Enum):
 class OffloadOptions:
     """Settings of the core; all times in seconds.
 
-    ``lookup_timeout_s``: longest wait of a request for its lookup; afterwards the engine computes
-        it.
-    ``hit_lifetime_s``: after this time a hit that was not loaded is looked up again, before its
-        lease ends.
+    ``lookup_timeout_s``: longest wait of a request for its lookup; then the engine computes it.
+    ``hit_lifetime_s``: a hit not loaded within this time is looked up again, before its lease ends.
     ``max_held_fraction``: largest share of the engine's blocks that saves in flight may hold.
-    ``save_lost_after_s``: a save that is not reported within this time is lost. Workers must have
-        stopped
-    reading its blocks by then, and must not publish what they read (B5.6).
+    ``save_lost_after_s``: after this time without a report a save is lost. By then workers must
+    have stopped reading its blocks, and must not publish what they read (B5.6).
     ``batched_tokens``: most tokens that one step computes; the look-ahead of lazy mode.
     """
 
@@ -353,10 +326,7 @@ class OffloadOptions:
 
 @dataclass
 class Backoff:
-    """Growing intervals between attempts to store in a full server.
-
-    Times are the caller's, in seconds.
-    """
+    """Growing intervals between attempts to store in a full server, in seconds."""
 
     interval_s: float = _MIN_BACKOFF_S
     until: float = 0.0

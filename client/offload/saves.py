@@ -43,13 +43,10 @@ class SaveProgress:
     """How far the blocks of one request have been offered.
 
     ``next_position``: per group, the first position that was not offered.
-    ``next_full_at``: below this number of computed tokens no further block is full. Most steps end
-        at this check.
-    ``loaded``: the tokens that came from the server, not offered again unless a tier wants all
-        blocks (B1.1).
+    ``next_full_at``: with fewer computed tokens no other block is full; most steps end here.
+    ``loaded``: tokens loaded from the server, offered only if a tier wants all blocks (B1.1).
     ``ends``: token counts at which steps ended, if a block of a state group ends there.
-    ``missed``: per group, the positions that were offered and not stored; ``backoff`` times the
-        next attempt.
+    ``missed``: per group, positions offered and not stored; ``backoff`` times the next attempt.
     """
 
     next_position: dict[int, int] = field(default_factory=dict)
@@ -97,8 +94,7 @@ class EndedSave(NamedTuple):
     """A save that all workers have reported, or that expired.
 
     ``suspect``: the server has changed since, so the blocks may be missing.
-    ``was_free``: the blocks were free before; the caller puts them back to their place in the
-        eviction order.
+    ``was_free``: the blocks were free before; the caller puts them back in the eviction order.
     """
 
     job: SaveJob
@@ -132,8 +128,7 @@ class SavePlanner:
         self, geometry: CacheGeometry, world_size: int, max_held_fraction: float, lost_after_s: float, pool: BlockPool
     ) -> None:
         self._null_block = geometry.null_block
-        # Groups that free blocks while the request runs come first; full attention keeps its blocks
-        # for the next step.
+        # Full attention comes last: only it has the same blocks in the next step too.
         self._groups = sorted(geometry.groups, key=lambda group: group.kind is CacheGroupKind.FULL)
         self._state_sizes = {group.block_tokens for group in geometry.groups if group.is_state}
         self._world_size = world_size
@@ -141,15 +136,13 @@ class SavePlanner:
         self._lost_after_s = lost_after_s
         self._pool = pool
         self._jobs: dict[int, _JobState] = {}
-        # Blocks that are being stored, by block id and key (B5): equal content in two blocks counts
-        # twice, and a block held for a peer may have another key. Values are the requests' offers,
-        # which are told if it was not stored.
+        # The requests' offers of blocks in flight, by block id and key (B5): equal content in two
+        # blocks counts twice, and a block held for a peer may have another key.
         self._in_flight: dict[tuple[int, bytes], list[_Offer]] = {}
         self._next_job_id = 1
 
     @property
     def pending(self) -> bool:
-        """Whether any save has not been reported yet."""
         return bool(self._jobs)
 
     @property
@@ -187,8 +180,8 @@ class SavePlanner:
     ) -> SaveJob | None:
         """Returns the job for full blocks that were not offered yet, or not stored.
 
-        ``read_table`` is called only if there is a block to offer. If too many blocks are held, the
-        rest is offered in a later step. ``last``: there is no later step.
+        ``read_table`` is called only if there is a block to offer. Blocks above the limit of held
+        blocks are offered in a later step. ``last``: there is no later step.
         """
         if (computed_tokens < progress.next_full_at and not progress.missed) or self.hold_budget <= 0:
             return None
@@ -215,7 +208,6 @@ class SavePlanner:
         return self._hold(job)
 
     def plan_free(self, blocks: Sequence[FreeBlock]) -> SaveJob | None:
-        """Returns the job for blocks that no request uses (lazy mode)."""
         return self._hold(self._named(blocks), was_free=True)
 
     def plan_named(self, blocks: Collection[FreeBlock]) -> SaveJob | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple, TypeVar
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 
 from ..v1.transfer_pb2 import PullResponse, PushRequest
 
@@ -23,8 +23,7 @@ __all__ = [
     "decode_pull_frame",
     "decode_push_frame",
     "encode_pull_frame",
-    "pull_head",
-    "push_head",
+    "frame_head",
 ]
 
 _Fields = TypeVar("_Fields", PushRequest, PullResponse)
@@ -52,18 +51,9 @@ class Head(NamedTuple):
     checksum_at: int
 
 
-def push_head(fields: PushRequest, payload_bytes: int) -> Head:
+def frame_head(fields: PushRequest | PullResponse, payload_bytes: int) -> Head:
     """Returns the head of a frame with these fields, which have no checksum and no payload."""
-    return _head(fields, PushRequest.XXH3_64_FIELD_NUMBER, payload_bytes)
-
-
-def pull_head(fields: PullResponse, payload_bytes: int) -> Head:
-    """Returns the head of a frame with these fields, which have no checksum and no payload."""
-    return _head(fields, PullResponse.XXH3_64_FIELD_NUMBER, payload_bytes)
-
-
-def _head(fields: Message, checksum_field: int, payload_bytes: int) -> Head:
-    start = fields.SerializeToString() + bytes((checksum_field << 3 | _FIXED64,))
+    start = fields.SerializeToString() + bytes((fields.XXH3_64_FIELD_NUMBER << 3 | _FIXED64,))
     return Head(start + bytes(8) + bytes((_PAYLOAD_TAG,)) + _varint(payload_bytes), len(start))
 
 

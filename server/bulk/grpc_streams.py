@@ -18,7 +18,7 @@ from ...cuda.host.message import assemble, scatter
 from ...cuda.host.region import HostRegion
 from ...protos.error_reasons import STATUS_OF, error_details
 from ...protos.v1 import transfer_pb2
-from ...protos.wire.grpc_frames import decode_push_frame, pull_head
+from ...protos.wire.grpc_frames import decode_push_frame, frame_head
 from ...protos.wire.part_sequence import PartSequence
 from ..auth.authenticator import peer_credentials
 from ..refused import Refused
@@ -105,7 +105,7 @@ class GrpcStreamServer:
     def _read(self, stream: Stream, parts: PartSequence, offset: int, nbytes: int) -> bytes:
         pieces = list(parts.locate(offset, nbytes))
         addresses = [self._region.address + start for start, _ in pieces]
-        head = pull_head(transfer_pb2.PullResponse(offset_bytes=offset), nbytes)
+        head = frame_head(transfer_pb2.PullResponse(offset_bytes=offset), nbytes)
         with stream.touching:
             stream.check()
             return assemble(head.data, head.checksum_at, addresses, [size for _, size in pieces])
