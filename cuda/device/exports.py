@@ -22,6 +22,7 @@ __all__ = ["DeviceExport", "ExportedAllocation", "Origin", "export_blocks", "lik
 
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_SHM: Final = "/dev/shm"  # noqa: S108
 _VERSION: Final = 1
 _MAX_JSON_BYTES: Final = 4 << 20
 _MAX_PIECES: Final = 1 << 16
@@ -40,7 +41,7 @@ class Origin:
     @classmethod
     def here(cls) -> Origin:
         """The calling process. Facts that cannot be read (no /proc) are empty or 0."""
-        return cls(_boot(), os.getpid(), _number("/proc/self/ns/pid", "st_ino"), _number("/dev/shm", "st_dev"))  # noqa: S108
+        return cls(_boot(), os.getpid(), _number("/proc/self/ns/pid", "st_ino"), _number(_SHM, "st_dev"))
 
     def shares_events_with(self, other: Origin) -> bool:
         """Whether each process can open the other's events: the driver uses files in /dev/shm."""

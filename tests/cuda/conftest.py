@@ -70,7 +70,8 @@ def open_blocks(backend: Backend, handles: OpenHandles, region: HostRegion) -> I
     opened: list[EngineBlocks] = []
 
     def open_them(engine: Engine, **tuning: object) -> EngineBlocks:
-        opened.append(EngineBlocks(backend.driver, handles, region, engine.export, Tuning(**tuning)))  # type: ignore[arg-type]
+        limits = Tuning(**tuning)  # type: ignore[arg-type]
+        opened.append(EngineBlocks(backend.driver, handles, region, engine.export, limits))
         return opened[-1]
 
     yield open_them

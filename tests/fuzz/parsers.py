@@ -106,7 +106,8 @@ def seeds() -> Iterator[bytes]:
     """Valid input for each parser."""
     push = transfer_pb2.PushRequest(store_id=1, offset_bytes=2, payload=b"abc").SerializeToString()
     entry = tokens.format_entry("n", tokens.token_hash("t"), "acme", ["engine", "reader"], shared_memory=True)
-    config = 'region_size = "8MiB"\n[limits]\nmax_keys = 7\n[[tiers]]\ntype = "lmdb"\nsize = "1MiB"\n[tenants.a]\nquota = "5%"\n'
+    tables = '[limits]\nmax_keys = 7\n[[tiers]]\ntype = "lmdb"\nsize = "1MiB"\n[tenants.a]\nquota = "5%"\n'
+    config = f'region_size = "8MiB"\n{tables}'
     sound: list[bytes] = [
         push,
         push,

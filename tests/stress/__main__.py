@@ -19,7 +19,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m stress",
         description="Mixed load on a real server, with SIGKILLs on both sides, and a verdict.",
-        epilog="The seed drives every choice that is made. Timing is the machine's: the same seed does not give the same run.",
+        epilog="The seed determines every choice. The timing differs, so equal seeds do not give equal runs.",
     )
     parser.add_argument("--seconds", type=float, default=600, help="how long the load lasts (600)")
     parser.add_argument("--seed", type=int, help="what all choices follow from (a random number)")

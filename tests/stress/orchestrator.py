@@ -131,8 +131,9 @@ class Orchestrator:
         totals, faults = self._pool.totals(), self._facts.faults
         self._progress(
             f"{seconds:.0f} of {self._facts.seconds:.0f} s, {totals['verified blocks']} blocks verified, "
-            f"{len(self._pool.wrong)} wrong; {faults[FaultKind.KILL_CLIENT.value]} clients killed; server run "
-            f"{len(self._server.server_runs)}, {self._auditor.audited} deposits audited, {len(self._auditor.missing)} missing"
+            f"{len(self._pool.wrong)} wrong; {faults[FaultKind.KILL_CLIENT.value]} clients killed; "
+            f"server run {len(self._server.server_runs)}, {self._auditor.audited} deposits audited, "
+            f"{len(self._auditor.missing)} missing"
         )
 
     def _inject(self, fault: Fault) -> None:

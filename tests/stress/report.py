@@ -64,8 +64,8 @@ def _what_happened(facts: Facts) -> dict[str, str]:
         "errors that clients saw": _listed(facts.counts, "error "),
         "requests": _listed(facts.counts, "requests "),
         "given up": ", ".join(f"{facts.counts[w]} {w}" for w in ("cancelled", *_GIVEN_UP) if facts.counts[w]),
-        "server": f"{len(seconds)} runs of {min(seconds, default=0):.0f} to {max(seconds, default=0):.0f} s; own memory at its "
-        f"highest, per run: median {median(highest or [0]):.0f}, first {highest[0] if highest else 0:.0f}, "
+        "server": f"{len(seconds)} runs of {min(seconds, default=0):.0f} to {max(seconds, default=0):.0f} s; "
+        f"highest own memory per run: median {median(highest or [0]):.0f}, first {highest[0] if highest else 0:.0f}, "
         f"most {max(highest, default=0):.0f} MiB",
     }
 

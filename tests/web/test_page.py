@@ -63,7 +63,8 @@ const text = (id) => document.getElementById(id).innerText;
 return {
   version: text("version"), epoch: text("epoch"), leases: text("leases"), stores: text("stores"), holds: text("holds"),
   keys: text("key-sub"), rate: Number(document.getElementById("total-rate").dataset.value),
-  tiers: rows("tiers"), misses: rows("misses"), sessions: rows("sessions"), handoffs: rows("handoffs"), curve: rows("curve-table"),
+  tiers: rows("tiers"), misses: rows("misses"), sessions: rows("sessions"),
+  handoffs: rows("handoffs"), curve: rows("curve-table"),
 };
 """
 

@@ -46,9 +46,14 @@ def busy() -> GetStatusResponse:
         holds=7,
         held_bytes=5 << 30,
         lookup_keys=1_000_000,
-        misses=[MissCount(reason=reason, keys=50_000 // (reason * reason)) for reason in range(1, 12)],  # type: ignore[arg-type]
+        misses=[
+            MissCount(reason=reason, keys=50_000 // (reason * reason))  # type: ignore[arg-type]
+            for reason in range(1, 12)
+        ],
         handoffs=[
-            HandoffTotals(direction=way, open=3, published=1000, claimed=900, claimed_bytes=9 << 40)  # type: ignore[arg-type]
+            HandoffTotals(
+                direction=way, open=3, published=1000, claimed=900, claimed_bytes=9 << 40  # type: ignore[arg-type]
+            )
             for way in (1, 2)
         ],
         tiers=[
@@ -63,7 +68,8 @@ def busy() -> GetStatusResponse:
             TierStatus(
                 name="disk-of-the-second-shelf", type="disk", capacity_bytes=8 << 40, available_bytes=8 << 40,
                 used_bytes=3 << 40, blocks=999_999, hits=250_000, misses=150_000, jobs=42, queued_bytes=7 << 30,
-                trouble="no space left on /var/lib/kvtier: 3 stores failed", estimates=curve(0.6, 0.71), damaged_blocks=2,
+                trouble="no space left on /var/lib/kvtier: 3 stores failed",
+                estimates=curve(0.6, 0.71), damaged_blocks=2,
             ),
         ],
         sessions=[

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from harness.server_process import MIB, ServerProcess
 
@@ -104,7 +104,8 @@ class Engine:
         self.stream = self.backend.driver.create_stream()
         self.buffers = KvBuffers(self.backend.driver, {0: (kv.layout(), self.addresses)}, events=4)
         timeouts = Timeouts(connect=60, call=call, device=device)
-        self.client = Client(endpoint, namespace=namespace_of(kv), transport=transport, timeouts=timeouts)  # type: ignore[arg-type]
+        way: Any = transport
+        self.client = Client(endpoint, namespace=namespace_of(kv), transport=way, timeouts=timeouts)
 
     def _allocate(self) -> list[int]:
         if not self.kv.carved:

@@ -6,6 +6,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from contracts.cache_client import NAMESPACE, SMALL, new_keys
@@ -126,9 +127,11 @@ def test_a_driver_that_refuses_is_asked_once(notes: RecordingRegistrar, caplog: 
     with pool.lend(1) as view:
         view[:5] = b"bytes"
     assert notes.calls == 1
-    assert [record.getMessage() for record in caplog.records] == [
-        "kvtier: staging buffers are not pinned, copies of the GPU will be slower: cuMemHostRegister failed with CUDA error 2"
-    ]
+    [record] = caplog.records
+    assert record.getMessage() == (
+        "kvtier: staging buffers are not pinned, copies of the GPU will be slower:"
+        " cuMemHostRegister failed with CUDA error 2"
+    )
 
 
 @pytest.fixture
@@ -147,7 +150,8 @@ def test_staging_buffers_of_an_engine_are_pinned(
     Closing unpins them.
     """
     keys, data = new_keys(3), bytes(range(250)) * (SMALL // 250)
-    with Client(server.tcp, namespace=NAMESPACE, transport=transport, pin=pins(notes)) as client:  # type: ignore[arg-type]
+    way: Any = transport
+    with Client(server.tcp, namespace=NAMESPACE, transport=way, pin=pins(notes)) as client:
         client.wait_until_connected(60)
         with client.write(keys) as batch:
             assert notes.registered == spans(batch.memory)
