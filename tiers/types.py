@@ -62,8 +62,6 @@ class DurableStatus(enum.IntEnum):
 
 @dataclass(slots=True, eq=False)
 class EngineSession:
-    """One client process."""
-
     id: bytes
     engine_id: str
     rank: int | None
@@ -73,7 +71,6 @@ class EngineSession:
     """Connections that keep the region mapped. While one exists, the process may write to its
     slots."""
     requests: set[str] = field(default_factory=set)
-    """Its unfinished requests."""
 
     @property
     def engine(self) -> EngineKey:
@@ -289,4 +286,3 @@ class ShareStats:
     """None for no limit."""
     used_bytes: int
     retained_bytes: int
-    """Part of it that is retained."""

@@ -67,7 +67,6 @@ class Block:
         self.queue = queue
         """Its eviction queue: one per size class and tenant share."""
         self.policy_node: Any = None
-        """State of the eviction policy for this block."""
         self.slots: tuple[int | None, ...] = spec.no_slots
         """Per rank the offset of its slot in the region, or None."""
         self.written = 0
@@ -120,7 +119,6 @@ class Block:
 
     @property
     def nbytes(self) -> int:
-        """Size of all parts."""
         return self.part_bytes * len(self.slots)
 
     @property
@@ -145,7 +143,6 @@ class Block:
         self.slots = (offset,) if len(slots) == 1 else (*slots[:rank], offset, *slots[rank + 1 :])
 
     def clear(self) -> None:
-        """Removes all slots and their contents."""
         self.slots = (None,) if len(self.slots) == 1 else (None,) * len(self.slots)
         self.written = 0
         self.ready = False

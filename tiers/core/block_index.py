@@ -32,11 +32,9 @@ class BlockIndex:
         return sum(len(index.blocks) for index in self._by_namespace.values())
 
     def __iter__(self) -> Iterator[Block]:
-        """Iterates over the blocks that can be found."""
         return (block for index in self._by_namespace.values() for block in index.blocks.values())
 
     def counts(self) -> Iterator[tuple[NamespaceId, int]]:
-        """Yields namespaces and their number of blocks."""
         return ((namespace, len(index.blocks)) for namespace, index in self._by_namespace.items() if index.blocks)
 
     def of(self, namespace: NamespaceId) -> NamespaceIndex:

@@ -58,11 +58,7 @@ class EvictionRequest:
 
 
 class EvictionSource(Protocol):
-    """What bulk eviction needs of a tier."""
-
-    def counts(self) -> Iterable[tuple[NamespaceId, int]]:
-        """Yields namespaces and their number of blocks."""
-        ...
+    def counts(self) -> Iterable[tuple[NamespaceId, int]]: ...
 
     def all_of(self, namespace: NamespaceId, /) -> Collection[Any]: ...
 
@@ -72,17 +68,13 @@ class EvictionSource(Protocol):
         """Returns whether an item is unpinned, in no job and, unless `retained`, not retained."""
         ...
 
-    def last_used(self, item: Any, /) -> float:
-        """Returns the last use in seconds."""
-        ...
+    def last_used(self, item: Any, /) -> float: ...
 
     def nbytes_of(self, item: Any, /) -> int:
         """Returns the bytes that its eviction would free."""
         ...
 
-    def evict(self, items: Sequence[Any], /) -> None:
-        """Evicts present, evictable items."""
-        ...
+    def evict(self, items: Sequence[Any], /) -> None: ...
 
 
 class SecondaryTierSource:
@@ -117,7 +109,6 @@ class SecondaryTierSource:
         return item.nbytes
 
     def evict(self, items: Sequence[CatalogEntry]) -> None:
-        """Evicts entries and sends the removals to the tier."""
         self._lane.pending_removals += self._catalog.evict(items)
         self._advance(self._lane)
 
@@ -151,11 +142,8 @@ class EvictionTask:
     def __init__(self, request: EvictionRequest, sources: Sequence[EvictionSource], now: float) -> None:
         """`sources`: all tiers in lookup order; `now`: in seconds."""
         self.done = False
-        """Whether it has ended."""
         self.error: Exception | None = None
-        """The error that ended it."""
         self.tiers = [EvictionProgress(tier) for tier in sorted(request.tiers)]
-        """Progress per tier."""
         self._request = request
         self._now = now
         self._steps = self._run(sources)

@@ -33,8 +33,6 @@ UsedElsewhere = Callable[[NamespaceId, bytes], float | None]
 
 
 class EntryState(enum.Enum):
-    """Lifecycle of a block in a secondary tier."""
-
     STORING = enum.auto()
     HELD = enum.auto()
     LOST = enum.auto()
@@ -61,9 +59,7 @@ class CatalogEntry:
         self.state = state
         self.queue = queue
         self.policy_node: Any = None
-        """State of the eviction policy for this entry."""
         self.retained = False
-        """Whether it is protected from eviction for a while."""
         self.loads = 0
         """Running loads. An entry that is being loaded is not evicted."""
         self.busy = state is not EntryState.HELD
@@ -144,7 +140,6 @@ class Catalog:
         return entries.get(key) if entries else None
 
     def held(self, namespace: NamespaceId, key: bytes) -> CatalogEntry | None:
-        """Returns the entry of a block that can be loaded."""
         entry = self.get(namespace, key)
         return entry if entry and entry.state is EntryState.HELD else None
 

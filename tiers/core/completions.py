@@ -56,8 +56,6 @@ class Durability:
 
 
 class CompletionHandler:
-    """Handles the ends of jobs and stores."""
-
     def __init__(
         self,
         *,

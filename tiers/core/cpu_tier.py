@@ -70,7 +70,6 @@ class CpuTier:
         return self._index.counts()
 
     def ready_blocks(self) -> list[Block]:
-        """Returns all visible blocks, last used first."""
         return _last_used_first(block for block in self._index if block.ready)
 
     def skipped_blocks(self) -> list[Block]:

@@ -79,7 +79,6 @@ class HandoffHandler:
         self._log = log
         self._table = HoldTable(unpin=self._unpin_held)
         self._pins: dict[Block, int] = {}
-        """Per held block the number of hold pins."""
         self._budgets = _budgets(list(cpu_tier.queues.shares), region_bytes, settings.held_part)
         self._ended: dict[HoldName, HoldEnd | PublishStatus] = {}
         self._claims_missed: Counter[ClaimOutcome] = Counter()
@@ -268,7 +267,6 @@ class HandoffHandler:
         return blocks
 
     def _refusal(self, tenant: str, blocks: Sequence[Block]) -> PublishStatus | None:
-        """Returns why a request cannot be held. Its blocks are pinned already."""
         most = MAX_HELD_ITEMS - len(blocks)
         if self._table.count(tenant) >= self._max_holds or self._table.items_of(tenant) > most:
             return PublishStatus.TOO_MANY

@@ -54,7 +54,6 @@ class Hold:
 
     @property
     def nbytes(self) -> int:
-        """Size of its blocks, of all ranks."""
         return sum(block.nbytes for block in self.items if block is not None)
 
 

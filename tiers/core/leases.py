@@ -24,7 +24,6 @@ __all__ = ["BlockLease", "LeaseTable", "LookupAnswer"]
 K = TypeVar("K")
 
 SLICE = 8192
-"""Pins that are removed at a time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -190,7 +189,6 @@ class LeaseTable:
                 del self._waiting[block]
 
     def awaited(self, blocks: Sequence[Block]) -> list[Block]:
-        """Returns the blocks that a lease waits for."""
         return [block for block in blocks if block in self._waiting] if self._waiting else []
 
     def settle(self, block: Block) -> list[tuple[BlockLease, int]]:
@@ -222,7 +220,6 @@ class LeaseTable:
         return max(0.0, now - oldest.granted_at) if oldest is not None else 0.0
 
     def items_of(self, session_id: bytes) -> int:
-        """Returns the number of items in a session's leases."""
         return self._items.get(session_id, 0)
 
     def expired(self, now: float) -> list[BlockLease]:

@@ -57,8 +57,6 @@ class _Match:
 
 
 class LookupHandler:
-    """Handles lookups, and owns the leases."""
-
     def __init__(
         self,
         *,
@@ -81,7 +79,6 @@ class LookupHandler:
         self._formats: dict[str, dict[NamespaceId, None]] = defaultdict(dict)
 
     def remember_namespace(self, namespace: NamespaceId, tenant: str) -> None:
-        """Remembers a namespace of a tenant, for format mismatches."""
         formats = self._formats[tenant]
         formats.pop(namespace, None)
         formats[namespace] = None
@@ -101,7 +98,6 @@ class LookupHandler:
         min_hits: int = 0,
         retain_until: float = 0.0,
     ) -> LookupAnswer:
-        """Finds blocks, pins the hits and starts promotions. See `TierManager.lookup`."""
         if self.leases.items_of(session.id) + len(keys) > MAX_LEASED_ITEMS:
             raise LimitExceeded(f"the session holds leases on {MAX_LEASED_ITEMS} blocks; release some")
         owner = Owner(session.engine, session.id, request_id)
@@ -110,14 +106,14 @@ class LookupHandler:
             return LookupAnswer(len(keys), None)
         match = self._match(session.namespace, keys, excluded, prefix=prefix)
         if prefix and len(match.items) < min_hits and not match.retries:
-            self._give_up(match)
+            self._discard_hits(match)
         self._start_promotions(match, owner.user, prefix=prefix)
         runs, first_miss = self._explain(session, keys, match, prefix=prefix)
         record = self._record(owner, now, runs, first_miss)
         if self._miss_ratio_curves is not None:
             self._miss_ratio_curves.looked_up(session.namespace, keys, runs)
         self._residency.send_queries()
-        not_retained = self._use(match, owner.user, retain_until)
+        not_retained = self._record_use(match, owner.user, retain_until)
         return LookupAnswer(len(keys), self._grant(owner, keys, match, expires_at, record), match.retries, not_retained)
 
     def query_shared_tiers(
@@ -250,7 +246,7 @@ class LookupHandler:
         match.add(block, secondary.index)
         return True
 
-    def _give_up(self, match: _Match) -> None:
+    def _discard_hits(self, match: _Match) -> None:
         """Drops all hits: there are fewer than `min_hits`."""
         for _, _, block in match.promotions:
             block.promoting = False
@@ -276,10 +272,10 @@ class LookupHandler:
                 self.drop_promotion(block)
                 failed.add(block)
         if failed:
-            self._cut(match, failed, prefix=prefix)
+            self._drop_unplaced(match, failed, prefix=prefix)
         self._transfers.promote(started, user)
 
-    def _cut(self, match: _Match, failed: Collection[Block], *, prefix: bool) -> None:
+    def _drop_unplaced(self, match: _Match, failed: Collection[Block], *, prefix: bool) -> None:
         """Turns blocks without slots into misses, and in a prefix all blocks behind them."""
         first = next(position for position, block in enumerate(match.items) if block in failed)
         if prefix:
@@ -291,7 +287,7 @@ class LookupHandler:
                 match.reasons[position] = MissReason.NO_ROOM
                 self._cpu_tier.unpin([block])
 
-    def _use(self, match: _Match, user: Hashable, retain_until: float) -> int:
+    def _record_use(self, match: _Match, user: Hashable, retain_until: float) -> int:
         """Records the use of the hits; returns how many could not be retained."""
         hits = list(filter(None, dict.fromkeys(match.items)))
         if not hits:
@@ -351,20 +347,20 @@ class LookupHandler:
         """Returns the reason of unexplained misses, which is that of a prefix's first miss."""
         broken_at = len(match.items)
         if prefix and broken_at < len(keys):
-            return match.reasons.get(broken_at) or self._why(session, keys[broken_at])
+            return match.reasons.get(broken_at) or self._miss_reason(session, keys[broken_at])
         unexplained = next((n for n in missed if n not in match.reasons), None)
-        why = None if unexplained is None else self._why(session, keys[unexplained])
+        why = None if unexplained is None else self._miss_reason(session, keys[unexplained])
         return MissReason.FORMAT_MISMATCH if why is MissReason.FORMAT_MISMATCH else MissReason.NEVER_STORED
 
-    def _why(self, session: EngineSession, key: bytes) -> MissReason:
+    def _miss_reason(self, session: EngineSession, key: bytes) -> MissReason:
         known = self._history.reason_for(session.namespace.id, key)
         if known is not None:
             return known
         others = islice(reversed(self._formats[session.tenant]), _FORMATS)
-        elsewhere = any(self._is_in(other, key) for other in others if other != session.namespace.id)
+        elsewhere = any(self._is_in_namespace(other, key) for other in others if other != session.namespace.id)
         return MissReason.FORMAT_MISMATCH if elsewhere else MissReason.NEVER_STORED
 
-    def _is_in(self, namespace: NamespaceId, key: bytes) -> bool:
+    def _is_in_namespace(self, namespace: NamespaceId, key: bytes) -> bool:
         block = self._cpu_tier.blocks_of(namespace).get(key)
         return (block is not None and block.ready) or self._residency.holds(namespace, key)
 

@@ -193,7 +193,6 @@ class TierManager:
             self.handoffs.engine_gone(session.engine)
 
     def writer_attached(self, session_id: bytes, writer: int) -> None:
-        """Registers a connection that maps the region for a session."""
         self.session(session_id).writers.add(writer)
 
     def writer_gone(self, session_id: bytes, writer: int) -> None:
@@ -290,7 +289,6 @@ class TierManager:
         lease.expires_at = max(lease.expires_at, expires_at)
 
     def release(self, session: EngineSession, lease_id: LeaseId) -> None:
-        """Ends a lease. Raises like `lease`."""
         self._lookups.release(self._lookups.leases.get(lease_id, session.engine))
 
     def prepare_store(

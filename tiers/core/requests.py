@@ -18,7 +18,6 @@ from .block import Block
 __all__ = ["MAX_REQUESTS", "Request", "RequestTable"]
 
 MAX_REQUESTS = 65536
-"""Limit for the unfinished requests of one session."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +50,6 @@ class Request:
 
     @property
     def user(self) -> tuple[EngineKey, str]:
-        """Identifies the request for eviction policies."""
         return self.session.engine, self.id
 
     @property
@@ -61,8 +59,6 @@ class Request:
 
 
 class RequestTable:
-    """The requests that have not ended."""
-
     def __init__(self, *, tiers: Sequence[SecondaryTier], on_end: Callable[[Request], None]) -> None:
         """`on_end` is called once per settled request, before its state is dropped (B3.11)."""
         self._tiers = tiers
@@ -101,7 +97,6 @@ class RequestTable:
             self._waiting.setdefault(block, []).append(request)
 
     def awaited(self, blocks: Sequence[Block]) -> list[Block]:
-        """Returns the blocks that a request waits for."""
         return [block for block in blocks if block in self._waiting] if self._waiting else []
 
     def settled(self, block: Block) -> list[Request]:

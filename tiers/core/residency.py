@@ -64,7 +64,6 @@ class ResidencyIndex:
         return self.position_of(namespace, key) is not None
 
     def position_of(self, namespace: NamespaceId, key: bytes) -> int | None:
-        """Returns the position of the first tier whose catalog has this block."""
         return next(
             (secondary.index for secondary in self._lanes if secondary.catalog.held(namespace, key) is not None), None
         )

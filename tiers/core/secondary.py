@@ -47,7 +47,6 @@ class PresenceCache:
         return None
 
     def take_queries(self) -> list[Name]:
-        """Returns the queries since the last call."""
         new, self._to_ask = self._to_ask, []
         return new
 
@@ -67,7 +66,6 @@ class PresenceCache:
         self._answers.pop(name, None)
 
     def tick(self, now: float) -> None:
-        """Removes expired answers."""
         while self._answers:
             name, (_, said_at) = next(iter(self._answers.items()))
             if now - said_at < VALID_SECONDS:
@@ -79,7 +77,6 @@ class Presence(enum.Enum):
     """Whether a tier, or all of them together, can load a block."""
 
     HELD = enum.auto()
-    """It can be loaded."""
     ABSENT = enum.auto()
     EXCLUDED = enum.auto()
     """It is present, and the lookup leaves the tier out."""
@@ -166,7 +163,6 @@ class SecondaryTierState:
         return entry or CatalogEntry(block.namespace, block.key, block.nbytes, EntryState.HELD, queue)
 
     def take_pending_removals(self) -> list[Name]:
-        """Returns and clears the pending removals."""
         names = [entry.name for entry in self.pending_removals]
         self.pending_removals = []
         for name in names:

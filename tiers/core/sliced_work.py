@@ -33,7 +33,6 @@ class IncrementalWork:
         self._continue_requested = False
 
     def continue_if(self, more: bool) -> None:  # noqa: FBT001 - the return value of a slice
-        """Requests the next slice if there is more work."""
         if more and not self._continue_requested:
             self._continue_requested = True
             self._commands.append(ContinueWork())
@@ -61,7 +60,6 @@ class IncrementalWork:
             raise errors[0]
 
     def expire(self, now: float) -> None:
-        """Starts to drop the blocks whose time to live has passed."""
         self.continue_if(self._drop_expired(now))
 
     def evict(self, wanted: EvictionRequest, now: float) -> EvictionTask:

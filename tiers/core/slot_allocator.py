@@ -27,7 +27,6 @@ class Extent:
         self.free: list[int] = []
         """Offsets of free slots; allocated from the end."""
         self.used = 0
-        """Number of allocated slots."""
 
 
 class SlotAllocator:
@@ -80,7 +79,6 @@ class SlotAllocator:
                 self._give_back(extent)
 
     def in_use(self, extent: Extent) -> set[int]:
-        """Returns the offsets of the allocated slots of an extent."""
         return set(self._slots_of(extent)).difference(extent.free)
 
     def extent_at(self, offset: int) -> Extent:

@@ -23,8 +23,6 @@ _EXTENT_CANDIDATES = 256
 
 
 class SlotReclaimer:
-    """Chooses blocks to evict; evicts none itself."""
-
     def __init__(self, memory: SlotAllocator, queues: EvictionQueues[Block], owners: Mapping[int, Block]) -> None:
         """`owners` maps the offset of a slot to its block."""
         self._memory = memory

@@ -128,8 +128,6 @@ class InFlightStores:
 
 
 class StoreHandler:
-    """Grants slots to writers and handles what they wrote."""
-
     def __init__(
         self,
         *,
@@ -196,7 +194,6 @@ class StoreHandler:
         return StoreAnswer(store.id, bytes(statuses), slots, not_retained)
 
     def complete(self, session: EngineSession, store_id: StoreId, failed: Collection[int] = ()) -> None:
-        """Ends a store; see `TierManager.complete_store`."""
         store = self.table.get(store_id, session.engine)
         if any(number >= len(store.blocks) for number in failed):
             raise InvalidItem(f"store {store_id} has {len(store.blocks)} blocks")

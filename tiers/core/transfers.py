@@ -68,8 +68,6 @@ class StallChange:
 
 
 class TransferScheduler:
-    """Creates jobs for the secondary tiers and handles their results."""
-
     def __init__(
         self,
         *,
@@ -103,7 +101,6 @@ class TransferScheduler:
         self._jobs: dict[JobId, _Job] = {}
         self._last_id = 0
         self.residency = ResidencyIndex(self.secondaries, new_id=self._next_id, commands=commands)
-        """Which secondary tier holds a block."""
 
     def recover(self) -> None:
         """Adds the blocks that tiers kept from an earlier run; removes those that no longer fit."""

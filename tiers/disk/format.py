@@ -26,7 +26,6 @@ from ..lmdb.format import DamagedRecordError
 __all__ = ["DISK_STORE", "PAGE_BYTES", "SLAB_PAGES_KEY", "PagePiece", "PageRun", "SlabRecord", "pages_for", "pieces"]
 
 PAGE_BYTES = 4096
-"""Unit of direct I/O."""
 FORMAT_VERSION = 1
 SLAB_PAGES_KEY = b"slab pages"
 DISK_STORE = Layout("disk store", (b"meta", b"blocks"), b"disk format", FORMAT_VERSION)
@@ -61,9 +60,7 @@ class SlabRecord(NamedTuple):
     """Unique and increasing, in the order of the stores."""
     checksum: int
     sizes: tuple[int, ...]
-    """Size of each part."""
     runs: tuple[PageRun, ...]
-    """Pages of the parts."""
 
     @property
     def nbytes(self) -> int:
@@ -101,7 +98,6 @@ def _fields(count: int) -> struct.Struct:
 
 
 def pages_for(sizes: Sequence[int]) -> int:
-    """Returns the pages that parts of these sizes need."""
     pages = 0
     for size in sizes:
         pages += -(-size // PAGE_BYTES)

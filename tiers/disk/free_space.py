@@ -28,7 +28,6 @@ class FreePages:
         """First page of each run by the page behind it."""
         self._by_length: dict[int, dict[int, None]] = {}
         self._lengths: list[int] = []
-        """The keys of `_by_length`, sorted."""
 
     def take(self, pages: int) -> PageRun | None:
         """Allocates the first pages of the shortest run that is long enough."""
@@ -55,7 +54,6 @@ class FreePages:
         return taken
 
     def give_back(self, runs: Iterable[PageRun]) -> None:
-        """Frees pages, which must be allocated."""
         for start, pages in runs:
             self.free_pages += pages
             end = start + pages

@@ -33,7 +33,6 @@ class Index:
         self._env = self._store.env
         self._blocks = self._store.index
         self.size_bytes: int = self._env.info()["map_size"]
-        """Maximum size of its file."""
         self._max_pages = int(self.size_bytes / self._store.page_bytes * FILL)
 
     @property

@@ -35,7 +35,6 @@ class SlabFile:
             self.direct = False
             self._tell()
         self.pages = os.fstat(self._fd).st_size // PAGE_BYTES
-        """Number of whole pages."""
 
     def grow(self, least: int, wanted: int, full: int) -> int:
         """Preallocates `wanted` pages, or at least `least`, never beyond `full` in total.

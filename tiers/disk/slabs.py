@@ -24,7 +24,6 @@ __all__ = ["Slabs"]
 
 _NAME = re.compile(r"slab-\d{5,}", re.ASCII)
 GROW_BYTES = 64 << 20
-"""Preferred growth of a file."""
 CALL_BYTES = 4 << 20
 """Limit of one system call. Several calls run in parallel to keep the disk busy."""
 CALL_PIECES = 400

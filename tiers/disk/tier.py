@@ -161,7 +161,6 @@ class DiskTier(SecondaryTier):
         return []
 
     def _drop(self, block: BlockBytes, packed: bytes, *, quarantine: bool) -> Outcome:
-        """Drops a corrupt block."""
         _log.warning("tier %s: block %s is corrupt and is dropped", self.name, block.key.hex())
         try:
             with self._store.writing:

@@ -51,8 +51,6 @@ _MAX_SHARED = 10
 
 
 class Forecast(Generic[T]):
-    """Evicts the run with the lowest predicted value first."""
-
     def __init__(self) -> None:
         self._model = ReuseModel()
         self._unknown = self._model.kind()
@@ -272,7 +270,6 @@ class Forecast(Generic[T]):
         return self._model.kind(("turn", min(chain.turn, _MAX_TURN)), ("growth", min(growth, _MAX_GROWTH)))
 
     def _age_runs(self) -> None:
-        """Moves runs to the bin of their age."""
         for due in list(self._due.values()):
             while due and due[0][0] <= self._clock:
                 when, run = due.popleft()

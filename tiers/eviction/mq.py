@@ -21,8 +21,6 @@ HALF_LIFE = 16
 
 
 class _State:
-    """Position of an item in the queues."""
-
     __slots__ = ("expires", "last", "queue", "uses")
 
     def __init__(self, uses: int) -> None:

@@ -39,7 +39,6 @@ class ExpiryWheel(Generic[H]):
         self._slot_of: dict[H, int] = {}
         self._slots: dict[int, dict[H, None]] = {}
         self._order: list[int] = []
-        """A heap of the keys of `_slots`."""
 
     def __len__(self) -> int:
         return len(self._slot_of)
@@ -139,7 +138,6 @@ class EvictionQueue(Generic[L]):
 
 
 def by_queue(items: Sequence[L]) -> Iterable[tuple[EvictionQueue[L], Sequence[L]]]:
-    """Groups items by queue, in order."""
     queues = set(map(queue_of, items))
     if len(queues) <= 1:  # the usual case
         return [(queue, items) for queue in queues]
@@ -162,9 +160,7 @@ class EvictionQueues(Generic[L]):
         self.shares = shares
         self.ttl = ttl
         self.now = now
-        """Time of the last tick, in seconds."""
         self.expired = 0
-        """Items whose `ttl` has passed."""
         self.not_retained = 0
         """Items that exceeded the retention budget."""
         self._new_policy = new_policy
@@ -272,7 +268,6 @@ class EvictionQueues(Generic[L]):
         )
 
     def _tell_policies(self, items: Sequence[L], request: Hashable) -> None:
-        """Tells each policy about the use of its items."""
         if self._protected:
             items = [item for item in items if item not in self._protected]
         for queue, mine in by_queue(items):

@@ -50,8 +50,6 @@ class Tenant:
 
 
 class RetentionBudget:
-    """Limit for retained bytes."""
-
     __slots__ = ("bound", "used")
 
     def __init__(self, bound: int) -> None:

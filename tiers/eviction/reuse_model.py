@@ -22,7 +22,6 @@ from collections.abc import Iterator
 __all__ = ["BINS", "BIN_ENDS", "Factor", "Kind", "ReuseModel", "bin_of"]
 
 Factor = tuple[str, int]
-"""A feature and its value."""
 
 _FIRST_EDGE = 64
 BINS = 32
@@ -67,15 +66,12 @@ class Kind:
 
 
 class ReuseModel:
-    """Learns the value of blocks by kind and age."""
-
     def __init__(self) -> None:
         self._kinds: dict[tuple[Factor, ...], Kind] = {}
         self._factors: dict[Factor, float] = {}
         self._baseline = _PRIOR.copy()
 
     def kind(self, *factors: Factor) -> Kind:
-        """Returns the kind with these features."""
         kind = self._kinds.get(factors)
         if kind is None:
             kind = self._kinds[factors] = Kind(factors)

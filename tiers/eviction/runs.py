@@ -21,7 +21,6 @@ class RequestChain(Generic[T]):
         self.last_use = 0
         """Clock of the request's last use."""
         self.length = 0
-        """Blocks so far."""
         self.matched_length = 0
         """Blocks up to the last one that an earlier request had used."""
         self.turn = 0
@@ -53,7 +52,6 @@ class BlockRun(Generic[T]):
         """Requests that have used the blocks."""
         self.kind = kind
         self.bin = 0
-        """The bin of its age."""
         self.bucket: RankBucket[T] | None = None
         """None while it has no items."""
         self.due = 0

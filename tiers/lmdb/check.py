@@ -50,7 +50,6 @@ def _records_after(store: Environment, name: bytes) -> list[tuple[bytes, bytes]]
 
 
 def _verify(store: Environment, name: bytes, sizes: tuple[int, ...]) -> str:
-    """Reads a block; returns its problem, or ""."""
     parts = tuple(memoryview(bytearray(size)) for size in sizes)
     block = BlockBytes(NamespaceId(name[:NAMESPACE_BYTES]), name[NAMESPACE_BYTES:], parts)
     with store.env.begin(buffers=True) as txn:

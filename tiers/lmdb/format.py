@@ -48,7 +48,6 @@ __all__ = [
 FORMAT_VERSION = 2
 """Version 2 allows tails in records."""
 DATA_FILE = "data.mdb"
-"""File name used by LMDB."""
 DATABASES = (b"meta", b"index", b"data")
 NAMESPACE_BYTES = 16
 MAX_KEY_BYTES = 511 - NAMESPACE_BYTES
@@ -77,7 +76,6 @@ class BlockRecord(NamedTuple):
     record_id: int
     checksum: int
     sizes: tuple[int, ...]
-    """Size of each part."""
     tails: bytes = b""
     """The tails of the parts, concatenated; empty if they are stored as chunks."""
 
@@ -118,7 +116,6 @@ def _sizes(parts: int) -> struct.Struct:
 
 
 def chunk_key(record_id: int, part: int, chunk: int) -> bytes:
-    """Returns the key of a chunk in `data`."""
     return _CHUNK_KEY.pack(record_id, part, chunk)
 
 
@@ -128,7 +125,6 @@ def chunk_prefix(record_id: int) -> bytes:
 
 
 def record_id_of(key: bytes) -> int:
-    """Returns the record id of a chunk key."""
     if len(key) != _CHUNK_KEY.size:
         raise DamagedRecordError
     record_id: int = _PREFIX.unpack_from(key)[0]

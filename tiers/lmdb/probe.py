@@ -135,7 +135,6 @@ def find_damage(directory: Path, size_bytes: int, databases: Sequence[bytes] = D
 
 
 def _run(directory: Path, size_bytes: int, databases: Sequence[bytes]) -> tuple[int, str]:
-    """Runs the child; returns its exit status and output."""
     packages = str(Path(lmdb.__file__).parent.parent)
     arguments = [str(os.getpid()), str(directory), str(size_bytes), packages, *map(os.fsdecode, databases)]
     child = subprocess.Popen(  # noqa: S603 - our own text

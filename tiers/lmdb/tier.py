@@ -47,7 +47,6 @@ transactions later."""
 RESERVE_PAGES = 32
 """A removal needs about a dozen pages (copies of tree paths) before it frees any."""
 READER_CHECK_EVERY = 1024
-"""Unit: write transactions."""
 
 HEADERS_ARE_BOUNDED = int(lmdb.__version__.partition(".")[0]) >= 3
 """Whether LMDB never frees more pages than its file has. Its Python binding ensures that since 3.0.
@@ -207,7 +206,6 @@ class LMDBTier(SecondaryTier):
         return self._drop(block) if outcome is Outcome.CORRUPT else outcome
 
     def _drop(self, block: BlockBytes) -> Outcome:
-        """Drops a corrupt block."""
         _log.warning("tier %s: block %s is corrupt and is dropped", self.name, block.key.hex())
         return Outcome.CORRUPT if self._remove([block.namespace + block.key]) else Outcome.FAILED
 

@@ -65,7 +65,6 @@ class HitCounters:
         return sum((counters.misses for counters in self.all()), Counter[MissReason]())
 
     def count(self, namespace: NamespaceId, runs: Iterable[OutcomeRun]) -> None:
-        """Counts the keys of a lookup."""
         counters = self.of(namespace)
         for run in runs:
             if isinstance(run.outcome, MissReason):

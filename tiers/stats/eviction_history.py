@@ -44,7 +44,6 @@ class EvictionHistory:
             self._old, self._young, self._count = self._young, defaultdict(dict), 0
 
     def reason_for(self, namespace: NamespaceId, key: bytes) -> MissReason | None:
-        """Returns why a block left, or None if unknown."""
         return self._young.get(namespace, {}).get(key) or self._old.get(namespace, {}).get(key)
 
     def reasons_for(self, namespace: NamespaceId, keys: Iterable[bytes], default: MissReason) -> list[MissReason]:

@@ -83,7 +83,6 @@ class ReuseDistanceSampler:
         return len(self._blocks)
 
     def takes(self, key: bytes) -> bool:
-        """Whether an offered key is in the sample."""
         return self._hash_of(key) < self._limit
 
     def touch(self, name: Name) -> bool:
@@ -113,7 +112,6 @@ class ReuseDistanceSampler:
         self.hits[-1 if size is None else size] += 1
 
     def add(self, name: Name, nbytes: int) -> None:
-        """Adds an unknown block of the sample on top."""
         self._put_on_top(name, nbytes, len(self._size_marks))
         if len(self._blocks) > self._most:
             self._halve()
@@ -184,7 +182,6 @@ class ReuseDistanceSampler:
             self._move_mark(number)
 
     def _fit(self) -> None:
-        """Scales all sizes to the sample."""
         self._room = [size * self.rate for size in self._sizes]
         self._slice = self._room[0] / _GENERATIONS
 
@@ -225,8 +222,6 @@ class HitRatio:
 
 
 class StoredBlock(Protocol):
-    """The attributes of a block that the curve reads."""
-
     @property
     def key(self) -> bytes: ...
     @property
@@ -351,7 +346,6 @@ class MissRatioCurves:
         self._stored = self._sampled_keys = 0
 
     def _count_reference(self, namespace: NamespaceSpec, key: bytes) -> None:
-        """Counts a reference to a key of the sample."""
         name = (namespace.id, key)
         known = [sampler.touch(name) for sampler in self._samplers]
         if all(known):

@@ -37,7 +37,6 @@ _MAX_LOOKUPS = 4
 """The latest lookups are kept; an engine that polls repeats its lookup."""
 
 _MAX_HOLDS = 2
-"""The latest publications are kept."""
 
 LookupOutcome = int | MissReason | None
 """Outcome of a key: position of the tier that had it, reason of a miss, or None for RETRY."""
@@ -66,7 +65,6 @@ def limit_runs(runs: tuple[OutcomeRun, ...]) -> tuple[OutcomeRun, ...]:
 
 
 def outcome_runs(outcomes: Iterable[LookupOutcome]) -> tuple[OutcomeRun, ...]:
-    """Returns the runs of equal outcomes."""
     return tuple(OutcomeRun(sum(1 for _ in run), outcome) for outcome, run in groupby(outcomes))
 
 
@@ -77,7 +75,6 @@ class LookupRecord:
     at: float
     found: tuple[OutcomeRun, ...]
     first_miss: bytes | None = None
-    """Key of the first missing block."""
     failed: dict[int, MissReason] = field(default_factory=dict)
     """Pending keys, by position, whose transfer failed."""
     claim: ClaimRecord | None = None
@@ -100,8 +97,6 @@ class LookupRecord:
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """What is known of one request."""
-
     engine: EngineKey
     request_id: str
     at: float
@@ -111,7 +106,6 @@ class RequestRecord:
     asked: int = 0
     """Number of lookups and claims, kept or not."""
     holds: deque[HoldRecord] = field(default_factory=lambda: deque(maxlen=_MAX_HOLDS))
-    """Its latest publications."""
     finished: bool = False
     incomplete: int = 0
     """Blocks that a REQUEST_LEVEL tier did not get; set at the end."""
@@ -167,7 +161,6 @@ class RequestLog:
         return [record for record in self if record.request_id == request_id]
 
     def tick(self, now: float) -> None:
-        """Removes old records."""
         while self._requests:
             oldest = next(iter(self._requests.values()))
             if now - oldest.at < MAX_AGE_SECONDS:
@@ -175,7 +168,6 @@ class RequestLog:
             self._requests.popitem(last=False)
 
     def __iter__(self) -> Iterator[RequestRecord]:
-        """Iterates over the requests, latest first."""
         return reversed(self._requests.values())
 
 

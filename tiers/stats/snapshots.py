@@ -33,7 +33,6 @@ class TierStats:
     used_bytes: int
     blocks: int = 0
     hits: int = 0
-    """Keys found in it."""
     misses: int = 0
     """Keys looked up in it and not found. They may be found in the next tier."""
     evictions: int = 0
@@ -88,12 +87,10 @@ class ManagerStats:
     expired_stores: int = 0
     """Stores that expired because their writer was silent."""
     stores: int = 0
-    """Stores in flight."""
     quarantined_bytes: int = 0
     """Bytes out of use because a client that lost its store may still write to them."""
     sessions: int = 0
     namespaces: int = 0
-    """Namespaces seen since the start."""
     holds: int = 0
     """Requests held for a hand-off."""
     held_bytes: int = 0

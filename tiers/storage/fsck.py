@@ -26,7 +26,6 @@ class Finding:
     nbytes: int
     """Size of all parts; 0 if unknown."""
     problem: str
-    """For operators."""
     repaired: bool
     """Whether it was removed from the index and its space is not reused."""
 
@@ -36,8 +35,6 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Result of one step."""
-
     last: bytes | None
     """The name to continue after; None at the end."""
     blocks: int
