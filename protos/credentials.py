@@ -21,10 +21,23 @@ __all__ = ["Credentials", "CredentialsError", "PairError", "PemError", "check_ce
 
 _SYSTEM: Final = "system"
 _MAX_FILE_BYTES: Final = 1 << 20
+_MISMATCH = "KEY_VALUES_MISMATCH"
+_TEXTS = {
+    _MISMATCH: f"the key is not this certificate's ({_MISMATCH})",
+    "NO_CERTIFICATE_OR_CRL_FOUND": "the file contains no certificate",
+}
 
 
 class CredentialsError(ValueError):
     """Credentials cannot be used. The message is one line without secrets."""
+
+
+class PemError(ValueError):
+    """A PEM file cannot be used. The message gives the reason, without the file's name."""
+
+
+class PairError(PemError):
+    """A key belongs to another certificate, or has a password: the files are never usable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +62,7 @@ class Credentials:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None, **given: Any) -> Self:
-        """Returns the given values, completed from the environment.
-
-        A given token or `token_file` overrides both variables.
-        """
+        """Returns the given values and those of the environment; any given token overrides both."""
         environ = os.environ if environ is None else environ
         values: dict[str, Any] = {
             name: environ.get(variable) or None for name, variable in CREDENTIAL_VARIABLES.items()
@@ -64,7 +74,6 @@ class Credentials:
 
     @property
     def has_token(self) -> bool:
-        """Whether calls carry a token."""
         return self.token is not None or self.token_file is not None
 
     def is_tls(self, endpoint: Endpoint) -> bool:
@@ -169,10 +178,7 @@ def _check_pem(name: str, path: str | None, contents: bytes | None, kind: bytes)
 
 
 def _check_pair(cert: str | None, key: str | None) -> None:
-    """Raises CredentialsError if key and certificate do not match.
-
-    Pipes are not checked: they are empty by now.
-    """
+    """Raises CredentialsError if key and certificate do not match; pipes are not checked."""
     if cert is None or key is None:
         return
     cert_path, key_path = (Path(path).expanduser() for path in (cert, key))
@@ -249,21 +255,6 @@ def _aio_bearers(value: Callable[[], str]) -> list[Any]:
     return [type("_AioBearer", (kind,), {name: intercept})() for name, kind in kinds]
 
 
-_MISMATCH = "KEY_VALUES_MISMATCH"
-_TEXTS = {
-    _MISMATCH: f"the key is not this certificate's ({_MISMATCH})",
-    "NO_CERTIFICATE_OR_CRL_FOUND": "the file contains no certificate",
-}
-
-
-class PemError(ValueError):
-    """A PEM file cannot be used. The message gives the reason, without the file's name."""
-
-
-class PairError(PemError):
-    """A key belongs to another certificate, or has a password: the files are never usable."""
-
-
 def check_certificates(path: str) -> None:
     """Raises PemError if a file has no valid certificates."""
     try:
@@ -273,10 +264,7 @@ def check_certificates(path: str) -> None:
 
 
 def check_pair(cert: str, key: str, context: ssl.SSLContext) -> None:
-    """Loads a certificate that `check_certificates` accepted, and its key.
-
-    Raises PemError, PairError.
-    """
+    """Loads a certificate and its key into `context`. Raises PemError, PairError."""
     try:
         context.load_cert_chain(cert, key, password=_no_password)
     except PairError:

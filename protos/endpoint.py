@@ -108,10 +108,7 @@ def default_endpoint(environ: Mapping[str, str] = os.environ) -> Endpoint:
 
 
 def client_endpoint(text: str | None = None, environ: Mapping[str, str] = os.environ) -> Endpoint:
-    """Returns a client's endpoint: `text`, else `KVTIER_ENDPOINT`, else the default.
-
-    Raises `EndpointError`.
-    """
+    """Returns `text`, else `KVTIER_ENDPOINT`, else the default. Raises `EndpointError`."""
     if text:
         return parse_endpoint(text)
     if from_environment := environ.get(ENDPOINT_VARIABLE):

@@ -134,10 +134,7 @@ def usable_blocks(
 
 
 def usable_tokens(geometry: CacheGeometry, usable: Usable, num_tokens: int, computed_tokens: int) -> int:
-    """How far the usable blocks reach, in tokens from the start of the request.
-
-    ``computed_tokens``: whole steps that the engine has itself.
-    """
+    """How far usable blocks reach after ``computed_tokens`` (whole steps), in tokens from 0."""
     if all(_is_complete(group, usable[group.index], num_tokens, computed_tokens) for group in geometry.groups):
         return num_tokens
     step = geometry.step_tokens

@@ -99,10 +99,7 @@ class HandoffCore:
         return bool(self._pulls) or any(state.transfer is TransferState.PULLING for state in self._requests.values())
 
     def arrived(self, request: HandoffRequest) -> bool:
-        """Registers a new request; returns whether it may pull.
-
-        The next step sends a heartbeat for it.
-        """
+        """Registers a new request; returns whether it may pull. The next step sends a heartbeat."""
         params = TransferParams.parse(request.kv_transfer_params)
         if params is None:
             return False
@@ -140,10 +137,7 @@ class HandoffCore:
         return self._offer(state, claim, computed_tokens)
 
     def claim_ended(self, number: ClaimId, claimed: ClaimedBlocks | None, now: float) -> None:
-        """Result of ``HandoffServer.start_claim``; None if nothing is held.
-
-        Ignored if it was dropped.
-        """
+        """Result of ``start_claim``, None if nothing is held. Ignored if it was dropped."""
         state = self._claims.get(number)
         if state is None or state.claim is None or state.params.remote is None:
             return
@@ -207,10 +201,7 @@ class HandoffCore:
     def finished(
         self, request_id: str, tables: BlockTables, confirmed_tokens: int, reason: FinishReason, wall_time: float
     ) -> FinishedRequest:
-        """The request has ended.
-
-        Its blocks may be freed, but ``blocks`` only after they are stored.
-        """
+        """The request has ended: its blocks may be freed, but ``blocks`` only after their store."""
         state = self._requests.pop(request_id, None)
         if state is None:
             return FinishedRequest()
@@ -294,8 +285,7 @@ class HandoffCore:
         if state is None or state.transfer not in (TransferState.WANTED, TransferState.CLAIMED):
             self._pulls.append(BlockPull(None, job))
             return
-        # Before anything can fail: then the engine receives a failed load, and no other transfer is
-        # tried.
+        # First, so that after any failure below the load fails and no other transfer is tried.
         state.transfer = TransferState.PULLING
         self._pulls.append(BlockPull(state.params.remote, job))
         claim, start = state.claim, state.offered_from

@@ -142,8 +142,7 @@ class HandoffServer(Protocol):
     ) -> bool:
         """Leases a hold's blocks, per group from these positions on; waits a while for the hold.
 
-        The result arrives by ``HandoffCore.claim_ended``. Returns False if no server is connected:
-        a miss.
+        ``HandoffCore.claim_ended`` answers it. Returns False if no server is connected: a miss.
         """
         ...
 

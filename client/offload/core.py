@@ -40,15 +40,12 @@ __all__ = ["CoreView", "OffloadCore", "ScheduledRequest"]
 
 
 class ScheduledRequest(NamedTuple):
-    """A request of the step being planned: its tokens at the end of the step, and its blocks.
-
-    ``drafts``: whether some of the tokens may be rejected.
-    """
+    """A request of this step, with its tokens and blocks at the step's end."""
 
     request_id: str
     tokens: int
     read_table: Callable[[], BlockTables | None]
-    drafts: bool = False
+    drafts: bool = False  # some of the tokens may be rejected
 
 
 class CoreView(NamedTuple):
@@ -60,10 +57,7 @@ class CoreView(NamedTuple):
 
 
 class _Reset(Enum):
-    """DRAINING: earlier transfers are still in flight.
-
-    EMPTYING: the server was asked to empty its primary tier.
-    """
+    """DRAINING: old transfers are in flight. EMPTYING: the server was asked to empty its tier."""
 
     NONE = "none"
     DRAINING = "draining"
@@ -71,10 +65,7 @@ class _Reset(Enum):
 
 
 class OffloadCore:
-    """Offload decisions of one engine.
-
-    Methods are called on the scheduler's thread and never block.
-    """
+    """Offload decisions of one engine. Methods run on the scheduler's thread and never block."""
 
     def __init__(
         self, geometry: CacheGeometry, world_size: int, options: OffloadOptions, pool: BlockPool, server: OffloadServer
@@ -166,10 +157,7 @@ class OffloadCore:
     # ---- saves
 
     def plan_saves(self, computed: Iterable[ScheduledRequest], now: float) -> list[EndedSave]:
-        """Plans saves of the blocks that are full at the end of this step; returns expired jobs.
-
-        Called once per step, after scheduling.
-        """
+        """Plans this step's saves, once per step after scheduling; returns expired jobs."""
         lost = self._saves.expire(now)
         self._saves_ended(lost, now)
         if self._reset is _Reset.NONE:

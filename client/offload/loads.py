@@ -48,10 +48,7 @@ class BlockPosition(NamedTuple):
 
 @dataclass(frozen=True)
 class PresenceQuery:
-    """Asks which blocks the store has.
-
-    With ``prefix``, only those before the first missing one count.
-    """
+    """Asks which blocks are stored; with ``prefix`` only those before the first missing one."""
 
     blocks: Sequence[BlockPosition]
     prefix: bool
@@ -238,8 +235,7 @@ def search_hit(
 ) -> Generator[PresenceQuery, AbstractSet[BlockPosition], int]:
     """Finds the end of the hit that begins at ``start``, at most ``limit``, with a few queries.
 
-    The caller sends each query's stored blocks. ``start`` and ``limit`` are multiples of
-    ``geometry.step_tokens``.
+    The caller sends each query's stored blocks. Both are multiples of ``geometry.step_tokens``.
     """
     step = geometry.step_tokens
     for group in (g for g in geometry.groups if g.kind is CacheGroupKind.FULL):

@@ -104,8 +104,6 @@ class EndedSave(NamedTuple):
 
 
 class _Offer(NamedTuple):
-    """One request's offer of a block."""
-
     progress: SaveProgress
     group_index: int
     position: int

@@ -36,11 +36,7 @@ def pack_request(session_id: bytes, epoch: int, purpose: Purpose = Purpose.REGIO
 
 
 def unpack_request(data: bytes) -> tuple[Purpose, bytes, int]:
-    """Returns purpose, session id and epoch.
-
-    Raises:
-        ValueError: it is not a request of this version.
-    """
+    """Returns purpose, session id and epoch. Raises ValueError for another version."""
     try:
         magic, session_id, epoch = _REQUEST.unpack(data)
         return Purpose(magic), session_id, epoch
@@ -54,11 +50,7 @@ def pack_reply(size_bytes: int, *, granted: bool) -> bytes:
 
 
 def unpack_reply(data: bytes) -> int | None:
-    """Returns the region's size in bytes, or None if the server refused.
-
-    Raises:
-        ValueError: it is not a reply of this version.
-    """
+    """Returns the region's size in bytes, None if refused. Raises ValueError."""
     if len(data) != REPLY_BYTES or data[:4] != _MAGIC:
         raise ValueError("not an attach reply of this version")
     _, granted, size_bytes = _REPLY.unpack(data)

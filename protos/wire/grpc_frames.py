@@ -42,10 +42,7 @@ _MORE: Final = 0x80  # bit of a varint's byte: another one follows
 
 
 class Head(NamedTuple):
-    """Bytes before the payload of a frame.
-
-    The caller fills in the checksum: 8 bytes at `checksum_at`, little-endian.
-    """
+    """Bytes before the payload. The caller sets the checksum: 8 little-endian bytes."""
 
     data: bytes
     checksum_at: int
@@ -58,10 +55,7 @@ def frame_head(fields: PushRequest | PullResponse, payload_bytes: int) -> Head:
 
 
 def encode_pull_frame(offset_bytes: int, xxh3_64: int, payload: Sequence[bytes | bytearray | memoryview]) -> bytes:
-    """Returns a `PullResponse` with the given buffers as its payload.
-
-    Copies them once, holding the GIL.
-    """
+    """Returns a `PullResponse` with these buffers, which are copied once, holding the GIL."""
     size = sum(memoryview(piece).nbytes for piece in payload)
     head = PullResponse(offset_bytes=offset_bytes, xxh3_64=xxh3_64).SerializeToString()
     if not size:

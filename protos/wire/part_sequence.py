@@ -10,10 +10,7 @@ __all__ = ["PartSequence"]
 
 
 class PartSequence:
-    """Scattered parts as one sequence.
-
-    Part i is `sizes[i]` bytes at offset `offsets[i]` of the memory.
-    """
+    """Scattered parts as one sequence: `sizes[i]` bytes at memory offset `offsets[i]`."""
 
     def __init__(self, offsets: Sequence[int], sizes: Sequence[int]) -> None:
         self._offsets, self._sizes = _joined(offsets, sizes)
@@ -21,10 +18,7 @@ class PartSequence:
         self.total_bytes = self._ends[-1] if self._ends else 0
 
     def locate(self, position: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Yields (memory offset, bytes) of each piece of a range of the sequence.
-
-        Raises ValueError if the range exceeds the sequence.
-        """
+        """Yields (memory offset, bytes) of each piece of a range. Raises ValueError."""
         if position + nbytes > self.total_bytes:
             raise ValueError(f"bytes {position} to {position + nbytes} of a sequence of {self.total_bytes}")
         number = bisect_right(self._ends, position)

@@ -74,10 +74,7 @@ def unpack_request(head: bytes | bytearray) -> tuple[Method, int]:
 
 
 def pack_frame_head(offset: int, nbytes: int, xxh3_64: int) -> bytes:
-    """Returns the head of a frame; 0 bytes end the frames.
-
-    Its checksum guards against a damaged offset.
-    """
+    """Returns the head of a frame, with a checksum of its own; 0 bytes end the frames."""
     head = _FRAME.pack(offset, nbytes, xxh3_64)
     return head + _CHECK.pack(xxhash.xxh32_intdigest(head))
 
@@ -100,10 +97,7 @@ def pack_refusal(reason: str, text: str) -> bytes:
 
 
 def unpack_answer(head: bytes | bytearray) -> tuple[bool, int]:
-    """Returns whether it is an answer (False: a refusal) and the length of its message.
-
-    Raises ValueError.
-    """
+    """Returns whether it is no refusal, and the length of its message. Raises ValueError."""
     granted, nbytes = _ANSWER.unpack(head)
     if nbytes > MAX_MESSAGE_BYTES:
         raise ValueError("an answer that is too long")
