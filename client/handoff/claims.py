@@ -8,7 +8,7 @@ from enum import Enum
 
 from ..offload import BlockRead, BlockTables, CacheGeometry, CacheGroup, CacheGroupKind, FreeBlock
 from ..offload.loads import longest_hit
-from .model import EXPIRY_MARGIN_S, ClaimedBlocks, ClaimId, HandoffOptions, HandoffRequest
+from .model import ClaimedBlocks, ClaimId, HandoffOptions, HandoffRequest
 from .params import RemoteRequest, TransferParams
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "Usable",
     "apply_threshold",
     "hold_blocks",
-    "is_expired",
     "may_pull",
     "needs_earlier_context",
     "needs_older_windows",
@@ -111,11 +110,6 @@ def apply_threshold(count: int, params: TransferParams, options: HandoffOptions)
     return 0 if count <= 0 or too_few else count
 
 
-def is_expired(params: TransferParams, wall_time: float) -> bool:
-    """Whether the peer's hold has expired, or will before it is read (B2.19)."""
-    return params.expiry_time is not None and params.expiry_time - EXPIRY_MARGIN_S <= wall_time
-
-
 def usable_blocks(
     geometry: CacheGeometry, request: HandoffRequest, remote: RemoteRequest, claimed: ClaimedBlocks
 ) -> Usable:
@@ -204,14 +198,6 @@ class HeldBlocks:
     num_tokens: int
     positions: list[list[int]] = field(default_factory=list)
     blocks: list[FreeBlock] = field(default_factory=list)
-
-    @property
-    def keys(self) -> list[bytes]:
-        return [block.key for block in self.blocks if block.key is not None]
-
-    @property
-    def flat_positions(self) -> list[int]:
-        return [position for group in self.positions for position in group]
 
 
 def hold_blocks(

@@ -23,7 +23,6 @@ from .claims import (
     TransferState,
     apply_threshold,
     hold_blocks,
-    is_expired,
     may_pull,
     needs_earlier_context,
     needs_older_windows,
@@ -33,6 +32,7 @@ from .claims import (
     usable_tokens,
 )
 from .model import (
+    EXPIRY_MARGIN_S,
     ClaimedBlocks,
     ClaimId,
     Direction,
@@ -230,7 +230,8 @@ class HandoffCore:
         params, options, request = state.params, self._options, state.engine
         if not request.may_pull:
             return False
-        if is_expired(params, wall_time):
+        # The hold has expired, or will before it is read (B2.19).
+        if params.expiry_time is not None and params.expiry_time - EXPIRY_MARGIN_S <= wall_time:
             self._server.debug(
                 f"{request.request_id}: the time of {_describe(params.remote)} is over; computed instead"
             )
@@ -312,17 +313,12 @@ class HandoffCore:
         prefilled, options, identity = state.params.do_remote_decode, self._options, self._identity
         held = hold_blocks(self._geometry, identity.engine_id, state.engine, tables, confirmed_tokens)
         hold_for = options.kv_lease_duration if prefilled else options.decoder_kv_blocks_ttl
-        if held.keys:
+        keys = [block.key for block in held.blocks if block.key is not None]
+        if keys:
             direction = Direction.PREFILL_TO_DECODE if prefilled else Direction.DECODE_TO_PREFILL
+            positions = [position for group in held.positions for position in group]
             self._server.publish(
-                PlannedPublication(
-                    state.engine.hold_name,
-                    direction,
-                    held.keys,
-                    held.flat_positions,
-                    held.num_tokens,
-                    hold_for,
-                )
+                PlannedPublication(state.engine.hold_name, direction, keys, positions, held.num_tokens, hold_for)
             )
         params = {
             "do_remote_prefill": prefilled,
@@ -335,7 +331,7 @@ class HandoffCore:
             "remote_port": identity.port,
             "tp_size": identity.tp_size,
             "remote_num_tokens": held.num_tokens,
-            "remote_blocks_expiry_time": wall_time + hold_for if held.keys and not prefilled else None,
+            "remote_blocks_expiry_time": wall_time + hold_for if keys and not prefilled else None,
         }
         return FinishedRequest(params, held.blocks)
 

@@ -41,7 +41,7 @@ class Lease:
 
 
 @dataclass
-class Asked:
+class PendingLookup:
     request: ModelRequest
     start: int
     limit: int
@@ -57,7 +57,7 @@ class ModelServer:
         self.faults = Faults()
         self.blocks: OrderedDict[bytes, dict[int, list[int]]] = OrderedDict()
         self.leases: dict[int, Lease] = {}
-        self.asked: dict[LookupId, Asked] = {}
+        self.asked: dict[LookupId, PendingLookup] = {}
         self.ended: list[str] = []
         self.empties = 0
         self.gone: set[bytes] = set()
@@ -75,7 +75,7 @@ class ModelServer:
         if self.rng.random() < self.faults.disconnected:
             return False
         assert lookup not in self.asked
-        self.asked[lookup] = Asked(request, start, limit)
+        self.asked[lookup] = PendingLookup(request, start, limit)
         return True
 
     def drop_lookup(self, lookup: LookupId) -> None:

@@ -8,7 +8,7 @@ from itertools import takewhile
 
 from kvtier.client.offload import CacheGroup, EngineRequest, FreeBlock, LookupId
 
-__all__ = ["FULL", "STATE", "WINDOW", "References", "Request", "Wishes"]
+__all__ = ["FULL", "STATE", "WINDOW", "FakePool", "RecordingServer", "Request"]
 
 FULL = CacheGroup(0, 4, None)
 WINDOW = CacheGroup(1, 4, 7)
@@ -41,7 +41,7 @@ class Request:
         return b"%d.%d" % (position, group.index)
 
 
-class References:
+class FakePool:
     """A block pool: each block has one reference of a request, unless it is in ``queue``."""
 
     def __init__(self, num_blocks: int = 100) -> None:
@@ -90,7 +90,7 @@ class References:
         yield from list(self.queue)
 
 
-class Wishes:
+class RecordingServer:
     """A server that records the requests of the core."""
 
     def __init__(self) -> None:

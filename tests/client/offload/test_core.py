@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stand_ins import FULL, WINDOW, References, Request, Wishes
+from stand_ins import FULL, WINDOW, FakePool, RecordingServer, Request
 
 from kvtier.client.offload import (
     BlockRead,
@@ -24,7 +24,7 @@ class Engine:
     """The core with fakes, and one request "r" of four blocks and a token that has arrived."""
 
     def __init__(self, world_size: int = 1) -> None:
-        self.pool, self.server = References(), Wishes()
+        self.pool, self.server = FakePool(), RecordingServer()
         geometry = CacheGeometry((FULL,), 4, 4)
         self.core = OffloadCore(geometry, world_size, OffloadOptions(), self.pool, self.server)
         self.request = Request(4)
@@ -259,8 +259,8 @@ def test_request_level_storage_offers_loaded_blocks() -> None:
 
 def test_each_group_is_offered_separately() -> None:
     """B4.10: each group has its own keys and blocks."""
-    pool = References()
-    core = OffloadCore(CacheGeometry((FULL, WINDOW), 4, 4), 1, OffloadOptions(), pool, Wishes())
+    pool = FakePool()
+    core = OffloadCore(CacheGeometry((FULL, WINDOW), 4, 4), 1, OffloadOptions(), pool, RecordingServer())
     core.arrived(Request(2, may_load=False), 0, 0.0)
     core.plan_saves([ScheduledRequest("r", 8, lambda: [[1, 2], [0, 4]])], 0.1)
     assert core.take_plan(0.0).saves == [SaveJob(1, "server's r", [b"1.1", b"0.0", b"1.0"], [1, 0, 0], [4, 1, 2])]

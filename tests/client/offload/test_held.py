@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from stand_ins import FULL, References, Request, Wishes
+from stand_ins import FULL, FakePool, RecordingServer, Request
 
 from kvtier.client.offload import (
     BlockTables,
@@ -30,7 +30,7 @@ class Engine:
     """A core and its block pool."""
 
     def __init__(self, mode: OffloadMode = OffloadMode.EAGER, fraction: float = 1.0) -> None:
-        self.pool, self.server = References(), Wishes()
+        self.pool, self.server = FakePool(), RecordingServer()
         options = OffloadOptions(mode, max_held_fraction=fraction, batched_tokens=16)
         self.core = OffloadCore(CacheGeometry((FULL,), 4, 4), 1, options, self.pool, self.server)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from stand_ins import FULL, STATE, WINDOW, References
+from stand_ins import FULL, STATE, WINDOW, FakePool
 
 from kvtier.client.offload import BlockPosition, BlockRead, CacheGeometry, PrefixHit, search_hit
 from kvtier.client.offload.loads import lacks_blocks, longest_hit, plan_reads, usable_limit
@@ -98,7 +98,7 @@ def test_a_block_that_was_not_found_makes_the_load_impossible() -> None:
 
 def test_a_window_that_was_lost_before_the_start_makes_the_load_impossible() -> None:
     """B4.10: the engine counts tokens whose window block it lost; that block was not looked up."""
-    pool, geometry = References(), CacheGeometry((FULL, WINDOW, STATE), 4, 4)
+    pool, geometry = FakePool(), CacheGeometry((FULL, WINDOW, STATE), 4, 4)
     tables = [[1, 2, 3, 4], [0, 6, 7, 8], [0, 0, 0, 9]]
     pool.names = {1: b"0.0", 2: b"1.0", 3: b"2.0"}
     assert lacks_blocks(geometry, pool, tables, 12, 16)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from stand_ins import FULL, STATE, WINDOW, References, Request, Wishes
+from stand_ins import FULL, STATE, WINDOW, FakePool, RecordingServer, Request
 
 from kvtier.client.offload import (
     CacheGeometry,
@@ -19,10 +19,10 @@ from kvtier.client.offload import (
 )
 
 
-def _core(pool: References, batched_tokens: int = 4, held: float = 1.0, world_size: int = 1) -> OffloadCore:
+def _core(pool: FakePool, batched_tokens: int = 4, held: float = 1.0, world_size: int = 1) -> OffloadCore:
     """Returns a core that looks two blocks ahead for each four batched tokens."""
     options = OffloadOptions(OffloadMode.LAZY, max_held_fraction=held, batched_tokens=batched_tokens)
-    return OffloadCore(CacheGeometry((FULL,), 4, 4), world_size, options, pool, Wishes())
+    return OffloadCore(CacheGeometry((FULL,), 4, 4), world_size, options, pool, RecordingServer())
 
 
 def _free(*numbers: int) -> list[FreeBlock]:
@@ -48,9 +48,9 @@ def _step(core: OffloadCore, now: float = 0.0) -> list[int]:
 )
 def test_the_lookahead_is_two_steps(groups: tuple[CacheGroup, ...], target: int) -> None:
     """B4.7: cdiv(batched tokens, block), cdiv(window, block) + 1, and 2 for states; times two."""
-    pool = References()
+    pool = FakePool()
     core = OffloadCore(
-        CacheGeometry(groups, 8, 4), 1, OffloadOptions(OffloadMode.LAZY, batched_tokens=16), pool, Wishes()
+        CacheGeometry(groups, 8, 4), 1, OffloadOptions(OffloadMode.LAZY, batched_tokens=16), pool, RecordingServer()
     )
     pool.free(*_free(*range(1, 60)))
     assert len(_step(core)) == target
@@ -58,7 +58,7 @@ def test_the_lookahead_is_two_steps(groups: tuple[CacheGroup, ...], target: int)
 
 def test_blocks_are_stored_from_the_eviction_end() -> None:
     """B4.7: the next two first; blocks without a key, or stored ones, count and are not stored."""
-    pool = References()
+    pool = FakePool()
     core = _core(pool)
     pool.free(*_free(5, 3), FreeBlock(8, 0, None), *_free(4))
     assert _step(core) == [5, 3]
@@ -70,7 +70,7 @@ def test_blocks_are_stored_from_the_eviction_end() -> None:
 
 def test_a_block_with_other_content_is_another_block() -> None:
     """B4.7: a block counts as stored only with the content that was stored."""
-    pool = References()
+    pool = FakePool()
     core = _core(pool)
     pool.free(*_free(5))
     assert _step(core) == [5]
@@ -80,7 +80,7 @@ def test_a_block_with_other_content_is_another_block() -> None:
 
 def test_blocks_freed_at_the_eviction_end_are_stored_soon() -> None:
     """B4.7: each scan starts at the eviction end, also behind the last one."""
-    pool = References()
+    pool = FakePool()
     core = _core(pool)
     pool.free(*_free(5))
     assert _step(core) == [5]
@@ -93,7 +93,7 @@ def test_blocks_freed_at_the_eviction_end_are_stored_soon() -> None:
 
 def test_only_blocks_of_the_next_steps_are_stored() -> None:
     """B4.7: others may be used again before their eviction, so an idle engine waits."""
-    pool = References()
+    pool = FakePool()
     core = _core(pool)
     pool.free(*_free(*range(1, 60)))
     assert _step(core) == [1, 2]
@@ -106,7 +106,7 @@ def test_only_blocks_of_the_next_steps_are_stored() -> None:
 
 def test_stored_blocks_keep_their_eviction_order() -> None:
     """B4.9: oldest first; a store does not make a block's eviction earlier or later."""
-    pool = References()
+    pool = FakePool()
     core = _core(pool, batched_tokens=24)
     for first in (1, 4, 7):
         pool.free(*_free(first, first + 1, first + 2))
@@ -116,7 +116,7 @@ def test_stored_blocks_keep_their_eviction_order() -> None:
 
 def test_blocks_that_leave_from_the_middle_are_replaced() -> None:
     """B4.7: after a prefix hit removed blocks, some steps later others are stored."""
-    pool = References()
+    pool = FakePool()
     core = _core(pool, batched_tokens=16)
     pool.free(*_free(*range(1, 60)))
     assert _step(core) == list(range(1, 9))
@@ -126,7 +126,7 @@ def test_blocks_that_leave_from_the_middle_are_replaced() -> None:
 
 def test_held_blocks_are_limited() -> None:
     """B4.6: saves in flight hold at most their share of the blocks."""
-    pool = References(10)
+    pool = FakePool(10)
     core = _core(pool, batched_tokens=100, held=0.3)
     pool.free(*_free(1, 2, 3, 4, 5))
     core.plan_saves((), 0.0)
@@ -138,7 +138,7 @@ def test_held_blocks_are_limited() -> None:
 
 def test_stores_in_a_full_server_back_off() -> None:
     """B3.5: blocks that were not stored are offered again later, as long as they are free."""
-    pool = References()
+    pool = FakePool()
     core = _core(pool)
     pool.free(*_free(5))
     core.plan_saves((), 0.0)
@@ -152,7 +152,7 @@ def test_stores_in_a_full_server_back_off() -> None:
 
 def test_stored_blocks_count_as_stored_for_a_limited_time() -> None:
     """B4.15: the server may evict it; a block freed minutes later is offered again."""
-    pool = References()
+    pool = FakePool()
     core = _core(pool)
     pool.free(*_free(5))
     assert _step(core) == [5]
@@ -165,7 +165,7 @@ def test_stored_blocks_count_as_stored_for_a_limited_time() -> None:
 
 def test_lazy_mode_finds_no_block_in_flight() -> None:
     """B5.8: a block that is being stored is held, so it is not in the free queue."""
-    pool = References()
+    pool = FakePool()
     core = _core(pool, world_size=2)
     pool.free(*_free(5, 6))
     core.plan_saves((), 0.0)
@@ -179,7 +179,7 @@ def test_lazy_mode_finds_no_block_in_flight() -> None:
 
 def test_only_request_level_storage_is_eager() -> None:
     """B1.1, B4.7: its readers must not wait for evictions; other requests are lazy."""
-    core = _core(References())
+    core = _core(FakePool())
     for name, request_level in (("r", False), ("w", True)):
         core.arrived(Request(2, name, may_load=False, request_level=request_level), 0, 0.0)
         core.allocated(name, [[1, 2]], 0)
@@ -189,7 +189,7 @@ def test_only_request_level_storage_is_eager() -> None:
 
 def test_after_a_reset_nothing_counts_as_stored() -> None:
     """B4.13: the server is empty, so free blocks are stored again."""
-    pool = References()
+    pool = FakePool()
     core = _core(pool)
     pool.free(*_free(5))
     assert _step(core) == [5]
@@ -203,7 +203,7 @@ def test_after_a_reset_nothing_counts_as_stored() -> None:
 def test_loaded_blocks_count_as_stored() -> None:
     """B4.7: loaded blocks are skipped; those of a failed load are stored."""
     for failed, saved in (([], []), (["r"], [1, 2])):
-        pool = References()
+        pool = FakePool()
         core = _core(pool)
         core.arrived(Request(2), 0, 0.0)
         core.lookup_ended(LookupId(1), PrefixHit(8, {0: {0: (9, 0), 1: (9, 1)}}), 0.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stand_ins import FULL, References, Request, Wishes
+from stand_ins import FULL, FakePool, RecordingServer, Request
 
 from kvtier.client.offload import (
     CacheGeometry,
@@ -24,7 +24,7 @@ class Engine:
     """A core, its block pool and its server."""
 
     def __init__(self, mode: OffloadMode = OffloadMode.EAGER) -> None:
-        self.pool, self.server = References(), Wishes()
+        self.pool, self.server = FakePool(), RecordingServer()
         options = OffloadOptions(mode, batched_tokens=16)
         self.core = OffloadCore(CacheGeometry((FULL,), 4, 4), 1, options, self.pool, self.server)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 import pytest
-from stand_ins import FULL, STATE, WINDOW, References, Request
+from stand_ins import FULL, STATE, WINDOW, FakePool, Request
 
 from kvtier.client.offload import BlockTables, CacheGeometry, CacheGroup, SaveJob
 from kvtier.client.offload.saves import SavePlanner, SaveProgress
@@ -16,9 +16,9 @@ LOST_S = 600.0
 class Saves:
     """The planner with a clock set by the test."""
 
-    def __init__(self, pool: References | None = None, world_size: int = 1, held: float = 1.0) -> None:
+    def __init__(self, pool: FakePool | None = None, world_size: int = 1, held: float = 1.0) -> None:
         self.now = 100.0
-        self.planner = SavePlanner(CacheGeometry((FULL,), 4, 4), world_size, held, LOST_S, pool or References())
+        self.planner = SavePlanner(CacheGeometry((FULL,), 4, 4), world_size, held, LOST_S, pool or FakePool())
 
     def plan(
         self, request: Request, progress: SaveProgress, computed: int, tables: BlockTables, *, last: bool = False
@@ -35,7 +35,7 @@ class Saves:
 
 def test_blocks_are_offered_once_and_pinned_until_all_workers_report() -> None:
     """B4.5, B5.3: blocks have a reference until every worker has ended the job."""
-    pool = References()
+    pool = FakePool()
     planner, progress = Saves(pool, world_size=2), SaveProgress()
     job = planner.plan(Request(4), progress, 13, [[7, 8, 9, 10]])
     assert job is not None
@@ -77,7 +77,7 @@ def test_drafts_null_blocks_and_loaded_blocks_are_not_offered() -> None:
 
 def test_blocks_above_the_limit_are_offered_later() -> None:
     """Saves in flight hold at most their share of the engine's blocks."""
-    planner, progress = Saves(References(8), held=0.25), SaveProgress()
+    planner, progress = Saves(FakePool(8), held=0.25), SaveProgress()
     job = planner.plan(Request(4), progress, 16, [[1, 2, 3, 4]])
     assert job is not None
     assert job.block_ids == [1, 2]
@@ -174,7 +174,7 @@ def test_a_block_counts_as_stored_when_all_ranks_stored_it() -> None:
 
 def test_no_table_is_read_at_the_limit_of_held_blocks() -> None:
     """B4.6: building a table may be slow; the blocks are offered later."""
-    planner, progress = Saves(References(4), held=0.5), SaveProgress()
+    planner, progress = Saves(FakePool(4), held=0.5), SaveProgress()
     first = planner.plan(Request(2), progress, 8, [[1, 2]])
     assert first is not None
     other = SaveProgress()
@@ -188,7 +188,7 @@ def test_no_table_is_read_at_the_limit_of_held_blocks() -> None:
 def test_the_smallest_block_size_decides_the_next_check() -> None:
     """B4.6, B4.10: with different block sizes each block is offered in the step that fills it."""
     small, large = CacheGroup(0, 4, None), CacheGroup(1, 16, None)
-    planner = SavePlanner(CacheGeometry((small, large), 16, 4), 1, 1.0, LOST_S, References())
+    planner = SavePlanner(CacheGeometry((small, large), 16, 4), 1, 1.0, LOST_S, FakePool())
     progress, offered = SaveProgress(), []
     for tokens in range(1, 18):
         job = planner.plan(Request(4), progress, tokens, lambda: [[1, 2, 3, 4], [5]], 0.0)
@@ -198,7 +198,7 @@ def test_the_smallest_block_size_decides_the_next_check() -> None:
 
 def test_preemption_frees_no_block_that_is_being_saved() -> None:
     """B4.12: blocks in flight keep a reference; missed ones are stored after recomputation."""
-    pool = References()
+    pool = FakePool()
     planner, progress = Saves(pool), SaveProgress()
     job = planner.plan(Request(3), progress, 12, [[7, 8, 9]])
     assert job is not None
@@ -222,7 +222,7 @@ def test_preemption_frees_no_block_that_is_being_saved() -> None:
 
 def test_a_job_without_a_report_expires() -> None:
     """B5.6: its blocks are released and offered again, and a late report changes nothing."""
-    pool = References()
+    pool = FakePool()
     planner, progress = Saves(pool), SaveProgress()
     job = planner.plan(Request(2), progress, 8, [[7, 8]])
     assert job is not None
@@ -258,7 +258,7 @@ def test_a_block_that_fails_after_a_preemption_is_offered_once() -> None:
 
 def test_window_groups_are_offered_before_full_attention() -> None:
     """B4.10, B4.15: at the limit, full attention's blocks are still there in the next step."""
-    planner = SavePlanner(CacheGeometry((FULL, WINDOW), 4, 4), 1, 0.2, LOST_S, References(10))
+    planner = SavePlanner(CacheGeometry((FULL, WINDOW), 4, 4), 1, 0.2, LOST_S, FakePool(10))
     job = planner.plan(Request(2), SaveProgress(), 8, lambda: [[1, 2], [3, 4]], 0.0)
     assert job is not None
     assert (job.groups, job.block_ids) == ([1, 1], [3, 4])
@@ -305,7 +305,7 @@ def test_a_block_is_offered_as_soon_as_it_has_a_key() -> None:
 
 def test_a_state_is_stored_if_the_engine_caches_it() -> None:
     """B4.10: the table does not show whether a block holds the running state or that of its end."""
-    pool = References()
+    pool = FakePool()
     pool.names = {8: b"1.2", 10: b"2.2"}
     planner = SavePlanner(CacheGeometry((STATE,), 4, 4), 1, 1.0, LOST_S, pool)
     job = planner.plan(Request(4), SaveProgress(), 16, lambda: [[], [], [0, 8, 9, 10]], 100.0)
@@ -315,7 +315,7 @@ def test_a_state_is_stored_if_the_engine_caches_it() -> None:
 
 def test_a_state_is_stored_if_a_step_ended_there() -> None:
     """B4.10 B4.12: engines cache few of their states; after a preemption the blocks are others."""
-    planner, progress = SavePlanner(CacheGeometry((STATE,), 4, 4), 1, 1.0, LOST_S, References()), SaveProgress()
+    planner, progress = SavePlanner(CacheGeometry((STATE,), 4, 4), 1, 1.0, LOST_S, FakePool()), SaveProgress()
     for end in (4, 7, 8, 12):
         planner.step_ends(progress, end)
     assert progress.ends == {8, 12}, "older blocks may have been reused"
