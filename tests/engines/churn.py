@@ -37,10 +37,10 @@ MOMENTS = ("arrived", "waiting", "loading", "prefill", "decode")
 
 
 class Churn:
-    """One engine under random load; `truth` has the prompts and the expected answers."""
+    """One engine under random load; `reference` has the prompts and the expected answers."""
 
-    def __init__(self, live: LiveEngine, truth: list[dict[str, Any]], seed: int) -> None:
-        self.live, self.truth, self.rng = live, truth, random.Random(seed)
+    def __init__(self, live: LiveEngine, reference: list[dict[str, Any]], seed: int) -> None:
+        self.live, self.reference, self.rng = live, reference, random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.prompts: dict[str, int] = {}
         """Requests that have not ended, each with the number of its prompt."""
@@ -63,9 +63,9 @@ class Churn:
         return not all(self.counts[f"aborted {moment}"] for moment in MOMENTS)
 
     def _arrive(self) -> None:
-        number, name = self.rng.randrange(len(self.truth)), f"c{self.counts['arrived']}"
+        number, name = self.rng.randrange(len(self.reference)), f"c{self.counts['arrived']}"
         self.counts["arrived"] += 1
-        row = self.truth[number]
+        row = self.reference[number]
         self.prompts[name] = number
         salt = name if self.rng.random() < ALONE else None
         self.live.add(name, row["prompt"], self.rng.randint(1, len(row["tokens"])), salt)
@@ -81,7 +81,7 @@ class Churn:
         for output in self.live.step():
             name = output.request_id
             if name in self.prompts:
-                self._check(describe(output), self.truth[self.prompts.pop(name)], name)
+                self._check(describe(output), self.reference[self.prompts.pop(name)], name)
                 self.doomed.pop(name, None)
         for request in list(self.live.scheduler.requests.values()):
             name = request.request_id.rpartition("-")[0]
@@ -152,7 +152,7 @@ def main() -> None:
     """Runs the job: its only step has duration, seed and expected answers."""
     job = json.loads(Path(sys.argv[1]).read_text())
     live, (step,) = LiveEngine(job["llm"]), job["steps"]
-    churn = Churn(live, step["truth"], step["seed"])
+    churn = Churn(live, step["reference"], step["seed"])
     churn.run(step["seconds"])
     counters = live.counters()
     counts = {

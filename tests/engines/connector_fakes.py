@@ -25,11 +25,11 @@ __all__ = [
     "FakeClient",
     "FakePool",
     "FakeTransfers",
-    "alone",
-    "close_at_rest",
+    "close_when_idle",
     "make_request",
     "make_step",
     "scheduler_side",
+    "single_engine",
     "wait_for",
 ]
 
@@ -93,7 +93,7 @@ def make_step(tables: dict[str, list[list[int]]], **scheduled: int) -> Any:
     )
 
 
-def alone(client: Any) -> dict[str, Any]:
+def single_engine(client: Any) -> dict[str, Any]:
     """Returns an identity and peers of an engine without other servers."""
     return {"identity": EngineIdentity("us", "unix:/ours", 0, 1), "peers": Peers(client, [("unix:/ours", 0)])}
 
@@ -123,7 +123,7 @@ def scheduler_side(
         log=RateLimitedLog(),
         counters=counters,
         publish_events=events,
-        **alone(client),
+        **single_engine(client),
     )
     side.bind_pool(pool)
     yield side, pool
@@ -225,7 +225,7 @@ class FakeTransfers:
         pass
 
 
-def close_at_rest(worker: WorkerSide) -> None:
+def close_when_idle(worker: WorkerSide) -> None:
     """Closes a worker when all of its jobs have ended."""
     for threads in worker._threads or ():
         threads.close(WAIT_SECONDS)

@@ -33,7 +33,7 @@ def make_prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def truth(run_engine: RunEngine) -> list[dict[str, Any]]:
+def reference(run_engine: RunEngine) -> list[dict[str, Any]]:
     """Answers of an engine without a connector and with enough memory, to each prompt alone."""
     prompts = make_prompts()
     rows = run_engine([generate("all", prompts, max_tokens=OUTPUT)])["all"]["rows"]
@@ -43,14 +43,14 @@ def truth(run_engine: RunEngine) -> list[dict[str, Any]]:
 @pytest.mark.timeout(SECONDS + START_SECONDS + 300)
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
 def test_nothing_leaks_and_no_token_is_wrong(
-    truth: list[dict[str, Any]], run_engine: RunEngine, tmp_path: Path, mode: str
+    reference: list[dict[str, Any]], run_engine: RunEngine, tmp_path: Path, mode: str
 ) -> None:
     """B4.3, B4.4, B4.12 Chunked prefill, preemptions, aborts and evictions on both sides."""
     server = ServerProcess(tmp_path, REGION)
     server.start()
     try:
         life = run_engine(
-            [{"seconds": SECONDS, "seed": 1, "truth": truth}],
+            [{"seconds": SECONDS, "seed": 1, "reference": reference}],
             endpoint=server.endpoint,
             lookup_timeout_s=5.0,
             extra={"lazy_offload": mode == "lazy"},

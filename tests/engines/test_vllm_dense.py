@@ -33,7 +33,7 @@ QUESTIONS = [
 
 
 @pytest.fixture(scope="module")
-def truth(run_engine: RunEngine) -> dict[str, Any]:
+def reference(run_engine: RunEngine) -> dict[str, Any]:
     """Answers of an engine without a connector."""
     return run_engine(QUESTIONS)
 
@@ -56,14 +56,14 @@ def first(run_engine: RunEngine, server: ServerProcess) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def second(
-    run_engine: RunEngine, server: ServerProcess, first: dict[str, Any], truth: dict[str, Any]
+    run_engine: RunEngine, server: ServerProcess, first: dict[str, Any], reference: dict[str, Any]
 ) -> dict[str, Any]:
     """Another engine, after a server restart, loads over gRPC what was stored in shared memory."""
     assert first["blocks"]["lmdb"] > 0
     server.kill()
     server.start()
     next_turn = [
-        prompt + row["tokens"] + tokens(40, 50) for prompt, row in zip(BASE, truth["base"]["rows"], strict=True)
+        prompt + row["tokens"] + tokens(40, 50) for prompt, row in zip(BASE, reference["base"]["rows"], strict=True)
     ]
     results = run_engine(
         [
@@ -81,9 +81,9 @@ def second(
     return results | {"next turn prompts": next_turn}
 
 
-def test_storing_changes_no_answer(truth: dict[str, Any], first: dict[str, Any]) -> None:
+def test_storing_changes_no_answer(reference: dict[str, Any], first: dict[str, Any]) -> None:
     """An engine with an empty store answers like one without a connector, and finds nothing."""
-    assert_same(truth["base"], first["base"])
+    assert_same(reference["base"], first["base"])
     assert first["base"]["external_hits"] == 0
 
 
@@ -122,15 +122,17 @@ def test_what_is_loaded_is_counted(second: dict[str, Any]) -> None:
     assert "KV Transfer metrics" not in second["log"] or "load_blocks_loaded" in second["log"]
 
 
-def test_a_request_may_be_computed_regardless(truth: dict[str, Any], second: dict[str, Any]) -> None:
+def test_a_request_may_be_computed_regardless(reference: dict[str, Any], second: dict[str, Any]) -> None:
     """A request's kv_transfer_params reach the connector."""
-    assert_same(truth["half"], second["skipped"])
+    assert_same(reference["half"], second["skipped"])
     assert second["skipped"]["external_hits"] == 0
 
 
-def test_another_engine_finds_all_after_a_sigkill_of_the_server(truth: dict[str, Any], second: dict[str, Any]) -> None:
+def test_another_engine_finds_all_after_a_sigkill_of_the_server(
+    reference: dict[str, Any], second: dict[str, Any]
+) -> None:
     """B4.2 Every whole block before the last token hits; the answers are the same."""
-    assert_same(truth["base"], second["base"])
+    assert_same(reference["base"], second["base"])
     assert second["base"]["external_hits"] == hit_limit(BASE)
 
 
@@ -143,15 +145,15 @@ def test_another_engine_finds_all_after_a_sigkill_of_the_server(truth: dict[str,
         ("salted", 0),
     ],
 )
-def test_shared_prefixes(truth: dict[str, Any], second: dict[str, Any], question: str, hits: int) -> None:
+def test_shared_prefixes(reference: dict[str, Any], second: dict[str, Any], question: str, hits: int) -> None:
     """Whole blocks of a common prefix hit; blocks behind a difference, or of another salt, miss."""
-    assert_same(truth[question], second[question])
+    assert_same(reference[question], second[question])
     assert second[question]["external_hits"] == hits
 
 
-def test_many_at_once(truth: dict[str, Any], second: dict[str, Any]) -> None:
+def test_many_at_once(reference: dict[str, Any], second: dict[str, Any]) -> None:
     """Concurrent loads, saves and decodes do not disturb one another."""
-    assert_same(truth["crowd"], second["crowd"])
+    assert_same(reference["crowd"], second["crowd"])
     assert second["crowd"]["external_hits"] >= hit_limit(BASE) // 2
 
 
@@ -167,7 +169,7 @@ def test_blocks_filled_by_decoding_are_stored(second: dict[str, Any]) -> None:
 
 
 def test_an_engine_with_the_deadlines_of_the_product(
-    run_engine: RunEngine, server: ServerProcess, truth: dict[str, Any], second: dict[str, Any]
+    run_engine: RunEngine, server: ServerProcess, reference: dict[str, Any], second: dict[str, Any]
 ) -> None:
     """Just as a user starts it, it answers as without us.
 
@@ -175,7 +177,7 @@ def test_an_engine_with_the_deadlines_of_the_product(
     """
     assert second["base"]["external_hits"]
     life = run_engine(QUESTIONS[:1], endpoint=server.endpoint, lookup_timeout_s=2.0, afresh=True, long_timeout=False)
-    assert_same(truth["base"], life["base"])
+    assert_same(reference["base"], life["base"])
     assert "kvtier: namespace" in life["log"]
     assert not [line for line in life["log"].splitlines() if "background.py" in line and "Traceback" in line]
 

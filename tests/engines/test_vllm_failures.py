@@ -24,8 +24,8 @@ HUNG_SECONDS = 110.0
 """Tells an engine that hangs from one that does not: some budgets and deadlines of a few seconds
 are less."""
 MOMENTS = ("asking", "loading", "saving", "decoding")
-DEEDS = ("kill", "hang", "restart-twice")
-CASES = [(deed, moment) for deed in DEEDS for moment in MOMENTS]
+SERVER_ACTIONS = ("kill", "hang", "restart-twice")
+CASES = [(deed, moment) for deed in SERVER_ACTIONS for moment in MOMENTS]
 LIVES = {"eager": CASES, "lazy": [case for case in CASES if case[1] in {"loading", "saving"}]}
 EACH = pytest.mark.parametrize(
     ("mode", "deed", "moment"), [(mode, *case) for mode, cases in LIVES.items() for case in cases]
@@ -38,14 +38,14 @@ POOL_BLOCKS = 24
 need 30 blocks."""
 
 
-def server_do(server: ServerProcess, action: str) -> list[str]:
+def server_command(server: ServerProcess, action: str) -> list[str]:
     """Returns the command that makes the server fail."""
     return [sys.executable, str(Path(__file__).with_name("server_process.py")), str(server.folder), action]
 
 
 def meet(server: ServerProcess) -> list[dict[str, Any]]:
     """Returns the steps after which the connector is connected."""
-    return [{"op": "meet", "command": server_do(server, "status")}]
+    return [{"op": "meet", "command": server_command(server, "status")}]
 
 
 def case_steps(server: ServerProcess, case: tuple[str, str], *, lazy: bool) -> list[dict[str, Any]]:
@@ -56,27 +56,27 @@ def case_steps(server: ServerProcess, case: tuple[str, str], *, lazy: bool) -> l
     """
     deed, moment = case
     forget = [] if lazy else [{"op": "reset"}]
-    heal = {"kill": "start", "hang": "resume"}.get(deed)
-    act = {"when": moment, "command": server_do(server, deed)}
+    restart_stopped = {"kill": "start", "hang": "resume"}.get(deed)
+    act = {"when": moment, "command": server_command(server, deed)}
     prompts = [NEW[case], *PROMPTS]
     return [
         *forget,
         {"op": "generate", "name": f"{deed} {moment}", "prompts": prompts, "act": act, "at_once": not lazy},
-        *([{"op": "server", "command": server_do(server, heal)}] if heal else []),
+        *([{"op": "server", "command": server_command(server, restart_stopped)}] if restart_stopped else []),
         {
             "op": "find",
             "name": f"{deed} {moment}, then",
-            "status": server_do(server, "status"),
+            "status": server_command(server, "status"),
             "prompts": prompts,
             "at_once": False,
             "forget": not lazy,
         },
-        {"op": "settle", "name": f"{deed} {moment}, left", "command": server_do(server, "status")},
+        {"op": "settle", "name": f"{deed} {moment}, left", "command": server_command(server, "status")},
     ]
 
 
 @pytest.fixture(scope="module")
-def truth(run_engine: RunEngine) -> dict[str, Any]:
+def reference(run_engine: RunEngine) -> dict[str, Any]:
     """Answers of an engine without a connector, by prompt."""
     prompts = [*PROMPTS, *NEW.values()]
     rows = run_engine([generate("all", prompts)])["all"]["rows"]
@@ -96,7 +96,7 @@ def lives(run_engine: RunEngine, tmp_path_factory: pytest.TempPathFactory) -> Li
         lazy = mode == "lazy"
         steps = [
             {"op": "generate", "name": "absent", "prompts": PROMPTS},
-            {"op": "server", "command": server_do(server, "start")},
+            {"op": "server", "command": server_command(server, "start")},
             *meet(server),
             {"op": "generate", "name": "come", "prompts": PROMPTS},
             *(step for case in LIVES[mode] for step in case_steps(server, case, lazy=lazy)),
@@ -120,36 +120,36 @@ def lives(run_engine: RunEngine, tmp_path_factory: pytest.TempPathFactory) -> Li
     return live
 
 
-def same(truth: dict[str, Any], prompts: list[list[int]], result: dict[str, Any]) -> None:
+def same(reference: dict[str, Any], prompts: list[list[int]], result: dict[str, Any]) -> None:
     """Asserts that the answers to these prompts are right."""
-    assert_same({"rows": [truth[str(prompt)] for prompt in prompts]}, result)
+    assert_same({"rows": [reference[str(prompt)] for prompt in prompts]}, result)
 
 
 @EACH
-def test_an_engine_goes_on(truth: dict[str, Any], lives: Lives, mode: str, deed: str, moment: str) -> None:
+def test_an_engine_goes_on(reference: dict[str, Any], lives: Lives, mode: str, deed: str, moment: str) -> None:
     """A server that dies, hangs or restarts is a miss: right tokens in bounded time, no error."""
     result = lives(mode)[f"{deed} {moment}"]
     assert result["acted"], "it did not happen"
-    same(truth, [NEW[deed, moment], *PROMPTS], result)
+    same(reference, [NEW[deed, moment], *PROMPTS], result)
     assert result["seconds"] < HUNG_SECONDS
     assert result["given_up"] <= len(result["rows"]), "no request waits for a second lookup"
 
 
 @EACH
-def test_the_cache_is_used_again(truth: dict[str, Any], lives: Lives, mode: str, deed: str, moment: str) -> None:
+def test_the_cache_is_used_again(reference: dict[str, Any], lives: Lives, mode: str, deed: str, moment: str) -> None:
     """B4.4 Stored blocks are found in any tier; nothing stays pinned, half stored or held."""
     result, left = lives(mode)[f"{deed} {moment}, then"], lives(mode)[f"{deed} {moment}, left"]
-    same(truth, [NEW[deed, moment], *PROMPTS], result)
+    same(reference, [NEW[deed, moment], *PROMPTS], result)
     assert result["external_hits"] > 0
     assert left["server"] == {"leases": 0, "stores": 0, "quarantined_bytes": 0}
     assert not any(left["engine"].values()), left["engine"]
 
 
 @BOTH
-def test_a_server_may_come_later(truth: dict[str, Any], lives: Lives, mode: str) -> None:
+def test_a_server_may_come_later(reference: dict[str, Any], lives: Lives, mode: str) -> None:
     """Without a server at start, requests miss; a later server is used."""
     for moment in ("absent", "come"):
-        same(truth, PROMPTS, lives(mode)[moment])
+        same(reference, PROMPTS, lives(mode)[moment])
     assert lives(mode)["absent"]["external_hits"] == 0
 
 

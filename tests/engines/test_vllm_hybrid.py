@@ -32,22 +32,22 @@ def runs(run_engine: RunEngine, server: ServerProcess) -> list[dict[str, Any]]:
 
 def test_all_groups_are_served(runs: list[dict[str, Any]]) -> None:
     """B4.10 A hit is one that every group can serve; the answers are the same."""
-    truth, first, second = runs
+    reference, first, second = runs
     assert "KV cache group(s)" in second["log"]
     assert " 1 KV cache group(s)" not in second["log"]
-    assert_same(truth["base"], first["base"])
-    assert_same(truth["base"], second["base"])
+    assert_same(reference["base"], first["base"])
+    assert_same(reference["base"], second["base"])
     assert second["base"]["external_hits"] == hit_limit(BASE)
 
 
 def test_a_prefix_finds_the_windows_at_its_end(runs: list[dict[str, Any]]) -> None:
     """B4.10 Windows are stored along the whole prompt, so a hit may end anywhere in it."""
-    truth, _, second = runs
-    assert_same(truth["half"], second["half"])
+    reference, _, second = runs
+    assert_same(reference["half"], second["half"])
     assert second["half"]["external_hits"] == 9 * BLOCK
 
 
 def test_many_at_once(runs: list[dict[str, Any]]) -> None:
     """Concurrent requests of a hybrid model answer as without a connector."""
-    truth, _, second = runs
-    assert_same(truth["crowd"], second["crowd"])
+    reference, _, second = runs
+    assert_same(reference["crowd"], second["crowd"])

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from connector_fakes import FULL, FakeClient, alone, make_step
+from connector_fakes import FULL, FakeClient, make_step, single_engine
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
@@ -40,7 +40,7 @@ def _side(pool: BlockPool, *, batched_tokens: int = 8, held: float = 0.5) -> Sch
         may_save=True,
         log=RateLimitedLog(),
         batched_tokens=batched_tokens,
-        **alone(client),
+        **single_engine(client),
     )
     side.bind_pool(pool)
     return side

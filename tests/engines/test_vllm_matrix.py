@@ -55,7 +55,7 @@ def cell(request: pytest.FixtureRequest) -> Cell:
 
 
 @pytest.fixture(scope="module")
-def truths() -> dict[str, dict[str, Any]]:
+def references() -> dict[str, dict[str, Any]]:
     """Answers of engines without a connector, added per model on demand."""
     return {}
 
@@ -70,32 +70,32 @@ def fresh_server(tmp_path: Path) -> Iterator[ServerProcess]:
 
 
 def test_what_one_engine_stores_another_finds(
-    run_engine: RunEngine, truths: dict[str, dict[str, Any]], cell: Cell, fresh_server: ServerProcess
+    run_engine: RunEngine, references: dict[str, dict[str, Any]], cell: Cell, fresh_server: ServerProcess
 ) -> None:
     """B4.5 B4.6 B4.7 B4.10 Ranks store, and find all after a SIGKILL of the server; same answers.
 
     A lazy engine stores what it evicts: a flood of other prompts has it evict the first ones, and
     then it finds them again itself.
     """
-    if cell.model not in truths:
-        truths[cell.model] = run_engine(STEPS, model=cell.model)
-    truth, server, lazy = truths[cell.model], fresh_server, cell.mode == "lazy"
+    if cell.model not in references:
+        references[cell.model] = run_engine(STEPS, model=cell.model)
+    reference, server, lazy = references[cell.model], fresh_server, cell.mode == "lazy"
     length = {"max_model_len": 32 * BLOCK}  # part of the namespace
     pool = {"num_gpu_blocks_override": POOL_BLOCKS[cell.model]} if lazy else {}
     steps = [STEPS[0], generate("flood", FLOOD), generate("again", BASE)] if lazy else STEPS[:1]
     afresh = cell.ranks > 1 and not lazy  # ranks are spawned and bound to cores
     first = run_engine(steps, endpoint=server.endpoint, afresh=afresh, **cell.settings, **pool, **length)
     assert f"transport {cell.transport}" in first["log"]
-    assert_same(truth["base"], first["base"])
+    assert_same(reference["base"], first["base"])
     assert first["base"]["external_hits"] == 0
     if lazy:
-        assert_same(truth["base"], first["again"])
+        assert_same(reference["base"], first["again"])
         assert first["again"]["external_hits"] >= hit_limit(BASE) // 2
     wait_until_durable(server)
     server.kill()
     server.start()
     second = run_engine(STEPS, endpoint=server.endpoint, **cell.settings, **length)
-    assert_same(truth["base"], second["base"])
-    assert_same(truth["crowd"], second["crowd"])
+    assert_same(reference["base"], second["base"])
+    assert_same(reference["crowd"], second["crowd"])
     expected = hit_limit(BASE)
     assert second["base"]["external_hits"] == expected or (lazy and second["base"]["external_hits"] >= expected // 2)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from connector_fakes import FULL, PAGE, WINDOW, FakeClient, FakeTransfers, close_at_rest, wait_for
+from connector_fakes import FULL, PAGE, WINDOW, FakeClient, FakeTransfers, close_when_idle, wait_for
 
 from kvtier.client import NotConnected, make_key
 from kvtier.client.engines.vllm.background import RateLimitedLog
@@ -277,7 +277,7 @@ def test_every_job_is_reported_whatever_happens(error: Exception | None) -> None
     assert failed == ({"good", "impossible"} if error else {"impossible"})
     if error is None:
         assert bytes(client.memory[:PAGE]) == bytes(caches["a"].view(8, PAGE)[5].tolist())
-    close_at_rest(worker)
+    close_when_idle(worker)
 
 
 def test_a_worker_of_another_namespace_moves_nothing() -> None:
@@ -292,7 +292,7 @@ def test_a_worker_of_another_namespace_moves_nothing() -> None:
     worker.start_saves(step)
     assert reports.take_results(idle=False).failed_recving == {"r"}
     assert reports.take_report() == WorkerReport({1: 1}, {1: {0}})
-    close_at_rest(worker)
+    close_when_idle(worker)
 
 
 def test_a_worker_says_what_it_did_not_store() -> None:
@@ -303,7 +303,7 @@ def test_a_worker_says_what_it_did_not_store() -> None:
     keys = [bytes([number]) * 8 for number in range(6)]
     job = SaveJob(1, "r", keys, [0] * 6, [1, 2, 3, 4, 5, 6])
     worker.start_saves(StepMetadata(saves=[job], namespace_digest="ns"))
-    close_at_rest(worker)
+    close_when_idle(worker)
     assert client.written == [keys[:4], keys[4:]]
     assert reports.take_report() == WorkerReport({1: 1}, {1: {2, 3}})
 
@@ -324,7 +324,7 @@ def test_one_event_per_step_and_kind_taken_when_the_compute_was_submitted() -> N
     worker.start_loads(StepMetadata(loads, [], "ns"))
     worker.start_saves(StepMetadata([], saves, "ns"))
     worker.start_saves(StepMetadata([], [SaveJob(3, "t", [b"k0", b"k1"], [0, 0], [4, 7])], "ns"))
-    close_at_rest(worker)
+    close_when_idle(worker)
     expected = [([2], "loads 1"), ([3], "loads 1"), ([5], "saves 1"), ([6], "saves 1"), ([7], "saves 2")]
     assert sorted(copied) == expected
 
@@ -344,7 +344,7 @@ def test_memory_of_every_client_of_a_gpu_is_pinned(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(WorkerSide, "_pin_for", lambda *_: pin)
     worker = WorkerSide(connect, [FULL], "ns", 8, WorkerReports(), RateLimitedLog(), peers_of=peers_of)  # type: ignore[arg-type]
     worker.register(_caches(8))
-    close_at_rest(worker)
+    close_when_idle(worker)
     assert given == [pin, pin]
 
 
@@ -356,6 +356,6 @@ def test_a_save_that_is_old_is_not_begun(*, late: bool) -> None:
     worker.register(_caches(8))
     sent_at = time.time() - (SAVE_WITHIN_S if late else 0)
     worker.start_saves(StepMetadata([], [SaveJob(1, "r", [b"k0", b"k1"], [0, 0], [4, 5])], "ns", sent_at=sent_at))
-    close_at_rest(worker)
+    close_when_idle(worker)
     assert client.written == ([] if late else [[b"k0", b"k1"]])
     assert reports.take_report() == WorkerReport({1: 1}, {1: {0, 1}} if late else {})

@@ -11,7 +11,7 @@ from connector_fakes import (
     PAGE,
     FakeClient,
     FakeTransfers,
-    close_at_rest,
+    close_when_idle,
     make_request,
     make_step,
     scheduler_side,
@@ -209,7 +209,7 @@ def test_a_block_that_the_server_holds_is_not_copied_a_second_time() -> None:
         mark=lambda: None, copy_out=lambda _group, ids, _memory, _offsets, _after: copied.extend(ids)
     )
     worker.start_saves(StepMetadata([], [SaveJob(1, "r", _keys(2), [0, 0], [4, 5])], "ns"))
-    close_at_rest(worker)
+    close_when_idle(worker)
     assert client.written == [_keys(2)]
     assert copied == [5], "block 4 is PRESENT"
     assert reports.take_report() == WorkerReport({1: 1}), "and both are stored"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from connector_fakes import FULL, PAGE, FakeTransfers, close_at_rest
+from connector_fakes import FULL, PAGE, FakeTransfers, close_when_idle
 
 from kvtier.client import InvalidRequest, KVTierError, LimitExceeded
 from kvtier.client.engines.vllm.background import RateLimitedLog
@@ -41,7 +41,7 @@ def _worker(client: Any) -> Iterator[tuple[WorkerSide, WorkerReports, list[int]]
     side = WorkerSide(connect, [FULL], "ns", 8, reports, RateLimitedLog())
     side.register(_caches())
     yield side, reports, made
-    close_at_rest(side)
+    close_when_idle(side)
 
 
 class Slow:

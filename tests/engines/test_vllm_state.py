@@ -42,30 +42,30 @@ def runs(run_engine: RunEngine, server: ServerProcess) -> list[dict[str, Any]]:
 
 def test_states_are_served(runs: list[dict[str, Any]]) -> None:
     """B4.10 A hit is one that attention and state layers can serve; answers are the same."""
-    truth, first, second = runs
+    reference, first, second = runs
     assert "KV cache group(s)" in second["log"]
     assert " 1 KV cache group(s)" not in second["log"]
-    assert_same(truth["base"], first["base"])
+    assert_same(reference["base"], first["base"])
     assert first["base"]["external_hits"] == 0
-    assert_same(truth["base"], second["base"])
+    assert_same(reference["base"], second["base"])
     assert second["base"]["external_hits"] == hit_limit(BASE)
 
 
 def test_a_prefix_finds_the_state_at_its_end(runs: list[dict[str, Any]]) -> None:
     """B4.10 States are stored along the whole prompt, so a hit may end at any of its blocks."""
-    truth, _, second = runs
-    assert_same(truth["half"], second["half"])
+    reference, _, second = runs
+    assert_same(reference["half"], second["half"])
     assert second["half"]["external_hits"] == 9 * BLOCK
 
 
 def test_many_at_once(runs: list[dict[str, Any]]) -> None:
     """Concurrent requests answer as without a connector."""
-    truth, _, second = runs
-    assert_same(truth["crowd"], second["crowd"])
+    reference, _, second = runs
+    assert_same(reference["crowd"], second["crowd"])
 
 
 def test_what_decoding_leaves_is_found(runs: list[dict[str, Any]]) -> None:
     """B4.10 B4.14 States at the ends of blocks that an answer filled are stored too."""
-    truth, _, second = runs
-    assert_same(truth["again"], second["again"])
+    reference, _, second = runs
+    assert_same(reference["again"], second["again"])
     assert second["again"]["external_hits"] == (len(BASE[2]) + ANSWERED) // BLOCK * BLOCK

@@ -16,7 +16,7 @@ from connector_fakes import (
     PAGE,
     FakeClient,
     FakeTransfers,
-    close_at_rest,
+    close_when_idle,
     make_request,
     make_step,
     scheduler_side,
@@ -127,7 +127,7 @@ def test_a_worker_counts_what_it_copied(error: KVTierError | None) -> None:
     loads = [LoadJob("r", [BlockRead(1, [0, 1], [0, 0], [2, 3])])]
     worker.start_loads(StepMetadata(loads, [], "ns"))
     worker.start_saves(StepMetadata([], [SaveJob(1, "r", KEYS[:2], [0, 0], [4, 5])], "ns"))
-    close_at_rest(worker)
+    close_when_idle(worker)
     counted = _drain(counters)
     assert [len(counted.pop(name)) for name in ("load_seconds", "save_seconds")] == [1, 1]
     assert counted == ({} if error else {"load_bytes": 2 * 2 * PAGE, "save_bytes": 2 * PAGE})

@@ -48,7 +48,7 @@ def _assert_all_found(result: dict[str, Any], prompts: list[list[int]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def truth(run_engine: RunEngine) -> dict[str, Any]:
+def reference(run_engine: RunEngine) -> dict[str, Any]:
     """Answers of an engine without offloading."""
     return run_engine([generate("base", BASE), RESET, generate("crowd", CROWD, at_once=True)])
 
@@ -91,29 +91,31 @@ def second(run_engine: RunEngine, server: ServerProcess, first: dict[str, Any]) 
     )
 
 
-def test_storing_changes_no_answer(truth: dict[str, Any], first: dict[str, Any]) -> None:
+def test_storing_changes_no_answer(reference: dict[str, Any], first: dict[str, Any]) -> None:
     """An engine with an empty store answers like one without a connector, and finds nothing."""
     assert "kvtier: namespace" in first["log"]
-    assert_same(truth["base"], first["base"])
+    assert_same(reference["base"], first["base"])
     assert first["base"]["external_hits"] == 0
 
 
-def test_another_engine_finds_all_after_a_sigkill_of_the_server(truth: dict[str, Any], second: dict[str, Any]) -> None:
+def test_another_engine_finds_all_after_a_sigkill_of_the_server(
+    reference: dict[str, Any], second: dict[str, Any]
+) -> None:
     """B3.15, B3.16 One engine's chunks are loaded by another, through the other transport."""
-    assert_same(truth["base"], second["base"])
+    assert_same(reference["base"], second["base"])
     _assert_all_found(second["base"], BASE)
 
 
-def test_many_at_once_after_a_reset(truth: dict[str, Any], second: dict[str, Any]) -> None:
+def test_many_at_once_after_a_reset(reference: dict[str, Any], second: dict[str, Any]) -> None:
     """B3.19 A reset of vLLM's caches keeps kvtier's chunks, also under concurrent work."""
-    assert_same(truth["crowd"], second["crowd"])
+    assert_same(reference["crowd"], second["crowd"])
     assert second["crowd"]["external_hits"] >= hit_limit(BASE) // 2
 
 
 @pytest.mark.parametrize("moment", ["hung", "killed", "back"])
-def test_whatever_happens_to_the_server(truth: dict[str, Any], second: dict[str, Any], moment: str) -> None:
+def test_whatever_happens_to_the_server(reference: dict[str, Any], second: dict[str, Any], moment: str) -> None:
     """A server that hangs or dies is a miss; its LMDB tier serves again afterwards."""
-    assert_same(truth["base"], second[moment])
+    assert_same(reference["base"], second[moment])
     if moment == "back":
         _assert_all_found(second[moment], BASE)
     else:

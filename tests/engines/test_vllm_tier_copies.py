@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from connector_fakes import wait_for
-from tier_room import KEYS, Room, make_room
-from tiering_world import ROW
+from tier_fixtures import KEYS, TierParts, make_tier_parts
+from tiering_harness import ROW
 
 from kvtier.client.engines.vllm_tier import transfers
 from kvtier.client.engines.vllm_tier.tier_lookups import Answer, Pin
@@ -19,9 +19,9 @@ LONG_TIMEOUT_SECONDS = 30.0
 
 
 @pytest.fixture
-def room() -> Iterator[Room]:
+def room() -> Iterator[TierParts]:
     """Transfers and lookups over a fake client."""
-    with make_room() as made:
+    with make_tier_parts() as made:
         yield made
 
 
@@ -47,7 +47,7 @@ def copy(monkeypatch: pytest.MonkeyPatch) -> HeldCopy:
 
 @pytest.mark.parametrize("leases", [None, [1, 1, 1, 1]])
 def test_a_job_that_is_late_while_it_copies_is_reported_when_the_copy_has_ended(
-    room: Room, copy: HeldCopy, monkeypatch: pytest.MonkeyPatch, leases: list[int] | None
+    room: TierParts, copy: HeldCopy, monkeypatch: pytest.MonkeyPatch, leases: list[int] | None
 ) -> None:
     """B3.18 Rows are released at the end of a copy; an abandoned copy does not count as done."""
     monkeypatch.setattr(transfers, "_JOB_SECONDS", 0.0)
@@ -65,7 +65,7 @@ def test_a_job_that_is_late_while_it_copies_is_reported_when_the_copy_has_ended(
 
 @pytest.mark.parametrize("leases", [None, [1, 1, 1, 1]])
 def test_a_job_that_has_copied_and_hangs_again_is_reported_at_once(
-    room: Room, monkeypatch: pytest.MonkeyPatch, leases: list[int] | None
+    room: TierParts, monkeypatch: pytest.MonkeyPatch, leases: list[int] | None
 ) -> None:
     """B3.18 A job between its batches can be abandoned, with what it has done."""
     monkeypatch.setattr(transfers, "_BATCH_BYTES", ROW)
@@ -85,7 +85,9 @@ def test_a_job_that_has_copied_and_hangs_again_is_reported_at_once(
 
 
 @pytest.mark.parametrize("leases", [None, [1, 1, 1, 1]])
-def test_a_drain_waits_for_the_copy_that_is_under_way(room: Room, copy: HeldCopy, leases: list[int] | None) -> None:
+def test_a_drain_waits_for_the_copy_that_is_under_way(
+    room: TierParts, copy: HeldCopy, leases: list[int] | None
+) -> None:
     """B3.19 Emptying the primary tier waits for a running copy, and for nothing else."""
     confirmed = threading.Event()
     room.client.confirm = lambda _: confirmed.wait(2 * LONG_TIMEOUT_SECONDS)
@@ -106,7 +108,7 @@ def test_a_drain_waits_for_the_copy_that_is_under_way(room: Room, copy: HeldCopy
 
 
 @pytest.mark.parametrize("leases", [None, [1, 1, 1, 1]])
-def test_slots_of_another_size_than_a_row_are_not_touched(room: Room, leases: list[int] | None) -> None:
+def test_slots_of_another_size_than_a_row_are_not_touched(room: TierParts, leases: list[int] | None) -> None:
     """A server that returns other sizes fails the job before any byte is copied."""
     whole = room.client._batch
 
@@ -122,7 +124,7 @@ def test_slots_of_another_size_than_a_row_are_not_touched(room: Room, leases: li
     assert (room.client.memory == 7).all()
 
 
-def test_what_a_load_reads_is_given_back_after_the_load(room: Room, copy: HeldCopy) -> None:
+def test_what_a_load_reads_is_given_back_after_the_load(room: TierParts, copy: HeldCopy) -> None:
     """B4.3 A request that runs during its load keeps its leases until the load has ended."""
     room.client.keys = set(KEYS)
     request = room.lookups.begin("r", None)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from connector_fakes import wait_for
-from tier_room import KEYS, Room, make_room
-from tiering_world import ROW, make_config, request_of
+from tier_fixtures import KEYS, TierParts, make_tier_parts
+from tiering_harness import ROW, make_config, request_of
 from vllm.config import VllmConfig
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
@@ -32,14 +32,14 @@ BLOCK, REQUEST = OffloadPolicy.BLOCK_LEVEL, OffloadPolicy.REQUEST_LEVEL
 
 
 @pytest.fixture
-def room() -> Iterator[Room]:
+def room() -> Iterator[TierParts]:
     """Transfers and lookups over a fake client."""
-    with make_room() as made:
+    with make_tier_parts() as made:
         yield made
 
 
 @pytest.mark.parametrize("leases", [None, [1, 1, 1, 1]])
-def test_a_job_that_was_given_up_never_touches_the_rows_again(room: Room, leases: list[int] | None) -> None:
+def test_a_job_that_was_given_up_never_touches_the_rows_again(room: TierParts, leases: list[int] | None) -> None:
     """B3.19 A call hangs during a reset: the job is reported as failed, once."""
     handed_out = threading.Event()
     room.client.hand_out = lambda: (handed_out.wait(60), None)[1]
@@ -56,7 +56,9 @@ def test_a_job_that_was_given_up_never_touches_the_rows_again(room: Room, leases
     assert room.transfers.take_finished() == []
 
 
-def test_a_job_that_takes_too_long_is_reported_without_a_drain(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_takes_too_long_is_reported_without_a_drain(
+    room: TierParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """B5.6 A job whose call never returns frees its rows in bounded time."""
     handed_out = threading.Event()
     room.client.hand_out = lambda: (handed_out.wait(60), None)[1]
@@ -66,7 +68,7 @@ def test_a_job_that_takes_too_long_is_reported_without_a_drain(room: Room, monke
     handed_out.set()
 
 
-def test_a_load_is_good_for_the_leases_that_held(room: Room) -> None:
+def test_a_load_is_good_for_the_leases_that_held(room: TierParts) -> None:
     """B3.18 Bytes read under a lost lease are not used; the rest of the job is."""
 
     def confirm(lease: int) -> None:
@@ -79,7 +81,7 @@ def test_a_load_is_good_for_the_leases_that_held(room: Room) -> None:
     assert not room.lookups.circuit_open
 
 
-def test_a_key_without_a_lease_is_not_loaded(room: Room) -> None:
+def test_a_key_without_a_lease_is_not_loaded(room: TierParts) -> None:
     """B3.18 A job may name keys that were never found, or were evicted."""
     job = room.job(1, room.lookups.begin("r", None), [1, 1, 1, 1])
     room.transfers.submit(dataclasses.replace(job, pins=[None, *list(job.pins or ())[1:]]))
@@ -91,7 +93,7 @@ def test_a_key_without_a_lease_is_not_loaded(room: Room) -> None:
 @pytest.mark.parametrize(
     ("status", "done"), [(StoreStatus.PRESENT, 4), (StoreStatus.IN_PROGRESS, 4), (StoreStatus.NO_ROOM, 3)]
 )
-def test_a_store_says_what_is_stored(room: Room, status: StoreStatus, done: int) -> None:
+def test_a_store_says_what_is_stored(room: TierParts, status: StoreStatus, done: int) -> None:
     """B1.5, B3.5 Present chunks are not written again; a chunk without room fails the job."""
     room.client.statuses = bytes([StoreStatus.GRANTED, status, StoreStatus.GRANTED, StoreStatus.GRANTED])
     room.transfers.submit(room.job(1, room.lookups.begin("r", None)))
@@ -99,7 +101,7 @@ def test_a_store_says_what_is_stored(room: Room, status: StoreStatus, done: int)
     assert [int(slot[0]) for slot in room.client.memory[:4]] == [1, 7, 1, 1]
 
 
-def test_the_end_of_a_request_reaches_the_server_after_its_last_store(room: Room) -> None:
+def test_the_end_of_a_request_reaches_the_server_after_its_last_store(room: TierParts) -> None:
     """B3.12 It is sent once, when no call about the request is in flight."""
     stored = threading.Event()
     room.client.hand_out = lambda: (stored.wait(60), None)[1]
@@ -116,7 +118,7 @@ def test_the_end_of_a_request_reaches_the_server_after_its_last_store(room: Room
     assert room.client.told == ["stored for r"] * 3 + ["finished r"]
 
 
-def test_a_policy_is_what_the_server_said_of_the_last_request_of_its_kind(room: Room) -> None:
+def test_a_policy_is_what_the_server_said_of_the_last_request_of_its_kind(room: TierParts) -> None:
     """B1.6, B3.1 The first of a kind gets the shipped rules: a flagged request is stored whole."""
     lookups, client = room.lookups, room.client
     kinds: list[tuple[dict[str, Any] | None, OffloadPolicy, OffloadPolicy]] = [
@@ -136,7 +138,7 @@ def test_a_policy_is_what_the_server_said_of_the_last_request_of_its_kind(room: 
         assert client.begun[f"first {params}"] == (16, params)
 
 
-def test_a_request_s_settings_reach_the_server(room: Room) -> None:
+def test_a_request_s_settings_reach_the_server(room: TierParts) -> None:
     """B3.1 A user's settings go with the request's calls; tiers see the policy only."""
     wishes = {"retain_for_s": 60, "exclude": ["lmdb"], "offload_policy": "request_level"}
     request = room.lookups.begin("r", {"kvtier": wishes, "other": 1})
@@ -148,7 +150,7 @@ def test_a_request_s_settings_reach_the_server(room: Room) -> None:
     assert room.client.begun["r"] == (16, {"other": 1, "offload_policy": "request_level"})
 
 
-def test_a_request_may_skip_what_is_stored(room: Room) -> None:
+def test_a_request_may_skip_what_is_stored(room: TierParts) -> None:
     """`skip_load` is a miss at once, without a call."""
     request = room.lookups.begin("r", {"kvtier": {"skip_load": True}})
     assert room.lookups.answer(request, KEYS[0], 16) is Answer.MISS
@@ -171,7 +173,7 @@ def test_jobs_are_read_by_either_version_s_names() -> None:
     assert compat.end_token(SimpleNamespace(), KEYS[1]) == 0
 
 
-def test_a_lookup_that_fails_or_takes_too_long_is_a_miss(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lookup_that_fails_or_takes_too_long_is_a_miss(room: TierParts, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error, or a timeout, is a miss of that request, and opens the circuit."""
     monkeypatch.setattr(prefix_lookups, "_CIRCUIT_OPEN_S", 600.0)
     answered, asked = threading.Event(), threading.Event()
@@ -201,7 +203,7 @@ def test_a_lookup_that_fails_or_takes_too_long_is_a_miss(room: Room, monkeypatch
     assert room.lookups.circuit_open
 
 
-def test_a_question_that_had_to_queue_says_nothing_of_the_server(room: Room) -> None:
+def test_a_question_that_had_to_queue_says_nothing_of_the_server(room: TierParts) -> None:
     """In a burst, lookups that were queued too long are misses, and the circuit stays closed."""
     answered, asked = threading.Event(), threading.Event()
     room.client.before = lambda: (asked.set(), answered.wait(60), None)[2]
@@ -217,7 +219,7 @@ def test_a_question_that_had_to_queue_says_nothing_of_the_server(room: Room) -> 
     answered.set()
 
 
-def test_stores_do_not_fail_because_lookups_did(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stores_do_not_fail_because_lookups_did(room: TierParts, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stores are sent also while the circuit is open for lookups."""
     monkeypatch.setattr(prefix_lookups, "_CIRCUIT_OPEN_S", 600.0)
     room.lookups.open_circuit()
@@ -229,7 +231,7 @@ def test_stores_do_not_fail_because_lookups_did(room: Room, monkeypatch: pytest.
     assert found == {1: set(KEYS), 2: set()}
 
 
-def test_what_comes_when_a_request_runs_already_is_given_back(room: Room) -> None:
+def test_what_comes_when_a_request_runs_already_is_given_back(room: TierParts) -> None:
     """B4.3 A late answer pins nothing; a preempted request is looked up again."""
     answered = threading.Event()
     room.client.keys, room.client.before = set(KEYS), lambda: (answered.wait(60), None)[1]
@@ -351,7 +353,7 @@ def test_a_disabled_tier_says_why_once_and_misses(caplog: pytest.LogCaptureFixtu
     tier.shutdown()
 
 
-def test_a_job_whose_result_cannot_be_told_takes_no_other_s_with_it(room: Room) -> None:
+def test_a_job_whose_result_cannot_be_told_takes_no_other_s_with_it(room: TierParts) -> None:
     """Each job that ended is reported even if another fails, because its rows are pinned."""
     config = make_config({})
     tier = KVTierSecondaryTier(SimpleNamespace(config=config), memoryview(np.zeros((4, ROW), np.int8)), "kvtier")

@@ -69,9 +69,9 @@ class Stream:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.hang_up()
+        self.disconnect()
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """Closes the connection at any time."""
         if self._connection.sock is not None:
             with contextlib.suppress(OSError):

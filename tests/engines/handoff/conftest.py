@@ -12,20 +12,20 @@ from tiny_models import make_dense, make_tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from conversations import Truth
+from conversation_client import ConversationClient
+from conversations import ExpectedAnswers
 from deployment import Deployment
-from talk import Talk
 
 
 @pytest.fixture(scope="package")
-def truth(run_engine: RunEngine) -> Truth:
+def reference(run_engine: RunEngine) -> ExpectedAnswers:
     """A plain engine's answers; it has ended when the others start."""
-    return Truth(run_engine)
+    return ExpectedAnswers(run_engine)
 
 
 @pytest.fixture(scope="package")
-def _deployment(truth: Truth, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    del truth  # its engine has ended by now
+def _deployment(reference: ExpectedAnswers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    del reference  # its engine has ended by now
     folder = tmp_path_factory.mktemp("handoff")
     make_dense(folder / "model")
     make_tokenizer(folder / "model")
@@ -39,12 +39,12 @@ def _deployment(truth: Truth, tmp_path_factory: pytest.TempPathFactory) -> Itera
 @pytest.fixture
 def deployment(_deployment: Deployment) -> Deployment:
     """A server, two engines and a proxy, all up and idle."""
-    _deployment.heal()
-    _deployment.await_decoders()
+    _deployment.restart_stopped()
+    _deployment.wait_for_decodes()
     return _deployment
 
 
 @pytest.fixture
-def talk(deployment: Deployment, truth: Truth) -> Talk:
+def talk(deployment: Deployment, reference: ExpectedAnswers) -> ConversationClient:
     """Sends turns to the deployment and compares the answers."""
-    return Talk(deployment, truth)
+    return ConversationClient(deployment, reference)

@@ -6,7 +6,17 @@ from typing import Any
 
 from scenario import BLOCK, RunEngine, assert_same, generate, tokens
 
-__all__ = ["FIRST", "LONG", "MORE", "SAID", "TURNS", "Truth", "held_by_decode", "local_blocks", "prompt_tokens"]
+__all__ = [
+    "FIRST",
+    "LONG",
+    "MORE",
+    "SAID",
+    "TURNS",
+    "ExpectedAnswers",
+    "held_by_decode",
+    "local_blocks",
+    "prompt_tokens",
+]
 
 TURNS = (1, 2, 3)
 FIRST, SAID, MORE = 200, 80, 40
@@ -47,7 +57,7 @@ NAMES = (
 )
 
 
-class Truth:
+class ExpectedAnswers:
     """A plain engine's answers to each turn of each conversation."""
 
     def __init__(self, run_engine: RunEngine) -> None:

@@ -19,7 +19,7 @@ from server_process import ServerProcess
 __all__ = ["Deployment", "Moved", "connector_config", "eventually"]
 
 SETTLE_SECONDS = 240.0
-VAIN_SECONDS = 60.0
+NO_CHANGE_SECONDS = 60.0
 SOON_SECONDS = 3.0
 LONGEST_HOLD = 7200.0
 """So long D holds what it has after a last turn: longer than all tests take on a slow machine, for
@@ -72,7 +72,7 @@ class Moved:
 
 
 class Deployment:
-    """One P, one D, one server, one proxy. `heal` restarts everything that a test ended."""
+    """One P, one D, one server, one proxy. `restart_stopped` restarts what a test ended."""
 
     def __init__(self, folder: Path, model: Path) -> None:
         self._folder, self._settings = folder, folder / "kvtier.toml"
@@ -83,10 +83,10 @@ class Deployment:
         self._longest_hold: float | None = None
         self._unheard: set[str] = set()
 
-    def heal(self) -> None:
+    def restart_stopped(self) -> None:
         """Starts all stopped parts and waits until they answer."""
         if self._longest_hold != LONGEST_HOLD or not self.server.is_running:
-            self.renew_server()
+            self.restart_server()
         started = [engine for engine in (self.p, self.d) if not engine.is_running]
         for engine in started:
             engine.start()
@@ -108,7 +108,7 @@ class Deployment:
         finally:
             proxy.end()
 
-    def renew_server(self, longest_hold: float = LONGEST_HOLD) -> None:
+    def restart_server(self, longest_hold: float = LONGEST_HOLD) -> None:
         """Kills and restarts the server; new holds last at most this many seconds."""
         self.server.kill()
         usual = min(longest_hold, 30.0)
@@ -120,9 +120,9 @@ class Deployment:
     def _wait_connected(self, engines: Sequence[EngineServer]) -> None:
         """Waits until these engines use the server, which they avoid after a failure."""
         for engine in engines:
-            eventually(partial(self._is_told, engine), f"{engine.name} tells the server nothing")
+            eventually(partial(self._server_has_blocks, engine), f"{engine.name} tells the server nothing")
 
-    def _is_told(self, engine: EngineServer) -> bool:
+    def _server_has_blocks(self, engine: EngineServer) -> bool:
         """Whether the server has, or soon gets, all blocks that an engine holds of a request."""
         name = f"{engine.name}{time.monotonic_ns()}"
         params = {"do_remote_prefill": True, "kvtier": {"hold_as": name}}
@@ -158,7 +158,7 @@ class Deployment:
         yield moved
         expected = (earlier[0] + p, earlier[1] + d)
         eventually(lambda: self._ended() == expected, lambda: f"{self._ended()} requests ended, not {expected}")
-        deadline = time.monotonic() + VAIN_SECONDS
+        deadline = time.monotonic() + NO_CHANGE_SECONDS
         while True:
             after = self._counts()
             moved.p, moved.d = after.p - before.p, after.d - before.d
@@ -170,7 +170,7 @@ class Deployment:
                 return
             time.sleep(0.2)
 
-    def await_decoders(self) -> None:
+    def wait_for_decodes(self) -> None:
         """Waits until P holds nothing: a hold without a decode would expire while counting."""
         eventually(lambda: not self.totals("to_decode")["open"], "a prompt without decode is still held")
 

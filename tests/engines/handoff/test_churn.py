@@ -9,9 +9,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from calls import Stream, post, question
-from conversations import LONG, TURNS, Truth
+from conversation_client import ConversationClient
+from conversations import LONG, TURNS, ExpectedAnswers
 from deployment import Deployment
-from talk import Talk
 
 SECONDS = float(os.environ.get("HANDOFF_CHURN_SECONDS", "20"))
 SEED = int(os.environ.get("HANDOFF_CHURN_SEED", "1"))
@@ -24,9 +24,11 @@ class _Client:
     A salt makes each a new one, whose answers are known all the same.
     """
 
-    def __init__(self, number: int, deployment: Deployment, truth: Truth, talk: Talk) -> None:
+    def __init__(
+        self, number: int, deployment: Deployment, reference: ExpectedAnswers, talk: ConversationClient
+    ) -> None:
         self._random = random.Random(SEED * 1000 + number)
-        self._number, self._deployment, self._truth, self._talk = number, deployment, truth, talk
+        self._number, self._deployment, self._reference, self._talk = number, deployment, reference, talk
         self.answered = self.left = 0
 
     def run(self, until: float) -> None:
@@ -36,14 +38,14 @@ class _Client:
             for turn in TURNS:
                 if self._random.random() < 0.3:
                     self._leave(name, turn, salt)
-                ask = self._talk.answered if self._random.random() < 0.5 else self._talk.answered_in_pieces
+                ask = self._talk.ask_proxy if self._random.random() < 0.5 else self._talk.ask_streamed
                 ask(name, turn, cache_salt=salt, conversation_id=f"{name} {salt}")
                 self.answered += 1
 
     def _leave(self, name: str, turn: int, salt: str) -> None:
         """Asks, and disconnects before the answer ends."""
         more = {"cache_salt": salt, "conversation_id": f"{name} {salt}"}
-        with Stream(self._deployment.proxy.port, question(self._truth.prompt(name, turn), LONG, **more)) as stream:
+        with Stream(self._deployment.proxy.port, question(self._reference.prompt(name, turn), LONG, **more)) as stream:
             if self._random.random() < 0.5:
                 stream.send()
                 time.sleep(self._random.random() / 5)
@@ -54,10 +56,10 @@ class _Client:
         self.left += 1
 
 
-def test_a_churn_of_conversations(deployment: Deployment, truth: Truth, talk: Talk) -> None:
+def test_a_churn_of_conversations(deployment: Deployment, reference: ExpectedAnswers, talk: ConversationClient) -> None:
     """B2.10, B2.16, B2.19 Under load, blocks belong to the right tokens, and are released."""
     before = deployment.totals("to_prefill")
-    clients = [_Client(number, deployment, truth, talk) for number in range(CLIENTS)]
+    clients = [_Client(number, deployment, reference, talk) for number in range(CLIENTS)]
     over = threading.Event()
     until = time.monotonic() + SECONDS
     with ThreadPoolExecutor(CLIENTS + 1) as threads:
@@ -70,10 +72,10 @@ def test_a_churn_of_conversations(deployment: Deployment, truth: Truth, talk: Ta
             over.set()
         forgetting.result()
     assert all(client.answered for client in clients)
-    deployment.await_decoders()
+    deployment.wait_for_decodes()
     assert deployment.totals("to_prefill")["claimed"] > before["claimed"]
     deployment.assert_idle()
-    deployment.renew_server()  # D's holds would leave too little memory for other tests
+    deployment.restart_server()  # D's holds would leave too little memory for other tests
 
 
 def _forget(deployment: Deployment, over: threading.Event) -> None:

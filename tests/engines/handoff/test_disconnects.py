@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from calls import CallError, Stream, ask, question, row
-from conversations import FIRST, LONG, SAID, Truth
+from conversation_client import ConversationClient
+from conversations import FIRST, LONG, SAID, ExpectedAnswers
 from deployment import Deployment, eventually
 from engine_server import Sources
-from talk import Talk
 
 
 @pytest.fixture
@@ -18,9 +18,9 @@ def held_before(deployment: Deployment) -> int:
     return deployment.totals("to_prefill")["open"]
 
 
-def _prefilled(deployment: Deployment, truth: Truth, name: str) -> dict[str, Any]:
+def _prefilled(deployment: Deployment, reference: ExpectedAnswers, name: str) -> dict[str, Any]:
     """Lets P compute a first turn; returns its parameters for D."""
-    body = question(truth.prompt(name, 1), 1, kv_transfer_params={"do_remote_decode": True})
+    body = question(reference.prompt(name, 1), 1, kv_transfer_params={"do_remote_decode": True})
     with deployment.watch(d=0, published=1) as moved:
         params: dict[str, Any] = ask(deployment.p.port, body)["kv_transfer_params"]
     assert moved.holds("to_decode") == {"open": 1, "published": 1}
@@ -32,15 +32,17 @@ def _released(deployment: Deployment, before: dict[str, int]) -> bool:
     return deployment.totals("to_decode")["released"] == before["released"] + 1
 
 
-def test_leaving_in_the_middle_of_an_answer(deployment: Deployment, truth: Truth, talk: Talk, held_before: int) -> None:
+def test_leaving_in_the_middle_of_an_answer(
+    deployment: Deployment, reference: ExpectedAnswers, talk: ConversationClient, held_before: int
+) -> None:
     """B2.16 The proxy aborts D, D holds nothing of an incomplete answer, and P's hold has ended."""
-    body = question(truth.prompt("left decoding", 1), LONG, conversation_id="left decoding")
+    body = question(reference.prompt("left decoding", 1), LONG, conversation_id="left decoding")
     aborted = deployment.d.log.count("Aborted request")
     with deployment.watch(d=0, published=1, ended=1) as moved, Stream(deployment.proxy.port, body) as stream:
         pieces = stream.pieces()
         for _ in range(3):
             next(pieces)
-        stream.hang_up()
+        stream.disconnect()
         deployment.d.wait_logged("Aborted request", aborted + 1)
     assert moved.to_decode["released"] == 1
     assert moved.holds("to_prefill") == {}
@@ -49,12 +51,12 @@ def test_leaving_in_the_middle_of_an_answer(deployment: Deployment, truth: Truth
 
 
 def test_leaving_while_the_decode_engine_is_busy(
-    deployment: Deployment, truth: Truth, talk: Talk, held_before: int
+    deployment: Deployment, reference: ExpectedAnswers, talk: ConversationClient, held_before: int
 ) -> None:
     """B2.14 A request that never reached D: P's hold is released."""
-    params = _prefilled(deployment, truth, "left waiting")
+    params = _prefilled(deployment, reference, "left waiting")
     before = deployment.totals("to_decode")
-    body = question(truth.prompt("left waiting", 1), SAID, kv_transfer_params=params)
+    body = question(reference.prompt("left waiting", 1), SAID, kv_transfer_params=params)
     known = deployment.d.log.count("Added request")
     deployment.d.pause()
     try:
@@ -70,7 +72,7 @@ def test_leaving_while_the_decode_engine_is_busy(
 
 
 def test_leaving_while_the_prefill_engine_is_busy(
-    deployment: Deployment, truth: Truth, talk: Talk, held_before: int
+    deployment: Deployment, reference: ExpectedAnswers, talk: ConversationClient, held_before: int
 ) -> None:
     """B2.14, B2.21 A second turn that never reached P: D's hold is released."""
     name = "left before prefill"
@@ -78,7 +80,7 @@ def test_leaving_while_the_prefill_engine_is_busy(
     known = deployment.p.log.count("Added request")
     deployment.p.pause()
     try:
-        with Stream(deployment.proxy.port, question(truth.prompt(name, 2), SAID, conversation_id=name)) as stream:
+        with Stream(deployment.proxy.port, question(reference.prompt(name, 2), SAID, conversation_id=name)) as stream:
             stream.send()
             deployment.p.wait_logged("Added request", known + 1)
         eventually(lambda: deployment.totals("to_prefill")["open"] == held_before, "D's request is still held")
@@ -88,30 +90,30 @@ def test_leaving_while_the_prefill_engine_is_busy(
     talk.turn(name, 2, reuses=False)
 
 
-def test_leaving_while_a_claim_waits(deployment: Deployment, truth: Truth, held_before: int) -> None:
+def test_leaving_while_a_claim_waits(deployment: Deployment, reference: ExpectedAnswers, held_before: int) -> None:
     """B2.14 A request that was never published is waited for, then computed."""
     name, own = "never published", {"do_remote_prefill": True, "do_remote_decode": False}
     remote = {"block_ids": [[0]], "engine_id": "unknown", "request_id": "never", "num_tokens": FIRST, "port": 0}
     host = {"remote_host": deployment.server.endpoint}
     params = {**own, **host, **{f"remote_{part}": value for part, value in remote.items()}}
     known = deployment.d.log.count("Added request")
-    with Stream(deployment.d.port, question(truth.prompt(name, 1), LONG, kv_transfer_params=params)) as stream:
+    with Stream(deployment.d.port, question(reference.prompt(name, 1), LONG, kv_transfer_params=params)) as stream:
         stream.send()
         deployment.d.wait_logged("Added request", known + 1)
     with deployment.watch(p=0, published=1) as moved:
-        answer = ask(deployment.d.port, question(truth.prompt(name, 1), SAID, kv_transfer_params=params))
-    truth.check(name, 1, row(answer))
+        answer = ask(deployment.d.port, question(reference.prompt(name, 1), SAID, kv_transfer_params=params))
+    reference.check(name, 1, row(answer))
     assert moved.holds("to_decode") == {}
     assert moved.d == Sources(FIRST, 0, 0)
     deployment.assert_idle(to_prefill=held_before + 1)
 
 
-def test_a_request_that_is_refused(deployment: Deployment, truth: Truth, held_before: int) -> None:
+def test_a_request_that_is_refused(deployment: Deployment, reference: ExpectedAnswers, held_before: int) -> None:
     """B2.14 A decode engine that refuses a request with 400 releases P's hold."""
-    params = _prefilled(deployment, truth, "refused")
+    params = _prefilled(deployment, reference, "refused")
     before = deployment.totals("to_decode")
     with pytest.raises(CallError) as refusal:
-        ask(deployment.d.port, question(truth.prompt("refused", 1), 100_000, kv_transfer_params=params))
+        ask(deployment.d.port, question(reference.prompt("refused", 1), 100_000, kv_transfer_params=params))
     assert refusal.value.status == 400
     eventually(lambda: _released(deployment, before), "P's request is still held")
     deployment.assert_idle(to_prefill=held_before)

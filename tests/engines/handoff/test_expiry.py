@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 
 import pytest
+from conversation_client import ConversationClient
 from conversations import held_by_decode, local_blocks, prompt_tokens
 from deployment import Deployment, eventually
 from engine_server import Sources
-from talk import Talk
 
 CACHED = local_blocks(held_by_decode(1))
 """Whole blocks are in the cache for every request, with or without a hold."""
@@ -28,7 +28,9 @@ not enough to be read."""
     ("name", "left", "sources"),
     [("over", -60.0, FROM_CACHE), ("nearly over", 4.0, FROM_CACHE), ("not over", 60.0, FROM_HOLD)],
 )
-def test_what_parameters_say(deployment: Deployment, talk: Talk, name: str, left: float, sources: Sources) -> None:
+def test_what_parameters_say(
+    deployment: Deployment, talk: ConversationClient, name: str, left: float, sources: Sources
+) -> None:
     """B2.19 P claims nothing that expires within 5 s, and tells the server to release it."""
     deployment.empty()
     with deployment.watch(p=0, published=1):
@@ -42,9 +44,9 @@ def test_what_parameters_say(deployment: Deployment, talk: Talk, name: str, left
     assert moved.to_prefill["released"] == 1
 
 
-def test_what_the_server_knows(deployment: Deployment, talk: Talk) -> None:
+def test_what_the_server_knows(deployment: Deployment, talk: ConversationClient) -> None:
     """B2.19 The server's expiry counts: it refuses reads from 5 s before the end on."""
-    deployment.renew_server(longest_hold=SHORT)
+    deployment.restart_server(longest_hold=SHORT)
     deployment.empty()
     with deployment.watch(p=0, published=1) as moved:
         params = talk.direct("D", "expired", 1, {"do_remote_prefill": True})

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 from calls import ask, question, row
-from conversations import FIRST, SAID, Truth, held_by_decode, local_blocks, prompt_tokens
+from conversation_client import ConversationClient
+from conversations import FIRST, SAID, ExpectedAnswers, held_by_decode, local_blocks, prompt_tokens
 from deployment import Deployment
 from engine_server import Sources
 from scenario import assert_same
-from talk import Talk
 
 DECODES = {"do_remote_prefill": True}
 """For a D without parameters of P, which holds what it computes."""
 
 
 @pytest.mark.parametrize(("held", "pulled"), [(63, 0), (64, 64)])
-def test_few_tokens_are_computed(deployment: Deployment, talk: Talk, held: int, pulled: int) -> None:
+def test_few_tokens_are_computed(deployment: Deployment, talk: ConversationClient, held: int, pulled: int) -> None:
     """B2.3, B2.4 Below the threshold of 64 tokens P pulls nothing, and D's hold ends.
 
     Whole blocks are loaded from the cache in both cases.
@@ -38,14 +38,16 @@ def test_few_tokens_are_computed(deployment: Deployment, talk: Talk, held: int, 
     assert moved.pulled == (0, FIRST - local_blocks(held)), "a decode engine pulls any number"
 
 
-def test_a_prompt_that_is_shorter_than_what_is_held(deployment: Deployment, truth: Truth, talk: Talk) -> None:
+def test_a_prompt_that_is_shorter_than_what_is_held(
+    deployment: Deployment, reference: ExpectedAnswers, talk: ConversationClient
+) -> None:
     """B2.6 If a hold is longer than the prompt, only whole blocks are pulled."""
     deployment.empty()
     with deployment.watch(p=0, published=1):
         params = talk.direct("D", "shorter", 1, DECODES)
     assert params is not None
     short = held_by_decode(1) - 20
-    body = question(truth.prompt("shorter", 2)[:short], SAID)
+    body = question(reference.prompt("shorter", 2)[:short], SAID)
     with deployment.watch(d=0, ended=1) as moved:
         taken = row(ask(deployment.p.port, body | {"kv_transfer_params": {**params, "kvtier": {"skip_save": True}}}))
     assert moved.p == Sources(short - local_blocks(short), 0, local_blocks(short))
@@ -54,7 +56,7 @@ def test_a_prompt_that_is_shorter_than_what_is_held(deployment: Deployment, trut
     assert_same({"rows": [computed]}, {"name": "shorter", "rows": [taken]})
 
 
-def test_parameters_of_another_conversation(deployment: Deployment, talk: Talk) -> None:
+def test_parameters_of_another_conversation(deployment: Deployment, talk: ConversationClient) -> None:
     """B2.6 A proxy that mixes up conversations wastes time only: P compares the tokens."""
     deployment.empty()
     with deployment.watch(p=0, published=1):
@@ -67,7 +69,7 @@ def test_parameters_of_another_conversation(deployment: Deployment, talk: Talk) 
     assert moved.to_prefill["released"] == 1
 
 
-def test_conversations_of_different_salts(deployment: Deployment, talk: Talk) -> None:
+def test_conversations_of_different_salts(deployment: Deployment, talk: ConversationClient) -> None:
     """A salt separates conversations, also in the last block."""
     for turn, computed in ((1, FIRST), (2, prompt_tokens(2) - held_by_decode(1))):
         deployment.empty()

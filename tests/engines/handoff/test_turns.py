@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from conversation_client import ConversationClient
 from conversations import TURNS, held_by_decode, local_blocks, prompt_tokens
 from deployment import Deployment, Moved
 from engine_server import Sources
-from pressure import crowd_out
+from memory_pressure import fill_server_memory
 from scenario import BLOCK
-from talk import Talk
 
 PAGE = 128 << 10
 """Bytes of a block of the dense model: 4 layers of 2 heads of 64 numbers of 4 bytes, keys and
@@ -40,7 +40,7 @@ def _assert_handed_over(moved: Moved, turn: int) -> None:
     assert moved.pulled == (moved.p.external, moved.d.external)
 
 
-def test_engines_with_caches_of_their_own(deployment: Deployment, talk: Talk) -> None:
+def test_engines_with_caches_of_their_own(deployment: Deployment, talk: ConversationClient) -> None:
     """B2.2, B2.3, B2.4 Each engine pulls what it lacks: first P to D, later both ways."""
     before = deployment.totals("to_prefill")["open"]
     for turn in TURNS:
@@ -53,7 +53,7 @@ def test_engines_with_caches_of_their_own(deployment: Deployment, talk: Talk) ->
     deployment.assert_idle(to_prefill=before + 1)
 
 
-def test_engines_that_have_forgotten_everything(deployment: Deployment, talk: Talk) -> None:
+def test_engines_that_have_forgotten_everything(deployment: Deployment, talk: ConversationClient) -> None:
     """B2.6, B2.18 The last block is pulled too, though it is partly filled and has no hash."""
     for turn in TURNS:
         deployment.empty()
@@ -66,7 +66,7 @@ def test_engines_that_have_forgotten_everything(deployment: Deployment, talk: Ta
             assert moved.to_prefill["claimed_bytes"] == -(-held_by_decode(turn - 1) // BLOCK) * PAGE
 
 
-def test_streamed_turns(deployment: Deployment, talk: Talk) -> None:
+def test_streamed_turns(deployment: Deployment, talk: ConversationClient) -> None:
     """B2.22 A stream does not report the hold: the proxy named it, and finds it again."""
     talk.turn("streamed", 1)
     for turn in TURNS[1:]:
@@ -77,16 +77,16 @@ def test_streamed_turns(deployment: Deployment, talk: Talk) -> None:
         _assert_handed_over(moved, turn)
 
 
-def test_chat(deployment: Deployment, talk: Talk) -> None:
+def test_chat(deployment: Deployment, talk: ConversationClient) -> None:
     """An answer that is sent back as words is found."""
     for turn in TURNS[:2]:
         deployment.empty()
-        moved = talk.chatted("chat", turn)
+        moved = talk.ask_chat("chat", turn)
         assert (moved.p, moved.d) == (_taken_by_prefill(turn), _taken_by_decode(turn)), turn
         _assert_handed_over(moved, turn)
 
 
-def test_several_at_once(deployment: Deployment, talk: Talk) -> None:
+def test_several_at_once(deployment: Deployment, talk: ConversationClient) -> None:
     """Concurrent conversations each find their own blocks."""
     names = [f"at once {number}" for number in range(4)]
     before = deployment.totals("to_prefill")["open"]
@@ -102,11 +102,11 @@ def test_several_at_once(deployment: Deployment, talk: Talk) -> None:
     deployment.assert_idle(to_prefill=before + len(names))
 
 
-def test_what_is_held_is_not_evicted(deployment: Deployment, talk: Talk) -> None:
+def test_what_is_held_is_not_evicted(deployment: Deployment, talk: ConversationClient) -> None:
     """B2.17 Other requests fill the server's memory between two turns; P still finds D's blocks."""
     talk.turn("under pressure", 1)
     deployment.empty()
-    crowd_out(deployment.server)
+    fill_server_memory(deployment.server)
     moved = talk.turn("under pressure", 2)
     assert moved.p == _taken_by_prefill(2)
     assert moved.to_prefill["claimed_bytes"] == -(-held_by_decode(1) // BLOCK) * PAGE

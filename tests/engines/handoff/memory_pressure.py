@@ -7,14 +7,14 @@ from server_process import ServerProcess
 
 from kvtier.client import Client, Group, Namespace, Timeouts, make_key
 
-__all__ = ["crowd_out"]
+__all__ = ["fill_server_memory"]
 
 _PAGE = 1 << 20
 _ROUNDS = 2
 _TIMEOUTS = Timeouts(connect=60, call=60)
 
 
-def crowd_out(server: ServerProcess) -> None:
+def fill_server_memory(server: ServerProcess) -> None:
     """Stores more than the CPU tier can hold, so that all other evictable blocks are evicted."""
     [cpu] = [tier for tier in server.status()["tiers"] if tier["name"] == "cpu"]
     count = _ROUNDS * cpu["capacity_bytes"] // _PAGE

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 from connector_fakes import FakeClient, wait_for
-from tiering_world import ROW, keys_of
+from tiering_harness import ROW, keys_of
 
 from kvtier.client import StoreStatus
 from kvtier.client.engines.vllm.background import BackgroundThreads, RateLimitedLog
 from kvtier.client.engines.vllm_tier.tier_lookups import Pin, TierLookups, TierRequest
 from kvtier.client.engines.vllm_tier.transfers import EnginePrimaryTier, Job, Transfers
 
-__all__ = ["KEYS", "Room", "SlotClient", "make_room"]
+__all__ = ["KEYS", "SlotClient", "TierParts", "make_tier_parts"]
 
 KEYS = keys_of(4)
 
@@ -57,7 +57,7 @@ class SlotClient(FakeClient):
 
 
 @dataclasses.dataclass
-class Room:
+class TierParts:
     """Transfers over a primary tier of four rows, filled with 1."""
 
     client: SlotClient
@@ -83,12 +83,12 @@ class Room:
 
 
 @contextlib.contextmanager
-def make_room() -> Iterator[Room]:
+def make_tier_parts() -> Iterator[TierParts]:
     """Transfers and lookups over a fake client."""
     client, rows, log = SlotClient(), np.full((len(KEYS), ROW), 1, np.int8), RateLimitedLog()
     lookups = TierLookups(client, 60.0, log, BackgroundThreads("lookup", log))  # type: ignore[arg-type]
     threads = [BackgroundThreads(name, log) for name in ("load", "store")]
     primary = EnginePrimaryTier(rows.ctypes.data, ROW, len(rows))
-    yield Room(client, rows, lookups, Transfers(client, primary, lookups, log, threads))  # type: ignore[arg-type]
+    yield TierParts(client, rows, lookups, Transfers(client, primary, lookups, log, threads))  # type: ignore[arg-type]
     for part in (*threads, lookups):
         part.close()

@@ -8,18 +8,18 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from calls import Stream, ask, chat_row, post, question, row, streamed_row
-from conversations import SAID, Truth
+from conversations import SAID, ExpectedAnswers
 from deployment import Deployment, Moved
 from proxy_process import ProxyProcess
 
-__all__ = ["Talk"]
+__all__ = ["ConversationClient"]
 
 
-class Talk:
+class ConversationClient:
     """Asks the next turn of a conversation and compares the answer with a plain engine's."""
 
-    def __init__(self, deployment: Deployment, truth: Truth) -> None:
-        self._deployment, self._truth = deployment, truth
+    def __init__(self, deployment: Deployment, reference: ExpectedAnswers) -> None:
+        self._deployment, self._reference = deployment, reference
 
     def turn(self, name: str, turn: int, *, reuses: bool = True, **more: Any) -> Moved:
         """Asks the proxy for a whole answer; returns what moved.
@@ -27,10 +27,10 @@ class Talk:
         Without `reuses` there is nothing held of the turn before.
         """
         with self._watch(turn, reuses=reuses) as moved:
-            self.answered(name, turn, **more)
+            self.ask_proxy(name, turn, **more)
         return moved
 
-    def answered(self, name: str, turn: int, proxy: ProxyProcess | None = None, **more: Any) -> None:
+    def ask_proxy(self, name: str, turn: int, proxy: ProxyProcess | None = None, **more: Any) -> None:
         """Asks the proxy for a complete answer, without counts."""
         port = (proxy or self._deployment.proxy).port
         answer = ask(port, self._question(name, turn, **{"conversation_id": name, **more}))
@@ -40,30 +40,32 @@ class Talk:
     def at_once(self, names: Sequence[str], turn: int) -> None:
         """Asks the proxy for a turn of each of these conversations, without counts."""
         with ThreadPoolExecutor(len(names)) as threads:
-            list(threads.map(lambda name: self.answered(name, turn), names))
+            list(threads.map(lambda name: self.ask_proxy(name, turn), names))
 
     def streamed(self, name: str, turn: int) -> Moved:
         """Asks the proxy for a streamed answer; returns what moved."""
         with self._watch(turn) as moved:
-            self.answered_in_pieces(name, turn)
+            self.ask_streamed(name, turn)
         return moved
 
-    def answered_in_pieces(self, name: str, turn: int, **more: Any) -> None:
+    def ask_streamed(self, name: str, turn: int, **more: Any) -> None:
         """Asks the proxy for a streamed answer, without counts."""
         body = self._question(name, turn, **{"conversation_id": name, **more})
         with Stream(self._deployment.proxy.port, body) as stream:
             self._check(name, turn, streamed_row(list(stream.pieces())))
 
-    def chatted(self, name: str, turn: int) -> Moved:
+    def ask_chat(self, name: str, turn: int) -> Moved:
         """Asks the proxy for a chat completion, in words."""
         messages = []
         for earlier in range(1, turn + 1):
             before = (
-                [*self._truth.prompt(name, earlier - 1), *self._truth.answer(name, earlier - 1)] if earlier > 1 else []
+                [*self._reference.prompt(name, earlier - 1), *self._reference.answer(name, earlier - 1)]
+                if earlier > 1
+                else []
             )
-            asked = self._truth.prompt(name, earlier)[len(before) :]
+            asked = self._reference.prompt(name, earlier)[len(before) :]
             messages.append({"role": "user", "content": _words(asked)})
-            messages.append({"role": "assistant", "content": _words(self._truth.answer(name, earlier))})
+            messages.append({"role": "assistant", "content": _words(self._reference.answer(name, earlier))})
         body = {
             **question([], SAID, conversation_id=name, logprobs=True, top_logprobs=3, skip_special_tokens=False),
             "messages": messages[:-1],
@@ -94,10 +96,10 @@ class Talk:
         return self._deployment.watch(published=2, ended=2 if reuses and turn > 1 else 1)
 
     def _question(self, name: str, turn: int, **more: Any) -> dict[str, Any]:
-        return question(self._truth.prompt(name, turn), SAID, **more)
+        return question(self._reference.prompt(name, turn), SAID, **more)
 
     def _check(self, name: str, turn: int, answered: dict[str, Any]) -> None:
-        self._truth.check(name, turn, answered)
+        self._reference.check(name, turn, answered)
 
 
 def _words(tokens: list[int]) -> str:

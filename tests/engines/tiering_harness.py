@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvtier.client.engines.vllm_tier import KVTierSecondaryTier
 
-__all__ = ["ROW", "World", "content_of", "keys_of", "make_config", "request_of", "world"]
+__all__ = ["ROW", "TieringHarness", "content_of", "keys_of", "make_config", "request_of", "world"]
 
 ROW = 4096
 MODULE = "kvtier.client.engines.vllm_tier"
@@ -61,7 +61,7 @@ def content_of(key: bytes) -> bytes:
     return (key * ROW)[:ROW]
 
 
-class World:
+class TieringHarness:
     """One engine's tiering, with a scheduler's calls."""
 
     def __init__(self, spec: TieringOffloadingSpec) -> None:
@@ -151,7 +151,7 @@ def world(
     tier: dict[str, Any] | None = None,
     long_timeout: bool = True,
     **fields: Any,
-) -> Iterator[World]:
+) -> Iterator[TieringHarness]:
     """Tiering of an engine over kvtier, made from an operator's configuration."""
     table = {"type": "KVTierSecondaryTier", "module_path": MODULE, "endpoint": endpoint, "identity": "test"}
     extra = {
@@ -159,7 +159,7 @@ def world(
         "secondary_tiers": [table | {"lookup_timeout_s": LONG_TIMEOUT_SECONDS} | (tier or {})],
     }
     with long_timeouts() if long_timeout else contextlib.nullcontext():
-        made = World(TieringOffloadingSpec(make_config(extra, groups=groups, **fields)))
+        made = TieringHarness(TieringOffloadingSpec(make_config(extra, groups=groups, **fields)))
     try:
         yield made
     finally:
