@@ -24,7 +24,10 @@ SAVE_LOST_AFTER_S = 600.0
 """A save that is not reported by then is given up, and its blocks are released (B5.6)."""
 
 SAVE_WITHIN_S = 300.0
-"""Workers begin no copy of a save later than this after it was sent; grants last as long."""
+"""Workers begin no copy of a save later than this after it was sent.
+
+A copy that has begun by then is bounded by its grant.
+"""
 
 
 @dataclass

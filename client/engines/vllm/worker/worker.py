@@ -161,7 +161,7 @@ class WorkerSide:
             self._client.close()
 
     def _pin_for(self, device: torch.device) -> Pin | None:
-        """Pins regions and staging buffers for a GPU, after graphs were captured (B4.16)."""
+        """Returns how memory is pinned for a GPU: after the engine has captured graphs (B4.16)."""
         if device.type != "cuda":
             return None
         try:
