@@ -130,7 +130,7 @@ class HandoffCore:
             if now < claim.deadline:
                 return None
             self._server.warn(
-                f"{request_id}: no answer in time what {_describe(state.params.remote)} holds; computed instead"
+                f"{request_id}: the claim of {_describe(state.params.remote)} timed out; computed instead"
             )
             self._end_transfer(state)
             return 0
@@ -163,7 +163,7 @@ class HandoffCore:
         if state.transfer in (TransferState.WANTED, TransferState.CLAIMED):
             if params.remote is None:
                 self._server.warn(
-                    f"{request_id}: its kv_transfer_params do not say whose blocks to pull; computed instead"
+                    f"{request_id}: its kv_transfer_params name no complete peer to pull from; computed instead"
                 )
             self._end_transfer(state)
 
@@ -233,7 +233,7 @@ class HandoffCore:
         # The hold has expired, or will before it is read (B2.19).
         if params.expiry_time is not None and params.expiry_time - EXPIRY_MARGIN_S <= wall_time:
             self._server.debug(
-                f"{request.request_id}: the time of {_describe(params.remote)} is over; computed instead"
+                f"{request.request_id}: the hold of {_describe(params.remote)} has expired; computed instead"
             )
             return False
         offered = offered_tokens(params, request.prompt_tokens, computed_tokens, options)
