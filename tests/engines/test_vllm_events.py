@@ -38,7 +38,7 @@ def test_a_block_is_announced_when_every_worker_has_stored_it() -> None:
     }
 
 
-def test_nothing_is_collected_where_nobody_publishes() -> None:
+def test_no_events_without_a_publisher() -> None:
     """Without a reader the list would only grow."""
     with scheduler_side(FakeClient()) as (scheduler, _):
         job = _save(scheduler)

@@ -99,7 +99,7 @@ def test_what_is_about_to_be_pulled_is_kept_alive() -> None:
 
 
 @pytest.mark.parametrize("answered", [True, False])
-def test_a_claim_that_nobody_wants_any_more_is_given_back(*, answered: bool) -> None:
+def test_a_dropped_claim_is_released(*, answered: bool) -> None:
     """B4.3 Whether it was granted before or after its request ended."""
     gate = threading.Event()
     client = HoldsClient(before_claim=lambda: None if answered else wait_for(gate.is_set))
@@ -135,7 +135,7 @@ def test_a_server_that_fails_is_left_in_peace(monkeypatch: Any, error: KVTierErr
     assert len(client.claimed) == (2 if asks_again else 1)
 
 
-def test_nobody_is_asked_where_there_is_no_server() -> None:
+def test_no_calls_without_a_server() -> None:
     """It is a miss at once."""
     client = HoldsClient()
     with scheduler_side(client) as (scheduler, _):

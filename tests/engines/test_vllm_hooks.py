@@ -287,7 +287,7 @@ def test_the_namespace_knows_the_weights_of_a_hub_model(monkeypatch: pytest.Monk
     assert namespace._weights_of(_model(model=str(tmp_path))) != first
 
 
-def test_a_step_with_nothing_to_report_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_step_calls_neither_half(monkeypatch: pytest.MonkeyPatch) -> None:
     """In an idle step neither half is called, so an idle connector costs no time."""
     scheduler, worker = _broken(monkeypatch, SCHEDULER), _broken(monkeypatch, WORKER)
     worker.bind_connector_metadata(StepMetadata())

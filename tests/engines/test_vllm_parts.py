@@ -157,7 +157,7 @@ def test_only_the_windows_at_the_end_of_the_full_hit_are_asked_for() -> None:
         wait_for(lambda: sorted(client.released) == [1, 2])
 
 
-def test_a_lookup_that_nobody_waits_for_gives_its_lease_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dropped_lookup_releases_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     """B4.3 A lookup dropped while it runs releases what it finds."""
     monkeypatch.setattr(prefix_lookups, "_CIRCUIT_OPEN_S", 600.0)
     started, gate = threading.Event(), threading.Event()
@@ -249,7 +249,7 @@ def test_a_request_is_finished_after_its_last_lookup() -> None:
 
 
 @pytest.mark.parametrize("error", [None, NotConnected("gone"), ValueError("a defect")])
-def test_every_job_is_reported_whatever_happens(error: Exception | None) -> None:
+def test_every_job_is_reported_after_a_failure(error: Exception | None) -> None:
     """Failed loads are reported as failed and failed saves as ended, so that the engine goes on."""
     client, caches = FakeTransfers(error), _caches(8)
     reports = WorkerReports()

@@ -132,7 +132,7 @@ def test_a_request_that_may_not_be_loaded_is_voted_on_all_the_same(*, may_load: 
     assert client.begun == {"r": (25, FLAG)}
 
 
-def test_votes_that_cannot_be_had_keep_nobody_waiting() -> None:
+def test_failed_votes_do_not_delay_requests() -> None:
     """B1.1 If the vote fails, the blocks are offered, and the request ends."""
     client = FakeClient()
 

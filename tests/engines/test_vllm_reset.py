@@ -131,7 +131,7 @@ def test_a_reset_that_fails_is_tried_until_it_works(monkeypatch: Any, error: Exc
         wait_for(lambda: not scheduler._gateway.resets.pending)
 
 
-def test_a_reset_that_somebody_else_began_is_not_enough() -> None:
+def test_another_engine_s_reset_is_not_enough() -> None:
     """B4.13 The first "done" may be of an earlier reset, so the server is asked again."""
     client = FakeClient()
     last = Gate()

@@ -113,7 +113,7 @@ def test_many_at_once_after_a_reset(reference: dict[str, Any], second: dict[str,
 
 
 @pytest.mark.parametrize("moment", ["hung", "killed", "back"])
-def test_whatever_happens_to_the_server(reference: dict[str, Any], second: dict[str, Any], moment: str) -> None:
+def test_server_failures_are_misses(reference: dict[str, Any], second: dict[str, Any], moment: str) -> None:
     """A server that hangs or dies is a miss; its LMDB tier serves again afterwards."""
     assert_same(reference["base"], second[moment])
     if moment == "back":

@@ -124,7 +124,7 @@ def test_slots_of_another_size_than_a_row_are_not_touched(room: TierParts, lease
     assert (room.client.memory == 7).all()
 
 
-def test_what_a_load_reads_is_given_back_after_the_load(room: TierParts, copy: HeldCopy) -> None:
+def test_leases_are_released_after_the_load(room: TierParts, copy: HeldCopy) -> None:
     """B4.3 A request that runs during its load keeps its leases until the load has ended."""
     room.client.keys = set(KEYS)
     request = room.lookups.begin("r", None)

@@ -231,7 +231,7 @@ def test_stores_do_not_fail_because_lookups_did(room: TierParts, monkeypatch: py
     assert found == {1: set(KEYS), 2: set()}
 
 
-def test_what_comes_when_a_request_runs_already_is_given_back(room: TierParts) -> None:
+def test_a_late_answer_is_released(room: TierParts) -> None:
     """B4.3 A late answer pins nothing; a preempted request is looked up again."""
     answered = threading.Event()
     room.client.keys, room.client.before = set(KEYS), lambda: (answered.wait(60), None)[1]
@@ -353,7 +353,7 @@ def test_a_disabled_tier_says_why_once_and_misses(caplog: pytest.LogCaptureFixtu
     tier.shutdown()
 
 
-def test_a_job_whose_result_cannot_be_told_takes_no_other_s_with_it(room: TierParts) -> None:
+def test_a_job_without_a_result_does_not_affect_others(room: TierParts) -> None:
     """Each job that ended is reported even if another fails, because its rows are pinned."""
     config = make_config({})
     tier = KVTierSecondaryTier(SimpleNamespace(config=config), memoryview(np.zeros((4, ROW), np.int8)), "kvtier")

@@ -52,7 +52,7 @@ def test_hashes_are_chained() -> None:
     assert [old == new for old, new in zip(before, after, strict=True)] == [True, False, False, False, False]
 
 
-def test_hashes_cover_whatever_else_changes_the_meaning() -> None:
+def test_hashes_cover_the_extra() -> None:
     """With another `extra` every hash differs; an incomplete block has no hash."""
     assert not set(block_hashes(range(16), 8)) & set(block_hashes(range(16), 8, extra=b"adapter"))
     assert len(block_hashes(range(15), 8)) == 1
@@ -107,7 +107,7 @@ def test_a_cache_of_another_shape_does_not_match() -> None:
     assert not layout.matches(DynamicCache(), 0)
 
 
-def test_weights_are_told_apart() -> None:
+def test_weights_have_distinct_digests() -> None:
     """Other weights have another digest; equal weights of any origin have the same."""
     model = _llama()
     assert weights_digest(model) == weights_digest(copy.deepcopy(model)) == weights_digest(_llama())
@@ -115,7 +115,7 @@ def test_weights_are_told_apart() -> None:
     assert weights_digest(model) != weights_digest(_llama(dtype=torch.bfloat16))
 
 
-def test_configs_are_told_apart_by_what_changes_the_kv() -> None:
+def test_config_digests_depend_on_the_kv() -> None:
     """Another rope changes the digest; another path or class name does not."""
     same = LlamaConfig(**SMALL, name_or_path="/elsewhere", architectures=["X"])
     other = LlamaConfig(**SMALL, rope_theta=20000.0)

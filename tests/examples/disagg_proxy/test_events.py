@@ -88,7 +88,7 @@ def test_events_pass_as_they_come(event: bytes) -> None:
     assert StreamReader(strip_usage=True).read(event) == event
 
 
-def test_the_usage_is_for_who_asked() -> None:
+def test_usage_is_forwarded_on_request() -> None:
     """The usage chunk is forwarded only if the client asked for it."""
     assert _read(END, USAGE)[1] == _event(END) + DONE
     assert _read(END, USAGE, strip_usage=False)[1] == _event(END) + _event(USAGE) + DONE
@@ -100,7 +100,7 @@ def test_a_chunk_with_text_is_never_stripped() -> None:
     assert _read(chunk, USAGE)[1] == _event(chunk) + DONE
 
 
-def test_a_stream_leaves_the_hold_that_it_was_told_to_name() -> None:
+def test_a_stream_records_its_named_hold() -> None:
     """B2.22 The entry of a stream: D's name for it, and all tokens but the last, without KV yet."""
     reader, _ = _read(END, USAGE)
     assert reader.hold(ENGINE, "name") == ENGINE.named_hold("name", 23)

@@ -27,11 +27,11 @@ from harness.fake_engine import (
 from harness.running_proxy import PATH, RunningProxy, async_wait_until, data_of
 
 TEXT = "".join(ANSWER)
-PATIENCE_S = 2.0
+TIMEOUT_S = 2.0
 """Timeout for an engine that hangs; others must answer within it on a busy machine."""
 
 
-async def nonsense(_: FakeEngine, __: RecordedRequest, writer: asyncio.StreamWriter) -> None:
+async def send_invalid(_: FakeEngine, __: RecordedRequest, writer: asyncio.StreamWriter) -> None:
     """Sends an invalid response."""
     await send_answer(writer, 200, b"<html>")
 
@@ -50,7 +50,7 @@ def _text(answer: httpx.Response) -> str:
     return text
 
 
-async def _home(proxy: RunningProxy, engines: list[FakeEngine]) -> FakeEngine:
+async def _conversation_engine(proxy: RunningProxy, engines: list[FakeEngine]) -> FakeEngine:
     """Runs a first turn, and returns the conversation's engine."""
     await proxy.turn()
     (home,) = [engine for engine in engines if engine.seen]
@@ -75,12 +75,12 @@ async def test_no_connection_is_used_twice(site: Site) -> None:
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "cause"), [(fail(500), "status"), (close_connection, "broken"), (nonsense, "broken")]
+    ("behaviour", "cause"), [(fail(500), "status"), (close_connection, "broken"), (send_invalid, "broken")]
 )
 async def test_another_p_does_it(site: Site, behaviour: Behaviour, cause: str) -> None:
     """P fails, disconnects or sends nonsense: another P gets the same, the hold included."""
     async with site.proxy(replace(site.settings(prefills=2), check_interval=60.0)) as proxy:
-        home = await _home(proxy, site.prefill)
+        home = await _conversation_engine(proxy, site.prefill)
         other = _other(site.prefill, home)
         home.script.append(behaviour)
         answer = await proxy.turn()
@@ -94,7 +94,7 @@ async def test_another_p_does_it(site: Site, behaviour: Behaviour, cause: str) -
 async def test_a_p_that_is_down_is_not_asked(site: Site) -> None:
     """The first request that finds it down goes to another P, and later ones until it is back."""
     async with site.proxy(replace(site.settings(prefills=2), check_interval=60.0)) as proxy:
-        home = await _home(proxy, site.prefill)
+        home = await _conversation_engine(proxy, site.prefill)
         await home.stop()
         for _ in range(3):
             assert _text(await proxy.turn()) == TEXT
@@ -186,13 +186,13 @@ async def test_what_p_refuses_is_refused(site: Site, status: int) -> None:
         (close_midway(0), True, "broken"),
         (close_midway(0, cleanly=True), True, "broken"),
         (error_event, True, "status"),
-        (nonsense, False, "broken"),
+        (send_invalid, False, "broken"),
     ],
 )
 async def test_another_d_does_it(site: Site, behaviour: Behaviour, cause: str, *, stream: bool) -> None:
     """D fails before its first byte: another D gets P's blocks, and another name for its hold."""
     async with site.proxy(replace(site.settings(decodes=2), check_interval=60.0)) as proxy:
-        home = await _home(proxy, site.decode)
+        home = await _conversation_engine(proxy, site.decode)
         other = _other(site.decode, home)
         home.script.append(behaviour)
         answer = await proxy.turn(stream=stream)
@@ -209,7 +209,7 @@ async def test_another_d_does_it(site: Site, behaviour: Behaviour, cause: str, *
 async def test_a_d_that_is_down_is_not_asked(site: Site) -> None:
     """Its conversations continue at another D, from its hold at kvtier."""
     async with site.proxy(site.settings(decodes=2)) as proxy:
-        home = await _home(proxy, site.decode)
+        home = await _conversation_engine(proxy, site.decode)
         await home.stop()
         await proxy.wait_health(home, up=False)
         assert _text(await proxy.turn()) == TEXT
@@ -228,7 +228,7 @@ async def test_what_d_refuses_is_refused(site: Site, *, stream: bool) -> None:
     assert sum(len(engine.seen) for engine in site.decode) == 1
 
 
-async def test_the_last_error_is_told(site: Site) -> None:
+async def test_the_last_error_is_forwarded(site: Site) -> None:
     """Every D fails: the client gets the last D's error, or 502 if none could be reached."""
     async with site.proxy(site.settings(decodes=2)) as proxy:
         for engine in site.decode:
@@ -255,7 +255,7 @@ async def test_an_error_event_of_every_d_is_passed_on(site: Site) -> None:
 async def test_d_dies_in_the_middle(site: Site) -> None:
     """After the first byte there is no retry: the client gets an error and no `[DONE]`."""
     async with site.proxy(site.settings(decodes=2)) as proxy:
-        home = await _home(proxy, site.decode)
+        home = await _conversation_engine(proxy, site.decode)
         home.script.append(close_midway(2))
         answer = await proxy.turn(stream=True)
         *came, error = data_of(answer.text)
@@ -280,7 +280,7 @@ async def test_d_dies_after_the_end(site: Site) -> None:
 
 async def test_d_stalls_in_the_middle(site: Site) -> None:
     """Silence for longer than `--decode-timeout` has the same result, and D is disconnected."""
-    async with site.proxy(replace(site.settings(), decode_timeout=PATIENCE_S)) as proxy:
+    async with site.proxy(replace(site.settings(), decode_timeout=TIMEOUT_S)) as proxy:
         site.decode[0].script.append(hold_back(2, asyncio.Event()))
         answer = await proxy.turn(stream=True)
         assert data_of(answer.text)[-1]["error"]["code"] == 502
@@ -290,7 +290,7 @@ async def test_d_stalls_in_the_middle(site: Site) -> None:
 # ---- clients
 
 
-async def _leaves(proxy: RunningProxy, engine: FakeEngine, **body: Any) -> None:
+async def _disconnects(proxy: RunningProxy, engine: FakeEngine, **body: Any) -> None:
     """A client that disconnects when its request has reached the engine."""
     before = len(engine.seen)
     turn = asyncio.create_task(proxy.turn(**body))
@@ -308,7 +308,7 @@ async def test_a_client_leaves_during_prefill(site: Site, *, stream: bool) -> No
     """P is disconnected, so that it aborts; D gets no request."""
     site.prefill[0].script.append(hang)
     async with site.proxy() as proxy:
-        await _leaves(proxy, site.prefill[0], stream=stream)
+        await _disconnects(proxy, site.prefill[0], stream=stream)
         await site.prefill[0].seen[0].gone.wait()
         await async_wait_until(lambda: _gone(proxy))
         assert await proxy.metric("instance_outstanding", role="prefill", instance=site.prefill[0].url) == 0
@@ -321,7 +321,7 @@ async def test_a_client_leaves_during_the_answer(site: Site, *, stream: bool) ->
     """D is disconnected, so that it aborts; no hold is recorded, and the next turn is a miss."""
     site.decode[0].script.append(hold_back(2, asyncio.Event()) if stream else hang)
     async with site.proxy() as proxy:
-        await _leaves(proxy, site.decode[0], stream=stream)
+        await _disconnects(proxy, site.decode[0], stream=stream)
         await site.decode[0].seen[0].gone.wait()
         await async_wait_until(lambda: _gone(proxy))
         assert (await proxy.health())["conversations"] == 0

@@ -58,7 +58,7 @@ def test_a_busy_home_is_left() -> None:
     assert _chosen(fleet, "c") is not home
 
 
-def test_who_is_down_or_was_tried_is_left_out() -> None:
+def test_engines_that_are_down_or_were_tried_are_excluded() -> None:
     """None is returned when all were tried; `include_down` then adds engines that are down."""
     fleet = _fleet(2)
     first = _chosen(fleet, "c")
@@ -86,7 +86,7 @@ def test_failures_in_a_row_are_answered_with_patience() -> None:
     assert instance.retry_at == 1.0
 
 
-def test_who_was_down_may_be_somebody_else() -> None:
+def test_identity_is_unknown_after_a_failure() -> None:
     """After a failure the engine is probed again before its identity is used."""
     instance = _fleet(1).instances[0]
     instance.identified(DecodeEngine("d0", "h", 1, 1), 5.0)

@@ -41,7 +41,7 @@ async def test_health_is_that_of_the_decode_engines(site: Site) -> None:
         assert (await proxy.http.get("/health")).status_code == 200
 
 
-async def test_who_is_down_at_the_start_is_known(site: Site) -> None:
+async def test_engines_down_at_start_are_known(site: Site) -> None:
     """Engines are checked before the first request."""
     await site.prefill[0].stop()
     async with site.proxy(site.settings(prefills=2)) as proxy:

@@ -13,15 +13,15 @@ from harness.disagg_site import Site
 from harness.fake_engine import ANSWER, Behaviour, FakeEngine, RecordedRequest, close_connection, hang, send_answer
 from harness.running_proxy import PATH, RunningProxy, async_wait_until
 
-PATIENCE_S = 1.0
+TIMEOUT_S = 1.0
 
 
-async def huge(engine: FakeEngine, asked: RecordedRequest, writer: asyncio.StreamWriter) -> None:
+async def send_oversized(engine: FakeEngine, asked: RecordedRequest, writer: asyncio.StreamWriter) -> None:
     """A valid answer beyond the proxy's limit."""
     await send_answer(writer, 200, json.dumps({**engine.complete_answer(asked), "more": "x" * 10_000}).encode())
 
 
-async def _is_up_after_a_look(proxy: RunningProxy, engine: FakeEngine, looks: int) -> bool:
+async def _is_up_after_checks(proxy: RunningProxy, engine: FakeEngine, looks: int) -> bool:
     """Whether it gets requests after more than ``looks`` health checks."""
     await async_wait_until(lambda: engine.looks > looks)
     described = (await proxy.health())["prefill"] + (await proxy.health())["decode"]
@@ -31,7 +31,7 @@ async def _is_up_after_a_look(proxy: RunningProxy, engine: FakeEngine, looks: in
 
 async def test_a_prompt_that_is_slow_at_p_goes_to_d(site: Site) -> None:
     """P exceeds its timeout: no other P gets the prompt, D computes it, and P stays up."""
-    settings = replace(site.settings(prefills=2), prefill_timeout=PATIENCE_S, check_interval=60.0)
+    settings = replace(site.settings(prefills=2), prefill_timeout=TIMEOUT_S, check_interval=60.0)
     async with site.proxy(settings) as proxy:
         looks = [engine.looks for engine in site.prefill]
         for engine in site.prefill:
@@ -39,7 +39,7 @@ async def test_a_prompt_that_is_slow_at_p_goes_to_d(site: Site) -> None:
         assert (await proxy.turn()).json()["choices"][0]["text"] == "".join(ANSWER)
         (slow,) = [engine for engine in site.prefill if engine.seen]
         await slow.seen[0].gone.wait()
-        assert await _is_up_after_a_look(proxy, slow, looks[site.prefill.index(slow)])
+        assert await _is_up_after_checks(proxy, slow, looks[site.prefill.index(slow)])
         assert await proxy.metric("retries_total", cause="timeout", role="prefill") == 1
         assert await proxy.metric("fallbacks_total", cause="timeout") == 1
     assert site.decode[0].seen[0].params == hold_only()
@@ -48,18 +48,18 @@ async def test_a_prompt_that_is_slow_at_p_goes_to_d(site: Site) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_that_is_slow_is_asked_for_once(site: Site, *, stream: bool) -> None:
     """D exceeds its timeout: 504, no other D gets the request, and D stays up."""
-    settings = replace(site.settings(decodes=2), decode_timeout=PATIENCE_S, check_interval=60.0)
+    settings = replace(site.settings(decodes=2), decode_timeout=TIMEOUT_S, check_interval=60.0)
     async with site.proxy(settings) as proxy:
         looks = [engine.looks for engine in site.decode]
         for engine in site.decode:
             engine.script.append(hang)
         assert (await proxy.turn(stream=stream)).status_code == 504
         (slow,) = [engine for engine in site.decode if engine.seen]
-        assert await _is_up_after_a_look(proxy, slow, looks[site.decode.index(slow)])
+        assert await _is_up_after_checks(proxy, slow, looks[site.decode.index(slow)])
         assert await proxy.metric("requests_total", outcome="engine_error", route=PATH) == 1
 
 
-@pytest.mark.parametrize("behaviour", [close_connection, huge])
+@pytest.mark.parametrize("behaviour", [close_connection, send_oversized])
 async def test_an_answer_that_breaks_takes_no_engine_down(
     site: Site, behaviour: Behaviour, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,13 +71,13 @@ async def test_an_answer_that_breaks_takes_no_engine_down(
             engine.script.append(behaviour)
         assert (await proxy.turn()).status_code == 502
         for engine, before in zip(site.decode, looks, strict=True):
-            assert await _is_up_after_a_look(proxy, engine, before)
+            assert await _is_up_after_checks(proxy, engine, before)
         assert (await proxy.turn()).status_code == 200
         assert await proxy.metric("retries_total", cause="broken", role="decode") == 2
 
 
 @pytest.mark.parametrize("health", [500, None])
-async def test_who_is_not_well_either_is_down(site: Site, monkeypatch: pytest.MonkeyPatch, health: int | None) -> None:
+async def test_an_unhealthy_engine_is_down(site: Site, monkeypatch: pytest.MonkeyPatch, health: int | None) -> None:
     """Its health is checked at once, not with the next check; no answer counts as down."""
     monkeypatch.setattr(watch, "HEALTH_TIMEOUT_S", 0.2)
     async with site.proxy(replace(site.settings(prefills=2), check_interval=60.0)) as proxy:

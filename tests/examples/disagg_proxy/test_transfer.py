@@ -23,7 +23,7 @@ HELD = {
 }
 
 
-def test_the_first_turn_names_nobody() -> None:
+def test_the_first_turn_has_no_remote() -> None:
     """B2.24 On a miss P gets `do_remote_decode` True, and all remote fields None."""
     params = first_turn()
     assert params["do_remote_decode"] is True
@@ -64,7 +64,7 @@ def test_a_named_hold_reads_like_one_that_d_spoke_of() -> None:
     assert named["tp_size"] == 2
 
 
-def test_the_address_that_the_proxy_knows_stands() -> None:
+def test_the_configured_address_is_used() -> None:
     """B2.22 Only the remote host and port are replaced, by the address of D that is configured."""
     assert Address("10.0.0.3", 7171).replacing(HELD) == {**HELD, "remote_host": "10.0.0.3", "remote_port": 7171}
 
@@ -116,7 +116,7 @@ def test_what_is_worth_keeping(change: dict[str, Any], usable: bool) -> None:  #
 @pytest.mark.parametrize(
     "params", [None, "text", [], {}, {"remote_engine_id": 7, "remote_host": "h", "remote_port": 1}]
 )
-def test_who_does_not_say_who_it_is(params: object) -> None:
+def test_an_engine_without_an_identity(params: object) -> None:
     """Without an identity nothing is recorded."""
     assert DecodeEngine.parse(params) is None
     assert not is_usable(params)

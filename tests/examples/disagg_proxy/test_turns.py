@@ -83,7 +83,7 @@ def test_decode_gets_what_the_client_wanted() -> None:
     assert turn.decode_body(None) == turn.body
 
 
-def test_decode_holds_nothing_that_nobody_will_ask_for() -> None:
+def test_decode_holds_nothing_without_a_conversation() -> None:
     """B2.20 Without a conversation there is no next turn, and a hold would waste memory."""
     turn = _turn(kv_transfer_params={"kvtier": {"retain_for_s": 5}})
     assert turn.decode_body(hold_only())["kv_transfer_params"]["kvtier"] == {"retain_for_s": 5, "hold": False}

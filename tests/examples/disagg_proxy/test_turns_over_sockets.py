@@ -92,7 +92,7 @@ async def test_streams_are_remembered_under_the_name_they_were_given(site: Site)
     assert "usage" not in first.text
 
 
-async def test_who_asks_for_the_usage_gets_it(site: Site) -> None:
+async def test_usage_is_sent_on_request(site: Site) -> None:
     """The client gets the usage chunk if it asked for it."""
     async with site.proxy() as proxy:
         answer = await proxy.turn(stream=True, stream_options={"include_usage": True})
@@ -288,7 +288,7 @@ async def test_several_answers_are_ds_alone(site: Site) -> None:
     assert "stream_options" not in site.decode[0].seen[2].body
 
 
-async def test_a_hold_that_nobody_could_pull_is_not_remembered(site: Site) -> None:
+async def test_a_hold_without_blocks_is_not_recorded(site: Site) -> None:
     """B2.3 If D returned no blocks, the next turn is a miss, not a claim."""
     async with site.proxy() as proxy:
 
@@ -329,7 +329,7 @@ async def test_probes_hold_one_name(site: Site) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_who_d_is_can_be_learned_from_what_it_answers(site: Site, *, stream: bool) -> None:
+async def test_an_answer_identifies_d(site: Site, *, stream: bool) -> None:
     """Without a probe that tells: from a whole answer, or a chunk of a newer engine.
 
     The next stream is remembered under it.
@@ -373,7 +373,7 @@ async def test_a_d_that_holds_nothing_any_more_is_believed(site: Site) -> None:
         assert len(d.probes) == 2
 
 
-async def test_a_d_that_came_back_is_somebody_else(site: Site) -> None:
+async def test_a_restarted_d_has_a_new_identity(site: Site) -> None:
     """After a restart of D, streams use its new id; holds of its old life keep the old one."""
     p, d = site.prefill[0], site.decode[0]
     async with site.proxy() as proxy:
