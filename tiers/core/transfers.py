@@ -94,7 +94,7 @@ class TransferScheduler:
             )
             for index, tier in enumerate(tiers, start=1)
         ]
-        self._choosy = [secondary for secondary in self.secondaries if secondary.admission is not None]
+        self._filtered = [secondary for secondary in self.secondaries if secondary.admission is not None]
         self._cpu_tier = cpu_tier
         self._history = history
         self._commands = commands
@@ -145,8 +145,8 @@ class TransferScheduler:
 
     def used(self, blocks: Sequence[Block], user: Hashable) -> None:
         """Offers blocks that a request found in the CPU tier to tiers with an admission filter."""
-        blocks = [block for block in blocks if not block.hold_only] if self._choosy else blocks
-        for secondary in self._choosy:
+        blocks = [block for block in blocks if not block.hold_only] if self._filtered else blocks
+        for secondary in self._filtered:
             taken = []
             for block in blocks:
                 if (

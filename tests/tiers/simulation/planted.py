@@ -1,7 +1,7 @@
 """The planted bugs of `mutants`: old text, new text, and the invariant that finds the bug.
 
-Mutants are text replacements in `tiers/`: after a change there, adapt the old text. A mutant whose old
-text does not occur exactly once fails `test_simulation_mutants.py`.
+Mutants are text replacements in `tiers/`: after a change there, adapt the old text. A mutant whose
+old text does not occur exactly once fails `test_simulation_mutants.py`.
 """
 
 from __future__ import annotations
