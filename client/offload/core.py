@@ -1,15 +1,16 @@
 """Offload core: decides once per step what an engine loads from the server and what it saves there.
 
-A state machine without I/O, clock or threads, for any engine. Events of the engine, its workers and
-the server arrive as method calls. ``now`` is in seconds of a clock that never goes back. Loads and
-saves leave once per step as a ``StepPlan``; requests to the server leave by ``OffloadServer``.
-Calls for one request:
+The core is a state machine without I/O, clock or threads, for any engine. The adapter reports
+events of the engine, the workers and the server as method calls. ``now`` is in seconds of a
+monotonic clock. Once per step the adapter takes all loads and saves as one ``StepPlan``. The core
+sends requests to the server through ``OffloadServer``. Calls for one request:
 
-    arrived -> match (until it is known) -> allocated -> [loads_ended] -> plan_saves (every step)
+    arrived -> match (until not None) -> allocated -> [loads_ended] -> plan_saves (every step)
     -> take_plan (every step) -> finished
 
 Other events: ``lookup_ended``, ``saves_ended``, ``preempted``, ``server_changed``, ``reset`` and
-``emptied``. The engine computes requests that the core does not know; they are not stored.
+``emptied``. If the core does not know a request (no ``arrived``), it loads and saves nothing for
+it; the engine computes the request.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ __all__ = ["CoreView", "OffloadCore", "ScheduledRequest"]
 
 
 class ScheduledRequest(NamedTuple):
-    """A request of this step, with its tokens and blocks at the step's end."""
+    """A request that the step computes, with the request's tokens and blocks after the step."""
 
     request_id: str
     tokens: int
@@ -49,7 +50,10 @@ class ScheduledRequest(NamedTuple):
 
 
 class CoreView(NamedTuple):
-    """Internal state: keys that lazy mode considers stored, save jobs in flight, requests."""
+    """Internal state of the core. ``stored``: keys that lazy mode considers stored.
+
+    ``jobs``: save jobs in flight, by job id. ``requests``: all requests that have not ended.
+    """
 
     stored: frozenset[bytes]
     jobs: Mapping[int, SaveJob]
@@ -57,7 +61,10 @@ class CoreView(NamedTuple):
 
 
 class _Reset(Enum):
-    """DRAINING: old transfers are in flight. EMPTYING: the server was asked to empty its tier."""
+    """State of a cache reset. DRAINING: transfers from before the reset are in flight.
+
+    EMPTYING: the core asked the server to empty its CPU tier and waits for ``emptied``.
+    """
 
     NONE = "none"
     DRAINING = "draining"
@@ -80,7 +87,8 @@ class OffloadCore:
         self._loading: set[str] = set()
         # Requests whose preemption `match` saw in this step, before `preempted` was called.
         self._restarted: set[str] = set()
-        # By save job in flight. The server is told of a request's end after its last job.
+        # The request of each save job in flight, by job id. The core reports a request's end to the
+        # server after the request's last save job.
         self._saving: dict[int, OffloadRequest] = {}
         self._plan = StepPlan()
         self._reset = _Reset.NONE
@@ -90,8 +98,9 @@ class OffloadCore:
     def arrived(self, request: EngineRequest, engine_tokens: int | None, now: float) -> bool:
         """Registers a new request; returns whether a lookup after ``engine_tokens`` was started.
 
-        ``engine_tokens`` estimates the hit in the engine's own cache. A low estimate costs a few
-        keys, a high one a second lookup. With None the lookup starts when the request is matched.
+        ``engine_tokens`` estimates the hit in the engine's own cache. If the estimate is too low,
+        the lookup asks for a few keys too many. If it is too high, a second lookup is needed. If it
+        is None, the lookup starts with the first ``match``.
         """
         state = self._requests[request.request_id] = OffloadRequest(request)
         if engine_tokens is None or not self._may_look_up(state):
@@ -99,16 +108,18 @@ class OffloadCore:
         return self._loads.begin(state, engine_tokens, now) is not None
 
     def match(self, request_id: str, computed_tokens: int, now: float) -> int | None:
-        """Tokens after ``computed_tokens`` that can be loaded; None: ask again in the next step.
+        """Returns how many tokens after ``computed_tokens`` can be loaded.
 
-        Called each time that the scheduler considers a waiting request. The hit stays pinned until
-        the request takes it or ends (B4.3).
+        Returns None if the server has not answered yet; the adapter asks again in the next step.
+        Called each time that the scheduler considers a waiting request. The blocks of the hit stay
+        pinned until the load has ended, or until the request ends or is computed (B4.3).
         """
         state = self._requests.get(request_id)
         if state is None:
             return 0
         if state.phase is RequestPhase.RUNNING:
-            # The request was preempted: an engine asks only before it computes anything.
+            # An engine calls `match` only before it starts a request. So a RUNNING request that is
+            # matched again has been preempted.
             self._restart(state)
             self._restarted.add(request_id)
         if state.compute_only or not self._may_look_up(state):
@@ -116,18 +127,20 @@ class OffloadCore:
         return self._loads.match(state, computed_tokens, now)
 
     def lookup_ended(self, lookup: LookupId, found: PrefixHit, now: float) -> None:
-        """Result of ``OffloadServer.start_lookup``; ignored if the lookup was dropped."""
+        """Records the result of ``OffloadServer.start_lookup``, unless the lookup was dropped."""
         self._loads.answered(lookup, found, now)
 
     def allocated(self, request_id: str, tables: BlockTables, external_tokens: int) -> None:
-        """The engine allocated blocks, with ``external_tokens`` of the hit: all, fewer or 0.
+        """The engine allocated blocks; it loads ``external_tokens`` of the hit: all, some or none.
 
-        With external tokens the request waits for a load, so the plan always has one.
+        If it loads any, the request waits for the load, so a ``LoadJob`` is always planned. If
+        nothing can be read, the job is empty and workers report it as failed.
         """
         state = self._requests.get(request_id)
         if external_tokens > 0:
             if state is not None:
-                # First, because its blocks must not be stored until the load has ended.
+                # Set first, so that the request's blocks are not stored before the load has ended,
+                # even if `take` raises.
                 state.phase = RequestPhase.LOADING
                 self._loading.add(request_id)
             job = self._loads.take(state, tables, external_tokens) if state is not None else LoadJob(request_id)
@@ -137,12 +150,12 @@ class OffloadCore:
             self._loads.drop(state)
 
     def sources(self, request_id: str) -> Mapping[str, int]:
-        """Tokens of the request's last load by the tier that had them."""
+        """Returns the number of tokens of the request's last load from each tier."""
         state = self._requests.get(request_id)
         return state.sources if state is not None else {}
 
     def loads_ended(self, ended: Iterable[str], failed: Iterable[str]) -> None:
-        """All workers have ended these loads. The engine computes the blocks of ``failed`` ones."""
+        """All workers have ended these loads. If a load failed, the engine computes its blocks."""
         for request_id in failed:
             state = self._requests.get(request_id)
             if state is not None:
@@ -157,7 +170,7 @@ class OffloadCore:
     # ---- saves
 
     def plan_saves(self, computed: Iterable[ScheduledRequest], now: float) -> list[EndedSave]:
-        """Plans this step's saves, once per step after scheduling; returns expired jobs."""
+        """Plans this step's saves; called once per step after scheduling. Returns expired jobs."""
         lost = self._saves.expire(now)
         self._saves_ended(lost, now)
         if self._reset is _Reset.NONE:
@@ -165,7 +178,7 @@ class OffloadCore:
         return lost
 
     def take_plan(self, now: float) -> StepPlan:
-        """Returns the jobs of this step, to be sent to the workers at once."""
+        """Returns the jobs of this step. The adapter must send them to the workers at once."""
         plan, self._plan = self._plan, StepPlan()
         self._restarted.clear()
         self._saves.sent(plan.saves, now)
@@ -174,9 +187,11 @@ class OffloadCore:
     def saves_ended(
         self, ended: Mapping[int, int], not_stored: Mapping[int, Collection[int]], now: float
     ) -> list[EndedSave]:
-        """Takes workers' reports: their number per job, and the indices of keys not stored.
+        """Records workers' reports. Returns the jobs that all workers have ended.
 
-        Returns the jobs that all workers have ended; a block must be stored by all of them (B4.5).
+        ``ended``: how many workers reported each job. ``not_stored``: per job, the indices of the
+        keys that some worker could not store. A block counts as stored only if every worker stored
+        its part (B4.5).
         """
         complete = self._saves.report(ended, not_stored, now)
         self._saves_ended(complete, now)
@@ -185,7 +200,7 @@ class OffloadCore:
     def preempted(self, request_ids: Iterable[str]) -> None:
         """These requests lost their blocks; they will be matched and computed again (B4.12).
 
-        Saves in flight hold their blocks, so the workers need no flush.
+        Blocks of saves in flight stay referenced, so the adapter need not wait for these saves.
         """
         for request_id in request_ids:
             state = self._requests.get(request_id)
@@ -203,14 +218,14 @@ class OffloadCore:
     ) -> None:
         """The request has ended: saves the blocks that its last step filled (B4.14).
 
-        ``held``: blocks that a peer waits for. Those not offered yet are saved with these keys.
+        ``held``: blocks that a peer waits for, with keys. Those not offered yet are saved too.
         """
         state = self._requests.get(request_id)
         if state is None:
             return
         self._loads.drop(state)
         if state.phase is RequestPhase.LOADING:
-            # Workers still write to its blocks; the engine keeps them until the load is reported.
+            # Workers still write to the request's blocks. The engine frees them after the load.
             state.phase = RequestPhase.ENDING
             return
         try:
@@ -227,18 +242,21 @@ class OffloadCore:
 
     @property
     def pending(self) -> bool:
-        """Whether the engine must keep stepping to send jobs or receive reports (B4.8)."""
+        """Whether the engine must run further steps to send jobs or receive reports (B4.8)."""
         return bool(self._loading or self._plan.loads or self._plan.saves) or self._saves.pending
 
     def frees_pending(self, now: float) -> bool:
-        """Whether the engine should wait for a save to free blocks soon, and not preempt."""
+        """Whether a save will free blocks soon.
+
+        If so, the engine should wait instead of preempting a request.
+        """
         return self._saves.pending and self._saves.blocks_awaiting_save_only(now)
 
     def reset(self) -> bool:
-        """Invalidates everything stored; False if earlier transfers are in flight (B4.13).
+        """Starts a cache reset. Returns False if transfers are still in flight (B4.13).
 
-        The core holds their blocks until they end, and then asks the server to empty its primary
-        tier. Until that is done, every request is a miss and nothing is saved.
+        The core waits for these transfers, then asks the server to empty its CPU tier. Until
+        ``emptied`` is called, ``match`` returns 0 and nothing is saved.
         """
         for state in self._requests.values():
             self._loads.drop(state)
@@ -246,7 +264,7 @@ class OffloadCore:
         return self._empty_when_drained()
 
     def emptied(self) -> None:
-        """The server has emptied its primary tier: running requests are stored again (B3.19)."""
+        """The server has emptied its CPU tier; running requests are stored again (B3.19)."""
         if self._reset is _Reset.EMPTYING:
             self._reset = _Reset.NONE
             self._store_again()
@@ -254,8 +272,9 @@ class OffloadCore:
     def server_changed(self) -> None:
         """The server was restarted or replaced, and may lack blocks that were stored or found.
 
-        Every request is looked up again, and running requests are stored from their start again, so
-        that no gap stays (B4.15). Results of saves in flight do not count for the new server.
+        Each request is looked up again at its next ``match``. All blocks of running requests are
+        stored again, so that no stored prefix has a gap (B4.15). Blocks of saves in flight do not
+        count as stored.
         """
         self._saves.mark_suspect()
         for state in self._requests.values():
@@ -284,7 +303,11 @@ class OffloadCore:
         return self._reset is _Reset.NONE and state.engine.may_load
 
     def _stores_eagerly(self, state: OffloadRequest) -> bool:
-        """Request-level storage is always eager: its readers must not wait for an eviction."""
+        """Whether the request's blocks are stored as soon as they are full.
+
+        With the REQUEST_LEVEL policy this holds in lazy mode too, because another process may read
+        the blocks before this engine evicts them.
+        """
         return state.engine.may_save and (self._lookahead is None or state.engine.request_level)
 
     def _store_again(self) -> None:
@@ -335,7 +358,10 @@ class OffloadCore:
             self._server.end_request(state.engine)
 
     def _empty_when_drained(self) -> bool:
-        """Whether no transfer is in flight. A reset that waited for that empties the server."""
+        """Returns True if no transfer is in flight.
+
+        If a reset was waiting for this, the core asks the server to empty its CPU tier.
+        """
         if self.pending:
             return False
         if self._reset is _Reset.DRAINING:

@@ -1,6 +1,6 @@
 """Lazy mode of the offload core: stores blocks shortly before the engine evicts them (B4.7).
 
-It copies fewer blocks than eager mode, and none that stay in use.
+Lazy mode copies fewer blocks than eager mode: a block that stays in use is never copied.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ _STEPS_AHEAD = 2
 # A scan costs about 1 µs per block, so it does not run in every step.
 _MIN_COVERAGE = 0.75
 _STEPS_BETWEEN_SCANS = 16
-# The server does not report evictions. A block counts as stored for this time, and up to twice as
-# long. Then it is offered again; if the server still has it, that costs one key in a call.
+# The server does not report evictions. So a stored block counts as stored for one to two times this
+# time and is then offered again. If the server still has the block, this costs one key in a call.
 _STORED_TTL_S = 60.0
 
 
 class EvictionLookahead:
     """Chooses the blocks to store: those that the next steps may evict.
 
-    It scans the engine's free blocks from the eviction end. It scans again if many blocks of the
-    last scan are gone or after some steps, because prefix hits remove blocks from the middle too.
-    Stored blocks go back to their place in the eviction order.
+    Scans the engine's free blocks, beginning with the next block to evict. Scans again after some
+    steps, because prefix hits also remove blocks from the middle. Scans earlier if many blocks of
+    the last scan are no longer free. After the store, a block is at its old place in the eviction
+    order.
     """
 
     def __init__(self, geometry: CacheGeometry, batched_tokens: int, pool: BlockPool) -> None:
         self.target = _STEPS_AHEAD * sum(group.blocks_per_step(batched_tokens) for group in geometry.groups)
         self._pool = pool
-        # Blocks of the last scan that need no store, from the eviction end; and blocks that are
-        # being stored.
+        # Blocks of the last scan that need no store, the next one to evict first.
         self._covered: deque[FreeBlock] = deque()
         self._in_flight: set[int] = set()
         self._steps_since_scan = 0
-        # Key of each block that the server is known to have: recent ones, and those of the period
-        # before. A block that was reused has another key.
+        # Key of each stored block by block id, in this period and in the one before. The key shows
+        # whether the engine has reused the block for other content.
         self._stored: dict[int, bytes] = {}
         self._stored_before: dict[int, bytes] = {}
         self._next_aging_at = 0.0
@@ -65,7 +65,10 @@ class EvictionLookahead:
         return chosen
 
     def ended(self, save: EndedSave, now: float) -> None:
-        """Puts the blocks of a save back; records its result unless the server has changed."""
+        """Puts blocks of the save that were free back into the eviction order; records its result.
+
+        The result is ignored if the server has changed since.
+        """
         job = save.job
         if save.was_free:
             self._put_back(job.block_ids)
@@ -84,7 +87,7 @@ class EvictionLookahead:
         self._stored.update(blocks)
 
     def restart(self) -> None:
-        """The server was emptied or replaced: it has no block."""
+        """The server was emptied or replaced: no block counts as stored."""
         self._stored.clear()
         self._stored_before.clear()
         self._covered.clear()

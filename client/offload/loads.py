@@ -48,7 +48,10 @@ class BlockPosition(NamedTuple):
 
 @dataclass(frozen=True)
 class PresenceQuery:
-    """Asks which blocks are stored; with ``prefix`` only those before the first missing one."""
+    """Asks which of ``blocks`` are stored.
+
+    With ``prefix`` the answer has only the stored blocks before the first missing one.
+    """
 
     blocks: Sequence[BlockPosition]
     prefix: bool
@@ -59,7 +62,7 @@ class PrefixHit:
     """Result of a lookup: the first ``hit_tokens`` tokens of the request are stored.
 
     ``items[group.index][position]``: (lease id, index in the lease) of each stored block.
-    ``sources[position]``: the tier that had the block of the leading group.
+    ``sources[position]``: the tier that had the leading group's block.
     """
 
     hit_tokens: int
@@ -70,11 +73,11 @@ class PrefixHit:
 class RequestPhase(Enum):
     """Phase of a request.
 
-    WAITING: for its first computation, or for the next one after a preemption or a load.
+    WAITING: the engine has not computed it yet, or not since its last preemption or load.
     LOADING: workers write into its blocks.
     RUNNING: the engine computes it.
-    ENDING: it has ended, and workers still write into its blocks.
-    ENDED: only saves of it may be left.
+    ENDING: the request has ended, but workers still write into its blocks.
+    ENDED: at most saves of the request are still in flight.
     """
 
     WAITING = "waiting"
@@ -86,7 +89,7 @@ class RequestPhase(Enum):
 
 @dataclass
 class Lookup:
-    """A lookup of tokens [``start``, ``limit``). Once answered, it pins the blocks of ``found``."""
+    """Lookup of tokens [``start``, ``limit``). The blocks of ``found`` are pinned."""
 
     number: LookupId
     start: int
@@ -100,10 +103,11 @@ class Lookup:
 class OffloadRequest:
     """State of one request.
 
-    ``lookup``: the lookup that it waits for or may load; ``loading``: the one that is being loaded.
-    ``offered_from``: tokens that the engine had when the last hit was offered.
+    ``lookup``: the lookup whose answer the request waits for, or whose hit it may load.
+    ``loading``: the lookup whose hit is being loaded.
+    ``offered_from``: number of computed tokens when ``match`` last returned a hit.
     ``loading_blocks``: (block id, key) of the blocks that are being loaded.
-    ``compute_only``: a load or a lookup failed; no other is tried.
+    ``compute_only``: a load failed or a lookup timed out; the request looks up nothing more.
     """
 
     engine: EngineRequest
@@ -119,7 +123,7 @@ class OffloadRequest:
 
 
 class LoadPlanner:
-    """Lookups, matches and loads of all requests."""
+    """Lookups and loads of all requests."""
 
     def __init__(
         self, geometry: CacheGeometry, options: OffloadOptions, pool: BlockPool, server: OffloadServer
@@ -132,7 +136,10 @@ class LoadPlanner:
         self._next_lookup = 1
 
     def begin(self, state: OffloadRequest, start: int, now: float) -> Lookup | None:
-        """Starts a lookup after ``start`` tokens; None without such tokens or a server."""
+        """Starts a lookup of the tokens after ``start``.
+
+        Returns None if there are no such tokens or no server is connected.
+        """
         request, step = state.engine, self._geometry.step_tokens
         limit = usable_limit(request.total_tokens, step)
         for group in self._geometry.groups:
@@ -153,7 +160,7 @@ class LoadPlanner:
             lookup.found, lookup.answered_at = found, now
 
     def match(self, state: OffloadRequest, computed_tokens: int, now: float) -> int | None:
-        """Tokens after ``computed_tokens`` that can be loaded; None until that is known."""
+        """Returns how many tokens after ``computed_tokens`` can be loaded; None: not known yet."""
         step = self._geometry.step_tokens
         if computed_tokens % step or usable_limit(state.engine.total_tokens, step) <= computed_tokens:
             return 0
@@ -171,7 +178,7 @@ class LoadPlanner:
         return max(0, lookup.found.hit_tokens - computed_tokens)
 
     def take(self, state: OffloadRequest, tables: BlockTables, external_tokens: int) -> LoadJob:
-        """Plans the load of the first ``external_tokens`` matched; no reads if impossible."""
+        """Plans the load of ``external_tokens`` of the hit; an empty job if it is impossible."""
         job = LoadJob(state.engine.request_id)
         lookup, state.lookup = state.lookup, None
         state.loading = lookup
@@ -188,20 +195,20 @@ class LoadPlanner:
         return job
 
     def failed(self, state: OffloadRequest) -> None:
-        """The load failed: the engine computes the blocks, and they are stored again."""
+        """The load failed: the engine computes the blocks, and these are stored again."""
         state.compute_only = True
         state.progress.loaded = range(0)
         state.loading_blocks = []
 
     def ended(self, state: OffloadRequest) -> list[tuple[int, bytes]]:
-        """Unpins a load that has ended; returns (block id, key) of the blocks that were loaded."""
+        """Unpins the blocks of a load that has ended; returns (block id, key) of those loaded."""
         lookup, state.loading = state.loading, None
         self._unpin(lookup)
         loaded, state.loading_blocks = state.loading_blocks, []
         return loaded
 
     def drop(self, state: OffloadRequest) -> None:
-        """Unpins a lookup that will not be loaded."""
+        """Drops the request's lookup and unpins its blocks."""
         lookup, state.lookup = state.lookup, None
         self._unpin(lookup)
 
@@ -222,11 +229,11 @@ class LoadPlanner:
             self._server.drop_lookup(lookup.number)
 
 
-# ---- how far a hit reaches
+# ---- length of a hit
 
 
 def usable_limit(num_tokens: int, step_tokens: int) -> int:
-    """The longest usable hit: whole steps, and at least one token is computed (B4.2)."""
+    """Longest usable hit: a multiple of ``step_tokens`` that leaves a token to compute (B4.2)."""
     return max(0, num_tokens - 1) // step_tokens * step_tokens
 
 
@@ -235,7 +242,8 @@ def search_hit(
 ) -> Generator[PresenceQuery, AbstractSet[BlockPosition], int]:
     """Finds the end of the hit that begins at ``start``, at most ``limit``, with a few queries.
 
-    The caller sends each query's stored blocks. Both are multiples of ``geometry.step_tokens``.
+    The caller sends the stored blocks of each query into the generator. ``start`` and ``limit`` are
+    multiples of ``geometry.step_tokens``.
     """
     step = geometry.step_tokens
     for group in (g for g in geometry.groups if g.kind is CacheGroupKind.FULL):
@@ -244,12 +252,12 @@ def search_hit(
         if limit <= start:
             return start
     if geometry.drop_last_block:
-        # A draft model computes the KV of a block's last token with the token after it.
+        # A draft model's KV of the last token of a block depends on the next token.
         limit -= step
     partial = [g for g in geometry.groups if g.kind is not CacheGroupKind.FULL]
     if not partial or limit <= start:
         return limit
-    # In most cases the last windows of the full hit are stored; only otherwise shorter hits are
+    # In most cases the windows at the end of the full hit are stored. Otherwise shorter hits are
     # tried.
     tails = [
         block for block in _positions(partial, start, limit) if block.position >= block.group.first_needed_block(limit)
@@ -266,10 +274,11 @@ def search_hit(
 def longest_hit(
     groups: Sequence[CacheGroup], present: Mapping[int, AbstractSet[int]], start: int, limit: int, step_tokens: int
 ) -> int:
-    """The longest prefix, in tokens, that all ``groups`` can serve; at least ``start``.
+    """Returns the longest prefix, in tokens, for which ``groups`` have all needed blocks.
 
-    ``present[group.index]`` holds the positions of the stored blocks. The engine has the tokens
-    before ``start`` in every group. ``start`` and ``limit`` are multiples of ``step_tokens``.
+    ``present[group.index]`` holds the positions of the stored blocks. The engine itself has the
+    tokens before ``start`` in every group. ``start`` and ``limit`` are multiples of
+    ``step_tokens``; ``start`` is the result if there is no longer prefix.
     """
     runs = {group.index: _run_lengths(group, present.get(group.index, frozenset()), start, limit) for group in groups}
     for hit in range(limit, start, -step_tokens):
@@ -287,7 +296,7 @@ def _positions(groups: Sequence[CacheGroup], start: int, limit: int) -> list[Blo
 
 
 def _run_lengths(group: CacheGroup, present: AbstractSet[int], start: int, limit: int) -> list[int]:
-    """For each block from ``start`` on: how many present blocks in a row end with it."""
+    """For each position from ``start`` on: how many consecutive present blocks end there."""
     runs, length = [], 0
     for position in range(start // group.block_tokens, limit // group.block_tokens):
         length = length + 1 if position in present else 0
@@ -301,15 +310,15 @@ def _serves(group: CacheGroup, runs: Sequence[int], start: int, hit: int) -> boo
     return needed <= 0 or runs[hit // group.block_tokens - start // group.block_tokens - 1] >= needed
 
 
-# ---- which blocks a load reads
+# ---- blocks to read
 
 
 def plan_reads(geometry: CacheGeometry, found: PrefixHit, tables: BlockTables, start: int, end: int) -> list[BlockRead]:
     """Returns reads, one per lease, that fill every block allocated for [``start``, ``end``).
 
-    Returns none if the lookup lacks one of these blocks, or if the engine took part of a block. The
-    engine treats every allocated block as loaded. A block may be missing if the engine took fewer
-    tokens than were offered: a sliding window then ends elsewhere.
+    The engine treats every allocated block as loaded. So nothing is read if the lookup lacks one of
+    these blocks, or if ``start`` or ``end`` is inside a block. A block may be missing if the engine
+    accepted fewer tokens than were offered: a sliding window then needs other blocks.
     """
     if start % geometry.step_tokens or end % geometry.step_tokens:
         return []
@@ -331,9 +340,9 @@ def plan_reads(geometry: CacheGeometry, found: PrefixHit, tables: BlockTables, s
 def lacks_blocks(geometry: CacheGeometry, pool: BlockPool, tables: BlockTables, start: int, end: int) -> bool:
     """Whether a sliding window lacks blocks before ``start`` that a hit up to ``end`` needs.
 
-    An engine with state groups may count tokens as computed although a sliding window lost their
-    blocks. It allocates those blocks anew, and a lookup that began at ``start`` did not ask for
-    them.
+    An engine with state groups may count tokens as computed although it evicted their blocks of a
+    sliding window. It allocates these blocks again, without content. A lookup that began at
+    ``start`` did not ask for them.
     """
     if not any(group.is_state for group in geometry.groups):
         return False
@@ -346,7 +355,7 @@ def lacks_blocks(geometry: CacheGeometry, pool: BlockPool, tables: BlockTables, 
 
 
 def _count_sources(geometry: CacheGeometry, found: PrefixHit, start: int, end: int) -> dict[str, int]:
-    """Counts the tokens of [``start``, ``end``) by the tier that had their block; "" if unknown."""
+    """Counts the tokens of [``start``, ``end``) by tier; the tier is "" if it is unknown."""
     counts: dict[str, int] = {}
     block_tokens = geometry.leading_group.block_tokens
     for position in range(start // block_tokens, end // block_tokens):

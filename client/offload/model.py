@@ -1,7 +1,7 @@
-"""Interfaces of the offload core to the engine and the server, its jobs and its options.
+"""Interfaces of the offload core to the engine and the server; jobs and options of the core.
 
-All methods are called on the scheduler's thread. They must not block, and must not raise because a
-server failed.
+The core calls all methods of the interfaces on the scheduler's thread. The methods must not block.
+They must not raise because a server failed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 BlockTables: TypeAlias = Sequence[Sequence[int]]
-"""Block ids of a request, or ``null_block``: ``tables[group.index][position]``."""
+"""``tables[group.index][position]`` is the id of a request's block, or ``null_block``."""
 
 LookupId = NewType("LookupId", int)
 
@@ -44,7 +44,10 @@ _MAX_BACKOFF_S = 30.0
 
 
 class CacheGroupKind(Enum):
-    """Part of a prefix that a group's layers read: all, the last tokens, or the final state."""
+    """Which part of a prefix the layers of a group read.
+
+    FULL: all tokens. WINDOW: the last tokens. STATE: only the state after the last token.
+    """
 
     FULL = "full"
     WINDOW = "window"
@@ -55,11 +58,12 @@ class CacheGroupKind(Enum):
 class CacheGroup:
     """One KV cache group.
 
-    ``retained_tokens``: tokens before a hit's end that it needs; None for full attention.
+    ``retained_tokens``: number of tokens before the end of a hit whose blocks the hit needs; None
+    for full attention.
     ``page_bytes[i]``: bytes of one block of ``layers[i]`` on one rank, without padding.
     ``formats[i]``: data format of these bytes, if known.
-    ``is_state``: a recurrent state (Mamba, for example), updated in place. A hit needs only the
-    block that ends with it, and a block has the state at its end only if a step ended there.
+    ``is_state``: the layers have a recurrent state (for example Mamba) that they update in place. A
+    hit needs only its last block. A block has the state at its end only if a step ended there.
     """
 
     index: int
@@ -96,7 +100,7 @@ class CacheGroup:
         return max(0, hit_tokens - self.retained_tokens) // self.block_tokens
 
     def blocks_per_step(self, batched_tokens: int) -> int:
-        """Most blocks of this group that a step of ``batched_tokens`` may allocate (B4.7)."""
+        """Maximum number of blocks of this group that a step allocates (B4.7)."""
         if self.is_state:
             return _STATE_BLOCKS_PER_STEP
         if self.retained_tokens is None:
@@ -109,7 +113,7 @@ class CacheGeometry:
     """Cache groups and block sizes.
 
     ``step_tokens``: block size of the scheduler; hits are multiples of it.
-    ``hash_tokens``: tokens covered by one of the engine's hashes.
+    ``hash_tokens``: number of tokens that one of the engine's block hashes covers.
     ``drop_last_block``: the engine recomputes the last block of a hit.
     ``null_block``: the block id that stands for "no block".
     """
@@ -122,7 +126,7 @@ class CacheGeometry:
 
     @property
     def leading_group(self) -> CacheGroup:
-        """The group that stands for all tokens in estimates and counts: full attention if any."""
+        """The group whose blocks are used to estimate and count tokens: full attention if any."""
         return next((group for group in self.groups if group.kind is CacheGroupKind.FULL), self.groups[0])
 
 
@@ -134,12 +138,12 @@ class EngineRequest(Protocol):
 
     @property
     def request_id(self) -> str:
-        """The engine's id, as in the events; unique among the requests that have not ended."""
+        """The engine's id, as in the calls of the core; unique among unfinished requests."""
         ...
 
     @property
     def server_name(self) -> str:
-        """The id that the server uses. It differs if the engine's id is too long for the server."""
+        """The id that the server uses; another id only if ``request_id`` is too long for it."""
         ...
 
     @property
@@ -149,7 +153,7 @@ class EngineRequest(Protocol):
 
     @property
     def may_load(self) -> bool:
-        """Whether the request may use stored blocks; read each time it is matched."""
+        """Whether the request may use stored blocks. The core reads it before each lookup."""
         ...
 
     @property
@@ -161,16 +165,19 @@ class EngineRequest(Protocol):
         ...
 
     def final_blocks(self, group: CacheGroup) -> int:
-        """How many blocks of ``group`` have a key: those without draft tokens (B4.6)."""
+        """Number of leading blocks of ``group`` that are full and have no draft tokens (B4.6).
+
+        Only these blocks have a key.
+        """
         ...
 
     def key(self, group: CacheGroup, position: int) -> bytes:
-        """Key of a block in the store; ``position`` is below ``final_blocks(group)``."""
+        """Key under which the server stores the block; ``position < final_blocks(group)``."""
         ...
 
 
 class FreeBlock(NamedTuple):
-    """A block without references; ``key`` is None if its content cannot be stored."""
+    """A block and its key; ``key`` is None if the content cannot be stored."""
 
     block_id: int
     group_index: int
@@ -187,12 +194,16 @@ class BlockPool(Protocol):
         """Adds one reference to each block."""
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Removes it. Blocks that become free are evicted in this order, after all cached ones."""
+        """Removes one reference from each block.
+
+        Blocks that become free are evicted in this order, after all free blocks with content.
+        """
 
     def put_back(self, block_ids: Sequence[int], behind: Collection[int]) -> None:
-        """Removes it. Blocks that become free are evicted in this order, before all cached ones.
+        """Removes one reference from each block.
 
-        Only blocks of ``behind`` that are in a row at the eviction end are evicted earlier.
+        Blocks that become free are evicted in this order, before all free blocks with content. Only
+        the blocks of ``behind`` at the start of the eviction order stay before them.
         """
 
     def references(self, block_id: int) -> int:
@@ -203,7 +214,7 @@ class BlockPool(Protocol):
         """Key of the block in the engine's prefix cache at the end of this step, if any."""
 
     def free_block(self, block_id: int) -> FreeBlock | None:
-        """The block if it has no reference."""
+        """The block, or None if it has a reference."""
 
     def free_blocks(self) -> Iterator[FreeBlock]:
         """The free blocks in eviction order."""
@@ -211,26 +222,27 @@ class BlockPool(Protocol):
 
 
 class OffloadServer(Protocol):
-    """Sends the core's requests to the server. Results arrive later, as events."""
+    """Sends the core's requests to the server. The adapter reports results by calls of the core."""
 
     def start_lookup(self, lookup: LookupId, request: EngineRequest, start: int, limit: int) -> bool:
         """Looks up and pins the stored blocks of tokens [``start``, ``limit``) (B4.3).
 
-        ``OffloadCore.lookup_ended`` answers it. Returns False if no server is connected: a miss.
+        The adapter reports the result by ``OffloadCore.lookup_ended``. Returns False, which counts
+        as a miss, if no server is connected.
         """
         ...
 
     def drop_lookup(self, lookup: LookupId) -> None:
-        """Unpins the blocks of a lookup, finished or not. The core expects no result."""
+        """Cancels a lookup, or unpins its blocks if it has ended. The core expects no result."""
 
     def give_up_lookup(self, lookup: LookupId) -> None:
-        """As ``drop_lookup``, after the lookup timed out."""
+        """Same as ``drop_lookup``, for a lookup that timed out."""
 
     def end_request(self, request: EngineRequest) -> None:
-        """Ends the request at the server after its last store (B3.12). Called once per request."""
+        """Ends the request at the server (B3.12). Called once per request, after its last store."""
 
     def empty(self) -> None:
-        """Empties the primary tier. ``OffloadCore.emptied`` answers the last call."""
+        """Empties the CPU tier. After the last call the adapter calls ``OffloadCore.emptied``."""
 
 
 # ---- jobs of the workers
@@ -238,7 +250,7 @@ class OffloadServer(Protocol):
 
 @dataclass
 class BlockRead:
-    """Blocks to load: key ``indices[i]`` of the lease goes to ``block_ids[i]`` of ``groups[i]``.
+    """Blocks to load: key ``indices[i]`` of the lease into ``block_ids[i]`` of ``groups[i]``.
 
     ``endpoint``: the server that granted the lease; empty for the engine's own server.
     """
@@ -284,10 +296,11 @@ class SaveJob:
 
 @dataclass
 class StepPlan:
-    """Jobs of one step. Each is reported on its own.
+    """Jobs of one step. Workers report each job separately.
 
-    Loads wait for the compute that may read the blocks' old content, saves for the compute that
-    writes them: one event for all loads and one for all saves (B4.4, B4.11).
+    Loads wait for the compute that may still read the blocks' old content. Saves wait for the
+    compute that writes the blocks. A worker needs one device event for all loads of a step, and
+    one for all saves (B4.4, B4.11).
     """
 
     loads: list[LoadJob] = field(default_factory=list)
@@ -298,7 +311,7 @@ class StepPlan:
 
 
 class OffloadMode(Enum):
-    """EAGER stores a block once it is full (B4.6); LAZY before the engine evicts it (B4.7)."""
+    """EAGER: stores a block when it is full (B4.6). LAZY: before the engine evicts it (B4.7)."""
 
     EAGER = "eager"
     LAZY = "lazy"
@@ -308,12 +321,14 @@ class OffloadMode(Enum):
 class OffloadOptions:
     """Settings of the core; all times in seconds.
 
-    ``lookup_timeout_s``: longest wait of a request for its lookup; then the engine computes it.
-    ``hit_lifetime_s``: a hit not loaded within this time is looked up again, before its lease ends.
-    ``max_held_fraction``: largest share of the engine's blocks that saves in flight may hold.
-    ``save_lost_after_s``: after this time without a report a save is lost. By then workers must
-    have stopped reading its blocks, and must not publish what they read (B5.6).
-    ``batched_tokens``: most tokens that one step computes; the look-ahead of lazy mode.
+    ``lookup_timeout_s``: maximum time that a request waits for its lookup. Then the engine computes
+    the request.
+    ``hit_lifetime_s``: if a hit is not loaded within this time, it is looked up again. Choose it
+    shorter than the lease of the lookup.
+    ``max_held_fraction``: maximum fraction of the engine's blocks that saves in flight may hold.
+    ``save_lost_after_s``: after this time without a report a save counts as not stored. By then
+    workers must have stopped reading its blocks, and must not publish what they read (B5.6).
+    ``batched_tokens``: maximum number of tokens per step; lazy mode looks two steps ahead.
     """
 
     mode: OffloadMode = OffloadMode.EAGER
@@ -335,11 +350,11 @@ class Backoff:
         return now >= self.until
 
     def start(self, now: float) -> None:
-        """A store was refused: waits one interval."""
+        """A store was refused: the next attempt is after one interval."""
         self.until = now + self.interval_s
 
     def grow(self, now: float) -> None:
-        """A store is tried again: doubles the interval and waits."""
+        """A store is tried again: doubles the interval before the next attempt."""
         self.interval_s = min(2 * self.interval_s, _MAX_BACKOFF_S)
         self.until = now + self.interval_s
 

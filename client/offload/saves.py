@@ -1,16 +1,16 @@
 """Saves of the offload core: chooses blocks to store and holds them until then (B4, B5).
 
-A block is offered in the step that fills it, as soon as it has a key: by the prompt, by
-recomputation after a preemption, or by decoding. Workers copy it after that step's compute. Until
-every worker has reported the copy, the block has one more reference in the engine's block pool. So
-the engine can free or preempt it, or drop it from a sliding window, without overwriting it.
-Alternatives are worse: copying inside the step adds the copy and two round trips to every step;
-delaying the end of requests does not cover blocks that are freed earlier.
+"Offer" means: add a block to a save job. A block is offered in the step that fills it, whether the
+engine computes prompt tokens, recomputes after a preemption or decodes. Workers copy the block
+after that step's compute. Until every worker has reported the copy, the core holds an additional
+reference to the block in the engine's block pool. So the engine does not overwrite the block, even
+if the request ends, is preempted or moves its sliding window. Alternatives are worse. Copying
+inside the step adds the copy and two round trips to every step. Delaying the end of requests does
+not protect blocks that are freed earlier.
 
 Blocks found in the engine's own prefix cache are offered too. The server answers "present" for
-those that it has, and blocks that it lost (eviction, restart) are stored again (B4.15). A block
-that a worker could not store is offered again while the request lives, at growing intervals and at
-its end (B3.5).
+blocks that it has. Blocks that it lost (eviction, restart) are stored again (B4.15). A block that a
+worker could not store is offered again at growing intervals, and when the request ends (B3.5).
 """
 
 from __future__ import annotations
@@ -34,19 +34,21 @@ from .model import (
 
 __all__ = ["EndedSave", "SavePlanner", "SaveProgress"]
 
-# Waiting for a save is cheaper than recomputing a preempted request only if the wait is short.
+# Up to this time it is cheaper to wait for a save than to recompute a preempted request.
 _SHORT_WAIT_S = 0.5
 
 
 @dataclass
 class SaveProgress:
-    """How far the blocks of one request have been offered.
+    """Records which blocks of one request have been offered.
 
     ``next_position``: per group, the first position that was not offered.
-    ``next_full_at``: with fewer computed tokens no other block is full; most steps end here.
-    ``loaded``: tokens loaded from the server, offered only if a tier wants all blocks (B1.1).
+    ``next_full_at``: number of computed tokens at which the next block is full.
+    ``loaded``: tokens loaded from the server, which are not offered. The range is empty if a tier
+    wants all blocks of the request (B1.1).
     ``ends``: token counts at which steps ended, if a block of a state group ends there.
-    ``missed``: per group, positions offered and not stored; ``backoff`` times the next attempt.
+    ``missed``: per group, positions that were offered but not stored. ``backoff`` says when to
+    offer these again.
     """
 
     next_position: dict[int, int] = field(default_factory=dict)
@@ -68,7 +70,7 @@ class SaveProgress:
         return self.next_position.get(group_index, 0)
 
     def miss(self, group_index: int, position: int, now: float) -> None:
-        """Records a block that was not stored, unless the cursor will reach it again."""
+        """Records a block that was not stored. Positions from the cursor on are offered anyway."""
         if position >= self.cursor(group_index):
             return
         if not self.missed:
@@ -93,8 +95,8 @@ class SaveProgress:
 class EndedSave(NamedTuple):
     """A save that all workers have reported, or that expired.
 
-    ``suspect``: the server has changed since, so the blocks may be missing.
-    ``was_free``: the blocks were free before; the caller puts them back in the eviction order.
+    ``suspect``: the server has changed since the save began, so it may lack the blocks.
+    ``was_free``: the blocks were free before; the caller puts them back into the eviction order.
     """
 
     job: SaveJob
@@ -126,7 +128,7 @@ class SavePlanner:
         self, geometry: CacheGeometry, world_size: int, max_held_fraction: float, lost_after_s: float, pool: BlockPool
     ) -> None:
         self._null_block = geometry.null_block
-        # Full attention comes last: only it has the same blocks in the next step too.
+        # If the hold budget is short, full attention waits: only its blocks stay for the next step.
         self._groups = sorted(geometry.groups, key=lambda group: group.kind is CacheGroupKind.FULL)
         self._state_sizes = {group.block_tokens for group in geometry.groups if group.is_state}
         self._world_size = world_size
@@ -134,8 +136,8 @@ class SavePlanner:
         self._lost_after_s = lost_after_s
         self._pool = pool
         self._jobs: dict[int, _JobState] = {}
-        # The requests' offers of blocks in flight, by block id and key (B5): equal content in two
-        # blocks counts twice, and a block held for a peer may have another key.
+        # Offers of the blocks in flight, by block id and key (B5). Two blocks can have the same
+        # key, and a block held for a peer may have two keys.
         self._in_flight: dict[tuple[int, bytes], list[_Offer]] = {}
         self._next_job_id = 1
 
@@ -145,7 +147,7 @@ class SavePlanner:
 
     @property
     def jobs(self) -> dict[int, SaveJob]:
-        """The jobs that have not been reported."""
+        """The jobs that some worker has not reported yet."""
         return {number: state.job for number, state in self._jobs.items()}
 
     @property
@@ -154,16 +156,16 @@ class SavePlanner:
         return max(0, int(self._pool.num_blocks * self._max_held_fraction) - len(self._in_flight))
 
     def blocks_awaiting_save_only(self, now: float) -> bool:
-        """Whether a block would be free if its save had ended; False if saves take long."""
+        """Whether some block is in use only by its save; False if the oldest save takes long."""
         first = next(iter(self._jobs.values()), None)
         if first is None or now - first.sent_at > _SHORT_WAIT_S:
             return False
         return any(self._pool.references(block_id) == 1 for block_id, _ in self._in_flight)
 
     def step_ends(self, progress: SaveProgress, tokens: int) -> None:
-        """The step being planned computes a request up to ``tokens``, all of them final."""
+        """Records that this step computes a request up to ``tokens``, without draft tokens."""
         if any(tokens % size == 0 for size in self._state_sizes):
-            # Older ends are dropped: an engine may have replaced their block.
+            # Older ends are dropped: an engine may have overwritten the state in their block.
             progress.ends = {end for end in progress.ends if end + max(self._state_sizes) >= tokens} | {tokens}
 
     def plan(
@@ -176,10 +178,10 @@ class SavePlanner:
         *,
         last: bool = False,
     ) -> SaveJob | None:
-        """Returns the job for full blocks that were not offered yet, or not stored.
+        """Returns the job for full blocks that were not offered yet, or offered but not stored.
 
-        ``read_table`` is called only if there is a block to offer. Blocks above the limit of held
-        blocks are offered in a later step. ``last``: there is no later step.
+        ``read_table`` is called only if there is a block to offer. If the limit of held blocks is
+        reached, the other blocks are offered in a later step. ``last``: there is no later step.
         """
         if (computed_tokens < progress.next_full_at and not progress.missed) or self.hold_budget <= 0:
             return None
@@ -209,11 +211,11 @@ class SavePlanner:
         return self._hold(self._named(blocks), was_free=True)
 
     def plan_named(self, blocks: Collection[FreeBlock]) -> SaveJob | None:
-        """Returns the job for blocks with given keys, less those in flight with the same key."""
+        """Returns the job for blocks with given keys, except blocks in flight with the same key."""
         return self._hold(self._named(blocks))
 
     def offered(self, progress: SaveProgress, tables: BlockTables, confirmed_tokens: int) -> set[int]:
-        """Returns the full, confirmed blocks that were loaded, or offered and not missed."""
+        """Returns the full, confirmed blocks that were loaded or offered, except missed blocks."""
         blocks: set[int] = set()
         for group in self._groups:
             end = min(progress.cursor(group.index), confirmed_tokens // group.block_tokens)
@@ -222,7 +224,7 @@ class SavePlanner:
         return blocks
 
     def sent(self, jobs: Iterable[SaveJob], now: float) -> None:
-        """Starts the expiry time of jobs that are sent to the workers now."""
+        """Records the time at which jobs are sent to the workers; ``expire`` counts from then."""
         for job in jobs:
             self._jobs[job.job_id].sent_at = now
 
@@ -242,11 +244,11 @@ class SavePlanner:
         return [self._end(state, now) for state in complete]
 
     def expire(self, now: float) -> list[EndedSave]:
-        """Removes and returns the jobs whose reports are overdue, as not stored (B5.6)."""
+        """Removes and returns the jobs with overdue reports; their blocks are not stored (B5.6)."""
         lost = []
         for state in self._jobs.values():
             if state.sent_at + self._lost_after_s > now:
-                # Later jobs were sent later, or not at all yet.
+                # Jobs are in the order of sending, so no later job is overdue.
                 break
             state.not_stored.update(range(len(state.job.keys)))
             lost.append(state)
@@ -267,7 +269,7 @@ class SavePlanner:
                 else:
                     progress.stored()
         if not state.was_free:
-            # Tail first, as engines do: the tail of a prefix is evicted before its head.
+            # Engines evict in the order of release, so the tail of a prefix goes before its head.
             self._pool.release(job.block_ids[::-1])
         return EndedSave(job, frozenset(state.not_stored), state.suspect, state.was_free)
 
