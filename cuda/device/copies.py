@@ -1,12 +1,12 @@
 """Copies between an engine's device blocks and slots of the host region.
 
-The process that opened the engine's blocks makes the copies. Guarantee: when `copy_out` or
-`copy_in` has returned or raised, no copy of it is in progress, so its slots may be reused. The one
-exception is a broken context (`Cause.BROKEN`): copies may still be in progress, so the slots stay
-in quarantine until this process has ended.
+The process that opened the engine's blocks makes the copies. When `copy_out` or `copy_in` has
+returned or raised, none of the call's copies is in progress, so the slots can be reused. The one
+exception is a broken context (`Cause.BROKEN`): copies may still be in progress, so the slots must
+not be reused until this process has ended.
 
-An engine may be killed in mid-copy. Its memory stays mapped here, the batches in flight are
-drained, the rest is cancelled, and only then is the memory closed.
+An engine may be killed during a copy. Its memory stays mapped in this process until the batches in
+flight are done. The other batches are cancelled, and then the memory is closed.
 """
 
 from __future__ import annotations
@@ -32,19 +32,23 @@ __all__ = ["After", "CopyDirection", "EngineBlocks", "EventAfter", "Tuning", "wa
 _log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 100e-6
-"""An engine's step takes tens of milliseconds; one poll costs 1 to 2 microseconds."""
+"""Interval of polling an event. One poll costs 1 to 2 microseconds; an engine's step takes tens of
+milliseconds."""
 
 
 class After(Protocol):
     """The condition that a copy waits for before it starts."""
 
     def reached(self) -> bool:
-        """Whether it has happened. Does not wait. Once true it stays true."""
+        """Whether the condition is true. Does not wait. Once true, it stays true."""
         ...
 
 
 class EventAfter:
-    """An event of the engine, which records it again only after all waiters were answered."""
+    """Waits for an event of the engine.
+
+    The engine records the event again only after the copies that wait for it have been answered.
+    """
 
     def __init__(self, driver: Driver, event: EventId) -> None:
         self._driver = driver
@@ -55,7 +59,7 @@ class EventAfter:
 
 
 def wait_until(after: After, cancelled: Callable[[], bool]) -> None:
-    """Returns when ``after`` is reached; raises CopyCancelled if ``cancelled()`` is true first."""
+    """Waits until ``after`` is reached; raises CopyCancelled if ``cancelled()`` is true before."""
     while not after.reached():
         if cancelled():
             raise CopyCancelled("the engine ended before its compute did")
@@ -67,7 +71,7 @@ def _never() -> bool:
 
 
 class CopyDirection(Enum):
-    """Out of the engine into slots, or from slots into the engine."""
+    """OUT: from the engine into slots. IN: from slots into the engine."""
 
     OUT = "out"
     IN = "in"
@@ -75,7 +79,7 @@ class CopyDirection(Enum):
 
 @dataclass(frozen=True)
 class Tuning:
-    """Limits of one batch. Two batches of a transfer are in flight, and drained on a cancel."""
+    """Limits of one batch. A transfer has at most two batches in flight. A cancel drains them."""
 
     batch_bytes: int = 64 << 20
     batch_copies: int = 4096
@@ -84,8 +88,8 @@ class Tuning:
 class EngineBlocks:
     """The opened blocks of one engine process, with one stream per direction.
 
-    Raises DeviceError if they cannot be opened. Any thread may call. `copy_out` and `copy_in` block
-    the calling thread without the GIL; several may run at a time.
+    Raises DeviceError if the blocks cannot be opened. Any thread may call. `copy_out` and `copy_in`
+    block the calling thread without the GIL; several calls may run at a time.
     """
 
     def __init__(
@@ -119,7 +123,10 @@ class EngineBlocks:
             self._undo = undo.pop_all()
 
     def _open_events(self, undo: contextlib.ExitStack, export: DeviceExport) -> list[EventId]:
-        """Opens all events of an engine, or none: then the engine waits for its compute itself."""
+        """Opens all events of an engine; returns none if one of them cannot be shared.
+
+        Without events the engine itself waits for its compute before it calls.
+        """
         if not export.origin.shares_events_with(Origin.here()):
             return []
         events: list[EventId] = []
@@ -166,10 +173,11 @@ class EngineBlocks:
     ) -> None:
         """Waits for ``after``, then copies blocks into the slots at ``offsets`` of the region.
 
-        ``cancelled`` is called before each batch; once it returns true, CopyCancelled is raised.
+        ``cancelled`` is called while waiting and before each batch. If it returns true, no further
+        batch starts and CopyCancelled is raised.
 
         Raises CopyCancelled and DeviceError. Raises LayoutError for blocks or slots out of range,
-        and RegionError if the region is closed; in both cases nothing is copied.
+        and RegionError if the region is closed; then nothing is copied.
         """
         self._move(CopyDirection.OUT, group, blocks, offsets, after, cancelled)
 
@@ -181,15 +189,21 @@ class EngineBlocks:
         after: After | None = None,
         cancelled: Callable[[], bool] = _never,
     ) -> None:
-        """Like `copy_out`, from slots into blocks that the engine must have stopped reading."""
+        """Copies from slots into blocks, otherwise like `copy_out`.
+
+        The engine must not access the blocks during the call.
+        """
         self._move(CopyDirection.IN, group, blocks, offsets, after, cancelled)
 
     def cancel(self) -> None:
-        """Starts no new batch; running copies raise CopyCancelled once drained. Does not wait."""
+        """Starts no new batch and does not wait.
+
+        Running calls raise CopyCancelled when their batches in flight are done.
+        """
         self._cancelled = True
 
     def close(self) -> None:
-        """Cancels, waits for running copies, closes memory, events and streams. May be repeated.
+        """Cancels, waits for running calls, then closes memory, events and streams. Idempotent.
 
         Raises DeviceError (BROKEN) if copies may still be in progress; then nothing is closed.
         """
@@ -240,7 +254,7 @@ class EngineBlocks:
                 self._idle.notify_all()
 
     def _run(self, direction: CopyDirection, plan: Plan, is_cancelled: Callable[[], bool]) -> None:
-        """Copies a plan, two batches in flight. Returns or raises with no batch in flight."""
+        """Copies a plan with two batches in flight. When it returns or raises, no batch is."""
         stream = self._streams[direction]
         in_flight: list[EventId] = []
         try:
@@ -260,7 +274,7 @@ class EngineBlocks:
         event = self._driver.create_event()
         try:
             self._driver.copy(stream, *ends, batch.sizes)
-        finally:  # a batch that fails half-way is waited for as well
+        finally:  # also wait for the copies of a batch that failed half-way
             with self._lost_on_error():
                 self._driver.record(event, stream)
             in_flight.append(event)
@@ -272,7 +286,7 @@ class EngineBlocks:
 
     @contextlib.contextmanager
     def _lost_on_error(self) -> Iterator[None]:
-        """If the driver cannot report the end of copies, the context counts as lost."""
+        """Marks the context as lost if the driver cannot report the end of copies."""
         try:
             yield
         except DeviceError as error:

@@ -1,7 +1,7 @@
 """Copy plans: flat lists of addresses and sizes for a driver, made from block ids and slot offsets.
 
-Plans are made in Python, with thousands of copies, before each transfer. The table of a layout's
-pieces is therefore computed once per layout.
+Before each transfer Python code makes a plan with thousands of copies. To make this fast, the table
+of a layout's pieces is computed once per layout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Plan", "Planner"]
 
 
 class Plan(NamedTuple):
-    """Arrays of 64-bit integers: copy i has ``sizes[i]`` bytes between two addresses."""
+    """Copy i has ``sizes[i]`` bytes, between ``device[i]`` and ``host[i]``; 64-bit integers."""
 
     device: array[int]
     host: array[int]
@@ -28,7 +28,7 @@ class Plan(NamedTuple):
         return sum(self.sizes)
 
     def split(self, max_copies: int, max_bytes: int) -> Iterator[Plan]:
-        """Yields plans of at most ``max_copies`` and ``max_bytes``; larger copies stay whole."""
+        """Yields plans of at most ``max_copies`` and ``max_bytes``; never splits one copy."""
         start, weight = 0, 0
         for end, size in enumerate(self.sizes):
             if end > start and (end - start >= max_copies or weight + size > max_bytes):
@@ -40,7 +40,7 @@ class Plan(NamedTuple):
 
 
 class _Column(NamedTuple):
-    """Position of the i-th piece of every block, on the device and in the slot, and its size."""
+    """Where the i-th piece of every block is on the device and in the slot, and its size."""
 
     base: int
     block_stride: int
@@ -52,7 +52,7 @@ class Planner:
     """Makes plans for one layout, with buffers at ``addresses``, and one region.
 
     The region is pinned in chunks of ``chunk_bytes``; no copy crosses a chunk boundary. Raises
-    LayoutError if the layout names a buffer without an address. Any thread may call.
+    LayoutError if ``addresses`` lacks a buffer of the layout. Any thread may call.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class Planner:
         self._columns = list(_columns(layout, addresses))
 
     def plan(self, blocks: Sequence[int], offsets: Sequence[int]) -> Plan:
-        """Copies between block ``blocks[i]`` and the slot at ``offsets[i]`` of the region.
+        """Plans copies between block ``blocks[i]`` and the slot at ``offsets[i]`` of the region.
 
         Copies that are adjacent on both sides are merged. Raises LayoutError for blocks and slots
-        out of range, because such a plan would read and write other memory.
+        out of range, because such a copy would access other memory.
         """
         for block, offset in zip(blocks, offsets, strict=True):
             if not 0 <= block < self.num_blocks:
@@ -101,7 +101,7 @@ class Planner:
         return plan
 
     def _plan_whole(self, blocks: Sequence[int], offsets: Sequence[int]) -> Plan:
-        """If a part is one piece, adjacent blocks are merged into one copy."""
+        """Plans for parts of one piece: adjacent blocks are merged into one copy."""
         plan = Plan(array("Q"), array("Q"), array("Q"))
         (column,) = self._columns
         device, host, length = 0, 0, 0

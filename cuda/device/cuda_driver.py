@@ -1,9 +1,9 @@
 """Driver of an NVIDIA GPU.
 
 **Unproven: not yet run on a GPU** (evidence: docs/decisions/0013-cuda-ipc.md). All calls use the
-device's primary context, which torch uses too. It is current only during a call. The calling thread
-switches to relaxed capture mode, so a graph capture elsewhere in the process does not forbid the
-calls; they touch no stream that is being captured.
+device's primary context, which torch uses too. The context is current only during a call. During a
+call the thread is in relaxed capture mode. Otherwise CUDA would refuse the call while another
+thread captures a graph. No call uses a stream that is being captured.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CudaDriver:
         seen = {}
         for ordinal in range(self._cuda.call("cuDeviceGetCount")):
             number = self._cuda.call("cuDeviceGet", ordinal)
-            # Only _v2 tells MIG instances apart; newer bindings have it under the plain name.
+            # Only _v2 returns a UUID per MIG instance; newer bindings call it cuDeviceGetUuid.
             name = "cuDeviceGetUuid_v2" if hasattr(self._api, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
             device = str(uuid.UUID(bytes=bytes(self._cuda.call(name, number).bytes)))
             if wanted in (ordinal, device):
@@ -59,7 +59,7 @@ class CudaDriver:
 
     @contextlib.contextmanager
     def in_context(self) -> Iterator[CudaLibrary]:
-        """Enters context and relaxed capture mode. Raises DeviceError (CLOSED)."""
+        """Enters the context and relaxed capture mode; raises DeviceError (CLOSED) if closed."""
         if self._closed:
             raise DeviceError(Cause.CLOSED)
         self._cuda.call("cuCtxPushCurrent", self._context)
@@ -101,7 +101,7 @@ class CudaDriver:
         return int(self._open("cuIpcOpenMemHandle", self._api.CUipcMemHandle(), handle, int(lazily)))
 
     def _open(self, function: str, empty: Any, handle: bytes, *flags: int) -> Any:
-        """Opens a handle. The driver's errors for unusable handles vary: all are CANNOT_OPEN."""
+        """Opens a handle. Raises CANNOT_OPEN for every error of the driver except BROKEN."""
         if len(handle) != HANDLE_BYTES:
             raise DeviceError(Cause.CANNOT_OPEN, f"a handle of {len(handle)} bytes")
         ctypes.memmove(empty.getPtr(), handle, HANDLE_BYTES)
@@ -139,7 +139,7 @@ class CudaDriver:
             cuda.call("cuEventRecord", event, stream)
 
     def _require_no_capture(self, cuda: CudaLibrary, stream: StreamId) -> None:
-        """In a capture the event would be part of the graph: reached at each replay, not now."""
+        """Raises CAPTURING during a capture: the event would be recorded at replays, not now."""
         status = cuda.call("cuStreamIsCapturing", stream)
         if status != self._api.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE:
             raise DeviceError(Cause.CAPTURING, status.name)

@@ -1,4 +1,4 @@
-"""NVIDIA's driver API through cuda-bindings, imported when a driver is made; raises DeviceError."""
+"""NVIDIA's driver API through cuda-bindings. All errors are raised as DeviceError."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ _CAPTURE_PREFIX: Final = "CUDA_ERROR_STREAM_CAPTURE"
 
 
 def import_bindings(name: str) -> Any:
-    """A module of cuda-bindings, untyped. Raises DeviceError (NO_BINDINGS)."""
+    """Imports a module of cuda-bindings. Raises DeviceError (NO_BINDINGS)."""
     try:
         return importlib.import_module(f"cuda.bindings.{name}")
     except ImportError as error:
-        # `python -m` in this repository finds its folder `cuda` first: PYTHONSAFEPATH=1 helps.
+        # In this repository's root `python -m` imports the folder `cuda`. PYTHONSAFEPATH=1 helps.
         raise DeviceError(Cause.NO_BINDINGS, str(error)) from error
 
 
 class CudaLibrary:
-    """The driver's functions. Raises DeviceError (NO_BINDINGS, NO_DRIVER) without a driver."""
+    """The driver's functions. Raises DeviceError (NO_BINDINGS, NO_DRIVER) if there is no driver."""
 
     def __init__(self) -> None:
         self.api = import_bindings("driver")
@@ -61,7 +61,7 @@ class CudaLibrary:
         return results[0] if len(results) == 1 else tuple(results) or None
 
     def attempt(self, name: str, *arguments: object) -> tuple[str, Sequence[Any]]:
-        """Calls a function; returns its code's name and its results, valid only if CUDA_SUCCESS."""
+        """Calls a function; returns the name of its code and, if CUDA_SUCCESS, its results."""
         try:
             code, *results = getattr(self.api, name)(*arguments)
         except (RuntimeError, AttributeError) as error:  # libcuda or the bindings lack the function
@@ -77,7 +77,7 @@ class CudaLibrary:
         return DeviceError(Cause.REFUSED, f"{what}: {code}")
 
     def code_name(self, code: int) -> str:
-        """The name of a code that was returned by a call without the bindings."""
+        """The name of a code that a call without the bindings has returned."""
         try:
             return str(self.api.CUresult(code).name)
         except ValueError:
@@ -85,7 +85,7 @@ class CudaLibrary:
 
 
 class _Attributes(ctypes.Structure):
-    """`CUmemcpyAttributes`: an access order, two locations to hint at (type and id), flags."""
+    """`CUmemcpyAttributes`. A location is a type and an id."""
 
     _fields_ = (
         ("source_access_order", ctypes.c_int),
@@ -96,10 +96,10 @@ class _Attributes(ctypes.Structure):
 
 
 class BatchCopy:
-    """`cuMemcpyBatchAsync`, called by address, because the bindings need an object per address.
+    """`cuMemcpyBatchAsync`, called through ctypes, because the bindings need an object per address.
 
-    The function is looked up with the version of CUDA 12.8, whose signature has an index of the
-    failed copy; newer drivers still have it. Raises DeviceError (REFUSED) if the driver lacks it.
+    Uses the function's version of CUDA 12.8, which returns the index of a failed copy; newer
+    drivers still have this version. Raises DeviceError (REFUSED) if the driver lacks the function.
     """
 
     _VERSION = 12080

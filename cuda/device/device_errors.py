@@ -62,7 +62,7 @@ _ADVICE = {
     Cause.CAPTURING: "the stream is being captured into a graph",
     Cause.CLOSED: "the memory has been closed",
     Cause.REFUSED: "the driver refused a call",
-    Cause.BROKEN: "the device's context is broken; only a new process gets a new one",
+    Cause.BROKEN: "the device's context is broken; only a new process can use the device",
 }
 
 
@@ -81,4 +81,4 @@ class DeviceError(Exception):
 
 
 class CopyCancelled(Exception):
-    """A copy was cancelled: some of its bytes may have been written, no more will be."""
+    """A copy was cancelled. Some bytes may have been written; no more will be written."""

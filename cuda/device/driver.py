@@ -1,8 +1,8 @@
 """Contract of a device driver: shareable memory and events, streams, batched copies, pinning.
 
-Two classes implement it and pass the same tests: `CudaDriver` (an NVIDIA GPU) and `HostDriver` (no
-GPU: device memory is shared memory). A driver object is for one device in one process. Ids of
-streams and events are valid only with the driver that made them.
+Two classes implement the contract and pass the same tests: `CudaDriver` (an NVIDIA GPU) and
+`HostDriver` (no GPU: device memory is shared memory). A driver object is for one device in one
+process. Ids of streams and events are valid only with the driver that made them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EventId = NewType("EventId", int)
 
 
 class MemoryKind(StrEnum):
-    """How memory was allocated; decides whether it can be shared."""
+    """How memory was allocated. Only SHAREABLE memory can be exported."""
 
     SHAREABLE = "shareable"
     VMM = "vmm"
@@ -34,7 +34,7 @@ class MemoryKind(StrEnum):
 
     @property
     def obstacle(self) -> Cause | None:
-        """Why such memory cannot be exported; None if it can."""
+        """Why memory of this kind cannot be exported; None if it can."""
         return _OBSTACLES.get(self)
 
 
@@ -48,7 +48,7 @@ _OBSTACLES = {
 
 @dataclass(frozen=True)
 class Allocation:
-    """One allocation of the driver. Handles are for whole allocations."""
+    """One allocation of the driver. A handle always refers to a whole allocation."""
 
     base: int
     nbytes: int
@@ -61,10 +61,11 @@ class Driver(Protocol):
     Any thread may call. Calls for one stream take effect in the order they return.
 
     Calls raise DeviceError. `Cause.BROKEN` means that the device's context is lost: no call in this
-    process can succeed any more, and the state of copies in flight is unknown. An engine's process
-    calls `allocation_of`, `export_memory`, `create_event(shared=True)` and `export_event` once,
-    when its KV tensors exist, and `record` while it serves. The copy process of the server uses the
-    other calls.
+    process can succeed any more, and the state of copies in flight is unknown.
+
+    After an engine has allocated its KV tensors, its process calls `allocation_of`,
+    `export_memory`, `create_event(shared=True)` and `export_event`. Later it calls `record`. The
+    server's copy worker uses the other calls.
     """
 
     @property
@@ -73,25 +74,26 @@ class Driver(Protocol):
         ...
 
     def allocation_of(self, address: int) -> Allocation:
-        """The allocation of a device address, made or opened here. Raises UNKNOWN_MEMORY."""
+        """The allocation of an address, made or opened by this process. Raises UNKNOWN_MEMORY."""
         ...
 
     def export_memory(self, base: int) -> bytes:
-        """The handle (HANDLE_BYTES) of an allocation, by its base. Raises REFUSED."""
+        """The handle (HANDLE_BYTES) of the allocation that starts at ``base``. Raises REFUSED."""
         ...
 
     def open_memory(self, handle: bytes) -> int:
-        """Maps another process's allocation; the mapping outlives that process. Opens are counted.
+        """Maps another process's allocation; the mapping remains valid if that process ends.
 
-        Raises CANNOT_OPEN; `exports.likely_cause` finds the reason.
+        Each call needs one `close_memory`. Raises CANNOT_OPEN; `exports.likely_cause` finds the
+        reason.
         """
         ...
 
     def close_memory(self, address: int) -> None:
-        """Ends one `open_memory` by its address; the last unmaps. No copy may use the memory."""
+        """Undoes one `open_memory`; the last call unmaps. No copy may still use the memory."""
 
     def create_event(self, *, shared: bool = False) -> EventId:
-        """An event, which counts as reached until recorded. ``shared``: it can be exported."""
+        """Creates an event; it is reached until `record`. ``shared``: it can be exported."""
         ...
 
     def export_event(self, event: EventId) -> bytes:
@@ -103,13 +105,13 @@ class Driver(Protocol):
         ...
 
     def destroy_event(self, event: EventId) -> None:
-        """Destroys an event made or opened here, reached or not. Other processes keep theirs."""
+        """Destroys an event made or opened by this process. Other processes can still use it."""
 
     def record(self, event: EventId, stream: StreamId) -> None:
-        """Makes the event reached when all submitted work is done. Raises CAPTURING."""
+        """The event is reached when all work submitted to the stream is done. Raises CAPTURING."""
 
     def reached(self, event: EventId) -> bool:
-        """Whether all work that preceded the event's last record is done; does not wait."""
+        """Whether all work submitted before the event's last `record` is done; does not wait."""
         ...
 
     def wait(self, event: EventId) -> None:
@@ -120,21 +122,21 @@ class Driver(Protocol):
         ...
 
     def destroy_stream(self, stream: StreamId) -> None:
-        """Destroys a stream; its submitted work is still done. Does not wait."""
+        """Destroys a stream. Work already submitted still runs; the call does not wait for it."""
 
     def copy(self, stream: StreamId, destinations: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
-        """Starts to copy ``sizes[i]`` bytes from ``sources[i]`` to ``destinations[i]``, any order.
+        """Starts to copy ``sizes[i]`` bytes from ``sources[i]`` to ``destinations[i]``.
 
-        Host memory that is not pinned works too, but slower. No copy may cross a boundary of pinned
-        chunks. Addresses are not checked. The caller keeps the memory mapped until the stream is
-        done.
+        The copies run in any order. They are slower if host memory is not pinned. A copy must not
+        cross a boundary of pinned chunks. Addresses are not checked. The caller keeps the memory
+        mapped until the copies are done.
         """
 
     def register(self, address: int, nbytes: int) -> None:
-        """Pins host memory (whole pages, one chunk), as a `pinning.Registrar`. Raises PinError."""
+        """Pins whole pages of one chunk, like `pinning.Registrar.register`. Raises PinError."""
 
     def unregister(self, address: int) -> None:
         """Undoes ``register(address, …)``. Never raises."""
 
     def close(self) -> None:
-        """Releases the device, of which nothing may be in use. May be repeated."""
+        """Releases the device. All its memory, events and streams must be closed. Idempotent."""

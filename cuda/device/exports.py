@@ -1,8 +1,8 @@
 """Export of an engine's KV tensors: handles, layouts and origin, to be opened by another process.
 
-An export is made once and sent once, as JSON, and the receiver checks it. Tensors are named by
-allocation and offset, because handles are for whole allocations and a caching allocator puts many
-tensors into one. The device is named by its UUID, because ordinals differ between processes.
+An engine sends its export as JSON, and the receiver checks it. A tensor is an offset in an
+allocation, because a handle refers to a whole allocation and a caching allocator puts many tensors
+into one. The device is named by its UUID, because ordinals differ between processes.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _SHM: Final = "/dev/shm"  # noqa: S108
 _VERSION: Final = 1
 _MAX_JSON_BYTES: Final = 4 << 20
 _MAX_PIECES: Final = 1 << 16
-"""Pieces of one block. They bound the size of the planner's tables and of each plan."""
+"""Maximum number of pieces of one block. It limits the planner's tables and each plan."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What decides with which processes a process can share memory and events."""
+    """Host, pid and namespaces of a process: they decide which processes can open its memory."""
 
     boot: str
     pid: int
@@ -40,11 +40,11 @@ class Origin:
 
     @classmethod
     def here(cls) -> Origin:
-        """The calling process. Facts that cannot be read (no /proc) are empty or 0."""
+        """The calling process. A field that cannot be read (no /proc) is empty or 0."""
         return cls(_boot(), os.getpid(), _number("/proc/self/ns/pid", "st_ino"), _number(_SHM, "st_dev"))
 
     def shares_events_with(self, other: Origin) -> bool:
-        """Whether each process can open the other's events: the driver uses files in /dev/shm."""
+        """Whether both processes have the same /dev/shm, which the driver uses to share events."""
         return self.boot == other.boot and self.shm_device == other.shm_device != 0
 
     def is_gone(self, observer: Origin) -> bool:
@@ -68,9 +68,9 @@ class ExportedAllocation:
 class DeviceExport:
     """The blocks of one engine process on one device.
 
-    ``layouts`` is by group; their buffers are ``allocations``. ``events`` are handles of events
-    that the engine records; other calls name them by index. Raises DeviceError (BAD_EXPORT) if
-    blocks are outside of the allocations.
+    ``layouts`` has the layout of each group; buffer i of a layout is ``allocations[i]``.
+    ``events`` are handles of events that the engine records; other calls name an event by its
+    index. Raises DeviceError (BAD_EXPORT) if blocks are outside of the allocations.
     """
 
     device: str
@@ -143,7 +143,7 @@ def export_blocks(
     """Exports an engine's blocks; ``groups`` has each group's layout and buffer addresses.
 
     Call it once, after the tensors are allocated and not during a graph capture. Raises DeviceError
-    if they cannot be shared.
+    if the tensors cannot be shared.
     """
     allocations: dict[int, Allocation] = {}
     layouts = {}
@@ -181,7 +181,7 @@ def _exportable(driver: Driver, address: int, nbytes: int) -> Allocation:
 
 
 def _expandable_segments() -> bool:
-    """Whether torch is configured to use expandable segments; it reads both variables."""
+    """Whether torch uses expandable segments. Torch reads both environment variables."""
     settings = ",".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
     return "expandable_segments:true" in settings.replace(" ", "").lower()
 
@@ -205,7 +205,7 @@ def obstacle(exporter: Origin, opener: Origin) -> DeviceError | None:
 
 
 def likely_cause(error: DeviceError, exporter: Origin, opener: Origin) -> DeviceError:
-    """Replaces CANNOT_OPEN by an error with the likely cause, if one is found."""
+    """Returns an error with the likely cause of CANNOT_OPEN; `error` itself if none is found."""
     if error.cause is not Cause.CANNOT_OPEN:
         return error
     if exporter.is_gone(opener):

@@ -1,8 +1,8 @@
-"""Open allocations of engines, reference-counted: mapped once and closed with the last user.
+"""Open allocations of engines, reference-counted: mapped once, closed after the last user.
 
-Several sessions may use one allocation: an engine that registers again while its old session ends,
-or groups that share tensors. An allocation that is never closed keeps a dead engine's memory
-allocated.
+Several users may share one allocation: groups that share tensors, or the old and the new session of
+an engine that registers again. If an allocation is not closed, the memory of an engine that has
+ended is not freed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ class OpenHandles:
         return len(self._open)
 
     def open(self, export: DeviceExport) -> list[int]:
-        """Opens all allocations or none; returns their addresses. Raises the likely cause."""
+        """Opens all allocations or none; returns the addresses.
+
+        Raises DeviceError with the likely cause.
+        """
         here = Origin.here()
         refusal = obstacle(export.origin, here)
         if refusal is not None:
@@ -55,7 +58,7 @@ class OpenHandles:
                 stack.callback(self._close_one, allocation.handle)
 
     def _check_size(self, address: int, nbytes: int) -> None:
-        """Checks the claimed size: a copy beyond the end breaks the context for all engines."""
+        """Checks the exported size: a copy beyond the end breaks the context of all engines."""
         found = self._driver.allocation_of(address)
         if found.base + found.nbytes < address + nbytes:
             raise DeviceError(Cause.BAD_EXPORT, f"an allocation has {found.nbytes} bytes, not {nbytes}")

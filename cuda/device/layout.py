@@ -1,14 +1,14 @@
-"""Layout of one block's bytes in an engine's KV tensors: one descriptor for all engines' layouts.
+"""Layout of a block's bytes in an engine's KV tensors; describes the layouts of all engines.
 
-A block's part consists of pieces, listed in slot order as runs. The pieces of a run are evenly
-spaced. This covers vLLM's layouts:
+A part is the bytes of a block that one rank has. It consists of pieces in slot order. Pieces at
+equal distances form a run. This covers vLLM's layouts:
 
 - one tensor per layer, K and V of a block adjacent: one piece per layer;
-- K and V apart: two pieces per layer, half a tensor from each other;
+- K and V apart: two pieces per layer, at a distance of half a tensor;
 - layers allocated together: one run of all layers;
 - all layers of a block adjacent: one piece.
 
-Pure arithmetic, without tensors, addresses or devices.
+This module only computes numbers: it uses no tensors, addresses or devices.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["BlockLayout", "LayoutError", "LayoutPiece", "LayoutRun", "TensorShap
 
 
 class LayoutError(ValueError):
-    """A layout is invalid, or a block or slot is outside of it."""
+    """A layout is invalid, or a block or slot is out of range."""
 
 
 class LayoutPiece(NamedTuple):
@@ -36,10 +36,10 @@ class LayoutPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class LayoutRun:
-    """Evenly spaced pieces in one buffer; all sizes in bytes.
+    """Pieces at equal distances in one buffer; all sizes in bytes.
 
     Piece p of block b is at ``offset + b * block_stride + p * piece_stride``. Raises LayoutError
-    for sizes and strides that are not positive.
+    if a size or stride is invalid.
     """
 
     buffer: int
@@ -57,7 +57,7 @@ class LayoutRun:
             raise LayoutError(f"sizes and strides of {self} are not positive")
 
     def check(self, num_blocks: int) -> None:
-        """Raises LayoutError if pieces of ``num_blocks`` blocks overlap or do not nest."""
+        """Raises LayoutError if pieces of ``num_blocks`` blocks overlap or interleave."""
         distances = [(self.block_stride, num_blocks), (self.piece_stride, self.pieces)]
         covered = self.piece_bytes
         for stride, count in sorted(pair for pair in distances if pair[1] > 1):
@@ -100,7 +100,7 @@ class BlockLayout:
         return sum(run.pieces * run.piece_bytes for run in self.runs)
 
     def pieces(self, block: int) -> Iterator[LayoutPiece]:
-        """Yields a block's pieces in slot order. Raises LayoutError if it is out of range."""
+        """Yields a block's pieces in slot order. Raises LayoutError for an unknown block."""
         if not 0 <= block < self.num_blocks:
             raise LayoutError(f"there is no block {block} of {self.num_blocks}")
         for run in self.runs:
@@ -109,11 +109,15 @@ class BlockLayout:
                 yield LayoutPiece(run.buffer, start + piece * run.piece_stride, run.piece_bytes)
 
     def end(self, buffer: int) -> int:
-        """End of the layout's last byte in a buffer; 0 if the layout does not use it."""
+        """End of the layout's last byte in a buffer; 0 if the layout does not use the buffer."""
         return max((run.end(self.num_blocks) for run in self.runs if run.buffer == buffer), default=0)
 
     def rebased(self, places: Sequence[tuple[int, int]]) -> BlockLayout:
-        """The same blocks; buffer i starts ``places[i][1]`` bytes into buffer ``places[i][0]``."""
+        """The same layout for other buffers.
+
+        Buffer i of this layout starts at offset ``places[i][1]`` of the new buffer
+        ``places[i][0]``.
+        """
         runs = tuple(
             LayoutRun(buffer, run.offset + start, run.block_stride, run.piece_bytes, run.pieces, run.piece_stride)
             for run in self.runs
@@ -134,9 +138,9 @@ class TensorShape(NamedTuple):
 def describe(tensors: Iterable[TensorShape]) -> BlockLayout:
     """The layout of one group whose layers have these tensors; buffer i is tensor i.
 
-    A slot holds tensor after tensor, each block's elements in address order for every order of
-    axes. So K precedes V if they are apart. Raises LayoutError if the tensors differ in their
-    number of blocks or a tensor repeats elements.
+    A slot holds a block's bytes tensor by tensor. Within a tensor they are in address order, so K
+    precedes V if they are apart. Raises LayoutError if the tensors have different numbers of blocks
+    or a tensor repeats elements.
     """
     shapes = list(tensors)
     counts = {shape.sizes[shape.block_axis] for shape in shapes}
@@ -147,7 +151,7 @@ def describe(tensors: Iterable[TensorShape]) -> BlockLayout:
 
 
 def _runs(buffer: int, shape: TensorShape) -> Iterator[LayoutRun]:
-    """The runs of one tensor: its inner dense axes make a piece, the next axis repeats it."""
+    """The runs of one tensor: its dense inner axes form a piece, the next axis forms a run."""
     axes = [
         (stride * shape.item_bytes, size)
         for axis, (size, stride) in enumerate(zip(shape.sizes, shape.strides, strict=True))
@@ -172,7 +176,7 @@ def _runs(buffer: int, shape: TensorShape) -> Iterator[LayoutRun]:
 
 
 def _merged_runs(runs: Iterable[LayoutRun]) -> Iterator[LayoutRun]:
-    """Merges evenly spaced single pieces of one buffer into one run (layers allocated together)."""
+    """Merges single pieces at equal distances in one buffer into one run."""
     pending: LayoutRun | None = None
     for run in (run.merged() for run in runs):
         if pending is not None:

@@ -1,13 +1,13 @@
-"""Batched copies on the host that balance GIL latency for this process's other threads.
+"""Batched copies on the host that hold the GIL only for short copies.
 
-A copy that releases the GIL may wait 5 ms to get it back if another thread is busy with Python. A
-copy that holds it makes all other threads wait. So a batch of at most 4 MiB (a fraction of a
-millisecond) is copied with the GIL. Longer batches are copied without it and with the help of a
-second thread, until a late copy shows that another thread is busy. Measurements:
-`docs/decisions/0016-copies.md`.
+A copy that releases the GIL may wait 5 ms to get the GIL back if another thread runs Python code. A
+copy that holds the GIL makes all other threads wait. Therefore a batch of at most 4 MiB (less than
+a millisecond) is copied with the GIL. A longer batch is copied without the GIL and with the help of
+a second thread. If such a copy ends late, another thread is busy with Python code; then the copies
+hold the GIL for a while. Measurements: `docs/decisions/0016-copies.md`.
 
-`memmove` through ctypes checks nothing: the caller is responsible for addresses, sizes and
-lifetimes. Any thread may call.
+The copies check no addresses: the caller is responsible for addresses, sizes and lifetimes. Any
+thread may call.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 __all__ = ["CopyHelper", "HostBuffer", "TensorLike", "address_of", "addresses_of", "copy_batch", "usable_cores"]
 
 _GIL_HELD_BYTES = 4 << 20
-"""Longest batch that is copied with the GIL: 0.25 to 0.5 ms, about the wake-up time of a thread."""
+"""Longest batch that is copied with the GIL. It takes 0.25 to 0.5 ms, about the wake-up time of a
+thread."""
 
 _LONG_BYTES = 1 << 20
-"""Longest piece of a large block. Releasing the GIL costs next to nothing for a copy this long."""
+"""Longest piece of a large block. The cost of releasing the GIL for a copy this long is small."""
 
 _PIECE_BYTES = 256 << 10
-"""Size of one thread's piece of a batch of small blocks."""
+"""Size of the pieces into which a batch of small blocks is divided."""
 
 _SLOWEST = 1e9
-"""Bytes per second of the slowest undisturbed copy: into memory that is touched for the
-first time."""
+"""Bytes per second of the slowest copy without interference: into memory without pages."""
 
 _BUSY_SECONDS = 0.2
 """How long another thread counts as busy after a late copy."""
@@ -52,14 +52,14 @@ Piece = TypeVar("Piece")
 
 
 class TensorLike(Protocol):
-    """The attributes of a torch tensor that are used; torch is never imported here."""
+    """The attributes of a torch tensor that this module uses; it does not import torch."""
 
     @property
     def nbytes(self) -> int: ...
 
     @property
     def device(self) -> Any:
-        """Its device; has a `type`."""
+        """The tensor's device; has a `type`, such as "cpu"."""
         ...
 
     def data_ptr(self) -> int: ...
@@ -89,7 +89,7 @@ class _PyBuffer(ctypes.Structure):
     )
 
 
-# A subscript of `pythonapi` gives a new function object; an attribute is shared.
+# `pythonapi["name"]` gives a new function object. `pythonapi.name` is shared with other libraries.
 _get_buffer = ctypes.pythonapi["PyObject_GetBuffer"]
 _get_buffer.argtypes = [ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int]
 _release_buffer = ctypes.pythonapi["PyBuffer_Release"]
@@ -104,7 +104,7 @@ _memmove = ctypes.memmove
 """Copies without the GIL."""
 _memmove_holding_gil = ctypes.PyDLL(None)["memmove"]
 """Copies with the GIL."""
-# the fastest to convert
+# c_void_p is the fastest type to convert.
 _memmove_holding_gil.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
 _memmove_holding_gil.restype = None
 
@@ -113,8 +113,9 @@ def address_of(buffer: HostBuffer, *, writable: bool = False) -> tuple[int, int]
     """Returns a buffer's (address, size in bytes).
 
     The address is valid as long as the caller keeps the buffer and does not resize it. Pass
-    `writable` if the buffer will be filled. Raises `ValueError` for a buffer that is not
-    contiguous, is read-only but will be filled, or is on a device; `TypeError` for other objects.
+    `writable` if the copy writes to the buffer. Raises `ValueError` if the buffer is not
+    contiguous, is on a device, or is read-only although `writable` is passed. Raises `TypeError` if
+    the object is no buffer.
     """
     if type(buffer) is not memoryview and hasattr(buffer, "data_ptr"):
         return _tensor_address(buffer)  # type: ignore[arg-type]
@@ -145,7 +146,7 @@ def addresses_of(buffers: Sequence[HostBuffer], *, writable: bool = False) -> tu
         try:
             return list(map(ctypes.addressof, map(_start_of, buffers))), list(map(_size_of, buffers))
         except (TypeError, ValueError, BufferError, AttributeError):
-            pass  # a buffer is read-only, has no `nbytes`, or is not a buffer
+            pass  # an object is read-only, has no `nbytes`, or is no buffer
     places = [address_of(buffer, writable=writable) for buffer in buffers]
     return [address for address, _ in places], [size for _, size in places]
 
@@ -165,7 +166,7 @@ def copy_batch(destinations: Sequence[int], sources: Sequence[int], sizes: Seque
 
 
 _Piece: TypeAlias = tuple[Sequence[int], Sequence[int], Sequence[int]]
-"""Destinations, sources and sizes: so few that a copy with the GIL delays other threads little."""
+"""Destinations, sources and sizes. Short enough to be copied with the GIL."""
 
 
 def _pieces(destinations: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> Iterator[_Piece]:
@@ -184,22 +185,22 @@ def _pieces(destinations: Sequence[int], sources: Sequence[int], sizes: Sequence
 class _GilContention:
     """Detects from late copies whether another thread of this process is busy with Python.
 
-    If one is, releasing the GIL for each block would cost 5 ms of waiting for 0.1 ms of copying.
-    Then the copy holds the GIL, and gives it up when the interpreter asks (every 5 ms), as any
-    Python code does.
+    If another thread is busy, a copy that releases the GIL for each block waits 5 ms for each
+    0.1 ms of copying. Then the copy holds the GIL, and releases it only when the interpreter asks
+    (every 5 ms), like other Python code.
     """
 
     def __init__(self) -> None:
         self._busy_until = 0.0
-        """Until then another thread counts as busy."""
+        """Time until which another thread counts as busy."""
         self._suspected = False
-        """Whether the next block is a probe: a long copy was late, or the busy time has
-        just ended."""
+        """Whether the next block is copied without the GIL to test for a busy thread. True after a
+        late copy, and when the busy time has just ended."""
         self._preemptions = threading.local()
-        """Per thread: its preemption count at the start of its batch or at its last late copy."""
+        """By thread: preemption count at the start of its batch or at its last late copy."""
 
     def copy(self, pieces: Iterator[_Piece]) -> None:
-        """Copies a long batch: by two threads, or by this one alone if another thread is busy."""
+        """Copies a long batch with two threads, or with this one alone if another one is busy."""
         self._preemptions.count = _preemptions()
         if time.perf_counter() < self._busy_until or not _helper.share(pieces, self._copy_piece):
             deque(map(self._copy_piece, pieces), 0)
@@ -217,12 +218,12 @@ class _GilContention:
             deque(map(_memmove_holding_gil, destinations, sources, sizes), 0)
         else:
             deque(map(_memmove, *piece), 0)
-            # only sets the flag: another thread may have set it
+            # Never clears the flag, because another thread may have set it.
             if self._is_late(started, sum(piece[2])):
                 self._suspected = True
 
     def _is_late(self, started: float, size: int) -> bool:
-        """Whether a copy without the GIL was late, and its thread was not preempted."""
+        """Whether a copy without the GIL was late although its thread was not preempted."""
         if time.perf_counter() - started < sys.getswitchinterval() / 2 + size / _SLOWEST:
             return False
         preemptions = _preemptions()
@@ -238,13 +239,14 @@ def _preemptions() -> int:
 class CopyHelper:
     """A daemon thread that shares the work of a calling thread. Any thread may call `share`.
 
-    It helps one caller at a time: if a second caller comes, both work without it. The thread starts
-    with the first call. A forked child starts its own, because threads do not survive `fork`.
+    It helps one caller at a time: while two callers copy, both work without the helper. The thread
+    starts with the first call. A forked child starts its own, because threads do not survive
+    `fork`.
     """
 
     def __init__(self) -> None:
         self._reset()
-        # a lock held in the parent stays locked otherwise
+        # Otherwise a lock that the parent held at the fork would stay locked in the child.
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
@@ -255,11 +257,11 @@ class CopyHelper:
         self._available: bool | None = None
 
     def share(self, pieces: Iterable[Piece], work: Callable[[Piece], None]) -> bool:
-        """Calls `work` for every piece, in both threads, in any order; returns when all are done.
+        """Calls `work` for every piece in both threads, in any order. Returns when all are done.
 
-        Returns False, and does nothing, if the process has only one processor. Raises the first
-        error of `work`, or an exception of a signal handler. In both cases no piece is in progress
-        any more, and the remaining pieces are skipped.
+        Does nothing and returns False if the process has only one processor or the thread cannot
+        start. Raises the first error of `work`, or an exception of a signal handler. Then no piece
+        is in progress any more, and the remaining pieces are skipped.
         """
         if not self._can_help():
             return False
@@ -288,7 +290,7 @@ class CopyHelper:
         return self._available
 
     def _enter(self, job: _Job[Any]) -> None:
-        """Starts a job. The helper joins if no other is active; else it leaves the other job."""
+        """Starts a job. If it is the only one, the helper joins it. Otherwise the helper stops."""
         with self._lock:
             self._active.add(job)
             if len(self._active) == 1:
@@ -298,7 +300,7 @@ class CopyHelper:
                 self._helped.dismiss()
 
     def _leave(self, job: _Job[Any]) -> None:
-        """Ends a job, started or not. Called again if a signal handler interrupted it."""
+        """Ends a job, started or not. Called again if a signal handler interrupted the call."""
         job.finish()
         with self._lock:
             self._active.discard(job)
@@ -307,11 +309,11 @@ class CopyHelper:
         job.over = True
 
     def _start(self) -> bool:
-        if sys.is_finalizing():  # the thread would never run, and its job would be waited for
+        if sys.is_finalizing():  # the thread would never run, and the caller would wait for it
             return False
         try:
             threading.Thread(target=self._run, name="kvtier-copy", daemon=True).start()
-        except RuntimeError:  # the limit of threads is reached
+        except RuntimeError:  # the process has too many threads
             return False
         return True
 
@@ -352,7 +354,7 @@ class _Job(Generic[Piece]):
                 self._skip_rest()
 
     def dismiss(self) -> None:
-        """The helper takes no more pieces."""
+        """Makes the helper take no more pieces."""
         self._dismissed = True
 
     def finish(self) -> None:
@@ -373,7 +375,7 @@ def usable_cores() -> int:
 
 
 def _quota(version: int, group: Path) -> float | None:
-    """The processors of a cgroup's CPU quota; None if it has none."""
+    """Number of processors that a cgroup's CPU quota allows; None if it has no quota."""
     try:
         if version == 1:
             quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))

@@ -1,7 +1,7 @@
 """Memory limits of this process (machine and cgroups), and malloc settings.
 
-A memfd has no size limit of its own: `fallocate` continues until the out-of-memory killer acts. So
-`available_bytes` is checked before a region gets pages.
+A memfd has no size limit: `fallocate` allocates pages until the out-of-memory killer ends a
+process. Therefore `available_bytes` is checked before a region gets pages.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _CGROUP_FILES = {
 
 _MALLOC_SETTINGS = {
     -3: 32 << 20,  # M_MMAP_THRESHOLD: messages come from the heap, not from a new mapping each
-    -1: 2**31 - 1,  # M_TRIM_THRESHOLD: freed memory is kept
+    -1: 2**31 - 1,  # M_TRIM_THRESHOLD: freed memory is not returned to the kernel
     -2: 64 << 20,  # M_TOP_PAD: the heap grows in large steps
-    -8: 1,  # M_ARENA_MAX: memory freed by one thread is used by the others
+    -8: 1,  # M_ARENA_MAX: one thread can use memory that another has freed
 }
 
 
 def available_bytes() -> int | None:
     """Bytes that can be allocated now within the machine's and the cgroup's (v1, v2) limits.
 
-    None if unknown. Page cache that the kernel would drop counts as available. Callable from any
-    thread; reads a few files under /proc and /sys (about 0.1 ms).
+    None if unknown. Page cache counts as available, because the kernel can drop it. Callable from
+    any thread; reads a few files under /proc and /sys (about 0.1 ms).
     """
     groups = (_cgroup_available(group, *_CGROUP_FILES[version]) for version, group in cgroup_directories("memory"))
     limits = [limit for limit in (_machine_available(), *groups) if limit is not None]
@@ -43,11 +43,11 @@ def available_bytes() -> int | None:
 def cgroup_directories(controller: str) -> list[tuple[int, Path]]:
     """The cgroups that limit a controller ("memory", "cpu"): (cgroup version 1 or 2, directory).
 
-    These are the process's own group and all its ancestors, because each has limits of its own.
-    Inside a container some of them may be missing.
+    These are the process's own group and all ancestors of that group, because each group has its
+    own limits. Inside a container some of the directories may not exist.
     """
     try:
-        # names may be any bytes
+        # The name of a cgroup may contain any bytes.
         lines = _OWN_CGROUP.read_text(errors="surrogateescape").splitlines()
     except OSError:
         return []
@@ -85,7 +85,7 @@ def _cgroup_available(group: Path, limit_name: str, usage_name: str, prefix: str
             return None
         usage = int((group / usage_name).read_text())
         statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        # Shared memory counts as anonymous here, so the file lists are droppable cache.
+        # Shared memory is in the anonymous lists, so the file lists have only page cache.
         cache = sum(int(statistics.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
         return max(0, int(limit) - usage + cache)
     except (OSError, ValueError):
@@ -95,8 +95,8 @@ def _cgroup_available(group: Path, limit_name: str, usage_name: str, prefix: str
 def tune_malloc() -> bool:
     """Makes malloc keep the memory of large messages; returns whether that worked.
 
-    Servers and clients call it before gRPC starts its threads. Without it most of the time of a
-    gRPC bulk stream is spent on page faults: 2.2 instead of 4.2-4.4 GB/s. May be repeated; does
+    Servers and clients call it before gRPC starts its threads. Otherwise a gRPC bulk stream spends
+    most of its time on page faults (2.2 instead of 4.2-4.4 GB/s). May be called repeatedly. Does
     nothing if the C library is not glibc.
     """
     try:

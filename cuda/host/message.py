@@ -1,6 +1,6 @@
-"""Assembles messages from pieces of memory, and scatters payloads: one copy, without the GIL.
+"""Assembles messages from memory ranges and scatters payloads into them, with a single copy.
 
-`bytes.join` holds the GIL while it copies, which at 3 GB/s is most of the time.
+Long copies run without the GIL. `bytes.join` would hold the GIL during the whole copy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["assemble", "scatter"]
 
 _CHECKSUM_BYTES = 8
 
-# As in `copy`: a subscript gives a new function object, an attribute is shared.
+# `pythonapi["name"]` gives a new function object. `pythonapi.name` is shared with other libraries.
 _new_bytes = ctypes.pythonapi["PyBytes_FromStringAndSize"]
 _new_bytes.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t]
 _new_bytes.restype = ctypes.py_object
@@ -26,11 +26,11 @@ def assemble(head: bytes, checksum_at: int, addresses: Sequence[int], sizes: Seq
     """Returns `head` followed by `sizes[i]` bytes from each of `addresses`, as one new object.
 
     The xxh3-64 of the payload is written into the head: 8 bytes, little-endian, at `checksum_at`.
-    It is computed from the copy, so later changes of the source do not affect it. The caller keeps
-    the memory mapped until the call returns.
+    It is computed from the copy, so it matches the message even if the source changes meanwhile.
+    The caller keeps the memory mapped until the call returns.
     """
     total = sum(sizes)
-    # The C API permits writing to a new bytes object that no other code has a reference to.
+    # The C API permits writing to a new bytes object before other code refers to it.
     message: bytes = _new_bytes(None, len(head) + total)
     start, _ = address_of(message)
     ctypes.memmove(start, head, len(head))
@@ -46,10 +46,10 @@ def assemble(head: bytes, checksum_at: int, addresses: Sequence[int], sizes: Seq
 
 
 def scatter(payload: memoryview, addresses: Sequence[int], sizes: Sequence[int]) -> None:
-    """Copies `sizes[i]` bytes of a payload to `addresses[i]`; the sizes sum to its size."""
+    """Copies the payload to `addresses`, `sizes[i]` bytes to each. The sizes sum to its size."""
     position, nbytes = address_of(payload)
     if nbytes != sum(sizes):
-        raise ValueError(f"{nbytes} bytes for places of {sum(sizes)}")
+        raise ValueError(f"the payload has {nbytes} bytes, but its destinations have {sum(sizes)}")
     sources = []
     for size in sizes:
         sources.append(position)

@@ -1,11 +1,12 @@
 """NUMA placement of the region.
 
-By default the kernel places a page on the node of the thread that touches it first. Here that is
-the thread that backs the region, so one node's memory would serve all engines. Therefore the huge
-pages of the region are spread round-robin over the nodes, or placed on configured nodes.
+By default the kernel places a page on the node of the thread that touches it first. That is the
+thread that backs the region, so all pages would be on one node. Therefore the huge pages of the
+region are spread round-robin over all nodes, or over configured nodes.
 
-`MPOL_INTERLEAVE` does not work for this. In shared memory it counts small pages and places a huge
-page by its first small page. That number is even, so with two nodes it is always the same node.
+`MPOL_INTERLEAVE` does not work for this. In shared memory it chooses the node of a huge page by the
+number of the page's first small page. That number is always even, so with two nodes all huge pages
+would be on the same node.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _syscall.restype = ctypes.c_long
 def read_placement(text: str) -> tuple[int, ...] | None:
     """Parses the setting: None for "spread", () for "off", else nodes such as "1" or "0,2-3".
 
-    Raises `ValueError` with a message that continues "numa = x: …".
+    Raises `ValueError`; the caller puts "numa = x: " before its message.
     """
     if text == "spread":
         return None
@@ -59,20 +60,20 @@ def memory_nodes(sysfs: Path = _SYSFS) -> tuple[int, ...]:
 def choose_nodes(wanted: tuple[int, ...] | None, there: Sequence[int]) -> tuple[int, ...]:
     """The nodes to spread the region over; empty if the kernel decides (only one node).
 
-    Raises `ValueError` for an unavailable node, with a message that continues "numa = x: …".
+    Raises `ValueError` for an unavailable node; the caller puts "numa = x: " before its message.
     """
     if missing := sorted(set(wanted or ()) - set(there)):
         numbers = ", ".join(map(str, there)) or "none"
-        raise ValueError(f"node {missing[0]} has no memory for this process; those that have: {numbers}")
+        raise ValueError(f"node {missing[0]} has no memory for this process; nodes that have memory: {numbers}")
     nodes = tuple(there) if wanted is None else wanted
     return nodes if len(there) > 1 else ()
 
 
 def place(address: int, nbytes: int, node: int) -> None:
-    """Places future pages of a page-aligned range on a node, or on others if that node is full.
+    """Makes the kernel place future pages of a range on a node, or on others if it is full.
 
-    In shared memory this applies to all processes that map it. Raises `OSError` if the kernel
-    refuses or does not support NUMA.
+    The range must be page-aligned. In shared memory the setting applies to all processes that map
+    it. Raises `OSError` if the kernel refuses or does not support NUMA.
     """
     if _MBIND is None:
         raise OSError(f"mbind is not known on {platform.machine()}")
@@ -92,7 +93,7 @@ def place(address: int, nbytes: int, node: int) -> None:
 
 
 def _allowed() -> frozenset[int] | None:
-    """The nodes that cgroups permit to this process; None if unknown."""
+    """The nodes that this process's cgroups allow; None if unknown."""
     try:
         found = re.search(r"^Mems_allowed_list:\s*(\S+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
         return frozenset(_read_list(found[1])) if found else None

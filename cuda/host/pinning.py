@@ -1,7 +1,7 @@
 """Pinning of host memory with the GPU's driver, so that copies use DMA and overlap with compute.
 
-A region is registered in chunks on a background thread, because one call for 94 GB would delay an
-engine by 12 seconds. Copies of a chunk that is not pinned are correct, only slower.
+A region is pinned chunk by chunk on a background thread, because one call for 94 GB would delay an
+engine by 12 seconds. Until a chunk is pinned, its copies are slower.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["PIN_CHUNK_BYTES", "CudaRegistrar", "Pin", "PinError", "Pinnable", "P
 _log = logging.getLogger(__name__)
 
 PIN_CHUNK_BYTES = 64 << 20
-"""Bytes that one call registers, in about 10 ms. A transfer must not cross a boundary of chunks."""
+"""Bytes that one call pins, in about 10 ms. A copy must not cross a boundary of chunks."""
 
 
 class PinError(Exception):
@@ -48,7 +48,7 @@ class Pinning:
     """The pinned chunks of one mapping of a region, or of other memory.
 
     ``allowed()`` tells whether the driver may be called now. It is false while the engine captures
-    CUDA graphs, because such a call would end the capture.
+    CUDA graphs, because a call would abort the capture.
     """
 
     def __init__(self, memory: Pinnable, registrar: Registrar, allowed: Callable[[], bool]) -> None:
@@ -61,10 +61,10 @@ class Pinning:
         self._closed = False
 
     def pin(self, offset: int, length: int) -> bool:
-        """Pins one chunk, which starts at a multiple of PIN_CHUNK_BYTES; this also backs its pages.
+        """Pins one chunk, which starts at a multiple of PIN_CHUNK_BYTES. Allocates missing pages.
 
-        Returns False if the chunk cannot be pinned now and must be tried again, else True. Raises
-        PinError if the driver refuses, and ValueError if the range is not one chunk.
+        Returns False if the chunk cannot be pinned now and the caller must try again, else True.
+        Raises PinError if the driver refuses, and ValueError if the range is not one chunk.
         """
         if offset % PIN_CHUNK_BYTES or not 0 < length <= PIN_CHUNK_BYTES or offset + length > self._memory.size_bytes:
             raise ValueError(f"{length} bytes at {offset} are not one chunk of the memory")
@@ -77,11 +77,11 @@ class Pinning:
             return True
 
     def give_up(self) -> None:
-        """Pins no more chunks, because the driver would refuse again. Pinned chunks stay pinned."""
+        """Pins no more chunks, because the driver refused one. Pinned chunks stay pinned."""
         self._refused = True
 
     def close(self) -> None:
-        """Unpins everything. Call it before the memory is unmapped, when no copy uses it."""
+        """Unpins everything. Call it when no copy uses the memory and before it is unmapped."""
         with self._lock:
             self._closed = True
             for offset in self._pinned:
@@ -105,8 +105,8 @@ def split_at_chunks(offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
 class CudaRegistrar:
     """Pins with the CUDA driver (cuMemHostRegister), in the primary context of one device.
 
-    Its threads use relaxed capture mode, so a graph capture that begins during a call is not
-    disturbed. Raises PinError if there is no driver or no such device.
+    The calling thread switches to relaxed capture mode, so the call does not abort a graph capture
+    that begins meanwhile. Raises PinError if there is no driver or no such device.
     """
 
     _PORTABLE = 1
@@ -128,7 +128,7 @@ class CudaRegistrar:
 
     def register(self, address: int, nbytes: int) -> None:
         self._enter()
-        # "Already registered" is an error too: it is an earlier mapping with other pages.
+        # "Already registered" is an error too: an earlier mapping of other pages is registered.
         self._check(self._cuda.cuMemHostRegister_v2(address, nbytes, self._PORTABLE), "cuMemHostRegister")
 
     def unregister(self, address: int) -> None:

@@ -1,12 +1,12 @@
 """Host region: shared memory of the server and all clients on its host.
 
-The server creates it and passes its descriptor over a Unix socket; clients attach. Server and
-clients copy blocks without system calls, so first-touch cost dominates. The first write to new
-4 KiB pages runs at 1-3 GB/s; on huge pages backed in advance it runs at memcpy speed. Measurements:
+The server creates the region and passes its descriptor over a Unix socket; clients map it. Copies
+need no system calls, so the first write to a page is what costs most: 1-3 GB/s into new 4 KiB
+pages, but memcpy speed into huge pages that were backed in advance. Measurements:
 `docs/decisions/0002-host-region.md`.
 
-The region is mapped with `mmap(2)` and not with the module `mmap`. Huge pages need an aligned
-mapping, and `mmap.mmap` cannot choose the address (then MADV_COLLAPSE always fails with EINVAL).
+The region is mapped with `mmap(2)` and not with Python's module `mmap`, which cannot choose the
+address. Huge pages need an aligned mapping; otherwise MADV_COLLAPSE fails with EINVAL.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ PAGE_BYTES = mmap.PAGESIZE
 """Sizes and offsets of regions must be multiples of this."""
 
 HUGE_PAGE_BYTES = _huge_page_bytes()
-"""If offset and length of a chunk are multiples of this, all of it can become huge pages."""
+"""If offset and length of a chunk are multiples of this, the whole chunk can have huge pages."""
 
 _KEEP_FREE_BYTES = 256 << 20
-"""Memory that backing a region leaves free for other processes."""
+"""`back` refuses to allocate if the host's available memory would fall below this."""
 
 _MFD_NOEXEC_SEAL = 0x8
 _MADV_DONTDUMP = 16
@@ -70,28 +70,28 @@ class RegionError(Exception):
 class HostRegion:
     """A shared mapping of a sealed memfd.
 
-    Its size never changes, so access to `memory` cannot end in SIGBUS.
+    Its size never changes, so access to `memory` cannot cause SIGBUS.
 
-    `memory` and every view made from it keep mapping and descriptor alive: `close` releases the
-    region's own view, and the last view unmaps. Code that uses `address` must hold a view or know
-    that the region is open.
+    `close` releases only the region's own view. The memory is unmapped and the descriptor closed
+    when the last view made from `memory` is released. Code that uses `address` must hold a view or
+    ensure that the region is open.
 
-    All methods may be called from any thread. Only `back` and `populate` take time, without the
-    GIL; all others are safe on an event loop.
+    Any thread may call. `back` and `populate` take long and release the GIL; all other methods may
+    be called on an event loop.
     """
 
     def __init__(self, fd: int, size_bytes: int) -> None:
-        """Takes ownership of `fd`, even if it raises. Use `create` or `attach`."""
+        """Takes ownership of `fd`, even if the call raises. Use `create` or `attach` instead."""
         self.size_bytes = size_bytes
         self.backed_bytes = 0
         """Bytes that `back` has backed so far."""
         self.huge_bytes = 0
-        """The part of `backed_bytes` that is on huge pages."""
+        """How many of the `backed_bytes` are on huge pages."""
         self.nodes: Sequence[int] = ()
         """NUMA nodes over which `back` spreads huge pages round-robin; empty: the kernel
         decides."""
         self.misplaced: OSError | None = None
-        """Why `back` could not place pages on `nodes`; then the kernel placed them."""
+        """Why `back` could not place pages on `nodes`, so the kernel placed them; else None."""
         self.address, memory = _map(fd, size_bytes)
         self._fd: int | None = fd
         self._memory: memoryview | None = memory
@@ -100,7 +100,7 @@ class HostRegion:
     def create(cls, size_bytes: int, name: str = "kvtier") -> HostRegion:
         """Creates a region without pages; `name` is shown in /proc/PID/maps.
 
-        Raises `RegionError` if the kernel refuses or the size is no positive multiple of
+        Raises `RegionError` if the kernel refuses or the size is not a positive multiple of
         `PAGE_BYTES`.
         """
         if size_bytes <= 0 or size_bytes % PAGE_BYTES:
@@ -124,10 +124,11 @@ class HostRegion:
     def attach(cls, fd: int, size_bytes: int) -> HostRegion:
         """Maps a descriptor received from the server.
 
-        The caller keeps `fd` and may close it at once.
+        The caller still owns `fd` and may close it after the call.
 
-        Raises `RegionError` if `fd` is not writable shared memory of exactly this size, sealed
-        against shrinking (otherwise a peer could make every access here end in SIGBUS).
+        Raises `RegionError` if `fd` is not writable shared memory of exactly this size that is
+        sealed against shrinking. Without the seal a peer could shrink it, and every access to the
+        missing pages would cause SIGBUS.
         """
         try:
             size = os.fstat(fd).st_size
@@ -135,7 +136,7 @@ class HostRegion:
         except OSError as error:
             raise RegionError(f"descriptor {fd} is not shared memory: {error}") from error
         if size != size_bytes or size <= 0 or size % PAGE_BYTES:
-            raise RegionError(f"the region has {size} bytes where {size_bytes} were announced")
+            raise RegionError(f"the region has {size} bytes, not {size_bytes} as the server announced")
         if not seals & fcntl.F_SEAL_SHRINK:
             raise RegionError("the region is not sealed against shrinking")
         try:
@@ -146,7 +147,7 @@ class HostRegion:
 
     @property
     def fd(self) -> int:
-        """The descriptor, valid until `close`. Raises `RegionError` after it."""
+        """The descriptor. Raises `RegionError` after `close`."""
         if self._fd is None:
             raise RegionError("the region is closed")
         return self._fd
@@ -169,8 +170,8 @@ class HostRegion:
         pages are allocated at the speed of clearing memory (6-15 GB/s measured), small ones at
         1-2 GB/s.
 
-        Raises `RegionError` if memory is short. Then a part of the chunk may be backed, and chunks
-        backed earlier remain usable.
+        Raises `RegionError` if memory is short. Then some pages of the chunk may be backed, and
+        chunks backed earlier remain usable.
         """
         with self._held():
             self._check(offset, length)
@@ -178,20 +179,21 @@ class HostRegion:
             self._place(offset, length)
             try:
                 huge = self._collapse(offset, length)
-                os.posix_fallocate(self.fd, offset, length)  # the rest, in small pages
+                os.posix_fallocate(self.fd, offset, length)  # small pages for the rest
             except OSError as error:
                 raise RegionError(f"cannot back {length} bytes at {offset}: {error.strerror}") from error
             if huge < length:
-                # Clears the pages now, at 2 GB/s, and not at their first touch during a request.
+                # Clears the pages now, at 2 GB/s, instead of at the first access during a request.
                 self._advise(offset, length, _MADV_POPULATE_WRITE)
         self.backed_bytes += length
         self.huge_bytes += huge
 
     def populate(self, offset: int, length: int) -> int:
-        """Enters backed pages into this process's page table; returns their bytes.
+        """Enters backed pages into this process's page table; returns their total bytes.
 
-        Attached processes call it in the background. Skips pages that are not backed yet, because
-        touching them would charge this process for them. Does nothing on kernels before 5.14.
+        Attached processes call it in the background. Skips pages that are not backed yet: the first
+        access would allocate them, and the kernel would count them against this process's cgroup.
+        Does nothing on kernels before 5.14.
         """
         with self._held():
             self._check(offset, length)
@@ -208,11 +210,11 @@ class HostRegion:
             return sum(size for _, size in self._backed_runs(offset, length))
 
     def close(self) -> None:
-        """Releases mapping and descriptor; the last view unmaps. Any thread, may be repeated."""
+        """Releases the region's own view; the memory is unmapped with the last view. Idempotent."""
         self._fd = None
         memory, self._memory = self._memory, None
         if memory is not None:
-            # Fails if a buffer of this view is in use; then that buffer keeps the mapping.
+            # Fails if a buffer made from this view is in use; then the buffer keeps the mapping.
             with suppress(BufferError):
                 memory.release()
 
@@ -223,12 +225,14 @@ class HostRegion:
         self.close()
 
     def _held(self) -> memoryview:
-        """A view to hold during system calls on `address` and `fd`: it keeps both valid."""
+        """A view that keeps `address` and `fd` valid during system calls."""
         return self.memory[:]
 
     def _check(self, offset: int, length: int) -> None:
         if offset < 0 or length <= 0 or offset + length > self.size_bytes or offset % PAGE_BYTES or length % PAGE_BYTES:
-            raise RegionError(f"{length} bytes at {offset} are not whole pages of a region of {self.size_bytes} bytes")
+            raise RegionError(
+                f"offset {offset} and length {length} must be whole pages inside the region of {self.size_bytes} bytes"
+            )
 
     def _advise(self, offset: int, length: int, advice: int) -> bool:
         return bool(_madvise(self.address + offset, length, advice) == 0)
@@ -247,8 +251,9 @@ class HostRegion:
     def _collapse(self, offset: int, length: int) -> int:
         """Makes as many huge pages of a chunk as possible; returns their bytes.
 
-        MADV_COLLAPSE ignores `shmem_enabled`. If a range has a single small page, it clears a huge
-        page (6-15 GB/s); if all small pages are allocated, it copies them (2.1 GB/s).
+        MADV_COLLAPSE ignores the setting `shmem_enabled`. If a range has only one small page,
+        MADV_COLLAPSE clears a huge page (6-15 GB/s). If all small pages are allocated, it copies
+        them (2.1 GB/s). Therefore one small page is allocated first.
         """
         first = -(-offset // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         last = (offset + length) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
@@ -259,12 +264,11 @@ class HostRegion:
             os.posix_fallocate(self.fd, start, PAGE_BYTES)
         if self._advise(first, last - first, _MADV_COLLAPSE):
             return last - first
-        # The call ends at the first range that got no huge page, so the ranges are tried one by
-        # one.
+        # The call ended at the first range that got no huge page. Try the ranges one by one.
         return sum(self._advise(start, HUGE_PAGE_BYTES, _MADV_COLLAPSE) for start in starts) * HUGE_PAGE_BYTES
 
     def _supports_collapse(self, start: int) -> bool:
-        """Whether MADV_COLLAPSE works: kernels before 6.1 or without huge pages return EINVAL."""
+        """Whether MADV_COLLAPSE works. Kernels before 6.1 or without huge pages return EINVAL."""
         os.posix_fallocate(self.fd, start, PAGE_BYTES)
         return self._advise(start, HUGE_PAGE_BYTES, _MADV_COLLAPSE) or ctypes.get_errno() != errno.EINVAL
 
@@ -293,7 +297,7 @@ def _memfd(name: str) -> int:
 
 
 def _map(fd: int, size_bytes: int) -> tuple[int, memoryview]:
-    """Maps a descriptor and takes ownership. Both live as long as a view of the result."""
+    """Maps a descriptor and takes ownership. Releasing the last view unmaps and closes it."""
     try:
         address = _map_aligned(fd, size_bytes)
     except BaseException:
@@ -335,5 +339,5 @@ def _require_memory(length: int) -> None:
     available = available_bytes()
     if available is not None and length + _KEEP_FREE_BYTES > available:
         raise RegionError(
-            f"memory is short: {length} bytes needed, {available} available, of which {_KEEP_FREE_BYTES} are kept free"
+            f"not enough memory: {length} bytes needed, {available} available, {_KEEP_FREE_BYTES} must stay free"
         )

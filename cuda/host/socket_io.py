@@ -1,4 +1,4 @@
-"""Socket I/O directly from and into memory, without an extra copy and without the GIL."""
+"""Sends and receives memory ranges over sockets, without an extra copy and without the GIL."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Deadline", "checksum", "limit_waits", "receive", "send", "views_of"]
 
 
 def views_of(addresses: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
-    """Views of memory ranges. The caller keeps the memory mapped as long as they are used."""
+    """Views of memory ranges. The caller keeps the memory mapped as long as a view is used."""
     return [_ADDRESS_SPACE[address : address + size] for address, size in zip(addresses, sizes, strict=True)]
 
 
@@ -31,30 +31,30 @@ def checksum(views: Sequence[memoryview]) -> int:
 
 
 def limit_waits(connection: socket.socket, seconds: float) -> None:
-    """Sets a time-out for each call of a blocking socket, which then raises `BlockingIOError`.
+    """Sets a time-out for each call of a blocking socket. A late call raises `BlockingIOError`.
 
-    Python's own time-outs make a socket non-blocking; then each call moves only what fits the
-    buffer.
+    `socket.settimeout` would make the socket non-blocking. Then each call would transfer only the
+    bytes that fit the socket's buffer.
     """
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         _limit(connection, option, seconds)
 
 
 class Deadline:
-    """Deadline of all sending and receiving over one blocking connection."""
+    """Deadline of several calls on one blocking connection."""
 
     def __init__(self, connection: socket.socket, seconds: float) -> None:
         self.at = time.monotonic() + seconds
-        """Seconds of the monotonic clock."""
+        """Time of the monotonic clock, in seconds."""
         self._connection = connection
         self._limits: dict[int, float] = {}
 
     def limit(self, option: int) -> None:
-        """Limits the next call (`option`: SO_RCVTIMEO, SO_SNDTIMEO) to the time left, or 1/9 more.
+        """Limits the next call to the time left, or up to 1/9 more.
 
-        The kernel limits each call, and a slow peer causes many calls. A limit is set again only
-        after it has shrunk by a tenth, because setting it costs as much as a call. Raises
-        `BlockingIOError` after the deadline.
+        `option` is SO_RCVTIMEO or SO_SNDTIMEO. The kernel limits each call, and a slow peer causes
+        many calls. The limit is set again only when the time left has shrunk by a tenth, because
+        setting it costs as much as a call. Raises `BlockingIOError` after the deadline.
         """
         left = self.at - time.monotonic()
         if left < _SHORTEST_SECONDS:  # zero microseconds mean no limit
@@ -65,7 +65,7 @@ class Deadline:
 
 
 def send(connection: socket.socket, pieces: Sequence[bytes | memoryview], deadline: Deadline | None = None) -> None:
-    """Sends all bytes. Raises OSError; `BlockingIOError` after the deadline."""
+    """Sends all bytes. Raises OSError, after the deadline `BlockingIOError`."""
     left = [memoryview(piece) for piece in pieces]
     while left:
         if deadline is not None:
@@ -78,14 +78,14 @@ def send(connection: socket.socket, pieces: Sequence[bytes | memoryview], deadli
 
 
 def receive(connection: socket.socket, views: Sequence[memoryview], deadline: Deadline | None = None) -> None:
-    """Fills all views. Errors as in `send`; ConnectionError if the peer closed the connection."""
+    """Fills all views. Raises what `send` raises, and ConnectionError if the peer has closed."""
     left = list(views)
     while left:
         if deadline is not None:
             deadline.limit(socket.SO_RCVTIMEO)
         received = connection.recvmsg_into(left[:_MAX_PIECES], 0, socket.MSG_WAITALL)[0]
         if not received:
-            raise ConnectionResetError("the other side has hung up")
+            raise ConnectionResetError("the peer has closed the connection")
         while left and received >= left[0].nbytes:
             received -= left.pop(0).nbytes
         if received:
@@ -97,7 +97,7 @@ def _limit(connection: socket.socket, option: int, seconds: float) -> None:
 
 
 _ADDRESS_SPACE = memoryview((ctypes.c_char * sys.maxsize).from_address(0)).cast("B")
-"""A slice of this view is made much faster than a ctypes array."""
+"""View of all addresses. Slicing it is much faster than making a ctypes array."""
 _SHORTEST_SECONDS = 1e-5
 _MAX_PIECES = 512
-"""The kernel takes 1024 at once (IOV_MAX)."""
+"""Maximum number of pieces per call. The kernel accepts at most 1024 (IOV_MAX)."""

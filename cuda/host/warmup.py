@@ -29,10 +29,10 @@ def warm_up(
 ) -> None:
     """Enters the region into this process's page table chunk by chunk, and pins it.
 
-    So the first copies cause no page faults. A server that has just started is still backing its
-    region. Chunks that are not backed yet are tried again, until a minute has passed without
-    progress. They are not pinned either, because the kernel would charge their memory to this
-    process. Pinning waits until it is allowed. Returns when all is done or the session is ``over``.
+    Then the first copies cause no page faults. A server that has just started is still backing its
+    region. A chunk that is not backed is tried again, until a minute has passed without progress.
+    It is not pinned before it is backed: pinning would allocate its pages, and the kernel would
+    count them against this process's cgroup. Returns when all is done or ``over()`` is true.
     """
     unbacked = [
         (start, min(PIN_CHUNK_BYTES, region.size_bytes - start))
@@ -57,10 +57,10 @@ def _populate(region: HostRegion, chunk: _Chunk) -> bool:
 
 
 def _pin(pinning: Pinning, chunks: Sequence[_Chunk]) -> list[_Chunk]:
-    """Pins chunks; returns those to be tried again."""
+    """Pins chunks; returns those that must be tried again."""
     try:
         return [chunk for chunk in chunks if not pinning.pin(*chunk)]
     except PinError as error:
         pinning.give_up()
-        _log.warning("kvtier: the region is not pinned, copies of the GPU will be slower: %s", error)
+        _log.warning("kvtier: the region is not pinned, so copies to and from the GPU are slower: %s", error)
         return []

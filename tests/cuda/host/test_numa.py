@@ -50,7 +50,7 @@ def test_chosen_nodes() -> None:
     assert choose_nodes((1,), (0, 1)) == (1,)
     assert choose_nodes((), (0, 1)) == ()
     assert choose_nodes(None, (0,)) == choose_nodes((0,), (0,)) == choose_nodes(None, ()) == ()
-    with pytest.raises(ValueError, match="node 2 has no memory for this process; those that have: 0, 1"):
+    with pytest.raises(ValueError, match="node 2 has no memory for this process; nodes that have memory: 0, 1"):
         choose_nodes((2,), (0, 1))
 
 

@@ -81,7 +81,7 @@ def test_a_driver_that_refuses_is_asked_once(
     warm_up(region, Pinning(region, notes, allowed=lambda: True), over=lambda: False)
     assert notes.calls == 1
     assert [record.getMessage() for record in caplog.records] == [
-        "kvtier: the region is not pinned, copies of the GPU will be slower: cuMemHostRegister failed with CUDA error 2"
+        "kvtier: the region is not pinned, so copies to and from the GPU are slower: cuMemHostRegister failed with CUDA error 2"
     ]
 
 

@@ -175,7 +175,7 @@ def test_back_checks_the_chunk(region: HostRegion, offset: int, length: int) -> 
 def test_back_stops_before_memory_is_gone(region: HostRegion, monkeypatch: pytest.MonkeyPatch) -> None:
     """When memory is short, `back` raises before the out-of-memory killer acts."""
     monkeypatch.setattr(region_module, "available_bytes", lambda: SIZE)
-    with pytest.raises(RegionError, match="memory is short"):
+    with pytest.raises(RegionError, match="not enough memory"):
         region.back(0, SIZE)
     assert os.fstat(region.fd).st_blocks == 0
 
