@@ -1,8 +1,9 @@
 """Engine-independent hand-off of requests: what an engine pulls from peers and holds for them.
 
 ``core`` is the state machine that engine adapters drive (B2). ``claims`` decides how much is
-pulled, into which blocks, and what is held. ``params`` reads and writes ``kv_transfer_params``.
-``model`` defines what the core needs from the engine and from the connections to servers.
+pulled, into which blocks, and what is held. ``params`` parses ``kv_transfer_params``. ``model``
+defines the interfaces through which the core uses the engine and the servers. (B2) cites
+docs/behaviour.md.
 """
 
 from .claims import TransferState

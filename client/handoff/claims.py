@@ -1,4 +1,4 @@
-"""Blocks of a hand-off: which of a claim are usable, which are pulled, and which are held (B2)."""
+"""Blocks of a hand-off: usable blocks of a claim, blocks to pull and blocks to hold (B2)."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ __all__ = [
 
 
 Usable = dict[int, dict[int, int]]
-"""Per group index and position, the item of the lease that has the block."""
+"""``usable[group index][position]`` is the index of the block in the lease."""
 
 
 class TransferState(Enum):
-    """State of a request's only transfer (B2.10). It changes only to a later one of this list.
+    """State of a request's only transfer (B2.10). It changes only to a later state of this list.
 
-    NONE: the parameters name no peer.
-    WANTED: they name a peer, and no claim was made yet.
+    NONE: the request pulls nothing from a peer.
+    WANTED: the request may pull, and no claim was sent yet.
     CLAIMED: a claim was sent or granted.
     PULLING: workers copy the blocks.
-    OVER: the transfer has ended or was given up; the peer was told to release its hold.
+    OVER: the transfer has ended or was given up; the core has released the peer's hold.
     """
 
     NONE = "none"
@@ -54,8 +54,8 @@ class TransferState(Enum):
 class Claim:
     """A claim of a hold's blocks after ``computed_tokens``.
 
-    ``answer`` is None if nothing was granted. ``usable``: the blocks of the answer that hold this
-    request's tokens. ``reach``: how far they go, in tokens from the start of the request.
+    ``answer`` is None if nothing was granted. ``usable``: the blocks of the answer that have this
+    request's tokens. ``reach``: number of leading tokens of the request that these blocks provide.
     """
 
     number: ClaimId
@@ -72,8 +72,8 @@ class Claim:
 class HandoffState:
     """State of one request.
 
-    ``hold_at_end``: it was scheduled, and its blocks are held at its end (B2.8).
-    ``ended``: it has ended, and only workers still use it.
+    ``hold_at_end``: the request was scheduled, and its blocks are held when it ends (B2.8).
+    ``ended``: the request has ended, but workers still write into its blocks.
     """
 
     engine: HandoffRequest
@@ -96,7 +96,7 @@ def may_pull(params: TransferParams, options: HandoffOptions) -> bool:
 
 
 def offered_tokens(params: TransferParams, prompt_tokens: int, computed_tokens: int, options: HandoffOptions) -> int:
-    """How many tokens after ``computed_tokens`` the peer has, according to the parameters."""
+    """Number of tokens after ``computed_tokens`` that the peer has according to ``params``."""
     if params.remote is None or not may_pull(params, options):
         return 0
     if params.do_remote_prefill:
@@ -105,7 +105,7 @@ def offered_tokens(params: TransferParams, prompt_tokens: int, computed_tokens: 
 
 
 def apply_threshold(count: int, params: TransferParams, options: HandoffOptions) -> int:
-    """Returns ``count``, or 0 if a prefill engine computes so few tokens faster (B2.4)."""
+    """Returns ``count``, or 0 if a prefill engine computes these tokens faster (B2.4)."""
     too_few = not params.do_remote_prefill and count < options.kv_recompute_threshold
     return 0 if count <= 0 or too_few else count
 
@@ -113,7 +113,7 @@ def apply_threshold(count: int, params: TransferParams, options: HandoffOptions)
 def usable_blocks(
     geometry: CacheGeometry, request: HandoffRequest, remote: RemoteRequest, claimed: ClaimedBlocks
 ) -> Usable:
-    """Returns the claimed blocks that hold this request's tokens: their keys are its own."""
+    """Returns the claimed blocks whose keys equal this request's keys, so the tokens are equal."""
     usable: Usable = {group.index: {} for group in geometry.groups}
     groups = {group.index: group for group in geometry.groups}
     for block in claimed.blocks:
@@ -128,7 +128,10 @@ def usable_blocks(
 
 
 def usable_tokens(geometry: CacheGeometry, usable: Usable, num_tokens: int, computed_tokens: int) -> int:
-    """How far usable blocks reach after ``computed_tokens`` (whole steps), in tokens from 0."""
+    """Number of leading tokens that the engine has after a pull of usable blocks.
+
+    ``computed_tokens`` is a multiple of ``step_tokens``.
+    """
     if all(_is_complete(group, usable[group.index], num_tokens, computed_tokens) for group in geometry.groups):
         return num_tokens
     step = geometry.step_tokens
@@ -139,8 +142,8 @@ def usable_tokens(geometry: CacheGeometry, usable: Usable, num_tokens: int, comp
 def needs_older_windows(geometry: CacheGeometry, start: int, end: int) -> bool:
     """Whether a pull of [``start``, ``end``) needs window blocks before ``start`` that may be lost.
 
-    An engine with state groups counts the tokens of full attention as computed, even if a sliding
-    window lost their blocks.
+    An engine with state groups counts tokens as computed if full attention has their blocks, even
+    if it evicted their blocks of a sliding window.
     """
     if not any(group.is_state for group in geometry.groups):
         return False
@@ -151,8 +154,8 @@ def needs_older_windows(geometry: CacheGeometry, start: int, end: int) -> bool:
 def needs_earlier_context(geometry: CacheGeometry, end: int) -> bool:
     """Whether a hit on a whole prompt of ``end`` tokens lacks the context of its last token.
 
-    The engine always computes that token. A state would count it twice, and a window may reach one
-    block further back.
+    The engine always computes that token. A state after the whole prompt already contains the
+    token. A sliding window may need one earlier block.
     """
     return any(g.is_state or g.first_needed_block(end - 1) < g.first_needed_block(end) for g in geometry.groups)
 
@@ -162,8 +165,8 @@ def plan_pull(
 ) -> list[BlockRead]:
     """Returns the read that fills all blocks allocated for [``start``, ``end``).
 
-    Returns none if the claim lacks a block or ``start`` is inside a block, because the engine
-    treats every allocated block as loaded.
+    The engine treats every allocated block as loaded. So nothing is read if the claim lacks one of
+    them, or if ``start`` is inside a block.
     """
     read = BlockRead(lease_id)
     for group in geometry.groups:
@@ -192,7 +195,7 @@ def _is_complete(group: CacheGroup, items: dict[int, int], num_tokens: int, comp
 class HeldBlocks:
     """Blocks of a request that another engine needs to continue from ``num_tokens``.
 
-    ``positions``: per group. ``blocks``: all of them, each with the key of the hold.
+    ``positions``: positions of the blocks per group. ``blocks``: all blocks, with their keys.
     """
 
     num_tokens: int
@@ -205,10 +208,11 @@ def hold_blocks(
 ) -> HeldBlocks:
     """Returns the blocks to hold; none, of 0 tokens, if a needed block is missing (B2.17, B2.18).
 
-    A window group holds the blocks that its window reaches, and that of the token before if it is
-    still there: if the prompt ends here, its last token is computed again. With state groups
-    nothing is held: engines free the needed state before the request ends. The peer then uses the
-    blocks that were stored as usual.
+    In a window group these are the blocks of the window at the end. If the window of the previous
+    token begins one block earlier and the engine still has that block, it is held too: a peer whose
+    prompt ends here computes the last token again. With state groups nothing is held, because
+    engines free the needed state before the request ends. The peer then loads the blocks that were
+    stored as usual.
     """
     nothing = HeldBlocks(0, positions=[[] for _ in geometry.groups])
     if any(group.is_state for group in geometry.groups):
@@ -239,7 +243,7 @@ def _first_held(geometry: CacheGeometry, group: CacheGroup, table: Sequence[int]
 def _block_key(
     request: HandoffRequest, engine_id: str, hold_name: str, group: CacheGroup, position: int, num_tokens: int
 ) -> bytes | None:
-    """The content key of a full block, or the key of a block that only the hold has."""
+    """Returns the content key of a full block. Other blocks get a key that only the hold uses."""
     is_full = (position + 1) * group.block_tokens <= num_tokens
     if is_full and position < request.final_blocks(group):
         return request.key(group, position)

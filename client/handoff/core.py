@@ -1,14 +1,15 @@
 """Hand-off core: decides what an engine pulls from peers, and what it holds for them.
 
-A state machine without I/O, clock or threads, for any engine. It works beside the offload core,
-which stores a request's full blocks. This core has them held, assigns keys to blocks without a
-content key, and pulls the blocks that a peer holds. Calls for one request:
+The core is a state machine without I/O, clock or threads, for any engine. An engine uses it
+together with the offload core, which stores the full blocks of each request. The hand-off core
+publishes holds of these blocks, assigns keys to blocks without a content key, and pulls the blocks
+that a peer holds. Calls for one request:
 
-    arrived -> match (until it is known) -> allocated -> [pull_ended] -> finished
+    arrived -> match (until not None) -> allocated -> [pull_ended] -> finished
 
 Other calls: ``claim_ended``, and ``heartbeat`` and ``take_pulls`` once per step. ``now`` is in
-seconds of a clock that never goes back, ``wall_time`` in seconds since 1970. Requests without
-parameters are ignored.
+seconds of a monotonic clock, ``wall_time`` in seconds since 1970. Requests without
+``kv_transfer_params`` are ignored.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ __all__ = ["BlockPull", "EngineIdentity", "FinishedRequest", "HandoffCore"]
 
 
 class EngineIdentity(NamedTuple):
-    """Identity that peers see: engine id, address of the server with the holds, ranks per block."""
+    """What peers learn about an engine: its id, its server's address, its tensor-parallel size."""
 
     engine_id: str
     host: str
@@ -57,17 +58,20 @@ class EngineIdentity(NamedTuple):
 
 
 class BlockPull(NamedTuple):
-    """A load from the server of ``remote``. A job without reads cannot be done."""
+    """A load from the server of ``remote``. Workers report a job without reads as failed."""
 
     remote: RemoteRequest | None
     job: LoadJob
 
 
 class FinishedRequest(NamedTuple):
-    """Result of a request's end: the parameters to return, and the blocks to store with these keys.
+    """Result of a request's end.
 
-    ``blocks`` is everything that is held, so a peer never waits for a block that was left out.
-    ``drop_saves``: nothing more of the request is stored (B2.16): its blocks may be undefined.
+    ``params``: the parameters to return to the caller.
+    ``blocks``: all blocks of the hold, with keys. All must be stored, because a peer waits for
+    each.
+    ``drop_saves``: no further block of the request may be stored, because the content of its blocks
+    may be undefined (B2.16).
     """
 
     params: dict[str, Any] | None = None
@@ -90,12 +94,12 @@ class HandoffCore:
         self._pulls: list[BlockPull] = []
         self._next_claim = 1
         self._next_heartbeat_at = 0.0
-        # New requests whose peers have had no heartbeat yet.
+        # New requests for which no heartbeat has been sent yet.
         self._without_heartbeat: list[str] = []
 
     @property
     def pending(self) -> bool:
-        """Whether the engine must keep stepping to send pulls or receive their reports."""
+        """Whether the engine must run further steps to send pulls or receive their reports."""
         return bool(self._pulls) or any(state.transfer is TransferState.PULLING for state in self._requests.values())
 
     def arrived(self, request: HandoffRequest) -> bool:
@@ -112,10 +116,11 @@ class HandoffCore:
         return wanted
 
     def match(self, request_id: str, computed_tokens: int, now: float, wall_time: float) -> int | None:
-        """Tokens after ``computed_tokens`` that can be pulled; None: ask again in the next step.
+        """Returns how many tokens after ``computed_tokens`` can be pulled.
 
-        Called each time that the scheduler considers a waiting request. Returns 0 after the
-        request's only transfer (B2.10), and if the engine's own tokens end inside a block.
+        Returns None if the peer's server has not answered yet; the adapter asks again in the next
+        step. Returns 0 after the request's only transfer (B2.10), and if ``computed_tokens`` ends
+        inside a block. Called each time that the scheduler considers a waiting request.
         """
         state = self._requests.get(request_id)
         if state is None or state.transfer not in (TransferState.WANTED, TransferState.CLAIMED):
@@ -137,7 +142,10 @@ class HandoffCore:
         return self._offer(state, claim, computed_tokens)
 
     def claim_ended(self, number: ClaimId, claimed: ClaimedBlocks | None, now: float) -> None:
-        """Result of ``start_claim``, None if nothing is held. Ignored if it was dropped."""
+        """Records the result of ``start_claim``, unless the claim was dropped.
+
+        ``claimed`` is None if there is no such hold.
+        """
         state = self._claims.get(number)
         if state is None or state.claim is None or state.params.remote is None:
             return
@@ -148,10 +156,11 @@ class HandoffCore:
             claim.reach = usable_tokens(self._geometry, claim.usable, claimed.num_tokens, claim.computed_tokens)
 
     def allocated(self, request_id: str, tables: BlockTables, external_tokens: int) -> None:
-        """The engine allocated blocks, with ``external_tokens`` of the match: all, fewer or 0.
+        """The engine allocated blocks; it pulls ``external_tokens`` of the match: all, some, none.
 
-        With external tokens the request waits for a pull. The next plan always has it, even if it
-        cannot be done. Without them the transfer ends, and the peer may release its hold (B2.11).
+        If it pulls any, the request waits for the pull, so ``take_pulls`` always returns one, even
+        an empty job. If it pulls none, the transfer ends and the core releases the peer's hold
+        (B2.11).
         """
         state = self._requests.get(request_id)
         if external_tokens > 0:
@@ -190,7 +199,7 @@ class HandoffCore:
         return pulls
 
     def heartbeat(self, now: float) -> None:
-        """Called once per step: renews the holds to pull, every sixth of a lease (B2.1)."""
+        """Renews the holds to pull, six times per lease duration (B2.1). Called once per step."""
         new_requests, self._without_heartbeat = self._without_heartbeat, []
         if now >= self._next_heartbeat_at:
             self._next_heartbeat_at = now + self._options.heartbeat_s
@@ -201,7 +210,7 @@ class HandoffCore:
     def finished(
         self, request_id: str, tables: BlockTables, confirmed_tokens: int, reason: FinishReason, wall_time: float
     ) -> FinishedRequest:
-        """The request has ended: its blocks may be freed, but ``blocks`` only after their store."""
+        """The request has ended. The result's blocks must be stored before they are freed."""
         state = self._requests.pop(request_id, None)
         if state is None:
             return FinishedRequest()
@@ -230,7 +239,7 @@ class HandoffCore:
         params, options, request = state.params, self._options, state.engine
         if not request.may_pull:
             return False
-        # The hold has expired, or will before it is read (B2.19).
+        # The hold has expired, or will expire before workers have read it (B2.19).
         if params.expiry_time is not None and params.expiry_time - EXPIRY_MARGIN_S <= wall_time:
             self._server.debug(
                 f"{request.request_id}: the hold of {_describe(params.remote)} has expired; computed instead"
@@ -261,7 +270,7 @@ class HandoffCore:
         return usable_tokens(self._geometry, claim.usable, limit, computed_tokens)
 
     def _claim(self, state: HandoffState, computed_tokens: int, now: float) -> Claim | None:
-        """Returns the current claim, or a new one if that is missing or stale."""
+        """Returns the current claim. If it is missing or stale, starts a new claim."""
         known, remote = state.claim, state.params.remote
         if known is not None and known.computed_tokens <= computed_tokens and not self._is_stale(known, now):
             return known
@@ -286,7 +295,7 @@ class HandoffCore:
         if state is None or state.transfer not in (TransferState.WANTED, TransferState.CLAIMED):
             self._pulls.append(BlockPull(None, job))
             return
-        # First, so that after any failure below the load fails and no other transfer is tried.
+        # Set first: if a line below raises, the pull counts as failed and no other is tried.
         state.transfer = TransferState.PULLING
         self._pulls.append(BlockPull(state.params.remote, job))
         claim, start = state.claim, state.offered_from
@@ -301,7 +310,7 @@ class HandoffCore:
             self._server.drop_claim(claim.number)
 
     def _end_transfer(self, state: HandoffState) -> None:
-        """Ends the transfer: releases the lease, and tells the peer's server (B2.11)."""
+        """Ends the transfer: releases the lease and the peer's hold (B2.11)."""
         self._drop(state)
         state.transfer = TransferState.OVER
         if state.params.remote is not None:

@@ -1,7 +1,7 @@
-"""Interfaces of the hand-off core to the engine and to servers, and its options.
+"""Interfaces of the hand-off core to the engine and to servers; options of the core.
 
-All methods are called on the scheduler's thread. They must not block, and must not raise because a
-server failed.
+The core calls all methods of the interfaces on the scheduler's thread. The methods must not block.
+They must not raise because a server failed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 
 
 EXPIRY_MARGIN_S = 5.0
-"""A hold that expires within this time is not read any more (B2.19)."""
+"""An engine does not claim or read a hold that expires within this time (B2.19)."""
 
 ClaimId = NewType("ClaimId", int)
 
@@ -55,7 +55,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True)
 class HeldBlock:
-    """A block of a hold. ``item``: its index in the lease; None if the server does not have it."""
+    """A block of a hold. ``item``: its index in the lease; None if the server lacks the block."""
 
     group_index: int
     position: int
@@ -65,7 +65,7 @@ class HeldBlock:
 
 @dataclass(frozen=True)
 class ClaimedBlocks:
-    """A granted claim: a lease on blocks of a request of ``num_tokens`` tokens."""
+    """A granted claim: a lease on blocks of a hold that has ``num_tokens`` tokens."""
 
     lease_id: int
     num_tokens: int
@@ -74,7 +74,10 @@ class ClaimedBlocks:
 
 @dataclass(frozen=True)
 class PlannedPublication:
-    """A request to hold for ``hold_for`` seconds. Stores of its blocks may still be in flight."""
+    """A finished engine request whose blocks the server shall hold for ``hold_for`` seconds.
+
+    Stores of these blocks may still be in flight.
+    """
 
     request_id: str
     direction: Direction
@@ -89,35 +92,38 @@ class HandoffRequest(Protocol):
 
     @property
     def request_id(self) -> str:
-        """The engine's id, as in the events."""
+        """The engine's id, as in the calls of the core."""
         ...
 
     @property
     def hold_name(self) -> str:
-        """Name of its hold; peers receive it as ``remote_request_id``."""
+        """Name of the request's hold; peers receive the name as ``remote_request_id``."""
         ...
 
     @property
     def prompt_tokens(self) -> int:
-        """Length of its prompt."""
+        """Number of prompt tokens."""
         ...
 
     @property
     def kv_transfer_params(self) -> object:
-        """The caller's value; the core never changes it."""
+        """The value that the caller sent; the core never changes it."""
 
     @property
     def may_pull(self) -> bool:
-        """Whether it may use blocks that other engines computed."""
+        """Whether the request may use blocks that other engines computed."""
         ...
 
     @property
     def may_hold(self) -> bool:
-        """Whether its blocks may be stored."""
+        """Whether blocks of the request may be stored."""
         ...
 
     def final_blocks(self, group: CacheGroup) -> int:
-        """How many blocks of ``group`` have a content key: those whose tokens are final."""
+        """Number of leading blocks of ``group`` that are full and have no draft tokens.
+
+        Only these blocks have a content key (a hash of their tokens).
+        """
         ...
 
     def key(self, group: CacheGroup, position: int) -> bytes:
@@ -129,34 +135,36 @@ class HandoffRequest(Protocol):
     ) -> bytes | None:
         """Key of a block without a content key, in a hold of ``num_tokens`` tokens.
 
-        It is computed from the hold's name and the tokens up to ``num_tokens``, so that the
-        claiming engine can check that they are its own. None if the request has fewer tokens.
+        The key is a hash of the hold's name and of the tokens up to ``num_tokens``. So the claiming
+        engine can check that its own tokens are equal. None if the request has fewer tokens.
         """
 
 
 class HandoffServer(Protocol):
-    """Sends the core's requests to servers. Results arrive later, as events."""
+    """Sends the core's requests to servers. The adapter reports results by calls of the core."""
 
     def start_claim(
         self, claim: ClaimId, request: HandoffRequest, remote: RemoteRequest, first_positions: Sequence[int]
     ) -> bool:
-        """Leases a hold's blocks, per group from these positions on; waits a while for the hold.
+        """Starts a claim: leases the blocks of each group from ``first_positions[group]`` on.
 
-        ``HandoffCore.claim_ended`` answers it. Returns False if no server is connected: a miss.
+        Returns at once. The claim waits in the background, for a limited time, until the peer has
+        published the hold. The adapter reports the result by ``HandoffCore.claim_ended``. Returns
+        False, which counts as a miss, if no server is connected.
         """
         ...
 
     def drop_claim(self, claim: ClaimId) -> None:
-        """Releases the lease of a claim, answered or not. The core expects no result."""
+        """Cancels a claim, or releases its lease if it was granted. The core expects no result."""
 
     def renew(self, remotes: Sequence[RemoteRequest]) -> None:
         """Sends heartbeats for holds that will be claimed or read."""
 
     def release(self, remote: RemoteRequest) -> None:
-        """Tells the peer's server that the hold is not needed any more."""
+        """Releases the hold on the peer's server."""
 
     def publish(self, publication: PlannedPublication) -> None:
-        """Publishes a hold. A failure is not reported."""
+        """Publishes a hold. The core gets no report of a failure."""
 
     def debug(self, text: str) -> None:
         """Logs why a request is computed instead of pulled."""
@@ -169,13 +177,16 @@ class HandoffServer(Protocol):
 class HandoffOptions:
     """Settings of the core; times in seconds.
 
-    ``kv_recompute_threshold``: a prefill engine computes fewer tokens than this; 0 always pulls.
+    ``kv_recompute_threshold``: if a pull would have fewer tokens than this, a prefill engine
+        computes them instead; with 0 it always pulls.
     ``bidirectional_kv_xfer``: whether decode engines hold their requests, and prefill engines pull
         them.
     ``kv_lease_duration``: lifetime of a prefill engine's hold without a heartbeat.
     ``decoder_kv_blocks_ttl``: lifetime of a decode engine's hold.
-    ``claim_timeout_s``: longest wait of a request for its claim; then the engine computes it.
-    ``claim_lifetime_s``: a claim not pulled within this time is repeated, before its lease ends.
+    ``claim_timeout_s``: maximum time that a request waits for its claim. Then the engine computes
+        the request.
+    ``claim_lifetime_s``: if a granted claim is not pulled within this time, the core claims again.
+        Choose it shorter than the lease.
     """
 
     kv_recompute_threshold: int = 64
@@ -186,7 +197,7 @@ class HandoffOptions:
     claim_lifetime_s: float = 10.0
 
     def holds_at_end(self, params: TransferParams | None) -> bool:
-        """Whether a request with these parameters is held at its end, for a peer (B2.8)."""
+        """Whether a request with these parameters is held for a peer when it ends (B2.8)."""
         if params is None:
             return False
         return params.do_remote_decode or (params.do_remote_prefill and self.bidirectional_kv_xfer)

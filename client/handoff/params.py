@@ -1,6 +1,6 @@
-"""Parses ``kv_transfer_params`` leniently and writes them with vLLM's key names (B2.3, B2.18).
+"""Parses ``kv_transfer_params`` with vLLM's key names (B2.3, B2.18).
 
-Bad values count as absent, because the parameters come from other machines through a proxy.
+Invalid values count as absent, because the parameters come from other machines through a proxy.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 __all__ = ["RemoteRequest", "TransferParams"]
 
-# The server's limit. One longer name would fail a heartbeat call, which carries the names of many
-# requests.
+# The server's limit. A heartbeat call carries the names of many requests; one longer name would
+# make the whole call fail.
 _MAX_NAME_LENGTH = 512
 _PEER_KEYS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
@@ -32,11 +32,11 @@ class RemoteRequest:
 class TransferParams:
     """Parsed parameters of a request.
 
-    ``remote``: the peer's request, if all four of its keys are given.
-    ``has_blocks``: whether ``remote_block_ids`` names a block; ``num_tokens``: how many tokens they
-        hold.
-    ``expiry_time``: when the blocks expire, in seconds since 1970; None if not given.
-    ``holds_nothing``: the peer lists its groups, all without blocks: there is nothing to wait for.
+    ``remote``: the peer's request, if all four keys of the peer are given.
+    ``has_blocks``: whether ``remote_block_ids`` names a block.
+    ``num_tokens``: number of tokens that the peer's blocks have.
+    ``expiry_time``: when the hold expires, in seconds since 1970; None if not given.
+    ``holds_nothing``: the peer lists its groups, but none has a block, so nothing can be pulled.
     ``has_no_peer``: all four keys of the peer are given, with the value None.
     """
 
@@ -51,7 +51,7 @@ class TransferParams:
 
     @classmethod
     def parse(cls, raw: object) -> TransferParams | None:
-        """Parses the caller's value; None if it is no mapping or empty (B1.2, B2.13)."""
+        """Parses the caller's value; None if it is not a mapping or is empty (B1.2, B2.13)."""
         if not isinstance(raw, Mapping) or not raw:
             return None
         groups = _groups(raw.get("remote_block_ids"))
@@ -76,20 +76,23 @@ def _remote(raw: Mapping[Any, Any]) -> RemoteRequest | None:
 
 
 def _text(value: object) -> str:
-    """Returns a name that can be sent to a server, else "" (JSON may contain a lone surrogate)."""
+    """Returns a name that can be sent to a server. For other values returns "".
+
+    JSON may contain a lone surrogate, which cannot be encoded as UTF-8.
+    """
     if not isinstance(value, str) or len(value) > _MAX_NAME_LENGTH:
         return ""
     return "" if any("\ud800" <= character <= "\udfff" for character in value) else value
 
 
 def _groups(block_ids: object) -> list[Sequence[Any]]:
-    """Returns the block ids per group; none if it is not a list of lists."""
+    """Returns the block ids per group; an empty list if `block_ids` is not a list of lists."""
     groups = block_ids if isinstance(block_ids, list | tuple) else ()
     return [group for group in groups if isinstance(group, list | tuple)]
 
 
 def _number(value: object) -> float | None:
-    """Returns a finite number; a port may come as text."""
+    """Returns a finite number, also from text (a port may be text). For other values: None."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
