@@ -1,6 +1,6 @@
-"""Audit log: lines with the event `audit` that name caller, call and outcome.
+"""Audit log: log lines with the event `audit` that name caller, call and outcome.
 
-They never contain a token.
+An audit line never contains a token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _log = get_logger(__name__)
 
 _ADMIN = "/kvtier.v1.AdminService/"
 _READS = frozenset({"GetStatus", "ListLeases", "ListHandoffs", "ExplainRequest"})
-"""Calls of AdminService that change nothing; logged once per interval, as are refusals."""
+"""Calls of AdminService that change nothing. Like refusals, they are logged once per interval."""
 _REFUSALS = frozenset({"UNAUTHENTICATED", "PERMISSION_DENIED", "WRONG_TENANT", "RATE_LIMITED"})
 _REFUSED = frozenset({"UNAUTHENTICATED", "PERMISSION_DENIED"})
 _INTERVAL_SECONDS = 10.0
@@ -26,16 +26,16 @@ _MAX_KINDS = 1024
 
 
 class AuditLog:
-    """Writer of the audit log. Used on the event loop only."""
+    """Writer of the audit log. All calls must come from the event loop."""
 
     def __init__(self, *, logs_reads: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        """`logs_reads`: log admin calls that change nothing; False without authentication."""
+        """`logs_reads`: whether to log admin calls that change nothing."""
         self._logs_reads = logs_reads
         self._clock = clock
         self._last: dict[tuple[str, ...], tuple[float, int]] = {}
 
     def record_call(self, method: str, outcome: str) -> None:
-        """Logs an AdminService call that has ended. `record_refusal` logs refused calls."""
+        """Logs a call of AdminService that has ended, unless `record_refusal` logs it."""
         if not method.startswith(_ADMIN) or outcome in _REFUSED:
             return
         name = CALLER.get().name
@@ -45,7 +45,7 @@ class AuditLog:
             self._log_limited(name, method, outcome)
 
     def record_refusal(self, method: str, context: Any, reason: str, who: str | None = None) -> None:
-        """Logs a refusal for one of `_REFUSALS`. `who` is given if the caller is not `CALLER`."""
+        """Logs a refusal for a reason of `_REFUSALS`. `who` names the caller; default: `CALLER`."""
         if reason not in _REFUSALS:
             return
         if who is None:
@@ -62,8 +62,8 @@ class AuditLog:
             self._last[kind] = (last, left_out + 1)
             return
         if len(self._last) >= _MAX_KINDS:
-            # Bounds the memory if the caller's address changes with each call. Pending `left_out`
-            # counts are lost.
+            # Limits the memory if callers use a new address for each call. The counts in `left_out`
+            # are lost.
             self._last.clear()
         self._last[kind] = (now, 0)
         _log.info("audit", who=who, what=what, outcome=outcome, **({"left_out": left_out} if left_out else {}))

@@ -1,4 +1,4 @@
-"""Access control: authentication by token, certificate or Unix socket, TLS, rates and audit."""
+"""Access control: authentication by token, certificate or Unix socket; TLS, rate limits, audit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MAX_TOKEN_CHARACTERS = 512
 
 
 def peer_credentials(context: grpc.ServicerContext) -> tuple[str | None, list[str], bool]:
-    """Returns a call's token, its certificate's names, and whether it uses a Unix socket."""
+    """Returns a call's token, the names in its certificate, and whether it uses a Unix socket."""
     token = None
     for key, value in context.invocation_metadata() or ():
         if key == "authorization" and isinstance(value, str):
@@ -42,7 +42,7 @@ def peer_credentials(context: grpc.ServicerContext) -> tuple[str | None, list[st
 
 
 def bearer_token(header: str) -> str | None:
-    """Returns the token of an `authorization` header; None without one, "" if invalid."""
+    """Returns the token of an `authorization` header; None without header, "" if invalid."""
     if not header:
         return None
     if header[: len(_BEARER)].lower() != _BEARER or len(header) > _MAX_TOKEN_CHARACTERS:
@@ -51,10 +51,11 @@ def bearer_token(header: str) -> str | None:
 
 
 class Authenticator:
-    """Maps tokens and certificates to identities. Used on the event loop, except `may_see_metrics`.
+    """Maps tokens and certificates to identities.
 
-    Construction raises `TokensError` if the token file cannot be used. If a later change of the
-    file cannot be used, the previous contents stay in use.
+    All calls except `may_see_metrics` must come from the event loop. The constructor raises
+    `TokensError` if the token file cannot be used. If the file changes later and cannot be used,
+    its previous contents stay in use.
     """
 
     def __init__(self, config: Config, clock: Callable[[], float] = time.time) -> None:
@@ -69,15 +70,15 @@ class Authenticator:
         return config.auth.tokens is not None or config.tls.client_ca is not None
 
     def identify(self, token: str | None, names: Sequence[str], *, is_local: bool) -> Identity:
-        """Returns the caller's identity by token or certificate names. Raises `Refused`."""
+        """Returns the identity of a token, or of certificate names. Raises `Refused`."""
         now = self._clock()
         if self._token_file is None:
-            if names:  # TLS has verified the certificate, and nothing else is required
+            if names:  # verified by TLS, which is enough without a token file
                 return Identity(names[0], None, OWNER.roles, shared_memory=True)
         elif token is not None:
             identity = self._token_file.find_token(token, now)
             if identity is None:
-                raise Refused("UNAUTHENTICATED", "the token is not known here, or has expired")
+                raise Refused("UNAUTHENTICATED", "the token is not known to this server, or has expired")
             return identity
         elif (identity := self._token_file.find_certificate(names, now)) is not None:
             return identity
@@ -97,12 +98,15 @@ class Authenticator:
         try:
             self._token_file = read_token_file(self._path)
         except TokensError as error:
-            _log.error("the tokens cannot be read, the old ones stay", error=str(error))
+            _log.error("the tokens cannot be read; the previous tokens stay valid", error=str(error))
         else:
             _log.info("tokens read again", path=str(self._path), tokens=len(self._token_file.tokens))
 
     def may_see_metrics(self, header: str | None) -> bool:
-        """Returns whether this `Authorization` header may see the metrics. Thread-safe."""
+        """Returns whether a request with this `Authorization` header may see the metrics.
+
+        Thread-safe.
+        """
         token, token_file = bearer_token(header or ""), self._token_file
         identity = token_file.find_token(token, self._clock()) if token_file is not None and token is not None else None
         return identity is not None and any(role.value in ("metrics", "admin") for role in identity.roles)
@@ -115,9 +119,9 @@ class AuthInterceptor:
         self._authenticator = authenticator
 
     def __call__(self, method: str, context: Any) -> None:
-        """Sets `CALLER`; raises `Refused`.
+        """Sets `CALLER`. Raises `Refused` if the caller may not make this call.
 
-        `context` is gRPC's, or an object with the authenticated `caller`.
+        `context` is the context of gRPC, or an object with the authenticated `caller`.
         """
         method = method.lstrip("/")
         caller = getattr(context, "caller", None)
@@ -135,7 +139,7 @@ class AccessError(Exception):
 
 
 class AccessControl:
-    """Access control built from the configuration. Construction raises `AccessError`.
+    """Access control built from the configuration. The constructor raises `AccessError`.
 
     Without authentication `authenticator` and `authorize` are None, so calls have no extra cost.
     """
@@ -157,12 +161,18 @@ class AccessControl:
         self._metrics_need_token = config.auth.metrics
 
     def may_see_metrics(self, header: str | None) -> bool:
-        """Returns whether this `Authorization` header may see the metrics. Thread-safe."""
+        """Returns whether a request with this `Authorization` header may see the metrics.
+
+        Thread-safe.
+        """
         authenticator = self.authenticator
         return not self._metrics_need_token or (authenticator is not None and authenticator.may_see_metrics(header))
 
     def refresh(self, revoke: Callable[[Callable[[Identity], bool]], None]) -> None:
-        """Reads changed tokens again; `revoke` ends sessions with invalid credentials."""
+        """Reads the token file again if it has changed, and lets `revoke` end invalid sessions.
+
+        `revoke` gets a function that returns whether an identity is still valid.
+        """
         if self.authenticator is not None:
             self.authenticator.refresh()
             revoke(self.authenticator.is_still_valid)

@@ -1,6 +1,6 @@
 """Rate limits per tenant: calls per second, bytes per second and open sessions.
 
-Used on the event loop only.
+All calls must come from the event loop.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ __all__ = ["RateLimiter", "RateLimiters"]
 
 _BURST_SECONDS = 10.0
 _MAX_LIMITERS = 1024
-"""Number of limiters at which idle ones are dropped."""
+"""Number of limiters at which idle limiters are dropped."""
 _MAX_OVERDRAFT = 1024
-"""Release calls accepted beyond the limit; a refused release would leave slots or pins unusable."""
+"""Release calls accepted beyond the limit. A refused release would leave slots or pins in use."""
 
 
 class _TokenBucket:
-    """Token bucket with a capacity of ten seconds. If overdrawn, the next caller waits."""
+    """Token bucket with a capacity of ten seconds. Its level can be negative (overdrawn)."""
 
     def __init__(self, rate: float, now: float) -> None:
         self._rate = rate
@@ -65,7 +65,7 @@ class RateLimiter:
         self._bytes = _TokenBucket(rates.bytes, now) if rates.bytes is not None else None
 
     def open_session(self) -> None:
-        """Counts a session and the call that opens it; raises `Refused` beyond a limit."""
+        """Counts a session and the call that opens the session. Raises `Refused` above a limit."""
         if self._rates.sessions is not None and self.sessions >= self._rates.sessions:
             raise Refused("LIMIT_EXCEEDED", f"{self.sessions} sessions of tenant {self._tenant!r} are open already")
         self.count_call()
@@ -75,14 +75,14 @@ class RateLimiter:
         self.sessions -= 1
 
     def count_call(self, *, is_release: bool = False) -> None:
-        """Counts a call; raises `Refused` beyond the limit, which a release may overdraw."""
+        """Counts a call. Raises `Refused` above the limit; a release may exceed the limit."""
         if self._calls is not None:
             if not is_release or self._calls.overdraft(self._clock()) >= _MAX_OVERDRAFT:
                 self._check(self._calls, "calls")
             self._calls.take(1.0, self._clock())
 
     def check_stream(self) -> None:
-        """Raises `Refused` if earlier streams have used up the bytes."""
+        """Raises `Refused` if earlier streams have used up the tenant's bytes."""
         if self._bytes is not None:
             self._check(self._bytes, "bytes")
 
@@ -109,14 +109,14 @@ class RateLimiters:
     def __init__(
         self, rates: RateConfig, of_tenants: Mapping[str, RateConfig], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`rates` apply to each tenant; `of_tenants` override them."""
+        """`rates` apply to each tenant; a tenant's entry in `of_tenants` overrides them."""
         self._rates = rates
         self._of_tenants = {name: _merged(rates, own) for name, own in of_tenants.items()}
         self._clock = clock
         self._limiters: dict[str, RateLimiter] = {}
 
     def for_tenant(self, tenant: str) -> RateLimiter | None:
-        """Returns the tenant's limiter; None if it has no limit."""
+        """Returns the tenant's limiter; None if the tenant has no limit."""
         rates = self._of_tenants.get(tenant, self._rates)
         if rates == RateConfig():
             return None

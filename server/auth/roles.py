@@ -17,13 +17,13 @@ class Role(enum.Enum):
     """Permission group of a credential."""
 
     ENGINE = "engine"
-    """Looks up, loads and stores, for its tenant."""
+    """May look up, load and store blocks of its tenant."""
     READER = "reader"
-    """Looks up and loads, for its tenant."""
+    """May look up and load blocks of its tenant."""
     ADMIN = "admin"
-    """AdminService: sees all tenants."""
+    """May call AdminService, which shows all tenants."""
     METRICS = "metrics"
-    """The metrics of the HTTP port; no RPC at all."""
+    """May read the metrics over HTTP; may call no RPC."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class Identity:
     name: str
     """Name for the log."""
     tenant: str | None
-    """Tenant whose blocks it may access; None: any tenant, as its session states."""
+    """Tenant whose blocks the caller may access; None: any tenant that a session names."""
     roles: frozenset[Role]
     shared_memory: bool
-    """Whether it may map the region, which holds the blocks of all tenants."""
+    """Whether the caller may map the region, which holds the blocks of all tenants."""
     credential: bytes | None = None
     """Hash of the token, or name of the certificate; None without authentication."""
 
@@ -72,7 +72,7 @@ _SERVICES = (
 RPC_ROLES: Mapping[str, frozenset[Role] | None] = MappingProxyType(
     {f"{service}/{method}": roles for service, roles, methods in _SERVICES for method in methods.split()}
 )
-"""For each RPC the roles of which the caller needs one; None: no credentials needed."""
+"""For each RPC the permitted roles (a caller needs one of them); None: no credentials needed."""
 
 
 def is_public(method: str) -> bool:
@@ -85,4 +85,4 @@ def require_role(method: str, identity: Identity) -> None:
     roles = RPC_ROLES.get(method, frozenset())
     if roles is not None and not roles & identity.roles:
         wanted = " or ".join(sorted(role.value for role in roles)) or "that does not exist"
-        raise Refused("PERMISSION_DENIED", f"{identity.name} may not call {method}: it takes the role {wanted}")
+        raise Refused("PERMISSION_DENIED", f"{identity.name} must not call {method}: the call needs the role {wanted}")

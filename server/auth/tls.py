@@ -1,8 +1,9 @@
-"""The server's TLS certificate, read from files that may be replaced while it runs.
+"""TLS certificate of the server, read from files that may be replaced while the server runs.
 
-Each handshake checks the files, so a new certificate is used from the next connection on. Files
-that do not match (a new key with the old certificate, half a file) are ignored until they do. The
-server and the bulk process both use this module.
+At each handshake the server checks whether the files have changed, so a new certificate is used
+from the next connection on. Files that cannot be used together (a new key with the old certificate,
+an incomplete file) are ignored, and the previous contents stay in use. The bulk process uses this
+module too.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ class TlsError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Contents of the files for gRPC, and expiry dates in seconds since the epoch."""
+    """Contents of the files, and expiry dates in seconds since the Unix epoch."""
 
     cert: bytes
     key: bytes
     client_ca: bytes | None
     out_of_date: str
-    """Reason why clients refuse the certificate because of its dates; empty if they are valid."""
+    """Error text if the certificate has expired or is not valid yet; otherwise empty."""
     cert_expires: float | None
     """Expiry of the certificate; None if it has expired or the date cannot be read."""
     client_ca_expires: float | None
@@ -45,9 +46,9 @@ class TlsFiles:
 
 
 def read_files(cert: str, key: str, client_ca: str | None) -> TlsFiles:
-    """Reads the files (PEM) and checks that they match. Raises `TlsError`."""
+    """Reads the PEM files and checks that key and certificate match. Raises `TlsError`."""
     try:
-        # Read here first, because OpenSSL's error does not name the file that cannot be read.
+        # Read here first: if a file cannot be read, the error of OpenSSL does not name it.
         cert_pem, key_pem = _contents(cert), _contents(key)
         roots = None if client_ca is None else _contents(client_ca)
     except OSError as error:
@@ -67,11 +68,10 @@ def read_files(cert: str, key: str, client_ca: str | None) -> TlsFiles:
 
 
 def server_credentials(cert: str, key: str, client_ca: str | None) -> grpc.ServerCredentials:
-    """Returns credentials that follow the files (PEM).
+    """Returns credentials that are loaded again when the PEM files change.
 
-    `client_ca` makes client certificates mandatory.
-
-    Raises `TlsError` if the files are missing or do not match.
+    With `client_ca` each client must have a certificate. Raises `TlsError` if a file is missing, or
+    if key and certificate do not match.
     """
     files = _Files(cert, key, client_ca)
     changed: Any = files.changed  # returns None for "unchanged", which grpc's types do not allow
@@ -81,7 +81,7 @@ def server_credentials(cert: str, key: str, client_ca: str | None) -> grpc.Serve
 
 
 class _Files:
-    """The files and the version in use. gRPC calls `changed` on its own threads."""
+    """The files and their version in use. gRPC calls `changed` on its own threads."""
 
     def __init__(self, cert: str, key: str, client_ca: str | None) -> None:
         self._cert = cert
@@ -101,21 +101,21 @@ class _Files:
         return grpc.ssl_server_certificate_configuration([(read.key, read.cert)], root_certificates=read.client_ca)
 
     def changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Returns the contents of changed files if they can be used, else None."""
+        """Returns the contents if the files have changed and can be used, otherwise None."""
         with self._lock:
             try:
                 if self._versions() == self._loaded:
                     return None
                 loaded = self.load()
             except (OSError, TlsError) as error:
-                _log.warning("a new certificate cannot be used, the old one stays: %s", error)
+                _log.warning("a new certificate cannot be used; the previous one stays in use: %s", error)
                 return None
             _log.info("a new certificate is in use: %s", self._cert)
             return loaded
 
     def _versions(self) -> Sequence[tuple[int, ...]]:
         files = (self._cert, self._key, *filter(None, [self._client_ca]))
-        # Includes ctime: a change of owner or mode can make a file readable.
+        # Includes ctime, because a change of owner or mode can make a file readable.
         return [(s.st_mtime_ns, s.st_ctime_ns, s.st_size, s.st_ino) for s in map(os.stat, files)]
 
 
@@ -125,7 +125,10 @@ def _contents(path: str) -> bytes:
 
 
 def _dates(context: ssl.SSLContext, cert: str) -> tuple[str, float | None]:
-    """Returns why the certificate is not valid now, or "", and its expiry (by a handshake)."""
+    """Returns why the certificate is not valid now ("" if it is), and its expiry.
+
+    Both come from a handshake in memory between a client and a server with this certificate.
+    """
     trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     trusting.check_hostname = False
     trusting.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -140,7 +143,7 @@ def _dates(context: ssl.SSLContext, cert: str) -> tuple[str, float | None]:
             continue
         except ssl.SSLCertVerificationError as error:
             return (error.verify_message if error.verify_code in _DATES else ""), None
-        except ssl.SSLError:  # other problems are left to real clients
+        except ssl.SSLError:  # other problems are found when a client connects
             return "", None
     try:
         return "", _expiry(client.getpeercert() or {})
@@ -155,7 +158,7 @@ def _last_expiry(client_ca: str | None) -> float | None:
     context.load_verify_locations(client_ca)
     try:
         return max(filter(None, map(_expiry, context.get_ca_certs())), default=None)
-    except (ValueError, ssl.SSLError):  # `ssl` cannot read it; gRPC may
+    except (ValueError, ssl.SSLError):  # the module ssl cannot read the file, but gRPC might
         return None
 
 

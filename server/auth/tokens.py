@@ -1,15 +1,19 @@
-"""File of tokens and certificates: the credentials, with their tenant and roles.
+"""File of tokens and client certificates, with the tenant and roles of each (TOML).
 
-    [[tokens]] name = "vllm"                  # appears in the log hash = "sha256:…"              #
-    hash of the token; `kvtier token new` prints both tenant = "acme"                # "*" for any
-    roles = ["engine"]             # engine, reader, admin, metrics shared_memory = true           #
-    may map the region, which holds the blocks of all tenants; else streams only expires =
-    2027-01-01T00:00:00Z
+Keys of each `[[tokens]]` table:
 
-    [[certificates]] name = "engine-1.acme.example" # a subject alternative name of the certificate,
-    or its common name tenant = "acme" roles = ["engine"]
+- name: name of the caller in the log, for example "vllm"
+- hash: "sha256:" and the hash of the token, as `kvtier token new` prints it
+- tenant: the tenant; "*" for any tenant
+- roles: list of engine, reader, admin, metrics
+- shared_memory: whether the caller may map the region, which holds the blocks of all tenants;
+  otherwise the caller can only use streams
+- expires: date and time in TOML, for example 2027-01-01T00:00:00Z
 
-Tokens are random (256 bits), so a plain hash protects them; it takes a microsecond.
+A `[[certificates]]` table has the same keys except `hash`. Its `name` is a subject alternative name
+of the certificate, or its common name.
+
+A token has 256 random bits, so a fast hash (a microsecond) is safe.
 """
 
 from __future__ import annotations
@@ -89,17 +93,17 @@ class TokenFile:
     certificates: Mapping[str, _Credential] = field(default_factory=dict)
 
     def find_token(self, token: str, now: float) -> Identity | None:
-        """Returns the token's identity at `now` (Unix time); None if unknown or expired."""
+        """Returns the token's identity; None if unknown, or expired at `now` (Unix time)."""
         digest = hashlib.sha256(token.encode()).digest()
-        # The lookup key is part of a hash, which a caller cannot choose; the comparison takes
-        # constant time.
+        # Time reveals nothing about a stored hash: a caller cannot choose the hash that is looked
+        # up, and the comparison takes constant time.
         known = self.tokens.get(digest[:8])
         if known is None or not hmac.compare_digest(known.identity.credential or b"", digest):
             return None
         return known.identity_at(now)
 
     def find_certificate(self, names: Iterable[str], now: float) -> Identity | None:
-        """Returns the identity of a certificate with one of these names, verified by TLS."""
+        """Returns the identity of a certificate with one of these names. TLS has verified them."""
         for name in names:
             known = self.certificates.get(name)
             if known is not None and (identity := known.identity_at(now)) is not None:
@@ -107,7 +111,7 @@ class TokenFile:
         return None
 
     def is_still_valid(self, identity: Identity, now: float) -> bool:
-        """Returns whether the identity is unchanged and has not expired."""
+        """Returns whether the file still has this identity, and it has not expired."""
         if identity.credential is None:
             return True
         of_token = self.tokens.get(identity.credential[:8])
@@ -120,7 +124,7 @@ def new_token() -> str:
 
 
 def token_hash(token: str) -> str:
-    """Returns the hash by which the file names a token."""
+    """Returns the hash of a token as written in the file."""
     return f"{_PREFIX}{hashlib.sha256(token.encode()).hexdigest()}"
 
 
@@ -141,11 +145,11 @@ def read_token_file(path: Path) -> TokenFile:
         raise TokensError(f"{path}: is not TOML: {error}") from None
     for entry in (*parsed.tokens, *parsed.certificates):
         if entry.tenant is None and _TENANT_ROLES & set(entry.roles):
-            raise TokensError(f'{path}: {entry.name}: an engine or reader has a tenant; write "*" for any')
+            raise TokensError(f'{path}: {entry.name}: an engine or reader needs a tenant; write "*" for any')
     tokens = {digest[:8]: _credential(entry, digest) for entry in parsed.tokens if (digest := _digest(entry))}
     certificates = {entry.name: _credential(entry, b"name:" + entry.name.encode()) for entry in parsed.certificates}
     if len(tokens) < len(parsed.tokens) or len(certificates) < len(parsed.certificates):
-        raise TokensError(f"{path}: a token or a certificate is there twice")
+        raise TokensError(f"{path}: a token or a certificate is listed twice")
     return TokenFile(tokens, certificates)
 
 
@@ -161,13 +165,13 @@ def format_entry(name: str, hashed: str, tenant: str | None, roles: Sequence[str
 
 
 def _explain(problem: str) -> str:
-    """Rewrites msgspec's message in TOML terms, with the table's number counted from 1."""
+    """Converts a message of msgspec to TOML terms. Tables are counted from 1."""
     what, _, where = problem.partition(" - at `$.")
     place = re.fullmatch(r"(\w+)(?:\[(\d+)\])?\.?([\w\[\].]*)`", where)
     if "matching regex" in what:
         what = f"must be {_PREFIX} and 64 hexadecimal digits, as `kvtier token new` prints it"
     elif what.startswith("Invalid enum value"):
-        what = f"{what}; there are {', '.join(role.value for role in Role)}"
+        what = f"{what}; valid roles are {', '.join(role.value for role in Role)}"
     elif what.startswith("Expected"):
         what = re.sub(r"`(\w+)( \| null)?`", lambda found: f"`{_OF_TOML.get(found[1], found[1])}`", what)
     what = re.sub(r"^Object (contains )?", "", what)

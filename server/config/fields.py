@@ -1,7 +1,7 @@
 """Table of all settings, derived from the structs of `schema`, and conversion of single values.
 
-A setting is named by its path, like `limits.max_keys`. In a file it is `max_keys` in `[limits]`, in
-the environment `KVTIER_LIMITS_MAX_KEYS`.
+The key of a setting is its path in the file: `limits.max_keys` is `max_keys` in the table
+`[limits]`. Its environment variable is `KVTIER_LIMITS_MAX_KEYS`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Setting:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Permitted values of an enumerated setting, else empty."""
+        """Permitted values of an enumerated setting; empty for other settings."""
         return typing.get_args(self.type) if typing.get_origin(self.type) is typing.Literal else ()
 
     def show(self, value: Any) -> str:
@@ -55,15 +55,15 @@ class Setting:
         return f"{value}".lower() if isinstance(value, bool) else f"{value}"
 
     def read(self, value: Any, *, is_text: bool = False) -> Any:
-        """Converts and checks a value. `is_text`: it comes from the environment or a flag.
+        """Converts and checks a value. `is_text`: the value comes from the environment or a flag.
 
-        Raises `ValueError` with a message that continues "max_keys = 0: …".
+        Raises `ValueError`. The caller puts the setting's name and value before its message.
         """
         result = self._convert(value, is_text=is_text)
         if result is None:
             return None
         low, high = self.ge, self.le
-        # Written so that NaN is out of bounds.
+        # A comparison with NaN is False, so this form rejects NaN.
         if not ((low is None or result >= low) and (high is None or result <= high)):
             raise ValueError(f"must be {self.bounds()}")
         return result
@@ -88,7 +88,7 @@ class Setting:
         try:
             return msgspec.convert(value, self.type, strict=not is_text)
         except msgspec.ValidationError as error:
-            # The message for a nested table already names the field.
+            # For a nested table the message of msgspec names the field.
             wanted = _TYPE_NAMES.get(self.type)
             raise ValueError(f"must be {wanted}" if wanted else str(error)) from None
 
@@ -150,10 +150,10 @@ def _tables(keys: Iterable[str]) -> tuple[str, ...]:
 
 
 SETTINGS: dict[str, Setting] = _settings_of(Config)
-"""All settings by key, in the order of the documentation. Each of `LISTS` is one setting."""
+"""All settings by key, in the order of the documentation. Each name in `LISTS` is one setting."""
 
 LISTS = ("tiers", "tenants")
-"""Settings that are lists or tables of tables."""
+"""Settings whose value is a list of tables or a table of tables."""
 
 TABLES: tuple[str, ...] = _tables(SETTINGS)
 """Names of the tables of the file: "log", "limits", …"""

@@ -1,7 +1,7 @@
-"""Configuration loader. Precedence: defaults < file < environment < flags.
+"""Configuration loader. Flags override the environment, which overrides the file.
 
-Each value keeps its origin for `kvtier config` and for error messages. All problems are reported at
-once.
+The loader records where each value comes from; `kvtier config` and error messages show it. All
+problems of the configuration are reported together.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from .validation import conflicts, read_value, warnings
 __all__ = ["CONFIG_VARIABLE", "Loaded", "load"]
 
 CONFIG_VARIABLE = "KVTIER_CONFIG"
-"""Environment variable with the path of the file."""
+"""Environment variable with the path of the configuration file."""
 
 _PREFIX = "KVTIER_"
 _VARIABLES = {setting.variable: setting for setting in SETTINGS.values()}
 _OTHER_VARIABLES = (CONFIG_VARIABLE, ENDPOINT_VARIABLE, *CREDENTIAL_VARIABLES.values())
 
-# Kubernetes sets the first group in every container next to a service called "kvtier" or
-# "kvtier-…". The second group belongs to other programs of the project that may share the
-# environment.
+# The server ignores these variables. Kubernetes sets the first group in every container of a
+# namespace that has a service called "kvtier" or "kvtier-…". Other programs of the project read
+# the second group.
 _NOT_OURS = re.compile(
     r"KVTIER_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)"
     r"|KVTIER_(BENCH|CLIENT|DEMO|TEST)_\w+"
@@ -53,12 +53,12 @@ class Loaded:
     origins: Mapping[str, str]
     """Origin of each setting's value by key, as text."""
     warnings: tuple[str, ...] = ()
-    """Permitted settings that deserve a line in the log."""
+    """Warnings about permitted settings, for the log."""
 
 
 @dataclass(slots=True)
 class _Builder:
-    """Configuration under construction; later sources overwrite earlier ones."""
+    """Values and problems read so far; a later source overwrites the values of an earlier one."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
@@ -66,9 +66,9 @@ class _Builder:
     warnings: list[str] = field(default_factory=list)
 
     def put(self, key: str, value: Any, origin: str, *, is_text: bool = False) -> None:
-        """Records a value; a value that is invalid is recorded as a problem."""
+        """Records a value, or a problem if the value is invalid."""
         try:
-            # Tables of tiers and tenants depend on other settings, so they are checked last.
+            # The checks of tiers and tenants need other settings, so `load` runs them last.
             self.values[key] = (
                 _parse_tables(key, value) if key in LISTS else read_value(SETTINGS[key], value, is_text=is_text)
             )
@@ -85,9 +85,9 @@ def load(
 ) -> Loaded:
     """Returns the effective configuration. Raises `ConfigError`.
 
-    `flags` maps setting keys to values, as text or in their type; None means not given. `file`
-    takes precedence over `KVTIER_CONFIG`. Reads the size of the machine's memory and disk, and
-    creates nothing.
+    `flags` maps the keys of settings to values (text, or the setting's type); None means that the
+    flag was not given. `file` takes precedence over `KVTIER_CONFIG`. Defaults depend on the size of
+    the machine's memory and disk. No file or directory is created.
     """
     builder = _Builder()
     path = file or environ.get(CONFIG_VARIABLE)
@@ -160,7 +160,7 @@ def _read_environment(environ: Mapping[str, str], builder: _Builder) -> None:
         if name in _VARIABLES:
             builder.put(_VARIABLES[name].key, value, name, is_text=True)
         elif name.startswith(_PREFIX) and name not in _OTHER_VARIABLES and not _NOT_OURS.fullmatch(name):
-            # Compared without the prefix, which makes all names similar.
+            # The comparison leaves out the common prefix, which would make all names similar.
             known = [variable.removeprefix(_PREFIX) for variable in (*_VARIABLES, *_OTHER_VARIABLES)]
             close = difflib.get_close_matches(name.removeprefix(_PREFIX), known, n=1, cutoff=0.7)
             if close:
@@ -177,7 +177,7 @@ _EXAMPLES = {
 
 
 def _parse_tables(key: str, value: Any) -> Any:
-    """Returns tables of tiers or tenants; in the environment they are TOML text, or "none"."""
+    """Returns tables of tiers or tenants. An environment variable has them as TOML, or "none"."""
     if not isinstance(value, str):
         return value
     if value.lower() in ("none", ""):

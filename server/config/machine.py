@@ -1,4 +1,4 @@
-"""Resources of this machine: memory, disk space, file descriptors."""
+"""Resources of this machine: memory, disk space and file descriptors."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def memory_bytes() -> int:
 
 
 def disk_bytes(directory: Path) -> int:
-    """Returns a directory's maximum size: free space plus the size of its files.
+    """Returns the maximum size of a directory: free disk space plus the size of the present files.
 
-    Neither the directory nor its parents need to exist.
+    The directory and its parents may be missing.
     """
     existing = directory
     while not existing.is_dir() and existing != existing.parent:

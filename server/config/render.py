@@ -17,7 +17,7 @@ __all__ = ["reference", "to_json", "to_toml"]
 
 
 def to_toml(loaded: Loaded) -> str:
-    """Returns a file for `kvtier serve --config`, with the origin of each value."""
+    """Returns text for `kvtier serve --config`; a comment names the origin of each value."""
     lines = ["# The effective configuration. The comment after each value names its origin."]
     lines += _toml_settings(
         loaded, [setting for key, setting in SETTINGS.items() if "." not in key and key not in LISTS]
@@ -52,9 +52,9 @@ def reference() -> str:
         f"| `{setting.key}` | `{setting.variable}` | {_default_text(setting)} | {_meaning(setting)} |"
         for setting in SETTINGS.values()
     ]
-    lines += ["", "Each `[[tiers]]` takes:", "", "| setting | default | meaning |", "|---|---|---|"]
+    lines += ["", "Settings of each `[[tiers]]` table:", "", "| setting | default | meaning |", "|---|---|---|"]
     lines += _rows(TIER_SETTINGS)
-    lines += ["", "Each `[tenants.NAME]` takes:", "", "| setting | default | meaning |", "|---|---|---|"]
+    lines += ["", "Settings of each `[tenants.NAME]` table:", "", "| setting | default | meaning |", "|---|---|---|"]
     lines += _rows(TENANT_SETTINGS)
     return "\n".join(lines) + "\n"
 
@@ -81,12 +81,12 @@ def _toml_settings(loaded: Loaded, settings: list[Setting]) -> list[str]:
 def _toml_tier(tier: TierConfig) -> Iterator[str]:
     for key, setting in TIER_SETTINGS.items():
         if key in ("options", "rules") and not getattr(tier, key):
-            continue  # TOML has no value for "default" in a table of tables
+            continue  # TOML has no null, so an empty value cannot be written
         yield f"{key} = {_toml_value(setting, getattr(tier, key))}"
 
 
 def _amounts(tenant: TenantConfig) -> dict[str, dict[str, Any]]:
-    """Returns a tenant's settings as text with units; values without a unit are numbers."""
+    """Returns a tenant's settings. Sizes are text with a unit, other rates are plain numbers."""
     amounts = {key: getattr(tenant, key) for key in TENANT_SETTINGS if key != "rates"}
     given: dict[str, dict[str, Any]]
     given = {key: {tier: str(amount) for tier, amount in value.items()} for key, value in amounts.items()}
@@ -120,7 +120,7 @@ def _default_text(setting: Setting) -> str:
     if setting.default is None:
         return '"off"'
     if setting.default is msgspec.NODEFAULT:
-        return "none: required"
+        return "(required)"
     return f"`{_toml_value(setting, setting.default)}`"
 
 

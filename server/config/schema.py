@@ -1,4 +1,4 @@
-"""Schema of the configuration: one struct per table; meaning, default and bounds per setting.
+"""Schema of the configuration: one struct per table, with meaning, default and bounds of settings.
 
 `fields.SETTINGS` (names, environment variables, checks) and the reference in the documentation are
 derived from these structs. `loader.load` reads the values.
@@ -51,8 +51,8 @@ Admission = Literal["all", "second_use"]
 Eviction = Literal["forecast", "lru", "arc", "mq"]
 
 _DAY = 86400
-_EVICTION = "Eviction policy; `forecast` predicts reuse."
-_TTL = 'Time after which an unused block is removed, or "off". A restart of the server resets it.'
+_EVICTION = "Eviction policy; `forecast` predicts which blocks are used again."
+_TTL = 'Time after which an unused block is removed, or "off". After a restart of the server the time starts again.'
 
 
 class ConfigError(Exception):
@@ -71,7 +71,7 @@ def _setting(
     default: str | None = None,
     unit: Literal["bytes", "seconds"] | None = None,
 ) -> msgspec.Meta:
-    """Describes one field; `default` is the text of a default that the code computes."""
+    """Describes one field. `default` is the documented text of a default that the code computes."""
     return msgspec.Meta(description=doc, extra={"unit": unit, "ge": ge, "le": le, "default": default})
 
 
@@ -84,16 +84,18 @@ def _duration(doc: str, ge: float, le: float | None = None) -> msgspec.Meta:
 
 
 class LogConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Log of the server, on standard error."""
+    """Log of the server, written to standard error."""
 
     level: Annotated[LogLevel, _setting("Lowest severity that is logged.")] = "info"
-    format: Annotated[LogFormat, _setting("Text or JSON lines; `auto`: `console` on a terminal, else `json`.")] = "auto"
+    format: Annotated[
+        LogFormat, _setting("Text or JSON lines. `auto` is `console` on a terminal, otherwise `json`.")
+    ] = "auto"
 
 
 class LeaseConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Duration of the leases that pin a lookup's hits."""
 
-    default: Annotated[float, _duration("Lease duration if the client names none.", 0.1, _DAY)] = 60.0
+    default: Annotated[float, _duration("Lease duration if the client gives none.", 0.1, _DAY)] = 60.0
     max: Annotated[float, _duration("Longest lease duration per request or renewal.", 0.1, _DAY)] = 600.0
 
 
@@ -101,7 +103,7 @@ class SessionConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Heartbeats between server and clients."""
 
     heartbeat_interval: Annotated[
-        float, _duration("Time between heartbeats. After five missed ones a client registers again.", 0.01, 60)
+        float, _duration("Time between heartbeats. A client that misses five heartbeats opens a new session.", 0.01, 60)
     ] = 1.0
 
 
@@ -111,52 +113,57 @@ class LimitConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_keys: Annotated[int, _setting("Maximum number of keys per call.", ge=1, le=1 << 20)] = 65536
     max_key_bytes: Annotated[int, _size("Maximum key length.", 5, KIB)] = 80
     max_message_bytes: Annotated[
-        int, _size("Maximum gRPC message. It must hold `max_keys` keys and one frame.", 64 * KIB, GIB)
+        int, _size("Maximum size of a gRPC message. It must hold `max_keys` keys, and one frame.", 64 * KIB, GIB)
     ] = 16 * MIB
-    max_frame_bytes: Annotated[int, _size("Maximum payload of one frame of a stream.", 4 * KIB, 256 * MIB)] = 2 * MIB
-    max_wait: Annotated[float, _duration("Maximum time that a call may ask the server to wait.", 0, 3600)] = 30.0
+    max_frame_bytes: Annotated[
+        int, _size("Maximum payload of one frame of a Push or Pull stream.", 4 * KIB, 256 * MIB)
+    ] = 2 * MIB
+    max_wait: Annotated[float, _duration("Longest wait that a call can request.", 0, 3600)] = 30.0
     tier_stall: Annotated[
-        float, _duration("Time after which a tier's job (at most 32 MiB) counts as stalled.", 0.1, 3600)
+        float, _duration("Time after which a job of a tier (at most 32 MiB) counts as stalled.", 0.1, 3600)
     ] = 10.0
     max_sessions: Annotated[int, _setting("Maximum number of open sessions.", ge=1, le=65536)] = 1024
 
 
 class CpuConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Eviction in the CPU tier. `[[tiers]]` has the same settings for the tiers below."""
+    """Eviction in the CPU tier. `[[tiers]]` has the same settings for secondary tiers."""
 
     eviction: Annotated[Eviction, _setting(_EVICTION)] = "forecast"
     ttl: Annotated[float | None, _duration(_TTL, 1)] = None
 
 
 class RetentionConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of retention: requests can exempt their blocks from eviction (`retain_for`)."""
+    """Limits of retention: requests can exempt blocks from eviction for a time (`retain_for`)."""
 
-    max: Annotated[float, _duration("Longest time that a request can retain a block for.", 0, _DAY)] = 3600.0
+    max: Annotated[float, _duration("Longest time for which a request can retain a block.", 0, _DAY)] = 3600.0
     part: Annotated[
-        float, _setting("Fraction of each quota, and of the unreserved rest, that may be retained.", ge=0, le=1)
+        float, _setting("Fraction of each quota, and of the space without a quota, that can be retained.", ge=0, le=1)
     ] = 0.5
 
 
 class HandoffConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of holds, by which engines hand requests over to each other."""
+    """Limits of holds, which keep the blocks of a finished request for another engine."""
 
-    default: Annotated[float, _duration("Hold duration if the engine names none.", 0.1, _DAY)] = 30.0
+    default: Annotated[float, _duration("Hold duration if the engine gives none.", 0.1, _DAY)] = 30.0
     max: Annotated[float, _duration("Longest hold duration per request or renewal.", 0.1, _DAY)] = 600.0
     part: Annotated[
-        float, _setting("Fraction of each CPU quota, and of the unreserved rest, that holds may pin.", ge=0, le=1)
+        float,
+        _setting(
+            "Fraction of each quota in the CPU tier, and of its space without a quota, that holds can pin.", ge=0, le=1
+        ),
     ] = 0.25
     max_holds: Annotated[int, _setting("Maximum number of holds per tenant.", ge=0, le=1 << 20)] = 4096
 
 
 class BulkConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Ports of the bulk process, which moves the bytes of clients without shared memory."""
+    """Ports of the bulk process, which transfers blocks for clients without shared memory."""
 
-    tcp: Annotated[bool, _setting("Whether to serve streams over raw TCP sockets, besides gRPC.")] = True
+    tcp: Annotated[bool, _setting("Whether to serve Push and Pull over raw TCP in addition to gRPC.")] = True
     tcp_port: Annotated[
-        int, _setting("Port for raw TCP, on the hosts of `listen`; 0: any free port.", ge=0, le=65535)
+        int, _setting("Port for raw TCP, on the hosts of `listen`; 0 means any free port.", ge=0, le=65535)
     ] = 0
     grpc_port: Annotated[
-        int, _setting("Port for gRPC, on the hosts of `listen`; 0: any free port.", ge=0, le=65535)
+        int, _setting("Port for gRPC, on the hosts of `listen`; 0 means any free port.", ge=0, le=65535)
     ] = 0
 
 
@@ -164,49 +171,68 @@ class DevicesConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Copies between the region and the engines' GPUs by the server (CUDA IPC)."""
 
     driver: Annotated[
-        str, _setting('Driver of the copies: `auto` (CUDA if available), `off`, or "module:callable" for tests.')
+        str, _setting('Driver for the copies: `auto` (CUDA if available), `off`, or "module:callable" for tests.')
     ] = "auto"
 
 
 class TlsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """TLS on TCP. The files are read again when they change."""
+    """TLS on TCP. The server reads the files again when they change."""
 
-    cert: Annotated[Path | None, _setting("Server's certificate chain (PEM file). If set, TCP requires TLS.")] = None
+    cert: Annotated[
+        Path | None, _setting("Certificate chain of the server (PEM file). If set, TCP connections must use TLS.")
+    ] = None
     key: Annotated[Path | None, _setting("Private key of the certificate (PEM file), without a password.")] = None
     client_ca: Annotated[
-        Path | None, _setting("CA certificates (PEM file). If set, clients need a certificate from these CAs.")
+        Path | None,
+        _setting(
+            "CA certificates (PEM file). If set, each client must have a certificate that one of these CAs issued."
+        ),
     ] = None
 
 
 class AuthConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Authentication. The file of tokens is read again when it changes."""
+    """Authentication. The server reads the file of tokens again when it changes."""
 
-    tokens: Annotated[Path | None, _setting("File of tokens and certificates, with their tenants and roles.")] = None
-    unix: Annotated[bool, _setting("Whether the Unix socket requires tokens, not only access to its file.")] = False
+    tokens: Annotated[
+        Path | None, _setting("File of tokens and client certificates, with the tenant and roles of each.")
+    ] = None
+    unix: Annotated[
+        bool,
+        _setting("Whether calls over the Unix socket need a token. Otherwise access to the socket's file is enough."),
+    ] = False
     metrics: Annotated[
-        bool, _setting("Whether HTTP, except `/healthz` and the empty page, requires a `metrics` or `admin` token.")
+        bool,
+        _setting(
+            "Whether HTTP requires a token with role `metrics` or `admin`, except for `/healthz` and for the status page "
+            "without its data."
+        ),
     ] = False
 
 
 class RateConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Rate limits per tenant, over all its sessions; `[tenants.NAME]` can override them."""
+    """Rate limits of each tenant, over all its sessions; `[tenants.NAME]` overrides them."""
 
     calls: Annotated[float | None, _setting("Maximum calls per second, averaged over 10 s.", ge=1, le=1e9)] = None
-    bytes: Annotated[int | None, _size("Maximum bytes per second that streams move, averaged over 10 s.", 1024)] = None
+    bytes: Annotated[int | None, _size("Maximum bytes per second in streams, averaged over 10 s.", 1024)] = None
     sessions: Annotated[int | None, _setting("Maximum number of open sessions.", ge=1, le=65536)] = None
 
 
 class TracingConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Tracing of calls and jobs with OpenTelemetry (`kvtier[tracing]`)."""
 
-    endpoint: Annotated[str | None, _setting("Collector for spans, OTLP over gRPC: `http://HOST:4317`.")] = None
+    endpoint: Annotated[str | None, _setting("Address of the collector (OTLP over gRPC), like `http://HOST:4317`.")] = (
+        None
+    )
     ratio: Annotated[
-        float, _setting("Fraction of traces started here that are recorded; callers decide on theirs.", ge=0, le=1)
+        float,
+        _setting(
+            "Fraction of the traces started by the server that are recorded; a caller decides for its own.", ge=0, le=1
+        ),
     ] = 1.0
 
 
 class RuleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One rule of a tier's vote; the first rule whose conditions all hold decides."""
+    """One rule of a tier's vote; the first rule whose conditions are all met decides."""
 
     policy: Literal["block_level", "request_level"]
     why: str = "as configured"
@@ -229,35 +255,41 @@ class RuleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One tier below the CPU tier: `[[tiers]]` in the file, in lookup order."""
 
-    type: Annotated[str, _setting('Kind of tier: `lmdb`, `disk`, or "module:Class" for a class outside kvtier.')]
-    name: Annotated[str, _setting("Name in status and metrics.", default="the type, or the class name in lower case")]
+    type: Annotated[str, _setting('Type of the tier: `lmdb`, `disk`, or "module:Class" for a class outside kvtier.')]
+    name: Annotated[
+        str, _setting("Name of the tier in status and metrics.", default="the type, or the class name in lower case")
+    ]
     path: Annotated[Path, _setting("Directory of the tier's files.", default="`data_dir`/`name`")]
     size: Annotated[
         int,
         _size(
-            "Maximum size of the files. Blocks fill 80 % of it in `lmdb` and 90 % in `disk`.",
+            "Maximum size of the tier's files. Blocks can use 80 % of it in `lmdb` and 90 % in `disk`.",
             MIB,
-            default="16 GiB, at most half of the free disk space",
+            default="16 GiB, but at most half of the free disk space",
         ),
     ]
     durability: Annotated[
-        Durability, _setting("What acknowledged blocks survive: a crash of the `process`, or also a loss of `power`.")
+        Durability,
+        _setting("Event that stored blocks survive: `process` (a crash of the server) or `power` (a power loss too)."),
     ] = "process"
     admission: Annotated[
-        Admission, _setting("Blocks to write; `second_use` leaves out blocks used only once, to save SSD writes.")
+        Admission,
+        _setting(
+            "Blocks that the tier stores. `second_use` stores a block when it is used again, which saves SSD writes."
+        ),
     ] = "all"
     eviction: Annotated[Eviction, _setting(_EVICTION)] = "forecast"
     ttl: Annotated[float | None, _duration(_TTL, 1)] = None
     rules: Annotated[
         tuple[RuleConfig, ...] | None,
         _setting(
-            "Rules of the tier's vote on a request: tables with `policy` (block_level or request_level) and the conditions "
-            "`kv_transfer_params`, `tenant`, `min_prompt_tokens`, `min_priority`. The first rule that matches decides.",
+            "Rules for the tier's vote on a request: tables with `policy` (block_level or request_level) and the conditions "
+            "`kv_transfer_params`, `tenant`, `min_prompt_tokens`, `min_priority`. The first matching rule decides.",
             default="request_level if `do_remote_decode` is set or `offload_policy` asks for it",
         ),
     ] = None
     options: Annotated[
-        Mapping[str, Any], _setting('Further options of a "module:Class" tier, passed on unchanged.', default="{}")
+        Mapping[str, Any], _setting('Options that are passed unchanged to a "module:Class" tier.', default="{}")
     ] = msgspec.field(default_factory=dict)
 
     @property
@@ -268,7 +300,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """Amount of a tier's space: bytes, or a fraction of the tier's capacity."""
+    """Amount of a tier's space: `size` in bytes, or the fraction `part` of the capacity."""
 
     size: int = 0
     part: float | None = None
@@ -289,16 +321,19 @@ class TenantConfig(msgspec.Struct, frozen=True, kw_only=True):
         Mapping[str, Amount],
         _setting(
             'Space reserved for the tenant: a fraction of every tier, like `"25%"`, or a size or fraction per tier, like '
-            '`{cpu = "2GiB", lmdb = "25%"}`. It may use free space beyond that.',
+            '`{cpu = "2GiB", lmdb = "25%"}`. The tenant can also use free space beyond its quota.',
             default="nothing",
         ),
     ] = msgspec.field(default_factory=dict)
     limit: Annotated[
-        Mapping[str, Amount], _setting("Maximum space of the tenant, written like `quota`.", default="all of it")
+        Mapping[str, Amount], _setting("Maximum space of the tenant, written like `quota`.", default="the whole tier")
     ] = msgspec.field(default_factory=dict)
     rates: Annotated[
         RateConfig,
-        _setting('Rate limits, as in `[rates]`: `{calls = 100, bytes = "100MiB", sessions = 4}`.', default="`[rates]`"),
+        _setting(
+            'Rate limits, with the keys of `[rates]`: `{calls = 100, bytes = "100MiB", sessions = 4}`.',
+            default="`[rates]`",
+        ),
     ] = RateConfig()
 
 
@@ -306,23 +341,25 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """All settings. `loader.load` computes the defaults that depend on the machine."""
 
     listen: Annotated[
-        tuple[str, ...], _setting("One or more addresses: `unix:PATH` or `HOST:PORT`.", default="this user's socket")
+        tuple[str, ...], _setting("Addresses to listen on: `unix:PATH` or `HOST:PORT`.", default="this user's socket")
     ]
-    region_size: Annotated[int, _size("Size of the CPU tier.", MIB, default="8 GiB, at most a quarter of the memory")]
+    region_size: Annotated[
+        int, _size("Size of the CPU tier.", MIB, default="8 GiB, but at most a quarter of the memory")
+    ]
     numa: Annotated[
         str,
         _setting(
-            "Memory nodes of the region: `spread` over all, `off` for the kernel's choice, or numbers like `0,2-3`. "
-            "No effect on a machine with one node."
+            "NUMA nodes of the region's memory: `spread` (over all nodes), `off` (the kernel chooses), or node numbers "
+            "like `0,2-3`. No effect on a machine with one node."
         ),
     ] = "spread"
     data_dir: Annotated[Path, _setting("Parent directory of the tiers' files.", default="`$XDG_DATA_HOME/kvtier`")]
-    metrics: Annotated[str | None, _setting("`HOST:PORT` of the Prometheus endpoint.")] = None
+    metrics: Annotated[str | None, _setting("Address of the Prometheus endpoint, `HOST:PORT`.")] = None
     estimates: Annotated[
-        bool, _setting("Whether to estimate the hit ratio of other tier sizes (`kvtier_estimated_hit_ratio`).")
+        bool, _setting("Whether to estimate the hit ratio at other tier sizes (`kvtier_estimated_hit_ratio`).")
     ] = True
     insecure: Annotated[
-        bool, _setting("Whether to allow TCP, loopback included, without encryption or without authentication.")
+        bool, _setting("Whether to allow TCP (loopback included) without encryption or without authentication.")
     ] = False
     log: LogConfig = LogConfig()
     leases: LeaseConfig = LeaseConfig()
@@ -341,7 +378,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         tuple[TierConfig, ...], _setting("Tiers below the CPU tier; `[]` means none.", default="one `lmdb` tier")
     ] = ()
     tenants: Annotated[
-        tuple[TenantConfig, ...], _setting("Tenants with quotas. All others share the rest.", default="none")
+        tuple[TenantConfig, ...],
+        _setting("Tenants with quotas. All other tenants share the space without a quota.", default="none"),
     ] = ()
 
     @property

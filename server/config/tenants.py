@@ -1,4 +1,4 @@
-"""Tenant tables of the configuration, and the tier settings that result from them."""
+"""Tenant tables of the configuration, and the settings of the core that follow from them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
 
 
 _USABLE = {"lmdb": 0.8, "disk": 0.9}
-"""Fraction of a tier's size that blocks can use; open tiers report their capacity."""
+"""Fraction of a tier's size that blocks can use, before the open tier reports its capacity."""
 
 
 class _Problem(ValueError):
-    """Problem in one tenant's table; the message starts with the key."""
+    """Problem in the table of one tenant; the message starts with the key of the setting."""
 
 
 def read_tenants(
@@ -66,25 +66,25 @@ def tier_settings(config: Config, region_bytes: int, tiers: Sequence[SecondaryTi
 
 
 def quota_error_text(error: ValueError) -> str:
-    """Returns the text of a `Quotas` error, with readable sizes."""
+    """Returns the message of an error of `Quotas`, with readable sizes."""
     if not isinstance(error, QuotaError):
         return f"{error}"
     quotas, over, room = map(
         human_size, (error.quota_bytes, error.quota_bytes - error.capacity_bytes, error.capacity_bytes)
     )
-    return f"tier {error.tier}: the quotas add up to {quotas}, {over} more than the {room} that it has for blocks"
+    return f"tier {error.tier}: the quotas add up to {quotas}, {over} more than the {room} that the tier has for blocks"
 
 
 def _read_tenant(name: str, table: object, tiers: Sequence[str]) -> TenantConfig:
     if not isinstance(table, Mapping):
         raise _Problem("must be a table")
     if not name:
-        raise _Problem("a tenant must have a name; clients without one share the unreserved rest")
+        raise _Problem("a tenant must have a name; clients without a tenant share the space without a quota")
     for key in table:
         if key not in TENANT_SETTINGS:
             raise _Problem(f"{key}: no such setting{nearest(key, TENANT_SETTINGS)}")
     if not table:
-        raise _Problem("must say quota, or limit, or rates")
+        raise _Problem("must have quota, limit or rates")
     amounts = {key: _read_amounts(key, value, tiers) for key, value in table.items() if key != "rates"}
     return TenantConfig(name=name, **amounts, rates=_read_rates(table.get("rates", {})))
 
@@ -113,7 +113,9 @@ def _read_amounts(key: str, value: object, tiers: Sequence[str]) -> dict[str, Am
         return {tier: _read_amount(f"{key}.{tier}", amount) for tier, amount in value.items()}
     amount = _read_amount(key, value)
     if amount.part is None:
-        raise _Problem(f'{key}: a size is one of a tier: write it like {{{CPU_TIER} = "2GiB"}}, or "25%" for all')
+        raise _Problem(
+            f'{key}: a size needs a tier: write it like {{{CPU_TIER} = "2GiB"}}, or write "25%" for all tiers'
+        )
     return dict.fromkeys(tiers, amount)
 
 
@@ -124,10 +126,10 @@ def _read_amount(key: str, value: object) -> Amount:
             return Amount(parse_size(value))
         except ValueError:
             raise _Problem(
-                f'{key} = {toml_text(value)}: must be a size like "2GiB", or a part of a tier like "25%"'
+                f'{key} = {toml_text(value)}: must be a size like "2GiB", or a fraction of a tier like "25%"'
             ) from None
     if float(match[1]) > 100:
-        raise _Problem(f"{key} = {toml_text(value)}: is more than there is")
+        raise _Problem(f"{key} = {toml_text(value)}: must be at most 100%")
     return Amount(part=float(match[1]) / 100)
 
 
@@ -155,5 +157,5 @@ def _conflicts(tenants: Sequence[TenantConfig], capacities: Mapping[str, int]) -
 
 
 def tenant_tag(tenant: str) -> bytes:
-    """Returns the prefix of the tenant's namespace ids, which identifies its stored blocks."""
+    """Returns the prefix of the tenant's namespace ids; it marks the tenant's stored blocks."""
     return hashlib.blake2b(tenant.encode(), digest_size=TENANT_TAG_BYTES, person=b"kvtier.tenant").digest()

@@ -16,7 +16,7 @@ from .units import GIB, MIB
 __all__ = ["BUILT_IN_TYPES", "default_size", "default_tiers", "read_tiers"]
 
 BUILT_IN_TYPES = ("lmdb", "disk")
-"""Tiers that are part of kvtier. The CPU tier always exists and has no table."""
+"""Tier types that are part of kvtier. The CPU tier always exists and has no table."""
 
 _DEFAULT_SIZE = 16 * GIB
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
@@ -24,7 +24,7 @@ _CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
 
 class _Problem(ValueError):
-    """Problem in one tier's table; the message starts with the key."""
+    """Problem in the table of one tier; the message starts with the key of the setting."""
 
 
 def default_tiers(data_dir: Path) -> tuple[TierConfig, ...]:
@@ -35,7 +35,7 @@ def default_tiers(data_dir: Path) -> tuple[TierConfig, ...]:
 def read_tiers(tables: object, data_dir: Path) -> tuple[tuple[TierConfig, ...], list[str]]:
     """Returns the tiers of these tables, and the problems found, one line each."""
     if not isinstance(tables, Sequence) or not all(isinstance(table, Mapping) for table in tables):
-        return (), ["tiers: must be a list of tables, [[tiers]]; [] means CPU only"]
+        return (), ["tiers: must be a list of tables, [[tiers]]; [] means only the CPU tier"]
     tiers: list[TierConfig] = []
     problems: list[str] = []
     for number, table in enumerate(tables, start=1):
@@ -57,7 +57,7 @@ def _read_tier(table: Mapping[str, Any], data_dir: Path) -> TierConfig:
     _check_type(tier_type, given)
     name: str = given.setdefault("name", tier_type.rpartition(":")[2].lower())
     if not _NAME.fullmatch(name) or name == "cpu":
-        raise _Problem(f'name = "{name}": must be of a-z, 0-9, _ and -, at most 32 of them, and not "cpu"')
+        raise _Problem(f'name = "{name}": must be 1 to 32 characters of a-z, 0-9, _ and -, and must not be "cpu"')
     path: Path = given.setdefault("path", data_dir / name)
     if "size" not in given:
         given["size"] = default_size(path)
@@ -65,7 +65,7 @@ def _read_tier(table: Mapping[str, Any], data_dir: Path) -> TierConfig:
 
 
 def default_size(path: Path) -> int:
-    """Returns 16 GiB or half of the free disk space, if that is less: whole MiB, at least 1."""
+    """Returns 16 GiB, but at most half of the free disk space, in whole MiB and at least 1 MiB."""
     return max(MIB, min(_DEFAULT_SIZE, disk_bytes(path) // 2 // MIB * MIB))
 
 
@@ -79,7 +79,7 @@ def _read(key: str, value: object) -> Any:
 def _check_type(tier_type: str, given: Mapping[str, Any]) -> None:
     if tier_type in BUILT_IN_TYPES:
         if given.get("options"):
-            raise _Problem(f"options: {tier_type} takes none; they are for module:Class tiers")
+            raise _Problem(f"options: a tier of type {tier_type} has none; only module:Class tiers have options")
     elif not _CLASS.fullmatch(tier_type):
         hint = nearest(tier_type, BUILT_IN_TYPES)
         raise _Problem(f'type = "{tier_type}": must be {" or ".join(BUILT_IN_TYPES)}, or module:Class{hint}')
@@ -91,5 +91,5 @@ def _collisions(tiers: Sequence[TierConfig]) -> Iterator[str]:
         for tier in tiers:
             value = getattr(tier, key)
             if value in seen:
-                yield f"tiers: two of them have {key} = {value}"
+                yield f"tiers: two tiers have {key} = {value}"
             seen.add(value)

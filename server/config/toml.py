@@ -1,4 +1,4 @@
-"""TOML writer, for the printed configuration and for error messages."""
+"""Writer of TOML values, for the printed configuration and for error messages."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import msgspec
 __all__ = ["toml_text"]
 
 _LONG_BITS = 14_000
-"""Python refuses to print integers of more than 4,300 decimal digits."""
+"""Longer integers are printed in hexadecimal: Python prints at most 4,300 decimal digits."""
 
 
 def toml_text(value: Any) -> str:
-    """Returns a value as one line of TOML. Fields of a struct that are None are left out."""
+    """Returns a value as one line of TOML, without the fields of a struct that are None."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (str, Path)):

@@ -24,23 +24,23 @@ MIB = 1024 * KIB
 GIB = 1024 * MIB
 TIB = 1024 * GIB
 
-# Kubernetes writes Gi, most others GiB. A bare G is ambiguous (10^9 or 2^30), so it is refused.
+# Gi is the notation of Kubernetes. G alone is refused, because it can mean 10^9 or 2^30.
 _SIZES = {"": 1, "b": 1}
 for _power, _prefix in enumerate("kmgt", start=1):
     _SIZES |= {f"{_prefix}b": 1000**_power, f"{_prefix}i": 1024**_power, f"{_prefix}ib": 1024**_power}
 _HUMAN = (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
 _DURATIONS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _MOST_BYTES = 2**63
-"""Sizes must fit a signed 64-bit integer: files, memory and messages use one."""
+"""A size must fit into a signed 64-bit integer, like offsets of files and memory."""
 
 _MOST_SECONDS = 2**63 / 1e9
-"""Durations must fit 64-bit nanoseconds."""
+"""A duration in nanoseconds must fit into a signed 64-bit integer."""
 
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
 def parse_size(value: object) -> int:
-    """Parses an int or text like "2GiB", "1.5 GB", "4096". Raises `ValueError`."""
+    """Parses a number of bytes, or text like "2GiB", "1.5 GB", "4096". Raises `ValueError`."""
     if isinstance(value, int) and not isinstance(value, bool):
         return _checked_size(value)
     match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
@@ -53,14 +53,14 @@ def parse_size(value: object) -> int:
 
 def _checked_size(size: float) -> int:
     if size < 0:
-        raise ValueError("a size is not negative")
+        raise ValueError("a size must not be negative")
     if size >= _MOST_BYTES:
-        raise ValueError("a size is less than 8 EiB")
+        raise ValueError("a size must be less than 8 EiB")
     return int(size)
 
 
 def parse_duration(value: object) -> float:
-    """Parses seconds or text like "30s", "5m", "250ms". Raises `ValueError`."""
+    """Parses a number of seconds, or text like "30s", "5m", "250ms". Raises `ValueError`."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return _checked_duration(value)
     match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
@@ -71,9 +71,9 @@ def parse_duration(value: object) -> float:
 
 def _checked_duration(seconds: float) -> float:
     if not 0 <= seconds < math.inf:
-        raise ValueError("a duration is finite and not negative")
+        raise ValueError("a duration must be finite and not negative")
     if seconds >= _MOST_SECONDS:
-        raise ValueError("a duration is less than 292 years")
+        raise ValueError("a duration must be less than 292 years")
     return float(seconds)
 
 
@@ -86,7 +86,7 @@ def format_size(size: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Returns text that `parse_duration` reads back, in the largest unit without a fraction."""
+    """Returns text that `parse_duration` reads back, in hours or minutes if they are whole."""
     for unit in ("h", "m"):
         if seconds and seconds % _DURATIONS[unit] == 0:
             return f"{seconds / _DURATIONS[unit]:.0f}{unit}"

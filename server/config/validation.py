@@ -15,8 +15,8 @@ from .units import format_size, human_size
 
 __all__ = ["conflicts", "read_value", "warnings"]
 
-# Per key on the wire: its length, and its position in a publication. Per message: the fields of the
-# largest request.
+# Bytes per key in a message besides the key itself: its length field, and its position in a
+# publication. Bytes per message besides the keys: the other fields of the largest request.
 _KEY_OVERHEAD_BYTES = 8
 _MESSAGE_OVERHEAD_BYTES = 16 * 1024
 
@@ -24,7 +24,7 @@ _OFF = ("", "off", "none")
 
 
 def read_value(setting: Setting, value: Any, *, is_text: bool = False) -> Any:
-    """Returns one checked value; addresses are parsed. Raises `ValueError`."""
+    """Checks and returns one value, addresses in their usual form. Raises `ValueError`."""
     if setting.key == "listen":
         if isinstance(value, str):
             value = [part.strip() for part in value.split(",")] if is_text else [value]
@@ -43,16 +43,16 @@ def read_value(setting: Setting, value: Any, *, is_text: bool = False) -> Any:
 
 
 def conflicts(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
-    """Yields each conflict between values that are valid on their own, one line each."""
+    """Yields a line for each conflict between values that are valid on their own."""
 
     def problem(key: str, why: str) -> str:
         return f"{origins[key]}: {key} = {SETTINGS[key].show(values[key])}: {why}"
 
     if (memory := memory_bytes()) <= values["region_size"]:
-        yield problem("region_size", f"this machine has no more than {human_size(memory)} of memory")
+        yield problem("region_size", f"must be less than the memory of this machine, {human_size(memory)}")
     if values["leases.default"] > values["leases.max"]:
         yield problem(
-            "leases.default", f"is more than leases.max = {SETTINGS['leases.max'].show(values['leases.max'])}"
+            "leases.default", f"must not exceed leases.max = {SETTINGS['leases.max'].show(values['leases.max'])}"
         )
     yield from _handoff_conflicts(values, problem)
     needed = _MESSAGE_OVERHEAD_BYTES + max(
@@ -61,7 +61,7 @@ def conflicts(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator
     )
     if values["limits.max_message_bytes"] < needed:
         least = format_size(-(-needed // 1024) * 1024)
-        why = f"must be at least {least}, for max_keys keys of max_key_bytes and for a frame of max_frame_bytes"
+        why = f"must be at least {least}, to hold max_keys keys of max_key_bytes, and a frame of max_frame_bytes"
         yield problem("limits.max_message_bytes", why)
     yield from _trust_conflicts(values, origins, problem)
 
@@ -69,11 +69,11 @@ def conflicts(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator
 def _trust_conflicts(
     values: Mapping[str, Any], origins: Mapping[str, str], problem: Callable[[str, str], str]
 ) -> Iterator[str]:
-    """Yields incomplete TLS and token settings, and unprotected TCP without `insecure`."""
+    """Yields a line for incomplete TLS and token settings, and for unprotected TCP addresses."""
     cert, key = values["tls.cert"], values["tls.key"]
     if (cert is None) != (key is None):
         given, missing = ("tls.cert", "tls.key") if key is None else ("tls.key", "tls.cert")
-        yield problem(given, f"goes with {missing}")
+        yield problem(given, f"needs {missing} too")
     if values["tls.client_ca"] is not None and cert is None:
         yield problem("tls.client_ca", "needs tls.cert and tls.key")
     for switch in ("auth.unix", "auth.metrics"):
@@ -96,27 +96,27 @@ def _trust_conflicts(
 def _handoff_conflicts(values: Mapping[str, Any], problem: Callable[[str, str], str]) -> Iterator[str]:
     if values["handoff.default"] > values["handoff.max"]:
         longest = SETTINGS["handoff.max"].show(values["handoff.max"])
-        yield problem("handoff.default", f"is more than handoff.max = {longest}")
+        yield problem("handoff.default", f"must not exceed handoff.max = {longest}")
     for key in ("handoff.default", "handoff.max"):
         if values[key] <= EXPIRY_MARGIN_SECONDS:
-            yield problem(key, f"no claim is possible in the last {EXPIRY_MARGIN_SECONDS:g} s of a hold: use more")
+            yield problem(key, f"must be more than {EXPIRY_MARGIN_SECONDS:g} s: a hold near its end cannot be claimed")
 
 
 def warnings(config: Config) -> Iterator[str]:
-    """Yields each permitted setting that deserves a line in the log."""
+    """Yields a warning for each setting that is permitted but may not be intended."""
     authenticates = config.auth.tokens is not None or config.tls.client_ca is not None
     for endpoint in config.endpoints:
         reach = "every user of this host" if endpoint.is_loopback else "everyone on the network"
         if endpoint.is_unix:
             continue
         if config.tls.cert is None and authenticates:
-            yield f"listening on {endpoint} unencrypted: {reach} can listen in, and tokens are sent in the clear"
+            yield f"listening on {endpoint} unencrypted: {reach} can read the traffic, tokens included"
         elif config.tls.cert is None:
             yield f"listening on {endpoint} unencrypted: {reach} can read and write the cache"
         elif not authenticates:
             yield f"listening on {endpoint} without authentication: {reach} can read and write the cache"
     if config.metrics is not None and not config.auth.metrics and not parse_endpoint(config.metrics).is_loopback:
-        yield f"metrics on {config.metrics}: the whole network sees models, engines and tenants; see auth.metrics"
+        yield f"metrics on {config.metrics}: the whole network can see models, engines and tenants; see auth.metrics"
     if config.region_size > memory_bytes() // 2:
         yield f"region_size = {format_size(config.region_size)} is more than half of this machine's memory"
 
@@ -135,5 +135,5 @@ def _metrics_address(text: str | None) -> str | None:
         return None
     endpoint = parse_endpoint(text)
     if endpoint.is_unix:
-        raise ValueError("must be HOST:PORT: Prometheus does not scrape Unix sockets")
+        raise ValueError("must be HOST:PORT: Prometheus cannot scrape a Unix socket")
     return str(endpoint)

@@ -60,18 +60,18 @@ SOUND = f'name = "n"\nhash = "{token_hash("t")}"\n'
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (f'[[tokens]]\n{SOUND}roles = ["engine"]', "an engine or reader has a tenant"),
+        (f'[[tokens]]\n{SOUND}roles = ["engine"]', "an engine or reader needs a tenant"),
         (f'[[tokens]]\n{SOUND}roles = []\ntenant = "a"', "roles"),
         (
             f'[[tokens]]\n{SOUND}roles = ["root"]\ntenant = "a"',
-            r"tokens, number 1: roles\[0\]: invalid enum value 'root'; there are engine, reader,",
+            r"tokens, number 1: roles\[0\]: invalid enum value 'root'; valid roles are engine, reader,",
         ),
         (f'[[tokens]]\n{SOUND}roles = ["admin"]\ntennant = "a"', "unknown field `tennant`"),
         (
             '[[tokens]]\nname = "n"\nhash = "secret"\nroles = ["admin"]',
             "number 1: hash: must be sha256: and 64 hexadecimal digits",
         ),
-        (f'[[tokens]]\n{SOUND}roles = ["admin"]\n[[tokens]]\n{SOUND}roles = ["admin"]', "there twice"),
+        (f'[[tokens]]\n{SOUND}roles = ["admin"]\n[[tokens]]\n{SOUND}roles = ["admin"]', "listed twice"),
         ("tokens = 3", "tokens: expected `array`, got `integer`"),
         (
             f'[[tokens]]\n{SOUND}roles = ["admin"]\nexpires = 2030-01-01',

@@ -205,7 +205,7 @@ class TestRoles:
             engine.store(KEYS, [payload(key, PART) for key in KEYS])
             assert_serves(reader, KEYS)
             with pytest.raises(
-                AccessDenied, match=r"acme-reader may not call .*PrepareStore: it takes the role engine"
+                AccessDenied, match=r"acme-reader must not call .*PrepareStore: the call needs the role engine"
             ):
                 reader.store(KEYS, [payload(key, PART) for key in KEYS])
             with pytest.raises(AccessDenied):
@@ -370,7 +370,7 @@ def test_removing_a_token_ends_its_sessions(tmp_path: Path) -> None:
             client.wait_until_connected(deadline - time.monotonic())
         # An unreadable file changes nothing.
         site.tokens.path.write_text("[[tokens]]\nname = 3")
-        wait_until(lambda: "the old ones stay" in site.server.log)
+        wait_until(lambda: "the previous tokens stay" in site.server.log)
         stays.lookup(KEYS).release()
         assert stays.epoch == epoch
 

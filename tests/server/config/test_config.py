@@ -148,13 +148,13 @@ class TestRefusals:
             ("[retention]\npart = nan", "{file}: retention.part = nan: must be between 0 and 1"),
             ("[retention]\npart = inf", "{file}: retention.part = inf: must be between 0 and 1"),
             ('insecure = "yes"', '{file}: insecure = "yes": must be true or false'),
-            ("region_size = -1", "{file}: region_size = -1: a size is not negative"),
+            ("region_size = -1", "{file}: region_size = -1: a size must not be negative"),
             ("region_size = 0x" + "f" * 6000, "{file}: region_size = 0xfff"),
             ("[cpu]\nttl = 0x" + "f" * 6000, "{file}: cpu.ttl = 0xfff"),
             ('region_size = "4K"', '{file}: region_size = "4K": not a size'),
             ("region_size = 4096", "{file}: region_size = 4096: must be at least 1MiB"),
             ('[leases]\nmax = "10 parsecs"', '{file}: leases.max = "10 parsecs": not a duration'),
-            ("[leases]\nmax = nan", "{file}: leases.max = nan: a duration is finite"),
+            ("[leases]\nmax = nan", "{file}: leases.max = nan: a duration must be finite"),
             (
                 '[log]\nlevel = "warn"',
                 '{file}: log.level = "warn": must be one of debug, info, warning, error; did you me',
@@ -191,8 +191,8 @@ class TestRefusals:
             ('[[tiers]]\ntype = "lmdb"\nname = "cpu"', 'name = "cpu": must be'),
             ('[[tiers]]\ntype = "lmdb"\nname = "../x"', 'name = "../x": must be'),
             ('[[tiers]]\ntype = "lmdb"\ndurability = "eternal"', "must be one of process, power"),
-            ('[[tiers]]\ntype = "lmdb"\noptions = {a = 1}', "options: lmdb takes none"),
-            ('[[tiers]]\ntype = "lmdb"\n[[tiers]]\ntype = "lmdb"', "tiers: two of them have name = lmdb"),
+            ('[[tiers]]\ntype = "lmdb"\noptions = {a = 1}', "options: a tier of type lmdb has none"),
+            ('[[tiers]]\ntype = "lmdb"\n[[tiers]]\ntype = "lmdb"', "tiers: two tiers have name = lmdb"),
         ],
     )
     def test_tier_tables_are_checked(self, write: Any, text: str, problem: str) -> None:
@@ -220,16 +220,16 @@ class TestRefusals:
 
     def test_contradicting_values_are_refused(self) -> None:
         [line] = problems(environ=ENVIRON | {"KVTIER_LEASES_DEFAULT": "20m"})
-        assert line == "KVTIER_LEASES_DEFAULT: leases.default = 20m: is more than leases.max = 10m"
+        assert line == "KVTIER_LEASES_DEFAULT: leases.default = 20m: must not exceed leases.max = 10m"
         [line] = problems(environ=ENVIRON | {"KVTIER_HANDOFF_DEFAULT": "20m"})
-        assert line == "KVTIER_HANDOFF_DEFAULT: handoff.default = 20m: is more than handoff.max = 10m"
+        assert line == "KVTIER_HANDOFF_DEFAULT: handoff.default = 20m: must not exceed handoff.max = 10m"
         [line] = problems(environ=ENVIRON | {"KVTIER_LIMITS_MAX_MESSAGE_BYTES": "1MiB"})
         assert "limits.max_message_bytes = 1MiB: must be at least 5648KiB" in line
         [line] = problems(environ=ENVIRON | {"KVTIER_HANDOFF_DEFAULT": "5s"})
-        assert line.endswith("handoff.default = 5s: no claim is possible in the last 5 s of a hold: use more")
+        assert line.endswith("handoff.default = 5s: must be more than 5 s: a hold near its end cannot be claimed")
         assert len(problems(environ=ENVIRON | {"KVTIER_HANDOFF_DEFAULT": "1s", "KVTIER_HANDOFF_MAX": "2s"})) == 2
         [line] = problems(environ=ENVIRON | {"KVTIER_REGION_SIZE": "900TiB"})
-        assert "this machine has no more than" in line
+        assert "must be less than the memory of this machine" in line
 
     def test_tcp_in_the_clear_needs_insecure(self) -> None:
         """The loopback interface, too; with --insecure there is a warning."""
@@ -259,8 +259,8 @@ class TestRefusals:
             assert load(tls | asks, environ=ENVIRON).warnings == ()
         [line] = problems(flags={"listen": ["127.0.0.1:7070"], "auth.tokens": "/t.toml"})
         assert "unencrypted" in line
-        assert problems(flags={"tls.cert": "/c.pem"}) == ["--tls-cert: tls.cert = /c.pem: goes with tls.key"]
-        assert problems(flags={"tls.key": "/k.pem"}) == ["--tls-key: tls.key = /k.pem: goes with tls.cert"]
+        assert problems(flags={"tls.cert": "/c.pem"}) == ["--tls-cert: tls.cert = /c.pem: needs tls.key too"]
+        assert problems(flags={"tls.key": "/k.pem"}) == ["--tls-key: tls.key = /k.pem: needs tls.cert too"]
         assert problems(flags={"tls.client_ca": "/c.pem"})[0].endswith("needs tls.cert and tls.key")
         assert problems(flags={"auth.unix": True})[0].endswith("needs auth.tokens, a file of tokens")
         assert problems(flags={"auth.metrics": True})[0].endswith("needs auth.tokens, a file of tokens")

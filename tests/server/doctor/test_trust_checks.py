@@ -200,7 +200,7 @@ class TestTrust:
             (None, "cannot be read: No such file or directory"),
             ("[[tokens]]\nname = 7\n", "tokens, number 1: name: expected `string`, got `integer`"),
             ("[[tokens]", "Expected ']]'"),
-            (TOKEN + TOKEN, "is there twice"),
+            (TOKEN + TOKEN, "is listed twice"),
         ],
     )
     def test_an_unusable_token_file(self, tokens: Path, text: str | None, seen: str) -> None:
