@@ -185,7 +185,7 @@ def test_states_of_several_tensors_follow_each_other_in_a_slot() -> None:
     assert bytes(memory) == bytes(raw[0, 3, :40].tolist() + raw[1, 3, :40].tolist())
     copier.copy_in(0, [7], memory, [0], None)
     assert torch.equal(raw[1, 7, :40], raw[1, 3, :40])
-    with pytest.raises(Unsupported, match="40 bytes, not 48"):
+    with pytest.raises(Unsupported, match="40 bytes, expected 48"):
         build_layouts([_state_group(48)], states, BLOCKS)
     with pytest.raises(Unsupported, match="no KV tensor"):
         build_layouts([_state_group(40)], {"a": [], "b": []}, BLOCKS)

@@ -18,7 +18,8 @@ Transport = Literal["auto", "shm", "tcp", "grpc", "cuda_ipc"]
 
 _MAX_TOKENS = 1 << 31
 _MAX_HOLD_S = 86400.0
-# A heartbeat adds two thirds of the lease. Less than the margin would end before a block is read.
+# Each heartbeat extends a hold by two thirds of the lease. This must exceed the expiry margin.
+# Otherwise a hold could expire while its blocks are being read.
 _MIN_LEASE_S = 3 * EXPIRY_MARGIN_S
 
 
@@ -26,16 +27,15 @@ _MIN_LEASE_S = 3 * EXPIRY_MARGIN_S
 class ServerConfig:
     """Settings common to vLLM's connector and vLLM's tiering.
 
-    `endpoint`: the server, `unix:PATH` or `host:port`. Default: `$KVTIER_ENDPOINT`, else this
-        user's
-    socket.
+    `endpoint`: the server, `unix:PATH` or `host:port`. Default: `$KVTIER_ENDPOINT`, otherwise the
+    default socket of this user.
     `transport`: `auto`, `shm`, `tcp` (gRPC if the server has TLS), `grpc` or `cuda_ipc`. With
-        `auto`
-    and `cuda_ipc` the server copies to and from a GPU if it can; otherwise the engine copies.
-    `lookup_timeout_s`: the longest that a request waits for its lookup; then it is computed.
+    `auto` and `cuda_ipc` the server copies to and from a GPU if it can, otherwise
+    the engine copies.
+    `lookup_timeout_s`: a request whose lookup takes longer is computed without the cache.
     `tenant`: part of the namespace; engines of different tenants never share blocks.
-    `ca`, `cert`, `key`, `token_file`: files, see `kvtier.client.Credentials`. Default: `$KVTIER_CA`
-    and the like. There is no `token`, because vLLM logs this configuration.
+    `ca`, `cert`, `key`, `token_file`: paths of files, see `kvtier.client.Credentials`. Defaults:
+    `$KVTIER_CA`, `$KVTIER_CERT` and so on. There is no `token`, because vLLM logs these settings.
     """
 
     source: ClassVar[str] = "kv_connector_extra_config"
@@ -91,7 +91,7 @@ class ServerConfig:
 class ConnectorConfig(ServerConfig):
     """The connector's settings.
 
-    `max_held_fraction`: the share of the engine's KV blocks that pending saves may keep from reuse.
+    `max_held_fraction`: pending saves hold at most this fraction of the engine's KV blocks.
     `lazy_offload`: store blocks when the engine is about to evict them, not when they are full.
 
     Hand-offs between engines (`kv_transfer_params`, see `HandoffOptions`):
@@ -99,8 +99,8 @@ class ConnectorConfig(ServerConfig):
     `claim_timeout_s`.
     `advertise`: the address (`host:port`) at which engines of other hosts reach this engine's
     server. Default: `endpoint`.
-    `peers`: servers of other hosts that blocks may be pulled from. Parameters that name another
-    server pull nothing.
+    `peers`: addresses of servers on other hosts from which blocks may be pulled. If the
+    `kv_transfer_params` of a request name any other server, nothing is pulled.
     """
 
     max_held_fraction: float = 0.5

@@ -28,13 +28,13 @@ REPRODUCIBLE_HASHES = ("sha256", "sha256_cbor")
 
 
 class Unsupported(Exception):
-    """The engine's set-up cannot be served: the connector warns once; every request is a miss."""
+    """The engine's configuration is not supported, so the connector makes every request a miss."""
 
 
 def resolve_geometry(vllm_config: Any, kv_cache_config: KVCacheConfig) -> CacheGeometry:
-    """Returns the engine's groups, with the layers that this process knows (is_known_to_scheduler).
+    """Returns the engine's groups with the layers that this process knows (is_known_to_scheduler).
 
-    Raises Unsupported, with the reason, for what this connector does not serve.
+    Raises Unsupported, with the reason, if the connector does not support the configuration.
     """
     _refuse_unsupported(vllm_config, kv_cache_config)
     step_tokens, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
@@ -53,8 +53,8 @@ def resolve_geometry(vllm_config: Any, kv_cache_config: KVCacheConfig) -> CacheG
 def is_known_to_scheduler(vllm_config: Any, kv_cache_config: KVCacheConfig) -> bool:
     """Whether the scheduler's configuration describes the layers of every worker.
 
-    The scheduler has the layers of the first pipeline stage only, and assumes that all layers of a
-    group are like its first.
+    vLLM describes only the first pipeline stage to the scheduler, and describes each group by the
+    group's first layer.
     """
     return vllm_config.parallel_config.pipeline_parallel_size == 1 and all(
         len({(_page_bytes(spec), _format(spec)) for spec in _layer_specs(group)}) == 1
@@ -63,11 +63,11 @@ def is_known_to_scheduler(vllm_config: Any, kv_cache_config: KVCacheConfig) -> b
 
 
 def require_reproducible_hashes(cache_config: Any) -> None:
-    """Raises Unsupported if other processes would have other block hashes."""
+    """Raises Unsupported if block hashes differ between processes, or may collide."""
     algorithm = cache_config.prefix_caching_hash_algo
     if algorithm not in REPRODUCIBLE_HASHES:
         raise Unsupported(
-            f"prefix_caching_hash_algo={algorithm!r} gives other block hashes in every process or may collide; use one of"
+            f"prefix_caching_hash_algo={algorithm!r} gives different block hashes in every process, or may collide; use one of"
             f" {', '.join(REPRODUCIBLE_HASHES)}"
         )
 
@@ -121,7 +121,7 @@ def _page_bytes(spec: Any) -> int:
 
 
 def _format(spec: Any) -> str:
-    """Returns what a page's bytes are if size, cache type and attention back end leave it open."""
+    """Returns the types and shapes of a layer's states; "" for an attention layer."""
     if not isinstance(spec, MambaSpec):
         return ""
     states = [f"{dtype}{list(shape)}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
@@ -129,7 +129,7 @@ def _format(spec: Any) -> str:
 
 
 def _retained_tokens(spec: Any) -> int | None:
-    # Exact types: subclasses may mean more (gaps inside a prefix, replayed windows, …).
+    # Exact types only: a subclass may need other blocks (gaps in a prefix, replayed windows, …).
     if type(spec) in (FullAttentionSpec, MLAAttentionSpec, MambaSpec):
         return None
     if type(spec) is SlidingWindowSpec:

@@ -1,9 +1,9 @@
-"""An engine's KV tensors as bytes: where a block's pages are, and their order in a slot.
+"""Byte layout of an engine's KV tensors: positions of a block's pages, and their order in a slot.
 
 A slot holds the pages of the group's layers in the group's order, without padding. vLLM usually
-allocates all layers of a group at even distances in one storage. Then a block is one strided view
-and one copy. The states of a state-space layer are one page, or several tensors whose pages are
-adjacent in the slot.
+allocates all layers of a group at equal distances in one storage. Then a block is one strided view
+and needs one copy. A state-space layer has one tensor or several (conv state, SSM state). Each
+tensor gives one page, and these pages are adjacent in the slot.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ __all__ = ["GroupLayout", "Segment", "build_layouts"]
 
 @dataclass(frozen=True)
 class Segment:
-    """Evenly spaced layers: `pages[block]` is a `[layers, page_bytes]` view.
+    """Layers at equal distances: `pages[block]` is a `[layers, page_bytes]` view.
 
-    They fill `slot_bytes` bytes of the slot from `slot_offset` on.
+    In the slot these pages fill `slot_bytes` bytes from `slot_offset` on.
     """
 
     pages: torch.Tensor
@@ -73,13 +73,15 @@ def _layer_pages(
     pages = [_pages(name, tensor, num_blocks) for tensor in tensors]
     found = sum(page.page_bytes for page in pages)
     if found != page_bytes:
-        raise Unsupported(f"a block of layer {name} has {found} bytes, not {page_bytes}")
+        raise Unsupported(f"a block of layer {name} has {found} bytes, expected {page_bytes}")
     return pages
 
 
 def _pages(name: str, tensor: torch.Tensor, num_blocks: int) -> _LayerPages:
     if tensor.shape[0] % num_blocks:
-        raise Unsupported(f"layer {name} has {tensor.shape[0]} rows for {num_blocks} blocks")
+        raise Unsupported(
+            f"first dimension {tensor.shape[0]} of layer {name} is not a multiple of the {num_blocks} blocks"
+        )
     blocks = group_kernel_blocks(tensor, num_blocks)
     element = blocks.element_size()
     block = blocks[0]
@@ -87,8 +89,8 @@ def _pages(name: str, tensor: torch.Tensor, num_blocks: int) -> _LayerPages:
     page_bytes = block.numel() * element
     if span != block.numel():
         raise Unsupported(
-            f"a block of layer {name} is {page_bytes} bytes spread over {span * element}, not one run"
-            " (KV cache layout with heads outside of blocks?)"
+            f"a block of layer {name} is not contiguous: its {page_bytes} bytes are spread over {span * element} bytes."
+            " Probably the KV cache layout has the head dimension before the block dimension"
         )
     return _LayerPages(
         blocks.untyped_storage(), blocks.storage_offset() * element, blocks.stride(0) * element, page_bytes
@@ -112,7 +114,7 @@ def _segments(layers: Sequence[_LayerPages], num_blocks: int) -> list[Segment]:
 
 
 def _even_run(layers: Sequence[_LayerPages], start: int) -> tuple[int, int]:
-    """Returns the end of the longest evenly spaced run of layers from `start`, and the distance."""
+    """Returns the end of the longest equally spaced run of layers, and their distance."""
     first = layers[start]
     distance = first.page_bytes
     end = start + 1

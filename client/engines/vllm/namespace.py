@@ -1,7 +1,8 @@
 """Namespace of an engine: every property that changes the meaning of a block's bytes.
 
-The scheduler and each worker compute it from configuration only, and must get the same result. The
-scheduler sends its digest along, so a difference is a warning and misses, never wrong tokens.
+The scheduler and each worker compute the namespace from configuration only, and must get the same
+result. The scheduler sends the digest of its namespace to the workers. If a worker's digest
+differs, the worker warns and transfers nothing, so a difference never causes wrong tokens.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def build_namespace(
 ) -> Namespace:
     """Returns the namespace of this engine and tenant. Reads samples of a local model's files.
 
-    `parts` is what all ranks hold, if this process cannot know it from `geometry`. Data parallel
-    engines have one namespace, because their blocks are interchangeable.
+    `parts`: the parts of all ranks, if this process cannot compute them from `geometry`. All data
+    parallel engines have the same namespace, because their blocks are interchangeable.
 
     Raises Unsupported if the model's weights cannot be identified, OSError for unreadable files.
     """
@@ -71,7 +72,7 @@ def build_namespace(
         groups=groups,
         tenant=tenant,
         attributes=model_attributes(vllm_config)
-        # Ranks with the same bytes have one part, so their number does not matter.
+        # Not the number of ranks: ranks with the same bytes share one part.
         | {"tensor_parallel_size": str(ranks.shards), "layers": parts.digest},
     )
 
@@ -88,11 +89,14 @@ def namespace_digest(namespace: Namespace) -> str:
 
 
 def model_attributes(vllm_config: Any) -> dict[str, str]:
-    """Returns what identifies the model, its weights and the page format. Raises as above."""
+    """Returns attributes that identify the model, its weights and the page format.
+
+    Raises as build_namespace does.
+    """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     speculative = vllm_config.speculative_config
     return {
-        # The attention back end defines the inner format of a page; it may change with vLLM.
+        # The attention back end defines the format inside a page. It may change between versions.
         "engine": f"vllm {vllm_version}",
         "device": _device_name(vllm_config),
         "attention_backend": str(getattr(vllm_config.attention_config, "backend", None)),
@@ -109,7 +113,10 @@ def model_attributes(vllm_config: Any) -> dict[str, str]:
 
 
 def _weights_of(model: Any) -> str:
-    """Returns what identifies the weights: a commit, because branches of a hub repository move."""
+    """Returns text that identifies the weights.
+
+    For a hub repository this is the commit if it is known, because a branch changes over time.
+    """
     if Path(model.model).is_dir():
         return _model_fingerprint(Path(model.model))
     revision = str(model.revision or "")
@@ -125,7 +132,7 @@ def _weights_of(model: Any) -> str:
         return f"commit {commit}"
     if revision:
         return f"revision {revision}"
-    raise Unsupported(f"the weights of {model.model!r} are not identified; set --revision or use a local folder")
+    raise Unsupported(f"cannot identify the weights of {model.model!r}; set --revision or use a local folder")
 
 
 def _stable_text(value: object) -> str:
@@ -147,8 +154,8 @@ def _device_name(vllm_config: Any) -> str:
 def _model_fingerprint(directory: Path) -> str:
     """Returns a hash of samples of the model's files.
 
-    It covers config.json, and of each weight file its name, size and eight pages spread over it. A
-    fine-tune changes nearly every page; copies of one model agree.
+    The hash covers config.json, and the name, the size and eight samples of 4 KiB of each weight
+    file. A fine-tune changes nearly all samples. Copies of one model have the same hash.
     """
     digest = hashlib.sha256()
     for path in sorted(directory.iterdir()):

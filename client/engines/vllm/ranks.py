@@ -1,7 +1,8 @@
-"""The workers of an engine and which part of a block each of them holds.
+"""The workers of an engine, and the part of a block that each worker holds.
 
-A worker knows its own layers, and the scheduler at best those of the first pipeline stage. Through
-vLLM's connector handshake they agree on the size of a part and on its contents.
+Each worker knows only its own layers. The scheduler knows at most the layers of the first pipeline
+stage. In vLLM's connector handshake the workers report their layers, so that scheduler and workers
+agree on the size and the contents of a part.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ __all__ = ["Parts", "Ranks", "merge_stages", "parts_of", "resolve_ranks"]
 class Ranks:
     """The workers of one engine, without other data parallel engines.
 
-    `tensor`: ranks per pipeline stage. `stages`: pipeline stages. `copies`: the number of adjacent
-    ranks of a stage that hold the same bytes (latent attention). They have one part of a block, and
-    the first of them stores it.
+    `tensor`: ranks per pipeline stage. `stages`: number of pipeline stages. `copies`: number of
+    consecutive ranks of a stage that hold the same bytes (latent attention). These ranks share one
+    part of each block, and only the first of them stores it.
     """
 
     tensor: int = 1
@@ -39,16 +40,19 @@ class Ranks:
 
     @property
     def shards(self) -> int:
-        """Different parts of a block in one stage."""
+        """Number of different parts of a block in one stage."""
         return self.tensor // self.copies
 
     @property
     def parts(self) -> int:
-        """Parts of a block: the world size of the namespace."""
+        """Number of different parts of a block. The namespace uses it as world size."""
         return self.shards * self.stages
 
     def part(self, rank: int) -> int:
-        """Returns the part that a worker holds. `rank` may count on over data parallel engines."""
+        """Returns the number of the part that a worker holds.
+
+        `rank` may be a global rank that continues across data parallel engines.
+        """
         stage, place = divmod(rank % self.workers, self.tensor)
         return stage * self.shards + place // self.copies
 
@@ -59,9 +63,10 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Parts(KVConnectorHandshakeMetadata):
-    """What the ranks of one pipeline stage, or of all stages, hold of a block. Pickled by vLLM.
+    """Parts of a block in one pipeline stage, or in all stages. Pickled by vLLM.
 
-    `part_bytes`: per group. `digest`: of the layers, their order and formats. `copies`: see Ranks.
+    `part_bytes`: bytes of a part, per group. `digest`: hash of the layers, their order and formats.
+    `copies`: see Ranks.
     """
 
     part_bytes: tuple[int, ...]
@@ -70,19 +75,24 @@ class Parts(KVConnectorHandshakeMetadata):
 
 
 def resolve_ranks(vllm_config: Any, parts: Parts) -> Ranks:
-    """Returns the engine's ranks. Raises Unsupported if the scheduler would miss some workers."""
+    """Returns the engine's ranks. Raises Unsupported if the scheduler would miss reports."""
     parallel = vllm_config.parallel_config
     tensor, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     if getattr(parallel, "distributed_executor_backend", None) == "external_launcher" and tensor * stages > 1:
-        raise Unsupported("with the external launcher every rank has a scheduler of its own")
+        raise Unsupported(
+            "the external launcher is not supported with several ranks, because each rank has its own scheduler"
+        )
     if stages > 1 and getattr(vllm_config, "speculative_config", None) is not None:
-        # Only the workers of the last stage would learn that a step's forward is over.
+        # vLLM would tell only the workers of the last stage that the forward pass of a step is over.
         raise Unsupported("pipeline parallelism with speculative decoding is not supported")
     return Ranks(tensor, stages, parts.copies if tensor % parts.copies == 0 else 1)
 
 
 def parts_of(geometry: CacheGeometry, kv_cache_config: Any) -> Parts:
-    """Returns what a rank with these layers holds. vLLM reports replicas for whole ranks only."""
+    """Returns the parts of a rank with these layers.
+
+    `copies` is vLLM's `kv_tp_replicas`: how many consecutive ranks hold the same KV in all layers.
+    """
     layers = [[list(group.layers), list(group.page_bytes), list(group.formats)] for group in geometry.groups]
     digest = hashlib.sha256(json.dumps(layers).encode()).hexdigest()
     copies = int(getattr(kv_cache_config, "kv_tp_replicas", 1))
@@ -90,10 +100,10 @@ def parts_of(geometry: CacheGeometry, kv_cache_config: Any) -> Parts:
 
 
 def merge_stages(reported: Mapping[tuple[int, int], object], stages: int, tensor: int) -> Parts:
-    """Returns what all stages hold, from reports by (stage, rank in it).
+    """Returns the parts of all stages. `reported`: a report by stage and rank in the stage.
 
-    A slot has the size of the largest part; smaller parts leave its end unused.
-    Raises Unsupported if a worker did not report, or the ranks of a stage differ.
+    A slot has the size of the largest part. A smaller part leaves the end of the slot unused.
+    Raises Unsupported if a worker did not report, or if the ranks of a stage differ.
     """
     merged: list[Parts] = []
     for stage in range(stages):
@@ -101,7 +111,7 @@ def merge_stages(reported: Mapping[tuple[int, int], object], stages: int, tensor
         first = parts.pop()
         if parts or not isinstance(first, Parts):
             raise Unsupported(
-                f"the workers of pipeline stage {stage} did not report their layers, or have different ones"
+                f"the workers of pipeline stage {stage} did not report their layers, or their layers differ"
             )
         merged.append(first)
     return _merge(merged)
