@@ -1,4 +1,4 @@
-"""Background threads and rate-limited warnings: no remote call runs on an engine's thread."""
+"""Background threads, which make all remote calls, and rate-limited warnings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class RateLimitedLog:
 class BackgroundThreads:
     """FIFO job queue with daemon threads.
 
-    Not an executor: a job that waits for a hung server must not delay the engine's exit.
+    Not an executor, because an executor waits for its jobs at exit. A job that waits for a hung
+    server must not delay the engine's exit.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class BackgroundThreads:
         self._jobs.put(job)
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Waits for the queued jobs, at most `timeout_s` in all."""
+        """Waits for the queued jobs, at most `timeout_s` seconds for all of them."""
         deadline = time.monotonic() + timeout_s
         for _ in self._threads:
             self._jobs.put(None)
@@ -75,11 +76,14 @@ class BackgroundThreads:
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            except Exception as error:  # noqa: BLE001 - a thread that dies would leave the engine waiting
+            except Exception as error:  # noqa: BLE001 - if the thread died, the engine would wait for ever
                 self._log.warn("background", f"a background job failed: {error!r}", exc_info=True)
 
 
 def leave_compute_cores() -> None:
-    """Lets this thread run on every core. Threads inherit the one core of a CPU engine's thread."""
+    """Lets this thread run on every core.
+
+    A CPU engine pins its main thread to one core, and new threads inherit this.
+    """
     with suppress(OSError, AttributeError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))

@@ -1,13 +1,14 @@
 """Everything that the adapter imports from vLLM, and the check of vLLM's version.
 
-Written for 0.32 and 0.33 (`tests/engines/connector_api.json`). Their differences need no branch:
+Written for 0.32 and 0.33 (`tests/engines/connector_api.json`). The same code works with both:
 
-- 0.33 renamed the third item of `yield_req_data`. Block tables are read from
-  `scheduler_output.kv_connector_block_state` instead, which both have.
+- 0.33 renamed the third item of `yield_req_data`. The adapter does not use this function: it reads
+  block tables from `scheduler_output.kv_connector_block_state`, which both releases have.
 - Only 0.33 calls `unregister_kv_caches` and `restore_kv_caches` for sleep and wake.
-- 0.33 asserts less about the null block in `BlockPool.touch`, which is never touched here.
+- 0.33 asserts less about the null block in `BlockPool.touch`. The adapter never touches that block.
 
-An older release, or one without these names, raises ImportError. A newer one logs a warning.
+With an older release, or a release without these names, the import raises ImportError. With a newer
+release it logs a warning.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def release_of(version: str) -> Release | None:
 
 
 def is_known(version: str) -> bool:
-    """Whether the adapter is tested with this release."""
+    """Whether the adapter was tested with this release."""
     return release_of(version) in _KNOWN
 
 
@@ -45,7 +46,7 @@ def refuse_text(version: str, reason: str = "") -> str | None:
 
 
 def unknown_text(version: str) -> str:
-    return f"kvtier: this is vLLM {version}; the connector was made for {SUPPORTED}, and goes on: all that it needs is there"
+    return f"kvtier: this is vLLM {version}; the connector was tested with {SUPPORTED} only. It starts anyway: no name is missing"
 
 
 try:

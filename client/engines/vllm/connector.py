@@ -1,8 +1,8 @@
 """KVTierConnector: vLLM creates one in the scheduler's process and one in each worker.
 
-Once the engine runs, no exception reaches it. An unsupported set-up is one warning, and every
-request is a miss. A hook that fails is logged and returns its fallback. Loads and saves that the
-engine waits for are then reported as failed.
+Once the engine runs, no exception reaches the engine. If the configuration is not supported, the
+connector logs one warning, and every request is a miss. If a hook fails, the exception is logged
+and the hook returns a fallback value. The loads and saves of that step are reported as failed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
         self._geometry: CacheGeometry | None = None
         self._block_pool: Any = None
         self._kv_caches: dict[str, Any] = {}
-        # What all workers hold, if the scheduler cannot know it (see ranks.py).
+        # The parts of all workers, if the scheduler cannot compute them (see ranks.py).
         self._all_parts: Parts | None = None
         warn = logger.warning if role == KVConnectorRole.SCHEDULER else logger.debug
         self._config = ConnectorConfig.parse(vllm_config.kv_transfer_config.kv_connector_extra_config or {}, warn)
@@ -67,7 +67,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
                 logger.warning("kvtier: the connector is disabled, every request is a miss: %s", reason)
         except InvalidRequest as error:
             raise ValueError(f"kvtier: {error}") from error
-        except Exception as error:  # noqa: BLE001 - a cache that cannot start must not keep the engine from starting
+        except Exception as error:  # noqa: BLE001 - the engine must start without a cache
             logger.warning("kvtier: the connector is disabled, its set-up failed: %r", error, exc_info=True)
 
     def _set_up(self) -> None:
@@ -79,7 +79,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
             policy = vllm_config.kv_transfer_config.kv_load_failure_policy
             if policy != "recompute":
                 logger.warning(
-                    "kvtier: kv_load_failure_policy is %r: a load that fails will fail its request; set it to 'recompute'",
+                    "kvtier: kv_load_failure_policy is %r, so a failed load fails its request; set the policy to 'recompute'",
                     policy,
                 )
             if vllm_config.parallel_config.pipeline_parallel_size == 1:
@@ -94,13 +94,13 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
         digest, config = namespace_digest(namespace), self._scheduler_config()
         client = self._connect(namespace, None)
         try:
-            # Requests may arrive at once, and an engine takes half a minute to start anyway.
+            # The first requests should find a server. An engine starts in half a minute anyway.
             client.wait_until_connected(_START_SECONDS)
         except KVTierError as error:
             logger.warning("kvtier: no server yet, the engine starts without: %s", error)
         if config.peers and client_endpoint(config.advertise or config.endpoint).is_loopback:
             logger.warning(
-                "kvtier: `peers` are on other hosts, which cannot reach this engine's server at %s: set `advertise`",
+                "kvtier: `peers` are on other hosts, and they cannot reach this engine's server at %s: set `advertise`",
                 self._address[0],
             )
         logger.info(
@@ -125,7 +125,10 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
         )
 
     def _scheduler_config(self) -> ConnectorConfig:
-        """The settings without lazy mode if LoRA is on: a free block does not name its request."""
+        """Returns the settings; without lazy mode if LoRA is on.
+
+        Lazy mode saves free blocks. A free block does not show if its request had an adapter.
+        """
         config = self._config
         if config.lazy_offload and getattr(self._vllm_config, "lora_config", None) is not None:
             logger.warning(
@@ -181,17 +184,17 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: this is a cache, and a save that is dropped is a later miss."""
+        """False: if a cache drops a save, the only consequence is a later miss."""
         return False
 
-    # ---- handshake: what all workers hold, if the scheduler cannot know (ranks.py)
+    # ---- handshake: the parts of all workers, if the scheduler cannot compute them (ranks.py)
 
     @never_raises()
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Called once, when the KV tensors are registered.
 
-        Returns what this worker holds if the scheduler cannot know it, else None: only one of an
-        engine's connectors may return metadata.
+        Returns this worker's parts if the scheduler cannot compute them, otherwise None. If an
+        engine has several connectors, only one of them may return metadata.
         """
         geometry, kv_cache_config = self._geometry, self._kv_cache_config
         if geometry is None or kv_cache_config is None or is_known_to_scheduler(self._vllm_config, kv_cache_config):
@@ -237,7 +240,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        """Called by vLLM's logger with what get_kv_connector_stats returned."""
+        """Called by vLLM's logger with the data of get_kv_connector_stats."""
         return ConnectorStats(data or {})
 
     @classmethod
@@ -248,7 +251,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
-        """Called while the API server's process starts; that process has no connector."""
+        """Called while the API server's process starts. That process has no connector."""
         return KVTierPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:

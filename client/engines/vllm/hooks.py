@@ -1,4 +1,4 @@
-"""Hooks that vLLM calls in the scheduler's process and in workers. None of them raises.
+"""Hooks that vLLM calls in the scheduler's process and in workers. No hook raises.
 
 Scheduler hooks run on the scheduler's thread, worker hooks on the worker's main thread.
 """
@@ -45,7 +45,10 @@ S = TypeVar("S", bound=HasLog)
 def never_raises(
     fallback: Callable[[], Any] = lambda: None,
 ) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
-    """Decorator: logs an exception of the hook and returns `fallback()`; raising would end vLLM."""
+    """Decorator: if the hook raises, logs the exception and returns `fallback()`.
+
+    An exception that reached vLLM would end the engine.
+    """
 
     def decorate(hook: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
         @functools.wraps(hook)
@@ -63,9 +66,9 @@ def never_raises(
 
 
 class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
-    """KVTierConnector in the scheduler's process. `_scheduler` is None if it is disabled.
+    """KVTierConnector in the scheduler's process. If it is disabled, `_scheduler` is None.
 
-    `_unsent_loads`: requests whose loads the engine waits for and that no worker knows yet.
+    `_unsent_loads`: requests for whose loads the engine waits, and that no worker knows yet.
     """
 
     log: RateLimitedLog
@@ -96,9 +99,9 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
 
     @never_raises()
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Called when blocks were allocated; again, with 0 tokens, when the load has ended."""
+        """Called when blocks were allocated, and again, with 0 tokens, when the load has ended."""
         if num_external_tokens > 0:
-            # First: if anything below fails, the engine waits for this load from now on.
+            # First, because the engine waits for this load even if the code below fails.
             self._unsent_loads.add(request.request_id)
         if self._scheduler is not None:
             self._scheduler.blocks_allocated(request, blocks.get_block_ids(), num_external_tokens)
@@ -116,10 +119,11 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         return known or {}
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """Called once per step, last, also in empty steps.
+        """Called once per step, after the other scheduler hooks, also in empty steps.
 
-        Workers get exactly the loads that the engine waits for. A load that the scheduler lost must
-        fail; one left over from a failed step would be reported twice.
+        Workers get exactly the loads for which the engine waits. A load that the scheduler lost is
+        sent as an empty job, so that it fails. A load left over from a failed step is not sent,
+        because it would be reported twice.
         """
         step = self._build_step(scheduler_output)
         step.parts = self._all_parts
@@ -134,7 +138,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.build_step(scheduler_output) if self._scheduler is not None else StepMetadata()
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Called after each step with the reports of all workers; most are empty."""
+        """Called after each step with the reports of all workers. Most reports are empty."""
         if connector_output.kv_connector_worker_meta is not None:
             self._take_saves(connector_output)
         if connector_output.finished_recving or connector_output.failed_recving:
@@ -159,18 +163,21 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
 
     @never_raises(lambda: (False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> Finish:
-        """Called once at a request's end by engines without groups."""
+        """Called once at a request's end if the engine has no KV cache groups."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     @never_raises(lambda: (False, None))
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> Finish:
-        """Called once at a request's end, before its blocks are freed. Saves hold references."""
+        """Called once at a request's end, before its blocks are freed.
+
+        False lets vLLM free them at once. That is safe, because saves hold references.
+        """
         params = self._scheduler.request_finished(request, block_ids) if self._scheduler is not None else None
         return False, params
 
     @never_raises(lambda: False)
     def has_pending_push_work(self) -> bool:
-        """Called between steps. True: the engine must keep stepping although no request is left."""
+        """Called between steps. True: the engine must keep stepping, even without requests."""
         return self._scheduler is not None and self._scheduler.has_pending_work()
 
     @never_raises(lambda: False)
@@ -194,7 +201,7 @@ class WorkerHooks(KVConnectorBase_V1):
 
     @never_raises()
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Called when the KV tensors have been allocated; again if they are replaced."""
+        """Called when the KV tensors have been allocated, and again if they are replaced."""
         self._kv_caches = kv_caches
         if self._worker is not None:
             self._register(self._worker)
@@ -221,7 +228,7 @@ class WorkerHooks(KVConnectorBase_V1):
         """Called each step before blocks are overwritten; saves hold references (B4.12)."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Called each step, after the forward was submitted. Loads are always asynchronous."""
+        """Called each step after the forward pass was submitted. Loads are always asynchronous."""
         step = self._connector_metadata
         if isinstance(step, StepMetadata) and step.parts is not None:
             self._adopt_parts(step.parts)
@@ -232,7 +239,7 @@ class WorkerHooks(KVConnectorBase_V1):
 
     @abstractmethod
     def _adopt_parts(self, parts: Parts) -> None:
-        """Sets the worker up with the parts of all workers, which the first steps carry."""
+        """Sets up the worker with the parts of all workers, which each step contains."""
 
     @never_raises(lambda: False)
     def _start_loads(self, step: StepMetadata) -> bool:
@@ -242,13 +249,13 @@ class WorkerHooks(KVConnectorBase_V1):
         return True
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Called from each attention layer; loads end between steps, so it has nothing to do."""
+        """Called from each attention layer. Nothing to do, because loads end between steps."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Called from each attention layer; whole blocks are saved after the step instead."""
+        """Called from each attention layer. Nothing to do: blocks are saved after the step."""
 
     def wait_for_save(self) -> None:
-        """Called each step after its forward: queues the step's saves behind it."""
+        """Called each step after the forward pass. Queues the step's saves behind that pass."""
         step = self._connector_metadata
         if isinstance(step, StepMetadata) and step.saves and not self._start_saves(step):
             self._reports.refuse_saves(step)
@@ -262,11 +269,11 @@ class WorkerHooks(KVConnectorBase_V1):
 
     @never_raises(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Called last in each step: loads that ended. Failed ones are in `failed_recving`."""
+        """Called last in each step. Returns the loads that ended; some may have failed."""
         step = self._connector_metadata
         return self._reports.take_results(idle=isinstance(step, StepMetadata) and step.idle)
 
     @never_raises()
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Called each step after get_transfer_results: saves that ended, for the scheduler."""
+        """Called each step after get_transfer_results. Returns the saves that ended."""
         return self._reports.take_report()

@@ -1,7 +1,7 @@
-"""Connections to the servers that blocks are pulled from: this engine's own and those in `peers`.
+"""Connections to servers from which blocks are pulled: this engine's own server and `peers`.
 
-The parameters of requests name servers and come from outside. An engine therefore connects only to
-servers that its settings name.
+A request can name any server in its `kv_transfer_params`. An engine therefore connects only to
+servers that the engine's settings name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Address = tuple[str, int]
 
 
 def address_of(endpoint: str | None, advertise: str | None = None) -> Address:
-    """Returns the address of the server for peers. A Unix socket is `("unix:PATH", 0)`."""
+    """Returns the address at which peers reach the server. A Unix socket is `("unix:PATH", 0)`."""
     return _address(client_endpoint(advertise or endpoint))
 
 
@@ -43,9 +43,10 @@ class Peers:
         self._clients = {OWN: own}
 
     def endpoint_of(self, remote: RemoteRequest) -> str | None:
-        """Returns the endpoint that holds `remote`, or None if the settings do not name it.
+        """Returns the endpoint of the server that holds `remote`; None if no setting names it.
 
-        A Unix socket is on this host, which has one server; containers may see it at other paths.
+        A Unix socket always means this engine's own server: a host has one server, and its path may
+        differ between containers.
         """
         address = (remote.host, remote.port)
         if address in self._own_addresses or remote.host.startswith("unix:"):
@@ -53,12 +54,12 @@ class Peers:
         return self._allowed.get(address)
 
     def client(self, endpoint: str) -> Client:
-        """Returns the server's client. Raises Unavailable if this worker connects to no others."""
+        """Returns the client of a server. Raises Unavailable if no other server may be used."""
         with self._lock:
             client = self._clients.get(endpoint)
             if client is None:
                 if self._connect is None:
-                    raise Unavailable(f"this worker reads from no other server, and so not from {endpoint}")
+                    raise Unavailable(f"cannot read from {endpoint}: this worker reads only from its own server")
                 client = self._clients[endpoint] = self._connect(endpoint)
             return client
 

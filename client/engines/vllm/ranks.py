@@ -83,7 +83,7 @@ def resolve_ranks(vllm_config: Any, parts: Parts) -> Ranks:
             "the external launcher is not supported with several ranks, because each rank has its own scheduler"
         )
     if stages > 1 and getattr(vllm_config, "speculative_config", None) is not None:
-        # vLLM would tell only the workers of the last stage that the forward pass of a step is over.
+        # vLLM would tell only the workers of the last stage when a step's forward pass is over.
         raise Unsupported("pipeline parallelism with speculative decoding is not supported")
     return Ranks(tensor, stages, parts.copies if tensor % parts.copies == 0 else 1)
 

@@ -3,7 +3,7 @@
     {"kv_transfer_params": {
         "kvtier": {"retain_for_s": 600, "exclude": ["lmdb"], "skip_save": true}}}
 
-They come from outside: invalid settings are ignored with one warning.
+These settings come from users. An invalid setting is ignored, with one warning per request.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ _POLICIES = {"block_level": "block_level", "chunk_level": "block_level", "reques
 class RequestSettings:
     """One request's settings.
 
-    `retain_for_s`: for how long its blocks must not be evicted, within the server's limits.
-    `exclude`, `exclude_media` ("disk", "network"), `exclude_remote`: tiers that nothing is loaded
-    from: by name, by medium, or because they are not on the server's host.
+    `retain_for_s`: seconds for which the request's blocks must not be evicted, within the server's
+    limits.
+    `exclude`, `exclude_media` ("disk", "network"), `exclude_remote`: tiers from which nothing is
+    loaded: tiers with these names, tiers on these media, tiers that are not on the server's host.
     `min_hit_tokens`: a shorter hit counts as a miss.
-    `offload_policy`: `request_level` asks tiers to store every block; their rules may decide
-    otherwise.
-    `hold_as`: the name of its hold when it is handed off, which is the next engine's
-    `remote_request_id`; for callers that cannot wait for the response. Unique per request.
-    `hold`: false prevents a hold at its end, also if other parameters ask for one.
-    `skip_load`, `skip_save`: load nothing; store nothing. (Lazy mode stores blocks that belong to
-    no request any more, so `skip_save` and `retain_for_s` have no effect there.)
+    `offload_policy`: `request_level` asks the tiers to store every block. The rules of a tier may
+    decide otherwise.
+    `hold_as`: name of the hold if the request is handed off. The next engine needs this name as
+    `remote_request_id`. For callers that cannot wait for the response. Unique per request.
+    `hold`: false prevents a hold at the end of the request, even if other parameters ask for one.
+    `skip_load`, `skip_save`: load nothing; store nothing. (Lazy mode stores blocks that no longer
+    belong to a request, so `skip_save` and `retain_for_s` have no effect in lazy mode.)
     """
 
     retain_for_s: float | None = None
@@ -56,7 +57,7 @@ class RequestSettings:
 
     @classmethod
     def parse(cls, params: object, warn: Callable[[str], None]) -> RequestSettings:
-        """Parses a request's `kv_transfer_params`. Calls `warn` once if some of it is invalid."""
+        """Parses a request's `kv_transfer_params`. Calls `warn` once if any setting is invalid."""
         given = params.get(_KEY) if isinstance(params, Mapping) else None
         if given is None:
             return _NO_SETTINGS
@@ -73,7 +74,7 @@ class RequestSettings:
             except (TypeError, ValueError) as error:
                 wrong.append(f"{name} {error}, not {reprlib.repr(value)}")
         if wrong:
-            warn(f"of kv_transfer_params[{_KEY!r}] of a request is ignored: {'; '.join(wrong[:3])}")
+            warn(f"settings in kv_transfer_params[{_KEY!r}] of a request are ignored: {'; '.join(wrong[:3])}")
         return cls(**values)
 
     @property
@@ -126,7 +127,7 @@ def _media(value: object) -> tuple[Medium, ...]:
     known = {medium.name.lower(): medium for medium in Medium}
     names = _names(value)
     if not set(names) <= known.keys():
-        raise ValueError(f"must be of {', '.join(known)}")
+        raise ValueError(f"must be names among {', '.join(known)}")
     return tuple(known[name] for name in names)
 
 

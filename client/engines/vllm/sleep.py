@@ -1,7 +1,7 @@
-"""Gate that keeps copies off the KV tensors while vLLM's sleep mode has freed their memory.
+"""Gate that prevents copies while vLLM's sleep mode has freed the memory of the KV tensors.
 
-Before a sleep vLLM aborts requests and lets saves and loads end. A copy may be left whose job the
-scheduler gave up because its server hung for minutes. Such a copy would fault.
+Before a sleep vLLM aborts requests and waits for saves and loads to end. However, if the server
+hangs for minutes, the scheduler gives up a job whose copy still runs. That copy would crash.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class EngineAsleep(Exception):
 
 
 class SleepGate:
-    """Every copy passes it. Thread-safe; the worker's main thread opens and closes it."""
+    """Admits copies while it is open. Thread-safe; the worker's main thread opens and closes it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -34,7 +34,7 @@ class SleepGate:
         """Context of one copy. Raises EngineAsleep while the gate is closed."""
         with self._changed:
             if not self._open:
-                raise EngineAsleep("the engine sleeps")
+                raise EngineAsleep("the engine is in sleep mode")
             self._copying += 1
         try:
             yield

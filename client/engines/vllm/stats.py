@@ -1,8 +1,7 @@
 """Statistics for vLLM's log and its `/metrics`.
 
-The scheduler and each worker have counters that vLLM takes once per step. It adds those of all
-ranks and the scheduler, and passes the sum to its log (`ConnectorStats.reduce`) and to Prometheus.
-A step in which nothing was counted costs one look at an empty dict.
+The scheduler and each worker count. Once per step vLLM takes these counts, adds them up, and passes
+the sum to its log (`ConnectorStats.reduce`) and to Prometheus.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 
 
 class ConnectorStats(KVConnectorStats):
-    """The counts of an interval. vLLM sends them between its processes as plain data."""
+    """The counts of an interval. vLLM sends `data` between its processes."""
 
     data: Counts
 
@@ -39,7 +38,7 @@ class ConnectorStats(KVConnectorStats):
         return total
 
     def reduce(self) -> dict[str, int | float]:
-        """Returns the values for the log: counts, and of durations the mean and the maximum."""
+        """Returns the values for the log: counts, and the mean and maximum of durations."""
         line: dict[str, int | float] = {}
         for name, value in self.data.items():
             if not isinstance(value, list):
@@ -61,7 +60,7 @@ class TransferCounters:
         self._counts: Counts = {}
 
     def count(self, name: str, amount: int = 1) -> None:
-        """Adds to a counter; a name with an outcome is `lookups:hit`."""
+        """Adds to a counter. `name` is NAME or NAME:OUTCOME, for example `lookups:hit`."""
         if amount:
             self._add(name, amount)
 
@@ -91,7 +90,7 @@ class LookupMetrics:
     """Counts each lookup once, by outcome. Thread-safe."""
 
     def __init__(self, geometry: CacheGeometry, counters: TransferCounters) -> None:
-        # A draft model's last block is always recomputed.
+        # With a draft model the last block of a hit is always recomputed.
         self._never_hit = geometry.step_tokens if geometry.drop_last_block else 0
         self._counters = counters
 
@@ -104,7 +103,10 @@ class LookupMetrics:
         self._count("timeout", seconds)
 
     def answered(self, start: int, limit: int, hit: int | None, seconds: float) -> None:
-        """Tokens from `start` to `limit` hit up to `hit`; None if the server refused or failed."""
+        """A lookup of the tokens from `start` to `limit` has ended with a hit up to token `hit`.
+
+        `hit` is None if the server refused or failed.
+        """
         if hit is None:
             self._count("unavailable", seconds)
         elif hit <= start:
@@ -130,27 +132,27 @@ class Metric:
 METRICS = {
     "lookups": Metric(
         "Lookups of requests' blocks. partial: hit is shorter than the lookup; timeout: answer was late and the request "
-        "was computed; unavailable: no server, or it refused or failed.",
+        "was computed; unavailable: no server, or the server refused or failed.",
         ("hit", "partial", "miss", "timeout", "unavailable"),
     ),
     "lookup_seconds": Metric("Seconds from the start of a lookup to its answer or timeout.", in_seconds=True),
-    "load_blocks": Metric("KV blocks loaded, or computed because their load failed.", ("loaded", "failed")),
+    "load_blocks": Metric("KV blocks loaded, or computed because the load failed.", ("loaded", "failed")),
     "load_bytes": Metric("Bytes copied from the store into KV blocks, by all ranks."),
     "load_seconds": Metric("Seconds from queueing a request's load to its end, one per rank.", in_seconds=True),
     "claims": Metric(
         "Claims of requests that other engines hold. empty: the hold has no blocks; gone: not held, or about to expire; "
-        "unavailable: its server cannot be called.",
+        "unavailable: the server of the hold cannot be called.",
         ("granted", "empty", "gone", "unavailable"),
     ),
-    "claim_seconds": Metric("Seconds of a claim, with the wait for the last saves of the hold.", in_seconds=True),
+    "claim_seconds": Metric("Seconds of a claim, including the wait for the last saves of the hold.", in_seconds=True),
     "pull_tokens": Metric("Tokens whose KV was pulled from other engines."),
-    "pull_blocks": Metric("KV blocks pulled, or computed because their pull failed.", ("pulled", "failed")),
+    "pull_blocks": Metric("KV blocks pulled, or computed because the pull failed.", ("pulled", "failed")),
     "publications": Metric(
-        "Requests to hold for other engines. no_room: no room for their blocks; too_many: too many holds.",
+        "Requests published for other engines. no_room: no room for the blocks; too_many: too many holds.",
         ("published", "no_room", "too_many"),
     ),
     "save_blocks": Metric(
-        "KV blocks offered to the store, by whether it has them afterwards.", ("stored", "not_stored")
+        "KV blocks offered to the store. stored: the store has the block afterwards.", ("stored", "not_stored")
     ),
     "save_bytes": Metric("Bytes copied from KV blocks into the store, by all ranks."),
     "save_seconds": Metric("Seconds from queueing a save to its end, one per rank.", in_seconds=True),
@@ -159,7 +161,7 @@ METRICS = {
 
 
 class KVTierPromMetrics(KVConnectorPromMetrics):
-    """All series of all engines, created at start so that rates are right from the first count."""
+    """All time series of all engines, created at start so that rates include the first count."""
 
     def __init__(
         self,
@@ -177,7 +179,7 @@ class KVTierPromMetrics(KVConnectorPromMetrics):
                     self._series[engine, series] = made.labels(*values, *labels)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Called with one step's counts of all ranks of an engine. Ignores unknown names."""
+        """Called with the counts of one step of an engine. Ignores unknown names."""
         for name, value in transfer_stats_data.items():
             series = self._series.get((engine_idx, name))
             if series is None:

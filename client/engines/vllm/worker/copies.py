@@ -1,8 +1,8 @@
 """Copies between an engine's KV tensors and slots. Runs on the worker's background threads only.
 
-CPU engines copy with NumPy: it releases the GIL and stays on the calling thread, whereas torch
-would start a second OpenMP team beside the engine's. CUDA engines gather on the device first, so
-that one block is one contiguous transfer.
+On a CPU engine NumPy copies: it releases the GIL and uses only the calling thread. (torch would
+start more OpenMP threads beside the engine's.) On a CUDA engine the pages of a block are first
+gathered on the device, so that one block is one contiguous transfer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Bytes: TypeAlias = NDArray[np.uint8]
 
 
 class _BlockRun(NamedTuple):
-    """Consecutive blocks, in slots `distance` bytes apart; 0 for a single block."""
+    """Consecutive blocks in slots that are `distance` bytes apart (0 if there is one block)."""
 
     block_id: int
     offset: int
@@ -33,7 +33,7 @@ class _BlockRun(NamedTuple):
 
 
 def _runs(block_ids: Sequence[int], offsets: Sequence[int]) -> Iterator[_BlockRun]:
-    """Splits a batch into few runs; blocks and slots are mostly allocated consecutively."""
+    """Splits a batch into runs. Runs are long, because blocks and slots are mostly consecutive."""
     run: _BlockRun | None = None
     for block_id, offset in zip(block_ids, offsets, strict=True):
         if run is not None:
@@ -48,15 +48,18 @@ def _runs(block_ids: Sequence[int], offsets: Sequence[int]) -> Iterator[_BlockRu
 
 
 class BlockCopier(Protocol):
-    """Copies whole blocks of one group. Calls return when the bytes are there.
+    """Copies whole blocks of one group. A call returns when the copy is complete.
 
-    They raise only if the device fails. `device` is the device of the KV tensors.
+    A call raises only if the device fails. `device` is the device of the KV tensors.
     """
 
     device: torch.device
 
     def mark(self) -> Any:
-        """Marks the compute submitted so far, on the engine's thread; a copy waits for `after`."""
+        """Marks the compute submitted so far. A copy waits for the mark that it gets as `after`.
+
+        Called on the engine's thread.
+        """
 
     def copy_out(
         self, group: int, block_ids: Sequence[int], memory: memoryview, offsets: Sequence[int], after: Any
@@ -76,7 +79,7 @@ def make_copier(layouts: Sequence[GroupLayout]) -> BlockCopier:
 
 
 class CpuCopier:
-    """For KV tensors in host memory: one strided NumPy copy per segment and run of blocks."""
+    """Copier for KV tensors in host memory: one NumPy copy per segment and run of blocks."""
 
     device = torch.device("cpu")
 
@@ -89,7 +92,7 @@ class CpuCopier:
         }
 
     def mark(self) -> None:
-        """Does nothing, because a CPU step has written its KV when it is over."""
+        """Does nothing: a CPU engine has written the KV of a step when this is called."""
 
     def copy_out(
         self, group: int, block_ids: Sequence[int], memory: memoryview, offsets: Sequence[int], after: None
@@ -115,9 +118,9 @@ class CpuCopier:
 
 
 class CudaCopier:
-    """For KV tensors on a GPU: gathers into a device buffer, one transfer per slot run.
+    """Copier for KV tensors on a GPU: gathers in a device buffer, one transfer per run of slots.
 
-    Copies use their own streams. They overlap with compute only if the region is pinned.
+    Copies use their own streams. Copies and compute overlap only if the region is pinned.
     """
 
     _STAGING_BYTES = 64 << 20
@@ -173,7 +176,7 @@ class CudaCopier:
 
 @contextlib.contextmanager
 def _synchronized(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Runs the block on `stream` and waits for it, also after an exception."""
+    """Context whose CUDA work runs on `stream`. Waits for the stream at the end, even on errors."""
     try:
         with torch.cuda.stream(stream):
             yield
@@ -184,7 +187,7 @@ def _synchronized(stream: torch.cuda.Stream) -> Iterator[None]:
 def _transfers(
     staging: torch.Tensor, flat: torch.Tensor, starts: Sequence[int]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields parts of the device's buffer and of host memory, contiguous and pinned as one."""
+    """Yields pairs of device and host memory. Each is contiguous and within one pinned chunk."""
     slot_bytes = staging.shape[1]
     rows = staging.view(-1)
     first = 0

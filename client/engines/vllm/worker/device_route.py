@@ -1,6 +1,7 @@
-"""Copies by the server: its copy worker moves blocks between a GPU's KV tensors and slots.
+"""Copies by the server: a copy worker of the server copies between a GPU's KV tensors and slots.
 
-Without CUDA IPC, a server that serves devices, or a running copy worker, this worker copies itself.
+This needs CUDA IPC, a server with device support, and a running copy worker. If one of these is
+missing, the engine's worker copies the blocks itself.
 **Unproven on a GPU**: docs/decisions/0013-cuda-ipc.md.
 """
 
@@ -26,7 +27,7 @@ RouteOf = Callable[[Sequence[GroupLayout], torch.device, RateLimitedLog], "Devic
 
 
 class StepMark:
-    """Marks when a step's jobs may touch their blocks: one event for each copier (B4.4)."""
+    """Marks after which the jobs of a step may access their blocks: one per copier (B4.4)."""
 
     def __init__(self, compute: Any, mark: Mark | None, jobs: int) -> None:
         self.compute = compute
@@ -46,8 +47,8 @@ class StepMark:
 class DeviceRoute:
     """One worker's blocks on its device.
 
-    `mark` is called on the worker's main thread, the rest on its background threads.
-    Raises DeviceUnavailable if the memory cannot be shared.
+    `mark` is called on the worker's main thread, other methods on background threads.
+    The constructor raises DeviceUnavailable if the memory cannot be shared.
     """
 
     def __init__(
@@ -60,24 +61,27 @@ class DeviceRoute:
         self._client: Client | None = None
 
     def register(self, client: Client) -> None:
-        """Lets the client's server open the blocks, which may take seconds, and uses this route."""
+        """Lets the client's server open the blocks, which may take seconds.
+
+        The server copies from then on. If the server refuses, the worker copies itself.
+        """
         try:
             client.register_kv_buffers(self._buffers)
         except (DeviceUnavailable, InvalidRequest) as error:
-            self._log.warn("device", f"the engine copies its KV blocks itself, the server does not: {error}")
+            self._log.warn("device", f"the engine copies its KV blocks itself, because the server refused: {error}")
             return
-        except KVTierError as error:  # no server yet; the first call that finds one registers
-            self._log.warn("device", f"the engine copies its KV blocks itself until a server has them: {error}")
+        except KVTierError as error:  # the first call to a server registers the blocks
+            self._log.warn("device", f"the engine copies its KV blocks itself until a server is connected: {error}")
         self._client = client
 
     def mark(self) -> Mark | None:
-        """Marks the compute submitted so far; None while the worker copies itself."""
+        """Marks the compute submitted so far. Returns None if the worker copies itself."""
         if self._client is None:
             return None
         try:
             return self._buffers.mark(self._stream())
         except DeviceUnavailable as error:
-            self._log.warn("device", f"the engine copies a step's blocks itself: {error}")
+            self._log.warn("device", f"the engine copies the blocks of a step itself, because marking failed: {error}")
             return None
 
     def store(
@@ -89,17 +93,17 @@ class DeviceRoute:
         try:
             return client.store_from_device(keys, blocks, after=after.mark, request_id=request_id)
         except DeviceUnavailable as error:
-            self._log.warn("device", f"the server did not save blocks, the engine does: {error}")
+            self._log.warn("device", f"the server could not save blocks, so the engine copies them: {error}")
             return None
 
     def load(self, client: Client, lease_id: int, items: Sequence[int], blocks: Sequence[int], after: StepMark) -> bool:
-        """Returns whether the blocks are filled; if not, the worker must copy itself."""
+        """Returns whether the server filled the blocks. If False, the worker must copy itself."""
         if client is not self._client or after.mark is None:
             return False
         try:
             client.read_to_device(lease_id, items, blocks, after=after.mark)
         except DeviceUnavailable as error:
-            self._log.warn("device", f"the server did not load blocks, the engine does: {error}")
+            self._log.warn("device", f"the server could not load blocks, so the engine copies them: {error}")
             return False
         return True
 
@@ -119,16 +123,18 @@ def cuda_route(layouts: Sequence[GroupLayout], device: torch.device, limited_log
             driver, layouts, lambda: StreamId(torch.cuda.current_stream(device).cuda_stream), limited_log
         )
     except (DeviceError, DeviceUnavailable, LayoutError) as error:
-        limited_log.warn("device", f"the engine copies its KV blocks itself, the server cannot: {error}")
+        limited_log.warn(
+            "device", f"the engine copies its KV blocks itself, because the server cannot use them: {error}"
+        )
         return None
 
 
 def no_route(layouts: Sequence[GroupLayout], device: torch.device, limited_log: RateLimitedLog) -> DeviceRoute | None:
-    """Returns None: the settings ask for another transport."""
+    """Returns None. For settings with a transport that does not use the server's copies."""
 
 
 def describe_layout(layout: GroupLayout) -> tuple[BlockLayout, list[int]]:
-    """Returns a run per segment, each in its own buffer, and the buffers' addresses.
+    """Returns one run per segment, each in its own buffer, and the addresses of the buffers.
 
     Raises LayoutError.
     """

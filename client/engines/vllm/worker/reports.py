@@ -1,8 +1,8 @@
-"""Results of a worker's jobs, until vLLM takes them.
+"""Results of a worker's jobs, kept until vLLM takes them.
 
-Every load and save of a step must be reported exactly once, also after a failure. A request waits
-for ever for an unreported load, an unreported save holds its blocks for ever, and vLLM ends if a
-load is reported twice.
+Every load and save of a step must be reported exactly once, even after a failure. If a load is not
+reported, its request waits for ever. If a save is not reported, its blocks are held for ever. If a
+load is reported twice, vLLM ends.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["SAVE_LOST_AFTER_S", "SAVE_WITHIN_S", "StepMetadata", "WorkerReport",
 _IDLE_WAIT_S = 0.001
 
 SAVE_LOST_AFTER_S = 600.0
-"""A save that is not reported by then is given up, and its blocks are released (B5.6)."""
+"""A save that is not reported after this time is given up; its blocks are released (B5.6)."""
 
 SAVE_WITHIN_S = 300.0
-"""Workers begin no copy of a save later than this after it was sent.
+"""Workers begin no copy of a save when this time has passed since the save was sent.
 
-A copy that has begun by then is bounded by its grant.
+A copy that has begun earlier must end before its grant expires.
 """
 
 
@@ -34,9 +34,9 @@ A copy that has begun by then is bounded by its grant.
 class StepMetadata(KVConnectorMetadata):
     """One step's loads and saves (see StepPlan).
 
-    `idle`: the step computes nothing, so a worker may wait a moment for its copies. `sent_at`: time
-    of day, which tells a worker that was stopped that its saves are old. `parts`: what all workers
-    hold, if they cannot know it.
+    `idle`: the step computes nothing, so a worker may wait a moment for its copies. `sent_at`: wall
+    clock time. A worker that was stopped for a while sees from it that its saves are old. `parts`:
+    the parts of all workers, if a worker cannot compute them.
     """
 
     loads: list[LoadJob] = field(default_factory=list)
@@ -49,10 +49,10 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """Save jobs that ended (stored, dropped or failed), with the number of workers that report it.
+    """Save jobs that ended: stored, dropped or failed.
 
-    `not_stored[job_id]`: positions in the job's keys that some worker did not store; absent if all
-    were stored.
+    `ended_saves[job_id]`: number of workers that report the job. `not_stored[job_id]`: indices of
+    the job's keys that at least one worker did not store; absent if all keys were stored.
     """
 
     ended_saves: dict[int, int] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
 
 class WorkerReports:
-    """Results so far. Filled by any thread, emptied by the worker's main thread."""
+    """Results that vLLM has not taken. Any thread may add; only the main thread takes."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -80,7 +80,7 @@ class WorkerReports:
         self._not_stored: dict[int, set[int]] = {}
 
     def load_ended(self, request_id: str, *, failed: bool) -> None:
-        """Records that a load ended; if it failed, its blocks have undefined content."""
+        """Records that a load ended. After a failure the blocks have undefined content."""
         with self._changed:
             self._loaded.add(request_id)
             if failed:
@@ -88,7 +88,7 @@ class WorkerReports:
             self._changed.notify_all()
 
     def save_ended(self, job_id: int, not_stored: Iterable[int] = ()) -> None:
-        """Records that a save ended, with the positions of the blocks that may be missing."""
+        """Records that a save ended. `not_stored`: indices of the keys that may not be stored."""
         missed = set(not_stored)
         with self._changed:
             self._ended_saves[job_id] = 1
@@ -109,11 +109,11 @@ class WorkerReports:
     def take_results(self, *, idle: bool) -> KVConnectorTransferResults:
         """Returns the loads that ended since the last call.
 
-        In an idle step it waits a moment for a result: the engine's busy loop would otherwise take
-        the processor and the GIL from the lookup or the copy that it waits for.
+        In an idle step this waits a moment for a result. Otherwise the engine's busy loop would
+        take the processor and the GIL from the lookup or copy for which the engine waits.
         """
         if not (idle or self._loaded):
-            # Read without the lock: a result that is being added is for the next step.
+            # Without the lock: a result that is added at this moment is taken in the next step.
             return KVConnectorTransferResults()
         with self._changed:
             if idle and not (self._loaded or self._ended_saves):

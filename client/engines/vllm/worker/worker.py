@@ -1,7 +1,8 @@
 """Worker half of the connector: copies between the engine's KV tensors and kvtier.
 
-Hooks run on the worker's main thread and only queue jobs. Two background threads make the copies
-and the remote calls, so that a load never queues behind saves.
+Hooks run on the worker's main thread and only queue jobs. Background threads make the copies and
+the remote calls: one for loads, one for saves, so that a load never queues behind saves, and one
+for loads from each peer.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _STORED = frozenset((StoreStatus.GRANTED, StoreStatus.PRESENT))
 
 
 class WorkerSide:
-    """KVTierConnector's part in a worker. It reports every job in bounded time."""
+    """Half of KVTierConnector in a worker. Reports every job within a bounded time."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class WorkerSide:
         self._client: Client | None = None
         self._copier: BlockCopier | None = None
         self._threads: tuple[BackgroundThreads, BackgroundThreads] | None = None
-        # By server of another host, so that a slow one does not delay loads from this engine's.
+        # By endpoint, so that a slow peer does not delay loads from this engine's server.
         self._peer_load_threads: dict[str, BackgroundThreads] = {}
         self._on_start: Callable[[], None] | None = None
         self._saves_paused_until = 0.0
@@ -72,12 +73,12 @@ class WorkerSide:
         self._counters = counters or TransferCounters()
         self._gate = SleepGate()
         self.serving = False
-        """Whether the engine has taken its first step, after which it captures no graphs."""
+        """Whether the engine has begun its first step. From then on it captures no CUDA graphs."""
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Creates views of the KV tensors and connects. Called again if the tensors are replaced.
 
-        Raises Unsupported for layouts that cannot be served.
+        Raises Unsupported if the layout is not supported.
         """
         layouts = build_layouts(list(self._groups.values()), kv_caches, self._num_blocks)
         self.suspend()
@@ -101,23 +102,25 @@ class WorkerSide:
         self._register_route()
 
     def suspend(self) -> None:
-        """Ends running copies and refuses new ones before the KV tensors lose their memory."""
+        """Refuses new copies and waits for running ones. Called before KV tensors lose memory."""
         if not self._gate.close(_SUSPEND_TIMEOUT_S):
-            self._log.warn("sleep", f"a copy still runs after {_SUSPEND_TIMEOUT_S:g} s; the engine sleeps anyway")
+            self._log.warn(
+                "sleep", f"a copy still runs after {_SUSPEND_TIMEOUT_S:g} s; the engine begins its sleep anyway"
+            )
 
     def resume(self) -> None:
         """Accepts copies again: the KV tensors have memory at the same addresses."""
         self._gate.open()
 
     def wait_for_server(self) -> None:
-        """Makes the next jobs wait briefly for the connection that is being made."""
+        """Makes the next jobs wait briefly until the client is connected."""
         for threads in self._threads or ():
             threads.submit(self._await_connection)
 
     def start_loads(self, step: StepMetadata) -> None:
-        """Queues the step's loads behind the compute that may still use the blocks' last content.
+        """Queues the step's loads behind compute that may still read the old content of the blocks.
 
-        Raises only before the first load is queued; afterwards each is reported on its own.
+        Raises only before the first load is queued. A queued load reports a failure itself.
         """
         if not step.loads:
             return
@@ -152,7 +155,7 @@ class WorkerSide:
             self._threads[1].submit(functools.partial(self._save, job, after, now, write_until))
 
     def close(self) -> None:
-        """Waits briefly for queued copies, and disconnects."""
+        """Waits briefly for queued copies, then disconnects."""
         for threads in (*(self._threads or ()), *self._peer_load_threads.values()):
             threads.close(2.0)
         if self._peers is not None:
@@ -161,18 +164,18 @@ class WorkerSide:
             self._client.close()
 
     def _pin_for(self, device: torch.device) -> Pin | None:
-        """Returns how memory is pinned for a GPU: after the engine has captured graphs (B4.16)."""
+        """Returns a function that pins memory for a GPU, once CUDA graphs are captured (B4.16)."""
         if device.type != "cuda":
             return None
         try:
             registrar = CudaRegistrar(device.index or 0)
         except PinError as error:
-            self._log.warn("pin", f"the server's memory is not pinned, copies will be slower: {error}")
+            self._log.warn("pin", f"the server's memory is not pinned, so copies are slower: {error}")
             return None
         return lambda memory: Pinning(memory, registrar, allowed=lambda: self.serving)
 
     def _register_route(self) -> None:
-        """Registers the blocks before the first saves; a device's first process starts slowly."""
+        """Registers the blocks before the first save, because a copy worker starts slowly."""
         route, client = self._route, self._client
         if route is not None and client is not None and self._threads is not None:
             self._threads[1].submit(self._await_connection)
@@ -180,7 +183,7 @@ class WorkerSide:
 
     def _mark(self, jobs: int) -> StepMark:
         assert self._copier is not None
-        # Only with jobs, because the last job releases the server's event.
+        # Only if there are jobs: the last job releases the server's event.
         by_server = self._route.mark() if self._route is not None and jobs else None
         return StepMark(self._copier.mark(), by_server, jobs)
 
@@ -188,7 +191,7 @@ class WorkerSide:
         if self._client is None or self._threads is None or not self._gate.is_open:
             return False
         if step.namespace_digest != self._digest:
-            self._log.warn("namespace", "scheduler and worker disagree about the namespace; nothing is loaded or saved")
+            self._log.warn("namespace", "scheduler and worker have different namespaces, so nothing is loaded or saved")
             return False
         return True
 
@@ -214,10 +217,10 @@ class WorkerSide:
                 self._read(read, after)
             failed = False
         except (KVTierError, EngineAsleep) as error:
-            self._log.warn("load", f"a load failed, its blocks are computed instead: {error}")
+            self._log.warn("load", f"a load failed, so its blocks are computed: {error}")
         finally:
             after.job_ended()
-            # Counted before it is reported, because the engine may then stop stepping.
+            # Counted before the report, because the engine may stop stepping after the report.
             self._counters.observe("load_seconds", time.monotonic() - queued_at)
             self._reports.load_ended(job.request_id, failed=failed)
 
@@ -238,7 +241,7 @@ class WorkerSide:
     def _copy_in(self, client: Client, read: BlockRead, chunk: slice, after: StepMark) -> None:
         assert self._copier is not None
         groups, block_ids = read.groups[chunk], read.block_ids[chunk]
-        # Leaving the block confirms the lease. If it did not hold, it raises and the load fails.
+        # The end of the `with` block checks the lease, and raises if the lease was lost.
         with client.read(read.lease_id, read.indices[chunk]) as batch:
             for group, rows in _by_group(groups).items():
                 offsets = [batch.offsets[row] for row in rows]
@@ -248,26 +251,26 @@ class WorkerSide:
     def _save(self, job: SaveJob, after: StepMark, queued_at: float, write_until: float) -> None:
         not_stored = set(range(len(job.keys)))
         try:
-            # A hung server costs one deadline, not one per job, because blocks are held meanwhile.
+            # After a failure saves pause, so that a hung server does not hold blocks for long.
             if time.monotonic() >= self._saves_paused_until and self._client is not None and self._client.connected:
                 for chunk in self._chunks(job.groups, self._client):
                     if time.monotonic() >= write_until:
-                        # The scheduler is about to give the job up and reuse its blocks (B5.6).
-                        self._log.warn("late", "saves take minutes; blocks are not stored")
+                        # The scheduler will soon give up the job and reuse its blocks (B5.6).
+                        self._log.warn("late", "saves take minutes, so blocks are not stored")
                         break
                     not_stored.difference_update(self._write(job, chunk, after))
         except (KVTierError, EngineAsleep) as error:
             if not isinstance(error, (InvalidRequest, EngineAsleep)):
-                # A refusal concerns one request only.
+                # InvalidRequest concerns one request only.
                 self._saves_paused_until = time.monotonic() + _CIRCUIT_OPEN_S
-            self._log.warn("save", f"a save failed, its blocks are not stored: {error}")
+            self._log.warn("save", f"a save failed, so its blocks are not stored: {error}")
         finally:
             after.job_ended()
             self._counters.observe("save_seconds", time.monotonic() - queued_at)
             self._reports.save_ended(job.job_id, not_stored)
 
     def _write(self, job: SaveJob, chunk: slice, after: StepMark) -> list[int]:
-        """Returns the positions in the job that the store has; another writer's may still fail."""
+        """Returns indices of the stored keys, without keys that another writer is still storing."""
         statuses = self._write_by_server(job, chunk, after)
         if statuses is None:
             statuses = self._copy_out(job, chunk, after)
