@@ -38,7 +38,7 @@ __all__ = [
 
 
 class CoreError(Exception):
-    """The core refuses an event; nothing has changed."""
+    """The core refused an event and changed nothing."""
 
     reason: ClassVar[str] = "INTERNAL"
 

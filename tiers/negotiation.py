@@ -1,4 +1,4 @@
-"""Negotiation of offloading: a tier's vote on a request, configured as rules."""
+"""Votes of tiers on the offload policy of a request: rules, request properties, tier filters."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class OffloadPolicy(enum.IntEnum):
     """How a request is offloaded. Numbers as in `kvtier.v1.OffloadPolicy`."""
 
     BLOCK_LEVEL = 1
-    """Only newly computed blocks."""
+    """Store only newly computed blocks."""
     REQUEST_LEVEL = 2
-    """Every block of the request, prefix hits included."""
+    """Store every block of the request, including prefix hits."""
 
 
 class Medium(enum.IntEnum):
@@ -42,12 +42,12 @@ class Medium(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TierFilter:
-    """Tiers that a lookup leaves out. The CPU tier is never left out: all reads go through it.
+    """Tiers that a lookup excludes. The CPU tier is never excluded: all reads go through it.
 
     Attributes:
-        names: names of tiers.
-        media: tiers with one of these media.
-        remote: whether to leave out tiers whose bytes are on other hosts.
+        names: excluded tiers by name.
+        media: excluded tiers by storage medium.
+        remote: whether to exclude tiers whose bytes are on other hosts.
     """
 
     names: frozenset[str] = frozenset()
@@ -69,7 +69,7 @@ class RequestInfo:
     priority: int = 0
     kv_transfer_params: dict[str, object] = field(default_factory=dict)
     retain_for: float = 0.0
-    """Requested retention of its blocks in seconds, from each use on."""
+    """How long to retain the request's blocks after each use, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Rule:
     min_priority: int | None = None
 
     def matches(self, request: RequestInfo) -> bool:
-        """Returns whether a request meets all conditions. A missing parameter only matches None."""
+        """Returns whether a request meets all conditions. A missing parameter counts as None."""
         params = request.kv_transfer_params
         return (
             all(_agrees(params.get(name), wanted) for name, wanted in self.kv_transfer_params.items())

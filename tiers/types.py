@@ -1,4 +1,4 @@
-"""Values of the core's interface: sessions, namespaces, ids, statuses and reasons."""
+"""Shared types of the core: session, namespace, lease owner, ids, result statuses, miss reasons."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ __all__ = [
 ]
 
 EngineKey = tuple[NamespaceId, str]
-"""An engine: its namespace, and its id, which it chooses itself. Engines of other namespaces are
-distinct."""
+"""Identifies an engine: its namespace and the id that the engine chose. Engines of different
+namespaces may choose the same id."""
 
 
 class StoreStatus(enum.IntEnum):
@@ -68,13 +68,13 @@ class EngineSession:
     namespace: NamespaceSpec
     tenant: str = ""
     writers: set[int] = field(default_factory=set)
-    """Connections that keep the region mapped. While one exists, the process may write to its
-    slots."""
+    """Connections that keep the region mapped. While one exists, the engine's process may write to
+    the slots of the session."""
     requests: set[str] = field(default_factory=set)
 
     @property
     def engine(self) -> EngineKey:
-        """The engine that owns its leases, stores and holds."""
+        """The engine that owns the session's leases, stores and holds."""
         return self.namespace.id, self.engine_id
 
     def own_rank(self) -> int:
@@ -124,7 +124,7 @@ SLOT_ALIGNMENT = 4096
 MAX_WORLD_SIZE = 4096
 
 MAX_PART_SIZES = 64
-"""Each size has an eviction queue of its own; engines use a few."""
+"""Each size has a separate eviction queue; engines use only a few sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +134,8 @@ class NamespaceSpec:
     Attributes:
         id: digest of everything that must be equal for blocks to be shared.
         world_size: number of ranks, each with one part of every block.
-        part_bytes: per KV cache group the size of one rank's part.
-        no_slots: the slots of a new block, shared by all of them.
+        part_bytes: size of one rank's part, per KV cache group.
+        no_slots: value of `Block.slots` for a new block; one tuple shared by all new blocks.
     """
 
     id: NamespaceId
@@ -162,7 +162,6 @@ class NamespaceSpec:
         return self.part_bytes[group]
 
     def check(self, keys: Sequence[bytes]) -> None:
-        """Raises InvalidKey if a key names an unknown group."""
         if len(keys) == 1:  # blocks of secondary tiers are looked up one by one
             self.part_bytes_of(keys[0])
             return
@@ -173,7 +172,7 @@ class NamespaceSpec:
             self.part_bytes_of(key)
 
     def groups_are_known(self, packed: bytes, length: int) -> bool:
-        """Whether equally long, concatenated keys pass `check`, column by column (hot path)."""
+        """Whether all concatenated keys of this length pass `check`. Tests all keys at once."""
         *high, low = (packed[length - place :: length] for place in range(GROUP_INDEX_BYTES, 0, -1))
         return not b"".join(high).strip(b"\0") and not low.translate(None, bytes(range(min(len(self.part_bytes), 256))))
 
@@ -241,24 +240,24 @@ class Owner:
 
 
 TENANT_TAG_BYTES = 4
-"""Length of the tenant tag that namespace ids begin with. It identifies the tenant of recovered
-blocks."""
+"""Length of the tenant tag at the start of a namespace id. After a restart the tag identifies the
+tenant of recovered blocks."""
 
 REST = ""
-"""Name of the default share, of all tenants without a quota."""
+"""Name of the default share, which all tenants without a quota use."""
 
 
 class MissReason(enum.Enum):
     """Why a looked-up block was a miss. Numbers as in `kvtier.v1.MissReason`."""
 
     NEVER_STORED = 1
-    """It was never stored, or that was forgotten."""
+    """It was never stored, or the eviction history no longer contains it."""
     EVICTED = 2
     """It was evicted to make room."""
     STORE_FAILED = 3
     """A store began and did not succeed: no slot, a lost writer, or a tier that was too busy."""
     POLICY = 4
-    """The lookup left out the tier that has it, or an admission filter rejected it."""
+    """The lookup excluded the tier that has it, or an admission filter rejected it."""
     BELOW_THRESHOLD = 5
     """It was present in a prefix shorter than the requested minimum."""
     FORMAT_MISMATCH = 6
@@ -266,13 +265,13 @@ class MissReason(enum.Enum):
     EXPIRED = 7
     """Its time to live had passed."""
     LOAD_FAILED = 8
-    """A tier had it and could not load it: damaged, lost, or a storage error."""
+    """A tier had it but could not load it: damaged, lost, or a storage error."""
     NO_ROOM = 9
-    """A tier has it, and every slot of the CPU tier is in use."""
+    """A tier has it, but no slot of the CPU tier could be freed for it."""
     RESET = 10
     """The CPU tier was emptied on demand, or is being emptied."""
     PENDING = 11
-    """It was pending and not ready when the wait of a claim ended."""
+    """It was not yet ready when a claim stopped waiting for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +279,7 @@ class ShareStats:
     """Use of a tier by one tenant, in bytes."""
 
     tenant: str
-    """Its name; empty for the default share."""
+    """Tenant name; empty for the default share."""
     quota_bytes: int
     limit_bytes: int | None
     """None for no limit."""

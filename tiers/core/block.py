@@ -1,4 +1,4 @@
-"""Block of the CPU tier: slots, pins and state; and the index of one namespace by key."""
+"""Block of the CPU tier (slots, pins, state), and the index of a namespace's blocks by key."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class NamespaceIndex:
 class Block:
     """One block in the CPU tier: its slots, and which of them are written.
 
-    A block is visible when the parts of all ranks are written (`ready`). Leases, stores, holds and
-    tier jobs pin it. A block without pins may be evicted, also if it is incomplete.
+    Lookups find a block when the parts of all ranks are written (`ready`). Leases, stores, holds
+    and tier jobs pin it. A block without pins may be evicted, even if some parts are missing.
     """
 
     __slots__ = (
@@ -72,25 +72,25 @@ class Block:
         self.written = 0
         """Bit r is set when rank r's part is complete."""
         self.ready = False
-        """Whether every part is written. Only then is the block visible."""
+        """Whether every part is written."""
         self.writers = 0
-        """Parts that clients are writing now."""
+        """Number of parts that clients are writing now."""
         self.promoting = False
         """Whether a job is loading all parts from a secondary tier."""
         self.pins = 0
         self.skip_reason: MissReason | None = None
-        """Why write-back skipped a tier, if it did."""
+        """Why a tier did not store the block; None if no tier refused it."""
         self.namespace_index = namespace_index
         self.evict_on_unpin = False
-        """Whether to evict the block when its last pin ends: its hold has ended."""
+        """Whether to evict the block when its last pin ends, because its hold has ended."""
         self.stalled = False
-        """Whether a stalled tier has it in a job."""
+        """Whether the block is in a job of a stalled tier."""
         self.last_use = 0
         """Logical time of the last store or lookup."""
         self.retain_until = 0.0
-        """End of the requested retention, in seconds; also passed to the secondary tiers."""
+        """End of the requested retention, in seconds. The secondary tiers use it too."""
         self.retained = False
-        """Whether it is retained now. It is in no eviction queue then."""
+        """Whether the block is retained now. A retained block is in no eviction queue."""
 
     @property
     def name(self) -> tuple[NamespaceId, bytes]:
@@ -99,7 +99,7 @@ class Block:
 
     @property
     def invalidated(self) -> bool:
-        """Whether it is unlinked, e.g. by a reset. It is dropped when its last pin ends."""
+        """Whether a reset or a stall removed it from the index. Its last unpin drops it."""
         return self.namespace_index.invalidated
 
     @property
@@ -109,7 +109,7 @@ class Block:
 
     @property
     def hold_only(self) -> bool:
-        """Whether it has no content hash and only holds refer to it. It is not written back."""
+        """Whether its key is no content hash, so only holds refer to it. It is not written back."""
         return self.key.startswith(HOLD_ONLY_KEY_PREFIX)
 
     @property
@@ -127,7 +127,7 @@ class Block:
         return self.queue.size_class * len(self.slots)
 
     def part_written(self, rank: int) -> bool:
-        """Records that one part is complete; returns whether all are."""
+        """Records that one part is complete; returns whether all parts are complete."""
         self.written |= 1 << rank
         self.ready = self.written == (1 << len(self.slots)) - 1
         return self.ready

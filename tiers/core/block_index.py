@@ -1,7 +1,7 @@
 """Block index of the CPU tier: blocks by namespace and key, with invalidation for resets.
 
-A reset removes the index of a whole namespace in constant time, so its blocks are no longer found.
-They are dropped afterwards in slices, because a million blocks take seconds.
+A reset removes the index of a whole namespace in constant time, so lookups no longer find its
+blocks. The blocks are dropped afterwards in slices, because to drop a million blocks takes seconds.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class BlockIndex:
         return index.blocks.get(key) if index else None
 
     def invalidate(self, namespace: NamespaceId) -> None:
-        """Invalidates the index of a namespace: none of its blocks is found any more."""
+        """Invalidates the index of a namespace: lookups no longer find its blocks."""
         index = self._by_namespace.pop(namespace, None)
         if index and index.blocks:
             index.invalidated = True
@@ -54,7 +54,7 @@ class BlockIndex:
     def take_invalidated(self, most: int) -> list[Block]:
         """Unlinks up to `most` blocks of invalidated indexes, latest first, and returns them.
 
-        The caller drops those that are not pinned. The others are dropped when their last pin ends.
+        The caller must drop blocks without pins. Pinned blocks are dropped when the last pin ends.
         """
         taken: list[Block] = []
         while self._invalidated and len(taken) < most:
@@ -71,11 +71,10 @@ class BlockIndex:
 
     @property
     def resetting(self) -> bool:
-        """Whether an invalidated index still has blocks."""
         return bool(self._invalidated)
 
     def pending_reset_blocks(self, namespace: NamespaceId) -> int:
-        """Returns how many blocks a reset waits for, without those in jobs of a stalled tier."""
+        """Returns how many blocks a reset must still drop, except those in a stalled tier's job."""
         waited = sum(len(index.blocks) for index in self._invalidated.get(namespace, ()))
         return waited + sum(not block.stalled for block in self._unlinked.get(namespace, ()))
 

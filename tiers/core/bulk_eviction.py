@@ -1,9 +1,9 @@
 """Bulk eviction: removes blocks by an operator's conditions, with progress.
 
-Blocks that are pinned or in a job stay, and so do retained blocks unless the request includes them.
-A tier is walked namespace by namespace, in slices. With `max_bytes`, a first walk counts bytes by
-age to find the limit. So the least recently used blocks are evicted first without sorting, to the
-second (to the minute beyond an hour).
+Does not evict blocks that are pinned or in a job, nor retained blocks unless requested. Examines a
+tier in slices, one namespace after another. With `max_bytes`, a first pass counts bytes by age and
+finds the age from which on blocks are evicted. So the least recently used blocks are evicted first
+without sorting. Ages are in seconds, beyond an hour in minutes.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class EvictionRequest:
 
     Attributes:
         tiers: positions of the tiers in the lookup order; the CPU tier is 0.
-        namespace: only this namespace.
-        tenant_tag: only the namespaces of this tenant.
-        unused_since: only blocks without a later use, in seconds of the core's clock.
-        max_bytes: limit per tier; None for no limit.
-        retained: whether retained blocks are included.
-        dry_run: whether blocks are only counted.
+        namespace: evict only from this namespace.
+        tenant_tag: evict only from the namespaces of this tenant.
+        unused_since: evict only blocks not used after this time, in seconds of the core's clock.
+        max_bytes: how many bytes to evict per tier at most; None for no limit.
+        retained: whether to evict retained blocks too.
+        dry_run: count blocks instead of evicting them.
     """
 
     tiers: Collection[int]
@@ -51,7 +51,6 @@ class EvictionRequest:
     dry_run: bool = False
 
     def includes(self, namespace: NamespaceId) -> bool:
-        """Returns whether blocks of a namespace are included."""
         if self.namespace is not None and namespace != self.namespace:
             return False
         return self.tenant_tag is None or namespace[:TENANT_TAG_BYTES] == self.tenant_tag
@@ -71,14 +70,14 @@ class EvictionSource(Protocol):
     def last_used(self, item: Any, /) -> float: ...
 
     def nbytes_of(self, item: Any, /) -> int:
-        """Returns the bytes that its eviction would free."""
+        """Returns the bytes that an eviction of the item would free."""
         ...
 
     def evict(self, items: Sequence[Any], /) -> None: ...
 
 
 class SecondaryTierSource:
-    """A secondary tier as a source of bulk eviction. `CpuTier` is one itself."""
+    """`EvictionSource` of a secondary tier. `CpuTier` implements the protocol directly."""
 
     def __init__(
         self, secondary: SecondaryTierState, used_in_cpu: UsedElsewhere, advance: Callable[[SecondaryTierState], None]
@@ -102,7 +101,7 @@ class SecondaryTierSource:
         return self._catalog.is_evictable(item, retained=retained)
 
     def last_used(self, item: CatalogEntry) -> float:
-        """Returns the last use here or in the CPU tier, whose lookups do not reach this tier."""
+        """Returns the last use in this tier or in the CPU tier, in seconds."""
         return max(item.used_at, self._used_in_cpu(item.namespace, item.key) or 0.0)
 
     def nbytes_of(self, item: CatalogEntry) -> int:
@@ -122,9 +121,9 @@ class EvictionProgress:
         total: approximate number of blocks to examine.
         looked_at: blocks examined so far.
         blocks: blocks evicted so far, or counted in a dry run.
-        nbytes: their size.
+        nbytes: size of the evicted blocks.
         kept_blocks: matching blocks that cannot be evicted: pinned, in a job, or retained.
-        kept_nbytes: their size.
+        kept_nbytes: size of the kept blocks.
     """
 
     tier: int
@@ -149,7 +148,7 @@ class EvictionTask:
         self._steps = self._run(sources)
 
     def work(self) -> bool:
-        """Runs a slice; returns whether there are more. An error ends the task."""
+        """Runs a slice; returns whether the task must continue. An error ends the task."""
         if not self.done:
             try:
                 self.done = next(self._steps, None) is None
@@ -159,7 +158,7 @@ class EvictionTask:
         return not self.done
 
     def cancel(self) -> None:
-        """Stops; blocks evicted so far stay evicted."""
+        """Stops the eviction; blocks evicted so far are not restored."""
         self.done = True
         self._steps.close()
 
@@ -191,9 +190,9 @@ class EvictionTask:
         left: int = 0,
         most: float = math.inf,
     ) -> Iterator[bool]:
-        """Evicts matching blocks that are older than `age`, and `left` bytes of those of that age.
+        """Evicts matching blocks that are older than `age`, and `left` bytes of blocks of that age.
 
-        Stops at `most` bytes: blocks of that age may have been added since the first walk.
+        Stops at `most` bytes, because more blocks may match now than in the first pass.
         """
         for slice_ in _slices(source, namespaces):
             going, nbytes_going = [], 0
@@ -223,13 +222,16 @@ class EvictionTask:
         return source.contains(item) and (since is None or source.last_used(item) <= since)
 
     def _age(self, source: EvictionSource, item: Any) -> int:
-        """Returns the time since the last use, rounded down; 0 if used since the start."""
+        """Returns the time between the last use and the start of the task, rounded down, or 0."""
         age = max(0, int(self._now - source.last_used(item)))
         return age if age < _FINE_SECONDS else age // _COARSE_SECONDS * _COARSE_SECONDS
 
 
 def _slices(source: EvictionSource, namespaces: Iterable[NamespaceId]) -> Iterator[list[Any]]:
-    """Yields all items, last first: policies remove these fastest. The copy takes 10 ms/1M."""
+    """Yields all items in slices, newest first, because policies remove these fastest.
+
+    Copies the list of items first, which takes 10 ms per million.
+    """
     for namespace in namespaces:
         items = list(source.all_of(namespace))
         while items:
@@ -239,7 +241,7 @@ def _slices(source: EvictionSource, namespaces: Iterable[NamespaceId]) -> Iterat
 
 
 def _age_limit(ages: dict[int, int], wanted: int) -> tuple[int, int]:
-    """Returns the age at which only some blocks are evicted, and how many bytes of that age."""
+    """Returns the lowest age at which blocks are evicted, and how many bytes of that age."""
     for age in sorted(ages, reverse=True):
         if wanted <= ages[age]:
             return age, wanted

@@ -1,4 +1,4 @@
-"""Catalog of one secondary tier: its blocks, and the choice of victims."""
+"""Catalog of one secondary tier: which blocks it has, and which of them it evicts."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ..types import MissReason
 __all__ = ["Catalog", "CatalogEntry", "EntryState"]
 
 RUN = 16
-"""Blocks, in the order in which the tier stored them, that form one chain after a restart."""
+"""After a restart, this many blocks in store order count as one chain of blocks."""
 
 VICTIM_BUFFER = 256
-"""Victims that are precomputed at a time."""
+"""Number of victims that are determined at once."""
 
 _TURNS = 1024
-"""The shares are compared this often while the content of a whole tier is replaced."""
+"""How often the shares are compared while stores replace the whole content of the tier."""
 
 UsedElsewhere = Callable[[NamespaceId, bytes], float | None]
 """Returns the last use of a block in the CPU tier, in seconds; None if it is not there."""
@@ -36,7 +36,7 @@ class EntryState(enum.Enum):
     STORING = enum.auto()
     HELD = enum.auto()
     LOST = enum.auto()
-    """Removed from the catalog because the tier found it damaged; a load of it may still run."""
+    """Removed from the catalog because it is damaged. A load of it may still run."""
 
 
 class CatalogEntry:
@@ -63,10 +63,10 @@ class CatalogEntry:
         self.loads = 0
         """Running loads. An entry that is being loaded is not evicted."""
         self.busy = state is not EntryState.HELD
-        """Whether its store or a load runs, as counted in its share (see `Catalog.recount`)."""
+        """Whether its store or a load runs; its share counts it as busy then (`recount`)."""
         self.used_at = used_at
-        """Last use here, in seconds, at most a tick too early. The CPU tier may have a later use.
-        """
+        """Last use in this tier, in seconds, at most a tick too early. A use in the CPU tier may be
+        later."""
 
     @property
     def name(self) -> tuple[NamespaceId, bytes]:
@@ -80,7 +80,7 @@ class CatalogEntry:
 
 @dataclass(slots=True)
 class _Turn:
-    """The share that makes room now. Shares are compared again after `left` bytes."""
+    """The queue that yields victims for one share until the shares are compared again."""
 
     taker: TenantShare
     queue: EvictionQueue[CatalogEntry]
@@ -91,7 +91,7 @@ class _Turn:
 class Catalog:
     """The blocks of one secondary tier, within its capacity.
 
-    An entry is added when its store is submitted, so its room is reserved and no block is stored
+    An entry is added when its store is queued. So its space is reserved, and no block is stored
     twice.
     """
 
@@ -144,7 +144,7 @@ class Catalog:
         return entry if entry and entry.state is EntryState.HELD else None
 
     def use(self, entries: Sequence[CatalogEntry], request: Hashable, retain_until: float = 0.0) -> None:
-        """Records a request's use, given head first (see `EvictionQueues.use`)."""
+        """Records that a request used these entries, head first (see `EvictionQueues.use`)."""
         now = self.queues.now  # one object for all entries of this tick
         for entry in entries:
             entry.used_at = now
@@ -154,11 +154,10 @@ class Catalog:
         self.queues.finish(request)
 
     def begin_store(self, namespace: NamespaceId, key: bytes, nbytes: int) -> list[CatalogEntry] | None:
-        """Adds an entry in state STORING.
+        """Adds an entry in state STORING and evicts for it; the caller records the use (`use`).
 
-        Returns the victims to remove for it, or None if there is no room.
-
-        Entries that are being stored or loaded are not evicted. The caller records the use (`use`).
+        Returns the victims, which the tier must remove, or None if there is no room. Entries that
+        are being stored or loaded are not evicted.
         """
         queue = self._queue_of.get(namespace)
         if queue is None:
@@ -171,7 +170,7 @@ class Catalog:
         return victims
 
     def recount(self, entry: CatalogEntry) -> None:
-        """Updates the busy bytes of a share after a change of an entry's state or loads."""
+        """Updates the busy bytes of the share. Called after an entry's state or loads changed."""
         busy = entry.state is not EntryState.HELD or entry.loads > 0
         if busy != entry.busy and self.get(entry.namespace, entry.key) is entry:
             entry.busy = busy
@@ -179,7 +178,7 @@ class Catalog:
                 entry.queue.share.busy += entry.nbytes if busy else -entry.nbytes
 
     def make_room(self, namespace: NamespaceId, nbytes: int) -> list[CatalogEntry]:
-        """Evicts up to `nbytes` for a namespace if possible; returns what must be removed."""
+        """Evicts about `nbytes` for a namespace if possible; returns the victims."""
         return self.evict(self._pick(self.queues.shares.of(namespace), nbytes))
 
     def all_of(self, namespace: NamespaceId) -> Collection[CatalogEntry]:
@@ -190,7 +189,7 @@ class Catalog:
         return entry.state is EntryState.HELD and not entry.loads and (retained or not entry.retained)
 
     def evict(self, entries: Iterable[CatalogEntry]) -> list[CatalogEntry]:
-        """Evicts entries while they are produced; returns what must be removed."""
+        """Evicts entries one by one as the iterator yields them; returns them."""
         evicted = []
         for entry in entries:
             self._remove(entry, MissReason.EVICTED)
@@ -203,7 +202,7 @@ class Catalog:
         self.queues.remove(entry)
         self.used_bytes -= entry.nbytes
         entry.queue.share.used -= entry.nbytes
-        # `drop` has ended its retention
+        # `queues.remove` has ended the retention, so a busy entry counts as busy again.
         entry.queue.share.busy -= entry.nbytes if entry.busy else 0
         self._count -= 1
 
@@ -242,13 +241,12 @@ class Catalog:
         if not over and (victims := self._victims_in_turn(share, needed)):
             return victims
         needed = max(needed, over)
-        # A tier may be full of pending stores: do not search through them for every block that it
-        # refuses.
+        # Avoid a search without a chance: the tier may be full of pending stores.
         enough = self._max_evictable(share, alone=over > 0) >= needed
         victims = self._pick(share, needed, alone=over > 0) if enough else []
         if sum(map(_nbytes, victims)) < needed:
             for queue in self.queues.all():
-                queue.victim_buffer.clear()  # the victims stay
+                queue.victim_buffer.clear()  # the victims are not evicted
             return None
         if not over:
             alone = len(self.queues.shares) == 1
@@ -256,7 +254,7 @@ class Catalog:
         return victims
 
     def _victims_in_turn(self, share: TenantShare, needed: int) -> list[CatalogEntry] | None:
-        """Returns victims from the buffer of the share whose turn it is; None if too few."""
+        """Returns victims from the buffer of the current `_Turn`; None if there are too few."""
         turn = self._turn
         if turn is None or turn.taker is not share or turn.left < needed:
             return None
@@ -281,7 +279,7 @@ class Catalog:
         return share.evictable + sum(nbytes for nbytes in others if nbytes > 0)
 
     def _pick(self, share: TenantShare, nbytes: int, *, alone: bool = False) -> list[CatalogEntry]:
-        """Returns victims for `nbytes` of a share; `alone`: only of the share itself."""
+        """Returns victims that free `nbytes` for a share; with `alone` only from that share."""
         queues = [
             (queue.share, self._candidates(queue))
             for queue in self.queues.all()
@@ -290,8 +288,8 @@ class Catalog:
         return pick_victims(share, nbytes, queues, _nbytes)
 
     def _candidates(self, queue: EvictionQueue[CatalogEntry]) -> Iterator[CatalogEntry]:
-        """Yields evictable entries. The last one stays in the buffer in case it is not taken."""
-        if not queue.share.evictable:  # otherwise the search would walk over all pending stores
+        """Yields evictable entries. The last one stays in the buffer: the caller may not use it."""
+        if not queue.share.evictable:  # avoids a walk over all pending stores
             queue.victim_buffer.clear()
             return
         passed: set[CatalogEntry] = set()
@@ -316,12 +314,16 @@ class Catalog:
         )
 
     def _exceeds(self, entry: CatalogEntry, excess: int) -> bool:
-        """Whether an entry no longer fits, and its share exceeds its quota by `excess` bytes."""
+        """Whether to evict an entry after a restart with a smaller capacity, quota or limit.
+
+        True if the tier is too full and the share exceeds its quota by `excess` bytes, or if the
+        share exceeds its limit.
+        """
         share = entry.queue.share
         return (self.used_bytes > self.capacity_bytes and share.excess >= excess) or share.over_limit(0) > 0
 
     def _remove(self, entry: CatalogEntry, reason: MissReason) -> None:
-        """Drops an entry and records why. Every block that leaves the tier leaves it here."""
+        """Drops an entry and records the reason in the eviction history."""
         self.drop(entry)
         self._history.record(entry.namespace, entry.key, reason)
 

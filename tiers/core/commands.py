@@ -23,7 +23,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class StoreInTier:
-    """Store blocks in a tier, then report `TierManager.job_finished`. Their slots do not move."""
+    """Store blocks in a tier, then call `TierManager.job_finished`. The slots stay valid."""
 
     job_id: JobId
     tier: int
@@ -32,7 +32,7 @@ class StoreInTier:
 
 @dataclass(frozen=True, slots=True)
 class LoadFromTier:
-    """Load blocks from a tier into their slots, then report `TierManager.job_finished`."""
+    """Load blocks from a tier into their slots, then call `TierManager.job_finished`."""
 
     job_id: JobId
     tier: int
@@ -41,7 +41,7 @@ class LoadFromTier:
 
 @dataclass(frozen=True, slots=True)
 class LookupInTier:
-    """Query a tier for blocks, then report `TierManager.lookup_finished`."""
+    """Ask a tier which blocks it has, then call `TierManager.lookup_finished`."""
 
     job_id: JobId
     tier: int
@@ -50,7 +50,7 @@ class LookupInTier:
 
 @dataclass(frozen=True, slots=True)
 class RemoveFromTier:
-    """Remove blocks from a tier, before any later store. No report."""
+    """Remove blocks from a tier, before any later store. The core expects no result."""
 
     tier: int
     keys: Sequence[tuple[NamespaceId, bytes]]

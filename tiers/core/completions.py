@@ -1,4 +1,4 @@
-"""Completion handler: ends of jobs and stores, and what waits for them."""
+"""Completion handler: after a job or store, notifies waiting leases, holds and requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["CompletionHandler", "Durability"]
 
 
 class Durability:
-    """Durability of blocks: which are in a durable tier, or on their way there."""
+    """Tells which blocks are in a durable tier or being stored there; starts missing stores."""
 
     def __init__(self, cpu_tier: CpuTier, transfers: TransferScheduler) -> None:
         self._cpu_tier = cpu_tier
@@ -39,10 +39,10 @@ class Durability:
         return bytes(self.of(namespace, key) for key in keys)
 
     def store_skipped(self) -> None:
-        """Starts storing the blocks that backpressure had skipped, last used first.
+        """Starts storing the blocks that backpressure had skipped, most recently used first.
 
-        Other blocks are not stored: a block that a tier has evicted must not displace its current
-        blocks.
+        Other blocks are not stored, because a block that a tier has evicted must not displace the
+        current blocks of the tier.
         """
         self._transfers.cascade(self._cpu_tier.skipped_blocks(), None, even_if_busy=True)
 
@@ -76,7 +76,7 @@ class CompletionHandler:
         self._commands = commands
 
     def settle(self, blocks: Sequence[Block]) -> None:
-        """Notifies leases, holds and requests of blocks that may not be pending any more."""
+        """Notifies leases, holds and requests if one of these blocks is no longer pending."""
         for block in self._awaited(blocks):
             if block.pending:
                 continue
@@ -91,7 +91,7 @@ class CompletionHandler:
                 self._requests.end_if_settled(request)
 
     def _awaited(self, blocks: Sequence[Block]) -> list[Block]:
-        """Returns the blocks that a lease, hold or request waits for; rarely any."""
+        """Returns the blocks that a lease, hold or request waits for; usually none."""
         waiters = (self._lookups.leases, self._handoffs, self._requests)
         return list(dict.fromkeys(chain.from_iterable(waiter.awaited(blocks) for waiter in waiters)))
 

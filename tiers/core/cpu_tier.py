@@ -19,7 +19,7 @@ from .slot_reclaim import SlotReclaimer
 __all__ = ["CpuTier"]
 
 MAX_SPARE = 1024
-"""Limit of slots freed ahead, which bounds the delay of the event loop."""
+"""Limit of slots that are freed in advance, so that the event loop is not delayed."""
 
 _FEW_SPARES = 8
 
@@ -30,40 +30,40 @@ _TICKS_PER_SECOND = 1e6
 
 
 class CpuTier:
-    """Index of the blocks in the host region. Moves no bytes.
+    """Index of the blocks in the host region. Does not copy bytes.
 
-    The used bytes of a tenant share are those of its blocks' slots and of its quarantined slots.
+    The used bytes of a tenant share include its quarantined slots.
     """
 
     def __init__(
         self, *, extent_bytes: int, queues: EvictionQueues[Block], history: EvictionHistory, spare_part: float
     ) -> None:
-        """`spare_part`: most of the memory that is freed ahead, for the next store."""
+        """`spare_part`: largest fraction of the memory that is freed in advance of a store."""
         self.memory = SlotAllocator(extent_bytes)
         self.queues = queues
         self.evictions = 0
         self.no_room = 0
-        """Slots that were requested and not available."""
+        """Number of requested slots that were not available."""
         self._history = history
         self._index = BlockIndex()
         self._owners: dict[int, Block] = {}
         self._detached: dict[int, TenantShare] = {}
-        """Slots without a block by offset, and their tenant share."""
+        """Tenant share of each slot without a block, by offset."""
         self._reclaimer = SlotReclaimer(self.memory, queues, self._owners)
         self._queue_of: dict[tuple[NamespaceId, int], EvictionQueue[Block]] = {}
         self._spare_part = spare_part
         self._under_pressure: set[int] = set()
         """Size classes that needed an eviction and have had no spare room since."""
         self._spare_demand: dict[int, int] = {}
-        """Slots of the last request in such a class, until spare room was made for it."""
+        """Per class in `_under_pressure` the slots of the last request, until slots are freed."""
         self._clock = 0
-        """Counts uses, and follows the time in microseconds."""
+        """Logical time of the last use. Increases with each use and at least with the microseconds
+        of the clock."""
 
     def __len__(self) -> int:
         return len(self._index)
 
     def blocks_of(self, namespace: NamespaceId) -> dict[bytes, Block]:
-        """Returns the blocks of a namespace by key; read-only."""
         return self._index.of(namespace).blocks
 
     def counts(self) -> Iterable[tuple[NamespaceId, int]]:
@@ -73,15 +73,15 @@ class CpuTier:
         return _last_used_first(block for block in self._index if block.ready)
 
     def skipped_blocks(self) -> list[Block]:
-        """Returns the visible blocks that a full or failing tier did not store, last used first."""
+        """Returns ready blocks that a tier failed to store, most recently used first."""
         failed = MissReason.STORE_FAILED
         return _last_used_first(block for block in self._index if block.skip_reason is failed and block.ready)
 
     def find_or_add(self, spec: NamespaceSpec, keys: Sequence[bytes]) -> list[Block]:
-        """Returns the blocks with these keys, and adds empty ones for missing keys.
+        """Returns the blocks with these keys, and adds an empty block for each missing key.
 
-        The caller pins them: a block without slots and pins must not stay (see `unpin`). For blocks
-        that stay, the caller records the use (`use`).
+        The caller must pin the blocks, because `unpin` drops blocks without slots. The caller
+        records the use of blocks that stay (`use`).
 
         Raises InvalidKey if a key names an unknown group; then nothing was added.
         """
@@ -119,7 +119,7 @@ class CpuTier:
         self.queues.finish(request)
 
     def used_at(self, namespace: NamespaceId, key: bytes) -> float | None:
-        """Returns the last use of a visible block, in seconds, at most 1 s too early; else None."""
+        """Returns the last use of a ready block, in seconds, at most 1 s too early; else None."""
         block = self._index.get(namespace, key)
         return block.last_use / _TICKS_PER_SECOND if block is not None and block.ready else None
 
@@ -139,8 +139,8 @@ class CpuTier:
     def reserve(self, blocks: Sequence[Block], rank: int | None = None) -> None:
         """Allocates missing slots: for all parts of each block, or for one rank's part.
 
-        Evicts if necessary. Parts without a slot keep None. The blocks must be pinned, so that none
-        of them is evicted for another.
+        Evicts if necessary. If no slot is free, the part keeps None. The blocks must be pinned, so
+        that none of them is evicted to make room for another.
         """
         for queue, mine in by_queue(blocks):
             wanted = mine if rank is not None else [block for block in mine for slot in block.slots if slot is None]
@@ -155,7 +155,7 @@ class CpuTier:
                     block.put_slot(block.slots.index(None) if rank is None else rank, offset)
 
     def unpin(self, blocks: Iterable[Block]) -> None:
-        """Removes a pin each; drops unpinned blocks that are empty or must not stay."""
+        """Removes one pin of each block; drops unpinned blocks that are empty or must not stay."""
         for block in blocks:
             block.pins = pins = block.pins - 1
             if pins or (block.ready and not block.evict_on_unpin and not block.namespace_index.invalidated):
@@ -168,7 +168,7 @@ class CpuTier:
                 self.drop([block], MissReason.EXPIRED if block.evict_on_unpin else MissReason.RESET)
 
     def detach_slot(self, block: Block, rank: int) -> int:
-        """Takes the slot of an unwritten part from its block without freeing it (see `release`)."""
+        """Removes the slot of an unwritten part from its block. `release` frees the slot later."""
         offset = block.slots[rank]
         if offset is None:
             raise ValueError(f"rank {rank} of {block!r} has no slot")
@@ -178,16 +178,16 @@ class CpuTier:
         return offset
 
     def release(self, offsets: Iterable[int]) -> None:
-        """Frees detached slots. No client may be able to write to them."""
+        """Frees detached slots. Call it only when no client can write to them any more."""
         offsets = list(offsets)
         for offset in offsets:
             self._detached.pop(offset).used -= self.memory.extent_at(offset).slot_bytes
         self.memory.release(offsets)
 
     def reset(self, namespace: NamespaceId) -> bool:
-        """Empties the tier of a namespace: drops a first slice; returns whether there are more.
+        """Starts to drop all blocks of a namespace; returns whether `reset_slice` must continue.
 
-        None of the blocks is found any more, and pending stores are never published (B4.13).
+        From now on lookups do not find the blocks, and pending stores are never published (B4.13).
         """
         self._index.invalidate(namespace)
         return self.reset_slice()
@@ -211,7 +211,7 @@ class CpuTier:
         self.queues.remove(block)
 
     def drop(self, blocks: Sequence[Block], reason: MissReason = MissReason.EVICTED) -> None:
-        """Drops unpinned blocks and frees their slots. Every block leaves the tier here."""
+        """Drops unpinned blocks and frees their slots. No other method removes a block."""
         remove = self._index.remove
         in_line: list[Block] = []
         gone: list[tuple[NamespaceId, MissReason, list[bytes]]] = []
@@ -300,7 +300,7 @@ class CpuTier:
 
     @property
     def needs_spare_room(self) -> bool:
-        """Whether the next store would have to wait for an eviction (see `make_spare_room`)."""
+        """Whether the next store would have to evict blocks first (see `make_spare_room`)."""
         return bool(self._spare_demand) and len(self.queues.shares) == 1
 
     def make_spare_room(self) -> None:
@@ -321,7 +321,7 @@ class CpuTier:
                 self._under_pressure.discard(slot_bytes)
 
     def _spare_slots(self, slot_bytes: int, count: int) -> int:
-        """Returns how many slots to keep free; 0 if that needs most of the memory."""
+        """Returns how many slots to keep free; 0 if `count` is too large to free in advance."""
         most = int(self._spare_part * self.memory.total_bytes / slot_bytes)
         return min(count, most, MAX_SPARE) if count <= _FEW_SPARES * most else 0
 

@@ -1,7 +1,8 @@
 """Hand-off handler: blocks that are held for another engine, and their limits (B2.17, B2.19).
 
-Only blocks of the CPU tier are held; publishing promotes blocks from secondary tiers. For a missing
-block a pinned placeholder is inserted, so publish and store may happen in either order.
+Only blocks of the CPU tier are held; a publication promotes blocks from secondary tiers. For a
+missing block the handler inserts a pinned, empty block. So an engine may publish a hold before it
+stores the blocks.
 """
 
 from __future__ import annotations
@@ -49,18 +50,17 @@ EXPIRY_MARGIN_SECONDS = 5.0
 """A hold cannot be read during its last seconds (B2.19)."""
 
 EXTENSION_PART = 2 / 3
-"""Part of its duration that a heartbeat adds to a hold, counted from the heartbeat (B2.1)."""
+"""A heartbeat extends a hold to at least now plus this fraction of its duration (B2.1)."""
 
 MAX_HELD_ITEMS = 4 << 20
 """Limit for the items of all holds of one tenant. A shared block counts once per hold."""
 
 _REMEMBERED = 4096
-"""Names of ended holds that are remembered: no client waits for these, and a claim is told the
-reason."""
+"""Number of ended holds whose names are remembered. Claims of these holds do not wait."""
 
 
 class HandoffHandler:
-    """The open holds. Events carry the time, because a claim must not depend on the next tick."""
+    """The open holds. A claim gets the time, so that it sees an expiry before the next tick."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class HandoffHandler:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all slots of held blocks, allocated or not. A shared block counts once."""
+        """Size of the held blocks in bytes, with all parts. A shared block counts once."""
         return sum(budget.used for budget in set(self._budgets.values()))
 
     def stats(self) -> dict[HandoffDirection, HandoffStats]:
@@ -118,20 +118,20 @@ class HandoffHandler:
         duration: float,
         now: float,
     ) -> Hold | PublishStatus:
-        """Holds blocks for `duration` seconds; returns the hold, or why it was refused.
+        """Holds blocks for `duration` seconds; returns the hold, or the reason of a refusal.
 
-        Ends a hold of the same name in both cases. Raises InvalidKey if a key names an unknown
-        group, InvalidItem if the numbers of keys and positions differ.
+        An earlier hold of the same name ends in both cases. Raises InvalidKey if a key names an
+        unknown group, InvalidItem if the numbers of keys and positions differ.
         """
         if len(keys) != len(positions):
             raise InvalidItem(f"{len(keys)} keys and {len(positions)} positions")
         name: HoldName = (*session.engine, request_id)
         blocks = self._pin(session, keys)
         known = self._table.get(name)
-        if known is not None:  # blocks of both holds are pinned by now
+        if known is not None:  # the new hold's blocks are already pinned, so common blocks stay
             self._stats[known.direction].dropped += 1
             self._end(known, HoldEnd.REPLACED, now)
-        # the blocks' own key objects: shared keys are stored once
+        # Use the key objects of the blocks, so that memory has each key once.
         keys = [block.key for block in blocks]
         refused = self._refusal(session.tenant, blocks)
         status = refused or PublishStatus.PUBLISHED
@@ -157,7 +157,7 @@ class HandoffHandler:
         return hold
 
     def find(self, name: HoldName, now: float) -> Hold | None:
-        """Returns a readable hold; None if unpublished. Raises HoldExpired, also shortly before."""
+        """Returns a readable hold, or None. Raises HoldExpired, also shortly before the expiry."""
         hold = self._table.get(name)
         if self._ended.get(name) is HoldEnd.EXPIRED or (
             hold is not None and hold.expires_at - EXPIRY_MARGIN_SECONDS <= now
@@ -166,7 +166,10 @@ class HandoffHandler:
         return hold
 
     def may_come(self, name: HoldName) -> bool:
-        """Whether a missing hold may still be published: not refused, ended or elsewhere."""
+        """Whether a missing hold may still be published.
+
+        False if it was refused, has ended, or another namespace has a hold of this request.
+        """
         return name not in self._ended and not self._table.is_in_other_namespace(name)
 
     def claim(
@@ -179,7 +182,7 @@ class HandoffHandler:
         expires_at: float,
         now: float,
     ) -> HoldClaim:
-        """Leases the present blocks of a hold, from a first position per group; none means all.
+        """Leases the ready blocks of a hold, per group from its first position on (default: all).
 
         Raises HoldNotFound, HoldExpired, or LimitExceeded if the session has too many leased items.
         """
@@ -215,7 +218,10 @@ class HandoffHandler:
         return HoldClaim(hold, lease, statuses)
 
     def renew(self, name: HoldName, now: float, extension: float | None = None) -> bool:
-        """Extends a hold from now (default: by its heartbeat); returns whether it is open."""
+        """Extends a hold to `extension` seconds from now; returns whether the hold is open.
+
+        None means an extension by a heartbeat (`EXTENSION_PART`).
+        """
         hold = self._table.get(name)
         if hold is None or hold.expires_at <= now:
             return False
@@ -232,19 +238,19 @@ class HandoffHandler:
         return True
 
     def tick(self, now: float) -> None:
-        """Ends expired holds. Heartbeats do not reorder the table, so all are checked (B2.19)."""
+        """Ends expired holds. Checks all holds: the table is not sorted by expiry (B2.19)."""
         for hold in [hold for hold in self._table if hold.expires_at <= now]:
             self._stats[hold.direction].expired += 1
             self._end(hold, HoldEnd.EXPIRED, now)
 
     def reset(self, namespace: NamespaceId, now: float) -> None:
-        """Ends all holds of a namespace, before its CPU tier is emptied."""
+        """Ends all holds of a namespace. Called before its blocks in the CPU tier are dropped."""
         for hold in [hold for hold in self._table if hold.name[0] == namespace]:
             self._stats[hold.direction].dropped += 1
             self._end(hold, HoldEnd.RESET, now)
 
     def engine_gone(self, engine: EngineKey) -> None:
-        """Called when an engine has no session left. Blocks without a writer are given up."""
+        """Called when an engine's last session ended. Its holds give up blocks without a writer."""
         for hold in self._table:
             if hold.engine == engine and hold.awaited:
                 self._table.orphan(hold)
@@ -255,7 +261,7 @@ class HandoffHandler:
         return self._table.awaited(blocks)
 
     def settle(self, block: Block) -> None:
-        """Called when no client or tier is writing a block any more, ready or not."""
+        """Called when the last write to a block has ended, whether or not the block is ready."""
         for hold in self._table.settle(block):
             self._commands.append(HoldChanged(hold.name))
 
@@ -283,7 +289,7 @@ class HandoffHandler:
         self._commands.append(HoldChanged(hold.name))
 
     def _remember_end(self, name: HoldName, why: HoldEnd | PublishStatus) -> None:
-        # an expired hold stays expired, also if a later publication is refused
+        # `setdefault`: an expired hold stays expired if a later publication of its name is refused.
         self._ended.setdefault(name, why)
         while len(self._ended) > _REMEMBERED:
             del self._ended[next(iter(self._ended))]
@@ -314,7 +320,7 @@ class HandoffHandler:
 
 
 def _budgets(shares: Sequence[TenantShare], capacity_bytes: int, part: float) -> dict[TenantShare, RetentionBudget]:
-    """Returns the hold budget per share: a part of its quota, or of the memory without quota."""
+    """Returns the hold budget per share: `part` of its quota, or of the memory without quota."""
     common = RetentionBudget(int((capacity_bytes - sum(share.quota for share in shares)) * part))
     return {share: RetentionBudget(int(share.quota * part)) if share.quota else common for share in shares}
 
@@ -367,7 +373,6 @@ class HandoffLog:
             hold.record.end, hold.record.ended_at = how, now
 
     def claimed(self, owner: Owner, hold: Hold, statuses: bytes, now: float) -> None:
-        """Records a claim that found its hold."""
         keys = [key for key, status in zip(hold.keys, statuses, strict=True) if status]
         met = [status for status in statuses if status]
         outcomes = self._verdicts(hold, keys, met)
@@ -380,7 +385,6 @@ class HandoffLog:
         self._request_log.record_lookup(owner.engine, owner.request_id, record)
 
     def not_claimed(self, owner: Owner, name: HoldName, outcome: ClaimOutcome, now: float) -> None:
-        """Records a claim that did not find its hold."""
         record = LookupRecord(now, (), claim=ClaimRecord(name[1], name[2], outcome))
         self._request_log.record_lookup(owner.engine, owner.request_id, record)
 

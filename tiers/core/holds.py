@@ -1,7 +1,7 @@
 """Hold table: named leases on a finished request's blocks, for another engine (B2.17, B2.19).
 
-A hold pins its blocks from its publication on, including pending ones. It outlives the session that
-published it, but not its expiry.
+A hold pins its blocks, including pending blocks, from the publication on. It continues after the
+end of the session that published it, and ends at its expiry.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Hold:
     """A request whose blocks are held.
 
     Attributes:
-        keys: of its blocks, as published.
-        positions: of its blocks, each within its group.
-        items: per key the pinned block; None if it was given up.
-        num_tokens: tokens that the blocks cover.
+        keys: keys of the blocks, as published.
+        positions: per key the position of the block within its group.
+        items: per key the pinned block; None if the block was given up.
+        num_tokens: number of tokens that the blocks cover.
         duration: as published, in seconds.
         awaited: number of items whose block is not ready.
-        orphaned: whether its engine has no session; then blocks that no client writes are given up.
+        orphaned: whether the engine has no session. Then blocks that no client writes are given up.
         record: the publication in the request log.
     """
 
@@ -62,7 +62,7 @@ class HoldClaim:
     """Result of a claim.
 
     Attributes:
-        lease: on the hits; None if there are none.
+        lease: the lease on the hits; None if there are no hits.
         statuses: a `KeyStatus` per key; 0 for keys that were not wanted.
     """
 
@@ -75,13 +75,13 @@ class HoldTable:
     """The open holds by name, and which of them wait for which block."""
 
     def __init__(self, unpin: Callable[[Sequence[Block]], None]) -> None:
-        """`unpin` removes pins of an open hold."""
+        """`unpin` removes the pins of blocks that an open hold gives up."""
         self._unpin = unpin
         self._holds: dict[HoldName, Hold] = {}
         self._waiting: dict[Block, dict[Hold, list[int]]] = {}
-        """Per block that is not ready the holds that contain it, with its item numbers."""
+        """Per pending block the holds that contain it, with the item numbers of the block."""
         self._per_name: dict[tuple[str, str], int] = defaultdict(int)
-        """Engine and request, over all namespaces."""
+        """Number of holds per engine id and request id, over all namespaces."""
         self._per_tenant: dict[str, int] = defaultdict(int)
         self._items: dict[str, int] = defaultdict(int)
 
@@ -106,7 +106,7 @@ class HoldTable:
         return self._items.get(tenant, 0)
 
     def add(self, hold: Hold) -> None:
-        """Opens a hold on pinned blocks; the hold owns the pins."""
+        """Adds a hold, which owns the pins of its blocks."""
         for item, block in enumerate(hold.items):
             if block is not None and not block.ready:
                 hold.awaited += 1
@@ -117,7 +117,7 @@ class HoldTable:
         self._items[hold.tenant] += len(hold.keys)
 
     def remove(self, hold: Hold) -> None:
-        """Closes a hold; the caller owns its pins."""
+        """Removes a hold; the caller must remove its pins."""
         del self._holds[hold.name]
         self._per_name[hold.name[1:]] -= 1
         if not self._per_name[hold.name[1:]]:
@@ -139,8 +139,8 @@ class HoldTable:
     def settle(self, block: Block) -> list[Hold]:
         """Called when a block's last writer has finished; returns the holds without pending blocks.
 
-        If the block is not ready, another client may still write it. It is given up if it was
-        unlinked from the index, or if the hold's engine is gone.
+        A block that is not ready stays in its holds, because another client may write it. The holds
+        give it up if it was unlinked from the index. A hold without an engine gives it up too.
         """
         waiting = self._waiting.get(block, {})
         hopeless = [hold for hold in waiting if block.ready or block.invalidated or hold.orphaned]

@@ -33,7 +33,7 @@ class BlockLease:
     Attributes:
         items: per key the pinned block, or None for a miss; misses at the end are omitted.
         keys: number of looked-up keys.
-        sources: per key the index of the tier that had it; undefined for misses.
+        sources: per key the position of the tier that had the block; undefined for misses.
         granted_at: in the core's seconds.
         pending: number of items whose block is not ready.
         record: the lookup in the request log.
@@ -81,7 +81,7 @@ class LookupAnswer:
 
     Attributes:
         keys: number of looked-up keys.
-        lease: pins the hits; None if there are none.
+        lease: the lease on the hits; None if there are no hits.
         retries: positions of keys with an outstanding query to a shared tier (B3.15).
         not_retained: hits that could not be retained in the CPU tier.
     """
@@ -108,7 +108,7 @@ class LeaseTable:
         self._cpu_tier = cpu_tier
         self._leases: dict[LeaseId, BlockLease] = {}
         self._waiting: dict[Block, dict[BlockLease, list[int]]] = {}
-        """Per pending block the leases that contain it, with its item numbers."""
+        """Per pending block the leases that contain it, with the item numbers of the block."""
         self._by_session: dict[bytes, dict[BlockLease, None]] = defaultdict(dict)
         self._by_request: dict[tuple[EngineKey, str], dict[BlockLease, None]] = defaultdict(dict)
         self._items: dict[bytes, int] = defaultdict(int)
@@ -131,7 +131,7 @@ class LeaseTable:
         record: LookupRecord | None = None,
         all_ready: bool = False,
     ) -> BlockLease:
-        """Grants a lease on pinned blocks; it owns the pins. `all_ready` avoids a check of each."""
+        """Grants a lease that owns the pins of its blocks. `all_ready`: no block is pending."""
         lease = BlockLease(LeaseId(self._next_id), owner, expires_at, items, keys, sources, now, record=record)
         self._next_id += 1
         for item, block in enumerate(() if all_ready else items):
@@ -194,7 +194,7 @@ class LeaseTable:
     def settle(self, block: Block) -> list[tuple[BlockLease, int]]:
         """Called when a block is no longer pending; returns the leases and items that waited.
 
-        A block that did not become ready is a miss in its leases.
+        If the block is not ready, it becomes a miss in these leases.
         """
         waiting = self._waiting.pop(block, {})
         waited = [(lease, item) for lease, items in waiting.items() for item in items]
@@ -227,7 +227,6 @@ class LeaseTable:
 
 
 def _discard(index: dict[K, dict[BlockLease, None]], key: K, lease: BlockLease) -> bool:
-    """Removes a lease from an index; returns whether it was the last one of its key."""
     leases = index[key]
     del leases[lease]
     if not leases:

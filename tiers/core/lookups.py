@@ -26,7 +26,7 @@ MAX_LEASED_ITEMS = 4 << 20
 """Limit for the items of all leases of one session."""
 
 _FORMATS = 16
-"""Namespaces of a tenant that are searched for a missing block, to report a format mismatch."""
+"""How many namespaces of a tenant are searched for a missing block, to report FORMAT_MISMATCH."""
 
 
 @dataclass(slots=True)
@@ -34,12 +34,12 @@ class _Match:
     """What a lookup found, block by block.
 
     Attributes:
-        items: the pinned blocks, or None; keys after the last item were not looked at.
-        sources: per item the position of its tier.
+        items: per key the pinned block, or None; later keys were not examined.
+        sources: per item the position of the tier that has it.
         promotions: position, tier and block of each promotion.
         retries: positions with an outstanding query to a shared tier.
-        reasons: why items are None, as far as known.
-        ready: number of items at the head that are ready in the CPU tier.
+        reasons: known reasons of misses, by position.
+        ready: number of leading items that are ready in the CPU tier.
     """
 
     items: list[Block | None] = field(default_factory=list)
@@ -119,9 +119,9 @@ class LookupHandler:
     def query_shared_tiers(
         self, namespace: NamespaceSpec, keys: Sequence[bytes], *, prefix: bool, excluded: Collection[int] = ()
     ) -> bool:
-        """Queries shared tiers for a coming lookup; returns if answers are outstanding (B3.17).
+        """Queries shared tiers before a lookup; returns whether answers are outstanding (B3.17).
 
-        With `prefix` the scan ends at the first miss, but not at an outstanding answer.
+        With `prefix` the scan ends at the first miss. An outstanding answer does not end it.
         """
         if not self._residency.has_shared_tiers:
             return False
@@ -139,7 +139,7 @@ class LookupHandler:
         return is_open
 
     def fetch(self, namespace: NamespaceId, blocks: Iterable[Block]) -> None:
-        """Promotes pinned blocks that only a secondary tier has; not during a reset (B3.19)."""
+        """Promotes pinned blocks that only a secondary tier has, except during a reset (B3.19)."""
         if self._cpu_tier.pending_reset_blocks(namespace):
             return
         found: list[tuple[SecondaryTierState, Block]] = []
@@ -159,12 +159,12 @@ class LookupHandler:
         self._residency.send_queries()
 
     def release(self, lease: BlockLease) -> None:
-        """Ends a lease. Its pending blocks count as hits."""
+        """Ends a lease. Blocks that are still pending count as hits."""
         self._count_pending(lease)
         self.leases.release(lease)
 
     def end(self, leases: Iterable[BlockLease]) -> bool:
-        """Ends leases; returns whether pins are left for `LeaseTable.unpin_slice`."""
+        """Ends leases; returns whether `LeaseTable.unpin_slice` must still remove pins."""
         for lease in leases:
             self._count_pending(lease)
             self.leases.end(lease)
@@ -193,7 +193,7 @@ class LookupHandler:
         return list(dict.fromkeys(lease for lease, _ in waited if not lease.pending))
 
     def drop_promotion(self, block: Block) -> None:
-        """Frees all slots of a block that could not be loaded. Only jobs write to them."""
+        """Frees all slots of a block that a tier could not load. Clients never write to them."""
         block.promoting = False
         ranks = [rank for rank, slot in enumerate(block.slots) if slot is not None]
         block.written = 0
@@ -226,7 +226,7 @@ class LookupHandler:
         """Looks for a block in the secondary tiers; returns False if it is a miss."""
         secondary, presence = self._residency.find(namespace.id, key, excluded)
         position = len(match.items)
-        # blocks behind an outstanding answer are not promoted yet
+        # Blocks behind an outstanding answer are promoted when the lookup is repeated.
         deferred = prefix and bool(match.retries)
         if presence is Presence.UNKNOWN or (secondary is not None and deferred):
             match.retries.append(position)
@@ -247,7 +247,6 @@ class LookupHandler:
         return True
 
     def _discard_hits(self, match: _Match) -> None:
-        """Drops all hits: there are fewer than `min_hits`."""
         for _, _, block in match.promotions:
             block.promoting = False
         match.promotions.clear()
@@ -323,7 +322,7 @@ class LookupHandler:
     def _explain(
         self, session: EngineSession, keys: Sequence[bytes], match: _Match, *, prefix: bool
     ) -> tuple[tuple[OutcomeRun, ...], bytes | None]:
-        """Returns outcomes and the first missing key. A miss also explains those behind it."""
+        """Returns the outcomes and the first missing key. Later keys of a prefix get its reason."""
         if match.ready == len(keys):
             return ((OutcomeRun(len(keys), 0),) if keys else ()), None
         outcomes: list[LookupOutcome] = list(match.sources)
@@ -344,7 +343,7 @@ class LookupHandler:
     def _default_reason(
         self, session: EngineSession, keys: Sequence[bytes], match: _Match, missed: Sequence[int], *, prefix: bool
     ) -> MissReason:
-        """Returns the reason of unexplained misses, which is that of a prefix's first miss."""
+        """Returns the reason for misses without one: in a prefix that of the first miss."""
         broken_at = len(match.items)
         if prefix and broken_at < len(keys):
             return match.reasons.get(broken_at) or self._miss_reason(session, keys[broken_at])

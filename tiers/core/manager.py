@@ -56,12 +56,14 @@ class TierManager:
         Args:
             region_bytes: final size of the region; memory is added with `add_memory`.
             extent_bytes: unit in which size classes claim memory; also the largest part of a block.
-            tiers: the tiers below the CPU tier, in lookup order.
+            tiers: the secondary tiers, in lookup order.
             max_queued_bytes: limit of each write-back queue; default: a quarter of the region.
-            first_id: first id of leases and stores; random, so that ids of earlier runs are
-                invalid.
-            settings: policies, quotas and times per tier; ValueError if they are inconsistent.
+            first_id: first id of leases and stores. The caller chooses it at random, so that ids
+                of an earlier run are unknown.
+            settings: policies, quotas and times per tier.
             now: the time, in seconds of the clock that `tick` uses.
+
+        Raises ValueError if the settings are inconsistent.
         """
         settings = settings or TierSettings()
         settings.check({CPU_TIER, *(tier.name for tier in tiers)})
@@ -76,7 +78,7 @@ class TierManager:
         self._transfers.recover()
 
     def _create_statistics(self, settings: TierSettings, capacities: Sequence[int]) -> None:
-        """What is recorded about requests and misses. No decision depends on it."""
+        """Creates the records of requests and misses. No decision depends on them."""
         self._history = EvictionHistory(history_size(self._region_bytes))
         self._request_log = RequestLog()
         self._counters = HitCounters(len(capacities), {tenant.tag: tenant.name for tenant in settings.tenants})
@@ -88,7 +90,6 @@ class TierManager:
     def _create_tiers(
         self, settings: TierSettings, extent_bytes: int, tiers: Sequence[SecondaryTier], max_queued_bytes: int
     ) -> None:
-        """Where blocks are: the CPU tier, and the secondary tiers with their transfers."""
         self._cpu_tier = CpuTier(
             extent_bytes=extent_bytes,
             queues=settings.new_queues(CPU_TIER, self._region_bytes, self._now),
@@ -107,7 +108,7 @@ class TierManager:
         self.durability = Durability(cpu_tier=self._cpu_tier, transfers=self._transfers)
 
     def _create_handlers(self, settings: TierSettings, tiers: Sequence[SecondaryTier], first_id: int) -> None:
-        """The event handlers. Each handler gets only handlers that were created before it."""
+        """Creates the event handlers. A handler refers only to handlers created before it."""
         self._requests = RequestTable(tiers=tiers, on_end=self._request_ended)
         self._lookups = LookupHandler(
             cpu_tier=self._cpu_tier,
@@ -196,16 +197,17 @@ class TierManager:
         self.session(session_id).writers.add(writer)
 
     def writer_gone(self, session_id: bytes, writer: int) -> None:
-        """Called when such a connection has ended: its process can no longer write there."""
+        """Called when a writer connection has ended: its process can no longer write to slots."""
         session = self._sessions.get(session_id)
         if session is not None:
             session.writers.discard(writer)
         self._stores.table.writer_gone(writer)
 
     def begin_request(self, session: EngineSession, request: RequestInfo) -> Negotiation:
-        """Asks every tier to vote; one REQUEST_LEVEL vote decides (B3.3).
+        """Asks every tier for its vote; the policy is REQUEST_LEVEL if one tier votes so (B3.3).
 
-        A begun request keeps its negotiation. Raises LimitExceeded if too many are unfinished.
+        If the request has already begun, returns the first result again. Raises LimitExceeded if
+        the session has too many unfinished requests.
         """
         known = self._requests.get(session.engine, request.request_id)
         if known is not None and not known.finished:
@@ -222,9 +224,9 @@ class TierManager:
         return request.retain_for if request is not None else 0.0
 
     def finish_request(self, session: EngineSession, request_id: str) -> Request:
-        """Ends a request's leases; its tiers are told when its stores have settled.
+        """Ends a request's leases. The tiers are notified when all its stores have ended.
 
-        An unannounced request is announced first, so that tiers see both calls in order (B3.13).
+        A request that did not begin is begun first, so that tiers see both calls in order (B3.13).
         """
         for lease in self._lookups.leases.of_request(session.engine, request_id):
             self._lookups.release(lease)
@@ -250,9 +252,9 @@ class TierManager:
     ) -> LookupAnswer:
         """Finds blocks, pins the hits and starts promotions. The lease ends at `expires_at`.
 
-        With `prefix`, every key after the first miss is a miss, and so are fewer than `min_hits`
-        leading hits. `tiers` leaves tiers out. `retain_until` protects the hits from eviction in
-        all tiers until that time, within the retention budget.
+        With `prefix`, every key after the first miss is a miss. If fewer than `min_hits` leading
+        keys are hits, all keys are misses. `tiers` excludes tiers. `retain_until` protects the hits
+        from eviction in all tiers until that time, within the retention budget.
 
         Raises LimitExceeded if the session has too many leases, InvalidItem for an unknown tier.
         """
@@ -271,7 +273,7 @@ class TierManager:
     def query_shared_tiers(
         self, session: EngineSession, keys: Sequence[bytes], *, prefix: bool, tiers: TierFilter = _ALL_TIERS
     ) -> bool:
-        """Queries shared tiers for a coming lookup; returns whether answers are outstanding."""
+        """Queries shared tiers before a lookup; returns whether answers are still outstanding."""
         excluded = self._transfers.residency.excluded(tiers)
         return self._lookups.query_shared_tiers(session.namespace, keys, prefix=prefix, excluded=excluded)
 
@@ -325,7 +327,7 @@ class TierManager:
         self._stores.complete(session, store_id, failed)
 
     def writer_done(self, session: EngineSession, store_id: StoreId) -> None:
-        """Called for a completion after the end of its store: the client has stopped writing."""
+        """Called when a store completes after it was ended: the client has stopped writing."""
         self._stores.table.writer_done(store_id, session.engine)
 
     def tick(self, now: float) -> None:
@@ -359,12 +361,14 @@ class TierManager:
         self._transfers.residency.record_answers(job_id, answers, self._now)
 
     def reset(self, session: EngineSession) -> int:
-        """Empties the CPU tier of a session's namespace; the tiers below keep their blocks (B3.19).
+        """Drops a session's namespace from the CPU tier; secondary tiers keep their blocks (B3.19).
 
-        Pinned blocks are dropped when they are unpinned, and many blocks are dropped in slices.
-        Until then all lookups of the namespace miss, and its stores are never published (B4.13).
+        Blocks are dropped in slices; a pinned block is dropped when its last pin ends. Until all
+        are dropped, every lookup of the namespace misses, and blocks of its stores are never
+        published (B4.13).
 
-        Returns the number of blocks left; while it is not 0, another call only returns it.
+        Returns the number of blocks that are not dropped yet. While a reset runs, another call only
+        returns this number.
         """
         if resetting := self.resetting(session):
             return resetting
@@ -390,15 +394,15 @@ class TierManager:
         return self._request_log.find(request_id)
 
     def entries_lost(self, tier: int, names: Iterable[tuple[NamespaceId, bytes]]) -> None:
-        """Called when a tier (by its position) found blocks damaged and has quarantined them."""
+        """Called when the tier at this position has quarantined damaged blocks."""
         self._transfers.lost(tier, names)
 
     def tier_stalled(self, tier: int, *, stalled: bool) -> None:
-        """Called when a tier (by its position) stops returning from its jobs, and when it recovers.
+        """Called when a job of the tier at this position takes too long, and when the job returns.
 
-        A stalled tier gets no jobs, and its queue is abandoned. Blocks that it is loading keep
-        their slots, because it may still write there, and are unlinked so that they can be stored
-        anew.
+        A stalled tier gets no jobs, and its write-back queue is discarded. Blocks that the tier is
+        loading keep their slots, because the tier may still write to them. These blocks are
+        unlinked from the index, so that clients can store new blocks with the same keys.
         """
         self._completions.tier_stalled(tier, stalled=stalled)
 

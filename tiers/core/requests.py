@@ -1,8 +1,8 @@
-"""Request table: the vote on each request, and when its tiers are told that it has ended.
+"""Request table: begins requests, counts their stores, and tells tiers when a request has ended.
 
-An engine begins a request, stores blocks and finishes it. Tiers are told of the end once: when the
-engine has finished the request, it has no store in flight, and every block for a REQUEST_LEVEL tier
-is stored or given up (B3.12).
+An engine begins a request, stores blocks and finishes it. Tiers are notified once: when the engine
+has finished the request, the request has no store in flight, and every block for a REQUEST_LEVEL
+tier is stored or given up (B3.12).
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ MAX_REQUESTS = 65536
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request until its tiers have been told of its end.
+    """A request, from its beginning until the tiers have been notified of its end.
 
     Attributes:
-        retain_for: requested retention of its blocks in seconds, from each use on.
-        request_level_tiers: positions of the tiers that voted REQUEST_LEVEL; they get every block
-            (B3.3).
+        retain_for: how long to retain its blocks after each use, in seconds.
+        request_level_tiers: positions of the tiers that voted REQUEST_LEVEL. Every block of the
+            request is stored in these tiers (B3.3).
         stores: number of its stores in flight.
-        waiting: blocks that other clients are writing and that these tiers get afterwards (B3.9).
-        pending_stores: blocks on their way to these tiers, counted per tier.
-        incomplete: blocks that one of these tiers did not get.
-        finished: whether its engine has finished it.
-        ended: whether its tiers have been told.
+        waiting: blocks that other clients are writing; `request_level_tiers` get them later (B3.9).
+        pending_stores: number of pending stores in `request_level_tiers`.
+        incomplete: number of blocks that one of `request_level_tiers` did not get.
+        finished: whether the engine has finished the request.
+        ended: whether the tiers have been notified of the end.
     """
 
     session: EngineSession
@@ -91,7 +91,6 @@ class RequestTable:
         return request
 
     def wait_for(self, request: Request, block: Block) -> None:
-        """Makes a request wait for a block that is being written."""
         if block not in request.waiting:
             request.waiting.add(block)
             self._waiting.setdefault(block, []).append(request)
@@ -100,10 +99,7 @@ class RequestTable:
         return [block for block in blocks if block in self._waiting] if self._waiting else []
 
     def settled(self, block: Block) -> list[Request]:
-        """Called when a block is no longer being written.
-
-        Returns the requests that waited for it.
-        """
+        """Called when no client writes a block any more; returns the requests that waited."""
         requests = self._waiting.pop(block, [])
         for request in requests:
             request.waiting.discard(block)
@@ -128,5 +124,5 @@ class RequestTable:
         request.ended = True
         self._on_end(request)
         key = (request.session.engine, request.id)
-        if self._requests.get(key) is request:  # its engine may have begun another one of that name
+        if self._requests.get(key) is request:  # the engine may have begun one with the same id
             del self._requests[key]

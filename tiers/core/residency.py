@@ -17,7 +17,7 @@ __all__ = ["ResidencyIndex"]
 
 
 class ResidencyIndex:
-    """Finds blocks in the secondary tiers, in lookup order. Moves none."""
+    """Finds blocks in the secondary tiers, in lookup order."""
 
     def __init__(
         self, secondaries: Sequence[SecondaryTierState], *, new_id: Callable[[], JobId], commands: list[Command]
@@ -42,7 +42,10 @@ class ResidencyIndex:
     def find(
         self, namespace: NamespaceId, key: bytes, excluded: Collection[int] = ()
     ) -> tuple[SecondaryTierState | None, Presence]:
-        """Returns the first tier that can load a block, or why none; counts misses before it."""
+        """Returns the first tier that can load a block, or None and the reason.
+
+        Counts a miss in each tier that was tried before.
+        """
         presence = Presence.ABSENT
         for secondary in self._lanes:
             found = secondary.presence(namespace, key, excluded)
@@ -55,7 +58,7 @@ class ResidencyIndex:
         return None, presence
 
     def peek(self, namespace: NamespaceId, key: bytes, excluded: Collection[int] = ()) -> Presence:
-        """Returns what `find` would return as presence, and counts nothing."""
+        """Returns the presence that `find` would return; does not count misses."""
         found = {secondary.presence(namespace, key, excluded) for secondary in self._lanes}
         order = (Presence.HELD, Presence.UNKNOWN, Presence.EXCLUDED, Presence.STALLED)
         return next((presence for presence in order if presence in found), Presence.ABSENT)

@@ -22,7 +22,7 @@ __all__ = ["Name", "Presence", "PresenceCache", "SecondaryTierState"]
 Name = tuple[NamespaceId, bytes]
 
 VALID_SECONDS = 10.0
-"""How long an answer is valid. A load detects an outdated one."""
+"""How long an answer is valid, in seconds. If it is outdated, the load reports a missing block."""
 
 MAX_ANSWERS = 1 << 16
 
@@ -32,12 +32,12 @@ class PresenceCache:
 
     def __init__(self) -> None:
         self._answers: dict[Name, tuple[bool, float]] = {}
-        """Per name whether the tier has the block and when it answered; oldest first."""
+        """Per name: whether the tier has the block, and the time of the answer; oldest first."""
         self._asked: set[Name] = set()
         self._to_ask: list[Name] = []
 
     def get(self, name: Name) -> bool | None:
-        """Returns the cached answer, or None; then the query is queued for the tier."""
+        """Returns the cached answer. Without an answer, queues a query and returns None."""
         answer = self._answers.get(name)
         if answer is not None:
             return answer[0]
@@ -79,12 +79,12 @@ class Presence(enum.Enum):
     HELD = enum.auto()
     ABSENT = enum.auto()
     EXCLUDED = enum.auto()
-    """It is present, and the lookup leaves the tier out."""
+    """It is present, but the lookup excludes the tier."""
     UNKNOWN = enum.auto()
     """The tier must be queried first."""
     STALLED = enum.auto()
-    """It is present and cannot be loaded now: the tier is stalled, or still loads it for an
-    abandoned block."""
+    """It is present but cannot be loaded now. The tier is stalled, or it still runs an earlier load
+    into a block that was given up."""
 
 
 class SecondaryTierState:
@@ -111,15 +111,15 @@ class SecondaryTierState:
         """Evicted entries that the tier must remove before the next store."""
         self.storing = False
         self.pending_stores: dict[tuple[NamespaceId, bytes], list[Request]] = {}
-        """Blocks on their way that REQUEST_LEVEL requests wait for."""
+        """Per block that is queued or being stored: the REQUEST_LEVEL requests that wait for it."""
         self.queued_bytes = 0
-        """Bytes of blocks that are waiting or being stored."""
+        """Bytes of blocks that are queued or being stored."""
         self.jobs = 0
         self.stalled = False
-        """Whether the tier has stopped returning from its jobs. It gets no new ones then."""
+        """Whether a job of the tier takes too long. A stalled tier gets no new jobs."""
         self.presence_cache = PresenceCache()
         self.misses = 0
-        """Keys that were looked up in it and not found."""
+        """Keys that were looked up in the tier and not found."""
         self.admission = new_admission() if new_admission else None
         """Admission filter; None admits every block."""
         self.declined = 0
@@ -136,7 +136,6 @@ class SecondaryTierState:
         return admitted
 
     def matches(self, tiers: TierFilter) -> bool:
-        """Returns whether a filter leaves this tier out."""
         tier = self.tier
         return tier.name in tiers.names or tier.medium in tiers.media or (tiers.remote and not tier.local)
 
@@ -146,7 +145,7 @@ class SecondaryTierState:
         held = entry is not None
         if self.index in excluded:
             return Presence.EXCLUDED if held else Presence.ABSENT
-        # A block that is still being loaded for an abandoned block is not loaded twice.
+        # Do not start a second load while an earlier one runs.
         if self.stalled or (entry is not None and entry.loads):
             return Presence.STALLED if held else Presence.ABSENT
         if not held and self.tier.shared and self.catalog.get(namespace, key) is None:
@@ -157,7 +156,7 @@ class SecondaryTierState:
         return Presence.HELD if held else Presence.ABSENT
 
     def entry_of(self, block: Block) -> CatalogEntry:
-        """Returns a block's entry; a temporary one if only the shared tier knows the block."""
+        """Returns a block's catalog entry, or a temporary one for a block of another process."""
         entry = self.catalog.get(block.namespace, block.key)
         queue = self.catalog.queues.queue_for(block.namespace)
         return entry or CatalogEntry(block.namespace, block.key, block.nbytes, EntryState.HELD, queue)
@@ -170,13 +169,13 @@ class SecondaryTierState:
         return names
 
     def use(self, blocks: Iterable[Block], user: Hashable) -> None:
-        """Records a request's use of present blocks, given head first, and their retention."""
+        """Records that a request used blocks, head first, and retains them. Skips absent blocks."""
         for retain_until, together in groupby(blocks, attrgetter("retain_until")):
             entries = (self.catalog.get(block.namespace, block.key) for block in together)
             self.catalog.use([entry for entry in entries if entry is not None], user, retain_until)
 
     def retain(self, blocks: Iterable[Block]) -> None:
-        """Retains blocks that are present until the end of their requested retention."""
+        """Retains blocks until the end of their requested retention. Skips absent blocks."""
         for retain_until, together in groupby(blocks, attrgetter("retain_until")):
             if retain_until > self.catalog.queues.now:
                 entries = (self.catalog.get(block.namespace, block.key) for block in together)

@@ -25,9 +25,9 @@ class TierSettings:
         admission: one of `ADMISSION` per secondary tier; default: `DEFAULT_ADMISSION`.
         ttl: seconds without use after which a block is dropped; default: never.
         tenants: tenants with a quota or a limit.
-        retained_part: part of each quota, and of the memory without quota, that may be retained.
-        held_part: the same for holds, in the CPU tier.
-        spare_part: largest part of the CPU tier that is freed ahead, for the next store.
+        retained_part: fraction of each quota and of the memory without quota that may be retained.
+        held_part: the same fraction for holds, in the CPU tier.
+        spare_part: largest fraction of the CPU tier that is freed in advance of a store.
         max_holds: limit for the holds of one tenant.
         estimates: whether to estimate the hit ratio of other tier sizes.
     """

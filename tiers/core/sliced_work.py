@@ -87,7 +87,7 @@ class IncrementalWork:
 
 
 def _run(slice_: Callable[[], bool], errors: list[Exception]) -> bool:
-    """Runs a slice; returns whether there is more work, True if the slice raises."""
+    """Runs a slice; returns whether there is more work. If the slice raises, returns True."""
     try:
         return slice_()
     except Exception as error:  # noqa: BLE001 - the other operations must run

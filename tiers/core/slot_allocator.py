@@ -1,9 +1,8 @@
 """Slot allocator of the host region: extents that size classes claim and return.
 
 Blocks of several sizes share one region (groups of a hybrid model, or two models). A size class
-claims an extent and cuts it into equal slots. When the last slot is free, the extent is returned
-and any class may claim it. There is no fragmentation to compact. The waste is less than one slot
-per extent, and at most one partly used extent per class.
+claims an extent and cuts it into equal slots. When all its slots are free again, the extent is
+returned and any class may claim it. So there is no fragmentation within a class.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class SlotAllocator:
         """Adds whole extents; a remainder at the end is not used."""
         fresh = [Extent(start) for start in range(offset, offset + nbytes - self.extent_bytes + 1, self.extent_bytes)]
         self._extents.update((extent.offset // self.extent_bytes, extent) for extent in fresh)
-        # Allocated from the end of the list: low offsets, which are backed first, come first.
+        # Extents are claimed from the end of the list: low offsets first, which are backed first.
         self._unclaimed[:0] = reversed(fresh)
         self.available_bytes += len(fresh) * self.extent_bytes
 
@@ -51,7 +50,7 @@ class SlotAllocator:
         return -(-part_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
     def allocate(self, slot_bytes: int, count: int) -> list[int]:
-        """Returns up to `count` free slots of a class, ascending so that copies can be merged."""
+        """Returns up to `count` free slots of a class, in ascending order so copies can merge."""
         taken: list[int] = []
         with_room = self._with_room.setdefault(slot_bytes, {})
         while len(taken) < count:

@@ -1,9 +1,9 @@
 """Victim selection in the host region: which blocks to evict to free slots or extents.
 
-Slots are freed by evicting blocks of the same size class. Memory moves between classes by extents:
-a class takes over an extent if the other class' next victim has been idle for longer than its own.
-Without that, an unloaded model would keep the region from the current one. A tenant within its
-quota takes over extents without that condition.
+To free slots, blocks of the same size class are evicted. Memory moves between classes as whole
+extents: class A gets an extent of class B if B's next victim has been idle for longer than A's.
+Otherwise blocks of an unloaded model would occupy the region forever. For a tenant within its
+quota, class A gets the extent without this condition.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .slot_allocator import Extent, SlotAllocator
 __all__ = ["SlotReclaimer"]
 
 _EXTENT_CANDIDATES = 256
-"""Victims of another class that are tried when looking for an extent."""
+"""How many victims of another class are examined to find an extent."""
 
 
 class SlotReclaimer:
@@ -30,13 +30,10 @@ class SlotReclaimer:
         self._owners = owners
 
     def victims(self, share: TenantShare, slot_bytes: int, count: int) -> list[Block]:
-        """Returns blocks that free some of `count` slots for a share, or an extent.
-
-        Empty if none can be freed now.
-        """
+        """Returns blocks whose eviction frees some of `count` slots, or an extent; may be empty."""
         within = (share.quota - share.used) // slot_bytes
         if within > 0:
-            # These slots are within the quota of the share: shares above their quota pay, in any
+            # These slots are within the share's quota: evict from shares above their quota, in any
             # class.
             others = self._chosen(share, slot_bytes, min(count, within), with_own=False)
             victims = others or self._idle_extent(share, slot_bytes, None, with_own=False)
@@ -48,10 +45,7 @@ class SlotReclaimer:
         return self._idle_extent(share, slot_bytes, self._oldest(share, slot_bytes) if chosen else None) or chosen
 
     def own_victims(self, share: TenantShare, slot_bytes: int, nbytes: int) -> list[Block]:
-        """Returns blocks of a share that free `nbytes` if possible.
-
-        Those of one size class first.
-        """
+        """Returns blocks of a share that free `nbytes` if possible, first of this slot size."""
         mine = [queue for queue in self._lines.all() if queue.share is share]
         mine.sort(key=lambda queue: queue.size_class != slot_bytes)
         queue = chain.from_iterable(map(_evictable, mine))
@@ -64,7 +58,6 @@ class SlotReclaimer:
         )
 
     def _donors(self, share: TenantShare, slot_bytes: int) -> Iterator[EvictionQueue[Block]]:
-        """Yields the queues of a class from which blocks may be evicted for a share."""
         return (queue for queue in self._lines.of_class(slot_bytes) if queue.share is share or queue.share.excess > 0)
 
     def _oldest(self, share: TenantShare, slot_bytes: int) -> int | None:
@@ -75,11 +68,11 @@ class SlotReclaimer:
     def _idle_extent(
         self, share: TenantShare, slot_bytes: int, than: int | None, *, with_own: bool = True
     ) -> list[Block] | None:
-        """Returns the blocks of another class' extent that may be taken over, or None.
+        """Returns the blocks of an extent of another class that this class may claim, or None.
 
-        The other class has a block that was last used before `than` (None: any). The extent holds
-        that block or one of the class' next victims. Nothing in it is pinned, being written or
-        quarantined.
+        The other class must have a block that was last used before `than` (None: at any time). The
+        extent contains that block or one of the next victims, and no slot in it is pinned, being
+        written or quarantined.
         """
         if slot_bytes > self._memory.extent_bytes:
             return None
@@ -100,9 +93,9 @@ class SlotReclaimer:
         return None
 
     def _blocks_of_extent(self, block: Block, share: TenantShare, blocked: set[int]) -> list[Block] | None:
-        """Returns all blocks of an extent of `block` if all are evictable.
+        """Returns the blocks of an extent of `block` if all are evictable.
 
-        Adds other extents to `blocked`.
+        Adds extents with other blocks to `blocked`.
         """
         for offset in block.slots:
             if offset is None:
@@ -136,7 +129,7 @@ def _freed_bytes(block: Block) -> int:
 
 
 def _all_evictable(blocks: Sequence[Block], taker: TenantShare) -> bool:
-    """Whether no share but the taker's would fall below its quota."""
+    """Whether all shares except the taker's would still have their quota."""
     freed: dict[TenantShare, int] = {}
     for block in blocks:
         share = block.queue.share

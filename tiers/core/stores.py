@@ -48,11 +48,11 @@ class _Quarantine:
 
 @dataclass(slots=True)
 class InFlightStores:
-    """The stores in flight, and the quarantined slots of ended ones.
+    """The stores in flight, and the quarantined slots of ended stores.
 
     A writer is a connection that keeps the region mapped (`Region` in the wire contract). A slot is
-    reused only when no client can still write to it: after the store's completion, or when every
-    writer of its session is gone.
+    reused only when no client can write to it any more: after the store's completion, or when every
+    writer connection of the session has ended.
     """
 
     cpu_tier: CpuTier
@@ -93,11 +93,11 @@ class InFlightStores:
         return store
 
     def end(self, store: Store) -> None:
-        """Removes a store; the caller owns its pins and slots."""
+        """Removes a store; the caller must then release the store's pins and slots."""
         del self._stores[store.id]
 
     def quarantine(self, store: Store, offsets: list[int], nbytes: int, writers: set[int]) -> None:
-        """Keeps slots out of use until all of these writers are gone."""
+        """Keeps slots out of use until all of these writer connections have ended."""
         self._quarantine[store.id] = _Quarantine(offsets, nbytes, store.owner.engine, set(writers))
         self._lift_if_free(store.id)
 
@@ -165,7 +165,7 @@ class StoreHandler:
         blocks = self._cpu_tier.find_or_add(session.namespace, keys)
         found = list(dict.fromkeys(blocks))
         for block in found:
-            block.pins += 1  # so that no block of this store is evicted for another one
+            block.pins += 1  # so that no block of this store is evicted to make room for another
         statuses, wanted = self._claim(blocks, rank)
         self._cpu_tier.reserve(list(wanted), rank)
         granted, slots = self._grant(wanted, rank)
@@ -182,7 +182,7 @@ class StoreHandler:
         if request is not None and request.request_level_tiers:
             self._cascade_present(request, found, set(granted))
         if len(granted) < len(found):
-            own = set(granted)  # the store owns their pins
+            own = set(granted)  # the store keeps the pins of these blocks
             self._cpu_tier.unpin([block for block in found if block not in own])
         if self._miss_ratio_curves is not None:
             self._miss_ratio_curves.stored(granted)
@@ -216,10 +216,7 @@ class StoreHandler:
         self._ended(request)
 
     def abandon(self, store: Store, writers: set[int]) -> None:
-        """Ends a store of a lost client.
-
-        Its slots are quarantined until no client can write to them.
-        """
+        """Ends a store of a lost client; quarantines slots until no client can write to them."""
         self.table.end(store)
         offsets = []
         for block in store.blocks:
@@ -228,13 +225,13 @@ class StoreHandler:
             offsets.append(self._cpu_tier.detach_slot(block, store.rank))
         self.table.quarantine(store, offsets, sum(block.part_bytes for block in store.blocks), writers)
         self._completions.settle(store.blocks)
-        # they are empty and leave their queue: policies remove a tail faster
+        # Unpinning removes empty blocks from their queue. Policies remove a chain's tail faster.
         self._cpu_tier.unpin(reversed(store.blocks))
         self._ended(store.request)
 
     @staticmethod
     def _claim(blocks: Sequence[Block], rank: int) -> tuple[bytearray, dict[Block, int]]:
-        """Returns a status per block, and the blocks that need a slot with their positions."""
+        """Returns a status per block, and the position of each block that needs a slot."""
         granted, present, in_progress = map(int, (StoreStatus.GRANTED, StoreStatus.PRESENT, StoreStatus.IN_PROGRESS))
         statuses = bytearray([granted]) * len(blocks)
         wanted: dict[Block, int] = {}
@@ -262,10 +259,7 @@ class StoreHandler:
         self._history.record(block.namespace, block.key, reason)
 
     def _cascade_present(self, request: Request, blocks: Sequence[Block], own: Collection[Block]) -> None:
-        """Writes present blocks back to the REQUEST_LEVEL tiers.
-
-        Waits for pending ones (B3.6, B3.9).
-        """
+        """Writes blocks back to the REQUEST_LEVEL tiers, pending blocks later (B3.6, B3.9)."""
         self._transfers.cascade_for(request, [block for block in blocks if block.ready])
         for block in blocks:
             if block.pending and block not in own and not block.hold_only:

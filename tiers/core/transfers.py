@@ -1,6 +1,6 @@
 """Transfer scheduler: write-back and promotion jobs between the CPU tier and the secondary tiers.
 
-Every block of a job is pinned until the job has ended (B3.8), so that its slots do not move.
+Every block of a job is pinned until the job has ended (B3.8), so that the slots stay valid.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .settings import TierSettings
 __all__ = ["FinishedJob", "JobKind", "StallChange", "TransferScheduler"]
 
 JOB_BYTES = 32 << 20
-"""Most bytes of one job: large enough for efficient transactions, small enough for timely results.
+"""Largest size of one job: large enough for efficient transactions, small enough for quick results.
 """
 
 
@@ -45,7 +45,7 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class FinishedJob:
-    """Result of a job: the success of each block, and the requests whose pending store it ended."""
+    """Result of a job: success per block, and the requests whose pending stores it ended."""
 
     kind: JobKind
     results: list[tuple[Block, bool]]
@@ -79,7 +79,7 @@ class TransferScheduler:
         history: EvictionHistory,
         commands: list[Command],
     ) -> None:
-        """`max_queued_bytes` limits each write-back queue, whose blocks are pinned in the CPU tier.
+        """`max_queued_bytes` limits each write-back queue: its blocks are pinned in the CPU tier.
 
         Raises ValueError if the quotas of a tier exceed its capacity.
         """
@@ -109,7 +109,7 @@ class TransferScheduler:
             self._advance(secondary)
 
     def sources(self, used_in_cpu: UsedElsewhere) -> list[SecondaryTierSource]:
-        """Returns the tiers as sources of an operator's eviction, in lookup order."""
+        """Returns, per tier in lookup order, the object that lists and evicts its blocks."""
         return [SecondaryTierSource(secondary, used_in_cpu, self._advance) for secondary in self.secondaries]
 
     def tick(self, now: float, used_in_cpu: UsedElsewhere) -> bool:
@@ -124,8 +124,8 @@ class TransferScheduler:
 
         Skips a tier whose queue is full (B3.7, B3.10).
 
-        `user` is the request that used the blocks, as eviction policies know it. A block that the
-        admission filter of a tier rejects may be written back at a later use (`used`).
+        `user` identifies the request for eviction policies. A block that a tier's admission filter
+        rejects may be written back at a later use (`used`).
         """
         blocks = [block for block in blocks if not block.hold_only]
         for block in blocks:
@@ -166,8 +166,8 @@ class TransferScheduler:
     def cascade_for(self, request: Request, blocks: Sequence[Block]) -> None:
         """Stores ready blocks in the request's REQUEST_LEVEL tiers; counts pending stores (B3.6).
 
-        The queue limit is twice the usual one. A block beyond that makes the request incomplete,
-        which is reported (B3.10).
+        The queue limit is twice the usual one. If a block does not fit, it is not stored, and the
+        request counts it as incomplete (B3.10).
         """
         blocks = [block for block in blocks if not block.hold_only]
         for secondary in self.secondaries:
@@ -216,7 +216,7 @@ class TransferScheduler:
     def finish(self, job_id: JobId, outcomes: Sequence[Outcome]) -> FinishedJob | None:
         """Handles a job's result; returns None for an unknown job.
 
-        The caller must unpin the blocks of a load. Those of a store are unpinned here.
+        Unpins the blocks of a store. The caller must unpin the blocks of a load.
         """
         job = self._jobs.pop(job_id, None)
         if job is None:
@@ -229,8 +229,7 @@ class TransferScheduler:
             # Missing outcomes count as failures.
             outcome = outcomes[number] if number < len(outcomes) else Outcome.FAILED
             if job.kind is JobKind.LOAD and outcome is Outcome.DONE and entry.nbytes != block.nbytes:
-                # The tier has listed the block with another size than it loads: one of the two is
-                # wrong.
+                # The tier listed the block with a size that differs from the loaded size.
                 outcome = Outcome.CORRUPT
                 job.secondary.pending_removals.append(entry)
             block.stalled = False
@@ -246,33 +245,33 @@ class TransferScheduler:
     def lost(self, tier: int, names: Iterable[Name]) -> None:
         """Drops entries of blocks that a tier has quarantined because they are damaged.
 
-        The tier is told to remove them as well, because it may have stored another block of that
-        name in the meantime, which no catalog would know:
+        The tier must also remove them. If it has stored a block again after the quarantine, this
+        call drops the new entry, and the tier would keep a block that is in no catalog:
 
             check        quarantines K
             event loop   evicts K, stores K again: the catalog has it again
-            event loop   learns that K is lost, and drops the new one
+            event loop   learns that K is lost, and drops the new entry of K
         """
         secondary = self.secondaries[tier - 1]
         for name in names:
             secondary.damaged += 1
             secondary.presence_cache.forget(name)
             entry = secondary.catalog.held(*name)
-            if entry is None:  # or it is being stored: the new block is intact
+            if entry is None:  # unknown, or being stored again: the new block is intact
                 continue
             secondary.catalog.drop(entry)
             entry.state = EntryState.LOST
             self._history.record(*name, MissReason.LOAD_FAILED)
-            # otherwise the end of the load removes it: no block is removed during its load
+            # While a load runs, the block is not removed; the end of the load removes it.
             if not entry.loads:
                 secondary.pending_removals.append(entry)
         self._advance(secondary)
 
     def stall(self, tier: int, *, stalled: bool) -> StallChange:
-        """Called when a tier has stopped returning from its jobs, or has recovered.
+        """Called when a job of a tier takes too long, and when the tier has recovered.
 
-        Blocks of running jobs stay pinned, because the tier may still access them. Queued work is
-        abandoned, or the CPU tier would soon be full of pinned blocks.
+        Blocks of running jobs stay pinned, because the tier may still access them. The write-back
+        queue is discarded. Otherwise its pinned blocks would soon fill the CPU tier.
         """
         secondary = self.secondaries[tier - 1]
         change = StallChange(is_back=secondary.stalled and not stalled)
@@ -291,7 +290,7 @@ class TransferScheduler:
         return change
 
     def catch_up(self, tier: int, blocks: Sequence[Block]) -> None:
-        """Writes skipped blocks back to a recovered tier, last used first, up to the limit."""
+        """Stores skipped blocks, most recently used first, until the tier's queue is full."""
         secondary = self.secondaries[tier - 1]
         for block in blocks:
             if secondary.catalog.get(block.namespace, block.key) is not None:
@@ -303,7 +302,7 @@ class TransferScheduler:
         self._advance(secondary)
 
     def _abandon_queue(self, secondary: SecondaryTierState) -> list[Request]:
-        """Abandons the write-back queue; returns the requests whose pending stores it ended."""
+        """Discards the write-back queue; returns the requests whose pending stores it ended."""
         acknowledged: list[Request] = []
         for block in secondary.write_back_queue:
             entry = secondary.entry_of(block)
@@ -325,12 +324,11 @@ class TransferScheduler:
         else:
             block.skip_reason = MissReason.STORE_FAILED
             secondary.catalog.drop(entry)
-            # The store may have been partly written. Remove it, so that leftovers do not use
-            # unaccounted space.
+            # The tier may have written some bytes. Remove them: the catalog does not count them.
             secondary.pending_removals.append(entry)
             if outcome is Outcome.NO_SPACE:
-                # The storage holds less than its capacity says, e.g. on a shared disk. Make room,
-                # or it stays full.
+                # The storage is smaller than its configured capacity, e.g. on a shared disk. Evict
+                # here: the catalog still sees free space and would not evict.
                 secondary.pending_removals += secondary.catalog.make_room(entry.namespace, entry.nbytes)
         self._cpu_tier.unpin([block])
 
@@ -340,7 +338,7 @@ class TransferScheduler:
         if entry.state is EntryState.LOST:
             if (
                 not entry.loads and secondary.catalog.get(block.namespace, block.key) is None
-            ):  # otherwise it was stored again
+            ):  # otherwise a new block of this name was stored
                 secondary.pending_removals.append(entry)
                 self._advance(secondary)
             return
@@ -376,10 +374,7 @@ class TransferScheduler:
         return requests
 
     def _advance(self, secondary: SecondaryTierState) -> None:
-        """Sends removals, and starts the next store unless one is running.
-
-        Blocks queued meanwhile form one batch.
-        """
+        """Sends removals and starts the next store, unless the tier is storing or stalled."""
         if secondary.storing or secondary.stalled:
             return
         if secondary.pending_removals:
