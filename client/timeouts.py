@@ -12,10 +12,10 @@ class Timeouts:
     """Maximum waiting times of a client, in seconds.
 
     Attributes:
-        connect: wait for the first session; later calls fail at once without a session.
-        call: wait for a response, in addition to the `wait` of the call itself.
-        transfer: duration of one stream of bytes (transports tcp and grpc).
-        device: duration of the copies of one call to or from a device.
+        connect: for the first session. Later calls fail at once if there is no session.
+        call: for a response, in addition to the `wait` of the call itself.
+        transfer: for one stream of bytes (transports tcp and grpc).
+        device: for the copies of one call to or from a device.
     """
 
     connect: float = 2.0

@@ -1,4 +1,4 @@
-"""Operations of both clients: generators that yield effects (`client.effects`)."""
+"""Operations of both clients: generators that yield effects (see `effects.py`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Operations", "Reading", "Writing"]
 
 
 class Operations(LoadOperations, StoreOperations, HandoffOperations, DeviceOperations):
-    """All operations of one client. The docstrings are those of `AsyncClient`."""
+    """All operations of one client. `AsyncClient` documents them."""
 
     def status(self) -> Operation[admin_pb2.GetStatusResponse]:
         answer: admin_pb2.GetStatusResponse = yield Call(

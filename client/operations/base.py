@@ -1,4 +1,4 @@
-"""Base class of operations, and construction of requests from the caller's arguments."""
+"""Base class of operations, and functions that make requests from the caller's arguments."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Base:
         invalidate: Callable[[ClientSession], None],
         pin: Pin | None = None,
     ) -> None:
-        """`invalidate` ends a session unknown to the server; `pin` pins staging buffers."""
+        """`invalidate` ends a session that the server does not know; `pin` pins staging buffers."""
         self._namespace = namespace
         self._timeouts = timeouts
         self._invalidate = invalidate
@@ -59,8 +59,8 @@ class Base:
     def _call_or_end_session(self, session: ClientSession, method: str, request: Any) -> Operation[Any]:
         """Performs a call that grants or returns slots.
 
-        If its outcome is unknown (no response in time, or a cancelled caller), the client ends the
-        session. Otherwise the session could own slots that the client does not know.
+        If the outcome is unknown (no response in time, or the caller was cancelled), the client
+        ends the session. Otherwise the session could own slots that the client does not know.
         """
         try:
             return (yield from self._call(session, method, request))
@@ -70,7 +70,7 @@ class Base:
             raise
 
     def _ignore_errors(self, operation: Operation[None]) -> Operation[None]:
-        """Runs an operation that cleans up after a failure."""
+        """Runs an operation that cleans up after a failure; ignores its `KVTierError`."""
         try:
             yield from operation
         except KVTierError:
@@ -82,7 +82,7 @@ class Base:
         try:
             return list(map(by_group.__getitem__, map(_group_of, keys)))
         except (KeyError, TypeError) as error:
-            raise InvalidRequest(f"{error} ends no key of this namespace; see make_key") from None
+            raise InvalidRequest(f"a key must end in a group index of this namespace: {error}; see make_key") from None
 
     def _addresses_and_sizes(
         self, keys: Sequence[bytes], buffers: Sequence[HostBuffer], *, writable: bool
@@ -97,7 +97,7 @@ class Base:
         wanted = self._sizes(keys)
         if sizes != wanted:
             wrong = next(number for number, size in enumerate(sizes) if size != wanted[number])
-            raise InvalidRequest(f"a buffer of {sizes[wrong]} bytes for a part of {wanted[wrong]}")
+            raise InvalidRequest(f"a buffer has {sizes[wrong]} bytes, but its part has {wanted[wrong]}")
         return addresses, sizes
 
 
@@ -113,16 +113,16 @@ def message(make: type[M], **fields: Any) -> M:
 
 
 def key_fields(session: ClientSession, keys: Sequence[bytes]) -> dict[str, Any]:
-    """Returns the key fields of a request; packed if the server allows it and lengths are equal."""
+    """Returns the key fields of a request: packed if the server accepts it and lengths match."""
     try:
         lengths = set(map(len, keys)) if session.packs_keys else set()
         if len(lengths) == 1 and (length := lengths.pop()):
             packed = b"".join(keys)
             if len(packed) != length * len(keys):
-                raise InvalidRequest("keys are bytes, and not items of another size")
+                raise InvalidRequest("keys must be bytes, not views with larger items")
             return {"packed_keys": common_pb2.PackedKeys(keys=packed, key_bytes=length)}
     except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"keys are bytes: {error}") from error
+        raise InvalidRequest(f"keys must be bytes: {error}") from error
     return {"keys": keys}
 
 
@@ -130,7 +130,7 @@ def as_json(params: Mapping[str, Any] | None) -> str:
     try:
         return json.dumps(params) if params else ""
     except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"kv_transfer_params are not JSON: {error}") from error
+        raise InvalidRequest(f"kv_transfer_params cannot be encoded as JSON: {error}") from error
 
 
 def duration(seconds: float | None) -> Duration | None:

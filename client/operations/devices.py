@@ -19,11 +19,11 @@ from .lookups import LookupOperations
 __all__ = ["DeviceOperations"]
 
 _START_SECONDS = 30.0
-"""Additional time of the first registration: the server starts a process and a CUDA context."""
+"""Additional time for the first registration: the server starts a process and a CUDA context."""
 _RETRY_SECONDS = 10.0
-"""Pause after a refused registration; meanwhile calls fail at once."""
+"""Time after a refused registration in which calls fail at once, without another attempt."""
 _SETTLE_SECONDS = 1.0
-"""Time after the deadline in which the server ends the copies in progress (at most two batches)."""
+"""Time after the deadline in which the server ends copies in progress (at most two batches)."""
 _ANSWER_SECONDS = 2.0
 
 
@@ -126,7 +126,8 @@ class DeviceOperations(LookupOperations):
             yield from self._move(session, "TransferService/LoadToDevice", request)
         except BaseException as error:
             if not (isinstance(error, KVTierError) and error.reason):
-                # The server may still write, so the blocks stay reserved until the deadline.
+                # The server may still write to the blocks. So the caller gets the error only after
+                # the deadline, when the server has stopped.
                 over = request.give_up_at_nanoseconds / 1e9 + _SETTLE_SECONDS
                 yield Copy(lambda: time.sleep(max(0.0, over - time.monotonic())))
             raise
@@ -136,8 +137,8 @@ class DeviceOperations(LookupOperations):
     def _register(self, session: ClientSession, wait: float = 0.0) -> Operation[_Registered]:
         """Returns the registration with the session's server, and registers if necessary.
 
-        With `wait` the caller waits for the start of the copy worker and gets `DeadlineExceeded` if
-        it takes longer. Without, the caller gets `DeviceUnavailable` and uses another transport.
+        `wait`: additional seconds for the start of the copy worker. If it takes longer, the caller
+        gets `DeadlineExceeded`; with 0 `DeviceUnavailable`, so that it can use another transport.
         """
         registered, refused = self._registered, self._refused
         if registered is not None and registered.session is session:
@@ -162,7 +163,7 @@ class DeviceOperations(LookupOperations):
         if self._buffers is None:
             raise InvalidRequest("no KV buffers are registered: see register_kv_buffers")
         if not session.devices.offered:
-            why = session.devices.why_not or "the server knows nothing of devices"
+            why = session.devices.why_not or "the server does not support devices"
             raise DeviceUnavailable(why, "DEVICE_UNAVAILABLE")
         request = registration_of(self._buffers.export)
         request.session.CopyFrom(session.ref)
@@ -170,7 +171,7 @@ class DeviceOperations(LookupOperations):
         return _Registered(session, answer.buffers_id, answer.order == devices_pb2.DEVICE_ORDER_EVENTS)
 
     def _order(self, registered: _Registered, after: Mark | None) -> Operation[devices_pb2.DeviceAfter | None]:
-        """Returns the order for the server; waits here if the server cannot wait for the mark."""
+        """Returns what the server waits for. If the server cannot wait for the mark, waits here."""
         if after is None:
             return None
         if registered.sees_events and after.index is not None:

@@ -38,9 +38,9 @@ class LoadOperations(LookupOperations):
         *,
         sizes: Sequence[int] | None = None,
     ) -> Operation[Reading]:
-        """Makes items of a lease readable until `held` is closed; `end_read` must follow.
+        """Begins a load. Returns memory with the parts of `items`, valid until `held` is closed.
 
-        `sizes` are the part sizes of the items, if known.
+        Call `end_read` afterwards. `sizes`: part sizes of the items, if known.
         """
         session: ClientSession = yield Connect(self._timeouts.connect)
         lease_id = lease if isinstance(lease, int) else lease.id
@@ -63,7 +63,7 @@ class LoadOperations(LookupOperations):
         return Reading(session, lease_id, batch)
 
     def end_read(self, reading: Reading, *, release: bool = False) -> Operation[None]:
-        """Confirms, on the session that read, that the lease was valid throughout."""
+        """Confirms that the lease was valid during the whole load, on the session that read."""
         yield from self._confirm(reading.session, reading.lease_id, release=release)
 
     def load(
@@ -91,7 +91,7 @@ class LoadOperations(LookupOperations):
             reading = yield from self.begin_read(held, found, range(len(sizes)), sizes=sizes)
             batch = reading.batch
             if not len(batch.offsets) == len(batch.sizes) == len(sizes):
-                raise ServerError(f"the server has named {len(batch.offsets)} slots for {len(sizes)} blocks")
+                raise ServerError(f"the server returned {len(batch.offsets)} slots for {len(sizes)} blocks")
             sources = [batch.address + offset for offset in batch.offsets]
             yield Copy(lambda: copy_batch(addresses, sources, batch.sizes))
             yield from self.end_read(reading, release=True)
@@ -116,7 +116,10 @@ class LoadOperations(LookupOperations):
         *,
         complete: bool = False,
     ) -> Operation[bool]:
-        """Receives parts, with retries; returns whether the stream also ended the lease."""
+        """Receives parts, with retries. Returns whether a stream also confirmed the load.
+
+        If so, the server has released the lease too.
+        """
         sink = PartReceiver(addresses, sizes)
         attempt = 0
         while sink.missing:
@@ -126,7 +129,7 @@ class LoadOperations(LookupOperations):
                 session=session.ref,
                 lease_id=lease_id,
                 items=[items[number] for number in sink.missing],
-                # After a retry the load is confirmed by a call of its own.
+                # After a retry a separate call confirms the load.
                 complete=complete and attempt == 1,
             )
             try:
@@ -138,5 +141,5 @@ class LoadOperations(LookupOperations):
             else:
                 sink.end_stream()
                 if sink.missing:
-                    raise ServerError("the server has ended a stream before all of it had come")
+                    raise ServerError("the server ended a stream before it had sent all parts")
         return sink.completed

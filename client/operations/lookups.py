@@ -64,7 +64,7 @@ class LookupOperations(Base):
         retain_for: float | None = None,
         want_slots: bool = False,
     ) -> Operation[LookupResult]:
-        """`want_slots`: if the region is mapped, the result also has the hits' offsets in it."""
+        """`want_slots`: if the region is mapped, the result also has the slots of the hits."""
         session: ClientSession = yield Connect(self._timeouts.connect)
         request = message(
             cache_pb2.LookupRequest,

@@ -43,9 +43,11 @@ class StoreOperations(Base):
         staged: bool = True,
         sizes: Sequence[int] | None = None,
     ) -> Operation[Writing]:
-        """Makes slots or staging memory writable until `held` is closed; `end_write` must follow.
+        """Begins a store. Returns memory to write the parts to, valid until `held` is closed.
 
-        Without `staged` there is no staging memory. `sizes` are the part sizes, if known.
+        The memory is slots of the region or, if no region is mapped, a staging buffer. If `staged`
+        is false, there is no staging buffer; `end_write` then needs `sources`. `sizes`: part sizes,
+        if known. Call `end_write` afterwards.
         """
         session: ClientSession = yield Connect(self._timeouts.connect)
         request = message(
@@ -79,7 +81,10 @@ class StoreOperations(Base):
     def end_write(
         self, writing: Writing, *, abort: bool = False, sources: Sequence[int] | None = None
     ) -> Operation[None]:
-        """Sends the staged parts, or the parts at `sources`, and completes or aborts the store."""
+        """Sends the parts if no region is mapped; completes or aborts the store.
+
+        `sources`: addresses of the parts, if they are not in the staging buffer.
+        """
         session, batch = writing.session, writing.batch
         if not writing.store_id:
             return
@@ -94,7 +99,7 @@ class StoreOperations(Base):
             try:
                 if (yield from self._push(writing, sources)):
                     return
-            except BaseException:  # also a cancellation: the store must not stay open
+            except BaseException:  # also after a cancellation, the store must not stay open
                 request.abort = True
                 yield from self._ignore_errors(
                     self._call_or_end_session(session, "CacheService/CompleteStore", request)
@@ -144,7 +149,7 @@ class StoreOperations(Base):
         return pending
 
     def _push(self, writing: Writing, sources: Sequence[int] | None) -> Operation[bool]:
-        """Sends parts, with retries; returns whether the stream also completed the store."""
+        """Sends parts, with retries. Returns whether a stream also completed the store."""
         session, batch = writing.session, writing.batch
         if sources is None:
             sources = [batch.address + offset for offset in batch.offsets]
@@ -178,6 +183,6 @@ class StoreOperations(Base):
             complete,
         )
         if answer.received_bytes != source.total_bytes - start:
-            raise ServerError(f"the server took {answer.received_bytes} of {source.total_bytes - start} bytes")
+            raise ServerError(f"the server received {answer.received_bytes} of {source.total_bytes - start} bytes")
         completed: bool = answer.completed
         return completed

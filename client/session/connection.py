@@ -1,8 +1,8 @@
 """Session connection manager: opens a session, monitors its heartbeats and reconnects.
 
 One thread connects and monitors. A second thread per session reads heartbeats, because gRPC's
-blocking iterator has no time-out. Missing heartbeats reveal a server that hangs; the end of the
-stream reveals one that died.
+blocking iterator has no time-out. If heartbeats are missing, the server hangs. If the heartbeat
+stream ends, the server process has ended.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ TransportName = Literal["auto", "shm", "tcp", "grpc", "cuda_ipc"]
 
 PROTOCOL_VERSION = 1
 _SILENT_INTERVALS = 5
-"""Missing heartbeats until the session ends. A busy server may pause for 1-2 s."""
+"""Number of missing heartbeats after which the client ends the session.
+
+A busy server may send no heartbeat for 1-2 s.
+"""
 _NOT_SHARED = "the server does not share its memory with these credentials (shared_memory)"
 _FIRST_RETRY_SECONDS = 0.05
 _LAST_RETRY_SECONDS = 1.0
@@ -76,16 +79,18 @@ class SessionConnection:
         return None if session is None or session.ended else session
 
     def wait(self, seconds: float, *, patient: bool = False) -> ClientSession:
-        """Returns the session; waits for the first attempt to connect only, unless `patient`.
+        """Returns the session. Waits at most `seconds` for the first attempt to connect.
+
+        If `patient`, waits for further attempts too.
 
         Raises:
-            KVTierError: there is no session; the error of the last attempt, if any.
+            KVTierError: there is no session. If an attempt failed, this is its error.
         """
         session = self.session
         if session is not None:
             return session
         with self._changed:
-            # An ended session stays in `_session` until the thread has replaced it by an error.
+            # After its end a session stays in `_session` until the thread sets `_error`.
             self._changed.wait_for(
                 lambda: self.session or (not patient and (self._error or self._session)) or self._closing.is_set(),
                 seconds,
@@ -101,10 +106,10 @@ class SessionConnection:
             raise type(self._error)(str(self._error), self._error.reason)
 
     def invalidate(self, session: ClientSession) -> None:
-        """Ends a session that the server no longer knows, and reconnects."""
+        """Ends a session that the server no longer knows; the client then reconnects."""
         session.end()
         with self._changed:
-            # If another session has replaced it, that one must continue.
+            # The heartbeats may already be those of a newer session, which must continue.
             heartbeats = self._heartbeats if self._session is session else None
         if heartbeats is not None:
             heartbeats.cancel()
@@ -133,7 +138,7 @@ class SessionConnection:
                 _log.exception("kvtier: cannot open a session")
                 self._report(ServerError(f"{type(error).__name__}: {error}"))
                 delay = _LAST_RETRY_SECONDS
-            # Jitter spreads the reconnects of the engines of a host.
+            # Jitter: the engines of a host must not all reconnect at the same time.
             self._closing.wait(delay * _random.uniform(0.5, 1.0))
 
     def _run_session(self) -> None:
@@ -142,12 +147,12 @@ class SessionConnection:
             self._capabilities_call = self._stub.Capabilities.future(
                 session_pb2.CapabilitiesRequest(), timeout=self._call_timeout
             )
-            if self._closing.is_set():  # `close` ran before there was a call to cancel
+            if self._closing.is_set():  # `close` ran before this call existed
                 self._capabilities_call.cancel()
             capabilities = self._capabilities_call.result()
             transport = self._pick_transport(capabilities)
             self._heartbeats = heartbeats = _Heartbeats(self._stub.Open(self._open_request(transport)))
-            if self._closing.is_set():  # `close` ran before there was a stream to cancel
+            if self._closing.is_set():  # `close` ran before this stream existed
                 heartbeats.cancel()
             try:
                 first = heartbeats.first(self._call_timeout)
@@ -196,24 +201,25 @@ class SessionConnection:
         self, first: session_pb2.OpenResponse, capabilities: session_pb2.CapabilitiesResponse, transport: str
     ) -> ClientSession:
         if first.session.epoch != capabilities.epoch:
-            # The capabilities are those of the server before its restart.
+            # The server was restarted after it sent the capabilities.
             raise NotConnected("the server was restarted while a session was opened")
         if transport == "grpc":
             reason = "another host" if capabilities.HasField("region") else _NOT_SHARED
             asked_for = self._asked_for("grpc") or self._asked_for("tcp")
-            return ClientSession(first.session, capabilities, None, "asked for" if asked_for else reason)
+            return ClientSession(first.session, capabilities, None, "set by the client" if asked_for else reason)
         try:
             attachment = Attachment.connect(capabilities.region.attach_path, first.session, self._identity.pin)
         except AttachError as error:
             if self._asked_for("shm"):
-                # Probably the server was killed a moment ago: the request is not at fault.
+                # Probably the server was killed a moment ago, so another attempt can succeed.
                 raise NotConnected(f"transport shm: {error}") from error
             return ClientSession(first.session, capabilities, None, f"shm failed: {error}")
         calls = SocketCalls(capabilities.region.attach_path, first.session) if capabilities.region.takes_calls else None
         if calls is not None and not calls.prepare():
             calls = None
         session = ClientSession(first.session, capabilities, attachment, "same host", calls)
-        with contextlib.suppress(RuntimeError):  # out of threads: only the first copies are slower
+        # If no thread can be started, only the first copies are slower.
+        with contextlib.suppress(RuntimeError):
             arguments = (attachment.region, attachment.pinning, lambda: session.ended)
             threading.Thread(target=warm_up, args=arguments, name="kvtier-warmup", daemon=True).start()
         return session
@@ -247,7 +253,7 @@ class SessionConnection:
 
 
 class _Heartbeats:
-    """Heartbeats of one stream, read by a thread so that waiting for them can time out."""
+    """Heartbeats of one stream. A thread reads them, so that waiting for one can time out."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

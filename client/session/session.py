@@ -1,4 +1,4 @@
-"""Open session of a client, with the mapped shared-memory region if there is one."""
+"""Session of a client, with the mapped shared-memory region if there is one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ATTACH_SECONDS = 2.0
 
 
 class AttachError(Exception):
-    """The region cannot be mapped; the message gives the reason. Transport grpc still works."""
+    """The region cannot be mapped; the message gives the reason. Other transports still work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,8 @@ class Limits:
 class Attachment:
     """The mapped region and its connection to the server.
 
-    The connection is closed after the last copy. The server then reuses the session's slots.
+    The client closes the connection after its last copy. Then the server can reuse the session's
+    slots.
     """
 
     def __init__(self, region: HostRegion, connection: socket.socket, pinning: Pinning | None) -> None:
@@ -49,7 +50,7 @@ class Attachment:
         """Receives the region's descriptor over the Unix socket at `path` and maps it.
 
         Raises:
-            AttachError: the socket does not exist, or the server or the kernel refused.
+            AttachError: the socket does not exist, or the server or the kernel refused the request.
         """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -89,10 +90,10 @@ class ClientSession:
         ref: reference to the session in calls.
         transport: "shm" if the region is mapped; "tcp" while streams use raw sockets; else "grpc".
         transport_reason: reason for this transport, for logs.
-        devices: the server's support for copies to and from devices.
+        devices: whether the server can copy to and from devices.
         tiers: names of the tiers, in the order of `source_indices`.
         packs_keys: whether the server accepts packed keys.
-        calls: sockets for unary calls; None if they use gRPC.
+        calls: sockets for unary calls; None if unary calls use gRPC.
     """
 
     def __init__(

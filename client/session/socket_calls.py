@@ -1,7 +1,7 @@
 """Unary calls over a socket instead of gRPC, for the synchronous client.
 
-The socket is the Unix socket of a local server, or the TCP port of a remote bulk process. For the
-format of the messages see `protos/wire/call_frames.py`.
+The socket is the Unix socket of a local server, or the TCP port of a remote server's bulk process.
+For the format of the messages see `protos/wire/call_frames.py`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ __all__ = ["MAX_IDLE", "AnswerReader", "SocketCalls", "SocketPool", "enable_keep
 _CONNECT_SECONDS = 2.0
 _CHUNK_BYTES = 64 << 10
 _LATE_SECONDS = 0.01
-"""Tolerated lateness of a deadline: the socket's time-out is updated after this time."""
+"""A call may exceed its deadline by this time: after a faster send the time-out is not updated."""
 MAX_IDLE = 8
 """Maximum number of idle connections; each uses a file descriptor of the server."""
 
 
 class SocketPool:
-    """Connections of one session; each carries one call at a time. Any thread may use the pool."""
+    """Connections of one session. Each carries one call at a time. Any thread may use the pool."""
 
     def __init__(self) -> None:
         self._idle: list[socket.socket] = []
@@ -70,7 +70,7 @@ class SocketPool:
             raise SessionLost("the session has ended")
 
     def _put(self, connection: socket.socket, *, intact: bool) -> None:
-        """Returns a connection to the pool. `intact`: no response is outstanding."""
+        """Returns a connection to the pool. `intact`: its last response was read completely."""
         with self._lock:
             self._busy.discard(connection)
             if intact and not self._closed and len(self._idle) < MAX_IDLE:
@@ -93,7 +93,7 @@ class SocketCalls(SocketPool):
         self._close_callbacks: list[Callable[[], object]] = []
 
     def on_close(self, callback: Callable[[], object]) -> None:
-        """Runs `callback` on the thread that closes this; at once if it is closed already."""
+        """Registers a callback that `close` runs. If this is closed already, runs it at once."""
         with self._lock:
             closed = self._closed
             self._close_callbacks.append(callback)
@@ -118,7 +118,7 @@ class SocketCalls(SocketPool):
         return connection is not None
 
     def call(self, name: str, message: bytes, timeout: float) -> bytes | None:
-        """Returns the response of a method; None, without a call, if no connection is possible.
+        """Calls a method and returns its response. Returns None if no connection is possible.
 
         Raises:
             KVTierError: the call was refused or failed, or the response did not arrive in time.
@@ -193,7 +193,7 @@ class AnswerReader:
     def feed(self, piece: bytes) -> bool:
         """Adds a piece; returns whether the response is complete."""
         if not piece:
-            raise ConnectionError("the server hung up")
+            raise ConnectionError("the server closed the connection")
         self._received += piece
         if self._end == LENGTH_BYTES <= len(self._received):
             self._end += unpack_length(self._received)
@@ -206,9 +206,9 @@ class AnswerReader:
 
 
 def enable_keepalive(connection: socket.socket) -> None:
-    """Disables Nagle's algorithm and detects a dead host within 15 s, like the gRPC channel.
+    """Disables Nagle's algorithm. Enables keepalive probes, which detect a dead host within 15 s.
 
-    The probe interval is that of the gRPC channel, so firewalls treat both connections alike.
+    The intervals equal those of the gRPC channel, so firewalls treat both connections alike.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,4 +1,4 @@
-"""Fake server in memory for tests of code that uses a `Client`."""
+"""In-memory fake server for tests of code that uses a `Client`."""
 
 from .fake_server import FakeServer
 

@@ -1,4 +1,4 @@
-"""Holds of the fake server. They never expire by time: the fake has no clock."""
+"""Holds of the fake server. They expire only on request, because the fake server has no clock."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class FakeHolds:
         return hold
 
     def statuses(self, hold: FakeHold, first_positions: Sequence[int], *, publisher_lives: bool) -> bytes:
-        """Returns one `KeyStatus` per block of a hold; 0 for unwanted blocks."""
+        """Returns one `KeyStatus` per block of a hold; 0 for blocks before `first_positions`."""
         missing = KeyStatus.HIT_PENDING if publisher_lives else KeyStatus.MISS
         statuses = bytearray()
         for name, position in zip(hold.names, hold.request.positions, strict=True):
@@ -115,5 +115,5 @@ def _name(prefix: bytes, hold: handoff_pb2.HoldRef) -> _Name:
 
 def _named(text: str) -> str:
     if not text:
-        raise error_for("INVALID_ARGUMENT", "a hold has a name")
+        raise error_for("INVALID_ARGUMENT", "the name of a hold must not be empty")
     return text

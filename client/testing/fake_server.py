@@ -1,12 +1,12 @@
-"""Fake server in memory for tests of code that uses a `Client`.
+"""In-memory fake server for tests of code that uses a `Client`.
 
     server = FakeServer()
     with server.client(namespace) as client:
         client.store([key], [data])
 
-The client is real; its transport calls the fake directly. The fake passes the contract tests of the
-real server (`tests/contracts/cache_client.py`). It evicts only on request (`forget`), and can
-simulate a server that is down, hangs or restarts.
+The client is a real `Client` whose transport calls the fake server directly. The fake server passes
+the contract tests of the real server (`tests/contracts/cache_client.py`). It evicts blocks only on
+request (`forget`). It can simulate a server that is down, hangs or restarts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Lease:
     request_id: str
     names: list[BlockName | None]
     blocks: dict[BlockName, dict[int, bytes]]
-    """The pinned blocks; they stay readable after the end of the last hold that names them."""
+    """The pinned blocks. They stay readable even if the last hold that names them ends."""
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class _Session:
 
 
 class FakeServer:
-    """Fake server that keeps its blocks in a dict. For one thread at a time.
+    """Fake server that keeps its blocks in a dict. Use it from one thread at a time.
 
     Attributes:
         down: while set, clients cannot reach the server.
@@ -317,7 +317,7 @@ class FakeServer:
         return cache_pb2.FinishRequestResponse(settled=True)
 
     def _reset(self, request: cache_pb2.ResetRequest) -> cache_pb2.ResetResponse:
-        """Empties the namespace at once; its leases, stores and holds are lost."""
+        """Empties the namespace at once and ends its leases, stores and holds."""
         prefix = self._session(request.session).prefix
         self._holds.end_all(prefix=prefix)
         for name in [name for name in self._blocks if name[0] == prefix]:

@@ -1,1 +1,1 @@
-"""How the effects of operations are performed: gRPC and sockets, synchronous and asyncio."""
+"""Transports of both clients: perform the effects of operations over gRPC and sockets."""

@@ -35,8 +35,8 @@ _MAX_STREAMS = 64
 class AsyncGrpcTransport:
     """Performs effects over its own gRPC channels. See `effects.Transport`.
 
-    Construct it on the event loop that uses it. A thread keeps the session open, so a busy event
-    loop does not lose it.
+    Construct it on the event loop that uses it. A thread keeps the session open, even if the event
+    loop is busy.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class AsyncGrpcTransport:
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
         tune_malloc()
-        # Not the loop's default executor: streams that hang would block work of the application.
+        # Not the loop's default executor, because hanging streams would block the application.
         self._stream_threads = ThreadPoolExecutor(_MAX_STREAMS, "kvtier-stream")
         self._bulk = BulkConnector(self._session_channel, server, credentials, tcp=identity.transport != "grpc")
         self._connection = SessionConnection(self._session_channel, identity, timeouts.call)
@@ -87,8 +87,8 @@ class AsyncGrpcTransport:
             task = asyncio.current_task()
             if task and task.cancelling():
                 raise
-            # Not a cancellation of the caller: a closed channel cancels its calls, and the end of a
-            # session its streams.
+            # The caller was not cancelled. A closed channel cancels its calls, and the end of a
+            # session cancels the session's streams.
             if self._closed:
                 raise NotConnected("the client is closed") from None
             if isinstance(effect, Push | Pull) and effect.session.ended:
@@ -96,7 +96,7 @@ class AsyncGrpcTransport:
             raise
 
     def _translated(self, error: KVTierError) -> KVTierError:
-        """Replaces `SessionLost` after `close`: the caller ended the session itself."""
+        """After `close`, replaces `SessionLost` by `NotConnected`, because the caller closed it."""
         return NotConnected("the client is closed") if self._closed and isinstance(error, SessionLost) else error
 
     async def _perform(self, effect: Effect) -> Any:
@@ -116,8 +116,9 @@ class AsyncGrpcTransport:
             case Pull(session, request, take, timeout):
                 pull = self._pull(request, timeout=timeout)
                 with session.cancelling(_from_any_thread(pull.cancel)):
-                    # In 1 of 100 cases a cancellation inside gRPC's own wait leaks the call and its
-                    # next message until the deadline. So cancel the stream and wait for its end.
+                    # A cancellation while gRPC waits for a message leaks, in 1 of 100 cases, the
+                    # call and its next message until the deadline. So this code cancels the stream
+                    # and waits for its end.
                     await _run_to_end(_receive_all(pull, take), pull.cancel)
             case Copy(run):
                 await _run_to_end(asyncio.to_thread(run))
@@ -127,7 +128,7 @@ class AsyncGrpcTransport:
         session = self._connection.session
         if session is None:
             session = await asyncio.to_thread(self._connection.wait, timeout, patient=patient)
-        self._bulk.streams(session)  # starts the search before the first stream
+        self._bulk.streams(session)  # starts the search for the bulk process
         return session
 
     async def _call(self, method: str, request: Message, timeout: float) -> Any:
@@ -153,7 +154,7 @@ class AsyncGrpcTransport:
 
         def on_cancel() -> None:
             cancelled.set()
-            moved.cancel()  # if it has not started
+            moved.cancel()  # has an effect only if `run` has not started
             for call in calls:
                 call.cancel()
 
@@ -180,7 +181,7 @@ class AsyncGrpcTransport:
     async def _close(self) -> None:
         with ThreadPoolExecutor(1, "kvtier-close") as closer:
             loop = asyncio.get_running_loop()
-            await loop.run_in_executor(closer, self._connection.close)  # ends its streams, too
+            await loop.run_in_executor(closer, self._connection.close)  # also ends the streams
             await loop.run_in_executor(closer, self._bulk.close)
             self._stream_threads.shutdown(wait=False)
         if self._socket_calls is not None:
@@ -194,7 +195,7 @@ def _from_any_thread(cancel: Callable[[], object]) -> Callable[[], object]:
     loop = asyncio.get_running_loop()
 
     def call() -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and the call with it
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so the call has ended
             loop.call_soon_threadsafe(cancel)
 
     return call
@@ -206,9 +207,11 @@ async def _receive_all(pull: Any, take: Callable[[bytes], None]) -> None:
 
 
 async def _run_to_end(work: Awaitable[object], on_cancel: Callable[[], object] = lambda: None) -> None:
-    """Waits for the end of `work` even if cancelled; then calls `on_cancel` to shorten it.
+    """Waits for the end of `work`, even if the caller is cancelled.
 
-    The memory of a copy in progress must stay valid, and a partial close would leak the rest.
+    On a cancellation it calls `on_cancel`, which may shorten `work`. It must not return earlier:
+    the memory of a copy must stay valid until the copy has ended, and a partial close would leak
+    resources.
     """
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
@@ -221,10 +224,10 @@ async def _run_to_end(work: Awaitable[object], on_cancel: Callable[[], object] =
         except BaseException:
             if cancelled is None:
                 raise
-            # An error that `on_cancel` caused. The caller gets its CancelledError instead.
+            # `on_cancel` probably caused this error. The caller gets the CancelledError instead.
     if cancelled is None:
         task.result()
         return
     if not task.cancelled():
-        task.exception()  # marks it as retrieved; asyncio would log it otherwise
+        task.exception()  # marks the exception as retrieved; otherwise asyncio would log it
     raise cancelled

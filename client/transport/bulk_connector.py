@@ -1,7 +1,8 @@
 """Connector to the server's bulk process, which serves streams.
 
-A background thread finds and connects it before the first stream, and again after it was lost.
-Until then, and if it is unreachable (firewall), streams use the channel of the calls.
+A background thread finds the bulk process and connects to it before the first stream. It does so
+again if the connection is lost. While there is no connection (for example because of a firewall),
+streams use the gRPC channel of the unary calls.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class GrpcStreams:
             return call.result()
 
     def pull(self, effect: Pull, on_start: Callable[[Any], object] = lambda _: None) -> None:
-        """Passes each received frame to `effect.take`. Otherwise like `push`."""
+        """Passes each received frame to `effect.take`. For `on_start` see `push`."""
         call = self._pull(effect.request, timeout=effect.timeout)
         on_start(call)
         with effect.session.cancelling(call.cancel):
@@ -74,10 +75,13 @@ class BulkConnector:
     """Finds the bulk process of a server and stays connected to it. Any thread may call."""
 
     def __init__(self, control: grpc.Channel, endpoint: Endpoint, credentials: Credentials, *, tcp: bool) -> None:
-        """`control` is a channel to the server; close it after this. `tcp` prefers raw sockets."""
+        """`control`: a channel to the server, which must stay open until `close` has returned.
+
+        `tcp`: whether to prefer raw sockets.
+        """
         self._endpoint = endpoint
         self._credentials = credentials
-        # Raw sockets are not encrypted, so they are not used beside TLS.
+        # Raw sockets are not encrypted, so a client that uses TLS does not use them.
         self._tcp = tcp and not credentials.is_tls(endpoint)
         self._locate = control.unary_unary(path_of(LOCATE), serialize, transfer_pb2.LocateResponse.FromString)
         self._lock = threading.Lock()
@@ -114,13 +118,15 @@ class BulkConnector:
         except ValueError as error:
             if self._streams is streams:
                 raise
-            # gRPC raises it for a closed channel: another thread's stream broke and closed it.
-            raise NotConnected("the bulk process is gone") from error
+            # gRPC raises ValueError for a closed channel. Another thread closed this channel after
+            # its stream broke.
+            raise NotConnected("the connection to the bulk process was lost") from error
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 self._disconnect(streams)
             elif error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and reason_of(error.trailing_metadata()) is None:
-                # Its limit of concurrent streams. With a reason, the server would refuse as well.
+                # The bulk process has reached its limit of concurrent streams. If the error has a
+                # reason, it comes from a limit of the server, which would refuse the stream too.
                 self._full_until = time.monotonic() + _FULL_SECONDS
             raise
 
@@ -195,7 +201,7 @@ class BulkConnector:
             return False
         try:
             channel = self._credentials.channel(endpoint, CHANNEL_OPTIONS)
-        except CredentialsError as error:  # a certificate file is gone
+        except CredentialsError as error:  # for example, a certificate file was deleted
             _log.warning("kvtier: streams do not use the bulk process: %s", error)
             return False
         if not self._is_reachable(channel):
@@ -214,12 +220,12 @@ class BulkConnector:
         return True
 
     def _is_reachable(self, channel: grpc.Channel) -> bool:
-        """Waits for a connection. The bulk process serves no calls: it replies UNIMPLEMENTED."""
+        """Waits for a connection. The bulk process answers each unary call with UNIMPLEMENTED."""
         error = self._outcome(channel.unary_unary(path_of(LOCATE)), b"", wait_for_ready=True)[1]
         return error is None or error.code() is grpc.StatusCode.UNIMPLEMENTED
 
     def _outcome(self, method: Any, request: Any, **options: Any) -> tuple[Any, Any]:
-        """Performs a call that `close` cancels; returns its response, or its error."""
+        """Performs a call that `close` can cancel; returns (response, None) or (None, error)."""
         call = method.future(request, timeout=_CONNECT_SECONDS, **options)
         with self._lock:
             self._call = call

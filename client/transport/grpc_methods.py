@@ -17,17 +17,18 @@ __all__ = ["CHANNEL_OPTIONS", "LOCATE", "PULL", "PUSH", "RESPONSES", "path_of", 
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-    # HTTP proxies of the environment are not meant for this traffic.
+    # Ignore HTTP proxies that the environment sets for other traffic.
     ("grpc.enable_http_proxy", 0),
     # Reconnect within a second after a server restart.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
-    # Despite its name, the minimum time-out of one attempt: a busy or distant host is slow to
-    # complete the handshake.
+    # Despite the option's name, this is the minimum time-out of one attempt to connect. A busy or
+    # distant host completes the handshake slowly.
     ("grpc.min_reconnect_backoff_ms", 5_000),
-    # Otherwise channels of a process share a connection, and streams delay other clients' calls.
+    # Otherwise all channels of a process share one connection, and the streams of one client delay
+    # the calls of others.
     ("grpc.use_local_subchannel_pool", 1),
-    # Detects a dead host. A server that hangs is detected by its heartbeats.
+    # Detects a dead host. Missing heartbeats show that a server hangs.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
 )

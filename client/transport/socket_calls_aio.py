@@ -17,7 +17,7 @@ _CHUNK_BYTES = 64 << 10
 
 
 class AsyncSocketCalls(SocketPool):
-    """Calls of one session on one event loop, over connections of its own."""
+    """Calls of one session on one event loop, over separate connections."""
 
     def __init__(self, calls: SocketCalls) -> None:
         super().__init__()
@@ -76,5 +76,5 @@ class AsyncSocketCalls(SocketPool):
         return unpack_reply(reply) is not None
 
     def _close_soon(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and its connections with it
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self.close)

@@ -1,4 +1,4 @@
-"""Transport of the synchronous client: gRPC, sockets beside it, and copies in shared memory."""
+"""Transport of the synchronous client: gRPC, raw sockets and copies in shared memory."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ class GrpcTransport:
             raise
 
     def _translated(self, error: KVTierError) -> KVTierError:
-        """Replaces `SessionLost` after `close`: the caller ended the session itself."""
+        """After `close`, replaces `SessionLost` by `NotConnected`, because the caller closed it."""
         return NotConnected("the client is closed") if self._closed and isinstance(error, SessionLost) else error
 
     def _perform(self, effect: Effect) -> Any:
         match effect:
             case Connect(timeout, patient):
                 session = self._connection.wait(timeout, patient=patient)
-                self._bulk.streams(session)  # starts the search before the first stream
+                self._bulk.streams(session)  # starts the search for the bulk process
                 return session
             case Call(method, request, timeout):
                 return self._call(method, request, timeout)

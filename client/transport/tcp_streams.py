@@ -1,4 +1,4 @@
-"""Push and Pull over raw TCP sockets to the bulk process, directly between buffers and socket."""
+"""Push and Pull over raw TCP sockets to the bulk process, without a copy in between."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TcpStreamClient:
     """Push and Pull over a pool of connections. Any thread may call."""
 
     def __init__(self, host: str, port: int) -> None:
-        """Connects. Raises `OSError`."""
+        """Opens the first connection. Raises `OSError` if that fails."""
         self._address = (host, port)
         self._lock = threading.Lock()
         first = self._connect()
@@ -55,7 +55,7 @@ class TcpStreamClient:
             return transfer_pb2.PushResponse.FromString(connection.answer())
 
     def pull(self, effect: Pull, on_start: Callable[[Any], object] = lambda _: None) -> None:
-        """Receives frames into `effect.sink`. Otherwise like `push`."""
+        """Receives frames into `effect.sink`. For `on_start` see `push`."""
         sink = effect.sink
         with self._connection(effect, on_start) as connection:
             connection.send([tcp_frames.pack_request(tcp_frames.Method.PULL, effect.request.SerializeToString())])
@@ -70,7 +70,7 @@ class TcpStreamClient:
             sink.completed = sink.completed or answer.completed
 
     def offer_calls(self, session: ClientSession) -> None:
-        """Moves the unary calls of a session to the same port, if the server accepts them there."""
+        """Sends the session's unary calls to the same port, if the server accepts them there."""
         family, address = self._peer
         if session.calls is not None:  # applies to new connections; existing ones stay open
             session.calls.address, session.calls.family = address, family
@@ -80,7 +80,7 @@ class TcpStreamClient:
             session.use_calls(calls)
 
     def close(self) -> None:
-        """Closes the idle connections; those in use are closed after their stream."""
+        """Closes the idle connections. A connection in use is closed after its stream."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -108,7 +108,7 @@ class TcpStreamClient:
                 raise SessionLost("the session has ended") from None
             if time.monotonic() >= deadline or isinstance(error, BlockingIOError):
                 raise DeadlineExceeded("the stream did not end in time") from None
-            raise NotConnected(f"the stream broke: {error}") from None
+            raise NotConnected(f"the connection of a stream failed: {error}") from None
 
     def _connect(self) -> socket.socket:
         connection = socket.create_connection(self._address, _CONNECT_SECONDS)
@@ -136,7 +136,7 @@ class TcpStreamClient:
 
 
 class _TimedConnection:
-    """Connection with a deadline. Raises `OSError`; `BlockingIOError` after the deadline."""
+    """Connection with a deadline. Methods raise `OSError`; `BlockingIOError` after the deadline."""
 
     def __init__(self, connection: socket.socket, seconds: float) -> None:
         self._connection = connection

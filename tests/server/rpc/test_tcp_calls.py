@@ -87,7 +87,7 @@ def test_remote_calls_use_the_port_of_streams(server: ServerProcess, monkeypatch
         session = client._transport.session
         assert session is not None
         assert session.calls is not None
-        assert session.transport_reason == "asked for"
+        assert session.transport_reason == "set by the client"
         request = transfer_pb2.LocateRequest(session=session.ref)
         answer = session.calls.call("TransferService/Locate", request.SerializeToString(), TIMEOUT)
         assert answer is not None
