@@ -1,4 +1,4 @@
-"""Eviction policies, by their names in the configuration."""
+"""Eviction policies, by the names that the configuration uses."""
 
 from __future__ import annotations
 

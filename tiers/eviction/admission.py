@@ -1,6 +1,6 @@
-"""Admission filters: which blocks a tier stores.
+"""Admission filters: decide which blocks a tier stores.
 
-Storing blocks that are never read wears SSDs out.
+A filter avoids SSD writes for blocks that are never read.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ MAX_REMEMBERED = 1 << 17
 
 
 class Admission(Protocol):
-    """Decides per block. Called once per use of a block that the tier lacks."""
+    """Admission filter of a tier. Called once per use of a block that the tier does not have."""
 
     def admits(self, name: Hashable, user: Hashable) -> bool:
-        """Returns whether to store a block that `user` has used; None is a request of its own."""
+        """Returns whether to store a block that request `user` has used (None: unknown request)."""
         ...
 
 
 class SecondUse:
-    """Admits a block at its second use by another request (CacheLib: reject first).
+    """Admits a block when a second request uses it (CacheLib: reject first).
 
     Remembers about 131,000 names in two generations; a full young generation replaces the old one.
     """

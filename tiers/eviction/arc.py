@@ -13,12 +13,10 @@ __all__ = ["ARC"]
 
 
 class ARC(Generic[T]):
-    """Two LRU lists, for items used once (T1) and more often (T2).
+    """Two LRU lists: T1 for items used once, T2 for items used more often.
 
-    Ghosts of both (B1, B2) adapt the target size of T1.
-
-    The paper's capacity is the number of items here, because victims are needed only when the tier
-    is full.
+    The ghosts of the lists (B1, B2) adapt the target size of T1. The capacity of the paper is the
+    current number of items, because victims are needed only when the tier is full.
     """
 
     def __init__(self) -> None:
@@ -53,7 +51,7 @@ class ARC(Generic[T]):
         self._requests.forget(item)
 
     def victims(self) -> Iterator[T]:
-        """Yields from the first list while that is longer than its target, else from the second."""
+        """Yields from T1 while T1 is longer than its target, then from T2."""
         recent, frequent = iter(self._recent), iter(self._frequent)
         for left in range(len(self._recent), -1, -1):
             if left <= self._target or left == 0:

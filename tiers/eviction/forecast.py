@@ -9,12 +9,13 @@ The algorithm, for each use of blocks by a request:
    that request's chain up to its last block, which may have been partly filled (`_match_chain`).
 4. Append the runs to the request's *chain*. New blocks form one run; the last block is another run,
    because a partly filled block is rarely used again (`_append`).
-5. Classify every run of the chain into a *kind* (`_classify`): "end" (last block), "shared" (used
-   more often than its conversation has turns, by the logarithm of its uses), or turn and growth
-   (blocks that this request added, logarithm).
+5. Assign every run of the chain to a *kind* (`_classify`). "end" is the last block. "shared" is a
+   run used more often than its conversation has turns; the logarithm of its uses is part of the
+   kind. All other kinds are a pair: the turn, and the logarithm of the number of blocks added by
+   the request.
 6. Put the runs into the *bucket* of their kind and age bin. Age is counted in block uses.
-7. Move runs whose age has left its bin to the next bin, and tell the model about the misses
-   (`_age_runs`).
+7. Move runs that have become too old for their bin to the next bin, and count a miss for each in
+   the model (`_age_runs`).
 8. Fit the model (`reuse_model`) in small steps. It computes a value per kind and age bin: the
    Gittins index, i.e. the best expected hits per block and unit of time. Buckets are ranked by it.
 
@@ -38,13 +39,13 @@ __all__ = ["Forecast"]
 
 _MIN_GHOSTS = 1024
 _GHOST_EVERY = 8
-"""Every eighth evicted block of a run leaves a ghost, and so do the last two of a chain, where the
-next turn continues."""
+"""Every eighth block of a chain leaves a ghost when it is evicted. The last two blocks of a chain
+always leave one, because the next turn of the conversation continues there."""
 _MIN_LEARNING_PERIOD = 2048
-"""Uses between two fits of the model; half the number of items if that is more."""
+"""Number of uses between two fits of the model, or half the number of items if that is larger."""
 _AGE_RESOLUTION = 16
-"""Ages below this part of a turnover of all items share the first update, which bounds the work per
-use."""
+"""Bins that a run leaves before 1/16 of all items has been used share one update. This limits the
+work per use."""
 _MAX_TURN = 5
 _MAX_GROWTH = 8
 _MAX_SHARED = 10
@@ -61,8 +62,8 @@ class Forecast(Generic[T]):
         self._ranked: list[tuple[tuple[float, int], RankBucket[T]]] = []
         """The non-empty buckets, by rank. Ranks are unique, so buckets are never compared."""
         self._due: defaultdict[int, deque[tuple[int, BlockRun[T]]]] = defaultdict(deque)
-        """Per bin its runs and when they leave it, in order. Entries whose time differs from
-        `run.due` are stale."""
+        """Per bin its runs with the clock at which they leave the bin, in order. An entry is stale
+        if its time differs from `run.due`."""
         self._clock = 0
         self._next_fit = _MIN_LEARNING_PERIOD
         self._fit: Iterator[Kind | None] | None = None
@@ -117,7 +118,7 @@ class Forecast(Generic[T]):
                 yield from reversed(run.items)
 
     def oldest(self) -> T | None:
-        """Returns the tail of the run that was used the longest ago."""
+        """Returns the tail of the least recently used run."""
         heads = (next(iter(bucket.runs)) for _, bucket in self._ranked)
         run = min(heads, key=lambda run: run.chain.last_use, default=None)
         return run.items[-1] if run else None
@@ -126,12 +127,12 @@ class Forecast(Generic[T]):
         return self._count
 
     def _split(self, items: Sequence[T], chain: RequestChain[T]) -> list[tuple[BlockRun[T] | None, list[T]]]:
-        """Splits items by their runs, and leaves out those that this request has used before."""
+        """Splits items by their runs. Skips items that this request has used before."""
         pieces: list[tuple[BlockRun[T] | None, list[T]]] = []
         start = 0
         while start < len(items):
             run: BlockRun[T] | None = items[start].policy_node
-            end = _end_of_whole_run(items, start, run)  # the usual case: no item is looked at
+            end = _end_of_whole_run(items, start, run)  # the usual case: items are not examined
             if not end:
                 end = start + 1
                 while end < len(items) and items[end].policy_node is run:
@@ -147,7 +148,7 @@ class Forecast(Generic[T]):
     def _match_ghosts(
         self, items: list[T], chain: RequestChain[T], pieces: list[tuple[BlockRun[T] | None, list[T]]]
     ) -> None:
-        """Adds pieces for items that are not resident. A ghost also identifies those before it."""
+        """Adds pieces for new or evicted items. A ghost also identifies the items before it."""
         names = [item.name for item in items] if self._ghosts else ()
         if self._ghosts.keys().isdisjoint(names):
             pieces.append((None, items))
@@ -191,7 +192,7 @@ class Forecast(Generic[T]):
         self._forget_run(run)
 
     def _match_chain(self, chain: RequestChain[T], pieces: list[tuple[BlockRun[T] | None, list[T]]]) -> None:
-        """Sets the matched length and the turn: one more than that of the continued request."""
+        """Sets the matched length, and the turn: that of the continued request plus one."""
         position = chain.length
         for old, piece in pieces:
             position += len(piece)
@@ -201,7 +202,7 @@ class Forecast(Generic[T]):
                 chain.turn = old.chain.turn + 1 if continues else 0
 
     def _merge_last_block(self, chain: RequestChain[T]) -> None:
-        """Merges the last block into the run of new blocks: the request continues behind it."""
+        """Merges the last block into the run of new blocks, because the request continues after it."""
         last, chain.last_block = chain.last_block, None
         if last is None or not last.items or last.chain is not chain:
             return
@@ -216,7 +217,7 @@ class Forecast(Generic[T]):
         self._leave_bucket(last)
 
     def _append(self, chain: RequestChain[T], old: BlockRun[T] | None, piece: list[T], *, last: bool) -> None:
-        """Adds a piece to a request's chain. `last` says that it ends the use."""
+        """Appends a piece to a request's chain. `last`: it is the last piece of this use."""
         position = chain.length
         chain.length += len(piece)
         if old is not None and old.items == piece:
@@ -246,13 +247,12 @@ class Forecast(Generic[T]):
         return run
 
     def _assign(self, items: Sequence[T], run: BlockRun[T]) -> None:
-        """Makes a run the owner of items, new ones or those of another run."""
         for item in items:
             self._count += item.policy_node is None
             item.policy_node = run
 
     def _refresh(self, chain: RequestChain[T]) -> None:
-        """Sets the age of a request's runs to 0, and classifies them anew."""
+        """Resets the age of a request's runs to 0, and determines their kinds again."""
         chain.last_use = self._clock
         chain.runs = [run for run in chain.runs if run.at_risk and run.chain is chain]
         for run in chain.runs:
@@ -283,7 +283,7 @@ class Forecast(Generic[T]):
                     run.kind.misses[-1] += run.at_risk
 
     def _count_misses(self, run: BlockRun[T]) -> None:
-        """Sets the bin of a run's age, and counts a miss in each bin that it has passed."""
+        """Sets the bin for a run's age, and counts a miss in each bin that the run has passed."""
         number, age = run.bin, self._clock - run.chain.last_use
         while age >= BIN_ENDS[number] and number + 1 < BINS:
             run.kind.misses[number] += run.at_risk
@@ -310,7 +310,7 @@ class Forecast(Generic[T]):
                     self._rank(bucket)
 
     def _schedule(self, run: BlockRun[T]) -> None:
-        """Schedules when a run leaves its bin. The youngest bins share one time."""
+        """Schedules when a run leaves its bin. For the youngest bins this is a common time."""
         due = run.chain.last_use + max(BIN_ENDS[run.bin], self._count // _AGE_RESOLUTION)
         if due != run.due:
             run.due = due
@@ -350,13 +350,16 @@ class Forecast(Generic[T]):
             self._forget_run(run)
 
     def _forget_run(self, run: BlockRun[T]) -> None:
-        """Ends the observation of a run without items and ghosts: reuse could not be recognised."""
+        """Removes a run without items and ghosts from the model: its reuse cannot be recognised."""
         if not run.items and not run.ghosts:
             run.at_risk = 0
 
 
 def _end_of_whole_run(items: Sequence[T], start: int, run: BlockRun[T] | None) -> int:
-    """Returns where a run ends if all of its items follow from `start` on, in order; else 0."""
+    """Returns the end of `run` in `items` if `items` has all of it, in order, from `start` on.
+
+    Otherwise returns 0.
+    """
     if run is None or not run.items:
         return 0
     end = start + len(run.items)

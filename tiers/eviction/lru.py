@@ -1,4 +1,4 @@
-"""Least recently used, by chains."""
+"""LRU eviction policy: orders whole request chains by their last use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["LRU"]
 
 
 class _Chain(Generic[T]):
-    """Blocks of one request, head first, without those that later requests used."""
+    """Blocks of one request, head first, except blocks that a later request used."""
 
     __slots__ = ("items",)
 

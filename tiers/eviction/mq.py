@@ -1,6 +1,6 @@
-"""Multi-Queue (Zhou, Philbin and Li, USENIX 2001), made for second-level caches.
+"""Multi-Queue eviction policy (Zhou, Philbin and Li, USENIX 2001) for second-level caches.
 
-In a second-level cache recency says little, because the first level has absorbed the locality.
+In a second-level cache, recency predicts little: the first level serves the repeated uses.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["MQ"]
 QUEUES = 8
 GHOSTS_PER_ITEM = 4
 HALF_LIFE = 16
-"""Uses per item after which observed distances count half."""
+"""After this many uses per item, earlier observed distances count half."""
 
 
 class _State:
@@ -31,10 +31,10 @@ class _State:
 
 
 class MQ(Generic[T]):
-    """Queues by the logarithm of the use count. An item unused for a lifetime moves one queue down.
+    """One queue per logarithm of the use count. An item that is unused for the lifetime moves down.
 
-    The lifetime is the reuse distance with the most reuse, from a histogram by octave, as in the
-    paper.
+    The lifetime is the reuse distance with the most reuse, as in the paper. A histogram by octave
+    determines it.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class MQ(Generic[T]):
         self._requests.finish(request)
 
     def remove(self, item: T) -> None:
-        """Removes an item; its ghost keeps the use count."""
+        """Removes an item and stores its use count in a ghost."""
         state = self._states.pop(item, None)
         if state is None:
             return
@@ -101,7 +101,7 @@ class MQ(Generic[T]):
         self._queues[queue][item] = state
 
     def _age(self) -> None:
-        """Moves the head of each queue down if its lifetime has passed."""
+        """Moves the head of each queue one queue down if the head's lifetime has passed."""
         if self._clock >= self._next_review:
             self._review()
         for number in range(1, QUEUES):

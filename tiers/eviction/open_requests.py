@@ -1,4 +1,4 @@
-"""Open requests: which uses belong to one request."""
+"""Open requests of an eviction policy: they tell which uses belong to one request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["LastRequest", "OpenRequests"]
 V = TypeVar("V")
 
 MAX_OPEN = 1024
-"""Limit; beyond it, the oldest request counts as finished."""
+"""Limit of open requests. Beyond it, the oldest request counts as finished."""
 
 
 class OpenRequests(Generic[V]):
@@ -26,7 +26,7 @@ class OpenRequests(Generic[V]):
         self._open: OrderedDict[Hashable, V] = OrderedDict()
 
     def of(self, request: Hashable) -> V:
-        """Returns the state of a request, a new one for an unknown request and for None."""
+        """Returns the state of a request. For an unknown request and for None, creates a state."""
         kept = self._open.get(request)
         if kept is None:
             kept = self._new()

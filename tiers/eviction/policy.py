@@ -1,8 +1,8 @@
 """Interface of eviction policies: the order in which items are evicted.
 
-A policy only orders items. The caller checks whether an item may be evicted (it may be pinned). A
-policy is told which items a request used, in chain order, and which uses belong to one request.
-There is no clock: policies count uses.
+A policy only orders items. The caller checks whether an item can be evicted, for example whether it
+is pinned. The caller reports each use with its request and its items in chain order. A policy has
+no clock: it counts uses.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Item(Hashable, Protocol):
 
     @property
     def name(self) -> Hashable:
-        """Identifies the item across evictions; ghosts are stored under it."""
+        """Identifies the item across evictions; the policy stores ghosts under this name."""
         ...
 
 
@@ -29,10 +29,10 @@ T = TypeVar("T", bound=Item)
 
 
 class EvictionPolicy(Protocol[T]):
-    """An eviction order over distinct items. Called by the core, one call at a time; never raises.
+    """Eviction order of distinct items. Called by the core, one call at a time; never raises.
 
-    Memory is bounded by the number of items: there are at most four times as many ghosts (names of
-    evicted items), or about a thousand if there are few items.
+    A policy stores at most four ghosts (names of evicted items) per item, or about a thousand
+    ghosts if there are few items.
     """
 
     def use(self, items: Sequence[T], request: Hashable = None) -> None:
@@ -41,11 +41,11 @@ class EvictionPolicy(Protocol[T]):
         Args:
             items: distinct, head first. They follow the request's earlier items in the chain;
                 repeated items are ignored.
-            request: the request; None if unknown, which counts as a request of its own.
+            request: the request; None if unknown: then each use counts as a separate request.
         """
 
     def finish(self, request: Hashable) -> None:
-        """Ends a request: its name may be reused."""
+        """Ends a request; a later request may have the same id."""
 
     def remove(self, item: T) -> None:
         """Removes an item, possibly leaving a ghost; ignores unknown items."""
@@ -53,7 +53,7 @@ class EvictionPolicy(Protocol[T]):
     def victims(self) -> Iterator[T]:
         """Yields every item in eviction order. No other method may be called while iterating.
 
-        A new item may come first: then the policy does not consider it worth keeping.
+        A new item may be the first victim, if the policy expects no reuse of it.
         """
         ...
 

@@ -1,8 +1,8 @@
 """Eviction queues: the items of a tier in eviction order, per tenant share and size class.
 
-Each queue has its own eviction policy, so the search for a victim never walks over the blocks of
-protected shares. Retained items are in no queue until their time has passed, and neither are items
-that holds protect.
+Each queue has a separate eviction policy, so the search for a victim never examines the blocks of
+protected shares. Retained items are in no queue until their time has passed. Items that a hold
+protects are in no queue until the hold ends.
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ H = TypeVar("H", bound=Hashable)
 class ExpiryWheel(Generic[H]):
     """Timing wheel: items grouped by expiry time, rounded up to `width` seconds.
 
-    Rescheduling is O(1).
-
-    Memory is bounded by the number of items, and by the number of widths between the first and last
-    time.
+    A change of an expiry time is O(1).
     """
 
     def __init__(self, width: float = 1.0) -> None:
@@ -72,7 +69,7 @@ class ExpiryWheel(Generic[H]):
             del self._slots[number][item]
 
     def has_due(self, now: float) -> bool:
-        """Returns whether items may have expired."""
+        """Returns whether some items may have expired."""
         return bool(self._order) and self._order[0] * self._width <= now
 
     def take(self, now: float, most: int) -> list[H]:
@@ -90,7 +87,7 @@ class ExpiryWheel(Generic[H]):
 
 
 MAX_AT_ONCE = 1024
-"""Expired items that are handled at a time, which bounds the delay of the event loop."""
+"""How many expired items are handled at once, so that the event loop is not delayed."""
 
 _SLOTS_OF_TTL = 1024
 
@@ -104,7 +101,7 @@ class QueueItem(Hashable, Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether its share counts it as busy while it is not retained."""
+        """Whether the item's share counts it as busy while it is not retained."""
         ...
 
     @property
@@ -114,7 +111,7 @@ class QueueItem(Hashable, Protocol):
 
     @property
     def allocated_bytes(self) -> int:
-        """The bytes of the tier that it takes when it is complete."""
+        """The bytes that the item occupies in the tier when it is complete."""
         ...
 
 
@@ -133,8 +130,8 @@ class EvictionQueue(Generic[L]):
         self.size_class = size_class
         self.policy = policy
         self.victim_buffer: deque[L] = deque()
-        """Next victims, valid until the next use. It avoids skipping the same unevictable items
-        each time."""
+        """Next victims, valid until the next use. Without this buffer every search would skip the
+        same unevictable items again."""
 
 
 def by_queue(items: Sequence[L]) -> Iterable[tuple[EvictionQueue[L], Sequence[L]]]:
@@ -150,19 +147,19 @@ def by_queue(items: Sequence[L]) -> Iterable[tuple[EvictionQueue[L], Sequence[L]
 class EvictionQueues(Generic[L]):
     """The eviction queues of one tier, with retention and time to live.
 
-    An item joins its queue at its first use, and must be removed explicitly.
+    An item enters its queue at its first use. The caller must remove it.
     """
 
     def __init__(
         self, shares: Quotas, new_policy: Callable[[], EvictionPolicy[L]], *, ttl: float | None = None, now: float = 0.0
     ) -> None:
-        """`ttl`: seconds that an item may stay unused; None for no limit."""
+        """`ttl`: an item expires after this many seconds without use; None: never."""
         self.shares = shares
         self.ttl = ttl
         self.now = now
         self.expired = 0
         self.not_retained = 0
-        """Items that exceeded the retention budget."""
+        """Number of items that were not retained because the retention budget was used up."""
         self._new_policy = new_policy
         self._queues: dict[tuple[TenantShare, int], EvictionQueue[L]] = {}
         self._of_class: dict[int, list[EvictionQueue[L]]] = defaultdict(list)
@@ -187,7 +184,7 @@ class EvictionQueues(Generic[L]):
         return self._of_class[size_class]
 
     def use(self, items: Sequence[L], request: Hashable, retain_until: float = 0.0) -> int:
-        """Records a use of distinct items, head first; returns how many could not be retained."""
+        """Records a use of distinct items, head first; returns how many were not retained."""
         if self.ttl is not None:
             self._unused.put(items, self.now + self.ttl)
         if retain_until > self.now:
@@ -225,7 +222,7 @@ class EvictionQueues(Generic[L]):
             item.queue.policy.remove(item)
 
     def protect(self, items: Iterable[L]) -> None:
-        """Takes items, given head first, out of their queues: they are pinned for minutes."""
+        """Removes items, given head first, from their queues: they are pinned for minutes."""
         fresh = [item for item in dict.fromkeys(items) if item not in self._protected]
         for item in reversed(fresh):  # policies remove a tail faster
             if not item.retained:
@@ -239,18 +236,21 @@ class EvictionQueues(Generic[L]):
         self._tell_policies([item for item in back if not item.retained], None)
 
     def tick(self, now: float) -> list[L]:
-        """Advances the time; returns expired items, which the caller drops or postpones."""
+        """Advances the time; returns expired items, which the caller must drop or postpone."""
         self.now = now
         self.end_retention()
         return [] if self.ttl is None else self._unused.take(self.now, MAX_AT_ONCE)
 
     @property
     def overdue(self) -> bool:
-        """Whether more items have expired than were handled."""
+        """Whether some expired items are not handled yet."""
         return self._retained.has_due(self.now) or self._unused.has_due(self.now)
 
     def end_retention(self) -> bool:
-        """Returns items to their queues after retention, a limited number; False if none."""
+        """Moves up to `MAX_AT_ONCE` items whose retention ended back to their queues.
+
+        Returns False if there was none.
+        """
         items = self._retained.take(self.now, MAX_AT_ONCE)
         for item in items:
             self._free(item)
@@ -258,7 +258,7 @@ class EvictionQueues(Generic[L]):
         return bool(items)
 
     def postpone(self, item: L, used_at: float | None = None) -> None:
-        """Restarts an item's `ttl`: it is in use, or was used elsewhere at `used_at`."""
+        """Restarts an item's `ttl`: from now, or from `used_at`, its last use in another tier."""
         if self.ttl is not None:
             self._unused.put([item], (self.now if used_at is None else used_at) + self.ttl)
 
@@ -275,7 +275,7 @@ class EvictionQueues(Generic[L]):
             queue.policy.use(mine, request)
 
     def retain(self, items: Iterable[L], until: float) -> list[L]:
-        """Retains items until a time, never shortening; returns those beyond the budget."""
+        """Retains items at least until a time; returns the items that exceed the budget."""
         keep: list[L] = []
         rest: list[L] = []
         for item in dict.fromkeys(items):  # a repeated item is charged once

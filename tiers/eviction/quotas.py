@@ -1,9 +1,9 @@
 """Tenant quotas, and the fair-share choice of victims.
 
 A quota is a guarantee, not a limit: every tenant may use free space. To make room, items are
-evicted from the share that is furthest above its quota, possibly the taker's own; no share falls
-below its quota. So a burst of stores displaces the blocks of its own tenant. Tenants without a
-quota or limit share one default share ("rest") with quota 0.
+evicted from the share that is furthest above its quota. This may be the share that needs the room.
+Other shares keep their quota. So a burst of stores evicts blocks of the same tenant. All tenants
+without a quota or limit use one default share ("rest") with quota 0.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Tenant:
         name: for messages and metrics.
         tag: prefix of the ids of its namespaces.
         quotas: guaranteed bytes; default 0.
-        limits: most bytes; default: no limit.
+        limits: upper limit in bytes; default: no limit.
     """
 
     name: str
@@ -58,7 +58,7 @@ class RetentionBudget:
 
 
 class TenantShare:
-    """Use of one tier by one tenant, or by all without a quota. Updated by the tier, in bytes."""
+    """Bytes of one tier that a tenant uses, or all tenants without a quota or limit use."""
 
     __slots__ = ("budget", "busy", "limit", "name", "quota", "retained", "used")
 
@@ -67,12 +67,12 @@ class TenantShare:
         self.quota = quota
         self.limit = limit
         self.budget = budget
-        """Part of its quota; tenants without a quota share a part of the memory without quota."""
+        """Limit of retained bytes. Tenants without a quota share one budget."""
         self.used = 0
         self.retained = 0
         self.busy = 0
-        """Not retained and not evictable, because a store or load runs. Not counted in the CPU
-        tier."""
+        """Bytes of items that are not retained and not evictable, because a store or load runs.
+        Always 0 in the CPU tier."""
 
     @property
     def evictable(self) -> int:
@@ -80,11 +80,11 @@ class TenantShare:
 
     @property
     def excess(self) -> int:
-        """Bytes above its quota; negative below it."""
+        """Bytes above the quota; negative if the share uses less than its quota."""
         return self.used - self.quota
 
     def over_limit(self, nbytes: int) -> int:
-        """Returns the bytes above its limit after adding `nbytes`."""
+        """Returns by how many bytes the share would exceed its limit after adding `nbytes`."""
         return 0 if self.limit is None else max(0, self.used + nbytes - self.limit)
 
 
@@ -94,7 +94,7 @@ class Quotas:
     def __init__(
         self, tier: str, capacity_bytes: int, tenants: Iterable[Tenant] = (), *, retained_part: float = 0.5
     ) -> None:
-        """`retained_part`: part of each quota and of the memory without quota, for retention.
+        """`retained_part`: fraction of each quota and of the memory without quota for retention.
 
         Raises QuotaError if the quotas exceed the capacity, ValueError for an invalid limit or tag.
         """
@@ -134,8 +134,8 @@ def pick_victims(
     """Returns victims that free `wanted` bytes for a share, as far as possible.
 
     Args:
-        taker: the share that needs room; the wanted bytes count as its own already.
-        wanted: bytes.
+        taker: the share that needs room; its use counts as if it had the wanted bytes already.
+        wanted: number of bytes to free.
         queues: evictable items per share, next victim first; at most one iterator per share.
         size: returns the bytes that an item frees.
     """
@@ -147,7 +147,7 @@ def pick_victims(
     while heap and wanted > 0:
         _, is_other, number = heapq.heappop(heap)
         next_spare = -heap[0][0] if heap else -math.inf
-        if not (is_other or heap):  # the taker pays alone
+        if not (is_other or heap):  # only the taker's items are left
             return chosen + _enough(wanted, queues[number][1], size)
         for item in queues[number][1]:
             nbytes = size(item)

@@ -1,17 +1,17 @@
 """Reuse model of the `forecast` policy: the chance and the value of reuse, by kind and age.
 
-It is a discrete-time proportional hazards model. Age is the number of uses since a block's last, in
-bins of half an octave. For every kind the model counts, per bin, the blocks that were reused in it
-(hits) and those that passed through it (misses). The chance of reuse within a bin is
+It is a discrete-time proportional hazards model. Age is the number of block uses since a block's
+last use, in bins of half an octave. Per kind and bin, the model counts the blocks that were reused
+at that age (hits) and the blocks that grew older without reuse (misses). The chance of reuse is
 
     hazard(kind, bin) = baseline(bin) · product of the factors of the kind's features,
 
 with one baseline for all kinds and one factor per feature. A thousand requests suffice to learn
 these few parameters.
 
-The value of a block is its Gittins index: the highest ratio of expected hits to expected time that
-any stopping age yields. It does not depend on the size of the cache. If reuse comes after a think
-time, the value rises with age until then, so a cache that is too small for all blocks keeps some.
+The value of a block is its Gittins index: the highest ratio of expected hits to expected time over
+all stopping ages. It does not depend on the size of the cache. If users think before the next turn,
+the value of their blocks rises until then. So a cache too small for all blocks keeps some of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Factor = tuple[str, int]
 _FIRST_EDGE = 64
 BINS = 32
 _EDGES = [0] + [round(_FIRST_EDGE * 2 ** (step / 2)) for step in range(BINS)]
-"""Where the bins begin, and where the last one ends: at 3 million uses."""
+"""First age of each bin, and the end of the last bin (3 million uses)."""
 BIN_ENDS = _EDGES[1:]
 
 _PRIOR_HAZARD = 0.05
@@ -37,7 +37,7 @@ PRIOR_BLOCKS = 500.0
 PRIOR_HITS = 50.0
 """Weight of the prior of a factor, in hits."""
 DECAY = 0.98
-"""Weight of earlier observations after each fit: about fifty fits are remembered."""
+"""Weight of earlier observations after each fit. Observations count for about fifty fits."""
 _ITERATIONS = 3
 """Alternations between fitting the baseline and the factors."""
 _MAX_HAZARD = 0.98
@@ -51,16 +51,16 @@ def bin_of(age: int) -> int:
 
 
 class Kind:
-    """Blocks with the same features. They are expected to behave alike."""
+    """Blocks with the same features. The model expects the same reuse for all of them."""
 
     __slots__ = ("factors", "hits", "misses", "values")
 
     def __init__(self, factors: tuple[Factor, ...]) -> None:
         self.factors = factors
         self.hits = [0.0] * BINS
-        """Per bin, the blocks that were reused in it."""
+        """Per bin, the number of blocks that were reused at that age."""
         self.misses = [0.0] * BINS
-        """Per bin, the blocks that passed through it without reuse."""
+        """Per bin, the number of blocks that grew older without reuse."""
         self.values = [0.0] * BINS
         """Per bin, the Gittins index, in hits per use and block."""
 
@@ -83,7 +83,7 @@ class ReuseModel:
     def fit(self) -> Iterator[Kind | None]:
         """Fits the model to the observations. Yields each kind whose values have changed, or None.
 
-        A whole fit takes milliseconds and would delay a lookup, so it is done in about ten steps.
+        A whole fit takes milliseconds and would delay a lookup, so it runs in about ten steps.
         """
         seen = [kind for kind in self._kinds.values() if any(kind.hits) or any(kind.misses)]
         for _ in range(_ITERATIONS):
@@ -137,8 +137,7 @@ class ReuseModel:
         ratio = self._hazard_ratio(kind)
         values = [0.0] * BINS
         later: list[tuple[float, float, float]] = []
-        """Stages behind the current bin, nearest last: (hits, time, part of the blocks left after
-        it)."""
+        """Stages after the current bin, nearest last: (hits, time, fraction of blocks left)."""
         for number in range(BINS - 1, -1, -1):
             hazard = min(ratio * self._baseline[number], _MAX_HAZARD)
             hits, left = hazard, 1 - hazard
@@ -154,6 +153,6 @@ class ReuseModel:
 
 
 def _prior(factor: Factor) -> float:
-    """Returns the prior of a feature: blocks that were used more often are reused more often."""
+    """Returns the prior of a feature. It is higher for blocks that were used more often."""
     feature, value = factor
     return {"turn": 1 + value / 2, "shared": 1.5 * (1 + value), "end": 0.5}.get(feature, 1.0)

@@ -13,7 +13,7 @@ __all__ = ["BlockRun", "RankBucket", "RequestChain"]
 
 
 class RequestChain(Generic[T]):
-    """The blocks that one request used, as runs in chain order, with its conversation's turn."""
+    """The blocks that one request used, as runs in chain order, and its conversation's turn."""
 
     __slots__ = ("last_block", "last_use", "length", "matched_length", "new_run", "runs", "turn")
 
@@ -22,17 +22,17 @@ class RequestChain(Generic[T]):
         """Clock of the request's last use."""
         self.length = 0
         self.matched_length = 0
-        """Blocks up to the last one that an earlier request had used."""
+        """Number of leading blocks up to the last block that an earlier request had used."""
         self.turn = 0
         """Turn of the conversation: number of earlier requests that this one continues."""
         self.runs: list[BlockRun[T]] = []
         self.new_run: BlockRun[T] | None = None
-        """The run of blocks that no earlier request had used, without the last block."""
+        """The run of blocks that no earlier request had used, except the last block."""
         self.last_block: BlockRun[T] | None = None
         """A run of one block: the last block, which may be partly filled."""
 
     def close(self) -> None:
-        """Drops the references to the runs: the request has ended, and the runs refer to it."""
+        """Called when the request has ended. Drops the runs, to break reference cycles."""
         self.runs = []
         self.new_run = self.last_block = None
 
@@ -49,22 +49,21 @@ class BlockRun(Generic[T]):
         self.start = start
         """Position of the first item in the chain."""
         self.uses = uses
-        """Requests that have used the blocks."""
+        """Number of requests that have used the blocks."""
         self.kind = kind
         self.bin = 0
         self.bucket: RankBucket[T] | None = None
-        """None while it has no items."""
+        """The bucket of the run; None while the run has no items."""
         self.due = 0
-        """Clock at which it leaves its bin."""
+        """Clock at which the run leaves its bin."""
         self.at_risk = len(items)
-        """Blocks, resident or evicted, that have not been used since: the population at risk of
-        reuse."""
+        """Number of resident and evicted blocks without a later use (population at risk)."""
         self.ghosts = 0
-        """Evicted blocks of the run that left a ghost."""
+        """Number of evicted blocks of the run that left a ghost."""
 
 
 class RankBucket(Generic[T]):
-    """Runs of one kind and one age bin, in the order of their last use. All have the same value."""
+    """Runs of one kind and one age bin, by their last use. All runs have the same value."""
 
     __slots__ = ("bin", "kind", "rank", "runs")
 
@@ -73,7 +72,7 @@ class RankBucket(Generic[T]):
         self.bin = number
         self.runs: OrderedDict[BlockRun[T], None] = OrderedDict()
         self.rank = (0.0, serial)
-        """Value of the runs; the serial number makes ranks unique."""
+        """Value of the runs, and a serial number that makes ranks unique."""
 
     def in_order(self) -> Iterator[BlockRun[T]]:
         """Yields the oldest run first, or the youngest first if the value rises with age."""
