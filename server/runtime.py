@@ -58,7 +58,7 @@ T = TypeVar("T")
 
 
 def extent_bytes_for(region_bytes: int) -> int:
-    """Returns the size of an extent, a power of two: 64 MiB in a region of 2 to 64 GiB.
+    """Returns the size of an extent, a power of two: 64 MiB in a region from 2 to below 64 GiB.
 
     A part of a block must fit into an extent, and each size class wastes at most one extent. The
     size is 1/32 of a smaller region and 1/512 of a larger one, between 64 KiB and 256 MiB.

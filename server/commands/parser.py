@@ -187,7 +187,9 @@ def _add_size(commands: Any) -> None:
     size.add_argument("--block-tokens", metavar="N", type=int, default=16, help="tokens of a block (16)")
     size.add_argument("--tp", metavar="N", type=int, default=1, help="tensor parallel ranks of the engine (1)")
     size.add_argument("--cpu", metavar="SIZE", help="size of the region, like 64GiB")
-    size.add_argument("--disk", metavar="SIZE", help="size of an lmdb tier, like 500GiB")
+    size.add_argument(
+        "--disk", metavar="SIZE", help="size of an lmdb tier, like 500GiB (a disk tier holds a sixth more)"
+    )
     size.add_argument("--json", action="store_true", help="print JSON instead of lines")
 
 

@@ -263,7 +263,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
     size: Annotated[
         int,
         _size(
-            "Maximum size of the tier's files. Blocks can use 80 % of it in `lmdb` and 90 % in `disk`.",
+            "Maximum size of the tier's files. Blocks can use 80 % of it in `lmdb` and 93 % in `disk`.",
             MIB,
             default="16 GiB, but at most half of the free disk space",
         ),

@@ -3,6 +3,7 @@
 from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.base import NamespaceId, Outcome
+from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.commands import LoadFromTier, StoreInTier
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import TierSettings
@@ -20,6 +21,11 @@ GRANTED, PRESENT, NO_ROOM = (bytes([s]) for s in (StoreStatus.GRANTED, StoreStat
 def keys(*numbers: int, group: int = 0) -> list[bytes]:
     """Returns keys that sort like their numbers."""
     return [b"%03d" % number + group.to_bytes(4, "big") for number in numbers]
+
+
+def ready_blocks(core: TierManager) -> list[Block]:
+    """Returns the ready blocks of the CPU tier, most recently used first."""
+    return sorted((block for block in core._cpu_tier._index if block.ready), key=lambda block: -block.last_use)
 
 
 class Rig:

@@ -83,7 +83,7 @@ class SecondaryTierSource:
         self, secondary: SecondaryTierState, used_in_cpu: UsedElsewhere, advance: Callable[[SecondaryTierState], None]
     ) -> None:
         """`advance` sends the pending removals to the tier."""
-        self._lane = secondary
+        self._secondary = secondary
         self._catalog = secondary.catalog
         self._used_in_cpu = used_in_cpu
         self._advance = advance
@@ -108,8 +108,8 @@ class SecondaryTierSource:
         return item.nbytes
 
     def evict(self, items: Sequence[CatalogEntry]) -> None:
-        self._lane.pending_removals += self._catalog.evict(items)
-        self._advance(self._lane)
+        self._secondary.pending_removals += self._catalog.evict(items)
+        self._advance(self._secondary)
 
 
 @dataclass(slots=True)

@@ -69,9 +69,6 @@ class CpuTier:
     def counts(self) -> Iterable[tuple[NamespaceId, int]]:
         return self._index.counts()
 
-    def ready_blocks(self) -> list[Block]:
-        return _last_used_first(block for block in self._index if block.ready)
-
     def skipped_blocks(self) -> list[Block]:
         """Returns ready blocks that a tier failed to store, most recently used first."""
         failed = MissReason.STORE_FAILED

@@ -24,7 +24,7 @@ class ResidencyIndex:
     ) -> None:
         """`new_id` creates ids for queries, from the same sequence as job ids."""
         self.has_shared_tiers = any(secondary.tier.shared for secondary in secondaries)
-        self._lanes = secondaries
+        self._secondaries = secondaries
         self._new_id = new_id
         self._commands = commands
         self._queries: dict[JobId, tuple[SecondaryTierState, Sequence[Name]]] = {}
@@ -33,11 +33,11 @@ class ResidencyIndex:
         """Returns the positions of the tiers that a filter names. Raises InvalidItem."""
         if not tiers:
             return frozenset()
-        unknown = tiers.names - {secondary.tier.name for secondary in self._lanes}
+        unknown = tiers.names - {secondary.tier.name for secondary in self._secondaries}
         if unknown:
-            names = ", ".join(secondary.tier.name for secondary in self._lanes) or "none"
+            names = ", ".join(secondary.tier.name for secondary in self._secondaries) or "none"
             raise InvalidItem(f"there is no tier {min(unknown)!r} that could be left out; there are {names}")
-        return frozenset(secondary.index for secondary in self._lanes if secondary.matches(tiers))
+        return frozenset(secondary.index for secondary in self._secondaries if secondary.matches(tiers))
 
     def find(
         self, namespace: NamespaceId, key: bytes, excluded: Collection[int] = ()
@@ -47,7 +47,7 @@ class ResidencyIndex:
         Counts a miss in each tier that was tried before.
         """
         presence = Presence.ABSENT
-        for secondary in self._lanes:
+        for secondary in self._secondaries:
             found = secondary.presence(namespace, key, excluded)
             if found is Presence.HELD:
                 return secondary, found
@@ -59,7 +59,7 @@ class ResidencyIndex:
 
     def peek(self, namespace: NamespaceId, key: bytes, excluded: Collection[int] = ()) -> Presence:
         """Returns the presence that `find` would return; does not count misses."""
-        found = {secondary.presence(namespace, key, excluded) for secondary in self._lanes}
+        found = {secondary.presence(namespace, key, excluded) for secondary in self._secondaries}
         order = (Presence.HELD, Presence.UNKNOWN, Presence.EXCLUDED, Presence.STALLED)
         return next((presence for presence in order if presence in found), Presence.ABSENT)
 
@@ -68,22 +68,22 @@ class ResidencyIndex:
 
     def position_of(self, namespace: NamespaceId, key: bytes) -> int | None:
         return next(
-            (secondary.index for secondary in self._lanes if secondary.catalog.held(namespace, key) is not None), None
+            (secondary.index for secondary in self._secondaries if secondary.catalog.held(namespace, key) is not None), None
         )
 
     def is_durable(self, namespace: NamespaceId, key: bytes) -> bool:
         """Returns whether a tier that survives restarts holds this block."""
-        return any(secondary.tier.durable and secondary.catalog.held(namespace, key) for secondary in self._lanes)
+        return any(secondary.tier.durable and secondary.catalog.held(namespace, key) for secondary in self._secondaries)
 
     def is_becoming_durable(self, namespace: NamespaceId, key: bytes) -> bool:
         """Returns whether a tier that survives restarts holds this block or is storing it."""
-        return any(secondary.tier.durable and secondary.catalog.get(namespace, key) for secondary in self._lanes)
+        return any(secondary.tier.durable and secondary.catalog.get(namespace, key) for secondary in self._secondaries)
 
     def send_queries(self) -> None:
         """Sends the queries that `find` has queued to the shared tiers."""
         if not self.has_shared_tiers:
             return
-        for secondary in self._lanes:
+        for secondary in self._secondaries:
             names = secondary.presence_cache.take_queries()
             if names:
                 job_id = self._new_id()

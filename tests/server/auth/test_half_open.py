@@ -102,7 +102,7 @@ def test_an_incomplete_local_call_is_closed(tmp_path: Path, monkeypatch: pytest.
         "import kvtier.server.rpc.socket_calls as calls\ncalls._REQUEST_SECONDS = 0.5\n"
     )
     assert socket_calls._REQUEST_SECONDS <= 60
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(socket_calls.__file__).parents[2]}")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(socket_calls.__file__).parents[3]}")
     site = make_site(tmp_path)
     with site.server.start(), RawSession(site.server.endpoint, namespace_of(PART), engine_id="raw") as session:
         path = f"{site.server.path}.shm"

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 import pytest
-from core_rig import HIT, MISS, Rig, keys
+from core_rig import HIT, MISS, Rig, keys, ready_blocks
 from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.base import NamespaceId
@@ -208,7 +208,7 @@ def test_blocks_that_leave_during_the_walk_are_not_counted(monkeypatch: pytest.M
     cleared = rig.core.evict(EvictionRequest([tier]))
     rig.core.work()
     if tier == CPU:
-        rig.core._cpu_tier.evict([block for block in rig.core._cpu_tier.ready_blocks() if block.key in keys(0)])
+        rig.core._cpu_tier.evict([block for block in ready_blocks(rig.core) if block.key in keys(0)])
     else:
         rig.core.entries_lost(BELOW, [(rig.session.namespace.id, key) for key in keys(0)])
     while not cleared.done:
@@ -239,7 +239,7 @@ def test_evictions_from_the_cpu_tier_do_not_exceed_the_request(monkeypatch: pyte
     cleared = rig.core.evict(EvictionRequest([BELOW], max_bytes=4 * SLOT))
     for _ in range(8):  # the first walk
         rig.core.work()
-    rig.core._cpu_tier.evict(rig.core._cpu_tier.ready_blocks())
+    rig.core._cpu_tier.evict(ready_blocks(rig.core))
     while not cleared.done:
         rig.core.work()
     assert cleared.tiers[0].nbytes == 4 * SLOT
@@ -311,6 +311,6 @@ def fail(_: object) -> None:
 
 def _held(rig: Rig, tier: int) -> list[tuple[bytes, bytes]]:
     if tier == CPU:
-        return [block.name for block in rig.core._cpu_tier.ready_blocks()]
+        return [block.name for block in ready_blocks(rig.core)]
     catalog = rig.core._transfers.secondaries[tier - 1].catalog
     return [entry.name for namespace, _ in catalog.counts() for entry in catalog.all_of(namespace)]

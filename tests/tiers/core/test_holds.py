@@ -1,7 +1,7 @@
 """Holds: counts, eviction order, and their limits towards other parts of the core."""
 
 import pytest
-from core_rig import GRANTED, HIT, MISS, PENDING, keys
+from core_rig import GRANTED, HIT, MISS, PENDING, keys, ready_blocks
 from hold_rig import D2P, P2D, PRIVATE, HoldRig
 from simulation import ModelTier
 
@@ -76,9 +76,9 @@ def test_a_publication_is_a_use() -> None:
     rig.publish(keys(0), duration=3.0, now=15.0)
     for now in (18.0, 22.0, 30.0):
         rig.core.tick(now)
-    assert [block.key for block in rig.core._cpu_tier.ready_blocks()] == keys(0)
+    assert [block.key for block in ready_blocks(rig.core)] == keys(0)
     rig.core.tick(40.0)
-    assert rig.core._cpu_tier.ready_blocks() == []
+    assert ready_blocks(rig.core) == []
 
 
 def test_held_blocks_are_not_in_the_eviction_queue() -> None:
