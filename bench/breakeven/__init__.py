@@ -1,8 +1,8 @@
 """Break-even measurement: prompt length from which a KV transfer is faster than recomputation.
 
-Run it with `python -m bench.breakeven`. `measure` acts as an engine of a running server (`transfer`),
-times new prompts on a prefill engine (`compute`) and proposes a threshold (`fit`). All blocks that
-it stores on the server are removed with their hold.
+Run it with `python -m bench.breakeven`. `measure` acts as an engine of a running server
+(`transfer`), times new prompts on a prefill engine (`compute`) and proposes a threshold (`fit`).
+All blocks that it stores on the server are removed with their hold.
 """
 
 from .compute import PrefillEngine

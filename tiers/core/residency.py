@@ -68,7 +68,8 @@ class ResidencyIndex:
 
     def position_of(self, namespace: NamespaceId, key: bytes) -> int | None:
         return next(
-            (secondary.index for secondary in self._secondaries if secondary.catalog.held(namespace, key) is not None), None
+            (secondary.index for secondary in self._secondaries if secondary.catalog.held(namespace, key) is not None),
+            None,
         )
 
     def is_durable(self, namespace: NamespaceId, key: bytes) -> bool:
