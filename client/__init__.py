@@ -1,4 +1,4 @@
-"""The client of kvtier: find blocks, read them, write them, from sync code or from asyncio."""
+"""Client of kvtier: looks up, loads and stores KV blocks, from synchronous code or asyncio."""
 
 from ..protos.credentials import Credentials
 from .aio import AsyncClient, AsyncLease

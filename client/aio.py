@@ -1,4 +1,4 @@
-"""Client for asyncio: `AsyncClient`, and the source from which `Client` is generated."""
+"""Client for asyncio: `AsyncClient`. `Client` (sync.py) is generated from this file."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsyncLease(LookupResult):
-    """Result of a lookup, and an asynchronous context manager that releases its lease on exit."""
+    """Result of a lookup. As an asynchronous context manager, releases the lease on exit."""
 
     client: AsyncClient
 
     async def release(self) -> None:
-        """Releases the lease. Never raises: a lease that cannot be released now expires later."""
+        """Releases the lease. Raises no `KVTierError`: if the release fails, the lease expires."""
         if self.id:
             with contextlib.suppress(KVTierError):
                 await self.client.release(self.id)
@@ -57,10 +57,10 @@ class AsyncLease(LookupResult):
 
 
 class AsyncClient:
-    """Client of one kvtier server, local or remote, for asyncio. Bound to one event loop.
+    """Client of one kvtier server, local or remote, for asyncio.
 
-    Construct it on the event loop that uses it. A thread of its own keeps the session open, so a
-    busy event loop does not lose it.
+    Construct the client on the event loop that uses it. A separate thread keeps the session open,
+    even if the event loop is busy.
 
     The client connects in the background. After a restart of the server it opens a new session.
     While there is no session, calls raise `Unavailable` at once. Calls raise only `KVTierError`.
@@ -87,18 +87,18 @@ class AsyncClient:
             namespace: identity of the blocks; clients with equal namespaces share blocks.
             name: client name for logs and `kvtier sessions`.
             engine_id: id of the engine; default: random. Clients of one engine share leases.
-            rank: rank whose parts are read and written; None for a scheduler or a world of one.
-            transport: "shm"; "tcp" (raw sockets); "grpc" (gRPC streams); "auto": "shm" if client
-                and server share a host, else "tcp"; "cuda_ipc": like "auto", for a client that
-                calls `register_kv_buffers`.
+            rank: rank whose parts are read and written; None for a scheduler or world size 1.
+            transport: how bytes are moved. "shm": in shared memory. "tcp": raw sockets. "grpc":
+                gRPC streams. "auto": "shm" if client and server share a host, otherwise "tcp".
+                "cuda_ipc": like "auto", for a client that calls `register_kv_buffers`.
             timeouts: deadlines of the calls.
             pin: pins the server's region and the staging buffers; see `kvtier.cuda.host.pinning`.
             credentials: certificates and token; default: `KVTIER_CA`, `KVTIER_CERT`,
                 `KVTIER_KEY`, `KVTIER_TOKEN` and `KVTIER_TOKEN_FILE`.
-            backend: for tests: replaces the connection to a server; see `kvtier.client.testing`.
+            backend: replaces the connection to a server in tests; see `kvtier.client.testing`.
 
         Raises:
-            InvalidRequest: the endpoint cannot be parsed, or does not fit the credentials.
+            InvalidRequest: the endpoint cannot be parsed, or cannot be used with the credentials.
         """
         self.namespace = namespace
         self.engine_id = engine_id or uuid.uuid4().hex
@@ -131,7 +131,11 @@ class AsyncClient:
         return session.transport if session is not None else None
 
     async def wait_until_connected(self, timeout: float | None = None) -> None:
-        """Waits for a session, over repeated attempts; raises `KVTierError` after `timeout` s."""
+        """Waits for a session while the client tries to connect.
+
+        Raises:
+            KVTierError: there is no session after `timeout` seconds.
+        """
         await self._transport.perform(Connect(self.timeouts.connect if timeout is None else timeout, patient=True))
 
     async def begin_request(
@@ -151,8 +155,9 @@ class AsyncClient:
     ) -> AsyncLease:
         """Registers a request, negotiates its offload policy and looks up its keys.
 
-        Pair it with `finish_request`. The result also has `policy` and `votes`. `retain_for`
-        applies to each block that the request uses or stores. For the other arguments see `lookup`.
+        Call `finish_request` when the request ends. The result also has `policy` and `votes`.
+        `retain_for` applies to each block that the request uses or stores. For the other arguments
+        see `lookup`.
         """
         return await self._lease(
             self._operations.begin_request(
@@ -188,12 +193,12 @@ class AsyncClient:
             keys: keys made by `make_key`, in token order.
             request_id: owner of the lease; `finish_request` releases it.
             wait: seconds to wait for blocks that are being written or promoted.
-            prefix: whether all keys after the first miss are misses.
+            prefix: whether all keys after the first miss count as misses.
             lease: duration of the lease in seconds; None: the server's default.
-            exclude: tiers to leave out.
-            min_hits: with `prefix`: if there are fewer leading hits, all keys are misses.
-            retain_for: seconds to protect the hits from eviction, within the server's limit; None:
-                as for the request.
+            exclude: tiers that the lookup does not use.
+            min_hits: with `prefix`: if there are fewer leading hits, all keys count as misses.
+            retain_for: seconds for which the hits are protected from eviction, within the server's
+                limit; None: the value of `begin_request`.
         """
         return await self._lease(
             self._operations.lookup(
@@ -212,8 +217,9 @@ class AsyncClient:
     async def read(self, lease: LookupResult | int, items: Sequence[int]) -> AsyncIterator[ReadBatch]:
         """Gives access to the bytes of looked-up blocks; `items` are positions in the lookup.
 
-        On exit the server confirms that the lease was valid throughout. If the exit raises, bytes
-        that were copied out are invalid. The lease may belong to another client of the same engine.
+        On exit the server confirms that the lease was valid during the whole block. If the exit
+        raises, discard all bytes that were read. The lease may belong to another client of the same
+        engine.
         """
         with ExitStack() as held:
             reading = await self._run(self._operations.begin_read(held, lease, items))
@@ -225,7 +231,7 @@ class AsyncClient:
     ) -> int:
         """Copies the leading hits into the first buffers and returns their number.
 
-        The other buffers are unchanged. If it raises, the content of all buffers is undefined.
+        The other buffers are unchanged. If `load` raises, the content of all buffers is undefined.
         """
         return await self._run(self._operations.load(keys, buffers, request_id=request_id, wait=wait))
 
@@ -233,10 +239,10 @@ class AsyncClient:
     async def write(
         self, keys: Sequence[bytes], *, request_id: str = "", retain_for: float | None = None
     ) -> AsyncIterator[WriteBatch]:
-        """Gives memory to write blocks to. The exit stores them; an exception inside aborts.
+        """Gives memory to write blocks to. The exit stores them, or aborts after an exception.
 
-        Write only the keys in `batch.wanted`: the others are stored already, are being written, or
-        found no room. `retain_for` as for `lookup`.
+        Write only the keys in `batch.wanted`. The other keys are stored already or are being
+        written, or there is no room for them. For `retain_for` see `lookup`.
         """
         with ExitStack() as held:
             writing = await self._run(
@@ -260,12 +266,12 @@ class AsyncClient:
     ) -> bytes:
         """Stores one buffer per key; returns one `StoreStatus` per key.
 
-        Blocks that are stored already are not written again. `retain_for` as for `lookup`.
+        Blocks that are stored already are not written again. For `retain_for` see `lookup`.
         """
         return await self._run(self._operations.store(keys, buffers, request_id=request_id, retain_for=retain_for))
 
     async def register_kv_buffers(self, buffers: KvBuffers) -> None:
-        """Registers device memory with the server, and with each later server or session.
+        """Registers device memory with the server now, and again with each later session.
 
         May take seconds, because the server starts a process for the device.
 
@@ -284,14 +290,16 @@ class AsyncClient:
         request_id: str = "",
         retain_for: float | None = None,
     ) -> bytes:
-        """Stores device block `blocks[i]` under `keys[i]`; the group in the key names its tensors.
+        """Stores device block `blocks[i]` under `keys[i]`, from the tensors of the key's group.
 
-        A block may occur once per group. `after` is the compute that writes the blocks; None if it
-        has ended. For the other arguments see `store`.
+        A block may occur once per group. `after` marks the compute that writes the blocks; None if
+        that compute has ended. For the other arguments see `store`.
+
+        When this returns or raises, the server no longer reads the blocks, unless the connection to
+        the server was lost.
 
         Returns:
-            One `StoreStatus` per key. After it returns or raises, the server no longer reads the
-            blocks, unless the server was lost.
+            One `StoreStatus` per key.
 
         Raises:
             DeviceUnavailable: the server cannot copy from this device now; other calls may work.
@@ -311,8 +319,9 @@ class AsyncClient:
     ) -> int:
         """Copies the leading hits of `keys` into device blocks and returns their number.
 
-        The other blocks are unchanged. `after` is the last compute that uses the old content. When
-        this returns or raises, the server has stopped writing; an error leaves undefined content.
+        The other blocks are unchanged. `after` marks the last compute that uses the old content.
+        When this returns or raises, the server has stopped writing. If it raises, the content of
+        the blocks is undefined.
 
         Raises:
             DeviceUnavailable: the server cannot copy to this device now; other calls may work.
@@ -324,15 +333,18 @@ class AsyncClient:
     async def read_to_device(
         self, lease: LookupResult | int, items: Sequence[int], blocks: Sequence[int], *, after: Mark | None = None
     ) -> None:
-        """Copies items of a lease into device blocks; see `read` and `load_to_device`."""
+        """Copies items of a lease into device blocks. See `read` and `load_to_device`."""
         await self._run(self._operations.read_to_device(lease, items, blocks, after=after))
 
     async def flush(self, keys: Sequence[bytes], *, wait: float = 10.0) -> bytes:
-        """Waits until blocks survive a server restart; returns one `DurableStatus` per key."""
+        """Waits up to `wait` seconds until blocks would survive a server restart.
+
+        Returns one `DurableStatus` per key.
+        """
         return await self._run(self._operations.flush(keys, wait=wait))
 
     async def touch(self, *lease_ids: int, lease: float | None = None) -> list[int]:
-        """Extends leases; returns the ids of those that no longer exist."""
+        """Extends leases; returns the ids of leases that no longer exist."""
         return await self._run(self._operations.touch(lease_ids, lease=lease))
 
     async def release(self, *lease_ids: int) -> None:
@@ -356,7 +368,7 @@ class AsyncClient:
             keys: keys of the blocks of all groups, also of blocks that are not stored yet; see
                 `make_hold_key` for a partial block.
             positions: position of each block within its group, in token order.
-            num_tokens: number of the request's tokens that the blocks back.
+            num_tokens: number of the request's tokens for which there are blocks.
             direction: direction of the hand-off.
             hold_for: duration in seconds, up to the server's limit; None: the server's default.
         """
@@ -375,42 +387,43 @@ class AsyncClient:
         wait: float = 0.0,
         lease: float | None = None,
     ) -> AsyncLease:
-        """Leases the blocks of a hold, which continues. `hold` of the result describes it.
+        """Leases the blocks of a hold. The hold does not end; `hold` of the result describes it.
 
         Args:
             hold: name of the hold.
             request_id: this engine's request; `finish_request` releases the lease.
-            first_positions: per group, the first position that is wanted; empty: all.
+            first_positions: for each group, the first position to lease; empty: all positions.
             wait: seconds to wait for the publication, and for blocks that are not stored yet.
             lease: duration of the lease in seconds; None: the server's default.
 
         Raises:
-            HoldGone: not published in time, released, expired, or expiring within five seconds.
+            HoldGone: the hold was not published in time, was released, has expired, or expires
+                within five seconds.
         """
         return await self._lease(
             self._operations.claim(hold, request_id=request_id, first_positions=first_positions, wait=wait, lease=lease)
         )
 
     async def renew_holds(self, *holds: HoldName, extension: float | None = None) -> list[HoldName]:
-        """Extends holds to `extension` seconds from now; returns those that no longer exist.
+        """Extends holds to `extension` seconds from now; returns the holds that no longer exist.
 
-        None extends each hold by two thirds of the duration that it was published for.
+        None means two thirds of each hold's duration. A hold is never shortened.
         """
         return await self._run(self._operations.renew_holds(holds, extension=extension))
 
     async def release_holds(self, *holds: HoldName) -> None:
-        """Ends holds; unknown ones are ignored."""
+        """Ends holds; unknown holds are ignored."""
         await self._run(self._operations.release_holds(holds))
 
     async def finish_request(self, request_id: str, *, wait: float = 0.0) -> RequestOutcome:
-        """Ends a request: releases its leases, waits up to `wait` seconds for its last store."""
+        """Ends a request: releases its leases and waits up to `wait` seconds for its stores."""
         return await self._run(self._operations.finish_request(request_id, wait=wait))
 
     async def reset(self, *, wait: float = 0.0) -> int:
         """Empties the CPU tier of the namespace, for all engines. Secondary tiers are unchanged.
 
         Blocks in use are removed when their last use ends; until then all lookups miss. Waits up to
-        `wait` seconds for that and returns the number of blocks still in use. Call again until 0.
+        `wait` seconds and returns the number of blocks still in use. Call again until this is 0.
         """
         return await self._run(self._operations.reset(wait=wait))
 
@@ -419,7 +432,7 @@ class AsyncClient:
         return await self._run(self._operations.status())
 
     async def close(self) -> None:
-        """Ends the session and so its leases. Takes up to two seconds, even if cancelled."""
+        """Ends the session and its leases. Takes up to two seconds, even if cancelled."""
         try:
             await self._transport.close()
         finally:

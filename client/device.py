@@ -1,7 +1,7 @@
-"""Device memory of this process that a server may copy to and from, and marks of its streams.
+"""Device memory that a server may copy to and from, and marks in CUDA streams.
 
-An engine describes its KV tensors once (`KvBuffers`). The client registers them with each server
-and after each server restart. The server's copy worker copies between blocks and slots.
+An engine describes its KV tensors once (`KvBuffers`). The client registers the tensors again with
+each new session. The server's copy worker copies between device blocks and slots.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from .errors import DeviceUnavailable
 __all__ = ["KvBuffers", "Mark", "registration_of"]
 
 _EVENTS = 64
-"""Marks that can be in use at once, a few per step. Beyond it the client waits, not the server."""
+"""Number of marks on which the server can wait. For further marks in use the client waits.
+
+An engine uses a few marks per step.
+"""
 
 
 class KvBuffers:
-    """The KV tensors of this process on one device. Any thread may use it.
+    """The KV tensors of this process on one device. Any thread may use the object.
 
     Construct it after the tensors are allocated, and not during graph capture. Call `mark` from
     the thread that launches the compute.
@@ -68,7 +71,7 @@ class KvBuffers:
         return Mark(self, event, index)
 
     def close(self) -> None:
-        """Destroys the events. No mark may be in use."""
+        """Destroys the events. Release all marks before."""
         for event in self._events:
             self._driver.destroy_event(event)
         self._events.clear()
@@ -91,14 +94,14 @@ class KvBuffers:
 
 
 class Mark:
-    """Position in a stream: an event that the server can query. A context manager that releases it.
+    """Position in a CUDA stream, recorded as an event. As a context manager, releases the event.
 
-    Release it after all calls that use it have returned.
+    Release a mark after all calls that use it have returned.
     """
 
     def __init__(self, buffers: KvBuffers, event: EventId, index: int | None) -> None:
         self.index = index
-        """Index of the event on the server; None if the server does not know it."""
+        """Index of the event in the registration; None if the server does not have the event."""
         self._buffers = buffers
         self._event = event
         self._released = False

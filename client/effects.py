@@ -1,7 +1,8 @@
 """Effects that client operations request from a transport.
 
-An operation is a generator: it yields effects, is sent their results and returns its own result.
-Synchronous client, asyncio client and fake server each perform the same effects in their own way.
+An operation is a generator. It yields effects, receives the result of each, and returns the result
+of the operation. The transports of the synchronous client, the asyncio client and the fake server
+perform the same effects.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Get the session, after up to `timeout` seconds. Result: `ClientSession`."""
+    """Wait up to `timeout` seconds for the session. Result: `ClientSession`."""
 
     timeout: float
     patient: bool = False
-    """Whether to wait on after a failed attempt to connect."""
+    """Whether to wait for further attempts if the first attempt to connect fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Send frames; cancelled when the session ends. Result: `PushResponse`."""
+    """Send frames. The end of the session cancels the stream. Result: `PushResponse`."""
 
     session: ClientSession
     frames: Callable[[], Iterator[bytes]]
@@ -54,7 +55,7 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Receive frames and pass each to `take`; cancelled when the session ends. Result: None."""
+    """Receive frames and pass each to `take`. The end of the session cancels it. Result: None."""
 
     session: ClientSession
     request: Any
@@ -66,7 +67,7 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Run a copy to its end, off the event loop if there is one. Result: None."""
+    """Run a copy to its end. With asyncio, on another thread. Result: None."""
 
     run: Callable[[], None]
 

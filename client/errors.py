@@ -1,8 +1,8 @@
 """Exceptions of client calls.
 
-All derive from `KVTierError`, and an engine treats each as a cache miss. `Unavailable` and its
+All derive from `KVTierError`. An engine treats each as a cache miss. `Unavailable` and its
 subclasses mean that there is no session now. `reason` is stable (`kvtier.v1.ErrorReason`); the text
-is for logs.
+is for logs and may change.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class KVTierError(Exception):
     def __init__(self, message: str, reason: str = "") -> None:
         super().__init__(message)
         self.reason = reason
-        """Name of a `kvtier.v1.ErrorReason` without its prefix; empty if the server gave none."""
+        """`kvtier.v1.ErrorReason` without prefix; empty if the server gave no reason."""
 
 
 class Unavailable(KVTierError):
-    """There is no session now; the client reconnects by itself."""
+    """There is no session now; the client reconnects automatically."""
 
 
 class NotConnected(Unavailable):
@@ -67,7 +67,7 @@ class Draining(Unavailable):
 
 
 class InvalidRequest(KVTierError):
-    """The call cannot succeed as it is."""
+    """The arguments of the call are invalid. A retry with the same arguments fails again."""
 
 
 class LeaseLost(KVTierError):
@@ -79,7 +79,7 @@ class HoldGone(KVTierError):
 
 
 class AccessDenied(KVTierError):
-    """The credentials are unknown to the server, or not for this call or tenant."""
+    """The server does not know the credentials, or they do not allow this call or tenant."""
 
 
 class NotOwner(KVTierError):
@@ -132,7 +132,7 @@ ERROR_OF = MappingProxyType(
         "RATE_LIMITED": LimitExceeded,
     }
 )
-"""Exception for each reason; a test checks that it is complete."""
+"""Exception for each reason; a test checks that no reason is missing."""
 
 _ERROR_OF_STATUS = MappingProxyType(
     {

@@ -1,4 +1,4 @@
-"""Namespaces, which decide what clients share, and keys of blocks."""
+"""Namespaces and keys of blocks. Clients share blocks only within a namespace."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class GroupKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """KV cache group: layers whose blocks have the same keys and sizes.
+    """KV cache group: layers that share the keys of blocks and the block size.
 
     Attributes:
         part_bytes: bytes of one rank's part of a block.
@@ -45,11 +45,11 @@ class Namespace:
     Attributes:
         model: name of the model in the engine.
         dtype: element type of the cache.
-        groups: the KV cache groups; a key ends in an index into them.
+        groups: the KV cache groups; the last 4 bytes of a key are an index in this tuple.
         layout: order of the dimensions in one part.
         hash_scheme: scheme of the block hashes.
         world_size: number of ranks; each holds one part of every block.
-        attributes: other properties of the fingerprint.
+        attributes: other properties that must be equal.
     """
 
     model: str
@@ -66,7 +66,7 @@ class Namespace:
         """Returns the size of one rank's part of the block with this key.
 
         Raises:
-            ValueError: the key's group does not exist.
+            ValueError: the key is too short, or its group does not exist.
         """
         index = int.from_bytes(key[-4:], "big")
         if len(key) < 5 or index >= len(self.groups):
@@ -104,12 +104,12 @@ def is_hold_key(key: bytes) -> bool:
 
 
 def make_hold_key(engine_id: str, request_id: str, group: int, position: int, content: bytes = b"") -> bytes:
-    """Returns the key of a block without content hash: the last, partial one of a hand-off.
+    """Returns the key of a block without content hash: the last, partial block of a hand-off.
 
-    Only a claim of the hold finds the block. It is not written to secondary tiers and is removed
-    with the hold (`kvtier/v1/handoff.proto`). Pass as `content` the hash of the previous block and
-    the tokens of this one, if both engines know them: then the key proves that the tokens are
-    equal. Without `content`, an engine must never reuse a pair of `engine_id` and `request_id`.
+    Only a claim of the hold finds the block. The block is not written to secondary tiers and is
+    removed with the hold (`kvtier/v1/handoff.proto`). If both engines know the hash of the previous
+    block and the tokens of this block, pass both as `content`. Then equal keys prove equal tokens.
+    Without `content`, an engine must never reuse a pair of `engine_id` and `request_id`.
     """
     digest = hashlib.sha256()
     for part in (engine_id.encode(), request_id.encode(), position.to_bytes(8, "big"), content):

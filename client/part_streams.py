@@ -1,6 +1,6 @@
 """Sender and receiver of block parts in frames of a Push or Pull stream.
 
-Frames are copied directly from and to the buffers of the caller: one copy, without the GIL.
+Bytes are copied once between frames and the caller's buffers, without the GIL.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from .session.session import ClientSession
 __all__ = ["ATTEMPTS", "PartReceiver", "PartSender", "is_retryable"]
 
 ATTEMPTS = 3
-"""Maximum number of streams per transfer; each retry transfers the missing bytes only."""
+"""Maximum number of streams per transfer; a retry transfers only the missing bytes."""
 
 
 def is_retryable(error: KVTierError, session: ClientSession) -> bool:
-    """Whether a stream that failed with `error` may be retried: it broke while its session is open.
+    """Whether a stream that failed with `error` may be retried.
 
-    A rate-limited stream is not retried, because each attempt counts against the limit.
+    It may if the stream broke while its session is open. A rate-limited stream is not retried,
+    because each attempt counts against the limit.
     """
     broke = isinstance(error, NotConnected | ChecksumMismatch | LimitExceeded) or (
         isinstance(error, SessionLost) and not error.reason
@@ -39,8 +40,8 @@ def is_retryable(error: KVTierError, session: ClientSession) -> bool:
 class PartSender:
     """Source of the frames of a Push.
 
-    gRPC requests frames on its own thread, sometimes after the call has ended. After `close` has
-    returned, the memory is not accessed any more.
+    gRPC requests frames on its own thread, sometimes even after the call has ended. When `close`
+    has returned, the sender no longer accesses the memory.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class PartSender:
             fields = transfer_pb2.PushRequest()
 
     def request(self, *, complete: bool) -> transfer_pb2.PushRequest:
-        """Returns the header message of a TCP stream."""
+        """Returns the first message of a TCP stream."""
         return transfer_pb2.PushRequest(session=self._ref, store_id=self._store_id, complete=complete)
 
     def pieces(self, start: int, step: int) -> Iterator[tuple[int, int, list[memoryview]]]:
@@ -109,7 +110,7 @@ class PartReceiver:
 
         Raises:
             ChecksumMismatch: the frame arrived damaged.
-            ServerError: it is not a valid frame, or is outside the requested range.
+            ServerError: the message is not a valid frame, or is outside the requested range.
         """
         try:
             fields, payload = decode_pull_frame(message)
@@ -128,7 +129,11 @@ class PartReceiver:
         self._arrived.append((fields.offset_bytes, fields.offset_bytes + payload.nbytes))
 
     def views(self, offset: int, nbytes: int) -> list[memoryview]:
-        """Returns the destination of a frame; `verify` must follow. Raises `ServerError`."""
+        """Returns the destination of a frame. Call `verify` after writing to it.
+
+        Raises:
+            ServerError: the frame is outside the requested range.
+        """
         try:
             pieces = list(self._parts.locate(offset, nbytes))
         except ValueError as error:
@@ -142,7 +147,7 @@ class PartReceiver:
         self._arrived.append((head.offset, head.offset + head.nbytes))
 
     def end_stream(self) -> None:
-        """Updates `missing` after a stream; later frames belong to a retry of those parts."""
+        """Updates `missing` after a stream. The next stream must have the frames of these parts."""
         gaps, end = [], 0
         for start, stop in [*sorted(self._arrived), (self._parts.total_bytes, self._parts.total_bytes)]:
             if start > end:

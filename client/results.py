@@ -87,12 +87,12 @@ class Medium(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TierFilter:
-    """Tiers that a lookup leaves out: those that match any attribute; never the CPU tier.
+    """Tiers that a lookup does not use: all that match any attribute, except the CPU tier.
 
     Attributes:
         names: names of tiers; an unknown name raises `InvalidRequest`.
         media: storage media of tiers.
-        remote: whether to leave out tiers whose bytes are on another host than the server.
+        remote: whether to leave out tiers that store their bytes on another host than the server.
     """
 
     names: Collection[str] = ()
@@ -114,8 +114,8 @@ class RequestOutcome:
     """Outcome of a finished request.
 
     Attributes:
-        settled: whether all its stores have ended.
-        incomplete_blocks: known number of blocks that a REQUEST_LEVEL tier did not get.
+        settled: whether all stores of the request have ended.
+        incomplete_blocks: number of blocks that a REQUEST_LEVEL tier did not get, as known so far.
     """
 
     settled: bool
@@ -124,7 +124,7 @@ class RequestOutcome:
 
 @dataclass(frozen=True, slots=True)
 class HoldName:
-    """Name of a hold within a namespace: the publishing engine and its id of the request."""
+    """Name of a hold within a namespace: id of the engine that published it and its request id."""
 
     engine_id: str
     request_id: str
@@ -135,7 +135,7 @@ class Publication:
     """Result of a publication.
 
     Attributes:
-        status: whether the request is held, or the reason why not.
+        status: whether the request is held; if not, the reason.
         remaining: seconds until the hold expires.
         pending_blocks: number of blocks that are not stored yet.
     """
@@ -151,7 +151,7 @@ class HoldInfo:
 
     Attributes:
         positions: position of each key's block within its group.
-        num_tokens: number of the request's tokens that all blocks together back.
+        num_tokens: number of the request's tokens for which the hold has blocks.
         direction: direction of the hand-off.
         remaining: seconds until the hold expires.
     """
@@ -164,21 +164,24 @@ class HoldInfo:
 
 @dataclass(frozen=True, slots=True)
 class LookupResult:
-    """Result of a lookup or claim. A lease pins the hits until release, expiry or session end.
+    """Result of a lookup or claim.
+
+    A lease pins the hits until it is released or expires, or until the session ends.
 
     Attributes:
         id: id of the lease; 0 if there is no hit.
         statuses: one `KeyStatus` per key.
-        prefix_hits: number of leading hits, the usable prefix.
+        prefix_hits: number of hits before the first key that is not a hit.
         request_id: request that owns the lease.
         keys: the keys that were looked up.
         session: session that holds the lease.
-        source_indices: per key the index in `session.tiers` of the tier that held it.
+        source_indices: for each key, the index in `session.tiers` of the tier that had the block.
         slots: region offsets of this session's parts of the leading hits, if requested.
         policy: offload policy of the request; None unless the lookup was part of `begin_request`.
         votes: votes of the tiers; empty unless the lookup was part of `begin_request`.
         not_retained: number of hits that were not retained because of the server's limit.
-        hold: for a claim, the description of the hold; unwanted blocks have status 0. Else None.
+        hold: for a claim, the description of the hold; None for a lookup. In a claim, blocks before
+            `first_positions` have status 0.
     """
 
     id: int
@@ -196,7 +199,7 @@ class LookupResult:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Per key the tier that held it; undefined for misses."""
+        """For each key, the name of the tier that had the block; undefined for misses."""
         return tuple(map(self.session.tiers.__getitem__, self.source_indices))
 
 
@@ -204,8 +207,8 @@ class LookupResult:
 class ReadBatch:
     """Memory to read from: part i is `memory[offsets[i] : offsets[i] + sizes[i]]`.
 
-    `memory` is the mapped region or a staging buffer and starts at `address`. Both are valid only
-    within the `with` block.
+    `memory` is the mapped region or a staging buffer, at `address`. It is valid only within the
+    `with` block.
     """
 
     memory: memoryview
@@ -222,14 +225,15 @@ class ReadBatch:
 class WriteBatch:
     """Memory to write to: key `wanted[i]` goes to `memory[offsets[i] : offsets[i] + sizes[i]]`.
 
-    `memory` is the mapped region or a staging buffer and starts at `address`. Both are valid only
-    within the `with` block.
+    `memory` is the mapped region or a staging buffer, at `address`. It is valid only within the
+    `with` block.
 
     Attributes:
         statuses: one `StoreStatus` per key.
         wanted: positions of the keys that are GRANTED.
         not_retained: number of blocks that were not retained because of the server's limit.
-        failed: positions in `wanted` that the caller could not write; they are not stored.
+        failed: positions in `wanted` that the caller could not write. The caller adds them; these
+            blocks are not stored.
     """
 
     statuses: bytes

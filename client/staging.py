@@ -1,4 +1,4 @@
-"""Pool of staging buffers for blocks sent to or received from a server on another host.
+"""Pool of staging buffers for blocks that are sent to or received from a server by streams.
 
 In a process with a GPU the buffers are pinned, so that copies between GPU and buffer use DMA.
 """
@@ -24,7 +24,7 @@ _SMALLEST_BYTES = 4 << 20
 
 
 class StagingPool:
-    """Pool of page-aligned buffers that keeps the largest `keep`. Any thread may use it."""
+    """Pool of page-aligned buffers. Keeps the `keep` largest free ones. Any thread may use it."""
 
     def __init__(self, pin: Pin | None = None, keep: int = 4) -> None:
         """`pin` pins each buffer before its first use, or as soon as pinning is allowed."""
@@ -35,7 +35,7 @@ class StagingPool:
 
     @contextlib.contextmanager
     def lend(self, nbytes: int) -> Iterator[memoryview]:
-        """Lends a buffer of at least `nbytes`. All copies must end before exit."""
+        """Lends a buffer of at least `nbytes` bytes. All copies must end before the exit."""
         buffer = self._take(nbytes)
         try:
             if buffer is None:
@@ -49,7 +49,7 @@ class StagingPool:
                 self._give_back(buffer)
 
     def close(self) -> None:
-        """Frees all buffers; those in use are freed when they are returned."""
+        """Frees all buffers. A buffer in use is freed when it is returned."""
         with self._lock:
             self._keep = 0
             gone, self._free = self._free, []
@@ -75,7 +75,7 @@ class StagingPool:
 
 @dataclass(frozen=True, slots=True)
 class _Pages:
-    """Address range of a buffer, for the pinning, which must not keep the buffer alive."""
+    """Address range of a buffer, for the pinning: a reference to the buffer would keep it alive."""
 
     address: int
     size_bytes: int
@@ -92,8 +92,8 @@ class _Buffer:
         self._unpinned = list(range(0, size_bytes, PIN_CHUNK_BYTES)) if pin is not None else []
         """Offsets of chunks that are not pinned yet."""
         if self._pinning is not None:
-            # Also unpins if the client was never closed. Otherwise the next mapping at this address
-            # would fail to register.
+            # Unpins the buffer even if the client is never closed. Otherwise pinning would fail for
+            # the next mapping at this address.
             weakref.finalize(self, self._pinning.close).atexit = False
 
     def view(self) -> memoryview:

@@ -39,12 +39,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease(LookupResult):
-    """Result of a lookup, and a context manager that releases its lease on exit."""
+    """Result of a lookup. As a context manager, releases the lease on exit."""
 
     client: Client
 
     def release(self) -> None:
-        """Releases the lease. Never raises: a lease that cannot be released now expires later."""
+        """Releases the lease. Raises no `KVTierError`: if the release fails, the lease expires."""
         if self.id:
             with contextlib.suppress(KVTierError):
                 self.client.release(self.id)
@@ -84,18 +84,18 @@ class Client:
             namespace: identity of the blocks; clients with equal namespaces share blocks.
             name: client name for logs and `kvtier sessions`.
             engine_id: id of the engine; default: random. Clients of one engine share leases.
-            rank: rank whose parts are read and written; None for a scheduler or a world of one.
-            transport: "shm"; "tcp" (raw sockets); "grpc" (gRPC streams); "auto": "shm" if client
-                and server share a host, else "tcp"; "cuda_ipc": like "auto", for a client that
-                calls `register_kv_buffers`.
+            rank: rank whose parts are read and written; None for a scheduler or world size 1.
+            transport: how bytes are moved. "shm": in shared memory. "tcp": raw sockets. "grpc":
+                gRPC streams. "auto": "shm" if client and server share a host, otherwise "tcp".
+                "cuda_ipc": like "auto", for a client that calls `register_kv_buffers`.
             timeouts: deadlines of the calls.
             pin: pins the server's region and the staging buffers; see `kvtier.cuda.host.pinning`.
             credentials: certificates and token; default: `KVTIER_CA`, `KVTIER_CERT`,
                 `KVTIER_KEY`, `KVTIER_TOKEN` and `KVTIER_TOKEN_FILE`.
-            backend: for tests: replaces the connection to a server; see `kvtier.client.testing`.
+            backend: replaces the connection to a server in tests; see `kvtier.client.testing`.
 
         Raises:
-            InvalidRequest: the endpoint cannot be parsed, or does not fit the credentials.
+            InvalidRequest: the endpoint cannot be parsed, or cannot be used with the credentials.
         """
         self.namespace = namespace
         self.engine_id = engine_id or uuid.uuid4().hex
@@ -128,7 +128,11 @@ class Client:
         return session.transport if session is not None else None
 
     def wait_until_connected(self, timeout: float | None = None) -> None:
-        """Waits for a session, over repeated attempts; raises `KVTierError` after `timeout` s."""
+        """Waits for a session while the client tries to connect.
+
+        Raises:
+            KVTierError: there is no session after `timeout` seconds.
+        """
         self._transport.perform(Connect(self.timeouts.connect if timeout is None else timeout, patient=True))
 
     def begin_request(
@@ -148,8 +152,9 @@ class Client:
     ) -> Lease:
         """Registers a request, negotiates its offload policy and looks up its keys.
 
-        Pair it with `finish_request`. The result also has `policy` and `votes`. `retain_for`
-        applies to each block that the request uses or stores. For the other arguments see `lookup`.
+        Call `finish_request` when the request ends. The result also has `policy` and `votes`.
+        `retain_for` applies to each block that the request uses or stores. For the other arguments
+        see `lookup`.
         """
         return self._lease(
             self._operations.begin_request(
@@ -185,12 +190,12 @@ class Client:
             keys: keys made by `make_key`, in token order.
             request_id: owner of the lease; `finish_request` releases it.
             wait: seconds to wait for blocks that are being written or promoted.
-            prefix: whether all keys after the first miss are misses.
+            prefix: whether all keys after the first miss count as misses.
             lease: duration of the lease in seconds; None: the server's default.
-            exclude: tiers to leave out.
-            min_hits: with `prefix`: if there are fewer leading hits, all keys are misses.
-            retain_for: seconds to protect the hits from eviction, within the server's limit; None:
-                as for the request.
+            exclude: tiers that the lookup does not use.
+            min_hits: with `prefix`: if there are fewer leading hits, all keys count as misses.
+            retain_for: seconds for which the hits are protected from eviction, within the server's
+                limit; None: the value of `begin_request`.
         """
         return self._lease(
             self._operations.lookup(
@@ -209,8 +214,9 @@ class Client:
     def read(self, lease: LookupResult | int, items: Sequence[int]) -> Iterator[ReadBatch]:
         """Gives access to the bytes of looked-up blocks; `items` are positions in the lookup.
 
-        On exit the server confirms that the lease was valid throughout. If the exit raises, bytes
-        that were copied out are invalid. The lease may belong to another client of the same engine.
+        On exit the server confirms that the lease was valid during the whole block. If the exit
+        raises, discard all bytes that were read. The lease may belong to another client of the same
+        engine.
         """
         with ExitStack() as held:
             reading = self._run(self._operations.begin_read(held, lease, items))
@@ -222,7 +228,7 @@ class Client:
     ) -> int:
         """Copies the leading hits into the first buffers and returns their number.
 
-        The other buffers are unchanged. If it raises, the content of all buffers is undefined.
+        The other buffers are unchanged. If `load` raises, the content of all buffers is undefined.
         """
         return self._run(self._operations.load(keys, buffers, request_id=request_id, wait=wait))
 
@@ -230,10 +236,10 @@ class Client:
     def write(
         self, keys: Sequence[bytes], *, request_id: str = "", retain_for: float | None = None
     ) -> Iterator[WriteBatch]:
-        """Gives memory to write blocks to. The exit stores them; an exception inside aborts.
+        """Gives memory to write blocks to. The exit stores them, or aborts after an exception.
 
-        Write only the keys in `batch.wanted`: the others are stored already, are being written, or
-        found no room. `retain_for` as for `lookup`.
+        Write only the keys in `batch.wanted`. The other keys are stored already or are being
+        written, or there is no room for them. For `retain_for` see `lookup`.
         """
         with ExitStack() as held:
             writing = self._run(self._operations.begin_write(held, keys, request_id=request_id, retain_for=retain_for))
@@ -255,12 +261,12 @@ class Client:
     ) -> bytes:
         """Stores one buffer per key; returns one `StoreStatus` per key.
 
-        Blocks that are stored already are not written again. `retain_for` as for `lookup`.
+        Blocks that are stored already are not written again. For `retain_for` see `lookup`.
         """
         return self._run(self._operations.store(keys, buffers, request_id=request_id, retain_for=retain_for))
 
     def register_kv_buffers(self, buffers: KvBuffers) -> None:
-        """Registers device memory with the server, and with each later server or session.
+        """Registers device memory with the server now, and again with each later session.
 
         May take seconds, because the server starts a process for the device.
 
@@ -279,14 +285,16 @@ class Client:
         request_id: str = "",
         retain_for: float | None = None,
     ) -> bytes:
-        """Stores device block `blocks[i]` under `keys[i]`; the group in the key names its tensors.
+        """Stores device block `blocks[i]` under `keys[i]`, from the tensors of the key's group.
 
-        A block may occur once per group. `after` is the compute that writes the blocks; None if it
-        has ended. For the other arguments see `store`.
+        A block may occur once per group. `after` marks the compute that writes the blocks; None if
+        that compute has ended. For the other arguments see `store`.
+
+        When this returns or raises, the server no longer reads the blocks, unless the connection to
+        the server was lost.
 
         Returns:
-            One `StoreStatus` per key. After it returns or raises, the server no longer reads the
-            blocks, unless the server was lost.
+            One `StoreStatus` per key.
 
         Raises:
             DeviceUnavailable: the server cannot copy from this device now; other calls may work.
@@ -306,8 +314,9 @@ class Client:
     ) -> int:
         """Copies the leading hits of `keys` into device blocks and returns their number.
 
-        The other blocks are unchanged. `after` is the last compute that uses the old content. When
-        this returns or raises, the server has stopped writing; an error leaves undefined content.
+        The other blocks are unchanged. `after` marks the last compute that uses the old content.
+        When this returns or raises, the server has stopped writing. If it raises, the content of
+        the blocks is undefined.
 
         Raises:
             DeviceUnavailable: the server cannot copy to this device now; other calls may work.
@@ -317,15 +326,18 @@ class Client:
     def read_to_device(
         self, lease: LookupResult | int, items: Sequence[int], blocks: Sequence[int], *, after: Mark | None = None
     ) -> None:
-        """Copies items of a lease into device blocks; see `read` and `load_to_device`."""
+        """Copies items of a lease into device blocks. See `read` and `load_to_device`."""
         self._run(self._operations.read_to_device(lease, items, blocks, after=after))
 
     def flush(self, keys: Sequence[bytes], *, wait: float = 10.0) -> bytes:
-        """Waits until blocks survive a server restart; returns one `DurableStatus` per key."""
+        """Waits up to `wait` seconds until blocks would survive a server restart.
+
+        Returns one `DurableStatus` per key.
+        """
         return self._run(self._operations.flush(keys, wait=wait))
 
     def touch(self, *lease_ids: int, lease: float | None = None) -> list[int]:
-        """Extends leases; returns the ids of those that no longer exist."""
+        """Extends leases; returns the ids of leases that no longer exist."""
         return self._run(self._operations.touch(lease_ids, lease=lease))
 
     def release(self, *lease_ids: int) -> None:
@@ -349,7 +361,7 @@ class Client:
             keys: keys of the blocks of all groups, also of blocks that are not stored yet; see
                 `make_hold_key` for a partial block.
             positions: position of each block within its group, in token order.
-            num_tokens: number of the request's tokens that the blocks back.
+            num_tokens: number of the request's tokens for which there are blocks.
             direction: direction of the hand-off.
             hold_for: duration in seconds, up to the server's limit; None: the server's default.
         """
@@ -368,42 +380,43 @@ class Client:
         wait: float = 0.0,
         lease: float | None = None,
     ) -> Lease:
-        """Leases the blocks of a hold, which continues. `hold` of the result describes it.
+        """Leases the blocks of a hold. The hold does not end; `hold` of the result describes it.
 
         Args:
             hold: name of the hold.
             request_id: this engine's request; `finish_request` releases the lease.
-            first_positions: per group, the first position that is wanted; empty: all.
+            first_positions: for each group, the first position to lease; empty: all positions.
             wait: seconds to wait for the publication, and for blocks that are not stored yet.
             lease: duration of the lease in seconds; None: the server's default.
 
         Raises:
-            HoldGone: not published in time, released, expired, or expiring within five seconds.
+            HoldGone: the hold was not published in time, was released, has expired, or expires
+                within five seconds.
         """
         return self._lease(
             self._operations.claim(hold, request_id=request_id, first_positions=first_positions, wait=wait, lease=lease)
         )
 
     def renew_holds(self, *holds: HoldName, extension: float | None = None) -> list[HoldName]:
-        """Extends holds to `extension` seconds from now; returns those that no longer exist.
+        """Extends holds to `extension` seconds from now; returns the holds that no longer exist.
 
-        None extends each hold by two thirds of the duration that it was published for.
+        None means two thirds of each hold's duration. A hold is never shortened.
         """
         return self._run(self._operations.renew_holds(holds, extension=extension))
 
     def release_holds(self, *holds: HoldName) -> None:
-        """Ends holds; unknown ones are ignored."""
+        """Ends holds; unknown holds are ignored."""
         self._run(self._operations.release_holds(holds))
 
     def finish_request(self, request_id: str, *, wait: float = 0.0) -> RequestOutcome:
-        """Ends a request: releases its leases, waits up to `wait` seconds for its last store."""
+        """Ends a request: releases its leases and waits up to `wait` seconds for its stores."""
         return self._run(self._operations.finish_request(request_id, wait=wait))
 
     def reset(self, *, wait: float = 0.0) -> int:
         """Empties the CPU tier of the namespace, for all engines. Secondary tiers are unchanged.
 
         Blocks in use are removed when their last use ends; until then all lookups miss. Waits up to
-        `wait` seconds for that and returns the number of blocks still in use. Call again until 0.
+        `wait` seconds and returns the number of blocks still in use. Call again until this is 0.
         """
         return self._run(self._operations.reset(wait=wait))
 
@@ -412,7 +425,7 @@ class Client:
         return self._run(self._operations.status())
 
     def close(self) -> None:
-        """Ends the session and so its leases."""
+        """Ends the session and its leases."""
         try:
             self._transport.close()
         finally:

@@ -31,15 +31,15 @@ TOKENS = (
 
 SENTENCES = (
     (
-        '"""Client for asyncio: `AsyncClient`, and the source from which `Client` is generated."""',
+        '"""Client for asyncio: `AsyncClient`. `Client` (sync.py) is generated from this file."""',
         '"""Synchronous client. Generated from aio.py by tools/generate_sync.py; do not edit."""',
     ),
-    ("an asynchronous context manager", "a context manager"),
-    ("local or remote, for asyncio. Bound to one event loop.", "local or remote. Any thread may use it."),
+    ("As an asynchronous context manager", "As a context manager"),
+    ("local or remote, for asyncio.", "local or remote. Any thread may use it."),
     (
         """
-    Construct it on the event loop that uses it. A thread of its own keeps the session open, so a
-    busy event loop does not lose it.
+    Construct the client on the event loop that uses it. A separate thread keeps the session open,
+    even if the event loop is busy.
 """,
         "",
     ),
