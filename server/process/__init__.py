@@ -1,1 +1,1 @@
-"""Child processes, systemd notification and garbage collector settings."""
+"""Child processes, systemd notification and settings of Python's garbage collector."""

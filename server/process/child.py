@@ -1,8 +1,8 @@
-"""Child processes of the server, for work that may crash or hold the GIL.
+"""Child processes of the server, for work that may crash or hold the GIL for long.
 
-A child is a module of this package, run by the same interpreter. It shares a socket with the
-server, inherits the given descriptors, and dies with the server. Its standard error goes to the
-server's log.
+A child runs a module of this package with the same interpreter. It has a socket to the server,
+inherits the given descriptors, and is killed when the server ends. The server logs the child's
+standard error.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _STDERR_LINE_BYTES = 64 << 10
 
 
 class RestartBackoff:
-    """Restart delay of a child: none at first, then doubled, reset after a long run."""
+    """Restart delay of a child: `first`, doubled after each short run up to `most`."""
 
     def __init__(self, first: float = 0.1, most: float = 30.0, good: float = 60.0) -> None:
-        """All in seconds; a child that has run for `good` seconds resets the delay."""
+        """All values are seconds. A child that has run for `good` seconds resets the delay."""
         self._first, self._most, self._good = first, most, good
         self._pause = 0.0
         self._due = 0.0
@@ -49,7 +49,7 @@ class RestartBackoff:
 
 
 class Child:
-    """A running child, created by `start`. Lives on the event loop."""
+    """A running child, created by `start`. All calls must come from the event loop."""
 
     def __init__(self, process: subprocess.Popen[bytes], name: str) -> None:
         self.pid = process.pid
@@ -57,7 +57,7 @@ class Child:
         self._process = process
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._reader: asyncio.StreamReader
-        self._writer: asyncio.StreamWriter  # kept: it closes its transport when garbage collected
+        self._writer: asyncio.StreamWriter  # kept, because it closes the transport when collected
         self._transport: asyncio.WriteTransport
         self._hung_up: asyncio.Future[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -70,11 +70,11 @@ class Child:
         fds: Sequence[int] = (),
         take: Callable[[dict[str, Any], bytes], None] | None = None,
     ) -> Self:
-        """Runs a module with its socket's descriptor and ``arguments``; it inherits ``fds``.
+        """Runs a module with the socket's descriptor and `arguments`. The child inherits `fds`.
 
-        ``take`` is called with each message; without it, iterate over `messages`. Call this on a
-        thread that lives as long as the server: when it ends, the kernel kills the child. Raises
-        `OSError`.
+        `take` gets each message of the child. Without `take`, iterate over `messages`. Call this on
+        a thread that lives as long as the server: the kernel kills the child when the thread ends.
+        Raises `OSError`.
         """
         ours, theirs = socket.socketpair()
         try:
@@ -102,11 +102,11 @@ class Child:
 
     @property
     def running(self) -> bool:
-        """Whether its end has not been noticed yet."""
+        """Whether the child has not ended, as far as the event loop knows."""
         return not self._ended.done()
 
     def send(self, header: dict[str, Any], payload: bytes = b"") -> None:
-        """Sends a message, without waiting. Does nothing if the child is gone."""
+        """Sends a message without waiting. Does nothing if the child has ended."""
         if not self._transport.is_closing():
             self._transport.write(pack(header, payload))
 
@@ -122,7 +122,7 @@ class Child:
             self._on_invalid(error)
 
     async def hung_up(self) -> None:
-        """Waits until a child with ``take`` closes the socket or has sent an invalid message."""
+        """Waits until a child with `take` has closed the socket or sent an invalid message."""
         assert self._hung_up is not None
         await asyncio.shield(self._hung_up)
 
@@ -131,7 +131,7 @@ class Child:
         self.kill()
 
     async def ended(self) -> int:
-        """Waits for the end; returns the exit code (negative: the signal). Its files are closed."""
+        """Waits until the child has ended; returns the exit code, or -N if signal N killed it."""
         return await asyncio.shield(self._ended)
 
     def kill(self) -> None:
@@ -139,7 +139,7 @@ class Child:
             self._process.kill()
 
     async def close(self, grace: float) -> None:
-        """Closes the socket, which ends the child, and kills it after ``grace`` seconds."""
+        """Closes the socket, so that the child ends. Kills the child after `grace` seconds."""
         self._transport.close()
         try:
             await asyncio.wait_for(self.ended(), grace)
@@ -156,7 +156,7 @@ class Child:
             loop.call_soon_threadsafe(self._on_end, code)
 
     def _on_end(self, code: int) -> None:
-        # The socket stays open: the child's last messages may not have been read yet.
+        # The socket stays open, because the child's last messages may not have been read yet.
         if not self._ended.done():
             self._ended.set_result(code)
 
@@ -173,7 +173,7 @@ class Child:
 
 
 class _Receiver(asyncio.Protocol):
-    """Parses messages as they arrive, with fewer wake-ups than a task that reads a stream."""
+    """Parser of messages; needs fewer turns of the event loop than a task that reads a stream."""
 
     def __init__(
         self,
@@ -231,11 +231,11 @@ def _run(module: str, connection: int, arguments: Sequence[str], fds: Sequence[i
 async def _line_of(reader: asyncio.StreamReader) -> bytes:
     try:
         return await reader.readline()
-    except ValueError:  # longer than the limit: truncated
+    except ValueError:  # the line is longer than the limit
         return await reader.read(_STDERR_LINE_BYTES) or b"\n"
 
 
 def _python_path() -> str:
-    """Returns a PYTHONPATH by which a child finds this package."""
+    """Returns a PYTHONPATH with which a child can import this package."""
     own = str(Path(__file__).absolute().parents[3])
     return os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), own])

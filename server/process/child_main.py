@@ -1,7 +1,7 @@
-"""Message format of child processes, and the child's side of the connection to its parent.
+"""Message format of child processes, and the child's end of the connection to the server.
 
-A message is a JSON header followed by bytes. This module imports nothing of the server, so that a
-child starts fast.
+A message is a JSON header followed by bytes. This module imports no other module of the server, so
+that a child starts fast.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def pack(header: dict[str, Any], payload: bytes = b"") -> bytes:
 
 
 def read_sizes(data: bytes) -> tuple[int, int]:
-    """Returns the sizes of header and payload. Raises `ValueError` if too large."""
+    """Returns the sizes of header and payload. Raises `ValueError` if they are too large."""
     header, payload = _SIZES.unpack(data)
     if header + payload > MAX_MESSAGE_BYTES:
-        raise ValueError(f"a message of {header + payload} bytes")
+        raise ValueError(f"a message has {header + payload} bytes; the limit is {MAX_MESSAGE_BYTES}")
     return header, payload
 
 
@@ -42,30 +42,30 @@ def unpack(body: bytes, header_bytes: int) -> tuple[dict[str, Any], bytes]:
     """Returns header and payload from the bytes after the sizes. Raises `ValueError` if invalid."""
     header = json.loads(body[:header_bytes])
     if not isinstance(header, dict):
-        raise ValueError("a header is an object")  # noqa: TRY004 - callers treat every invalid message alike
+        raise ValueError("the header is not a JSON object")  # noqa: TRY004 - callers treat all invalid messages alike
     return header, body[header_bytes:]
 
 
 class Channel:
-    """Messages to and from the parent. Any thread may send; one thread receives."""
+    """Connection to the server. Any thread may send; only one thread may receive."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._sending = threading.Lock()
 
     def send(self, header: dict[str, Any], payload: bytes = b"") -> None:
-        """Sends a message; may block. Raises `OSError` if the parent is gone."""
+        """Sends a message; may block. Raises `OSError` if the server has ended."""
         with self._sending:
             self._connection.sendall(pack(header, payload))
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], bytes]]:
-        """Yields messages until the parent closes the socket."""
+        """Yields messages until the server closes the socket."""
         while sizes := self._receive(SIZES_BYTES):
             header_bytes, payload_bytes = read_sizes(sizes)
             yield unpack(self._receive(header_bytes + payload_bytes), header_bytes)
 
     def _receive(self, nbytes: int) -> bytes:
-        """Returns `nbytes` bytes, or none if the parent is gone."""
+        """Returns `nbytes` bytes, or b"" if the server has closed the socket."""
         data = bytearray(nbytes)
         view, filled = memoryview(data), 0
         while filled < nbytes:
@@ -80,11 +80,11 @@ class Channel:
 
 
 def connect(fd: int) -> Channel:
-    """Opens the socket inherited from `Child`. From now on the process dies with its parent."""
-    # If the parent died before this line, the socket is at its end, so the message loop ends at
-    # once.
+    """Opens the socket inherited from `Child`. The kernel kills this process with the server."""
+    # If the server died before this line, the socket is closed, so the message loop ends at once.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # sent to the whole group; the parent ends us after its drain
+    # A terminal sends these signals to the whole process group. The server ends its children after
+    # its drain.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)

@@ -1,10 +1,11 @@
 """Tuning of Python's cyclic garbage collector for the server.
 
 The index of a full server has a million long-lived objects without cycles. A full collection visits
-all of them and blocks the event loop: 90 ms with 200,000 blocks. By default one runs whenever a
-quarter more objects exist. The cycles that calls leave behind (in gRPC and asyncio) are young:
-after 80,000 lookups and releases no garbage was old. So only the young generations are collected
-automatically, and the old one when the server is idle.
+all of them and blocks the event loop: 90 ms with 200,000 blocks. By default Python runs a full
+collection whenever the number of objects has grown by a quarter. Calls leave cycles of gRPC and
+asyncio objects, but these are found by collections of the young generations: after 80,000 lookups
+and releases no garbage was in the old generation. So only the young generations are collected
+automatically. `FullCollector` collects the old generation.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 __all__ = ["FullCollector", "disable_full_gc"]
 
 _YOUNG = 2000
-"""New objects that trigger a collection of the youngest generation, which takes 0.5 ms."""
+"""Number of new objects that triggers a collection of the youngest generation (0.5 ms)."""
 _YOUNG_ROUNDS = 10
 """Collections of the youngest generation per collection of the next."""
 _NEVER = 1 << 30
@@ -23,20 +24,22 @@ _NEVER = 1 << 30
 _IDLE_SECONDS = 60.0
 _BUSY_SECONDS = 3600.0
 _SHARE = 2000
-"""Minimum ratio of pause to duration: 0.1 s (half a million blocks) every 200 s."""
+"""Minimum ratio of pause to duration. A collection of 0.1 s (half a million blocks) runs every
+200 s at most."""
 
 
 def disable_full_gc() -> None:
-    """Exempts existing objects from collection; collects only young ones from now on."""
+    """Exempts existing objects from collection and disables automatic full collections."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG, _YOUNG_ROUNDS, _NEVER)
 
 
 class FullCollector:
-    """Runs a full collection every minute when idle and at most hourly under load.
+    """Runs a full collection: at most once a minute if idle, and once an hour under load.
 
-    Little garbage gets old (ended sessions, errors), but a server runs for months.
+    Ended sessions and errors leave little garbage in the old generation, but a server runs for
+    months.
     """
 
     def __init__(self, now: float) -> None:
@@ -45,7 +48,10 @@ class FullCollector:
         self._calls = 0
 
     def tick(self, now: float, calls: int) -> bool:
-        """Gets the time in seconds and the calls so far; returns whether it collected."""
+        """Collects if it is time. `now`: seconds; `calls`: number of calls since the start.
+
+        Returns whether it collected.
+        """
         idle, self._calls = calls == self._calls, calls
         pause = max(_IDLE_SECONDS if idle else _BUSY_SECONDS, self._took * _SHARE)
         if now - self._collected_at < pause:

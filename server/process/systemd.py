@@ -1,7 +1,7 @@
 """Notification of systemd: the `sd_notify` protocol, see sd_notify(3).
 
-Each message is one datagram to the Unix socket named by `NOTIFY_SOCKET`. Without that variable (in
-a shell or a container) nothing is sent. The protocol is stable and small, so no library is used.
+Each message is one datagram to the Unix socket named by `NOTIFY_SOCKET`. If that variable is not
+set (in a shell or a container), nothing is sent.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ _log = get_logger(__name__)
 
 
 class ServiceManager:
-    """Reports the server's state to the service manager, if there is one. Never raises."""
+    """Sender of the server's state to the service manager, if there is one. Never raises."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         path = environment.get("NOTIFY_SOCKET", "")
-        # "@" stands for the NUL byte of an abstract socket. Other kinds (vsock) are for virtual
-        # machines.
+        # "@" stands for the NUL byte of an abstract socket. Other kinds of address (vsock) are
+        # ignored.
         self._address = {"/": path, "@": f"\0{path[1:]}"}.get(path[:1])
         self.watchdog_seconds = _watchdog_seconds(environment)
-        """Watchdog time-out of the manager; None without a watchdog."""
+        """Watchdog time-out of the service manager; None without a watchdog."""
         self._watchdog: asyncio.Task[None] | None = None
 
     def ready(self) -> None:
-        """Reports that the server serves, and starts watchdog messages if required."""
+        """Reports that the server accepts calls. Starts the watchdog messages if required."""
         self._send("READY=1")
         if self.watchdog_seconds is not None and self._address is not None:
             self._watchdog = asyncio.get_running_loop().create_task(self._send_watchdog(self.watchdog_seconds / 2))
 
     def stopping(self) -> None:
-        """Reports the shutdown. Watchdog messages go on, so that a hanging end is noticed."""
+        """Reports the shutdown. Watchdog messages continue, so that systemd notices a hang."""
         self._send("STOPPING=1")
 
     def close(self) -> None:

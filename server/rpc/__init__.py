@@ -1,1 +1,1 @@
-"""What all RPC entrances share: sessions, request checks, error mapping, sockets."""
+"""Parts shared by gRPC and socket calls: sessions, request checks, error mapping, sockets."""

@@ -1,7 +1,8 @@
-"""Attach socket: hands the region's descriptor to clients on this host, and serves their calls.
+"""Attach socket: passes the region's descriptor to clients on this host, and serves their calls.
 
-When a process dies, the kernel closes its connections, even if it runs in another container. Then
-the server knows that the process no longer writes to the slots of its session.
+A client process keeps its connection open while it can write to the region. When the process dies,
+the kernel closes the connection, even if the process runs in another container. Then the server can
+reuse the slots of the session.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ _log = get_logger(__name__)
 
 _HANDSHAKE_SECONDS = 5.0
 _MAX_HANDSHAKES = 256
-"""Maximum number of connections whose request has not arrived yet; further ones are closed."""
+"""Maximum number of connections whose request has not arrived; further connections are closed."""
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
 class AttachServer:
-    """Server of the attach socket, which only its owner can connect to. Lives on the event loop."""
+    """Server of the attach socket. Only its owner and root can connect. Runs on the event loop."""
 
     def __init__(
         self, path: Path, region_fd: int, region_bytes: int, sessions: SessionRegistry, calls: SocketCallServer
@@ -48,7 +49,7 @@ class AttachServer:
         self._handshakes = 0
 
     def start(self) -> None:
-        """Binds and listens; replaces the socket of a server that was killed. Raises `OSError`."""
+        """Binds and listens. Replaces the socket of a killed server. Raises `OSError`."""
         with suppress(FileNotFoundError):
             self.path.unlink()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -73,7 +74,7 @@ class AttachServer:
         while True:
             try:
                 connection, _ = await loop.sock_accept(listener)
-            except OSError as error:  # for example no free descriptor; tries again
+            except OSError as error:  # for example no free descriptor: retried
                 _log.warning("cannot accept a connection", error=str(error))
                 await asyncio.sleep(0.1)
                 continue
@@ -89,7 +90,7 @@ class AttachServer:
         task.add_done_callback(self._tasks.discard)
 
     def adopt(self, connection: socket.socket, request: bytes) -> None:
-        """Takes over a connection for calls from the bulk process, with its first bytes."""
+        """Serves a connection for calls from the bulk process; `request`: its first bytes."""
         connection.setblocking(False)
         self._spawn(self._serve_handed(connection, request))
 
@@ -127,7 +128,7 @@ class AttachServer:
             connection.send(pack_reply(self._region_bytes, granted=False))
 
     async def _serve_region(self, connection: socket.socket, session_id: bytes, epoch: int) -> bool:
-        """Hands out the region and waits for the end; returns False if refused."""
+        """Sends the region's descriptor and waits until the connection ends. False: refused."""
         number = next(self._numbers)
         if not self._sessions.attach(session_id, epoch, number):
             return False
@@ -143,7 +144,7 @@ class AttachServer:
     async def _serve_calls(
         self, connection: socket.socket, session_id: bytes, epoch: int, *, via_tcp: bool = False
     ) -> bool:
-        """Serves calls until the connection or the session ends; returns False if refused."""
+        """Serves calls until the connection or the session ends. False: refused."""
         serving = asyncio.current_task()
         assert serving is not None
         disconnect = serving.cancel
@@ -172,7 +173,7 @@ async def _receive(connection: socket.socket, nbytes: int) -> bytes:
     while len(data) < nbytes:
         piece = await loop.sock_recv(connection, nbytes - len(data))
         if not piece:
-            raise ValueError("the connection ended within the request")
+            raise ValueError("the connection ended before the request was complete")
         data += piece
     return data
 

@@ -28,8 +28,8 @@ _log = get_logger(__name__)
 class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
     """Maps refusals to status and reason, and other errors to INTERNAL with a log entry.
 
-    Calls `observe(method, code, seconds)` for each call that has ended, streams included, and
-    `refused(method, reason)` for each call that was refused or has failed.
+    When a call or stream has ended, it calls `observe(method, code, seconds)`. If the call was
+    refused or has failed, it first calls `refused(method, reason)`.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         authorize: Callable[[str, Any], None] | None = None,
         audit_log: AuditLog | None = None,
     ) -> None:
-        """`authorize(method, context)` is called before each call, and may raise `Refused`."""
+        """`authorize(method, context)` runs before each call and can raise `Refused`."""
         self.observe = observe
         self.refused = refused
         self.tracing = tracing
@@ -57,14 +57,13 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         return None if handler is None else self.wrap(handler_call_details.method, handler)
 
     def wrap(self, method: str, handler: Any) -> Any:
-        """Wraps a handler; `method` is for metrics and the log."""
+        """Wraps a handler; metrics and log name it `method`."""
         for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
             behavior = getattr(handler, kind)
             if behavior is not None:
                 wrap = self._wrap_stream if kind.endswith("stream") else self._wrap_unary
                 if kind.startswith("unary") and handler.request_deserializer:
-                    # If gRPC parses the message itself, it answers UNKNOWN without a reason when
-                    # that fails.
+                    # Parsed here, because gRPC answers UNKNOWN without a reason if parsing fails.
                     parse = handler.request_deserializer
                     if self.tracing is not None:
                         parse = self.tracing.recording_request_id(parse)
@@ -87,16 +86,16 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         return call
 
     def _wrap_stream(self, method: str, behavior: Any) -> Any:
-        # Not a generator: if a call is cancelled while an answer is being sent, gRPC drops the
-        # generator, and its `finally` block (which ends the session) would run only when it is
-        # garbage collected.
+        # `call` is not a generator. If a call is cancelled while an answer is sent, gRPC drops a
+        # generator without closing it. Its `finally` block, which ends the session, would then run
+        # only at the garbage collection.
         async def call(request: Any, context: grpc.aio.ServicerContext) -> None:
             with _Outcome(self, method, context) as outcome:
                 try:
                     if self._authorize is not None:
                         self._authorize(method, context)
                     answers = behavior(request, context)
-                    # the health service writes its answers itself
+                    # The health service writes its answers itself, so there is nothing to iterate.
                     if not hasattr(answers, "__anext__"):
                         await answers
                         return
@@ -119,7 +118,7 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
 
 
 async def _send(context: grpc.aio.ServicerContext, answer: Any) -> None:
-    """Sends an answer. If the client is gone, cancels the call without an error in the log."""
+    """Sends an answer. If the client has disconnected, cancels the call without a log entry."""
     try:
         await context.write(answer)
     except grpc.aio.InternalError as error:
@@ -138,7 +137,7 @@ def _with_parser(behavior: Any, parse: Callable[[bytes], Any]) -> Any:
 
 
 class _Outcome:
-    """Measures one call, and aborts it if it fails."""
+    """Duration and status of one call; aborts the call if the handler fails."""
 
     def __init__(self, interceptor: RefusalInterceptor, method: str, context: Any) -> None:
         self._interceptor = interceptor
@@ -152,7 +151,7 @@ class _Outcome:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and not issubclass(kind, grpc.aio.AbortError):
-            # The call was cancelled, or an answer could not be sent because the client is gone.
+            # The call was cancelled, or the client disconnected before an answer was sent.
             self._code = grpc.StatusCode.CANCELLED
         seconds = time.monotonic() - self._started
         tracing = self._interceptor.tracing
@@ -167,9 +166,9 @@ class _Outcome:
     async def abort(self, context: grpc.aio.ServicerContext, error: Exception) -> None:
         """Aborts the call with the status of this error; always raises.
 
-        gRPC keeps the raised exception in a reference cycle with the context. The traceback, whose
-        frames hold the request, is removed first: ten refused messages of 7 MB otherwise occupied
-        600 MB.
+        gRPC keeps the raised exception in a reference cycle with the context, and the frames of its
+        traceback refer to the request. So the traceback is removed first. Otherwise ten refused
+        messages of 7 MB occupied 600 MB.
         """
         if isinstance(error, grpc.aio.AbortError):
             self._code = context.code() or grpc.StatusCode.UNKNOWN

@@ -1,4 +1,4 @@
-"""Validation of request arguments before they reach the core."""
+"""Validation of request arguments, before the core is called."""
 
 from __future__ import annotations
 
@@ -34,24 +34,25 @@ class RequestValidator:
         self._handoff = handoff
 
     def keys(self, keys: Sequence[bytes], namespace: NamespaceSpec) -> Sequence[bytes]:
-        """Checks number, length and group of the keys; no keys are valid.
+        """Checks number, length and group of the keys. An empty list is valid.
 
-        Raises `Refused` for number or length, `InvalidKey` for a group that the namespace lacks.
+        Raises `Refused` because of number or length, and `InvalidKey` if the namespace has no such
+        group.
         """
         self._check_number(len(keys))
-        keys = list(keys)  # protobuf would create the bytes again at each access
+        keys = list(keys)  # each access to a protobuf field would create the bytes again
         if keys:
             self._check_lengths(set(map(len, keys)))
             namespace.check(keys)
         return keys
 
     def keys_of(self, request: _NamesKeys, namespace: NamespaceSpec) -> Sequence[bytes]:
-        """Returns the keys of a request, packed or not, checked as by `keys`."""
+        """Checks and returns the keys of a request, packed or not; see `keys`."""
         packed, key_bytes = request.packed_keys.keys, request.packed_keys.key_bytes
         if not packed:
             return self.keys(request.keys, namespace)
         if request.keys:
-            raise Refused("INVALID_ARGUMENT", "keys come packed or not, and not both ways")
+            raise Refused("INVALID_ARGUMENT", "only one of keys and packed_keys may be given")
         self._check_lengths({key_bytes})
         self._check_number(-(-len(packed) // key_bytes))
         try:
@@ -75,7 +76,7 @@ class RequestValidator:
             )
 
     def numbers(self, numbers: Sequence[int], name: str) -> Sequence[int]:
-        """Checks that a call names at most `max_keys` leases or items."""
+        """Checks that a call has at most `max_keys` elements of this name (leases, items)."""
         if len(numbers) > self.limits.max_keys:
             raise Refused("INVALID_ARGUMENT", f"{len(numbers)} {name} in one call; the limit is {self.limits.max_keys}")
         return numbers
@@ -86,7 +87,7 @@ class RequestValidator:
         return request_id
 
     def tiers(self, exclude: cache_pb2.TierFilter) -> TierFilter:
-        """Returns the tiers that a lookup leaves out."""
+        """Returns the tiers that a lookup excludes."""
         try:
             media = frozenset(map(Medium, exclude.media))
         except ValueError as error:
@@ -110,7 +111,7 @@ class RequestValidator:
         return min(_seconds(duration, "duration") or self._handoff.default, self._handoff.max)
 
     def extension(self, extension: Duration) -> float | None:
-        """Returns the new remaining time of a hold; None if not given."""
+        """Returns the requested remaining time of a hold; None if not given."""
         return min(_seconds(extension, "extension"), self._handoff.max) or None
 
 

@@ -24,15 +24,15 @@ __all__ = ["OpenSession", "SessionRegistry", "namespace_spec"]
 PROTOCOL_VERSIONS = (1,)
 _MAX_NAME_LENGTH = 512
 _MAX_CONNECTIONS = 64
-"""Connections for calls per session; each serves one thread of the client at a time."""
+"""Maximum number of connections for calls per session. Each carries one call at a time."""
 _MAX_MODELS = 1024
 _MAX_MODEL_LENGTH = 128
 _MAX_SHOWN_GROUPS = 32
-"""Keeps the status of a thousand sessions below the message limit; engines have a few groups."""
+"""Keeps the status of a thousand sessions below the message limit. Engines have a few groups."""
 _NAMESPACE_FORMAT = b"kvtier.namespace.2"
 _NAMESPACE_ID_BYTES = 16
 _MAX_NAMESPACE_BYTES = 64 << 10
-"""Maximum size of the message; the server keeps parts of it while the session is open."""
+"""Maximum size of a namespace message, because the server keeps parts of it in memory."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,48 +45,48 @@ class OpenSession:
     client_name: str
     pid: int
     transport: str
-    """Transport of the last transfer, or the one named when the session was opened."""
+    """Transport of the last transfer; before that, the transport given in `OpenRequest`."""
     model: str
     groups: tuple[common_pb2.Group, ...] = ()
-    """Groups of the namespace for status, without names; empty if there are too many."""
+    """Groups of the namespace without names, for the status; empty if there are too many."""
     attachments: set[int] = field(default_factory=set)
     disconnects: set[Callable[[], object]] = field(default_factory=set)
-    """Callbacks that close its connections for calls."""
+    """Callbacks that close the session's connections for calls."""
     calls: int = 0
     heard_at: float = 0.0
-    """Time of the last call in seconds; meaningless before the first."""
+    """Time of the last call in seconds; 0 before the first call."""
     identity: Identity = OWNER
-    """Caller that opened it."""
+    """Caller that opened the session."""
     limiter: RateLimiter | None = None
-    """Rate limiter of its tenant, if the tenant has a limit."""
+    """Rate limiter of the tenant, if the tenant has a limit."""
     revoked: bool = False
-    """Whether its credentials have become invalid: calls are refused until it ends."""
+    """Whether the caller's credentials have become invalid. Then all calls are refused."""
 
 
 class SessionRegistry:
-    """Opens, finds and closes sessions. Lives on the event loop."""
+    """Registry of the open sessions. All calls must come from the event loop."""
 
     def __init__(self, runtime: TierRuntime, max_sessions: int, limiters: RateLimiters | None = None) -> None:
         self.epoch = secrets.randbits(63) + 1
         self.drain_began = asyncio.Event()
-        """Set while the server takes no new work."""
+        """Set while the server refuses new work."""
         self.ended = asyncio.Event()
-        """Set when the server is about to end; the heartbeat streams then end."""
+        """Set when the server is about to end. Then the heartbeat streams end."""
         self.on_close: list[Callable[[bytes], None]] = []
-        """Called with the id of each session that has ended, after the core."""
+        """Callbacks for the end of a session. They get its id, after the core has closed it."""
         self._runtime = runtime
         self.limit = max_sessions
         """Maximum number of open sessions."""
         self.opened = 0
         """Number of sessions opened since the start of the server."""
         self.models: dict[NamespaceId, str] = {}
-        """Model names of the most recent namespaces, for status."""
+        """Model names of the most recent namespaces, for the status."""
         self._limiters = limiters or RateLimiters(RateConfig(), {})
         self._sessions: dict[bytes, OpenSession] = {}
 
     @property
     def draining(self) -> bool:
-        """Whether the server takes no new work, because of a drain or a shutdown."""
+        """Whether the server refuses new work because of a drain or a shutdown."""
         return self.drain_began.is_set()
 
     def all(self) -> list[OpenSession]:
@@ -97,7 +97,10 @@ class SessionRegistry:
         self.refuse_if_draining()
         if request.protocol_version not in PROTOCOL_VERSIONS:
             spoken = ", ".join(map(str, PROTOCOL_VERSIONS))
-            raise Refused("UNSUPPORTED_VERSION", f"this server speaks version {spoken}, not {request.protocol_version}")
+            raise Refused(
+                "UNSUPPORTED_VERSION",
+                f"this server supports protocol version {spoken}, not {request.protocol_version}",
+            )
         if len(self._sessions) >= self.limit:
             raise Refused("LIMIT_EXCEEDED", f"{self.limit} sessions are open already")
         if not request.engine_id:
@@ -145,7 +148,7 @@ class SessionRegistry:
             del self.models[next(iter(self.models))]
 
     def close(self, session: OpenSession) -> None:
-        """Ends a session; called when its heartbeat stream has ended for any reason."""
+        """Closes a session whose heartbeat stream has ended."""
         del self._sessions[session.core.id]
         if session.limiter is not None:
             session.limiter.close_session()
@@ -160,7 +163,7 @@ class SessionRegistry:
     def get(self, ref: common_pb2.SessionRef, *, is_release: bool = False) -> EngineSession:
         """Returns the session of a call and counts the call. Raises `Refused`.
 
-        `is_release`: the call releases slots or pins. Such a call is not delayed by the rate limit.
+        `is_release`: the call releases slots or pins. Such calls may exceed the rate limit.
         """
         session = self.find(ref)
         self.count_call(session, is_release=is_release)
@@ -174,22 +177,22 @@ class SessionRegistry:
             session.limiter.count_call(is_release=is_release)
 
     def find(self, ref: common_pb2.SessionRef) -> OpenSession:
-        """Returns the session if the caller may use it, else raises `Refused`. Ids are secret."""
+        """Returns the session. Raises `Refused` if it is unknown or the caller may not use it."""
         session = self._sessions.get(ref.session_id)
         if session is not None and ref.epoch == self.epoch:
             if CALLER.get().tenant not in (None, session.core.tenant):
-                raise Refused("WRONG_TENANT", "the session is another tenant's")
+                raise Refused("WRONG_TENANT", "the session belongs to another tenant")
             if session.revoked:
                 raise Refused("UNKNOWN_SESSION", "the credentials of the session are no longer valid")
             return session
         if ref.epoch != self.epoch:
             raise Refused("STALE_EPOCH", "the session belongs to an earlier run of this server; open a new one")
-        raise Refused("UNKNOWN_SESSION", "there is no such session: it has ended, or was never opened")
+        raise Refused("UNKNOWN_SESSION", "there is no session with this id: it has ended, or was never opened")
 
     def check(self, session: EngineSession) -> None:
         """Raises `Refused` if the session has ended during a wait."""
         if session.id not in self._sessions:
-            raise Refused("UNKNOWN_SESSION", "the session has ended meanwhile")
+            raise Refused("UNKNOWN_SESSION", "the session ended while the call was waiting")
 
     def name_of(self, session_id: bytes) -> str:
         """Returns the name of the caller that opened a session, for the log."""
@@ -202,9 +205,10 @@ class SessionRegistry:
         return known.limiter if known is not None else None
 
     def revoke(self, is_still_valid: Callable[[Identity], bool]) -> None:
-        """Revokes the sessions whose credentials are no longer valid.
+        """Revokes the sessions whose credentials are no longer valid: their calls are refused.
 
-        Ending their streams is not enough: a client that does not read its heartbeats would go on.
+        Ending the heartbeat streams is not enough. A client that does not read its heartbeats would
+        continue to call.
         """
         for session in self._sessions.values():
             if session.identity is not OWNER and not session.revoked and not is_still_valid(session.identity):
@@ -213,12 +217,12 @@ class SessionRegistry:
                     disconnect()
 
     def set_transport(self, session: EngineSession, transport: str) -> None:
-        """Records the transport of a session's bytes, for status and metrics."""
+        """Records the transport of a session's transfers, for status and metrics."""
         self.check(session)
         self._sessions[session.id].transport = transport
 
     def attach(self, session_id: bytes, epoch: int, connection: int) -> bool:
-        """Records that a connection maps the region for a session; returns False if it may not."""
+        """Records that a connection maps the region for a session. False: not permitted."""
         session = self._find_valid(session_id, epoch)
         if session is None or not session.identity.shared_memory:
             return False
@@ -227,7 +231,7 @@ class SessionRegistry:
         return True
 
     def detach(self, session_id: bytes, connection: int) -> None:
-        """Records that such a connection has ended."""
+        """Records the end of a connection that maps the region."""
         session = self._sessions.get(session_id)
         if session is not None:
             session.attachments.discard(connection)
@@ -237,20 +241,20 @@ class SessionRegistry:
     def connect(
         self, session_id: bytes, epoch: int, disconnect: Callable[[], object], *, via_tcp: bool = False
     ) -> Identity | None:
-        """Records a connection for calls, which `disconnect` closes.
+        """Records a connection for calls; `disconnect` closes it.
 
-        Returns the caller that opened the session; None if the connection is refused.
+        Returns the caller that opened the session, or None if the connection is refused.
         """
         session = self._find_valid(session_id, epoch)
         if session is None or len(session.disconnects) >= _MAX_CONNECTIONS:
             return None
         session.disconnects.add(disconnect)
         if via_tcp:
-            session.transport = "tcp"  # a client that calls over TCP also streams over TCP
+            session.transport = "tcp"  # a client that calls over raw TCP also uses it for streams
         return session.identity
 
     def disconnect(self, session_id: bytes, disconnect: Callable[[], object]) -> None:
-        """Records that such a connection has ended."""
+        """Records the end of a connection for calls."""
         session = self._sessions.get(session_id)
         if session is not None:
             session.disconnects.discard(disconnect)
@@ -260,19 +264,19 @@ class SessionRegistry:
         return None if session is None or epoch != self.epoch or session.revoked else session
 
     def refuse_if_draining(self) -> None:
-        """Raises `Refused` while the server takes no new work."""
+        """Raises `Refused` during a drain or a shutdown."""
         if self.draining:
-            raise Refused("DRAINING", "the server is shutting down, or drained: it takes no new work")
+            raise Refused("DRAINING", "the server refuses new work: it is shutting down, or drained")
 
 
 def namespace_spec(namespace: common_pb2.Namespace) -> NamespaceSpec:
     """Returns the core's namespace. Its id is the tenant's tag and a digest of every field.
 
-    The digest does not use protobuf's serialization, which may change between versions: ids are
-    part of the keys on disk. Raises `InvalidNamespace` if the fields contradict each other.
+    Ids are part of the keys on disk. So the digest does not use protobuf's serialization, which may
+    change between versions. Raises `InvalidNamespace` if the fields contradict each other.
     """
     if namespace.ByteSize() > _MAX_NAMESPACE_BYTES:
-        raise InvalidNamespace(f"a namespace of {namespace.ByteSize()} bytes; the limit is {_MAX_NAMESPACE_BYTES}")
+        raise InvalidNamespace(f"the namespace has {namespace.ByteSize()} bytes; the limit is {_MAX_NAMESPACE_BYTES}")
     fields: list[str] = [
         namespace.model,
         namespace.revision,
@@ -300,7 +304,7 @@ def namespace_spec(namespace: common_pb2.Namespace) -> NamespaceSpec:
 
 
 def _apply_tenant(namespace: common_pb2.Namespace, caller: Identity) -> None:
-    """Sets the namespace's tenant to the caller's. Raises `Refused` if it names another tenant."""
+    """Sets the tenant of the namespace to the caller's. Raises `Refused` if they differ."""
     if caller.tenant is None:
         return
     if namespace.tenant not in ("", caller.tenant):

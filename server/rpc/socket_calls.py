@@ -1,7 +1,8 @@
 """Unary calls over the attach socket and the TCP port, framed by `protos/wire/call_frames.py`.
 
-They use gRPC's handlers and interceptor, so refusals, metrics and logs are the same. A connection
-belongs to a session, carries one call at a time, and ends with its session.
+These calls use the handlers and the interceptor of the gRPC server, so refusals, metrics and logs
+are the same. A connection belongs to one session, carries one call at a time, and ends with the
+session.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ _REQUEST_SECONDS = 30.0
 
 
 class SocketCallServer:
-    """Server of unary calls over sockets. Lives on the event loop.
+    """Server of unary calls over sockets. Runs on the event loop.
 
-    Services are registered as with a gRPC server (`add_…Servicer_to_server`); only unary methods
+    Services are registered as with a gRPC server (`add_…Servicer_to_server`). Only unary methods
     are served.
     """
 
     def __init__(self, interceptor: RefusalInterceptor, max_message_bytes: int) -> None:
-        """A request of more than `max_message_bytes` is refused and its bytes are discarded."""
+        """A message of more than `max_message_bytes` is refused, and its bytes are discarded."""
         self.max_message_bytes = max_message_bytes
         self._interceptor = interceptor
         self._handlers: dict[bytes, Any] = {}
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler]) -> None:
-        """Registers a service's methods; called by the generated code."""
+        """Registers the methods of a service; the generated code calls this."""
         for name, handler in handlers.items():
             if handler.unary_unary is not None:
                 method = f"{service.removeprefix(_SERVICES)}/{name}".encode()
@@ -54,7 +55,7 @@ class SocketCallServer:
         """Does nothing: the generated code registers the same methods a second time."""
 
     async def serve(self, connection: socket.socket, caller: Identity = OWNER) -> None:
-        """Serves a connection until its end, and closes it. `caller` has opened its session."""
+        """Serves a connection until it ends, then closes it. `caller` has opened the session."""
         loop = asyncio.get_running_loop()
         _, served = await loop.connect_accepted_socket(lambda: _Connection(self, caller), connection)
         try:
@@ -75,13 +76,13 @@ class SocketCallServer:
 
 
 def _refusal(code: grpc.StatusCode, message: str) -> bytes:
-    """Returns the packed answer to a call that has no handler or is too large."""
+    """Returns a packed answer with this status, for a call that no handler gets."""
     number: int = code.value[0]
     return pack_answer(number, status_pb2.Status(code=number, message=message).SerializeToString())
 
 
 class _Aborted(grpc.aio.AbortError):  # type: ignore[misc]  # grpc has no types
-    """The interceptor has refused the call, or it has failed."""
+    """The call was refused or has failed; `status` is its answer."""
 
     def __init__(self, status: status_pb2.Status) -> None:
         super().__init__(status.message)
@@ -89,7 +90,7 @@ class _Aborted(grpc.aio.AbortError):  # type: ignore[misc]  # grpc has no types
 
 
 class _CallContext:
-    """The part of gRPC's context that the interceptor uses; unary handlers use none."""
+    """The part of gRPC's context that the interceptor uses. Unary handlers do not use a context."""
 
     __slots__ = ("caller",)
 
@@ -115,13 +116,13 @@ class _Connection(asyncio.Protocol):
         """Closes the connection if the rest of a request does not arrive in time."""
         self._received = bytearray()
         self._oversized = 0
-        """Bytes still to be discarded of a request that is too large."""
+        """Number of bytes of an oversized request that are still to be discarded."""
         self._task: asyncio.Task[None] | None = None
-        """The call that is waiting for something."""
+        """The running call, if it did not finish at once."""
         self._is_scheduled = False
-        """Whether the loop is about to call `_resume`."""
+        """Whether the event loop is about to call `_resume`."""
         self._write_paused = False
-        """Whether answers wait for the client to read them; no further call is started."""
+        """Whether the client does not read its answers. Then no further call is started."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -170,7 +171,7 @@ class _Connection(asyncio.Protocol):
             del self._received[:end]
             self._set_deadline(waiting=False)
             self._task = _run_eagerly(self._answer(body))
-            # other connections get a turn before the next call
+            # Other connections get a turn before the next call of this connection.
             if self._task is None and self._received:
                 self._is_scheduled = True
                 asyncio.get_running_loop().call_soon(self._resume)
@@ -179,17 +180,17 @@ class _Connection(asyncio.Protocol):
 
     @property
     def _buffer_is_full(self) -> bool:
-        """Whether more than one maximum request is buffered; reading is then paused."""
+        """Whether more bytes are buffered than the largest request has. Then reading is paused."""
         return len(self._received) > LENGTH_BYTES + self._calls.max_message_bytes
 
     def _resume(self) -> None:
-        """Starts the next call unless one is running or the client does not read its answers."""
+        """Starts the next call, unless a call is running or the client does not read answers."""
         self._is_scheduled = False
         if self._task is None and not self._write_paused and not self._transport.is_closing():
             self._next()
 
     def _set_deadline(self, *, waiting: bool) -> None:
-        """Sets the deadline for the rest of a request, or clears it."""
+        """Sets the deadline for the rest of a request if `waiting`; otherwise clears it."""
         if waiting and self._deadline is None:
             self._deadline = asyncio.get_running_loop().call_later(_REQUEST_SECONDS, self.close)
         elif not waiting and self._deadline is not None:
@@ -197,7 +198,7 @@ class _Connection(asyncio.Protocol):
             self._deadline = None
 
     def _discard(self) -> None:
-        """Drops bytes of an oversized request, and refuses it once all have arrived."""
+        """Discards bytes of an oversized request. Refuses the request after its last byte."""
         dropped = min(self._oversized, len(self._received))
         del self._received[:dropped]
         self._oversized -= dropped
@@ -219,9 +220,10 @@ class _Connection(asyncio.Protocol):
 
 
 def _run_eagerly(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
-    """Runs a coroutine until it waits; returns a task for the rest, None if finished.
+    """Runs a coroutine until it waits. Returns a task for the rest; None if it has finished.
 
-    Most calls never wait. A task and a turn of the loop would cost more than many of them.
+    Most calls never wait. For many of them a task and a turn of the event loop would cost more than
+    the call.
     """
     if sys.version_info >= (3, 12):
         task = asyncio.Task(coroutine, loop=asyncio.get_running_loop(), eager_start=True)
@@ -236,8 +238,8 @@ def _run_eagerly(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None] | N
 class _StartedCoroutine(Coroutine[Any, Any, None]):
     """Wraps a coroutine that was already started, so that a Task can continue it.
 
-    The first `send` yields again the future that the coroutine awaits. For Python 3.11, which lacks
-    eager tasks.
+    The first `send` yields the future that the coroutine awaits once more. Needed for Python 3.11,
+    which has no eager tasks.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, None], future: Any) -> None:
@@ -248,7 +250,7 @@ class _StartedCoroutine(Coroutine[Any, Any, None]):
         return self._pending.pop() if self._pending else self._coroutine.send(value)
 
     def throw(self, *error: Any) -> Any:
-        """Raises the error in the coroutine, also if it is cancelled before the first `send`."""
+        """Raises the error in the coroutine, even before the first `send`."""
         self._pending.clear()
         return self._coroutine.throw(*error)
 
@@ -256,5 +258,5 @@ class _StartedCoroutine(Coroutine[Any, Any, None]):
         self._coroutine.close()
 
     def __await__(self) -> Generator[Any, Any, None]:
-        """Required by `Coroutine`; a Task only sends and throws."""
-        raise NotImplementedError("a task runs this; it is not awaited")
+        """Required by `Coroutine`. A Task uses only `send` and `throw`."""
+        raise NotImplementedError("only a Task may run this; it cannot be awaited")

@@ -1,8 +1,7 @@
 """Listening sockets: exclusive claim of a Unix socket, stale sockets, and free TCP ports.
 
-gRPC replaces any socket at its path, even if another server listens there. So a server claims the
-path
-first: it locks a file beside it, and the kernel releases the lock when the process ends.
+gRPC replaces any socket at its path, even if another server listens there. So a server first locks
+a file next to the socket. When the process ends, the kernel releases the lock.
 """
 
 from __future__ import annotations
@@ -29,8 +28,9 @@ class SocketError(Exception):
 class SocketClaim:
     """Exclusive right to listen on a Unix socket, from construction to `release`.
 
-    Construction creates missing directories (0700), refuses a default directory of another user,
-    and removes the socket of a server that has ended. Raises `SocketError`.
+    The constructor creates missing directories (mode 0700) and removes the socket of a server that
+    has ended. It raises `SocketError`, for example if the default directory belongs to another
+    user.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
@@ -58,7 +58,7 @@ class SocketClaim:
     def release(self) -> None:
         """Removes the socket and releases the path. Idempotent."""
         if self._lock is not None:
-            # The lock is still held, so this cannot be another server's socket.
+            # This process still holds the lock, so the socket cannot belong to another server.
             with contextlib.suppress(OSError):
                 self.path.unlink()
             self._unlock()
@@ -72,13 +72,13 @@ class SocketClaim:
 
 
 def port_error(endpoint: Endpoint) -> OSError | None:
-    """Returns why a server could not listen on this TCP address now; None if it could."""
+    """Returns the error of listening on this TCP address now; None if it is possible."""
     try:
         family, kind, number, _, where = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, number) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(where)
-    except UnicodeError:  # an empty or too long label
+    except UnicodeError:  # a label of the name is empty or too long
         return OSError(errno.EINVAL, "not the name of a host")
     except OSError as error:
         return error
@@ -86,15 +86,15 @@ def port_error(endpoint: Endpoint) -> OSError | None:
 
 
 def _prepare_directory(directory: Path) -> None:
-    """Creates the directory, and secures the default one against other users."""
+    """Creates the directory. If it is the default, protects it against other users."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     if directory != Path(default_endpoint().path or "").parent:
-        return  # chosen by the operator, and possibly shared on purpose
+        return  # the operator chose it, and may share it on purpose
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode):
         raise SocketError(f"{directory} is not a directory")
     if status.st_uid != os.getuid():
-        raise SocketError(f"{directory} belongs to user {status.st_uid}: that user could answer instead of the server")
+        raise SocketError(f"{directory} belongs to user {status.st_uid}, who could answer instead of the server")
     if stat.S_IMODE(status.st_mode) & 0o077:
         directory.chmod(0o700)
 
@@ -108,8 +108,8 @@ def _lock(path: Path, endpoint: Endpoint) -> int:
         except BlockingIOError:
             os.close(descriptor)
             break
-        # A server that ended between our open and our lock has removed the file: then the lock is
-        # void.
+        # A server that ended between `open` and `flock` has removed the file. Then the lock has no
+        # effect, and the next attempt creates a new file.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), path.stat()):
                 return descriptor
@@ -118,15 +118,15 @@ def _lock(path: Path, endpoint: Endpoint) -> int:
 
 
 def _remove_stale(path: Path) -> None:
-    """Removes the socket of a killed server; refuses to touch anything else."""
+    """Removes the socket of a killed server. Raises `SocketError` for any other file."""
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise SocketError(f"unix:{path}: this is not a socket")
+            raise SocketError(f"unix:{path}: the file is not a socket")
     except FileNotFoundError:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
-        # Another program, which does not use our lock, may listen there.
+        # A program that does not use this lock may listen there.
         if probe.connect_ex(str(path)) not in (errno.ECONNREFUSED, errno.ENOENT):
             raise SocketError(f"unix:{path} is in use: another program listens there")
     path.unlink(missing_ok=True)

@@ -86,7 +86,7 @@ def test_files_of_other_programs_stay(tmp_path: Path) -> None:
     assert path.exists()
     path.unlink()
     path.write_text("precious")
-    with pytest.raises(SocketError, match="this is not a socket"):
+    with pytest.raises(SocketError, match="the file is not a socket"):
         SocketClaim(Endpoint(path=str(path)))
     assert path.read_text() == "precious"
 
