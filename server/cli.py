@@ -19,17 +19,17 @@ __all__ = ["EXIT_CONFIG", "EXIT_FAILURE", "EXIT_UNREACHABLE", "EXIT_USAGE", "mai
 
 _COMMANDS = f"{__package__}.commands"
 _MODULES = {"tiers": "status", "sessions": "status"}
-"""Modules of commands that share one; the others are named after their command."""
+"""Module of each command that shares a module. Other modules have the name of their command."""
 _OF_THE_SERVER = frozenset(
     {"grpc_health", "grpc_reflection", "lmdb", "msgspec", "prometheus_client", "rich", "shtab", "structlog"}
 )
-"""Packages that an installation of the client alone lacks."""
+"""Packages that are missing if only the client is installed."""
 _CREDENTIALS = {"ca": "KVTIER_CA", "cert": "KVTIER_CERT", "key": "KVTIER_KEY", "token_file": "KVTIER_TOKEN_FILE"}
 """Environment variable set by each credential flag."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `kvtier` with these arguments, by default the process's; returns the exit code."""
+    """Runs `kvtier` with these arguments (default: `sys.argv`); returns the exit code."""
     options = new_parser().parse_args(arguments)
     set_credentials(options)
     try:
@@ -44,11 +44,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.errno != errno.ENOSPC or error.filename is not None or options.command == "serve":
             raise
         _forget_output()
-        return refuse([f"the answer cannot be written: {error.strerror}"], EXIT_FAILURE)
+        return refuse([f"the output cannot be written: {error.strerror}"], EXIT_FAILURE)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _OF_THE_SERVER:
             raise
-        return refuse([f"{error}; this takes more than the client: pip install 'kvtier[server]'"], EXIT_FAILURE)
+        return refuse(
+            [f"{error}; this command needs the server's packages: pip install 'kvtier[server]'"], EXIT_FAILURE
+        )
     return code
 
 
@@ -58,7 +60,7 @@ def set_credentials(options: argparse.Namespace) -> None:
         if getattr(options, name, None) is not None:
             os.environ[variable] = getattr(options, name)
             if name == "token_file":
-                os.environ.pop("KVTIER_TOKEN", None)  # it would be used instead
+                os.environ.pop("KVTIER_TOKEN", None)  # it would take precedence
 
 
 def _forget_output() -> None:

@@ -1,6 +1,4 @@
-"""The commands of `kvtier`, a module each, with a function `run`.
+"""Commands of `kvtier`: one module per command, with a function `run`.
 
-All flags are in `parser`, which loads nothing else.
-
-A module is imported when its command is run: they may import at their top what they like.
+All flags are declared in `parser`. The module of a command is imported only when the command runs.
 """

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own log lines would mix with our output
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's log lines would mix with the output
 
 import grpc
 from rich.console import Console
@@ -33,20 +33,20 @@ __all__ = [
 ]
 
 _UNLIMITED_WIDTH = 10_000
-_OPTIONS = (("grpc.enable_http_proxy", 0),)  # a proxy for the web must not handle these calls
+_OPTIONS = (("grpc.enable_http_proxy", 0),)  # these calls must not go through an HTTP proxy
 _STREAM_OPTIONS = (
     *_OPTIONS,
-    # Detects a host that has vanished, however long the call takes.
+    # Detects a lost host during a call without a time limit.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
 )
 
 
 class AdminClientError(Exception):
-    """A server has refused the call or sent an unexpected answer; the message is one line.
+    """The server refused the call or sent an unexpected answer; the message is one line.
 
     `reason` is the server's `ErrorReason`, "TLS" if the connection failed because of TLS, "TIMEOUT"
-    if no answer came, or empty.
+    if no answer arrived, or empty.
     """
 
     def __init__(self, text: str, reason: str = "") -> None:
@@ -59,7 +59,7 @@ class UnreachableError(AdminClientError):
 
 
 def channel_to(endpoint: Endpoint, options: Sequence[tuple[str, Any]] = _OPTIONS) -> grpc.Channel:
-    """Returns a channel with the environment's credentials. Raises `AdminClientError`."""
+    """Returns a channel with the credentials of the environment. Raises `AdminClientError`."""
     try:
         return Credentials.from_environment().channel(endpoint, options)
     except CredentialsError as error:
@@ -83,8 +83,8 @@ def ask_status(endpoint: Endpoint, timeout: float) -> GetStatusResponse:
 def follow(endpoint: Endpoint, method: str, request: Any, timeout: float) -> Generator[Any, None, None]:
     """Yields the answers of a streaming method of `AdminService`, without a time limit.
 
-    Before that the server must answer a status call within `timeout` seconds. Closing the iterator
-    cancels the call. Raises `AdminClientError`.
+    The server must first answer a status call within `timeout` seconds. If the caller closes the
+    iterator, the streaming call is cancelled. Raises `AdminClientError`.
     """
     ask_status(endpoint, timeout)
     with channel_to(endpoint, _STREAM_OPTIONS) as channel:
@@ -100,7 +100,7 @@ def follow(endpoint: Endpoint, method: str, request: Any, timeout: float) -> Gen
 def show_answer(
     options: argparse.Namespace, fetch: Callable[[Endpoint, float], Any], show: Callable[[Any, Endpoint], None]
 ) -> int:
-    """Calls the server that the options name, and shows its answer; returns the exit code."""
+    """Calls the server at `options.endpoint` and shows the answer; returns the exit code."""
     try:
         endpoint = client_endpoint(options.endpoint)
         answer = fetch(endpoint, options.timeout)
@@ -118,7 +118,7 @@ def refuse_error(error: EndpointError | AdminClientError) -> int:
 
 
 def plain_console() -> Console:
-    """Returns a console on standard output. If that is no terminal, lines are not wrapped."""
+    """Returns a console for standard output. Lines are wrapped only on a terminal."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = _UNLIMITED_WIDTH
@@ -135,21 +135,21 @@ def error_of(error: grpc.RpcError, endpoint: Endpoint, timeout: float) -> AdminC
     if code == grpc.StatusCode.UNAVAILABLE:
         return _unreachable(endpoint, details)
     if code == grpc.StatusCode.UNIMPLEMENTED:
-        return AdminClientError(f"{endpoint} is a gRPC server, but not kvtier's, or one of an older version")
+        return AdminClientError(f"the gRPC server at {endpoint} is not kvtier, or its version is too old for this call")
     return AdminClientError(f"{endpoint}: {code.name}: {details}")
 
 
 def _unreachable(endpoint: Endpoint, details: str) -> UnreachableError:
-    """Distinguishes the causes that gRPC reports as UNAVAILABLE: TLS, permissions, or no server."""
+    """Returns the error for UNAVAILABLE, which can mean TLS, permissions, or no server."""
     if "handshake failed" in details:
         cause = details.rpartition("OPENSSL_internal:")[2].removesuffix(": OK")
-        # If the certificate's dates are wrong, no other --ca helps.
-        hint = "" if "expired" in cause or "not yet valid" in cause else "; does --ca fit?"
-        return UnreachableError(f"{endpoint}: no TLS with it: {cause}{hint}", "TLS")
+        # If the certificate is expired or not yet valid, another --ca does not help.
+        hint = "" if "expired" in cause or "not yet valid" in cause else "; is --ca the server's CA?"
+        return UnreachableError(f"{endpoint}: the TLS handshake failed: {cause}{hint}", "TLS")
     if not endpoint.is_unix and ("Socket closed" in details or "reset by peer" in details):
         return UnreachableError(
-            f"{endpoint} hangs up; does it want TLS (--ca), or a certificate (--cert, --key)?", "TLS"
+            f"{endpoint} closed the connection; does it need TLS (--ca) or a client certificate (--cert, --key)?", "TLS"
         )
     if endpoint.is_unix and "Permission denied" in details:
-        return UnreachableError(f"{endpoint}: Permission denied; it is for the server's user and root")
+        return UnreachableError(f"{endpoint}: Permission denied; only the server's user and root can connect")
     return UnreachableError(f"no server answers at {endpoint}; is `kvtier serve` running there?")

@@ -28,6 +28,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def load(options: argparse.Namespace) -> Loaded:
-    """Returns the configuration of a command's options. Raises `ConfigError`."""
+    """Returns the configuration for a command with these options. Raises `ConfigError`."""
     flags = {key: value for key, value in vars(options).items() if key in SETTINGS}
     return load_sources(flags, file=options.config)

@@ -28,13 +28,13 @@ EXIT_UNCHECKED = 4
 EXIT_CONFIG = 78
 
 EXIT_CODES = (
-    (0, "all", "done; `doctor`: no check fails, though there may be warnings; `fsck`: no damage"),
-    (EXIT_FAILURE, "all", "failed, or refused by the server; the line on standard error says why"),
-    (EXIT_FAILURE, "doctor", "a check fails"),
+    (0, "all", "success; `doctor`: no check failed (warnings are possible); `fsck`: no damage"),
+    (EXIT_FAILURE, "all", "failed, or refused by the server; standard error has the reason"),
+    (EXIT_FAILURE, "doctor", "a check failed"),
     (EXIT_FAILURE, "drain", "some work did not finish in time"),
     (EXIT_FAILURE, "fsck", "there is unrepaired damage"),
-    (EXIT_USAGE, "all", "wrong usage, or no server answers"),
-    (EXIT_LEFT_BEHIND, "serve", "ended, but a tier did not close in time"),
+    (EXIT_USAGE, "all", "wrong usage, or no server answered"),
+    (EXIT_LEFT_BEHIND, "serve", "the server ended, but a tier did not close in time"),
     (EXIT_REPAIRED, "fsck", "all damage was repaired"),
     (EXIT_UNCHECKED, "fsck", "a tier could not be checked"),
     (EXIT_CONFIG, "serve, config, fsck", "the configuration is invalid (EX_CONFIG)"),

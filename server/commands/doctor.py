@@ -1,4 +1,4 @@
-"""`kvtier doctor`: runs checks, and prints what was found, why it matters and what to do."""
+"""`kvtier doctor`: runs checks and prints each finding, why it matters and what to do."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CHECKS: dict[str, Check] = {
     "hashes": engine_checks.hashes,
     "cuda_ipc": engine_checks.cuda_ipc,
 }
-"""Every check, by its name in `--only` and in the JSON."""
+"""All checks by name, as used in `--only` and in the JSON output."""
 
 _STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
 
@@ -48,7 +48,7 @@ _STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"
 def run(options: argparse.Namespace) -> int:
     unknown = [name for name in options.only if name not in CHECKS]
     if unknown:
-        return refuse([f"--only {unknown[0]}: there are {', '.join(CHECKS)}"], EXIT_USAGE)
+        return refuse([f"--only {unknown[0]}: no such check; the checks are {', '.join(CHECKS)}"], EXIT_USAGE)
     try:
         context = _make_context(options)
     except EndpointError as error:
@@ -73,9 +73,9 @@ def _findings(check: Check, context: CheckContext) -> list[CheckResult]:
     except Exception as error:  # noqa: BLE001 - an error in one check must not hide the results of the others
         return [
             fail(
-                f"the check itself broke: {type(error).__name__}: {error}",
-                "its verdict is missing",
-                "report it as a bug of kvtier",
+                f"the check itself failed: {type(error).__name__}: {error}",
+                "the result of this check is missing",
+                "report this as a bug of kvtier",
             )
         ]
 
@@ -113,7 +113,7 @@ def _make_context(options: argparse.Namespace) -> CheckContext:
 
 
 def _endpoint(options: argparse.Namespace, config: Config | None) -> Endpoint:
-    """Returns the endpoint of flags, environment or configuration. Raises `EndpointError`."""
+    """Returns the endpoint from flags, environment or configuration. Raises `EndpointError`."""
     if config is None or options.endpoint or os.environ.get(ENDPOINT_VARIABLE):
         return client_endpoint(options.endpoint)
     return next((endpoint for endpoint in config.endpoints if endpoint.is_unix), config.endpoints[0])

@@ -1,4 +1,4 @@
-"""`kvtier drain`: makes a server finish its work and end, or take no new work."""
+"""`kvtier drain`: makes a server finish its work and end, or refuse new work."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     except (EndpointError, AdminClientError) as error:
         return refuse_error(error)
     except KeyboardInterrupt:
-        return refuse(["interrupted; the drain goes on"], EXIT_FAILURE)
+        return refuse(["interrupted; the server continues to drain"], EXIT_FAILURE)
     if options.json:
         figures = {name: getattr(last, name) for name in FIGURES}
         print_line(json.dumps({"mode": _word(options)} | figures | {"ended": ended}, indent=2))
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _drain(endpoint: Endpoint, request: DrainRequest, options: argparse.Namespace) -> DrainResponse:
-    """Returns the last answer; without --wait the first."""
+    """Returns the last answer, or the first answer without --wait."""
     last = DrainResponse()
     most = 0
     steps = follow(endpoint, "Drain", request, options.timeout)
@@ -65,7 +65,7 @@ def _drain(endpoint: Endpoint, request: DrainRequest, options: argparse.Namespac
 
 
 def _wait_for_end(endpoint: Endpoint, epoch: int) -> bool:
-    """Waits until the server with this epoch is gone; returns False after `_END_SECONDS`."""
+    """Waits until the server with this epoch has ended; returns False after `_END_SECONDS`."""
     deadline = time.monotonic() + _END_SECONDS
     while time.monotonic() < deadline:
         try:
@@ -85,12 +85,12 @@ def _word(options: argparse.Namespace) -> str:
 
 def _text(options: argparse.Namespace, last: DrainResponse, *, ended: bool) -> str:
     if options.undo:
-        return "the server takes new work again"
+        return "the server accepts new work again"
     left = "" if last.complete else "; some work did not finish in time"
     if ended:
         return f"the server was drained and has ended{left}"
     if options.stay and last.done:
-        return f"the server is drained until --undo{left}"
+        return f"the server is drained, and refuses new work until --undo{left}"
     if options.wait:
-        return f"the server does not end{left}"
-    return f"the server takes no new work; {last.stores} stores and {last.jobs} jobs are running"
+        return f"the server has not ended{left}"
+    return f"the server refuses new work; {last.stores} stores and {last.jobs} jobs are running"

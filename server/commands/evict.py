@@ -1,4 +1,4 @@
-"""`kvtier evict`: makes a running server evict blocks, and prints how many."""
+"""`kvtier evict`: makes a running server evict blocks, and prints how many it evicted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["FIGURES", "run"]
 
 _CONDITIONS = ("tier", "tenant", "namespace", "older_than", "bytes")
 FIGURES = ("tier", "blocks", "bytes", "kept_blocks", "kept_bytes")
-"""Fields of each tier in the JSON output."""
+"""Fields in the JSON output for each tier."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -44,11 +44,11 @@ def run(options: argparse.Namespace) -> int:
         print_line(json.dumps({"dry_run": options.dry_run, "done": result.done, "tiers": tiers}, indent=2))
     else:
         plain_console().print(_table(result, dry_run=options.dry_run))
-    return 0 if result.done else refuse(["interrupted; the blocks counted above are evicted"], EXIT_FAILURE)
+    return 0 if result.done else refuse(["interrupted; the blocks counted above were evicted"], EXIT_FAILURE)
 
 
 def _evict(options: argparse.Namespace, request: EvictRequest) -> EvictResponse | None:
-    """Returns the last answer, which is not `done` after Ctrl-C."""
+    """Returns the last answer. After Ctrl-C its field `done` is False."""
     result = None
     steps = follow(client_endpoint(options.endpoint), "Evict", request, options.timeout)
     with progress_bar("evict") as progress, contextlib.closing(steps), contextlib.suppress(KeyboardInterrupt):
@@ -59,7 +59,7 @@ def _evict(options: argparse.Namespace, request: EvictRequest) -> EvictResponse 
 
 
 def _request(options: argparse.Namespace) -> EvictRequest:
-    """Raises `ValueError` if a flag is invalid."""
+    """Returns the request for these options. Raises `ValueError` if a flag is invalid."""
     request = EvictRequest(
         tiers=options.tier, tenant=options.tenant, include_retained=options.retained, dry_run=options.dry_run
     )
@@ -67,7 +67,7 @@ def _request(options: argparse.Namespace) -> EvictRequest:
         try:
             request.namespace_id = bytes.fromhex(options.namespace)
         except ValueError:
-            raise ValueError(f"--namespace {options.namespace}: an id is 32 hexadecimal digits") from None
+            raise ValueError(f"--namespace {options.namespace}: must be 32 hexadecimal digits") from None
     if options.older_than is not None:
         request.unused_for.FromNanoseconds(int(_read("--older-than", options.older_than, parse_duration) * 1e9))
     if options.bytes is not None:

@@ -30,36 +30,36 @@ from .handoffs import DIRECTIONS
 __all__ = ["run", "show", "to_json"]
 
 _WHY = {
-    "never_stored": "no record of a store of these blocks",
-    "evicted": "they were evicted to make room",
+    "never_stored": "the server has no record of a store of these blocks",
+    "evicted": "the blocks were evicted to make room",
     "store_failed": "the store failed: no room, a failed writer, or an overloaded tier",
-    "policy": "a rule excluded them",
+    "policy": "a rule excluded the blocks",
     "below_threshold": "the prefix found is shorter than the minimum that the lookup asked for",
-    "format_mismatch": "they are stored in another format (revision, dtype, layout, parallelism)",
-    "expired": "their time to live was over",
-    "load_failed": "a tier had them, and the load failed",
-    "no_room": "a tier has them, but every slot of the CPU tier was in use",
+    "format_mismatch": "the blocks are stored in another format (revision, dtype, layout, parallelism)",
+    "expired": "the blocks were unused for longer than the tier's ttl",
+    "load_failed": "a tier had the blocks, but the load failed",
+    "no_room": "a tier has the blocks, but every slot of the CPU tier was in use",
     "reset": "the CPU tier was reset",
-    "pending": "they had not arrived when the wait of the claim ended",
+    "pending": "the blocks were still being stored when the wait of the claim ended",
 }
 
 _CLAIMED = {
-    "held": "it was held",
-    "not_held": "there was no hold: not published in time, or ended; explain that request of that engine",
-    "expired": "it had expired, or nearly",
-    "other_namespace": "it is held in another namespace (model, revision, dtype, layout, parallelism, tenant)",
+    "held": "the hold was found",
+    "not_held": "there was no hold: not published in time, or ended; explain the claimed request for details",
+    "expired": "the hold had expired, or was about to expire",
+    "other_namespace": "the hold is in another namespace (model, revision, dtype, layout, parallelism, tenant)",
 }
 
 _DECLINED = {
-    "no_room": "holds have reached their part of the CPU tier (handoff.part)",
-    "too_many": "the tenant has reached its number of holds (handoff.max_holds)",
+    "no_room": "the holds have reached their fraction of the CPU tier (handoff.part)",
+    "too_many": "the tenant has reached its limit of holds (handoff.max_holds)",
 }
 
 _ENDED = {
     "released": "was released",
     "expired": "expired",
-    "replaced": "was replaced by another publication with its name",
-    "reset": "ended with a reset",
+    "replaced": "was replaced by a later publication of the request",
+    "reset": "was ended by a reset",
 }
 
 
@@ -100,13 +100,13 @@ def show(answer: ExplainRequestResponse, request_id: str, console: Console | Non
     heard = f"last seen {human_age(seconds_of(answer.age))} ago"
     console.print(f"request {request_id} of engine {answer.engine_id}: {state}, {heard}", markup=False)
     for vote in answer.votes:
-        console.print(f"  {vote.tier} wants it {_policy(vote.policy)}: {vote.why}", markup=False)
+        console.print(f"  {vote.tier} votes for {_policy(vote.policy)}: {vote.why}", markup=False)
     if answer.incomplete_blocks:
         console.print(f"  {answer.incomplete_blocks} blocks did not reach a request_level tier")
     for hold in answer.holds:
         console.print(f"  {_publication(hold)}", markup=False)
     if answer.total_lookups > len(answer.lookups):
-        console.print(f"  {answer.total_lookups} lookups, the last {len(answer.lookups)} of them:")
+        console.print(f"  the last {len(answer.lookups)} of {answer.total_lookups} lookups:")
     for lookup in answer.lookups:
         console.print(f"  {_kind(lookup)} {human_age(seconds_of(lookup.age))} ago:", markup=False)
         for line in _lines(lookup):
@@ -121,7 +121,7 @@ def _publication(hold: HoldExplained) -> str:
         return f"declined {when} ({what}): {_DECLINED.get(status, status)}"
     pending = f", {hold.pending_blocks} of them not yet stored" if hold.pending_blocks else ""
     claims = f"claimed {hold.claims} times, {hold.claimed_blocks} blocks" if hold.claims else "never claimed"
-    end = "is held"
+    end = "is still held"
     if hold.end:
         name = _name(HoldEnd, "HOLD_END_", hold.end)
         end = f"{_ENDED.get(name, name)} {human_age(seconds_of(hold.end_age))} ago"
@@ -141,7 +141,7 @@ def _lines(lookup: LookupExplained) -> Iterator[str]:
         if outcome != "held":
             return
     if lookup.unwanted_blocks:
-        yield f"{lookup.unwanted_blocks} blocks were not requested; the others:"
+        yield f"{lookup.unwanted_blocks} blocks were not requested; the other blocks:"
     start = 0
     for span in lookup.spans:
         end = start + span.keys
@@ -209,7 +209,7 @@ def _reason(number: int) -> str:
 
 
 def _name(enum: Any, prefix: str, number: int) -> str:
-    """Returns the short name of an enum value, or its number if it is unknown here."""
+    """Returns the short name of an enum value, or the number if this version has no such value."""
     names: dict[int, str] = {value.number: value.name for value in enum.DESCRIPTOR.values}
     return names.get(number, f"{number}").removeprefix(prefix).lower()
 

@@ -24,7 +24,7 @@ _ONLY_OFFLINE = ("config", "data_dir")
 _ONLY_ONLINE = ("endpoint", "rate")
 _NO_TIER = "nothing to check: there is no tier below the CPU tier"
 _MIN_RATE = 64 * KIB
-"""A lower rate is most likely a missing unit; the check would hardly end."""
+"""Minimum of --rate in bytes per second. A lower value probably lacks its unit."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -47,7 +47,7 @@ def _offline(config: Config, options: argparse.Namespace) -> int:
     names = [tier.name for tier in tiers]
     unknown = [name for name in options.tier if name not in names]
     if unknown:
-        return refuse([f"there is no tier {name!r}; there are {', '.join(names)}" for name in unknown], EXIT_USAGE)
+        return refuse([f"there is no tier {name!r}; the tiers are {', '.join(names)}" for name in unknown], EXIT_USAGE)
     others = offline_fsck.foreign_contents(config.data_dir, tiers)
     reports = []
     for tier in tiers:
@@ -88,7 +88,7 @@ def _online(options: argparse.Namespace) -> int:
 
 
 def _follow(options: argparse.Namespace, reports: dict[str, offline_fsck.TierReport]) -> None:
-    """Collects the reports of a running check in `reports`, and prints findings as they arrive."""
+    """Adds the reports of a running check to `reports`, and prints findings when they arrive."""
     endpoint = client_endpoint(options.endpoint)
     rate = _read_rate(options.rate)
     steps = check_by_server(endpoint, options.tier, repair=options.repair, rate=rate, timeout=options.timeout)
@@ -124,10 +124,10 @@ def _print_all(lines: Iterable[str]) -> None:
 def check_by_server(
     endpoint: Endpoint, tiers: Sequence[str], *, repair: bool, rate: int, timeout: float
 ) -> Iterator[tuple[TierReport, int, list[Finding]]]:
-    """Yields after each step the tier's report, its number of blocks and new findings.
+    """Yields the tier's report, its number of blocks and the new findings after each step.
 
-    The server must answer within `timeout` seconds. If the check ends early, the last report has an
-    error. Raises `AdminClientError` if the server refuses or no server answers.
+    The server must first answer within `timeout` seconds. If the check ends early, the last report
+    has an error. Raises `AdminClientError` if the server refuses the check or does not answer.
     """
     request = admin_pb2.FsckRequest(repair=repair, tiers=tiers, max_rate_bytes=rate)
     report = None

@@ -1,4 +1,4 @@
-"""`kvtier handoffs`: the requests that engines hold for each other, and totals since the start."""
+"""`kvtier handoffs`: the requests held for another engine, and totals since the server's start."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def to_json(answer: ListHandoffsResponse) -> str:
-    """Returns the holds as JSON: fields as in `kvtier/v1/admin.proto`, durations in seconds."""
+    """Returns the holds as JSON, with the fields of `kvtier/v1/admin.proto`; times in seconds."""
     values = {
         "total": answer.total,
         "held_bytes": answer.held_bytes,
@@ -55,11 +55,11 @@ def show(answer: ListHandoffsResponse, console: Console | None = None) -> None:
         console.print(f"the oldest {len(answer.handoffs):,} of {answer.total:,}")
     if any(totals.published or totals.declined for totals in answer.totals):
         console.print(_totals(answer))
-        console.print(f"{human_size(answer.held_bytes)} are held")
+        console.print(f"holds pin {human_size(answer.held_bytes)} of the CPU tier")
 
 
 def _holds(answer: ListHandoffsResponse) -> ResponsiveTable:
-    numbers = ("tokens", "blocks", "size", "on their way", "claims", "age", "ends in")
+    numbers = ("tokens", "blocks", "size", "pending", "claims", "age", "ends in")
     table = ResponsiveTable("engine", "request", "direction", "tenant", numbers=numbers)
     for hold in answer.handoffs:
         table.add_plain_row(

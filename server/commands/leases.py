@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def to_json(answer: ListLeasesResponse) -> str:
-    """Returns the leases as JSON: fields as in `kvtier/v1/admin.proto`, durations in seconds."""
+    """Returns the leases as JSON, with the fields of `kvtier/v1/admin.proto`; times in seconds."""
     return json.dumps({"total": answer.total, "leases": [_values(lease) for lease in answer.leases]}, indent=2)
 
 
@@ -43,7 +43,7 @@ def show(answer: ListLeasesResponse, console: Console | None = None) -> None:
     if not answer.leases:
         console.print("no leases")
         return
-    numbers = ("age", "ends in", "blocks", "size", "on their way")
+    numbers = ("age", "ends in", "blocks", "size", "pending")
     table = ResponsiveTable("lease", "for", "engine", "client", "pid", "request", numbers=numbers)
     for lease in answer.leases:
         table.add_plain_row(

@@ -1,6 +1,6 @@
 """Command-line parser of `kvtier`: declares the flags of every command.
 
-Imports only the standard library, to start fast.
+It loads only the standard library, so that `kvtier --help` starts fast.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def new_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvtier {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="command")
-    _add_settings(commands.add_parser("serve", help="run the server, until SIGTERM or Ctrl-C"))
+    _add_settings(commands.add_parser("serve", help="run the server until SIGTERM or Ctrl-C"))
     _add_config(commands)
     _add_shown(commands)
     _add_listed(commands)
@@ -35,7 +35,7 @@ def new_parser() -> argparse.ArgumentParser:
     _add_size(commands)
     _add_token(commands)
     completion = commands.add_parser("completion", help="print a shell's completion script")
-    completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="which shell")
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")
     return parser
 
 
@@ -43,7 +43,7 @@ def _epilog() -> str:
     rows = "\n".join(f"  {code:<3} {commands:<19} {meaning}" for code, commands, meaning in EXIT_CODES)
     return (
         "Settings come from defaults, the file, the environment (KVTIER_REGION_SIZE, KVTIER_LOG_LEVEL, …) and flags.\n"
-        "Later sources override earlier ones. `kvtier config` prints all settings with their origin."
+        "A later source overrides the earlier ones. `kvtier config` prints each setting with its origin."
         f"\n\nexit codes:\n{rows}\n"
     )
 
@@ -62,12 +62,12 @@ def _add_shown(commands: Any) -> None:
     add_endpoint(commands.add_parser("status", help="show tiers, tenants and sessions of a running server"))
     top = commands.add_parser(
         "top",
-        help="watch rates per second of tiers, tenants and sessions",
-        description="Shows rates per second of successive intervals until Ctrl-C. With --json: one line per interval.",
+        help="show live rates of tiers, tenants and sessions",
+        description="Shows rates per second of successive intervals until Ctrl-C. With --json, prints one line per interval.",
     )
     top.add_argument("--interval", metavar="SECONDS", type=float, default=2.0, help="length of an interval (2)")
     top.add_argument("--count", metavar="N", type=int, default=0, help="number of intervals (0: no limit)")
-    top.add_argument("--once", action="store_true", help="show one interval: the same as --count 1")
+    top.add_argument("--once", action="store_true", help="show one interval, like --count 1")
     add_endpoint(top)
     add_endpoint(commands.add_parser("tiers", help="show the tiers: fill, hits, queues, tenants, memory placement"))
     add_endpoint(commands.add_parser("sessions", help="list the connected engine processes"))
@@ -76,7 +76,7 @@ def _add_shown(commands: Any) -> None:
 def _add_listed(commands: Any) -> None:
     for name, text in (
         ("leases", "list the leases that pin blocks, with owner and remaining time"),
-        ("handoffs", "list the requests that engines hold for each other"),
+        ("handoffs", "list the requests held for another engine"),
     ):
         listed = commands.add_parser(name, help=text)
         listed.add_argument("--most", metavar="N", type=int, default=0, help="list only the N oldest (1,000)")
@@ -84,7 +84,7 @@ def _add_listed(commands: Any) -> None:
     explain = commands.add_parser("explain", help="explain why blocks of a recent request were misses")
     explain.add_argument("request", metavar="REQUEST", help="the engine's id of the request")
     explain.add_argument(
-        "--engine", metavar="ID", default="", help="the engine (default: the last one that used the id)"
+        "--engine", metavar="ID", default="", help="the engine (default: the last engine that used this id)"
     )
     add_endpoint(explain)
 
@@ -93,42 +93,43 @@ def _add_evict(commands: Any) -> None:
     evict = commands.add_parser(
         "evict",
         help="evict blocks by tier, tenant, namespace, age or number of bytes",
-        description="Evicts the blocks that meet all conditions while the server goes on serving. At least one condition or --all "
-        "is required. Blocks that are pinned by a lease, being stored or being loaded are kept, and retained blocks are "
-        "kept without --retained. Prints the amounts evicted and kept. After Ctrl-C the blocks evicted so far stay evicted.",
+        description="Evicts the blocks that meet all conditions. The server continues to serve. At least one condition or --all "
+        "is required. Blocks that are pinned by a lease, being stored or being loaded are kept. Retained blocks are evicted "
+        "only with --retained. Prints the amounts evicted and kept. Ctrl-C stops the eviction, not the server.",
     )
     what = evict.add_argument_group("conditions")
-    what.add_argument("--all", action="store_true", help="all blocks, without a condition")
+    what.add_argument("--all", action="store_true", help="evict all blocks, without a condition")
     what.add_argument(
-        "--tier", metavar="NAME", action="append", default=[], help="only from this tier; may be repeated"
+        "--tier", metavar="NAME", action="append", default=[], help="only blocks in this tier; may be repeated"
     )
-    what.add_argument("--tenant", metavar="NAME", help='only blocks of this tenant; "" for blocks without one')
+    what.add_argument("--tenant", metavar="NAME", help='only blocks of this tenant; "" for blocks without a tenant')
     what.add_argument(
-        "--namespace", metavar="ID", help="only blocks of the namespace with this id, see `kvtier sessions --json`"
+        "--namespace", metavar="ID", help="only blocks of the namespace with this id (see `kvtier sessions --json`)"
     )
     what.add_argument(
         "--older-than",
         metavar="DURATION",
-        help="only blocks unused for this long, like 30m; a restart of the server resets it",
+        help="only blocks unused for this long, like 30m; counted at most since the start of the server",
     )
     what.add_argument(
-        "--bytes", metavar="SIZE", help="stop at this amount in each tier; the least recently used blocks first"
+        "--bytes", metavar="SIZE", help="at most this amount in each tier, the least recently used blocks first"
     )
-    what.add_argument("--retained", action="store_true", help="also retained blocks")
-    evict.add_argument("--dry-run", action="store_true", help="print the amounts, and evict nothing")
+    what.add_argument("--retained", action="store_true", help="evict retained blocks too")
+    evict.add_argument("--dry-run", action="store_true", help="print the amounts without evicting")
     add_endpoint(evict)
 
 
 def _add_drain(commands: Any) -> None:
     drain = commands.add_parser(
         "drain",
-        help="make a server finish its work and end, or take no new work",
-        description="The server takes no new sessions, requests and stores, finishes running work, writes back what fits, "
-        "and ends, as after SIGTERM. With --stay it does not end, and serves lookups until --undo.",
+        help="make a server finish its work and end, or refuse new work",
+        description="The server refuses new sessions, requests and stores, finishes running work, writes blocks of the CPU tier "
+        "to the tiers below as far as they fit, and ends, as after SIGTERM. With --stay it does not end, but serves lookups "
+        "until --undo.",
     )
     how = drain.add_mutually_exclusive_group()
-    how.add_argument("--stay", action="store_true", help="do not end, and take no new work until --undo")
-    how.add_argument("--undo", action="store_true", help="take new work again, after --stay")
+    how.add_argument("--stay", action="store_true", help="do not end; refuse new work until --undo")
+    how.add_argument("--undo", action="store_true", help="accept new work again, after --stay")
     drain.add_argument("--wait", action="store_true", help="wait until the server is drained or has ended")
     add_endpoint(drain)
 
@@ -136,17 +137,19 @@ def _add_drain(commands: Any) -> None:
 def _add_doctor(commands: Any) -> None:
     doctor = commands.add_parser(
         "doctor",
-        help="check this machine, the server, and the engines beside it",
+        help="check this machine, the server, and the engines on this machine",
         description="Checks what a server and its clients need, with or without a running server. Prints for each check what was "
-        "found, why it matters and what to do. Run it as the user and in the container of the server or the engine, with "
-        "the server's settings. Changes nothing; to measure disks it writes an unnamed file for at most a second.",
-        epilog="exit codes: 0 no check fails, though there may be warnings; 1 a check fails; 2 wrong usage",
+        "found, why it matters and what to do. Run it in the container and as the user of the server (or of the engine), with "
+        "the server's settings. It changes nothing. To measure disks, it writes an unnamed file for at most a second.",
+        epilog="exit codes: 0 no check failed (warnings are possible); 1 a check failed; 2 wrong usage",
     )
     doctor.add_argument(
-        "--hash-algo", metavar="NAME", help="hash algorithm planned for engines: vLLM's --prefix-caching-hash-algo"
+        "--hash-algo", metavar="NAME", help="planned hash algorithm of engines: vLLM's --prefix-caching-hash-algo"
     )
     doctor.add_argument("--no-disk-test", action="store_true", help="do not measure disks")
-    doctor.add_argument("--only", metavar="CHECK", action="append", default=[], help="only this check; may be repeated")
+    doctor.add_argument(
+        "--only", metavar="CHECK", action="append", default=[], help="run only this check; may be repeated"
+    )
     add_endpoint(doctor)
     _add_settings(doctor)
 
@@ -155,20 +158,22 @@ def _add_fsck(commands: Any) -> None:
     fsck = commands.add_parser(
         "fsck",
         help="check the blocks that the tiers keep on disk",
-        description="Reads every block of the tiers and verifies its checksum. By default it checks the configured tiers while no "
-        "server runs; with --online a running server checks its tiers and goes on serving.",
-        epilog="exit codes: 0 no damage; 1 unrepaired damage; 2 wrong usage, or no server answers; 3 all damage was repaired; "
+        description="Reads every block of the tiers and verifies its checksum. By default it opens the configured tiers itself, "
+        "so no server may be running. With --online a running server checks its tiers and continues to serve.",
+        epilog="exit codes: 0 no damage; 1 unrepaired damage; 2 wrong usage, or no server answered; 3 all damage was repaired; "
         "4 a tier could not be checked; 78 the configuration is invalid",
     )
     fsck.add_argument(
         "--repair", action="store_true", help="quarantine damaged blocks, so that they are never read again"
     )
-    fsck.add_argument("--tier", metavar="NAME", action="append", default=[], help="only this tier; may be repeated")
+    fsck.add_argument(
+        "--tier", metavar="NAME", action="append", default=[], help="check only this tier; may be repeated"
+    )
     add_endpoint(fsck)
     offline = fsck.add_argument_group("while no server runs")
     offline.add_argument("--config", metavar="FILE", default=None, help="TOML file with settings (KVTIER_CONFIG)")
     offline.add_argument(
-        "--data-dir", dest="data_dir", metavar="DIR", default=None, help="directory of the tiers on disk"
+        "--data-dir", dest="data_dir", metavar="DIR", default=None, help="parent directory of the tiers' files"
     )
     online = fsck.add_argument_group("with a running server, at --endpoint")
     online.add_argument("--online", action="store_true", help="let the running server check its tiers")
@@ -179,12 +184,14 @@ def _add_fsck(commands: Any) -> None:
 
 def _add_size(commands: Any) -> None:
     size = commands.add_parser(
-        "size", help="compute the KV bytes per token of a model, and what tiers of given sizes hold"
+        "size", help="compute the KV bytes per token of a model, and how many tokens tiers of given sizes hold"
     )
     size.add_argument("model_config", metavar="CONFIG.json", help="the model's config.json, as on Hugging Face")
     dtypes = ("auto", "bfloat16", "float16", "float32", "fp8")
-    size.add_argument("--dtype", choices=dtypes, default="auto", help="of the KV cache (auto: the model's)")
-    size.add_argument("--block-tokens", metavar="N", type=int, default=16, help="tokens of a block (16)")
+    size.add_argument(
+        "--dtype", choices=dtypes, default="auto", help="element type of the KV cache (auto: the model's)"
+    )
+    size.add_argument("--block-tokens", metavar="N", type=int, default=16, help="tokens per block (16)")
     size.add_argument("--tp", metavar="N", type=int, default=1, help="tensor parallel ranks of the engine (1)")
     size.add_argument("--cpu", metavar="SIZE", help="size of the region, like 64GiB")
     size.add_argument(
@@ -196,13 +203,13 @@ def _add_size(commands: Any) -> None:
 def _add_token(commands: Any) -> None:
     token = commands.add_parser("token", help="create access tokens for clients")
     actions = token.add_subparsers(metavar="ACTION", required=True)
-    new = actions.add_parser("new", help="create a token; print it and its entry in the file of tokens")
+    new = actions.add_parser("new", help="create a token; print the token and its entry for the file of tokens")
     new.add_argument("--tenant", metavar="NAME", help='tenant of the token; "*" for any')
     roles = ("engine", "reader", "admin", "metrics")
     new.add_argument("--role", choices=roles, action="append", required=True, help="role of the token; may be repeated")
-    new.add_argument("--name", metavar="NAME", help="name in the log")
+    new.add_argument("--name", metavar="NAME", help="name of the caller in the log")
     new.add_argument(
-        "--shared-memory", action="store_true", help="allow mapping the shared memory, which holds all tenants' blocks"
+        "--shared-memory", action="store_true", help="permit mapping the shared memory, which holds all tenants' blocks"
     )
     new.add_argument("--file", metavar="FILE", help="append the entry to this file of tokens (auth.tokens)")
 
@@ -212,7 +219,7 @@ def add_endpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--endpoint",
         metavar="ADDRESS",
-        help="unix:PATH or HOST:PORT (default: KVTIER_ENDPOINT, else this user's socket)",
+        help="unix:PATH or HOST:PORT (default: KVTIER_ENDPOINT, otherwise this user's socket)",
     )
     parser.add_argument("--ca", metavar="FILE", help='CA certificates of the server, or "system", for TLS (KVTIER_CA)')
     parser.add_argument("--cert", metavar="FILE", help="client certificate (KVTIER_CERT)")
@@ -223,7 +230,7 @@ def add_endpoint(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags for settings; each is stored under its setting's key."""
+    """Adds the flags for settings. The value of each flag is stored under the setting's key."""
 
     def add(flag: str, key: str, text: str, **more: Any) -> None:
         parser.add_argument(flag, dest=key, default=None, help=text, **more)
@@ -231,15 +238,15 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     add("--config", "config", "TOML file with settings (KVTIER_CONFIG)", metavar="FILE")
     add("--listen", "listen", "unix:PATH or HOST:PORT; may be repeated", metavar="ADDRESS", action="append")
     add("--region-size", "region_size", "size of the CPU tier, like 8GiB", metavar="SIZE")
-    add("--data-dir", "data_dir", "directory of the tiers on disk", metavar="DIR")
+    add("--data-dir", "data_dir", "parent directory of the tiers' files", metavar="DIR")
     add("--cpu-only", "tiers", "no tiers below the CPU tier", action="store_const", const=())
-    add("--metrics", "metrics", 'address for Prometheus, or "off"', metavar="HOST:PORT")
+    add("--metrics", "metrics", 'address of the Prometheus endpoint, or "off"', metavar="HOST:PORT")
     add("--log-level", "log.level", "debug, info, warning or error", metavar="LEVEL")
     add("--log-format", "log.format", "auto, console or json", metavar="FORMAT")
     add(
         "--insecure",
         "insecure",
-        "allow TCP without TLS or authentication, loopback included",
+        "allow TCP (loopback included) without TLS or without authentication",
         action="store_const",
         const=True,
     )

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 __all__ = ["Progress", "progress_bar"]
 
 Progress = Callable[[int, int], None]
-"""Callback with the amount done and the total."""
+"""Callback that gets the amount done and the total."""
 
 
 @contextlib.contextmanager
 def progress_bar(name: str) -> Iterator[Progress | None]:
-    """Shows a bar on standard error during the work; yields None if that is no terminal."""
+    """Shows a progress bar on standard error; yields None if standard error is not a terminal."""
     if not sys.stderr.isatty():
         yield None
         return

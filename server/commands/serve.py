@@ -28,5 +28,5 @@ def run(options: argparse.Namespace) -> int:
     finally:
         logs.flush()
     if code == EXIT_LEFT_BEHIND:
-        os._exit(code)  # an orderly end would unmap memory that a thread may be writing to
+        os._exit(code)  # a normal exit would unmap memory that a thread may be writing to
     return code

@@ -16,12 +16,12 @@ __all__ = ["run"]
 
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
 LMDB_SHARE = 0.8
-"""Part of an lmdb tier's size that holds blocks."""
+"""Fraction of an lmdb tier's size that blocks can use."""
 _SLOT_BYTES = 4096
 _KEY_BYTES = {"cpu": 459, "disk": 260}
-"""Memory of the server's index per key: docs/performance-tables.md, at 1,000,000 keys."""
+"""Memory of the server's index per key (docs/performance-tables.md, at 1,000,000 keys)."""
 _PROMPTS = 2
-"""The suggested region holds this many prompts of the model's longest context."""
+"""Number of prompts of the model's longest context that the suggested region holds."""
 
 _WINDOW = ("sliding_attention", "chunked_attention")
 _STATE = ("linear_attention", "mamba", "conv", "recurrent")
@@ -30,16 +30,19 @@ _UNSUPPORTED = (
     *("attn_layer_period", "attn_type_list", "block_configs", "compress_ratios", "global_head_dim"),
     *("hybrid_override_pattern", "is_encoder_decoder", "linear_attn_config", "swa_head_dim"),
 )
-"""Settings of models whose layers have caches of other shapes."""
+"""Keys of config.json that only models with other shapes of KV caches have."""
 
 
 class ModelConfigError(ValueError):
-    """A config.json that cannot be read, or a KV cache whose size this command cannot compute."""
+    """The config.json cannot be read, or this command cannot compute the model's cache size."""
 
 
 @dataclass(frozen=True)
 class KvShape:
-    """KV cache of one token: `head_dim` values per layer with MLA, else 2 x `kv_heads` x that."""
+    """Shape of a model's KV cache.
+
+    A token has `head_dim` values per layer with MLA, otherwise 2 * `kv_heads` * `head_dim`.
+    """
 
     layers: int
     window_layers: int
@@ -51,7 +54,7 @@ class KvShape:
     context_tokens: int
 
     def token_bytes(self, ranks: int) -> int:
-        """Returns bytes on one rank. If there are more ranks than heads, heads are copied."""
+        """Returns bytes on one rank. With more ranks than heads, ranks have copies of heads."""
         values = self.head_dim if self.latent else 2 * -(-self.kv_heads // ranks) * self.head_dim
         return self.layers * values * DTYPES[self.dtype]
 
@@ -76,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def figures(shape: KvShape, block_tokens: int, ranks: int, sizes: dict[str, int]) -> dict[str, Any]:
-    """Returns the printed figures; `sizes`: bytes of the region (`cpu`), an lmdb tier (`disk`)."""
+    """Returns the figures. `sizes`: bytes of the region ("cpu") and of an lmdb tier ("disk")."""
     parts = 1 if shape.latent else ranks  # with MLA all ranks have the same bytes, stored once
     part_bytes = shape.token_bytes(ranks) * block_tokens
     slot_bytes = -(-part_bytes // _SLOT_BYTES) * _SLOT_BYTES * parts
@@ -100,9 +103,9 @@ def _rows(shape: KvShape, found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     heads = "MLA" if shape.latent else f"{shape.kv_heads} KV heads"
     yield "model", f"{shape.layers} layers with KV, {heads} of {shape.head_dim} values, {shape.dtype}"
     if shape.window_layers:
-        yield "windows", f"{shape.window_layers} of these layers have a sliding window; all their blocks are stored"
+        yield "windows", f"{shape.window_layers} of these layers have a sliding window; kvtier stores all their blocks"
     if shape.state_layers:
-        yield "states", f"{shape.state_layers} layers keep a state, which is not counted"
+        yield "states", f"{shape.state_layers} layers have a state instead of KV, which is not counted"
     yield "token", f"{found['bytes_per_token']:,} bytes; {found['bytes_per_token_of_a_rank']:,} on each rank"
     yield "block", f"{human_size(found['bytes_per_block'])} of {found['block_tokens']:,} tokens"
     for tier, name in (("cpu", "region"), ("disk", "lmdb tier")):
@@ -144,7 +147,7 @@ def read_shape(path: Path, dtype: str = "auto") -> KvShape:
 
 
 def _layer_kinds(config: dict[str, Any]) -> list[str]:
-    """Returns the kind of each layer with a cache; the last `num_kv_shared_layers` have none."""
+    """Returns the kind of each layer that has a cache: not the last `num_kv_shared_layers`."""
     layers = _number(config, "num_hidden_layers", "n_layer")
     kinds = ["full_attention"] * layers
     if isinstance(listed := config.get("layer_types") or config.get("layers_block_type"), list):
@@ -162,10 +165,10 @@ def _layer_kinds(config: dict[str, Any]) -> list[str]:
 
 
 def _number(config: dict[str, Any], *names: str) -> int:
-    """Returns the first of these settings that is there."""
+    """Returns the first of these keys that is present."""
     value = next((config[name] for name in names if config.get(name) is not None), None)
     if value is None:
         raise ModelConfigError(f"has no {' or '.join(names)}")
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelConfigError(f"{names[0]} is {value!r}, not a whole number above 0")
+        raise ModelConfigError(f"{names[0]} is {value!r}; it must be a whole number above 0")
     return value

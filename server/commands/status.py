@@ -55,7 +55,7 @@ def show(answer: GetStatusResponse, endpoint: Endpoint, console: Console | None 
 
 
 def _print_troubles(answer: GetStatusResponse, console: Console) -> None:
-    """Prints a line for each unhealthy tier."""
+    """Prints the problem of each unhealthy tier."""
     for tier in answer.tiers:
         if not tier.healthy:
             console.print(f"{tier.name}: {tier.trouble or 'in trouble'}", style="red", markup=False)
@@ -90,7 +90,7 @@ def _tiers(answer: GetStatusResponse) -> ResponsiveTable:
 
 
 def _shares(answer: GetStatusResponse) -> ResponsiveTable:
-    """Returns each tenant's space in each tier."""
+    """Returns the space of each tenant in each tier."""
     table = ResponsiveTable("tenant", "tier", numbers=("used", "quota", "limit", "retained"), title="tenants")
     for tier in answer.tiers:
         for share in tier.shares:
@@ -133,7 +133,7 @@ def _show_tiers(answer: GetStatusResponse) -> None:
 
 def _queues(answer: GetStatusResponse) -> ResponsiveTable:
     numbers = ("jobs", "queued", "dropped", "declined", "expired", "not retained")
-    table = ResponsiveTable("tier", numbers=numbers, title="queues, and blocks that were left out")
+    table = ResponsiveTable("tier", numbers=numbers, title="queues, and blocks that were not stored or retained")
     for tier in answer.tiers:
         counts = (tier.dropped_blocks, tier.declined, tier.expired, tier.not_retained)
         table.add_plain_row(tier.name, f"{tier.jobs:,}", human_size(tier.queued_bytes), *(f"{n:,}" for n in counts))
@@ -141,7 +141,7 @@ def _queues(answer: GetStatusResponse) -> ResponsiveTable:
 
 
 def _placement(answer: GetStatusResponse) -> str:
-    """Returns one line about the region's memory: backing, huge pages and memory nodes."""
+    """Returns a line about the region's memory: backing, huge pages and NUMA nodes."""
     region = answer.region
     huge = region.huge_bytes / region.backed_bytes if region.backed_bytes else 0
     nodes = ", ".join(map(str, region.memory_nodes))

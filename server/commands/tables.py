@@ -1,4 +1,4 @@
-"""Table for terminals of any width."""
+"""Table that fits terminals of any width."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["ResponsiveTable"]
 
 _ANY_WIDTH = 10_000
 _MIN_NAME_WIDTH = 12
-"""Width to which names may be truncated. Figures are never truncated."""
+"""Minimum width of a truncated name. Numbers are never truncated."""
 _BORDER = 1
 _PADDING = 3
-"""Width of a column besides its text: a blank on each side, and one border."""
+"""Width of a column besides its text: a space on each side, and one border."""
 
 
 class ResponsiveTable(Table):
@@ -29,7 +29,7 @@ class ResponsiveTable(Table):
             self.add_column(header, justify="right")
 
     def add_plain_row(self, *cells: str) -> None:
-        """Adds a row whose cells are not parsed as markup."""
+        """Adds a row of plain text: cells are not parsed as markup."""
         self.add_row(*map(Text, cells))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

@@ -1,4 +1,4 @@
-"""`kvtier token new`: creates a token, and its entry in the file of tokens."""
+"""`kvtier token new`: creates a token and its entry for the file of tokens."""
 
 from __future__ import annotations
 
@@ -36,19 +36,18 @@ def run(options: argparse.Namespace) -> int:
             return refuse([f"{options.file}: cannot be written: {error.strerror}"], EXIT_FAILURE)
         except TokensError as error:
             return refuse([f"{error}"], EXIT_FAILURE)
-        complain([f"{name}: its hash is in {options.file}; the token is printed on standard output only"])
+        complain([f"{name}: the hash is in {options.file}; the token is printed on standard output only"])
     print_line(token)
     return 0
 
 
 def _append(path: Path, entry: str) -> None:
-    """Adds an entry to a file. A new file gets mode 0600; others keep owner and mode."""
-    path = path.resolve()  # replaces the target of a link, not the link
+    """Adds an entry to a file. A new file gets mode 0600; an existing file keeps owner and mode."""
+    path = path.resolve()  # for a symbolic link, the target is replaced
     with _locked(path):
         read_token_file(path)
         text = path.read_text(encoding="utf-8")
-        # Written to a temporary file and renamed, so that a server reads either the old or the new
-        # contents.
+        # Writes a temporary file and renames it, so that a server never reads half of the contents.
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         opened = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -68,10 +67,8 @@ def _append(path: Path, entry: str) -> None:
 def _locked(path: Path) -> Iterator[None]:
     """Locks the file against concurrent additions.
 
-    A missing file is created, and removed again after an error.
-
-    The file itself is the lock, so only users who may read it can hold it, and no lock file
-    remains.
+    A missing file is created; if an error follows, it is removed again. The file itself is locked,
+    so no lock file remains, and only users that can read the file can lock it.
     """
     while True:
         descriptor, is_new = _open(path)

@@ -33,10 +33,9 @@ _MOST_SESSIONS = 20
 
 
 def rates(before: dict[str, Any], after: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Returns the later of two statuses (`status.values`) of one epoch, with rates named `…_per_s`.
+    """Returns the values of `after` and rates (`…_per_s`), from two `status.values` of one epoch.
 
-    Hit ratios are those of the interval, None without lookups. Sessions are sorted by their calls
-    per second.
+    Hit ratios are for the interval; None without lookups. Sessions are sorted by calls per second.
     """
     keys, misses = (after[name] - before[name] for name in ("lookup_keys", "lookup_misses"))
     return {name: after[name] for name in _VALUES} | {
@@ -83,7 +82,7 @@ def _name(session: dict[str, Any]) -> tuple[Any, ...]:
 
 def run(options: argparse.Namespace) -> int:
     if not 0 < options.interval <= 3600 or options.count < 0:
-        return refuse(["--interval is between 0 and 3600 seconds, --count 0 or more"], EXIT_USAGE)
+        return refuse(["--interval must be more than 0 and at most 3600, --count must be 0 or more"], EXIT_USAGE)
     count = 1 if options.once else options.count
     console = plain_console()
     is_live = console.is_terminal and not options.json and count != 1
@@ -106,7 +105,10 @@ def run(options: argparse.Namespace) -> int:
 def _samples(
     endpoint: Endpoint, options: argparse.Namespace, count: int, *, keep_on: bool
 ) -> Iterator[dict[str, Any] | str]:
-    """Yields the rates of each interval; with `keep_on` the error text while no server answers."""
+    """Yields the rates of each interval.
+
+    If no server answers, yields the error text with `keep_on`, otherwise raises the error.
+    """
     before, at, shown = None, 0.0, 0
     while not count or shown < count:
         try:

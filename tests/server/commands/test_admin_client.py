@@ -27,7 +27,7 @@ SAID = (
     (
         ADDRESS,
         f"{EXPIRED}unable to get local issuer certificate",
-        "local issuer certificate; does --ca fit?",
+        "local issuer certificate; is --ca the server's CA?",
         "answers",
     ),
 )

@@ -165,7 +165,7 @@ class TestConfig:
         command = f"{sys.executable} -m kvtier.server config > /dev/full"
         done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=False, timeout=60)
         assert done.returncode == cli.EXIT_FAILURE
-        assert done.stderr == "kvtier: error: the answer cannot be written: No space left on device\n"
+        assert done.stderr == "kvtier: error: the output cannot be written: No space left on device\n"
 
 
 class TestStatus:
@@ -210,7 +210,10 @@ class TestStatus:
     @pytest.mark.parametrize(
         ("code", "line"),
         [
-            (grpc.StatusCode.UNIMPLEMENTED, "{} is a gRPC server, but not kvtier's, or one of an older version"),
+            (
+                grpc.StatusCode.UNIMPLEMENTED,
+                "the gRPC server at {} is not kvtier, or its version is too old for this call",
+            ),
             (grpc.StatusCode.INTERNAL, "{}: INTERNAL: it broke"),
         ],
     )

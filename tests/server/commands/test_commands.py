@@ -289,7 +289,7 @@ class TestDrain:
 
     def test_without_wait_the_command_returns_at_once(self, server: ServerProcess) -> None:
         """The server finishes the drain by itself."""
-        assert "takes no new work" in ask(server, "drain").stdout
+        assert "refuses new work" in ask(server, "drain").stdout
         assert server.wait() == 0
 
     def test_a_drained_server_can_resume(self, server: ServerProcess) -> None:
@@ -303,7 +303,7 @@ class TestDrain:
                 pass
             assert_serves(client, keys)
             assert "is drained" in ask(server, "drain", "--stay", "--wait").stdout, "twice is once"
-            assert ask(server, "drain", "--undo").stdout == "the server takes new work again\n"
+            assert ask(server, "drain", "--undo").stdout == "the server accepts new work again\n"
             assert not json_output("status", "--endpoint", server.endpoint)["draining"]
             client.wait_until_connected(60)
             store(client, 9)

@@ -184,10 +184,10 @@ def test_a_handoff_is_explained_on_both_sides(client: Client, reader: Client, tm
         assert piece in published
     for piece in (
         "claim of request p-1 of engine e7",
-        "it was held",
-        "1 blocks were not requested; the others:",
+        "the hold was found",
+        "1 blocks were not requested; the other blocks:",
         "blocks 0-1: hit in cpu",
-        "block 2: miss, pending: they had not arrived",
+        "block 2: miss, pending: the blocks were still being stored",
         "there was no hold",
     ):
         assert piece in claimed
@@ -209,16 +209,16 @@ def test_failed_handoffs_are_explained(client: Client, reader: Client, tmp_path:
     client.publish("brief", keys[:1], [0], num_tokens=16, hold_for=4)
     with pytest.raises(HoldGone):
         reader.claim(HoldName("e7", "brief"), request_id="d-1", wait=1)
-    assert "it had expired, or nearly" in kvtier(tmp_path, "explain", "d-1").stdout
+    assert "the hold had expired, or was about to expire" in kvtier(tmp_path, "explain", "d-1").stdout
     reader.lookup(keys[:1], request_id="d-3").release()
-    assert "is held" in kvtier(tmp_path, "explain", "small").stdout
+    assert "is still held" in kvtier(tmp_path, "explain", "small").stdout
     big = kvtier(tmp_path, "explain", "big").stdout
     for piece in (
         "declined",
         "decode to prefill, 48 blocks of 768 tokens",
-        "reached their part of the CPU tier (handoff.part)",
+        "reached their fraction of the CPU tier (handoff.part)",
     ):
         assert piece in big
-    assert "it is held in another namespace" in kvtier(tmp_path, "explain", "d-2").stdout
+    assert "the hold is in another namespace" in kvtier(tmp_path, "explain", "d-2").stdout
     [lookup] = answer(tmp_path, "explain", "d-3")["lookups"]
     assert lookup["claim"] is None

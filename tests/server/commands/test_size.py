@@ -126,7 +126,7 @@ def test_the_text_has_a_line_per_figure(tmp_path: Path, capsys: pytest.CaptureFi
         ("{", "cannot be read"),
         ("[]", "is not a JSON object"),
         ("{}", "has no num_hidden_layers"),
-        (json.dumps(LLAMA_8B | {"num_hidden_layers": "32"}), "not a whole number"),
+        (json.dumps(LLAMA_8B | {"num_hidden_layers": "32"}), "must be a whole number"),
         (json.dumps(LLAMA_8B | {"layer_types": ["full_attention", "new_attention"] * 16}), "new_attention"),
         (json.dumps(LLAMA_8B | {"layer_types": [[]] * 32}), "layers of these kinds"),
         (json.dumps(LLAMA_8B | {"attn_type_list": [0, 1]}), "attn_type_list"),

@@ -254,7 +254,7 @@ def test_holds_are_listed(prefill: Client, decode: Client, server: ServerProcess
     assert (forth["published"], forth["open"], forth["released"], forth["claimed_bytes"]) == (2, 1, 1, 3 * PART)
     assert (back["published"], back["open"], back["claimed"]) == (1, 1, 0)
     text = kvtier(server, "--most", "1").stdout
-    for piece in ("prefill to decode", "192.0 KiB", "the oldest 1 of 2", "256.0 KiB are held"):
+    for piece in ("prefill to decode", "192.0 KiB", "the oldest 1 of 2", "holds pin 256.0 KiB"):
         assert piece in text
     assert kvtier(server, "--most", "-1").returncode == 2
 

@@ -90,7 +90,7 @@ def test_one_tier_can_be_selected(config: Path, capsys: pytest.CaptureFixture[st
     assert "disk" not in capsys.readouterr().out.replace(str(config.parent), "")
     assert run(config, "--tier", "disk") == 1
     assert run(config, "--tier", "nvme") == 2
-    assert "there is no tier 'nvme'; there are lmdb, disk" in capsys.readouterr().err
+    assert "there is no tier 'nvme'; the tiers are lmdb, disk" in capsys.readouterr().err
 
 
 def test_json_is_one_document(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
