@@ -11,7 +11,7 @@ def test_generated_client_is_current() -> None:
     ("planted", "message"),
     [
         ("\nasync_only = True\n", "'async_only' has no replacement"),
-        ("\n# an asynchronous context manager\n", "expected exactly once"),
+        ("\n# As an asynchronous context manager\n", "expected exactly once"),
     ],
 )
 def test_source_that_cannot_be_translated_is_refused(planted: str, message: str) -> None:
