@@ -1,4 +1,4 @@
-"""`kvtier serve` and its kin: services, sessions, configuration, metrics, the command line.
+"""The server process and the `kvtier` command line: services, sessions, configuration, metrics.
 
-Wires `protos`, `tiers` and `cuda` together; knows no engine.
+Uses `protos`, `tiers` and `cuda`; has no code for a particular engine.
 """

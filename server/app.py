@@ -1,4 +1,4 @@
-"""Server process: starts all parts in order, waits for a signal, stops them in reverse order."""
+"""Server process: starts its components, waits for a signal, then stops them in reverse order."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from .telemetry.loop_lag import LoopLag, watch_loop
 __all__ = ["EXIT_LEFT_BEHIND", "Server", "serve"]
 
 EXIT_LEFT_BEHIND = 3
-"""Exit code if threads of a tier did not end; its running jobs are lost, as after a kill."""
+"""Exit code if threads of a tier did not end. The tier's running jobs are lost, as after a kill."""
 
 _log = get_logger(__name__)
 
@@ -53,8 +53,8 @@ def serve(config: Config) -> int:
     """
     tune_malloc()
     allow_descriptors()
-    # A copy on a worker thread takes the GIL again after each block. With the default interval of 5
-    # ms, one busy thread would reduce the copy rate by a factor of 100.
+    # A copy on a worker thread waits for the GIL after each block. With the default switch interval
+    # of 5 ms, one busy thread would reduce the copy rate by a factor of 100.
     sys.setswitchinterval(1e-4)
     try:
         return asyncio.run(_serve(config))
@@ -84,19 +84,20 @@ async def _serve(config: Config) -> int:
 class Server:
     """One server: `start`, then `stop`, on the same event loop.
 
-    Each stage of `start` registers how to end what it opened. `stop` runs these in reverse order:
+    Each stage of `start` registers a function that closes what the stage opened. `stop` calls these
+    functions in reverse order:
 
     1. The health service reports NOT_SERVING, and the periodic tasks end.
     2. The drain finishes running stores and jobs, then ends all sessions.
     3. gRPC, metrics server, bulk process, device copy workers and attach socket close.
-    4. Tracing sends its last spans; the runtime closes tiers and region; sockets are released.
+    4. Tracing sends the last spans; the runtime closes tiers and region; sockets are released.
     """
 
     def __init__(self, config: Config, end: Callable[[], object] = lambda: None) -> None:
-        """`end` is called when an operator asks the server to end; the caller then calls `stop`."""
+        """`end` is called if an operator asks the server to end. Then the caller calls `stop`."""
         self.config = config
         self.ports: list[int] = []
-        """TCP ports that the server listens on; useful if the configured port is 0."""
+        """TCP ports that the server listens on, also if the configured port is 0."""
         self.metrics_port: int | None = None
         self._end = end
         self._runtime: TierRuntime | None = None
@@ -108,7 +109,7 @@ class Server:
         return self._runtime.left_behind if self._runtime is not None else []
 
     async def start(self) -> None:
-        """Opens everything and begins to serve.
+        """Starts all components and begins to serve.
 
         Raises:
             StartError: a resource is not available. Call `stop` to release what was opened.
@@ -131,9 +132,9 @@ class Server:
         self.ports = bind_endpoints(config, listeners.grpc, access)
         self.metrics_port = start_metrics_server(backend, drain, status, closers)
 
-        # Again, because the tiers have loaded many objects from their disks.
+        # Called again here, because the tiers have made many objects while opening.
         disable_full_gc()
-        await runtime.start()  # backs the first pages before the first call
+        await runtime.start()  # backs the first extent before the first call
         await listeners.grpc.start()
         closers.push_async_callback(listeners.grpc.stop, _GRACE_SECONDS)
         closers.push_async_callback(drain.finish)
@@ -158,7 +159,7 @@ class Server:
         """Drains the server and releases everything. Also called after a failed `start`."""
         await self._closers.aclose()
         if self.left_behind:
-            _log.error("stopped, and tiers were left behind", tiers=self.left_behind, exit_code=EXIT_LEFT_BEHIND)
+            _log.error("stopped, but threads of tiers did not end", tiers=self.left_behind, exit_code=EXIT_LEFT_BEHIND)
         else:
             _log.info("stopped")
 
@@ -176,6 +177,6 @@ async def _watch(backend: Backend, health: Health) -> None:
             backend.access.refresh(backend.sessions.revoke)
             await health.update(runtime.stats())
             collector.tick(runtime.now(), metrics.calls)
-        except Exception as error:  # noqa: BLE001 - the task must go on: it revokes tokens
+        except Exception as error:  # noqa: BLE001 - otherwise revoked tokens would stay valid
             metrics.failed("watch")
             _log.error("watch failed", exc_info=error)

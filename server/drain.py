@@ -1,8 +1,6 @@
-"""Graceful drain: the server finishes running work and takes no new work.
+"""Drain of a server: it refuses new work and finishes running work, then ends or waits.
 
-Then it ends, waits, or resumes.
-
-A signal that ends the server drains it through `Server.stop`.
+A signal that ends the server also drains it, through `Server.stop`.
 """
 
 from __future__ import annotations
@@ -27,11 +25,11 @@ class Drain:
     """Drain of one server. Lives on the event loop."""
 
     def __init__(self, runtime: TierRuntime, sessions: SessionRegistry, end: Callable[[], object]) -> None:
-        """`end` makes the process end like a signal does."""
+        """`end` makes the process end, as SIGTERM does."""
         self.ending = False
-        """Whether the server is about to end."""
+        """Whether the server will end after the drain."""
         self.complete = True
-        """Whether all running work finished within the last drain's time."""
+        """Whether all running work finished within `DRAIN_SECONDS` of the last drain."""
         self._runtime = runtime
         self._sessions = sessions
         self._end = end
@@ -50,7 +48,7 @@ class Drain:
         self._end()
 
     def stay(self) -> None:
-        """Takes no new work, and finishes running work."""
+        """Makes the server refuse new work and finish running work, without ending."""
         if self.ending or self._sessions.drain_began.is_set():
             return
         _log.info("drain begins", then="stay")
@@ -58,7 +56,7 @@ class Drain:
         self._task = asyncio.get_running_loop().create_task(self._drain())
 
     def undo(self) -> None:
-        """Takes new work again. Raises `Refused` if the server is about to end."""
+        """Ends the drain: the server accepts new work. Raises `Refused` if the server is ending."""
         if self.ending or self._sessions.ended.is_set():
             raise Refused("DRAINING", "the server is shutting down, which cannot be undone")
         if self._task is not None:
@@ -70,7 +68,7 @@ class Drain:
         self.complete = True
 
     async def finish(self) -> None:
-        """Drains a server that ends: waits for running work, then ends the sessions."""
+        """Drains a server that is ending: waits for running work, then ends the sessions."""
         self.ending = True
         if self._task is not None:
             self._task.cancel()

@@ -9,7 +9,7 @@ class Refused(Exception):
     """The server refuses a call; `reason` is the short name of a `kvtier.v1.ErrorReason`."""
 
     def __init__(self, reason: str, message: str, retry_after: float | None = None) -> None:
-        """`retry_after` says in how many seconds it may succeed, where that is known."""
+        """`retry_after` is the time in seconds after which the call may succeed, if known."""
         super().__init__(message)
         self.reason = reason
         self.retry_after = retry_after

@@ -1,7 +1,7 @@
 """Runtime around the core: passes it events, executes its commands, runs tier jobs on threads.
 
-Everything runs on the event loop, except the tiers' jobs and the backing of the region, which run
-on threads and report back through the loop. The core is therefore single-threaded and needs no
+The jobs of the tiers and the backing of the region run on threads, which report their results to
+the event loop. Everything else runs on the event loop, so the core is single-threaded and needs no
 locks.
 """
 
@@ -47,11 +47,11 @@ _log = get_logger(__name__)
 _TICK_SECONDS = 1.0
 _WRITERS_SECONDS = 3.0
 _STALLED_SECONDS = 5.0
-"""How long `drain` waits for tiers with a stalled job."""
+"""Maximum time that `drain` waits for tiers with a stalled job."""
 _LATE_SECONDS = 1.0
-"""A tick that is later than this means that the server was paused, not that tiers stall."""
+"""If a tick is later than this, the server was paused: then no job counts as stalled yet."""
 _RETRY_SECONDS = 1.0
-"""Delay of the next slice of work after one that failed."""
+"""Delay of the next slice of work after a slice that failed."""
 _BACKING_CHUNK_BYTES = 64 << 20
 
 T = TypeVar("T")
@@ -60,8 +60,9 @@ T = TypeVar("T")
 def extent_bytes_for(region_bytes: int) -> int:
     """Returns the size of an extent, a power of two: 64 MiB in a region from 2 to below 64 GiB.
 
-    A part of a block must fit into an extent, and each size class wastes at most one extent. The
-    size is 1/32 of a smaller region and 1/512 of a larger one, between 64 KiB and 256 MiB.
+    A part of a block must fit into an extent, and each size class wastes at most one extent. In a
+    smaller region an extent is 1/32 of the region, but at least 64 KiB. In a larger region it is
+    1/512 of the region, but at most 256 MiB.
     """
     wanted = max(min(region_bytes // 32, 64 << 20), min(region_bytes // 512, 256 << 20))
     return 1 << (max(wanted, 64 << 10).bit_length() - 1)
@@ -98,7 +99,7 @@ class TierRuntime:
         )
         self._stall_seconds = stall_seconds
         self._stall_watch_from = 0.0
-        """Stalls are detected from this time on; their end is always detected."""
+        """New stalls are detected from this time on. The end of a stall is always detected."""
         self._waiting: dict[LeaseId | HoldName, list[asyncio.Future[None]]] = defaultdict(list)
         self._observe_failure: Callable[[str], object] = lambda _: None
         self._slice_failed = False
@@ -111,7 +112,7 @@ class TierRuntime:
         self._ticker: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Backs the first extent, then the others in the background; starts the core's clock."""
+        """Backs the first extent, starts a thread that backs the others, and starts the ticks."""
         self._loop = asyncio.get_running_loop()
         first = min(self.extent_bytes, self.region.size_bytes)
         if await asyncio.to_thread(self._back, 0, first):
@@ -147,11 +148,11 @@ class TierRuntime:
         self.notify_change()
 
     async def wait_for_lease(self, lease_id: LeaseId, seconds: float) -> None:
-        """Waits until no block of a lease is pending or the lease has ended, or time is over."""
+        """Waits, at most `seconds`, until no block of a lease is pending or the lease has ended."""
         await self._wait_for(lease_id, seconds)
 
     async def wait_for_hold(self, name: HoldName, seconds: float) -> None:
-        """Waits until a hold changes, or the time is over. The hold may have ended."""
+        """Waits, at most `seconds`, until a hold changes or ends."""
         await self._wait_for(name, seconds)
 
     async def _wait_for(self, name: LeaseId | HoldName, seconds: float) -> None:
@@ -168,7 +169,7 @@ class TierRuntime:
                 self._waiting.pop(name, None)
 
     async def wait_for_change(self, seconds: float) -> None:
-        """Waits until a job of a tier ends or a store fails, or the time is over."""
+        """Waits, at most `seconds`, until a job of a tier ends or a store fails."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), seconds)
 
@@ -178,14 +179,15 @@ class TierRuntime:
         self._changed = asyncio.Event()
 
     async def drain(self, seconds: float) -> bool:
-        """Waits until no store is in flight and all that fits is durable; returns whether it is.
+        """Waits, at most `seconds`, for stores in flight and for writing blocks to the tiers.
 
-        The caller must refuse new stores. The least recently used blocks are written last.
+        Returns whether everything ended in time. The caller must refuse new stores. The least
+        recently used blocks are written last.
         """
         deadline = self.now() + seconds
         self.core.durability.store_skipped()
         self.run_commands()
-        # Writers get a short time: one that hangs must not delay the blocks that are complete.
+        # Wait only briefly for engines that write: a hanging one must not delay complete blocks.
         stored = await self._wait_idle(self.now() + min(_WRITERS_SECONDS, seconds), lambda: self.core.stats().stores)
         self.core.durability.store_skipped()
         self.run_commands()
@@ -196,7 +198,10 @@ class TierRuntime:
         return sum(worker.jobs for worker in self._workers if not worker.stalled)
 
     async def _wait_for_stalled(self, deadline: float) -> bool:
-        """Waits for stalled tiers and stores what they missed; returns whether none is stalled."""
+        """Waits for stalled tiers, then stores blocks that they skipped.
+
+        Returns whether no tier is stalled.
+        """
         stall_deadline = min(deadline, self.now() + _STALLED_SECONDS)
         stalled = [worker for worker in self._workers if worker.stalled]
         if not stalled:
@@ -245,7 +250,7 @@ class TierRuntime:
     async def close(self) -> None:
         """Ends the threads, closes the tiers and the region. Called once, after the last call.
 
-        If a tier does not end, the region stays mapped: the tier may still access it.
+        If a tier does not end, the region stays mapped, because the tier may still access it.
         """
         self._closing.set()
         if self._ticker is not None:
@@ -256,7 +261,7 @@ class TierRuntime:
 
     @property
     def left_behind(self) -> list[str]:
-        """Names of the tiers that `close` could not end."""
+        """Names of the tiers whose threads did not end during `close`."""
         return [worker.tier.name for worker in self._workers if worker.left_behind]
 
     def _close_threads(self) -> None:
@@ -294,14 +299,14 @@ class TierRuntime:
         self._slice_failed = False
         try:
             self.core.work()
-        except Exception as error:  # noqa: BLE001 - nothing would be reset or evicted any more
+        except Exception as error:  # noqa: BLE001 - otherwise resets and evictions would stop
             self._slice_failed = True
             self._observe_failure("slice")
             _log.error("slice failed", exc_info=error)
         self.run_commands()
 
     def _move(self, worker: TierWorker, operation: str, job_id: JobId, blocks: Sequence[Block]) -> None:
-        """Starts a job on a thread. Resolves the slots here, on the loop; pins keep them valid."""
+        """Starts a job on a thread. Blocks of the job are pinned, so their slots stay valid."""
         move = worker.store if operation == "store" else worker.load
         move([self._block_bytes(block) for block in blocks], partial(self._ended_on_thread, worker, job_id))
 
@@ -340,7 +345,7 @@ class TierRuntime:
                 self.core.tick(self.now())
                 self.run_commands()
                 self.notify_change()
-            except Exception as error:  # noqa: BLE001 - without it nothing would ever expire again
+            except Exception as error:  # noqa: BLE001 - without ticks nothing would expire
                 self._observe_failure("tick")
                 _log.error("tick failed", exc_info=error)
 
@@ -360,7 +365,7 @@ class TierRuntime:
         _log.info("region backed", bytes=self.region.size_bytes, huge_bytes=self.region.huge_bytes, memory_nodes=placed)
 
     def _back(self, offset: int, nbytes: int) -> bool:
-        """Backs a range of the region and adds it to the core; returns whether memory sufficed."""
+        """Backs a range of the region and adds it to the core. Returns False without memory."""
         try:
             self.region.back(offset, nbytes)
         except RegionError as error:

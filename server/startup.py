@@ -1,7 +1,7 @@
 """Start-up stages of the server, in the order in which `Server.start` runs them.
 
-Each stage gets the results of earlier stages that it needs, and registers with `closers` how to end
-what it opened.
+Each stage gets results of earlier stages as arguments. It registers with `closers` the functions
+that close what it opened.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _start_errors() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """Shared parts that the services call."""
+    """Objects that all services use."""
 
     config: Config
     runtime: TierRuntime
@@ -115,7 +115,7 @@ class Backend:
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """Entrances for calls: gRPC, unary calls over sockets, and the attach socket of the region."""
+    """Listeners for calls: gRPC, unary calls over sockets, and the region's attach socket."""
 
     grpc: grpc.aio.Server
     socket_calls: SocketCallServer
@@ -128,7 +128,10 @@ def load_access_control(config: Config) -> AccessControl:
 
 
 def claim_sockets(config: Config, closers: AsyncExitStack) -> list[SocketClaim]:
-    """Locks the paths of the Unix sockets; one for the attach socket if the server is TCP only."""
+    """Locks the paths of the Unix sockets; a default path if all endpoints are TCP.
+
+    The attach socket is next to the first of these paths.
+    """
     endpoints = [endpoint for endpoint in config.endpoints if endpoint.is_unix]
     if not endpoints:
         path = Path(default_endpoint().path or "")
@@ -145,8 +148,8 @@ def claim_sockets(config: Config, closers: AsyncExitStack) -> list[SocketClaim]:
 async def open_runtime(config: Config, closers: AsyncExitStack) -> TierRuntime:
     region_bytes = config.region_size // PAGE_BYTES * PAGE_BYTES
     with _start_errors():
-        # On a thread: opening a large store takes seconds, and the loop must handle signals
-        # meanwhile.
+        # On a thread, because opening a large tier takes seconds and the event loop must handle
+        # signals meanwhile.
         tiers = await asyncio.to_thread(open_tiers, config.tiers)
     with contextlib.ExitStack() as opened:
         for tier in tiers:
@@ -210,7 +213,7 @@ def _server_stats(runtime: TierRuntime, sessions: SessionRegistry, started: floa
 def open_listeners(
     backend: Backend, tracing: Tracing | None, sockets: list[SocketClaim], closers: AsyncExitStack
 ) -> Listeners:
-    """Creates the entrances for calls and starts the attach socket; gRPC is started after them."""
+    """Creates the listeners and starts the attach socket. The caller starts gRPC later."""
     metrics, access, region = backend.metrics, backend.access, backend.runtime.region
     max_message_bytes = backend.config.limits.max_message_bytes + _MESSAGE_OVERHEAD_BYTES
     interceptor = RefusalInterceptor(
@@ -227,7 +230,7 @@ def open_listeners(
 
 
 def add_services(backend: Backend, listeners: Listeners, admin: AdminService, closers: AsyncExitStack) -> None:
-    """Registers all services with gRPC, and those with unary calls with the socket call server."""
+    """Registers all services with gRPC, and unary calls also with the socket call server."""
     config, runtime, sessions, metrics = backend.config, backend.runtime, backend.sessions, backend.metrics
     attach, access = listeners.attach, backend.access
     validator = RequestValidator(config.limits, config.leases, config.retention, config.handoff)
@@ -237,7 +240,7 @@ def add_services(backend: Backend, listeners: Listeners, admin: AdminService, cl
     devices = DeviceRegistry(runtime, sessions, writers, driver=driver, unavailable=unavailable_reason(driver))
     closers.push_async_callback(devices.close)
     if devices.unavailable:
-        _log.info("engines' devices are not served", reason=devices.unavailable)
+        _log.info("device copies are not offered", reason=devices.unavailable)
 
     broker = BulkBroker(runtime, sessions, validator, metrics, writers, access.authenticator, access.audit_log)
     sessions.on_close.append(broker.end_streams_of_session)
@@ -278,7 +281,7 @@ def bind_endpoints(config: Config, server: grpc.aio.Server, access: AccessContro
             else:
                 port = server.add_secure_port(endpoint.target, credentials)
         except RuntimeError as error:
-            # gRPC does not report the cause: a foreign address, an unknown name, or a port in use.
+            # gRPC does not report the cause, such as an unknown host name or a port in use.
             cause = None if endpoint.is_unix else port_error(endpoint)
             default = "is the port in use?" if credentials is None else "gRPC cannot use the certificate or its key"
             raise StartError(f"cannot listen on {endpoint}: {cause.strerror if cause else default}") from error
@@ -293,8 +296,8 @@ def start_metrics_server(backend: Backend, drain: Drain, status: StatusBuilder, 
     if config is None:
         return None
     loop = asyncio.get_running_loop()
-    # The health check fails if the server is ending or if its event loop does not answer. It does
-    # not fail for a broken tier or a drained server: a restart would not help.
+    # The health check fails if the server is ending or its event loop does not answer. A broken
+    # tier or a drain does not fail the check, because a restart would not help.
     unhealthy = on_loop(loop, lambda: "draining" if drain.ending else None)
     page = StatusPage(on_loop(loop, status.status))
     with _start_errors():

@@ -1,14 +1,14 @@
-"""Bulk process: a child of the server that serves Push and Pull, apart from all other calls.
+"""Bulk process: a child of the server that serves only the streams Push and Pull.
 
-It maps the region and copies bytes, but makes no decision. For each stream it asks the server over
-a socket pair for the slots of a store or a lease, and reports progress and the end of the stream.
+The child maps the region and copies bytes, but decides nothing. For each stream it asks the server
+over a socket pair for the slots of a store or a lease. It reports progress and the stream's end.
 
 | file | runs in | does |
 |---|---|---|
 | `messages` | both | messages between server and child |
-| `broker` | the server | grants slots to streams; knows which streams may still write |
+| `broker` | the server | grants slots to streams and tracks which streams may still write |
 | `supervisor` | the server | starts and restarts the child |
-| `main` | the child | entry point: listens, ends with the server |
-| `client` | the child | asks the broker |
+| `main` | the child | entry point: listens until the server ends |
+| `broker_client` | the child | sends requests to the broker |
 | `grpc_streams`, `tcp_streams` | the child | Push and Pull |
 """

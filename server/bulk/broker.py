@@ -1,9 +1,9 @@
-"""Server side of the bulk process: grants slots to its streams and tracks them.
+"""Broker in the server for the streams of the bulk process: grants slots and tracks the streams.
 
 Lives on the event loop.
 
-A Push stream counts as a writer of its session, like a connection that maps the region: if the
-store ends early, its slots stay in quarantine until the stream has detached.
+While a Push stream runs, it counts as a writer of the session, like a process that maps the region.
+If the store ends first, the store's slots are not reused until the stream no longer accesses them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Stream:
     began_at: float
     moved: Counter
     writing: ExitStack = field(default_factory=ExitStack)
-    """Open while the stream may write; empty for a Pull."""
+    """Registers the stream as a writer until closed; empty for a Pull."""
     refused: bool = False
     detached: asyncio.Event = field(default_factory=asyncio.Event)
     limiter: RateLimiter | None = None
@@ -93,7 +93,7 @@ class BulkBroker:
         self._send = say
 
     def disconnected(self) -> None:
-        """Called after the child has ended: none of its streams accesses the region any more."""
+        """Called after the child has ended, so that no stream accesses the region any more."""
         self._send = lambda _: None
         for stream in list(self._streams.values()):
             self._observe(_METHODS[stream.push], "UNAVAILABLE", self._runtime.now() - stream.began_at)
@@ -117,10 +117,10 @@ class BulkBroker:
                 self._end(stream, message)
 
     def end_streams_of_store(self, store_id: int) -> list[asyncio.Event]:
-        """Ends the Push streams of a store; returns an event for each, set when it has detached."""
+        """Ends the Push streams of a store. Returns for each an event, set when it has detached."""
         writing = [stream for stream in self._streams.values() if stream.push and stream.target == store_id]
         for stream in writing:
-            self._refuse(stream, "STORE_NOT_FOUND", f"store {store_id} is being ended")
+            self._refuse(stream, "STORE_NOT_FOUND", f"store {store_id} has been completed or cancelled, or has expired")
         return [stream.detached for stream in writing if not stream.detached.is_set()]
 
     def end_streams_of_session(self, session_id: bytes) -> None:

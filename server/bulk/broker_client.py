@@ -1,7 +1,7 @@
-"""Child side of the socket pair: streams ask the server's broker, which can end any of them.
+"""Broker client in the child: its streams request slots from the server's broker.
 
-One thread reads messages. Each stream waits for its answers on its own thread. The process exits
-when the socket closes.
+The broker can end each stream at any time. One thread reads its messages. Each stream waits for
+answers on its own thread. The process exits when the socket closes.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ _log = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 10.0
 _REPORT_BYTES = 8 << 20
-"""Bytes between two progress reports. Each wakes the server; unreported bytes are sent again."""
+"""Bytes between two progress reports. Each report wakes the server. If the connection breaks, the
+client sends unreported bytes again."""
 _SLOWEST_RATE = 1 << 20
-"""Minimum average bytes per second. A slower stream is ended to free its thread."""
+"""Minimum average bytes per second. A slower stream is ended, because it occupies a thread."""
 _GRACE_SECONDS = 30.0
 """Extra time for each stream, for a short network outage or a busy server."""
 _FIRST_SECONDS = 10.0
-"""Maximum time until the stream's first message has arrived and the server has answered it."""
+"""Maximum time until the client has sent its first message and the broker has answered it."""
 _WATCH_SECONDS = 1.0
 _REPORT_SECONDS = 1.0
-"""Maximum time between two reports of a slow stream. Each report renews its lease."""
+"""Maximum time between two reports of a slow stream. Each report renews its store or lease."""
 
 
 class Stream:
@@ -61,11 +62,11 @@ class Stream:
         interrupt: Callable[[], object],
         abort: Callable[[], object],
     ) -> None:
-        """`interrupt` unblocks a holder of `touching`; `abort` ends the stream in any state."""
+        """`interrupt` unblocks a thread that holds `touching`. `abort` ends the stream."""
         self.number = number
         self.transport = transport
         self.received = 0
-        """Bytes of all frames."""
+        """Bytes of all frames so far; repeated bytes count again."""
         self.abort = abort
         self.credentials: tuple[str | None, list[str], bool] = (None, [], True)
         """Bearer token, certificate names, and whether the client came over a Unix socket."""
@@ -83,7 +84,7 @@ class Stream:
         self._began_at = self._reported_at = time.monotonic()
 
     def is_too_slow(self, now: float) -> bool:
-        """Returns whether the stream is below the minimum rate; repeated bytes count once."""
+        """Returns whether the stream is below the minimum rate."""
         bytes_due = min(self.received, sum(self.sizes))
         seconds = _GRACE_SECONDS + bytes_due / _SLOWEST_RATE if self.sizes else _FIRST_SECONDS
         return now > self._began_at + seconds
@@ -94,7 +95,7 @@ class Stream:
             raise Refused(self._refusal.reason, self._refusal.text)
 
     def begin(self, ref: common_pb2.SessionRef, target: int, items: Sequence[int] | None = None) -> None:
-        """Requests the slots of a store, or those of `items` of a lease. Raises `Refused`."""
+        """Requests the slots of a store, or of the `items` of a lease. Raises `Refused`."""
         push = items is None
         self._broker.send(
             Begin(
@@ -113,7 +114,7 @@ class Stream:
             self.slots, self.sizes = answer.slots, answer.sizes
 
     def moved(self, start: int, nbytes: int) -> None:
-        """Records a moved frame, and reports progress to the server when it is due."""
+        """Records a transferred frame, and reports progress to the server when a report is due."""
         if self._end < 0:
             self._start = self._end = start
         if start == self._end:
@@ -124,18 +125,21 @@ class Stream:
             self._report()
 
     def covers(self, total: int) -> bool:
-        """Returns whether bytes 0 to `total` were moved in order; bytes sent twice do not count."""
+        """Returns whether bytes 0 to `total` were transferred in order and without a gap."""
         return self._start == 0 and self._end == total
 
     def damaged(self) -> None:
         self._broker.send(Damaged(self.number))
 
     def end(self, code: str, *, complete: bool = False) -> None:
-        """Reports the end; if `complete`, `wait_committed` returns the server's answer."""
+        """Reports the end. With `complete`, call `wait_committed` for the server's answer."""
         self._broker.send(End(self.number, code, complete, *self._take_progress()))
 
     def wait_committed(self) -> bool:
-        """Returns whether the store or load was completed, once it is known. Raises `Refused`."""
+        """Waits until the server has completed the store or load. Raises `Refused`.
+
+        Returns False if another stream still writes to the store.
+        """
         answer = self._wait()
         return isinstance(answer, Committed) and answer.completed
 
@@ -145,7 +149,7 @@ class Stream:
             self._refusal = message
             if self.touching.locked():
                 self._interrupt()
-            with self.touching:  # wait until the stream has left the region
+            with self.touching:  # waits until the stream no longer accesses the region
                 pass
         with self._changed:
             if not isinstance(message, Refusal):
@@ -181,7 +185,7 @@ class BrokerClient:
         self._streams: dict[int, Stream] = {}
 
     def setup(self) -> Setup:
-        """Returns the first message of the server; exits the process if the server has ended."""
+        """Returns the server's first message. Exits the process if the server has ended."""
         for _, payload in self._messages:
             message = decode_to_child(payload)
             if isinstance(message, Setup):
@@ -189,7 +193,7 @@ class BrokerClient:
         os._exit(0)  # the server has ended
 
     def start(self, port: int, tcp_port: int) -> None:
-        """Reports the ports, then starts the thread that reads and one that ends slow streams."""
+        """Reports the ports, then starts the reading thread and one that ends slow streams."""
         self.send(Listening(port, tcp_port))
         threading.Thread(target=self._watch, name="kvtier-pace", daemon=True).start()
         threading.Thread(target=self._run, name="kvtier-broker", daemon=True).start()
@@ -206,7 +210,7 @@ class BrokerClient:
         self._streams.pop(stream.number, None)
 
     def send(self, message: FromChild) -> None:
-        with suppress(OSError):  # the reading thread notices that the server has ended
+        with suppress(OSError):  # the server has ended; the reading thread exits the process
             self._channel.send({}, encode(message))
 
     def _watch(self) -> None:
@@ -215,7 +219,7 @@ class BrokerClient:
             now = time.monotonic()
             for stream in list(self._streams.values()):
                 if stream.is_too_slow(now):
-                    _log.warning("a stream of %d bytes so far is too slow and is ended", stream.received)
+                    _log.warning("a stream is too slow and is ended after %d bytes", stream.received)
                     stream.abort()
 
     def _run(self) -> None:
@@ -227,7 +231,7 @@ class BrokerClient:
 
     def _take(self, message: ToChild) -> None:
         if isinstance(message, Setup):
-            raise ValueError("a second setup")  # noqa: TRY004 - out of place, not of a wrong type
+            raise ValueError("a second setup message")  # noqa: TRY004 - the type is valid, not the order
         stream = self._streams.get(message.stream)
         if stream is not None:
             stream.answer(message)

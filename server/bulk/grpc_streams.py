@@ -1,7 +1,7 @@
 """Push and Pull over gRPC in the bulk process, on the threads of a synchronous gRPC server.
 
-A synchronous server reads or creates a frame only after the previous one is processed. A slow peer
-therefore occupies the memory of one frame.
+A synchronous server reads or creates a frame only after the previous frame is processed. Therefore
+a slow client occupies the memory of only one frame.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class GrpcStreamServer:
                 frame = self._read(stream, parts, offset, nbytes)
                 stream.moved(offset, nbytes)
                 if offset + nbytes == parts.total_bytes:
-                    # All bytes are read: the server commits while the last frame is being sent.
+                    # All bytes are read, so the server can commit while the last frame is sent.
                     scope.end(complete=request.complete)
                 yield frame
                 del frame
@@ -112,7 +112,7 @@ class GrpcStreamServer:
 
 
 class _StreamScope:
-    """Context manager of one stream: reports its end to the server, and its error to the client."""
+    """Context manager of a stream: reports its end to the server and an error to the client."""
 
     def __init__(self, broker: BrokerClient, context: grpc.ServicerContext) -> None:
         self._broker = broker
@@ -155,7 +155,7 @@ def _code_of(error: BaseException | None) -> str:
         return "OK"
     if isinstance(error, Refused):
         return str(STATUS_OF[error.reason].name)
-    # gRPC raises RpcError in a Push, and closes the generator of a Pull, if the client is gone.
+    # If the client has gone, gRPC raises RpcError in a Push and closes the generator of a Pull.
     return "CANCELLED" if isinstance(error, grpc.RpcError | GeneratorExit) else "INTERNAL"
 
 

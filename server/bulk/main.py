@@ -27,11 +27,11 @@ __all__ = ["MAX_STREAMS", "listen", "main"]
 _log = logging.getLogger(__name__)
 
 MAX_STREAMS = 64
-"""Maximum number of gRPC streams, each with a thread. Beyond it, clients stream with the server."""
+"""Maximum number of gRPC streams; each has a thread. Further clients use the server process."""
 
 _MESSAGE_OVERHEAD_BYTES = 64 << 10
 _NICE = 5
-"""A third of the server's CPU weight: if CPUs are busy, calls come before bytes."""
+"""Nice value 5 gives a third of the server's CPU weight, so busy streams do not delay calls."""
 
 
 def main(socket_fd: int, region_fd: int, handover_fd: int) -> None:
@@ -72,16 +72,16 @@ def main(socket_fd: int, region_fd: int, handover_fd: int) -> None:
 
 
 def _lower_priority() -> None:
-    """Gives the server's event loop priority. Threads that start later inherit it."""
+    """Lowers the priority of this process below the server's. Later threads inherit it."""
     with suppress(OSError):  # a sandbox may forbid it
         os.nice(_NICE)
 
 
 def listen(server: grpc.Server, setup: Setup, credentials: grpc.ServerCredentials | None = None) -> int:
-    """Listens on all endpoints that it can bind; returns the port, or 0 for none."""
+    """Binds as many endpoints as possible; returns the TCP port, or 0 without a TCP endpoint."""
     port = 0
     for host in setup.hosts:
-        # Try the port of the previous process first, so that clients find it again.
+        # Try the port of the previous child first, because clients know it.
         for wanted in (port,) if port else (setup.port, 0) if setup.any_port else (setup.port,):
             bound = _bind(server, Endpoint(host=host, port=wanted).target, credentials)
             if bound:

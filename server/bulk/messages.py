@@ -53,7 +53,7 @@ class Setup(_Message, frozen=True):
 
 
 class Granted(_Message, frozen=True):
-    """Grants a stream its slots, with the bytes of the part in each."""
+    """Grants slots to a stream. `sizes` are the bytes of the part in each slot."""
 
     stream: int
     slots: list[int]
@@ -61,7 +61,7 @@ class Granted(_Message, frozen=True):
 
 
 class Refusal(_Message, frozen=True):
-    """Ends a stream, before or after it was granted. The child answers with `Detached`."""
+    """Ends a stream, before or after its slots were granted. The child answers with `Detached`."""
 
     stream: int
     reason: str
@@ -96,7 +96,7 @@ class Begin(_Message, frozen=True):
     """Label of the transport in metrics."""
     items: list[int] = []
     token: str | None = None
-    """The client's token. None for raw TCP streams: they are authorized by the session id alone."""
+    """The client's token; None for raw TCP streams, which only the session id authorizes."""
     names: list[str] = []
     """Names in the client's certificate."""
     is_local: bool = True
@@ -104,7 +104,7 @@ class Begin(_Message, frozen=True):
 
 
 class Moved(_Message, frozen=True):
-    """Progress: bytes moved since the last report. A push has no gap from `start` to `end`."""
+    """Progress: bytes transferred since the last report; a Push has received `start` to `end`."""
 
     stream: int
     nbytes: int
@@ -125,7 +125,7 @@ class Detached(_Message, frozen=True):
 
 
 class End(_Message, frozen=True):
-    """Reports that a stream has ended and left the region, with its last progress as in `Moved`.
+    """Reports the end and the last progress of a stream, which no longer accesses the region.
 
     `complete` asks the server to complete the store or the load.
     """
@@ -157,6 +157,6 @@ def decode_to_child(data: bytes) -> ToChild:
 
 
 def decode_from_child(data: bytes) -> FromChild:
-    """Raises as `decode_to_child`."""
+    """Raises the same errors as `decode_to_child`."""
     message: FromChild = _from_child.decode(data)
     return message

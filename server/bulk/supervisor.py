@@ -24,16 +24,16 @@ from .messages import Listening, Setup, ToChild, decode_from_child, encode
 __all__ = ["SOCKET_SUFFIX", "BulkProcess"]
 
 SOCKET_SUFFIX = ".bulk"
-"""Suffix that the child's Unix socket adds to the server's path."""
+"""The path of the child's Unix socket is the server's path with this suffix."""
 
 _log = get_logger(__name__)
 
 _END_SECONDS = 1.0
-"""Half of a client's call timeout, so that a hanging child does not time out `CompleteStore`."""
+"""Half of a client's call timeout, so that `CompleteStore` succeeds even if the child hangs."""
 
 
 def _allows_tcp(config: Config) -> bool:
-    """Returns whether raw TCP is allowed. It is unencrypted; the session id alone authorizes."""
+    """Whether raw TCP is offered: not with TLS, because it is unencrypted and has no tokens."""
     return config.bulk.tcp and config.tls.cert is None
 
 
@@ -43,7 +43,7 @@ class BulkProcess:
     def __init__(
         self, region: HostRegion, config: Config, broker: BulkBroker, take_calls: Callable[[socket.socket, bytes], None]
     ) -> None:
-        """`take_calls` gets connections opened to the child for calls, with their first bytes."""
+        """`take_calls` gets connections to the child that are for calls, and their first bytes."""
         self.received = broker.received
         self._region = region
         self._limits = config.limits
@@ -63,13 +63,13 @@ class BulkProcess:
     def endpoints(self) -> tuple[int, int, str]:
         """Starts the child if needed; returns its ports for gRPC and TCP, and its socket suffix."""
         if self._task is None:
-            # In an empty context: what the child sends later does not belong to the first caller.
+            # In an empty context, because the task does not belong to the call that starts it.
             self._task = asyncio.get_running_loop().create_task(self._run(), context=contextvars.Context())
         suffix = SOCKET_SUFFIX if self._paths else ""
         return (self._port, self._tcp_port, suffix) if self._listening else (0, 0, "")
 
     async def end_writers(self, store_id: int) -> None:
-        """Ends the streams that write to a store; kills the child if they last over a second."""
+        """Ends streams that write to a store; kills the child if they do not end in a second."""
         while events := self._broker.end_streams_of_store(store_id):
             try:
                 await asyncio.wait_for(asyncio.gather(*(event.wait() for event in events)), _END_SECONDS)
@@ -120,7 +120,7 @@ class BulkProcess:
         finally:
             self._child = None
             self._listening = False
-            # The child must be dead before the broker frees its slots for other stores.
+            # The child must have ended before the broker frees the slots for other stores.
             child.kill()
             await asyncio.shield(child.close(_END_SECONDS))
             self._broker.disconnected()
@@ -149,7 +149,7 @@ class BulkProcess:
     def _take_over(self, handover: socket.socket) -> None:
         try:
             request, descriptors, _, _ = socket.recv_fds(handover, REQUEST_BYTES, 1)
-        except OSError as error:  # for example, out of descriptors: the client uses gRPC instead
+        except OSError as error:  # such as too many open files; the client then uses gRPC
             _log.warning("cannot take over a connection", error=str(error))
             return
         if not request:

@@ -1,7 +1,7 @@
 """Push and Pull over raw TCP sockets: bytes are copied directly between the socket and the slots.
 
-Each connection has a thread, which serves one request after the other. To end a stream that waits
-for bytes, its socket is shut down, which unblocks the thread.
+Each connection has a thread, which serves one request after the other. Shutting down the socket
+unblocks the thread and ends its stream.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAX_CONNECTIONS = 128
 _IDLE_SECONDS = 120.0
 """Maximum time without progress on a connection, between two requests or within one."""
 _REQUEST_SECONDS = 10.0
-"""Maximum time for the rest of the first message of a connection for calls."""
+"""Maximum time to receive the rest of the first message of a connection for calls."""
 _ROOM_SECONDS = 1.0
 _END = tcp_frames.pack_frame_head(0, 0, 0)
 
@@ -50,10 +50,13 @@ class TcpStreamServer:
         self._connections = threading.Semaphore(_MAX_CONNECTIONS)
         self._lock = threading.Lock()
         self._idle: dict[socket.socket, None] = {}
-        """Idle connections; the one that is idle for the longest time comes first."""
+        """Idle connections; the longest idle one is first."""
 
     def listen(self, hosts: tuple[str, ...], wanted: int, *, other: bool = True) -> int:
-        """Listens on all hosts at one port, `wanted` or any `other`; returns it, or 0 for none."""
+        """Listens on all hosts at one port; returns the port, or 0 if no host can be bound.
+
+        The port is `wanted`, or with `other` any port if `wanted` is in use.
+        """
         port = 0
         for host in hosts:
             for number in (port,) if port else (wanted, 0) if other else (wanted,):
@@ -72,7 +75,7 @@ class TcpStreamServer:
         while True:
             try:
                 connection, _ = listener.accept()
-            except OSError as error:  # for example, out of descriptors
+            except OSError as error:  # such as too many open files
                 _log.warning("cannot accept a connection: %s", error)
                 threading.Event().wait(0.1)
                 continue
@@ -87,7 +90,7 @@ class TcpStreamServer:
                 self._connections.release()
 
     def _has_room(self) -> bool:
-        """Reserves a connection slot; if all are in use, closes the longest idle connection."""
+        """Reserves a place for a connection; closes the longest idle one if all are used."""
         if self._connections.acquire(blocking=False):
             return True
         with self._lock:
@@ -100,7 +103,7 @@ class TcpStreamServer:
 
     @contextlib.contextmanager
     def _idling(self, connection: socket.socket) -> Iterator[None]:
-        """Marks a connection as idle, so that it may be closed to make room for another."""
+        """Marks a connection as idle, so that `_has_room` may close it."""
         with self._lock:
             self._idle[connection] = None
         try:

@@ -1,1 +1,1 @@
-"""Runs tiers on threads and checks that they keep to their contract."""
+"""Runs tiers on threads and checks that they comply with the contract of `tiers.base`."""

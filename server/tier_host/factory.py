@@ -17,10 +17,10 @@ _ATTRIBUTES = {"type": str, "durable": bool, "medium": Medium, "local": bool, "s
 
 
 def open_tiers(configs: Sequence[TierConfig]) -> list[SecondaryTier]:
-    """Opens all tiers in order, or none.
+    """Opens all tiers in order. If one cannot be opened, closes the others.
 
-    A custom class gets the keywords `name`, `directory`, `size_bytes`, `durability` and its
-    options.
+    A custom class gets the keyword arguments `name`, `directory`, `size_bytes`, `durability` and
+    the options of its configuration.
 
     Raises:
         TierError: a tier cannot be opened; the message names it.
@@ -36,7 +36,7 @@ def open_tiers(configs: Sequence[TierConfig]) -> list[SecondaryTier]:
 
 
 def open_tier(config: TierConfig, *, mend: bool = True) -> SecondaryTier:
-    """Opens a tier. If not `mend`, kvtier's tiers raise `TierDamagedError` and leave the damage.
+    """Opens a tier. Without `mend`, kvtier's own tiers raise `TierDamagedError` for damage.
 
     Raises:
         TierError: the tier cannot be opened; the message names it.
@@ -56,7 +56,7 @@ def open_tier(config: TierConfig, *, mend: bool = True) -> SecondaryTier:
         if config.rules is not None:
             tier.rules = tuple(rule.to_rule() for rule in config.rules)
     except TierError as error:
-        # Keep the subclass: callers distinguish a tier in use from a damaged one.
+        # Keep the error's class: callers distinguish a tier in use from a damaged tier.
         kind = type(error) if isinstance(error, TierOpenError) else TierOpenError
         raise kind(f"tier {config.name}: {error}") from error
     except (KeyboardInterrupt, SystemExit):
@@ -70,9 +70,9 @@ def _check(tier: SecondaryTier, config: TierConfig) -> None:
     """Raises TierOpenError if an attribute of the tier is invalid."""
     name, capacity = getattr(tier, "name", None), getattr(tier, "capacity_bytes", None)
     if name != config.name:
-        raise TierOpenError(f"it calls itself {safe_repr(name)}; has it called SecondaryTier.__init__?")
+        raise TierOpenError(f"its `name` is {safe_repr(name)}; has it called SecondaryTier.__init__?")
     if type(capacity) is not int or capacity <= 0:
-        raise TierOpenError(f"its capacity is {safe_repr(capacity)}")
+        raise TierOpenError(f"its `capacity_bytes` is {safe_repr(capacity)}; it must be a positive int")
     for attribute, kind in _ATTRIBUTES.items():
         value = getattr(tier, attribute, None)
         if not isinstance(value, kind):

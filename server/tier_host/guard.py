@@ -1,7 +1,7 @@
-"""Wrapper that checks that a tier keeps its contract, whichever class it is.
+"""Wrapper of a tier that checks what the tier raises and returns.
 
-It checks exceptions, numbers of outcomes and listed entries, so that the core and the runtime can
-rely on them. What is wrong is reported in `last_error`, and logged.
+It handles exceptions and checks outcomes and listed entries, so that the core and the runtime can
+rely on them. Violations of the contract are logged and shown in `last_error`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 
 CANARY_BYTES = 8
 VOTE_SECONDS = 0.05
-"""Maximum wait for the vote of a third-party tier; 0 if its last vote came late."""
+"""Maximum wait for the vote of a third-party tier. After a late vote the wait is 0."""
 _MAX_KEY_BYTES = 1024
 _KVTIER = f"{SecondaryTier.__module__.partition('.')[0]}."
 _ATTRIBUTES = ("type", "durable", "medium", "local", "shared")
@@ -45,7 +45,7 @@ class CheckedTier(SecondaryTier):
     """Calls a tier and checks what it returns."""
 
     def __init__(self, tier: SecondaryTier, threads: TierThreads) -> None:
-        """Tiers of kvtier are trusted not to block and to verify loads; others are not."""
+        """kvtier's own tiers do not block in votes and verify loads; other tiers are checked."""
         self._tier = tier
         self._last_error: str | None = None
         self._health = TierHealth(self)
@@ -60,11 +60,11 @@ class CheckedTier(SecondaryTier):
         self._last_vote_late = False
         """Whether the last vote came after `VOTE_SECONDS`."""
         self._not_asked: Counter[str] = Counter()
-        """Requests that the tier was not asked about because it was busy with another one."""
+        """Ids of requests for which the tier was not asked to vote."""
 
     @property
     def last_error(self) -> str | None:
-        """What the tier reports, and what this wrapper has found."""
+        """The tier's own error and the errors that this wrapper has found."""
         own = self._try("last_error", lambda: f"{self._tier.last_error or ''}")
         if own is _FAILED:
             return self._last_error
@@ -87,9 +87,9 @@ class CheckedTier(SecondaryTier):
     def on_new_request(self, request: RequestInfo) -> Vote:
         """Asks for a vote; BLOCK_LEVEL if the tier does not vote.
 
-        A third-party tier is asked on a thread, for at most `VOTE_SECONDS`. After a late vote the
-        event loop does not wait at all until a vote has come in time again. While the tier is busy
-        with one request, it is not asked about others, and not told of their end.
+        A third-party tier votes on a thread, and the event loop waits at most `VOTE_SECONDS`. After
+        a late vote the event loop does not wait until the tier votes in time again. While the tier
+        is busy with one request, it is neither asked about others nor informed of their end.
         """
         if not self._foreign:
             return self._vote(request)
@@ -113,7 +113,7 @@ class CheckedTier(SecondaryTier):
             return _abstain("it did not answer in time")
 
     def on_request_finished(self, request_id: str) -> None:
-        """Tells the tier, after the request's vote, unless it was not asked about the request."""
+        """Informs the tier, after its vote, that a request has ended, if it was asked to vote."""
 
         def finish() -> None:
             if self._try("on_request_finished", lambda: self._tier.on_request_finished(request_id)) is not _FAILED:
@@ -128,7 +128,7 @@ class CheckedTier(SecondaryTier):
             finish()
 
     def entries(self) -> Iterator[Entry]:
-        """Returns the valid entries that the tier lists, the first of each name."""
+        """Returns the valid entries that the tier lists. Of duplicates only the first is valid."""
         return iter(self._valid_entries())
 
     def lookup(self, keys: Sequence[Name]) -> list[bool]:
@@ -140,7 +140,7 @@ class CheckedTier(SecondaryTier):
         return [answer is True for answer in answers]
 
     def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
-        """Stores blocks. A job that raises, or returns a wrong number of outcomes, has failed."""
+        """Stores blocks. All fail if the tier raises or returns a wrong number of outcomes."""
         return self._outcomes("store", self._tier.store, blocks)
 
     def load(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
@@ -170,7 +170,7 @@ class CheckedTier(SecondaryTier):
         self.report("vote", f"on_new_request: no vote within {VOTE_SECONDS:g} s" if late else None)
 
     def _answer(self, future: Future[Vote], request: RequestInfo, deadline: float) -> None:
-        """Sets the future in any case: otherwise the tier would not be asked again."""
+        """Always sets the future; otherwise the tier would not be asked again."""
         vote = _abstain("it failed")
         try:
             vote = self._vote(request)
@@ -183,7 +183,7 @@ class CheckedTier(SecondaryTier):
             vote: Any = self._tier.on_new_request(request)
             if isinstance(vote, Vote) and isinstance(vote.policy, OffloadPolicy):
                 return Vote(vote.policy, f"{vote.why}")
-            self.report("on_new_request", f"votes {safe_repr(vote)}")
+            self.report("on_new_request", f"on_new_request returns {safe_repr(vote)}, which is not a Vote")
             return None
 
         vote = self._try("on_new_request", ask)
@@ -209,7 +209,7 @@ class CheckedTier(SecondaryTier):
         except BaseException as error:  # noqa: BLE001 - the server starts with the entries so far
             bad.append(f"listing them failed: {describe_error(error)}")
         if bad:
-            self.report("entries", f"{len(bad)} of the blocks that it lists were left out; the first: {bad[0]}")
+            self.report("entries", f"{len(bad)} of the listed blocks are invalid and ignored; the first: {bad[0]}")
         return list(valid.values())
 
     def _problem_of(self, entry: Any) -> str:
@@ -274,12 +274,12 @@ def safe_repr(thing: object) -> str:
 
 
 def copy_views(blocks: Sequence[BlockBytes]) -> list[BlockBytes]:
-    """Returns the blocks with new views, which a tier may release without harm to other users."""
+    """Returns the blocks with new views. If a tier releases them, the original ones stay valid."""
     return [BlockBytes(block.namespace, block.key, tuple(part[:] for part in block.parts)) for block in blocks]
 
 
 def write_canary(part: memoryview, canary: bytes) -> None:
-    """Marks start, middle and end of a part (not of tiny ones), to detect an unfilled load."""
+    """Marks start, middle and end of a part to detect an unfilled load. Skips tiny parts."""
     for at in _canary_offsets(part):
         part[at : at + CANARY_BYTES] = canary
 

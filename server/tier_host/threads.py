@@ -1,7 +1,7 @@
 """Worker threads of one tier.
 
-A call that hangs in a storage library cannot be stopped. The threads are therefore daemons, so that
-the process can exit, and each records its current call and start time.
+A call that hangs in a storage library cannot be stopped. Therefore the threads are daemons, so that
+the process can exit. Each running call is recorded with its start time to detect hanging calls.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class WorkQueue(enum.Enum):
     LOAD = "load"
     CHECK = "check"
     VOTE = "vote"
-    """Votes of third-party tiers, which might block the event loop."""
+    """Votes of third-party tiers. They run on a thread because they may block."""
 
 
 _THREADS = {WorkQueue.STORE: 1, WorkQueue.LOAD: 2, WorkQueue.CHECK: 1, WorkQueue.VOTE: 1}
@@ -44,10 +44,10 @@ class _Call:
 
 
 class TierThreads:
-    """Only the event loop calls `submit` and `abandon`; the rest is thread-safe."""
+    """Only the event loop calls `submit` and `abandon`; the other methods are thread-safe."""
 
     def __init__(self, name: str) -> None:
-        """Starts no thread; each is started when it is needed."""
+        """Starts no thread; `submit` starts threads when they are needed."""
         self._name = name
         self._queues: dict[WorkQueue, SimpleQueue[_Call | None]] = {kind: SimpleQueue() for kind in WorkQueue}
         self._threads: dict[WorkQueue, list[threading.Thread]] = {kind: [] for kind in WorkQueue}
@@ -61,7 +61,7 @@ class TierThreads:
         run: Callable[[], object],
         abandoned: Callable[[], object] = lambda: None,
     ) -> None:
-        """Queues a call; `abandoned` is called if `abandon` removes it. `run` handles its errors.
+        """Queues a call. If `abandon` removes it, `abandoned` is called. `run` must not raise.
 
         Raises:
             RuntimeError: no thread is available; the call is not queued.
@@ -91,10 +91,13 @@ class TierThreads:
             return {call.kind: call.operation for call in self._running if call.started <= since}
 
     def close(self, seconds: float) -> bool:
-        """Drops waiting calls, waits for running ones; returns whether all threads have ended."""
+        """Drops waiting calls except votes, and waits for running ones.
+
+        Returns whether all threads have ended.
+        """
         deadline = time.monotonic() + seconds
         for kind, threads in self._threads.items():
-            if kind is not WorkQueue.VOTE:  # votes are short, and must still be delivered
+            if kind is not WorkQueue.VOTE:  # a dropped vote would leave its future without result
                 self._take_all(kind)
             for _ in threads:
                 self._queues[kind].put(None)
@@ -121,7 +124,7 @@ class TierThreads:
                 self._running.add(call)
             try:
                 call.run()
-            except BaseException as error:  # noqa: BLE001 - keep the thread
+            except BaseException as error:  # noqa: BLE001 - the thread must not end
                 _log.error("tier failed", tier=self._name, operation=call.operation, exc_info=error)
             with self._changing:
                 self._running.discard(call)

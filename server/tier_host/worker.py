@@ -21,7 +21,7 @@ __all__ = ["TierWorker", "close_all"]
 _log = get_logger(__name__)
 
 _CALLS_SECONDS = 3.0
-"""For calls that still run during `close`; the drain has waited for jobs before."""
+"""Time for calls that still run when `close` begins. The drain has already waited for jobs."""
 _CLOSE_SECONDS = 15.0
 
 Finished = Callable[[Sequence[Outcome]], None]
@@ -41,14 +41,15 @@ class TierWorker:
         self.tier = CheckedTier(tier, self._threads)
         self.observe_job: JobObserver = _ignore_job
         self.jobs = 0
-        """Stores and loads whose end the runtime has not processed; the runtime decrements it."""
+        """Number of stores and loads whose end the runtime has not processed. The runtime
+        decrements it."""
         self.left_behind = ""
         """Calls that were still running when `close` stopped waiting."""
         self.stalled = False
         """Whether a store or load has been running for too long."""
 
     def store(self, blocks: Sequence[BlockBytes], finished: Finished) -> None:
-        """Stores blocks; `finished` gets the outcomes, once, on the worker thread."""
+        """Stores blocks; calls `finished` once with the outcomes, on the worker thread."""
         self._begin(WorkQueue.STORE, self.tier.store, blocks, finished)
 
     def load(self, blocks: Sequence[BlockBytes], finished: Finished) -> None:
@@ -56,7 +57,7 @@ class TierWorker:
         self._begin(WorkQueue.LOAD, self.tier.load, blocks, finished)
 
     def look_up(self, keys: Sequence[Name], answered: Callable[[Sequence[bool]], None]) -> None:
-        """Looks blocks up; `answered` gets the answers once, on the worker thread; [] on error."""
+        """Looks blocks up; calls `answered` once, on the worker thread, with [] after an error."""
 
         def run() -> None:
             there: Sequence[bool] = []
@@ -74,14 +75,15 @@ class TierWorker:
             answered([])
 
     def remove(self, keys: Sequence[Name]) -> None:
-        """Removes blocks before later stores. Errors are logged; opening removes leftovers."""
+        """Removes blocks before later stores. If that fails, the next start removes them."""
         with contextlib.suppress(RuntimeError):
             self._threads.submit(WorkQueue.STORE, "remove", lambda: self.tier.remove(keys))
 
     def check(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Runs a check of the tier beside its jobs; returns its result.
+        """Runs a check of the tier on its own thread, beside the tier's jobs; returns the result.
 
-        It always runs to its end, and `close` waits for it. Shield the future from cancellation.
+        The check always runs to its end, and `close` waits for it. Shield the future from
+        cancellation.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
@@ -108,22 +110,23 @@ class TierWorker:
         return future
 
     def watch(self, seconds: float) -> bool:
-        """Reports calls that take longer than `seconds`; returns whether jobs are stalled.
+        """Reports calls that take longer than `seconds`; returns whether the tier is stalled.
 
-        Loads that have not begun then fail: the engine recomputes instead of waiting.
+        If it is, loads that have not begun fail, so that engines recompute instead of waiting.
         """
         overdue = self._threads.overdue(seconds)
         calls = ", ".join(sorted(overdue.values()))
-        self.tier.report("stalled", f"{calls}: no end for more than {seconds:g} s" if calls else None)
+        self.tier.report("stalled", f"{calls}: still running after {seconds:g} s" if calls else None)
         self.stalled = WorkQueue.STORE in overdue or WorkQueue.LOAD in overdue
         if self.stalled:
             self._threads.abandon(WorkQueue.LOAD)
         return self.stalled
 
     def close(self) -> bool:
-        """Waits for running calls and closes the tier; returns whether that succeeded in time.
+        """Waits for running calls, then closes the tier. Returns whether that succeeded in time.
 
-        Called once, on any thread. A tier that is still busy is not closed, as after a kill.
+        Called once, on any thread. A tier that is still busy is not closed. Its next start treats
+        it like a tier of a killed process.
         """
         ended = self._threads.close(_CALLS_SECONDS)
         if ended:
@@ -134,11 +137,11 @@ class TierWorker:
         if not ended:
             running = self._threads.overdue(0)
             self.left_behind = ", ".join(sorted(running.values())) or "close"
-            _log.error("tier is left behind: it does not end", tier=self.tier.name, operation=self.left_behind)
+            _log.error("tier is not closed: a call does not end", tier=self.tier.name, operation=self.left_behind)
         return ended
 
     def _note_failure(self, operation: str, error: BaseException) -> None:
-        """Records an error, without a traceback, which would call third-party `__repr__`s."""
+        """Records an error without a traceback, which could call `__repr__` of third parties."""
         self.tier.report(operation, f"{operation} failed: {describe_error(error)}")
 
     def _close_tier(self) -> None:
@@ -163,7 +166,7 @@ class TierWorker:
             outcomes: Sequence[Outcome] = [Outcome.FAILED] * len(blocks)
             try:
                 outcomes = self._run(kind.value, move, blocks)
-            except BaseException as error:  # noqa: BLE001 - a job without an end would pin its blocks forever
+            except BaseException as error:  # noqa: BLE001 - a job that never ends would pin its blocks forever
                 self._note_failure(kind.value, error)
             finally:
                 finished(outcomes)
@@ -177,7 +180,7 @@ class TierWorker:
     def _run(
         self, operation: str, move: Callable[[Sequence[BlockBytes]], list[Outcome]], blocks: Sequence[BlockBytes]
     ) -> Sequence[Outcome]:
-        """Runs on a worker thread."""
+        """Runs a job on a worker thread and reports it to the observer."""
         nbytes = sum(block.nbytes for block in blocks)  # before the tier releases its views
         started = time.monotonic()
         outcomes = move(blocks)
@@ -189,7 +192,7 @@ class TierWorker:
 
 
 def close_all(workers: Sequence[TierWorker]) -> None:
-    """Closes all tiers in parallel and in bounded time; `left_behind` names those still busy."""
+    """Closes all tiers in parallel and in bounded time; sets `left_behind` of tiers still busy."""
     closers = [threading.Thread(target=worker.close, daemon=True) for worker in workers]
     for closer in closers:
         closer.start()

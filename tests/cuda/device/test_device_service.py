@@ -255,7 +255,7 @@ def test_a_server_without_devices_gives_the_reason(tmp_path: Path, config: str, 
     with ServerProcess(tmp_path, region=8 * MIB, config=config).start() as server, Engine(server.endpoint) as engine:
         with pytest.raises(DeviceUnavailable, match=cause):
             engine.register()
-        wait_until(lambda: "engines' devices are not served" in server.log)
+        wait_until(lambda: "device copies are not offered" in server.log)
         engine.client.store(KEYS, JOINED.parts(0))
         assert engine.stored(KEYS) == JOINED.parts(0)
 

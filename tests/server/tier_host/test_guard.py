@@ -250,7 +250,7 @@ def test_invalid_entries_are_left_out(rig: Rig) -> None:
     rig.have("lie-entries")
     assert list(rig.guard.entries()) == [HONEST_ENTRY]
     assert rig.guard.last_error
-    assert "21 of the blocks that it lists were left out; the first: Entry(" in rig.guard.last_error
+    assert "21 of the listed blocks are invalid and ignored; the first: Entry(" in rig.guard.last_error
     assert set(rig.guard.invalid_entries) == {(HONEST_ENTRY.namespace, b"lie" + bytes(4))}, (
         "which the server has removed"
     )
