@@ -1,1 +1,1 @@
-"""Device copies: the server decides, and one copy worker process per device copies."""
+"""Copies between engines' device memory and the region, made by one worker process per device."""

@@ -1,11 +1,11 @@
 """Copy worker: child process that copies between the blocks of one device and the region.
 
-It is told which blocks go to which slots, and where an engine's memory is; it knows neither keys
-nor sessions. If the device's context breaks, it exits: the kernel then ends all work of the device,
-and a new process gets a new context.
+The server tells the copy worker where an engine's memory is and which blocks to copy to which
+slots. The copy worker knows neither keys nor sessions. If the device's context breaks, the copy
+worker exits: this ends all its work on the device, and a new process gets a new context.
 
-Messages from the server: `open`, `copy`, `cancel`, `close`. Messages to it: first `ready` or
-`failed`, then `opened`, `done`, `closed`.
+Messages from the server: `open`, `copy`, `cancel`, `close`. Messages to the server: first `ready`
+or `failed`, then `opened`, `done`, `closed`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ EXIT_BROKEN: Final = 70
 
 
 class _Engine:
-    """One registration: its blocks once they are open, and a thread per direction."""
+    """One registration: the opened blocks of an engine, and a thread per direction."""
 
     def __init__(self, number: int) -> None:
         self.blocks: EngineBlocks | None = None
@@ -69,7 +69,7 @@ class CopyWorker:
                 case "open":
                     self._engines[number] = engine = _Engine(number)
                     self._on_thread(engine.threads[True], self._open, number, engine, payload)
-                case "copy" if number not in self._engines:  # its session has just ended
+                case "copy" if number not in self._engines:  # the engine's session has just ended
                     error = DeviceError(Cause.CLOSED)
                     answer = {"op": "done", "copy": header["copy"], "cause": error.cause, "message": str(error)}
                     self._channel.send(answer)
@@ -90,10 +90,10 @@ class CopyWorker:
     def _guarded(self, work: Callable[..., None], *arguments: object) -> None:
         try:
             work(*arguments)
-        except OSError:  # the server has ended, and this process ends with it
+        except OSError:  # the server has ended; `serve` then returns and this process exits
             return
         except BaseException:  # noqa: BLE001 - the server would wait for an answer forever
-            _log.exception("the copy worker has a defect")
+            _log.exception("unexpected error in the copy worker")
             os._exit(1)
 
     def _open(self, number: int, engine: _Engine, payload: bytes) -> None:
@@ -160,7 +160,7 @@ def _cause_of(error: Exception) -> str:
 
 
 def make_driver(setting: str, device: str) -> Driver:
-    """Returns CUDA's driver, or what the setting's "module:callable" makes. Raises DeviceError."""
+    """Returns the CUDA driver, or calls the `setting` "module:callable". Raises DeviceError."""
     if ":" not in setting:
         return CudaDriver(device)
     module, _, name = setting.partition(":")
@@ -183,10 +183,10 @@ def main(arguments: list[str]) -> int:
     threading.Thread(target=warm_up, args=(region, pinning, lambda: False), name="kvtier-warmup", daemon=True).start()
     try:
         CopyWorker(channel, driver, region).serve()
-    except BaseException:  # noqa: BLE001 - threads that still run would keep the process, and its server would wait
-        _log.exception("the copy worker has a defect")
+    except BaseException:  # noqa: BLE001 - threads that still run would keep the process alive
+        _log.exception("unexpected error in the copy worker")
         os._exit(1)
-    os._exit(0)  # ends running copies; the server frees their slots only after the exit
+    os._exit(0)  # ends running copies; the server frees the slots only after the exit
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Client of one device's copy worker: starts the process on demand and sends it copies."""
+"""Client of a device's copy worker: starts the process on demand and sends copies to it."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ _log = get_logger(__name__)
 
 _START_SECONDS = 60.0
 _PATIENCE_SECONDS = 1.0
-"""How long a registration waits for a copy worker that is about to be restarted."""
+"""Maximum time that a registration waits for the restart of a copy worker."""
 _OVERDUE_SECONDS = 30.0
-"""A copy that exceeds its deadline by this means that the worker hangs; it is killed."""
+"""A worker whose copy exceeds its deadline by this time hangs and is killed."""
 _HANDLES_SECONDS = 60.0
-"""Timeout of opening and closing memory, after which the worker is killed too."""
+"""Maximum time for opening or closing memory. Then the worker is killed."""
 _CLOSE_SECONDS = 5.0
 
 
 @dataclass(slots=True)
 class CopyPlan:
-    """Blocks per group, and their slots' offsets in the region; ``out`` copies from the device.
+    """Blocks by group, and the offsets of their slots in the region.
 
-    No copy begins after ``give_up_at`` (nanoseconds of the host's monotonic clock).
+    ``out`` means from the device to the slots. No copy begins after ``give_up_at``, in nanoseconds
+    of the host's monotonic clock.
     """
 
     out: bool
@@ -45,7 +46,7 @@ class CopyPlan:
 
 
 class CopyWorkerClient:
-    """Lives on the event loop. ``ended`` is called after the process and its registrations end."""
+    """Lives on the event loop. ``ended`` is called after the process has ended."""
 
     def __init__(self, device: str, driver: str, region: HostRegion, ended: Callable[[], None]) -> None:
         self.device = device
@@ -55,7 +56,7 @@ class CopyWorkerClient:
         self._backoff = RestartBackoff()
         self._starting = asyncio.Lock()
         self._process: Child | None = None
-        self._child: Child | None = None  # set when it is ready
+        self._child: Child | None = None  # set when the process is ready
         self._ready: asyncio.Future[None] | None = None
         self._watch: asyncio.Task[None] | None = None
         self._answers: dict[tuple[str, int], asyncio.Future[dict[str, Any]]] = {}
@@ -64,11 +65,14 @@ class CopyWorkerClient:
 
     @property
     def idle(self) -> bool:
-        """Whether there is no process, and no caller waits for one."""
+        """Whether there is no process and no caller waits for one."""
         return self._child is None and not self._start_waiters and (self._watch is None or self._watch.done())
 
     async def open(self, number: int, export: DeviceExport) -> bool:
-        """Opens an engine's blocks; returns whether its events can be awaited. Raises Refused."""
+        """Opens an engine's blocks; returns whether copies can wait for its events.
+
+        Raises Refused.
+        """
         child = await self._ensure_running()
         header = {"op": "open", "buffers": number}
         answer = await self._request(child, ("opened", number), header, export.to_bytes(), seconds=_HANDLES_SECONDS)
@@ -78,7 +82,7 @@ class CopyWorkerClient:
         return bool(answer["events"])
 
     async def copy(self, buffers: int, number: int, plan: CopyPlan) -> None:
-        """Copies the plan; afterwards, nothing accesses its memory any more. Raises Refused."""
+        """Executes a plan. After the call nothing accesses the plan's memory. Raises Refused."""
         child = self._running_child()
         groups, payload = pack_plan(plan.groups)
         header = {
@@ -96,20 +100,20 @@ class CopyWorkerClient:
             raise Refused("DEVICE_LOST", f"{answer['cause']}: {answer['message']}")
 
     def cancel(self, buffers: int, number: int) -> None:
-        """Prevents further steps of a copy from beginning."""
+        """Makes the worker start no more batches of a copy."""
         if self._child is not None:
             self._child.send({"op": "cancel", "buffers": buffers, "copy": number})
 
     async def close(self, number: int) -> None:
-        """Closes an engine's blocks; returns when no copy uses them any more."""
+        """Closes an engine's blocks. Returns when no copy uses the blocks any more."""
         child = self._child
         if child is not None:
             header = {"op": "close", "buffers": number}
-            with contextlib.suppress(Refused):  # the process has ended, which closes them
+            with contextlib.suppress(Refused):  # the process has ended, which closes the blocks
                 await self._request(child, ("closed", number), header, seconds=_HANDLES_SECONDS)
 
     async def stop(self) -> None:
-        """Ends the process; immediately if it is idle."""
+        """Ends the process."""
         self._child = None
         if self._process is not None:
             await self._process.close(_CLOSE_SECONDS)
@@ -149,7 +153,7 @@ class CopyWorkerClient:
             await asyncio.wait_for(asyncio.shield(self._ready), _START_SECONDS)
         except (Refused, TimeoutError) as error:
             child.kill()
-            await self._watch  # until the process is gone
+            await self._watch  # returns when the process has ended
             raise (
                 error
                 if isinstance(error, Refused)
@@ -198,10 +202,10 @@ class CopyWorkerClient:
     async def _request(
         self, child: Child, key: tuple[str, int], header: dict[str, Any], payload: bytes = b"", *, seconds: float
     ) -> dict[str, Any]:
-        """Sends a message, before any other task runs, and returns its answer.
+        """Sends a message before any other task runs, then waits for the answer.
 
-        Kills a worker that has not answered after ``seconds``. Raises Refused when the process has
-        ended.
+        Kills the worker if it has not answered after ``seconds``. Raises Refused if the process
+        ends.
         """
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._answers[key] = answer

@@ -1,4 +1,4 @@
-"""Codec of a copy plan's blocks and slots: integer arrays, sent as payload beside the header."""
+"""Codec of copy plans: blocks and slots as integer arrays in the payload of a message."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TypeAlias
 __all__ = ["Groups", "pack_plan", "unpack_plan"]
 
 Groups: TypeAlias = Mapping[int, tuple[Sequence[int], Sequence[int]]]
-"""Per group of the cache: blocks, and the offsets of their slots in the region."""
+"""By group of the cache: blocks, and the offsets of their slots in the region."""
 
 
 def pack_plan(groups: Groups) -> tuple[list[tuple[int, int]], bytes]:
-    """Returns (group, block count) pairs; and all blocks, then all offsets, as 64-bit integers."""
+    """Returns pairs (group, number of blocks), and the payload: all blocks, then all offsets."""
     blocks, offsets = array("Q"), array("Q")
     for of_group in groups.values():
         blocks.extend(of_group[0])

@@ -1,4 +1,4 @@
-"""Registry of the device memory of sessions, and copies between it and the slots."""
+"""Registry of the sessions' device memory. Starts copies between this memory and the slots."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _MAX_DEVICES = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Registration:
-    """Blocks of one session on one device, open in the device's copy worker."""
+    """Blocks of one session on one device, opened by the device's copy worker."""
 
     id: int
     session_id: bytes
     worker: CopyWorkerClient
     export: DeviceExport
     events: int
-    """Number of shared events; 0 if the caller has to wait itself."""
+    """Number of shared events. If 0, the engine must wait for its compute before it calls."""
 
     def num_blocks(self, group: int) -> int:
         layout = self.export.layouts.get(group)
@@ -53,7 +53,7 @@ class Registration:
 
 
 class DeviceRegistry:
-    """Lives on the event loop. ``unavailable`` is "" if devices are offered."""
+    """Lives on the event loop. ``unavailable`` says why devices are not offered, or is ""."""
 
     def __init__(
         self, runtime: TierRuntime, sessions: SessionRegistry, writers: Writers, *, driver: str, unavailable: str
@@ -67,7 +67,7 @@ class DeviceRegistry:
         self._registered: dict[int, Registration] = {}
         self._next_id = secrets.randbits(62)
         self._opening: dict[bytes, asyncio.Lock] = {}
-        """By session: one registration at a time."""
+        """By session: held during a registration."""
         self._copies = itertools.count(1)
         self._tasks: set[asyncio.Task[Any]] = set()
         sessions.on_close.append(self._session_closed)
@@ -77,14 +77,15 @@ class DeviceRegistry:
         return session_pb2.Devices(offered=not self.unavailable, why_not=self.unavailable)
 
     async def register(self, session: EngineSession, export: DeviceExport) -> Registration:
-        """Opens a session's blocks, and closes its earlier registrations. Raises Refused.
+        """Opens a session's blocks and closes its earlier registrations. Raises Refused.
 
-        An identical registration is kept. The work continues if the caller is cancelled: starting
-        the first copy worker of a device may take longer than a call, and the next call uses it.
+        If the session has an identical registration, returns that one. If the call is cancelled,
+        the work continues: starting the first copy worker of a device may take longer than a call.
+        The client's next call then uses the result.
         """
         if self.unavailable:
             raise Refused("DEVICE_UNAVAILABLE", self.unavailable)
-        # Checked before a process is started for it.
+        # Checked before a process is started for the device.
         if (host_error := other_host(export.origin, Origin.here())) is not None:
             raise Refused("DEVICE_UNAVAILABLE", f"{host_error.cause}: {host_error}")
         self._check_parts(session, export)
@@ -125,13 +126,13 @@ class DeviceRegistry:
         await self._shielded(registration.worker.close(registration.id))
 
     async def copy(self, registration: Registration, plan: CopyPlan, store: Store | None) -> None:
-        """Executes a plan, which fills slots of ``store`` if given. Raises Refused.
+        """Executes a plan. ``store`` is the store whose slots it fills, if any. Raises Refused.
 
-        If the caller is cancelled, the current step still completes.
+        If the call is cancelled, batches that have started still run to their end.
         """
         number = next(self._copies)
         writing = ExitStack()
-        # before the task starts: the store may end before, and its slots be reused
+        # Registered before the task starts. Otherwise the store could end and its slots be reused.
         if store is not None:
             writing.enter_context(self._writers.writing(store))
 
@@ -159,20 +160,20 @@ class DeviceRegistry:
         return worker
 
     def _make_room(self) -> None:
-        """Removes the oldest device without a process. Raises Refused if all have one."""
+        """Removes the oldest device without a process. Raises Refused if all devices have one."""
         idle = next((device for device, worker in self._workers.items() if worker.idle), None)
         if idle is None:
             raise Refused("DEVICE_UNAVAILABLE", f"too_many: {_MAX_DEVICES} devices have a process")
         del self._workers[idle]
 
     def _check_parts(self, session: EngineSession, export: DeviceExport) -> None:
-        """Raises Refused unless blocks have the same size on the device as in their slots."""
+        """Raises Refused if blocks have different sizes on the device and in their slots."""
         parts = session.namespace.part_bytes
         for group, layout in export.layouts.items():
             if group >= len(parts):
-                raise Refused("INVALID_ARGUMENT", f"group {group} is not one of the namespace's {len(parts)}")
+                raise Refused("INVALID_ARGUMENT", f"there is no group {group}: the namespace has {len(parts)} groups")
             if layout.part_bytes != parts[group]:
-                message = f"a block of group {group} has {layout.part_bytes} bytes, in the namespace {parts[group]}"
+                message = f"a block of group {group} has {layout.part_bytes} bytes, but {parts[group]} in the namespace"
                 raise Refused("INVALID_ARGUMENT", message)
 
     def _of_session(self, session_id: bytes) -> list[Registration]:
@@ -205,16 +206,16 @@ class DeviceRegistry:
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, Refused):
-            _log.error("a copy of a device failed", exc_info=error)
+            _log.error("unexpected error in work on a device", exc_info=error)
 
 
 def export_of(request: transfer_pb2.RegisterDeviceBuffersRequest) -> DeviceExport:
     """Validates and converts a registration. Raises DeviceError (BAD_EXPORT)."""
     origin = request.origin
     if max(len(request.device_uuid), len(origin.boot_id)) > _MAX_NAME_LENGTH:
-        raise DeviceError(Cause.BAD_EXPORT, f"names are {_MAX_NAME_LENGTH} characters long at most")
+        raise DeviceError(Cause.BAD_EXPORT, f"device UUID or boot id has more than {_MAX_NAME_LENGTH} characters")
     if len(request.allocations) + len(request.event_handles) > _MAX_HANDLES:
-        raise DeviceError(Cause.BAD_EXPORT, f"{_MAX_HANDLES} allocations and events are the most")
+        raise DeviceError(Cause.BAD_EXPORT, f"there are more than {_MAX_HANDLES} allocations and events")
     if len({group.group_index for group in request.groups}) != len(request.groups):
         raise DeviceError(Cause.BAD_EXPORT, "a group is described twice")
     try:
@@ -236,15 +237,18 @@ def _layout_of(group: devices_pb2.DeviceGroup) -> BlockLayout:
 def _run_of(run: devices_pb2.DeviceRun) -> LayoutRun:
     sizes = (run.offset_bytes, run.block_stride_bytes, run.piece_bytes, run.piece_stride_bytes)
     if max(sizes) >= _DEVICE_LIMIT:
-        raise LayoutError(f"sizes of a run go beyond a device: {sizes}")
+        raise LayoutError(f"offset or size of a run is too large: {sizes}")
     offset, block_stride, piece_bytes, piece_stride = sizes
     return LayoutRun(run.allocation_index, offset, block_stride, piece_bytes, run.pieces, piece_stride)
 
 
 def unavailable_reason(driver: str, devices: tuple[Path, ...] = _NVIDIA) -> str:
-    """Returns why devices are not offered, as "cause: text", or "". ``driver`` is the setting."""
+    """Returns why devices are not offered, as "cause: text", or "".
+
+    ``driver`` is the setting `devices.driver`.
+    """
     if driver == "off":
-        return "switched_off: the setting devices.driver is off"
+        return 'switched_off: the setting devices.driver is "off"'
     if driver != "auto":
         return ""
     if not any(path.exists() for path in devices):

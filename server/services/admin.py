@@ -97,7 +97,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 tiers = [tier.name for tier in self._runtime.stats().tiers]
                 return explain_answer(record, tiers, self._runtime.now())
         raise Refused(
-            "REQUEST_NOT_FOUND", f"nothing is known of request {request.request_id!r}; it may be too long ago"
+            "REQUEST_NOT_FOUND",
+            f"there is no record of request {request.request_id!r}; records of old requests are dropped",
         )
 
     async def Fsck(
@@ -116,7 +117,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         names = [tier.name for tier in self._runtime.stats().tiers]
         eviction = _eviction_request(request, names, self._runtime.now())
         if self._evictions >= _MAX_EVICTIONS:
-            raise Refused("LIMIT_EXCEEDED", f"{self._evictions} evictions are running already")
+            raise Refused("LIMIT_EXCEEDED", f"{self._evictions} evictions are already running, which is the maximum")
         log = _log.bind(tiers=list(request.tiers) or names, dry_run=request.dry_run)
         task = self._runtime.core.evict(eviction)
         self._runtime.run_commands()
@@ -143,7 +144,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         elif request.mode in (admin_pb2.DRAIN_MODE_UNSPECIFIED, admin_pb2.DRAIN_MODE_END):
             self._drain.end()
         else:  # an unknown mode of a newer client must not end the server
-            raise Refused("INVALID_ARGUMENT", f"there is no mode {request.mode} of a drain")
+            raise Refused("INVALID_ARGUMENT", f"there is no drain mode {request.mode}")
         while not self._drain.done:
             yield self._drain_step()
             await asyncio.sleep(_STEP_SECONDS)
@@ -166,7 +167,9 @@ def _eviction_request(request: admin_pb2.EvictRequest, tiers: list[str], now: fl
     if unknown:
         raise Refused("INVALID_ARGUMENT", f"there is no tier {unknown[0]!r}; there are {', '.join(tiers)}")
     if request.namespace_id and len(request.namespace_id) != NAMESPACE_BYTES:
-        raise Refused("INVALID_ARGUMENT", f"the id of a namespace has {NAMESPACE_BYTES} bytes")
+        raise Refused(
+            "INVALID_ARGUMENT", f"namespace_id has {len(request.namespace_id)} bytes; it must have {NAMESPACE_BYTES}"
+        )
     unused_for = request.unused_for.seconds + request.unused_for.nanos / 1e9
     if unused_for < 0:
         raise Refused("INVALID_ARGUMENT", "unused_for is negative")

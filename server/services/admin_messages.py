@@ -54,7 +54,7 @@ def tier_status(tier: TierStats) -> admin_pb2.TierStatus:
 
 
 def miss_counts(misses: Mapping[MissReason, int]) -> list[admin_pb2.MissCount]:
-    """Returns the number of missed keys by reason, the most frequent first."""
+    """Returns the number of missed keys by reason, the most frequent reason first."""
     return [
         admin_pb2.MissCount(reason=admin_pb2.MissReason.Name(reason.value), keys=keys)
         for reason, keys in sorted(misses.items(), key=lambda item: -item[1])
@@ -99,7 +99,7 @@ def region_status(region: HostRegion) -> admin_pb2.RegionStatus:
 
 
 def evict_step(task: EvictionTask, tiers: Sequence[str]) -> admin_pb2.EvictResponse:
-    """Returns the progress of an eviction; `tiers` are the names of all tiers, in lookup order."""
+    """Returns the progress of an eviction. `tiers` has the names of all tiers, in lookup order."""
     return admin_pb2.EvictResponse(
         tiers=[
             admin_pb2.TierEviction(
@@ -165,7 +165,7 @@ def handoff_totals(direction: HandoffDirection, stats: HandoffStats) -> admin_pb
 
 
 def explain_answer(record: RequestRecord, tiers: list[str], now: float) -> admin_pb2.ExplainRequestResponse:
-    """`tiers` are the names of all tiers, in lookup order."""
+    """`tiers` has the names of all tiers, in lookup order."""
     answer = admin_pb2.ExplainRequestResponse(
         engine_id=record.engine_id,
         age=_duration(now - record.at),
@@ -218,7 +218,7 @@ def _span(span: OutcomeRun, tiers: list[str]) -> admin_pb2.KeySpan:
 
 
 def _same_fields(message: type[Message], stats: TierStats | ShareStats | HandoffStats) -> dict[str, Any]:
-    """Returns the values of the scalar fields that `stats` has under the same name."""
+    """Returns the values of `stats` for the scalar fields of `message` with the same names."""
     scalars = [field.name for field in message.DESCRIPTOR.fields if field.message_type is None]
     return {name: getattr(stats, name) for name in scalars if hasattr(stats, name)}
 

@@ -51,7 +51,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         validator: RequestValidator,
         end_writers: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
-        """`end_writers` ends the streams that write to a store; it returns when they have ended."""
+        """`end_writers` ends the streams that write to a store and waits for their end."""
         self._runtime = runtime
         self._core = runtime.core
         self._sessions = sessions
@@ -182,7 +182,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
 
     async def _end_streams(self, session: EngineSession, store_id: StoreId) -> None:
         with contextlib.suppress(StoreNotFound):
-            # raises for another engine's store: its streams go on
+            # Raises for another engine's store, so that the streams of that store are not ended.
             self._core.store(session, store_id)
         await self._end_writers(store_id)
         self._sessions.check(session)
@@ -225,7 +225,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         pending = self._core.reset(session)
         self._runtime.run_commands()
         while pending and (remaining := deadline - self._runtime.now()) > 0:
-            # Nothing wakes this call when a block is released or completed.
+            # Polls, because the release or completion of a block does not wake this call.
             await self._runtime.wait_for_change(min(remaining, _RESET_POLL_SECONDS))
             pending = self._core.resetting(session)
         return cache_pb2.ResetResponse(pending_blocks=pending)
@@ -249,7 +249,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     async def _look_up(
         self, session: EngineSession, options: _LookupOptions, *, want_slots: bool = False
     ) -> cache_pb2.LookupResponse:
-        rank = session.own_rank() if want_slots else 0  # may refuse: before a lease is granted
+        rank = session.own_rank() if want_slots else 0  # may raise, so it precedes the lease
         await self._ask_tiers(session, options)
         found = self._core.lookup(
             session,
@@ -276,12 +276,12 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         return answer
 
     def _retain_until(self, session: EngineSession, request_id: str, retain_for: float) -> float:
-        """Returns until when the blocks are retained, in the core's time; 0 for no retention."""
+        """Returns the time until which blocks are retained, on the runtime's clock; 0 for never."""
         seconds = retain_for or self._core.retention_of(session, request_id)
         return self._runtime.now() + seconds if seconds else 0.0
 
     async def _ask_tiers(self, session: EngineSession, options: _LookupOptions) -> None:
-        """Waits until shared tiers have answered, or the time is over."""
+        """Waits until all shared tiers have answered or the deadline has passed."""
         while self._core.query_shared_tiers(session, options.keys, prefix=options.prefix, tiers=options.tiers):
             self._runtime.run_commands()
             remaining = options.deadline - self._runtime.now()
@@ -291,10 +291,13 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             self._sessions.check(session)
 
     async def _wait_ready(self, session: EngineSession, lease: BlockLease, seconds: float) -> BlockLease | None:
-        """Waits until a lease is complete, or time is over; returns None if nothing is left."""
+        """Waits, at most `seconds`, until no block of the lease is pending.
+
+        Returns None if the lease has ended or has no block left.
+        """
         try:
             await self._runtime.wait_for_lease(lease.id, seconds)
-        except asyncio.CancelledError:  # the client is gone and will not learn of the lease
+        except asyncio.CancelledError:  # the client will not receive the id of the lease
             with contextlib.suppress(CoreError):
                 self._core.release(session, lease.id)
             raise

@@ -1,4 +1,4 @@
-"""Device calls of TransferService: registration, and copies between device blocks and slots."""
+"""Device calls of TransferService: registration of device blocks, copies between them and slots."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LONGEST_NANOSECONDS = 60 * 10**9
 
 
 class DeviceCopyCalls:
-    """Serves the device calls of `kvtier.v1.TransferService`, beside `TransferService`."""
+    """Serves the device calls of `kvtier.v1.TransferService`; `TransferService` has the others."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class DeviceCopyCalls:
         self._devices = devices
         self._moved = {
             out: metrics.transfer("cuda_ipc", "in" if out else "out") for out in (True, False)
-        }  # out of the device is into the region
+        }  # a copy out of the device goes into the region
 
     async def RegisterDeviceBuffers(
         self, request: transfer_pb2.RegisterDeviceBuffersRequest, context: grpc.aio.ServicerContext
@@ -77,7 +77,9 @@ class DeviceCopyCalls:
         store = self._core.renew_store(session, store_id, self._runtime.now() + self._validator.leases.default)
         items = _distinct(self._validator.numbers(request.items, "items"), "item") or range(len(store.blocks))
         if max(items, default=0) >= len(store.blocks):
-            raise Refused("INVALID_ARGUMENT", f"store {store_id} has {len(store.blocks)} granted parts")
+            raise Refused(
+                "INVALID_ARGUMENT", f"there is no item {max(items)}: store {store_id} has {len(store.blocks)}"
+            )
         slots = store.slots()
         plan = self._plan(
             registration,
@@ -87,7 +89,7 @@ class DeviceCopyCalls:
             out=True,
         )
         await self._devices.copy(registration, plan, store)
-        # Raises if the store ended meanwhile: then the copied bytes are lost.
+        # Raises if the store has ended meanwhile, because then the copied bytes are lost.
         self._core.renew_store(session, store_id, self._runtime.now() + self._validator.leases.default)
         return transfer_pb2.StoreFromDeviceResponse(moved_bytes=self._count(plan))
 
@@ -103,7 +105,7 @@ class DeviceCopyCalls:
         blocks = [block for item in items if (block := lease.items[item]) is not None]
         plan = self._plan(registration, request, blocks, slots, out=False)
         await self._devices.copy(registration, plan, None)
-        self._core.lease(session, lease.id)  # raises if it ended: the slots may have been reused
+        self._core.lease(session, lease.id)  # raises if it has ended, as slots may have been reused
         return transfer_pb2.LoadToDeviceResponse(moved_bytes=self._count(plan))
 
     def _count(self, plan: CopyPlan) -> int:
@@ -120,7 +122,9 @@ class DeviceCopyCalls:
         out: bool,
     ) -> CopyPlan:
         if len(request.blocks) != len(parts):
-            raise Refused("INVALID_ARGUMENT", f"{len(request.blocks)} blocks for {len(parts)} items")
+            raise Refused(
+                "INVALID_ARGUMENT", f"{len(request.blocks)} blocks for {len(parts)} items; numbers must be equal"
+            )
         groups: dict[int, tuple[list[int], list[int]]] = {}
         for part, block, slot in zip(parts, request.blocks, slots, strict=True):
             ids, offsets = groups.setdefault(int.from_bytes(part.key[-GROUP_INDEX_BYTES:], "big"), ([], []))
@@ -157,9 +161,9 @@ def _check_blocks(ids: Sequence[int], group: int, num_blocks: int) -> None:
 
 
 def _distinct(numbers: Sequence[int], what: str) -> Sequence[int]:
-    """Raises Refused if a number is repeated: two copies to one place have no order."""
+    """Raises Refused if a number is repeated, because two copies to one place have no order."""
     if len(set(numbers)) != len(numbers):
-        raise Refused("INVALID_ARGUMENT", f"a {what} is named twice")
+        raise Refused("INVALID_ARGUMENT", f"the request contains a {what} twice")
     return numbers
 
 
@@ -169,7 +173,7 @@ def _event_of(
     if not request.HasField("after"):
         return None
     if request.after.event_index >= registration.events:
-        message = f"there is no event {request.after.event_index}: {registration.events} can be named"
+        message = f"there is no event {request.after.event_index}: {registration.events} are registered"
         raise Refused("INVALID_ARGUMENT", message)
     return request.after.event_index
 

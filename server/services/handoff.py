@@ -1,4 +1,4 @@
-"""HandoffService: requests whose blocks one engine holds for another."""
+"""HandoffService: hand-off of requests, whose blocks are held until another engine claims them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         name, request_id = self._name(session, request.hold), self._validator.request_id(request.request_id)
         first_positions = self._validator.numbers(request.first_positions, "first_positions")
         lease_seconds = self._validator.lease(request.lease_duration)
-        with contextlib.suppress(HoldExpired):  # the claim below raises it too, and records it
+        with contextlib.suppress(HoldExpired):  # `claim` below raises it too, and records it
             await self._wait_ready(session, name, self._validator.wait(request.wait))
         now = self._runtime.now()
         claim = self._handoffs.claim(
@@ -99,7 +99,10 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         return handoff_pb2.ReleaseHoldsResponse()
 
     async def _wait_ready(self, session: EngineSession, name: HoldName, seconds: float) -> None:
-        """Waits until a hold is published and complete, or time is over; raises `HoldExpired`."""
+        """Waits, at most `seconds`, until a hold is published and complete.
+
+        Raises `HoldExpired`.
+        """
         deadline = self._runtime.now() + seconds
         while (remaining := deadline - self._runtime.now()) > 0:
             hold = self._handoffs.find(name, self._runtime.now())

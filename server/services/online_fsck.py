@@ -1,4 +1,4 @@
-"""Checks the tiers of a running server in slices, beside their jobs."""
+"""Online fsck: checks the tiers of a running server in slices, beside their jobs."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class OnlineFsck:
     async def run(self, names: Sequence[str], *, repair: bool, rate: int) -> AsyncGenerator[Progress, None]:
         """Yields the progress of each tier after each step; no names means all tiers.
 
-        `rate` limits the bytes per second. With `repair`, damaged blocks are already removed from
-        the tier and the catalog when their step is yielded. Close the generator to stop the check.
+        `rate` limits the bytes per second. With `repair`, a damaged block is removed from the tier
+        and the catalog before its step is yielded. Close the generator to stop the check.
 
         Raises:
             Refused: unknown tier, another check is running, or the server is ending.
@@ -95,7 +95,7 @@ class OnlineFsck:
     async def _steps(self, number: int, progress: Progress, *, repair: bool, rate: int) -> AsyncGenerator[None, None]:
         tier = progress.tier.checkable
         if tier is None:
-            progress.note = f"{progress.tier.type} has no check of its own"
+            progress.note = f"tiers of type {progress.tier.type} cannot be checked"
             return
         progress.total = await asyncio.shield(self._runtime.check(number, tier.blocks_to_check))
         steps = check(tier, repair=repair)
@@ -113,7 +113,7 @@ class OnlineFsck:
             await self._pause(step.nbytes / rate - (time.monotonic() - began) if rate else 0.0)
 
     async def _step(self, number: int, steps: Iterator[Slice]) -> Slice | None:
-        """Runs a step. It completes and applies its repairs even if the caller is cancelled."""
+        """Runs a step. It completes and applies its repairs even if the call is cancelled."""
 
         def apply_repairs(step: asyncio.Future[Slice | None]) -> None:
             found = None if step.exception() else step.result()

@@ -45,7 +45,7 @@ class CheckedTier(SecondaryTier):
     """Calls a tier and checks what it returns."""
 
     def __init__(self, tier: SecondaryTier, threads: TierThreads) -> None:
-        """kvtier's own tiers do not block in votes and verify loads; other tiers are checked."""
+        """The tiers of kvtier do not block in votes and verify loads; other tiers are checked."""
         self._tier = tier
         self._last_error: str | None = None
         self._health = TierHealth(self)

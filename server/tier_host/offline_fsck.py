@@ -32,7 +32,7 @@ __all__ = [
 
 EXIT_CLEAN = 0
 EXIT_DAMAGED = 1
-"""There is damage that was not repaired."""
+"""Some damage was not repaired."""
 EXIT_REPAIRED = 3
 """There was damage; all of it was repaired."""
 EXIT_UNCHECKED = 4
@@ -55,12 +55,12 @@ class TierReport:
     nbytes: int = 0
     findings: list[Finding] = field(default_factory=list)
     damage: str | None = None
-    """Damage of the store as a whole, which loses all its blocks."""
+    """Damage of the whole store. A repair loses all blocks of the tier."""
     damage_repaired: bool = False
     note: str | None = None
     """Why there is nothing to check."""
     error: str | None = None
-    """Why it could not be checked."""
+    """Why the tier could not be checked completely."""
 
     @property
     def damaged(self) -> bool:
@@ -80,7 +80,7 @@ def check_offline(config: TierConfig, *, repair: bool, progress: Progress | None
             if tier is None:
                 return report
             if not isinstance(tier, Checkable):
-                report.note = f"{config.type} has no check of its own"
+                report.note = f"tiers of type {config.type} cannot be checked"
                 return report
             total = tier.blocks_to_check()
             for step in check(tier, repair=repair):
@@ -90,7 +90,7 @@ def check_offline(config: TierConfig, *, repair: bool, progress: Progress | None
                 if progress:
                     progress(report.blocks, max(total, report.blocks))
     except TierInUseError as error:
-        report.error = f"{error}; stop it, or let it check itself: kvtier fsck --online"
+        report.error = f"{error}; stop the server, or check with the running server: kvtier fsck --online"
     except TierError as error:
         report.error = f"{error}"
     except Exception as error:  # noqa: BLE001 - from the tier's code; the other tiers are still checked
@@ -99,7 +99,7 @@ def check_offline(config: TierConfig, *, repair: bool, progress: Progress | None
 
 
 def foreign_contents(data_dir: Path, tiers: Sequence[TierConfig]) -> str | None:
-    """Returns why `data_dir` cannot belong to these tiers: it has only other files."""
+    """Returns an error text if `data_dir` contains only files that belong to none of the tiers."""
     homes = [tier.path for tier in tiers if tier.path.parent == data_dir]
     try:
         if not data_dir.is_dir() or any(os.path.lexists(home) for home in homes):
@@ -114,19 +114,19 @@ def foreign_contents(data_dir: Path, tiers: Sequence[TierConfig]) -> str | None:
 
 
 def _check_directory(config: TierConfig) -> None:
-    """Raises TierError if a tier without files has a wrong path, or its disk is not mounted."""
+    """Raises TierError if the path of a tier without files is wrong or its disk is not mounted."""
     if config.is_custom:
-        return  # it may keep its files elsewhere
+        return  # its files may be elsewhere
     if os.path.lexists(config.path):
         if not config.path.is_dir():
             raise TierError(f"{config.path} is not a directory")
     elif not config.path.parent.is_dir():
-        raise TierError(f"there is no directory {config.path.parent}: no server has run with it, or it is another one")
+        raise TierError(f"there is no directory {config.path.parent}; is it the data directory of the server?")
 
 
 @contextlib.contextmanager
 def _open_or_repair(config: TierConfig, report: TierReport, *, repair: bool) -> Iterator[SecondaryTier | None]:
-    """Opens a tier; yields None if it is damaged as a whole and is not repaired."""
+    """Opens a tier. Yields None if the whole tier is damaged and not repaired."""
     tier = None
     try:
         tier = open_tier(config, mend=False)
@@ -170,7 +170,7 @@ def summary_lines(report: TierReport) -> Iterator[str]:
     elif report.note:
         yield f"{name}: nothing to check: {report.note}{where}"
     elif not report.damage or report.damage_repaired:
-        found = f"{len(report.findings)} damaged" if report.findings else "all sound"
+        found = f"{len(report.findings)} damaged" if report.findings else "none damaged"
         yield f"{name}: {report.blocks} blocks, {human_size(report.nbytes)}, {found}{where}"
 
 

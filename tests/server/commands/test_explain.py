@@ -144,7 +144,7 @@ def test_an_unknown_request_exits_with_1(client: Client, tmp_path: Path) -> None
     for arguments in (("unknown",), ("mine", "--engine", "other")):
         done = kvtier(tmp_path, "explain", *arguments)
         assert done.returncode == 1
-        assert "nothing is known of request" in done.stderr
+        assert "there is no record of request" in done.stderr
     assert kvtier(tmp_path, "leases", "--most", "-1").returncode == 2
 
 

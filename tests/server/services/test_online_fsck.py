@@ -95,7 +95,7 @@ class Running:
 def test_sound_tiers_exit_with_0(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
     """The output has the number of their blocks."""
     assert fsck(server) == 0
-    assert capsys.readouterr().out == f"{tier_of(server).name}: 80 blocks, 20.0 MiB, all sound\n"
+    assert capsys.readouterr().out == f"{tier_of(server).name}: 80 blocks, 20.0 MiB, none damaged\n"
 
 
 def test_damage_and_repair(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
@@ -300,9 +300,9 @@ def test_a_failing_check_of_a_tier_is_reported(
         server.wait_ready(backed=False)
         assert main(["fsck", "--online", "--endpoint", f"unix:{tmp_path}/s"]) == 4
         assert capsys.readouterr().out.splitlines() == [
-            "none_: nothing to check: bad has no check of its own",
+            "none_: nothing to check: tiers of type bad cannot be checked",
             "raises: not checked: TierError: BaseException: odd",
             "nonsense: not checked: TierError: its check returned an invalid slice: 'all is well'",
-            "lmdb: 0 blocks, 0 B, all sound",
+            "lmdb: 0 blocks, 0 B, none damaged",
         ]
         assert server.end() == 0

@@ -82,7 +82,7 @@ class World:
             for _ in range(5):
                 self.store(self.new(8))
             time.sleep(0.1)
-            return "remove: no end" in self.server.status().tiers[1].trouble
+            return "remove: still running" in self.server.status().tiers[1].trouble
 
         wait_until(hangs)
 
