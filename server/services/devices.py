@@ -78,7 +78,8 @@ class DeviceCopyCalls:
         items = _distinct(self._validator.numbers(request.items, "items"), "item") or range(len(store.blocks))
         if max(items, default=0) >= len(store.blocks):
             raise Refused(
-                "INVALID_ARGUMENT", f"there is no item {max(items)}: store {store_id} has {len(store.blocks)}"
+                "INVALID_ARGUMENT",
+                f"there is no item {max(items, default=0)}: store {store_id} has {len(store.blocks)}",
             )
         slots = store.slots()
         plan = self._plan(

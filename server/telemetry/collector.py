@@ -1,4 +1,4 @@
-"""Prometheus collector: converts a snapshot of the server to metrics at scrape time."""
+"""Prometheus collector: at each scrape converts a snapshot of the server to metrics."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ServerStats:
     uptime_seconds: float
     region_bytes: int
     region_backed_bytes: int
-    """Bytes backed by memory; the rest is backed in the background after the start."""
+    """Bytes that have memory pages. A thread backs the rest after the start."""
     sessions_by_transport: Mapping[str, int] = field(default_factory=dict)
     draining: bool = False
     sessions_attached: int = 0
@@ -54,7 +54,7 @@ class SnapshotCollector(Collector):
         self._snapshot = snapshot
 
     def describe(self) -> Iterator[Metric]:
-        """Returns no names, so that registration takes no snapshot; all start with `kvtier_`."""
+        """Returns no names, so that the registration does not take a snapshot."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
@@ -88,7 +88,7 @@ _MANAGER_FIGURES = {
     "held_bytes": "held_bytes",
     "lookup_keys": "lookup_keys",
 }
-"""Metric names, and the attributes of `ManagerStats` that they show."""
+"""Attribute of `ManagerStats` by metric name."""
 _SERVER_FIGURES = (
     *("uptime_seconds", "draining", "region_bytes", "region_backed_bytes"),
     *("sessions_attached", "sessions_limit", "sessions_opened", "sessions_closed"),
@@ -108,7 +108,7 @@ def _family(name: str, samples: Iterable[Sample]) -> Metric:
 
 
 def _info(name: str, values: Iterable[Mapping[str, str]]) -> Metric:
-    """Returns an info family; each sample must have all labels of its row."""
+    """Returns an info family. Each sample must have all labels of the metric."""
     row = METRICS[f"kvtier_{name}"]
     family = InfoMetricFamily(row.name, row.text, labels=())
     for value in values:
@@ -185,7 +185,7 @@ def _namespace_families(stats: ServerStats) -> Iterator[Metric]:
 
 
 def curve_families(stats: ManagerStats) -> Iterator[Metric]:
-    """Yields the estimated hit ratios by tier and size; none for a tier without enough data."""
+    """Yields the estimated hit ratios by tier and size. A tier without enough data has none."""
     row = METRICS["kvtier_estimated_hit_ratio"]
     family = GaugeMetricFamily(row.name, row.text, labels=row.labels)
     for tier in stats.tiers:

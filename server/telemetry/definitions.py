@@ -1,6 +1,6 @@
 """Table of all metrics: name, type, unit, labels and help text.
 
-All exposed metrics are built from it, and `tools/metrics_page.py` writes `docs/metrics.md` from it.
+The server exposes these metrics, and `tools/metrics_page.py` writes `docs/metrics.md` from them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["METRICS", "SECTIONS", "TRANSPORTS", "Kind", "MetricDefinition"]
 Kind = Literal["counter", "gauge", "histogram", "info"]
 
 TRANSPORTS = ("shm", "tcp", "grpc", "cuda_ipc")
-"""Transports of sessions; other names that clients send count as `other`."""
+"""Transports of sessions. A session with another transport counts as `other`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,16 @@ _info = partial(_define, "info")
 
 SECTIONS: dict[str, tuple[MetricDefinition, ...]] = {
     "The server": (
-        _info("build", "", "version python epoch", "Version, and random id of the server process."),
-        _gauge("snapshot_ok", "0 or 1", "", "Whether the statistics of the tiers could be read."),
+        _info(
+            "build",
+            "",
+            "version python epoch",
+            "Versions of kvtier and Python, and the random id of this server process.",
+        ),
+        _gauge("snapshot_ok", "0 or 1", "", "Whether this scrape could read the server's statistics."),
         _gauge("uptime_seconds", "seconds", "", "Time since the server was ready."),
         _gauge("draining", "0 or 1", "", "Whether the server is shutting down."),
-        _histogram("loop_lag_seconds", "seconds", "", "Event-loop delay: the minimum wait of every call."),
+        _histogram("loop_lag_seconds", "seconds", "", "Delay of the event loop: each call waits at least this long."),
         _counter(
             "loop_failures",
             "failures",
@@ -53,7 +58,7 @@ SECTIONS: dict[str, tuple[MetricDefinition, ...]] = {
             "Failures of background work: `tick` (expiry), `slice` (resets, evictions) or `watch` (health).",
         ),
         _gauge("region_bytes", "bytes", "", "Size of the host region."),
-        _gauge("region_backed_bytes", "bytes", "", "Bytes of the region that are backed by memory."),
+        _gauge("region_backed_bytes", "bytes", "", "Bytes of the host region that have memory pages."),
     ),
     "Calls and sessions": (
         _histogram("rpc_duration_seconds", "seconds", "method code", "Duration of calls, including streams."),
@@ -65,13 +70,13 @@ SECTIONS: dict[str, tuple[MetricDefinition, ...]] = {
         _counter("sessions_closed", "sessions", "", "Sessions ended, for any reason."),
     ),
     "Lookups": (
-        _counter("lookup_keys", "keys", "", "Looked-up keys: each is a hit in a tier, or a miss."),
-        _counter("lookup_misses", "keys", "reason", "Looked-up keys that were misses, by reason."),
+        _counter("lookup_keys", "keys", "", "Keys looked up. Each key is a hit in one tier, or a miss."),
+        _counter("lookup_misses", "keys", "reason", "Keys looked up that were misses, by reason."),
         _gauge(
             "estimated_hit_ratio",
             "ratio",
             "tier scale",
-            "Hit ratio down to this tier if it had `scale` times its size, estimated from recent lookups.",
+            "Estimated hit ratio of this tier and all tiers above it if this tier had `scale` times its size.",
         ),
     ),
     "Tiers": (
@@ -86,16 +91,25 @@ SECTIONS: dict[str, tuple[MetricDefinition, ...]] = {
         _counter("tier_hits", "keys", "tier", "Keys found in the tier."),
         _counter("tier_misses", "keys", "tier", "Keys looked up in the tier and not found."),
         _counter("tier_evictions", "blocks", "tier", "Blocks evicted from the tier."),
-        _counter("tier_damaged", "blocks", "tier", "Blocks found damaged; they are removed, never served."),
-        _counter("tier_dropped", "blocks", "tier", "Blocks not stored because the tier or its queue was full."),
-        _counter("tier_declined", "blocks", "tier", "Blocks not admitted to the tier by its `admission` setting."),
-        _counter("tier_expired", "blocks", "tier", "Blocks removed because they were not used within the tier's ttl."),
-        _counter("tier_not_retained", "blocks", "tier", "Blocks not retained in the tier because a limit was reached."),
-        _histogram("tier_job_duration_seconds", "seconds", "tier operation", "Duration of jobs, without queueing."),
-        _counter("tier_job_bytes", "bytes", "tier operation", "Bytes that jobs on tiers moved."),
-        _counter("tier_job_blocks", "blocks", "tier operation outcome", "Blocks of jobs on tiers, by outcome."),
         _counter(
-            "checksum_mismatches", "frames or blocks", "where", "Wrong checksums: blocks of a tier, or `grpc` frames."
+            "tier_damaged", "blocks", "tier", "Damaged blocks found. They are removed and never returned to an engine."
+        ),
+        _counter("tier_dropped", "blocks", "tier", "Blocks not stored because the tier or its queue was full."),
+        _counter("tier_declined", "blocks", "tier", "Blocks not stored because of the tier's `admission` setting."),
+        _counter(
+            "tier_expired", "blocks", "tier", "Blocks removed because they were not used within the tier's `ttl`."
+        ),
+        _counter("tier_not_retained", "blocks", "tier", "Blocks not retained in the tier because a limit was reached."),
+        _histogram(
+            "tier_job_duration_seconds", "seconds", "tier operation", "Duration of jobs, without the time in the queue."
+        ),
+        _counter("tier_job_bytes", "bytes", "tier operation", "Bytes that jobs stored in or loaded from the tier."),
+        _counter("tier_job_blocks", "blocks", "tier operation outcome", "Blocks of the tier's jobs, by outcome."),
+        _counter(
+            "checksum_mismatches",
+            "frames or blocks",
+            "where",
+            "Checksum mismatches: of blocks of a tier, or of streamed frames (`grpc`).",
         ),
     ),
     "Tenants and namespaces": (
@@ -103,14 +117,20 @@ SECTIONS: dict[str, tuple[MetricDefinition, ...]] = {
             "tenant_used_bytes",
             "bytes",
             "tier tenant",
-            "Bytes of the tenant in the tier; the empty name stands for tenants without a share.",
+            "Bytes of the tenant in the tier. The empty name stands for all tenants without a share.",
         ),
-        _gauge("tenant_quota_bytes", "bytes", "tier tenant", "Bytes of the tier that the tenant is guaranteed."),
+        _gauge("tenant_quota_bytes", "bytes", "tier tenant", "Bytes of the tier that are guaranteed to the tenant."),
         _gauge(
-            "tenant_limit_bytes", "bytes", "tier tenant", "Maximum bytes of the tenant in the tier; absent if none."
+            "tenant_limit_bytes",
+            "bytes",
+            "tier tenant",
+            "Maximum bytes of the tenant in the tier; absent without a limit.",
         ),
         _gauge(
-            "tenant_retained_bytes", "bytes", "tier tenant", "Bytes of the tenant in the tier that may not be evicted."
+            "tenant_retained_bytes",
+            "bytes",
+            "tier tenant",
+            "Retained bytes of the tenant in the tier: they cannot be evicted.",
         ),
         _gauge("namespaces", "namespaces", "", "Namespaces seen since start."),
         _info("namespace", "", "namespace tenant model", "Namespaces with their tenant and model."),
@@ -120,34 +140,41 @@ SECTIONS: dict[str, tuple[MetricDefinition, ...]] = {
     ),
     "Leases, stores, transfers": (
         _gauge("leases", "leases", "", "Active leases."),
-        _gauge("oldest_lease_seconds", "seconds", "", "Age of the oldest lease, including renewals."),
+        _gauge("oldest_lease_seconds", "seconds", "", "Time since the oldest active lease was granted."),
         _counter("leases_expired", "leases", "", "Leases that expired before the client released them."),
         _gauge("stores", "stores", "", "Stores in flight."),
         _counter("stores_expired", "stores", "", "Stores that expired because the client did not renew them."),
-        _gauge("quarantined_bytes", "bytes", "", "Bytes in quarantine: their former writer may still write."),
+        _gauge(
+            "quarantined_bytes",
+            "bytes",
+            "",
+            "Bytes that are not reused yet because a former writer may still write to them.",
+        ),
         _counter(
             "transfer_bytes",
             "bytes",
             "transport direction",
-            "Bytes that the server moved to and from engines. Copies by clients in shared memory do not count.",
+            "Bytes that the server transferred to and from engines. Copies by clients in shared memory do not count.",
         ),
     ),
     "Hand-offs": (
         _gauge("holds", "requests", "direction", "Requests held for another engine."),
-        _gauge("held_bytes", "bytes", "", "Bytes of the CPU tier pinned by holds, each block counted once."),
+        _gauge("held_bytes", "bytes", "", "Bytes of the CPU tier that holds pin. A block counts once."),
         _counter("handoffs_published", "requests", "direction", "Requests published for another engine."),
         _counter("handoffs_declined", "requests", "direction", "Requests not held because a limit was reached."),
         _counter("handoffs_claimed", "requests", "direction", "Claims that were granted at least one block."),
         _counter("handoffs_released", "requests", "direction", "Holds released by an engine."),
         _counter("handoffs_expired", "requests", "direction", "Holds that expired before they were released."),
-        _counter("handoffs_dropped", "requests", "direction", "Holds that ended with a reset or were published again."),
-        _counter("handoffs_claimed_bytes", "bytes", "direction", "Bytes of blocks that claims were granted."),
+        _counter(
+            "handoffs_dropped", "requests", "direction", "Holds that ended because of a reset or a new publication."
+        ),
+        _counter("handoffs_claimed_bytes", "bytes", "direction", "Bytes of the blocks that were granted to claims."),
         _counter(
             "handoffs_held_seconds", "seconds", "direction", "Total time for which ended holds pinned their blocks."
         ),
         _counter("handoffs_claims_missed", "claims", "outcome", "Claims that found no hold, by outcome."),
     ),
 }
-"""Metrics by subject, as `type(name, unit, labels, help text)`."""
+"""Metrics by subject. Each row is `kind(name, unit, labels, help text)`."""
 
 METRICS: dict[str, MetricDefinition] = {metric.name: metric for metrics in SECTIONS.values() for metric in metrics}

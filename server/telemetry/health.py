@@ -5,7 +5,7 @@
 | `""`, and each `kvtier.v1.…Service` | while calls are served and the CPU tier has memory |
 | `kvtier.tier.<name>`, also for `cpu` | while the tier has no error |
 
-The server works without a broken tier, so a tier does not affect the status of the server.
+A broken secondary tier does not change the status of the server, which works without it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def tier_service(name: str) -> str:
 class Health:
     """Health service of one server. Lives on the event loop.
 
-    Nothing is SERVING before the first `update`, nor after `shut_down`.
+    All services are NOT_SERVING before the first `update` and after `shut_down`.
     """
 
     def __init__(self, services: Sequence[str]) -> None:
@@ -46,7 +46,7 @@ class Health:
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     async def update(self, stats: ManagerStats) -> None:
-        """Publishes the current status, and wakes watchers if it has changed."""
+        """Publishes the current statuses. Clients that watch a service learn of a change."""
         for service, serving in self._statuses(stats):
             await self._set(service, _SERVING if serving else _NOT_SERVING)
 
@@ -55,7 +55,7 @@ class Health:
         await self._servicer.enter_graceful_shutdown()
 
     def _statuses(self, stats: ManagerStats) -> Iterator[tuple[str, bool]]:
-        # A region that is backed only in part still serves.
+        # A region with pages for only some of its bytes still serves.
         works = stats.tiers[0].available_bytes > 0
         for service in self._services:
             yield service, works

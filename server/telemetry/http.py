@@ -25,14 +25,14 @@ from .status_page import SECURITY_HEADERS, StatusPage
 __all__ = ["BoundedHTTPServer", "MetricsServer", "MetricsServerError", "on_loop"]
 
 _CONNECTION_SECONDS = 30.0
-"""Maximum lifetime of a connection. A scrape takes less, and a client reconnects."""
+"""Maximum lifetime of a connection. A scrape takes less; a client can connect again."""
 _MAX_CONNECTIONS = 64
 
 
 class BoundedHTTPServer(ThreadingHTTPServer):
     """HTTP server with at most 64 connections, each for at most 30 s.
 
-    A new connection beyond that closes the oldest, so that a health probe always gets in.
+    If there are 64, a new connection closes the oldest, so that health probes always connect.
     """
 
     _deadlines: dict[socket.socket, float]
@@ -59,7 +59,7 @@ class BoundedHTTPServer(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Called several times per second: closes connections that are past their time."""
+        """Closes connections whose time is over. Called several times per second."""
         now = time.monotonic()
         with self._lock:
             late = [request for request, end in self._deadlines.items() if end <= now]
@@ -88,7 +88,8 @@ class MetricsServerError(Exception):
 def on_loop(loop: asyncio.AbstractEventLoop, read: Callable[[], T], timeout: float = 2.0) -> Callable[[], T]:
     """Wraps `read` so that other threads run it on the event loop, which owns the state.
 
-    It raises `TimeoutError` if the loop does not run it in time, `RuntimeError` if it is closed.
+    The wrapper raises `TimeoutError` if the loop does not run `read` in time, and `RuntimeError` if
+    the loop is closed.
     """
 
     def read_on_loop() -> T:
@@ -113,10 +114,10 @@ def on_loop(loop: asyncio.AbstractEventLoop, read: Callable[[], T], timeout: flo
 
 
 class MetricsServer:
-    """Serves metrics, health and the optional status page, on its own thread until `close`.
+    """Serves metrics, health and the optional status page on its own threads until `close`.
 
-    `health` returns None, or why this server should get no work; it is called on threads of the
-    endpoint. Raises `MetricsServerError` if the address is not available.
+    `health` returns None if the server is healthy, otherwise the reason. It is called on HTTP
+    threads. Raises `MetricsServerError` if the address is not available.
     """
 
     def __init__(
@@ -128,23 +129,23 @@ class MetricsServer:
         *,
         page: StatusPage | None = None,
     ) -> None:
-        """`admits` checks the `Authorization` of requests for figures; other pages are public."""
+        """`admits` checks the `Authorization` header. `/healthz` and page files need none."""
         endpoint = parse_endpoint(address)
         try:
             self._server = _Server((endpoint.host, endpoint.port), registry, health)
             self._server.admits = admits
             self._server.page = page
         except OSError as error:
-            raise MetricsServerError(f"metrics = {address}: cannot listen there: {error.strerror}") from None
+            raise MetricsServerError(f"metrics = {address}: cannot listen: {error.strerror}") from None
         self.port: int = self._server.server_address[1]
-        """Port that it listens on; useful if the address has port 0."""
+        """Port that the server listens on, also if the address has port 0."""
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.1,), name="kvtier-metrics", daemon=True
         )
         self._thread.start()
 
     def close(self) -> None:
-        """Stops listening and waits for the thread, not for requests. May be called again."""
+        """Stops listening and waits for the accepting thread, but not for requests. Idempotent."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -163,7 +164,7 @@ class _Server(BoundedHTTPServer):
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
-        """Binds, without the reverse DNS lookup of `HTTPServer`, which can take seconds."""
+        """Binds without the reverse DNS lookup of `HTTPServer`, which can take seconds."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
@@ -185,7 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
         if file:
             self._answer(HTTPStatus.OK, *file)
         elif path != "/healthz" and not self.server.admits(self.headers.get("Authorization")):
-            body = b"a token with the role metrics is needed\n"
+            body = b"this path requires a token with the role metrics\n"
             self._answer(HTTPStatus.UNAUTHORIZED, _TEXT, body)
         elif path == "/status.json" and page:
             self._send_status(page)
@@ -204,18 +205,18 @@ class _Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answers errors of the base class in plain text, and closes the connection."""
+        """Sends errors of the base class as plain text and closes the connection."""
         status = HTTPStatus(code)
-        if status is HTTPStatus.NOT_IMPLEMENTED:  # a method that has no do_
+        if status is HTTPStatus.NOT_IMPLEMENTED:  # the handler has no do_METHOD
             status = HTTPStatus.METHOD_NOT_ALLOWED
-        # otherwise an answer to invalid HTTP would have no headers
+        # Otherwise the answer to an invalid request would have no headers.
         self.request_version = self.protocol_version
         self.close_connection = True
         text = "only GET and HEAD" if status is HTTPStatus.METHOD_NOT_ALLOWED else status.phrase.lower()
         self._answer(status, _TEXT, f"{text}\n".encode())
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
-        """Logs nothing: scrapes are frequent."""
+        """Logs nothing, because scrapes are frequent."""
 
     def _send_status(self, page: StatusPage) -> None:
         try:
@@ -226,7 +227,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(status, "application/json", body)
 
     def version_string(self) -> str:
-        """Hides the versions of Python and the server."""
+        """Value of the `Server` header, without versions."""
         return "kvtier"
 
     def _unhealthy(self) -> str | None:

@@ -1,8 +1,8 @@
 """Structured logs on standard error that never block the caller.
 
-structlog and the standard library's `logging` (including grpc) share one queue; a thread renders
-and writes. If the reader of standard error stalls, the queue fills up and further lines are dropped
-and counted.
+structlog and the standard library's `logging` share one queue; a thread formats and writes the
+lines. If the reader of standard error stalls and the queue is full, further lines are dropped and
+counted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Logger = structlog.typing.FilteringBoundLogger
 
 
 def get_logger(name: str) -> Logger:
-    """Returns the logger of a module, used as `log.info("what happened", tier="lmdb")`.
+    """Returns the logger of a module. Call it like `log.info("tier opened", tier="lmdb")`.
 
     May be called before `configure`, and from any thread.
     """
@@ -43,9 +43,9 @@ def get_logger(name: str) -> Logger:
 
 
 def configure(config: LogConfig, stream: TextIO | None = None) -> None:
-    """Sets up logging for the process, or replaces it. Call it before grpc is imported.
+    """Sets up the logging of this process. Call it before grpc is imported.
 
-    Also logs warnings, and uncaught exceptions of all threads. `stream` is for tests.
+    Warnings and uncaught exceptions of all threads are logged too. `stream` is for tests.
     """
     target: TextIO = sys.stderr if stream is None else stream
     _silence_grpc_core(config)
@@ -75,7 +75,7 @@ def configure(config: LogConfig, stream: TextIO | None = None) -> None:
 
 
 def flush() -> None:
-    """Writes the queued lines, for at most two seconds. Logging continues afterwards."""
+    """Waits until the queued lines are written, for at most two seconds."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, _QueueHandler):
             handler.drain()
@@ -90,7 +90,7 @@ class _QueueHandler(logging.Handler):
         self._write = write
         self._queue: queue.Queue[logging.LogRecord | threading.Event] = queue.Queue(_QUEUE_LINES)
         self._dropped = 0
-        # A daemon: a stalled reader must not keep the process alive.
+        # A daemon, because a stalled reader must not keep the process alive.
         threading.Thread(target=self._run, name="kvtier-log", daemon=True).start()
         atexit.register(self.drain)
 
@@ -118,7 +118,7 @@ class _QueueHandler(logging.Handler):
                 continue
             try:
                 self._write(f"{self.format(item)}\n")
-            except Exception:  # noqa: BLE001 - an error of logging cannot be logged
+            except Exception:  # noqa: BLE001 - an error in logging cannot be logged
                 self._dropped += 1
                 continue
             if self._dropped:
@@ -127,7 +127,7 @@ class _QueueHandler(logging.Handler):
 
 
 def _dropped_record(lines: int) -> logging.LogRecord:
-    """Makes the record directly: if it went through the queue, it could be dropped too."""
+    """Returns the log record about dropped lines. It bypasses the queue, which may be full."""
     event = {"event": "log lines dropped", "lines": lines}
     record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, event, None, None)
     record.__dict__.update(_logger=None, _name="warning")
@@ -135,9 +135,9 @@ def _dropped_record(lines: int) -> logging.LogRecord:
 
 
 def _writer_to(stream: TextIO) -> Callable[[str], object]:
-    """Returns a function that writes text to a stream; to its descriptor if it has one.
+    """Returns a function that writes text to a stream's descriptor, or to the stream without one.
 
-    A thread stuck in the stream's buffer would hold its lock, and block Python's exit.
+    A thread that hangs in a write to the stream would hold the stream's lock and block the exit.
     """
     try:
         descriptor = stream.fileno()
@@ -166,7 +166,7 @@ def _formatter(config: LogConfig, stream: TextIO) -> logging.Formatter:
 
 
 def _catch_exception(_logger: Any, _method: str, event: EventDict) -> EventDict:
-    """Replaces `exc_info=True` by the current exception: the rendering thread has another."""
+    """Replaces `exc_info=True` by the current exception, which the writer thread cannot see."""
     if event.get("exc_info") is True:
         event["exc_info"] = sys.exc_info()
     return event
@@ -180,8 +180,8 @@ def _from_record(_logger: Any, _method: str, event: EventDict) -> EventDict:
 
 
 def _silence_grpc_core(config: LogConfig) -> None:
-    # The C core writes directly to standard error in its own format; its errors are also raised as
-    # exceptions.
+    # gRPC's C core writes to standard error in another format. Its errors are raised as exceptions
+    # too.
     os.environ.setdefault("GRPC_VERBOSITY", "INFO" if config.level == "debug" else "NONE")
 
 

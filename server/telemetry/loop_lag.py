@@ -10,12 +10,12 @@ from collections.abc import Callable
 __all__ = ["LoopLag", "watch_loop"]
 
 _SECONDS = 0.1
-"""Measuring costs about 10 us per interval and detects every delay of at least 0.1 s."""
+"""Interval of measurements. Each costs about 10 us; every delay of at least 0.1 s is detected."""
 _RECENT_SECONDS = 5.0
 
 
 async def watch_loop(*observers: Callable[[float], object]) -> None:
-    """Passes each sleep's delay in seconds to all observers, until it is cancelled."""
+    """Sleeps repeatedly and passes the delay of each wake-up to all observers, until cancelled."""
     loop = asyncio.get_running_loop()
     while True:
         due = loop.time() + _SECONDS
@@ -26,12 +26,12 @@ async def watch_loop(*observers: Callable[[float], object]) -> None:
 
 
 class LoopLag:
-    """Maximum lag of the last seconds."""
+    """Maximum lag of the last 5 seconds."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._seen: deque[tuple[float, float]] = deque()
-        """Time and lag of samples that no later sample exceeds."""
+        """Time and lag of the samples that are larger than all later samples."""
 
     def observe(self, seconds: float) -> None:
         while self._seen and self._seen[-1][1] <= seconds:
@@ -41,7 +41,7 @@ class LoopLag:
 
     @property
     def worst(self) -> float:
-        """Maximum lag of the last seconds, in seconds; 0 if there is no sample."""
+        """Maximum lag of the last 5 seconds, in seconds; 0 if there is no sample."""
         self._forget()
         return self._seen[0][1] if self._seen else 0.0
 

@@ -55,7 +55,7 @@ def values(answer: GetStatusResponse) -> dict[str, Any]:
 
 
 def hit_rate(tier: TierStatus) -> float | None:
-    """Returns the share of looked-up keys that the tier had; None if there was no lookup."""
+    """Returns the fraction of looked-up keys that the tier had; None if there was no lookup."""
     asked = tier.hits + tier.misses
     return tier.hits / asked if asked else None
 
@@ -104,6 +104,6 @@ def _handoff_values(totals: HandoffTotals) -> dict[str, Any]:
 
 
 def _enum_name(enum: Any, prefix: str, number: int) -> str:
-    """Returns the value's name as in metrics, or the number of an unknown value."""
+    """Returns the name of an enum value as in metrics, or its number if it is unknown."""
     names: dict[int, str] = {value.number: value.name for value in enum.DESCRIPTOR.values}
     return names.get(number, f"{number}").removeprefix(prefix).lower()

@@ -1,7 +1,7 @@
 """Status page: static files served beside the metrics, and their security headers.
 
-The page polls `status.json`. Its content security policy allows only its own files, and no inline
-scripts.
+The page polls `status.json`. The content security policy allows only files of this server, and no
+inline scripts.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ SECURITY_HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
 }
-"""Sent with every answer."""
+"""Headers of every HTTP response."""
 
 
 class StatusPage:
-    """Files of the page by path, and the status as JSON. `status` is called on HTTP threads."""
+    """Files of the page, and the status as JSON. `status` is called on HTTP threads."""
 
     def __init__(self, status: Callable[[], GetStatusResponse]) -> None:
         self._status = status
@@ -48,5 +48,5 @@ class StatusPage:
         return self._files.get(path)
 
     def status_json(self) -> bytes:
-        """Returns the status as JSON, as `kvtier status --json`. Raises what `status` raises."""
+        """Returns the JSON of `kvtier status --json`. Raises what `status` raises."""
         return to_json(self._status()).encode()

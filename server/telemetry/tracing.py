@@ -1,9 +1,9 @@
-"""OpenTelemetry spans of calls and tier jobs, sent over OTLP/gRPC; off unless it is configured.
+"""OpenTelemetry spans of calls and tier jobs, sent over OTLP/gRPC. Off by default.
 
-A call whose gRPC metadata has a `traceparent` (W3C Trace Context) continues that trace, and is
-recorded if the trace is. Other calls, and all jobs, begin new traces, of which the share
-`tracing.ratio` is recorded. Calls over sockets carry no metadata. A thread sends the spans: a slow
-or missing collector costs spans, never a call.
+A call whose gRPC metadata has a `traceparent` (W3C Trace Context) continues that trace. Its span is
+recorded if the trace is recorded. All other calls and all jobs begin new traces; the setting
+`tracing.ratio` is the fraction of these that is recorded. Calls over sockets have no metadata. A
+thread sends the spans, so a slow or missing collector causes lost spans but delays no call.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def open_tracing(config: TracingConfig, epoch: int) -> Tracing | None:
 
 
 class Tracing:
-    """Makes spans of what has ended. Its methods may be called on any thread."""
+    """Creates the spans of ended calls and jobs. Any thread may call."""
 
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry import trace
@@ -95,7 +95,7 @@ class Tracing:
             return None
         if request_id := _request_id.get():
             span.set_attribute("kvtier.request_id", request_id)
-        if code in ("INTERNAL", "UNKNOWN", "DATA_LOSS"):  # a refused call is no error of the server
+        if code in ("INTERNAL", "UNKNOWN", "DATA_LOSS"):  # other codes are no error of the server
             span.set_status(self._trace.StatusCode.ERROR)
         span.end()
         return self._trace.format_trace_id(span.get_span_context().trace_id)
@@ -110,7 +110,7 @@ class Tracing:
         return observe
 
     def job_ended(self, tier: str, job: str, seconds: float, nbytes: int, outcomes: Sequence[Outcome]) -> None:
-        """Creates the span of a job. It has no parent: a job moves blocks of many requests."""
+        """Creates the span of a job, without parent: a job has blocks of many requests."""
         span = self._tracer.start_span(
             f"{job} {tier}",
             kind=self._trace.SpanKind.INTERNAL,
@@ -142,7 +142,7 @@ class Tracing:
 
 
 class _RateLimitFilter(logging.Filter):
-    """Passes one record every few minutes: errors of an unreachable collector repeat."""
+    """Passes one record every five minutes, because an unreachable collector repeats errors."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-// DOM helpers. They change only nodes whose value has changed, so that nothing flickers or loses focus.
-// All text is set as text, never as markup.
+// DOM helpers. They change a node only if its value has changed. Otherwise nodes would flicker or lose focus.
+// Text is always set as text, never as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -31,7 +31,7 @@ export const show = (node, shown) => {
   if (node.hidden === shown) node.hidden = !shown;
 };
 
-// A bar with a label. `update(part, text)`: `part` is the filled share, from 0 to 1.
+// A bar with a label. Returns `update(part, text)`; `part` is the filled fraction, from 0 to 1.
 export const bar = (cell, color = "") => {
   const text = element("span");
   const fill = element("span");
@@ -44,7 +44,7 @@ export const bar = (cell, color = "") => {
   };
 };
 
-// A table that keeps its rows by key. Columns: { name, label, num, wide, head, make(cell) -> update(row), text(row), raw(row) }.
+// A table that keeps the rows with the same key. Columns: { name, label, num, wide, head, make(cell) -> update(row), text(row), raw(row) }.
 export class KeyedTable {
   constructor(place, caption, columns) {
     this.columns = columns;

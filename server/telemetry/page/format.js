@@ -1,4 +1,4 @@
-// Formats values as `kvtier status` does.
+// Formats values like `kvtier status`.
 
 const WHOLE = new Intl.NumberFormat("en");
 const UNITS = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]];

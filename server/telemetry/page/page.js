@@ -1,4 +1,4 @@
-// Polls the status every two seconds and shows it; reports a server that does not answer.
+// Polls the status every two seconds and shows it. Shows a notice if the server does not answer.
 
 import { byId, setAttribute, setText, show } from "./dom.js";
 import { age, count, percent, rate, size } from "./format.js";
@@ -37,7 +37,7 @@ const state = (text, kind) => {
   setAttribute(byId("state"), "data-state", kind);
 };
 
-// Rates between two samples, per second.
+// Keys per second and hit ratio between two samples.
 const between = (one, other) => {
   const seconds = (other.at - one.at) / 1000;
   const keys = other.keys - one.keys;

@@ -13,7 +13,7 @@ export const times = (scale) => (scale === 0.5 ? "½×" : `${scale}×`);
 
 const log = Math.log2;
 
-// Moves the labels at the ends of lines apart if they would overlap.
+// Moves apart labels at the ends of lines that would overlap.
 const spread = (ends) => {
   const sorted = [...ends].sort((one, other) => one.y - other.y);
   sorted.forEach((end, number) => {
@@ -29,11 +29,11 @@ export class CurvePlot {
     this.place = place;
     this.drawn = "";
     this.tiers = [];
-    // The plot is drawn at its real width, so that its text has the normal size.
+    // Drawn at the real width, because scaling the plot would scale its text.
     new ResizeObserver(() => this.update(this.tiers)).observe(plot.parentElement);
   }
 
-  // Redraws only after a visible change: 0.1 percent.
+  // Redraws only after a visible change, of at least 0.1 percent.
   update(tiers) {
     this.tiers = tiers;
     const width = Math.max(NARROWEST, this.plot.parentElement.clientWidth);
@@ -107,7 +107,7 @@ export const spark = (svg, values, most) => {
   setAttribute(svg.children[1], "points", points.join(" "));
 };
 
-// A bar with the shares of the tiers that answered.
+// A bar with the fraction of hits of each tier.
 export const split = (svg, parts) => {
   setAttribute(svg, "viewBox", "0 0 100 10");
   setAttribute(svg, "preserveAspectRatio", "none");

@@ -1,4 +1,4 @@
-// The tables of the page and their columns.
+// Tables of the page and their columns.
 
 import { bar, byId, element, KeyedTable, setAttribute, setText, show } from "./dom.js";
 import { age, count, percent, size, words } from "./format.js";
@@ -21,7 +21,7 @@ const WHY = {
 const number = (name, label, value) => ({ name, label, num: true, text: (row) => count(value(row)), raw: value });
 const plain = (name, label, text, more = {}) => ({ name, label, text, ...more });
 
-// A name with a note below it.
+// A column with a name and a note below the name.
 const named = (name, label, text, note, key) => ({
   name,
   label,
