@@ -1,9 +1,9 @@
 """`HostDriver`: a device driver for tests without a GPU. Device memory is shared memory.
 
-It implements the whole contract of `Driver`, so all code above it can be tested: handles that fail
-for the same reasons, memory that outlives its exporter, copies in flight when a process ends, a
-broken context. Threads make the copies. It is not a transport: an engine on the CPU copies straight
-into the slots.
+It implements the whole contract of `Driver`, so all code that uses a driver can be tested without a
+GPU. Handles fail for the same reasons as on a GPU, memory remains valid after its exporter has
+ended, copies are in flight when a process ends, and a context can break. Threads make the copies.
+Only tests use this driver; an engine on the CPU copies directly into the slots.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class HostDriver:
         return memory.address
 
     def free(self, address: int) -> None:
-        """Frees memory of `allocate`; other processes keep their mappings."""
+        """Frees memory of `allocate`. Mappings in other processes remain valid."""
         memory, _ = self._allocations.pop(address)
         memory.close()
 
     def break_down(self, reason: str) -> None:
-        """Breaks the context: every later call raises BROKEN, and streams stop."""
+        """Breaks the context: every later call raises BROKEN, and streams copy no more."""
         with self._changed:
             self._broken = reason
             self._changed.notify_all()
@@ -183,16 +183,16 @@ class HostDriver:
             copy_batch([destination], [source], [size])
 
     def _check_open(self, address: int) -> None:
-        """Access to closed memory breaks the context, as on a GPU, without a segmentation fault."""
+        """Raises BROKEN for closed memory, as a GPU does, instead of a segmentation fault."""
         with self._lock:
             if any(memory.address <= address < memory.address + memory.nbytes for memory in self._vacated):
                 raise DeviceError(Cause.BROKEN, f"illegal address {address:#x}")
 
     def register(self, address: int, nbytes: int) -> None:
-        """Does nothing: host memory needs no pinning here."""
+        """Does nothing, because this driver needs no pinned memory."""
 
     def unregister(self, address: int) -> None:
-        """Does nothing, as `register`."""
+        """Does nothing, like `register`."""
 
     def close(self) -> None:
         for stream in list(self._streams):
@@ -248,7 +248,7 @@ class SharedBytes:
         return cls(own, nbytes)
 
     def handle(self) -> bytes:
-        """The argument of `open` in another process, valid while this process has the memory."""
+        """Handle for `open` in another process. Valid until this process closes the memory."""
         inode = os.fstat(self._fd).st_ino
         return _HANDLE.pack(_MAGIC, os.getpid(), self._fd, inode, self.nbytes).ljust(HANDLE_BYTES, b"\0")
 
@@ -266,14 +266,17 @@ class SharedBytes:
 
 
 class HostEvent:
-    """Two shared counters: the number of records, and the last record reached."""
+    """An event as two shared counters: the number of records, and the last record reached."""
 
     def __init__(self, memory: SharedBytes) -> None:
         self.memory = memory
         self._counters = (ctypes.c_uint64 * 2).from_address(memory.address)
         self._lock = threading.Lock()
         self._users = 1
-        """The owner, and each record not reached yet: streams write to it after `destroy_event`."""
+        """Number of uses: the owner, and each record not reached yet.
+
+        A stream writes to the counters even after `destroy_event`.
+        """
 
     def record(self, stream: HostStream) -> None:
         with self._lock:
@@ -290,7 +293,7 @@ class HostEvent:
         return bool(self._counters[1] >= self._counters[0])
 
     def close(self) -> None:
-        """Ends one use. The memory is closed with the last one."""
+        """Ends one use. The last one closes the memory."""
         with self._lock:
             self._users -= 1
             if not self._users:
@@ -298,7 +301,7 @@ class HostEvent:
 
 
 class HostStream:
-    """Runs actions in order on its own thread; after an error calls ``failed`` and runs no more."""
+    """Runs actions in order on a thread. After an error calls ``failed`` and runs no others."""
 
     def __init__(self, failed: Callable[[Exception], None]) -> None:
         self._todo: queue.SimpleQueue[tuple[Callable[[], None], Callable[[], None]] | None] = queue.SimpleQueue()
@@ -307,7 +310,7 @@ class HostStream:
         self._thread.start()
 
     def submit(self, action: Callable[[], None], give_up: Callable[[], None] = lambda: None) -> None:
-        """Runs ``action`` after all earlier ones, or ``give_up`` if one of them has failed."""
+        """Runs ``action`` after all earlier actions, or ``give_up`` if one of these has failed."""
         self._todo.put((action, give_up))
 
     def end(self) -> None:
