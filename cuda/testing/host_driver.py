@@ -3,7 +3,7 @@
 It implements the whole contract of `Driver`, so all code that uses a driver can be tested without a
 GPU. Handles fail for the same reasons as on a GPU, memory remains valid after its exporter has
 ended, copies are in flight when a process ends, and a context can break. Threads make the copies.
-Only tests use this driver; an engine on the CPU copies directly into the slots.
+Only tests and benchmarks use this driver; an engine on the CPU copies directly into the slots.
 """
 
 from __future__ import annotations
