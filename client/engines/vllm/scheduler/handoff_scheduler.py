@@ -28,7 +28,7 @@ _REASONS = {"FINISHED_STOPPED": FinishReason.STOPPED, "FINISHED_LENGTH_CAPPED": 
 
 
 class HandoffScheduler:
-    """Blocks that this engine pulls, and requests that it holds for others.
+    """Pulls of blocks, and holds of finished requests for other engines.
 
     Every method runs on the scheduler's thread and returns without waiting.
     """
@@ -47,17 +47,18 @@ class HandoffScheduler:
         self._counters = counters
         self._calls = HoldCalls(peers, options.claim_timeout_s, log, counters)
         self._core = HandoffCore(geometry, identity, options, self._calls)
-        # Requests whose hit was offered to the engine; blocks of the pulls that workers run.
+        # Requests whose hit was offered to the engine.
         self._offered: set[str] = set()
+        # Number of blocks of each pull that workers run, by request.
         self._pulling: dict[str, int] = {}
 
     @property
     def pending(self) -> bool:
-        """Whether the engine must keep stepping for pulls to be sent or reported."""
+        """Whether the engine must keep stepping, because a pull must be sent or reported."""
         return self._core.pending
 
     def holds_at_end(self, kv_transfer_params: object) -> bool:
-        """Whether a request with these parameters is held at its end for another engine."""
+        """Whether a request with these parameters is held for another engine when it finishes."""
         return self._options.holds_at_end(TransferParams.parse(kv_transfer_params))
 
     def arrived(self, request: VllmRequest) -> bool:
@@ -84,7 +85,7 @@ class HandoffScheduler:
         return pulls
 
     def take_pulls(self) -> list[LoadJob]:
-        """Returns the pulls for this step's workers, and sends heartbeats when they are due."""
+        """Returns this step's pulls for the workers. Also sends heartbeats that are due."""
         self._process_answers()
         self._core.heartbeat(time.monotonic())
         jobs = [self._job(pull) for pull in self._core.take_pulls()]
@@ -92,7 +93,7 @@ class HandoffScheduler:
         return jobs
 
     def pulls_ended(self, ended: Iterable[str], failed: Iterable[str]) -> set[str]:
-        """Workers have ended these loads. Returns those that were pulls."""
+        """Records that workers have ended these loads. Returns the pulls among them."""
         pulls = self._pulling.keys() & ended
         for request_id in pulls:
             outcome = "failed" if request_id in failed else "pulled"
@@ -108,7 +109,7 @@ class HandoffScheduler:
     def finished(
         self, request: Any, block_ids: Sequence[Sequence[int]], confirmed_tokens: int, *, may_hold: bool = True
     ) -> FinishedRequest:
-        """The request has ended. Returns the response's parameters and the blocks to store."""
+        """Ends the request. Returns the parameters for the response and the blocks to store."""
         self._offered.discard(request.request_id)
         reason = _REASONS.get(request.status.name, FinishReason.OTHER) if may_hold else FinishReason.OTHER
         return self._core.finished(request.request_id, block_ids, confirmed_tokens, reason, time.time())

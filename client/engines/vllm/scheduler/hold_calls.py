@@ -43,7 +43,7 @@ _DIRECTIONS = {
 
 
 class ClaimAnswer(NamedTuple):
-    """Answer to a claim, received at `at`. `claimed` is None if nothing is held or it failed."""
+    """Answer to a claim, received at `at`. `claimed` is None if the claim got no blocks."""
 
     number: ClaimId
     claimed: ClaimedBlocks | None
@@ -52,7 +52,7 @@ class ClaimAnswer(NamedTuple):
 
 @dataclass
 class _OpenClaim:
-    """A claim whose result is still wanted; `lease` is what was granted."""
+    """A claim whose result is still wanted. `lease`: the granted lease, if the claim has ended."""
 
     endpoint: str
     lease: Lease | None = None
@@ -73,9 +73,9 @@ class HoldCalls:
         self._open_claims: dict[ClaimId, _OpenClaim] = {}
         self._answers: deque[ClaimAnswer] = deque()
         self._circuit_open_until: dict[str, float] = {}
-        # Per server, so that a slow server does not delay the claims of others.
+        # Per endpoint, so that a slow server does not delay claims at other servers.
         self._claim_threads: dict[str, BackgroundThreads] = {}
-        # Per server, one thread each: notifications must not queue behind claims that wait.
+        # One thread per endpoint, because notifications must not queue behind waiting claims.
         self._notify_threads: dict[str, BackgroundThreads] = {}
 
     def answers(self) -> list[ClaimAnswer]:
@@ -101,7 +101,7 @@ class HoldCalls:
             self._claim_threads[endpoint] = BackgroundThreads("claim", self._log, threads=_CLAIM_THREADS)
         with self._lock:
             self._open_claims[claim] = _OpenClaim(endpoint)
-        # Another server does not know this request's name, and its lease is released anyway.
+        # Another server does not know this request, so the name is left out.
         name, positions = request.server_name if endpoint == OWN else "", list(first_positions)
         deadline = time.monotonic() + self._wait_s
         self._claim_threads[endpoint].submit(
@@ -116,7 +116,7 @@ class HoldCalls:
             self._notify(dropped.endpoint, dropped.lease.release)
 
     def renew(self, remotes: Sequence[RemoteRequest]) -> None:
-        """Skips servers that have just failed; another heartbeat follows."""
+        """Skips servers that have just failed. The next heartbeat tries again."""
         for endpoint, holds in self._by_endpoint(remotes).items():
             if self._reachable(endpoint):
                 self._notify_server(endpoint, operator.methodcaller("renew_holds", *holds))
@@ -141,7 +141,7 @@ class HoldCalls:
         if endpoint is None:
             self._log.warn(
                 "peers",
-                f"nothing is pulled from {remote.host}:{remote.port}: it is neither this engine's server nor one of `peers`",
+                f"nothing is pulled from {remote.host}:{remote.port}: this is neither the engine's own server nor one of `peers`",
             )
         return endpoint
 
@@ -172,19 +172,19 @@ class HoldCalls:
 
     def _run_notification(self, call: Callable[[], object], queued_at: float) -> None:
         try:
-            # Calls pile up behind a server that hangs, and are useless when they are this late.
+            # If a server hangs, calls queue up. After this time they are useless.
             if time.monotonic() < queued_at + _NOTIFY_WITHIN_S:
                 call()
             else:
-                self._log.warn("handoff-late", "a call about a hand-off was dropped because its server is too slow")
+                self._log.warn("handoff-late", "a hand-off call was dropped because the server is too slow")
         except KVTierError as error:
-            self._log.warn("handoff-call", f"a call about a hand-off failed: {error}")
+            self._log.warn("handoff-call", f"a hand-off call failed: {error}")
 
     def _publish(self, client: Client, publication: PlannedPublication) -> None:
         try:
             status = self._publish_once(client, publication)
         except DeadlineExceeded:
-            # Publish again in case the call was lost; publishing twice under one name is safe.
+            # The call may have been lost. Publishing twice under one name is safe.
             status = self._publish_once(client, publication)
         logger.debug("kvtier: request %s: %s", publication.request_id, status.name)
         self._counters.count(f"publications:{status.name.lower()}")
@@ -210,7 +210,7 @@ class HoldCalls:
     ) -> None:
         lease, outcome, begun_at = None, "unavailable", time.monotonic()
         try:
-            # It may have queued behind calls that opened the circuit.
+            # Checked again: the claim may have queued behind a call that opened the circuit.
             if self._is_open(number) and self._reachable(endpoint):
                 client = self._peers.client(endpoint)
                 if endpoint != OWN:
@@ -224,7 +224,7 @@ class HoldCalls:
         except KVTierError as error:
             if not isinstance(error, (InvalidRequest, LimitExceeded)):
                 self._circuit_open_until[endpoint] = time.monotonic() + _CIRCUIT_OPEN_S
-            self._log.warn("claim", f"a claim failed, its request is computed instead: {error}")
+            self._log.warn("claim", f"a claim failed, so its request is computed: {error}")
         finally:
             self._counters.count(f"claims:{outcome}")
             self._counters.observe("claim_seconds", time.monotonic() - begun_at)

@@ -1,9 +1,9 @@
 """Lookups of requests' blocks, made on background threads.
 
 The scheduler starts a lookup, a background thread runs it, and the scheduler reads the result. If
-the server fails, the lookup becomes a miss in bounded time: calls have deadlines, a lookup that
-exceeds its timeout is abandoned, and after a failure the circuit stays open for a moment. A hung
-server therefore costs one timeout, not one per request.
+the server fails, the lookup becomes a miss within a bounded time. Calls have deadlines, and a
+lookup that exceeds its timeout is abandoned. After a failure the circuit stays open for 2 seconds:
+no call is made. A hung server therefore costs one timeout in all, not one per request.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _THREADS = 8  # most of them wait for promotions
 
 
 class RequestCalls:
-    """Registers requests at the server, finishes them, and counts calls that are in flight.
+    """Registers and ends requests at the server, and counts their calls in flight.
 
-    Public methods run on the scheduler's thread unless they are called thread-safe.
+    Public methods run on the scheduler's thread, unless their text says "Thread-safe".
     """
 
     def __init__(self, client: Client, log: RateLimitedLog) -> None:
@@ -45,7 +45,7 @@ class RequestCalls:
 
     @property
     def circuit_open(self) -> bool:
-        """Whether the server has just failed and is not called now. Thread-safe."""
+        """Whether the server has just failed, so that it is not called now. Thread-safe."""
         return time.monotonic() < self._circuit_open_until
 
     def reachable(self) -> bool:
@@ -63,19 +63,19 @@ class RequestCalls:
             self._circuit_open_until = time.monotonic() + _CIRCUIT_OPEN_S
 
     def register(self, request: RequestRegistration) -> None:
-        """Lets tiers vote on a request that has no lookup: they may want its blocks too (B1.1)."""
+        """Lets tiers vote on a request without lookup, because they may want its blocks (B1.1)."""
         if self._client.connected and not self.circuit_open:
             self.acquire(request)
             request.voting = True
             self._control_thread.submit(lambda: self._register(request))
 
     def acquire(self, request: RequestRegistration) -> None:
-        """A call about the request begins; the server learns of its end after `release`."""
+        """Records that a call about the request begins. `release` must follow."""
         with self._lock:
             request.pending += 1
 
     def release(self, request: RequestRegistration) -> None:
-        """A call about the request has ended. Thread-safe."""
+        """Records that a call about the request has ended. Thread-safe."""
         with self._lock:
             request.pending -= 1
             finish = request.ended and request.pending == 0
@@ -107,9 +107,9 @@ class RequestCalls:
     def lookup_keys(
         self, request: RequestRegistration, keys: Sequence[bytes], wait: float, *, prefix: bool, min_hits: int = 0
     ) -> Lease:
-        """Looks up keys. The first call also registers the request, so that tiers vote on it.
+        """Looks up keys. The first call for a request also registers it, so that tiers vote on it.
 
-        With `prefix`, fewer than `min_hits` leading hits are misses. Raises KVTierError.
+        With `prefix`, fewer than `min_hits` leading hits count as misses. Raises KVTierError.
         """
         options: dict[str, Any] = request.lookup_options()
         if min_hits > 1:
@@ -155,7 +155,7 @@ class RequestCalls:
 
 
 class LookupState(Enum):
-    """PENDING: still running. DONE: `found` is complete. DROPPED: its result is not wanted."""
+    """PENDING: still running. DONE: `found` is complete. DROPPED: the result is not wanted."""
 
     PENDING = "pending"
     DONE = "done"
@@ -166,7 +166,7 @@ class LookupState(Enum):
 class PendingLookup:
     """Lookup of the blocks from `start` to `limit` tokens of one request.
 
-    `found` belongs to the background thread until the state is DONE, then to the scheduler's.
+    `found` belongs to the background thread until the state is DONE, then to the scheduler.
     """
 
     number: LookupId
@@ -210,8 +210,8 @@ class LookupService(RequestCalls):
     ) -> PendingLookup | None:
         """Starts a lookup of the blocks between `start` and `limit` tokens.
 
-        `hashes[group][i]` is the hash of the i-th block after `start`. Returns None, a miss, if the
-        server cannot be called.
+        `hashes[group][i]` is the hash of the i-th block after `start`. If the server cannot be
+        called, returns None, which means a miss.
         """
         if not self.reachable():
             # A request that waits for free blocks is looked up again in every step.
@@ -227,7 +227,7 @@ class LookupService(RequestCalls):
         return lookup
 
     def take_done(self) -> list[PendingLookup]:
-        """Returns the lookups that ended since the last call; some may have been dropped since."""
+        """Returns the lookups that ended since the last call. Some may be dropped already."""
         return [self._done_lookups.popleft() for _ in range(len(self._done_lookups))]
 
     def drop(self, lookup: PendingLookup) -> bool:
@@ -244,9 +244,9 @@ class LookupService(RequestCalls):
         if not self.drop(lookup):
             self._metrics.timed_out(self._timeout_s)
         if lookup.started:
-            # A lookup that only queued behind others may have waited for a disk.
+            # If it did not start, it only queued behind others, and the server may be well.
             self.open_circuit()
-        self._log.warn("lookup", f"a lookup took longer than {self._timeout_s:g} s; requests are computed instead")
+        self._log.warn("lookup", f"a lookup took longer than {self._timeout_s:g} s, so its request is computed")
 
     def close(self) -> None:
         self._lookups.close(0.5)
@@ -265,13 +265,13 @@ class LookupService(RequestCalls):
                 hit = self._search(lookup)
         except KVTierError as error:
             self.open_circuit(error)
-            self._log.warn("lookup", f"lookup failed, requests are computed instead: {error}")
+            self._log.warn("lookup", f"a lookup failed, so its request is computed: {error}")
         finally:
-            # Always: a lookup without an end makes its request wait for the whole timeout.
+            # Always, because otherwise the request would wait for the whole timeout.
             self._done(lookup, hit)
 
     def _done(self, lookup: PendingLookup, hit: int | None) -> None:
-        """The lookup has ended with a hit up to `hit` tokens; None if it failed."""
+        """Ends the lookup with a hit up to token `hit`, which is None if the lookup failed."""
         with self._lock:
             dropped = lookup.state is LookupState.DROPPED
             lookup.found.hit_tokens, lookup.done_at = hit or lookup.start, time.monotonic()
@@ -286,7 +286,7 @@ class LookupService(RequestCalls):
         self.release(lookup.request)
 
     def _search(self, lookup: PendingLookup) -> int:
-        """Returns the end of the hit in tokens; fills in `found` and `leases`."""
+        """Returns the end of the hit in tokens. Fills in `found` and `leases`."""
         queries = search_hit(self._geometry, lookup.start, lookup.limit)
         try:
             query = next(queries)
@@ -297,7 +297,7 @@ class LookupService(RequestCalls):
         return hit if hit - lookup.start >= lookup.request.settings.min_hit_tokens else lookup.start
 
     def _lookup_places(self, lookup: PendingLookup, query: PresenceQuery) -> set[BlockPosition]:
-        """Looks up in calls of at most the server's number of keys. Returns the hits."""
+        """Looks up in several calls if the server limits the keys of a call. Returns the hits."""
         most = self._client.max_keys or max(1, len(query.blocks))
         found: set[BlockPosition] = set()
         for first in range(0, len(query.blocks), most):
@@ -315,9 +315,9 @@ class LookupService(RequestCalls):
             make_key(lookup.hashes[g.index][position - lookup.start // g.block_tokens], g.index)
             for g, position in blocks
         ]
-        # Less than the timeout, so that promoted blocks are reported in time.
+        # Less than the timeout, so that the answer arrives before the timeout.
         wait = max(0.0, lookup.deadline - time.monotonic()) * _WAIT_SHARE
-        # Prevents promotions for a hit that is too short.
+        # The server then promotes nothing for a hit that is too short.
         least = -(-lookup.request.settings.min_hit_tokens // blocks[0].group.block_tokens) if prefix and first else 0
         lease = self.lookup_keys(lookup.request, keys, wait, prefix=prefix, min_hits=min(least, len(blocks)))
         lookup.leases.append(lease)

@@ -1,4 +1,4 @@
-"""vLLM's requests and block pool behind the interfaces of `client/offload` and `client/handoff`."""
+"""Adapters of vLLM's requests and block pool for `client/offload` and `client/handoff`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["RequestRegistration", "VllmBlockPool", "VllmRequest", "plain_params"
 
 # The server accepts 512.
 _MAX_ID_CHARACTERS = 256
-# Parameters come from users; tiers vote by small flags.
+# Parameters come from users. Tiers need only small flags to vote.
 _MAX_PARAMS_CHARACTERS = 64 << 10
 _MAX_PRIORITY = (1 << 31) - 1
 
@@ -27,12 +27,12 @@ _MAX_PRIORITY = (1 << 31) - 1
 class RequestRegistration:
     """Registration of a request at the server: from its first lookup to its last store (B3.12).
 
-    `request_id`: its name at the server (`server_name`). `priority`: higher is more urgent; the
-    server's rules may use it. `settings`: what its user asked for.
+    `request_id`: name of the request at the server (`server_name`). `priority`: higher is more
+    urgent; the server's rules may use it. `settings`: the user's settings for the request.
 
-    `policy`: how the server's tiers want it offloaded, once they have voted. `voting`: a separate
-    call asks them, and blocks are offered after it. `counted_unavailable`: no server was connected
-    for a lookup, and that was counted.
+    `policy`: the offload policy for which the server's tiers voted; None before the vote. `voting`:
+    a separate call asks the tiers, and no blocks are offered until it ends. `counted_unavailable`:
+    a lookup without a connected server was counted.
     """
 
     request_id: str
@@ -54,7 +54,7 @@ class RequestRegistration:
         return {} if tiers is None else {"exclude": tiers}
 
     def begin_options(self) -> dict[str, Any]:
-        """Options of its registration; `retain_for` applies to all later lookups and stores."""
+        """Options of the registration; `retain_for` applies to all later lookups and stores."""
         options: dict[str, Any] = {}
         if self.settings.retain_for_s is not None:
             options["retain_for"] = self.settings.retain_for_s
@@ -64,7 +64,7 @@ class RequestRegistration:
 
     @property
     def is_request_level(self) -> bool:
-        """Whether some tier asks for every block, also for loaded ones (B1.1, B1.6)."""
+        """Whether at least one tier asks for every block, including loaded blocks (B1.1, B1.6)."""
         return self.policy is OffloadPolicy.REQUEST_LEVEL
 
 
@@ -118,7 +118,7 @@ class VllmRequest:
     def hold_key(
         self, engine_id: str, request_id: str, group: CacheGroup, position: int, num_tokens: int
     ) -> bytes | None:
-        """Uses what vLLM hashes for a full block: the previous hash, the tokens and extra keys."""
+        """Hashes what vLLM hashes for a full block: previous hash, tokens and extra keys."""
         start, hashes = position * group.block_tokens, self.hashes(group)
         tokens = self.request.all_token_ids[start:num_tokens]
         if start + len(tokens) < num_tokens or position > len(hashes):
@@ -138,7 +138,7 @@ class VllmRequest:
 
 
 class VllmBlockPool:
-    """vLLM's block pool; implements `BlockPool`. Empty until it is bound, so nothing is saved."""
+    """vLLM's block pool; implements `BlockPool`. Before `bind` it is empty: nothing is saved."""
 
     def __init__(self, geometry: CacheGeometry) -> None:
         self._geometry = geometry
@@ -148,7 +148,7 @@ class VllmBlockPool:
         self._pool = pool
 
     def cached_tokens(self, request: VllmRequest) -> int:
-        """Estimates the prefix that the engine has itself, which needs no promotion."""
+        """Estimates the prefix that the engine still has. These blocks need no promotion."""
         group = self._geometry.leading_group
         hashes, count = request.hashes(group), 0
         if self._pool is not None:
@@ -167,7 +167,7 @@ class VllmBlockPool:
         self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
 
     def put_back(self, block_ids: Sequence[int], behind: Collection[int]) -> None:
-        """Keeps blocks without content first, because vLLM itself puts only such blocks there."""
+        """Leaves blocks without content at the front, because vLLM put them there."""
         queue, blocks = self._pool.free_block_queue, [self._pool.blocks[block_id] for block_id in block_ids]
         self._pool.free_blocks(blocks)
         stay = itertools.takewhile(
@@ -182,7 +182,7 @@ class VllmBlockPool:
         return int(self._pool.blocks[block_id].ref_cnt)
 
     def cached_key(self, block_id: int) -> bytes | None:
-        """A block has a hash from the step on that completes it."""
+        """Returns None until the step that fills the block."""
         return self._name(self._pool.blocks[block_id]).key
 
     def free_block(self, block_id: int) -> FreeBlock | None:
@@ -198,13 +198,13 @@ class VllmBlockPool:
         if block_hash is None or tokens is None:
             return FreeBlock(block.block_id, 0, None)
         group = self._geometry.groups[get_group_id(block_hash)]
-        # A hash may also be that of the first part of a block.
+        # A hash may cover only the first tokens of a block. Such a block has no key.
         key = make_key(get_block_hash(block_hash), group.index) if tokens % group.block_tokens == 0 else None
         return FreeBlock(block.block_id, group.index, key)
 
 
 def server_name(request_id: str) -> str:
-    """Returns the request's name at the server: its id; a long id ends in a hash."""
+    """Returns the request's name at the server: its id. The end of a long id becomes a hash."""
     if len(request_id) <= _MAX_ID_CHARACTERS:
         return request_id
     digest = hashlib.sha256(request_id.encode(errors="surrogatepass")).hexdigest()

@@ -1,7 +1,7 @@
 """Scheduler half of the connector: translates between vLLM's scheduler and `OffloadCore`.
 
 All methods run on the scheduler's thread. They make no remote call, do not wait, and do not raise
-because of a server.
+if the server fails.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ _GROUP_BYTES = 4  # at the end of a key, see make_key
 
 
 class KVEvents:
-    """KV events for other programs, such as a cache-aware router: blocks that kvtier has stored.
+    """KV events about stored blocks, for other programs such as a cache-aware router.
 
-    Needs vLLM's `--kv-events-config '{"enable_kv_cache_events": true, …}'`. A `BlockStored` with
-    medium "CPU" follows when every worker has reported the block as stored or present. It has the
-    block's hash and group; tokens and parent were in the event for the GPU, which has the same
+    Needs vLLM's `--kv-events-config '{"enable_kv_cache_events": true, …}'`. When every worker has
+    reported a block as stored or present, a `BlockStored` with medium "CPU" is published. It has
+    the block's hash and group. The tokens and the parent are in the earlier GPU event with the same
     hash.
 
-    The engine does not learn what the server evicts or loses in a restart. There is no
-    `BlockRemoved`, so a reader must treat such blocks as likely, not certain. A reset is
-    `AllBlocksCleared`, which has no medium, but vLLM clears its own cache in the same call. Blocks
-    that lower tiers keep over a reset are not announced.
+    The engine does not know which blocks the server evicts or loses in a restart, so it publishes
+    no `BlockRemoved`. A reader must treat a stored block as likely, not certain. A reset publishes
+    `AllBlocksCleared`. This event has no medium, but vLLM clears its own cache in the same call.
+    Blocks that lower tiers keep after a reset are not announced.
     """
 
     def __init__(self, groups: Iterable[CacheGroup], *, enabled: bool) -> None:
@@ -64,7 +64,7 @@ class KVEvents:
         if not self._enabled:
             return
         for position, (key, group_index) in enumerate(zip(save.job.keys, save.job.groups, strict=True)):
-            # A block that only a hold names cannot be found by its content.
+            # A block that only a hold names has no content hash to announce.
             if position not in save.not_stored and not is_hold_key(key):
                 self._events.append(self._stored(key, group_index))
 
@@ -81,7 +81,7 @@ class KVEvents:
         return events
 
     def _stored(self, key: bytes, group_index: int) -> KVCacheEvent:
-        # One event per block, because a list would make each block the next one's parent.
+        # One event per block, because in a list each block is the parent of the next block.
         return BlockStored(
             block_hashes=[maybe_convert_block_hash(key[:-_GROUP_BYTES])],
             parent_block_hash=None,
@@ -95,9 +95,10 @@ class KVEvents:
 
 
 class SchedulerSide:
-    """KVTierConnector's part in the scheduler's process.
+    """Half of KVTierConnector in the scheduler's process.
 
-    `batched_tokens`: the most tokens that a step computes. `publish_events`: vLLM's setting.
+    `batched_tokens`: maximum number of tokens in a step; 0 if lazy mode is off. `publish_events`:
+    vLLM's setting.
     """
 
     def __init__(
@@ -136,8 +137,9 @@ class SchedulerSide:
         self._core = OffloadCore(geometry, world_size, options, self._pool, self._gateway)
         self._handoffs = HandoffScheduler(geometry, identity, config.handoff, peers, log, self._counters)
         self._requests: dict[str, VllmRequest] = {}
-        # Loads that workers run, with their blocks; whether a reset of the server is pending.
+        # Number of blocks of each load that workers run, by request.
         self._loading: dict[str, int] = {}
+        # Whether a reset of the server is pending.
         self._resetting = False
 
     def bind_pool(self, block_pool: Any) -> None:
@@ -146,7 +148,7 @@ class SchedulerSide:
     # ---- loads
 
     def new_request(self, request: Any) -> None:
-        """Starts a lookup of the blocks that the engine does not have itself."""
+        """Registers a request, and starts a lookup of the blocks that the engine does not have."""
         self._process_answers()
         adapted = self._adapt(request)
         # A pull from another engine makes a lookup unnecessary.
@@ -161,20 +163,20 @@ class SchedulerSide:
         if request.request_id not in self._requests:
             self.new_request(request)
         self._process_answers()
-        # Held blocks may be of weights that are being reset: nothing is pulled until then (B4.13).
+        # Held blocks may come from the old weights, so nothing is pulled during a reset (B4.13).
         hit = 0 if self._resetting else self._handoffs.match(request.request_id, computed_tokens)
         if hit == 0:
             hit = self._core.match(request.request_id, computed_tokens, time.monotonic())
         return hit, bool(hit)
 
     def blocks_allocated(self, request: Any, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
-        """The engine took `external_tokens` of the hit: fewer than offered, or none."""
+        """The engine allocated blocks and accepted `external_tokens` of the hit, or 0."""
         if self._handoffs.allocated(request.request_id, block_ids, external_tokens):
             external_tokens = 0
         self._core.allocated(request.request_id, block_ids, external_tokens)
 
     def hit_sources(self, request: Any, external_tokens: int) -> dict[CacheHitSource, int] | None:
-        """Returns the hit's tokens by kind of tier, or None if that is not known."""
+        """Returns the hit's tokens by kind of tier, or None if the tiers are not known."""
         sources: dict[CacheHitSource, int] = {}
         for tier, tokens in self._core.sources(request.request_id).items():
             source = _SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
@@ -191,7 +193,7 @@ class SchedulerSide:
             if lost := self._core.plan_saves(self._computed(scheduler_output), time.monotonic()):
                 self._count_saves(lost)
         except Exception as error:  # noqa: BLE001 - as the comment says
-            # Requests wait for the step's loads, so these must reach the workers anyway.
+            # Requests wait for the step's loads, so the loads must reach the workers anyway.
             self._log.warn("plan", f"planning saves failed: {error!r}", exc_info=True)
         plan = self._core.take_plan(time.monotonic())
         self._loading.update((job.request_id, _blocks_of(job)) for job in plan.loads)
@@ -224,13 +226,13 @@ class SchedulerSide:
         Returns the parameters for the engine that continues the request, if any.
         """
         self._requests.pop(request.request_id, None)
-        # Drafts accepted behind the request's end are computed, but not confirmed.
+        # Draft tokens that were accepted after the request's end are computed, but not confirmed.
         confirmed = min(request.num_computed_tokens - request.num_output_placeholders, request.num_tokens)
         handed_on = FinishedRequest(drop_saves=True)
         try:
             handed_on = self._handoffs.finished(request, block_ids, confirmed, may_hold=not self._resetting)
         finally:
-            # Even if that failed, the request has ended.
+            # Also after an exception, because the request has ended.
             if handed_on.drop_saves:
                 confirmed = 0
             self._core.finished(request.request_id, block_ids, confirmed, time.monotonic(), handed_on.blocks)
@@ -240,17 +242,18 @@ class SchedulerSide:
         return self._events.take()
 
     def has_pending_work(self) -> bool:
-        """Whether the engine must keep stepping for jobs to be sent or reported (B4.8)."""
+        """Whether the engine must keep stepping, because a job must be sent or reported (B4.8)."""
         return self._core.pending or self._handoffs.pending
 
     def has_pending_block_frees(self) -> bool:
-        """Whether waiting for saves would soon free blocks, which avoids a preemption."""
+        """Whether a save will soon free blocks, so that the engine should wait, not preempt."""
         return self._core.frees_pending(time.monotonic())
 
     def reset(self) -> bool:
         """Drops all lookups and empties the CPU tier. True if no transfer is in flight (B4.13).
 
-        Does not wait for the server: until it is done, requests miss and nothing is saved.
+        Does not wait for the server. Until the CPU tier is empty, requests miss and nothing is
+        saved.
         """
         self._resetting = True
         self._events.cleared()
@@ -274,7 +277,7 @@ class SchedulerSide:
             self._resetting = False
 
     def _count_saves(self, ended: Iterable[EndedSave]) -> None:
-        """Counts the saves that ended. Blocks from before a reset are not announced."""
+        """Counts ended saves and announces their blocks, unless they may be older than a reset."""
         missed = 0
         for save in ended:
             missed += len(save.not_stored)
@@ -283,7 +286,9 @@ class SchedulerSide:
                 self._events.stored(save)
         self._counters.count("save_blocks:not_stored", missed)
         if missed:
-            self._log.warn("missed", f"{missed} blocks were not stored; requests that still run offer them again")
+            self._log.warn(
+                "missed", f"{missed} blocks were not stored; a request that still runs offers its blocks again"
+            )
 
     def _adapt(self, request: Any) -> VllmRequest:
         served = self._serves(request)
@@ -302,7 +307,7 @@ class SchedulerSide:
             ),
             self._geometry,
             may_load=self._may_load and reads and not settings.skip_load,
-            # The role is about the cache only; a hand-off stores its blocks in every role.
+            # `kv_role` concerns the cache only. A hand-off stores its blocks in every role.
             may_save=(self._may_save or handed_on) and served and not settings.skip_save,
             may_pull=reads and not settings.skip_load,
             may_hold=handed_on and settings.hold and not settings.skip_save,
@@ -310,14 +315,14 @@ class SchedulerSide:
         return adapted
 
     def _serves(self, request: Any) -> bool:
-        """Whether the request's KV may be shared: a LoRA adapter's name is not its weights."""
+        """Whether the request's KV may be shared: not if it has a LoRA adapter."""
         if request.lora_request is None:
             return True
         self._log.warn("lora", "requests with a LoRA adapter are neither loaded nor saved", interval_s=float("inf"))
         return False
 
     def _computed(self, scheduler_output: Any) -> Iterable[ScheduledRequest]:
-        """Yields the step's requests that may be saved: those whose tiers have voted."""
+        """Yields the step's requests that may be saved: the tiers have voted on them."""
         tables = scheduler_output.kv_connector_block_state
         if tables is None:
             return

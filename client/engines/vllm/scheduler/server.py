@@ -1,4 +1,4 @@
-"""Gateway to the server for `OffloadCore`: calls in the background, answers for the scheduler."""
+"""Gateway to the server for `OffloadCore`: makes calls in the background, collects answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .requests import RequestRegistration, VllmRequest
 
 __all__ = ["CacheReset", "ServerGateway"]
 
-# The first "done" may end a reset of another engine that began before this engine's last store.
+# The first "done" may end another engine's reset that began before this engine's last store.
 _ROUNDS = 2
 _WAIT_S = 1.0
 _RETRY_S = 1.0
@@ -48,7 +48,7 @@ class ServerGateway:
             yield lookup.number, lookup.found, lookup.done_at
 
     def has_changed(self) -> bool:
-        """Whether the server was replaced or restarted since the last call, or is new."""
+        """Whether a server was connected, replaced or restarted since the last call."""
         epoch = self._client.epoch
         if epoch in (None, self._epoch):
             return False
@@ -77,7 +77,7 @@ class ServerGateway:
         self._service.drop(self._lookups.pop(lookup))
 
     def give_up_lookup(self, lookup: LookupId) -> None:
-        """Also opens the circuit if the lookup was running."""
+        """Drops a lookup that exceeded its timeout. Opens the circuit if the lookup was running."""
         self._service.timed_out(self._lookups.pop(lookup))
 
     def end_request(self, request: EngineRequest) -> None:
@@ -89,9 +89,9 @@ class ServerGateway:
 
 
 class CacheReset:
-    """Empties the server's CPU tier, and retries until it is done.
+    """Empties the server's CPU tier. Retries until this succeeds.
 
-    All calls are made on the scheduler's thread, and none blocks.
+    Public methods run on the scheduler's thread and, except `close`, never block.
     """
 
     def __init__(self, client: Client, log: RateLimitedLog) -> None:
@@ -104,16 +104,16 @@ class CacheReset:
 
     @property
     def pending(self) -> bool:
-        """Whether blocks from before a reset may still exist."""
+        """Whether blocks that were stored before a reset may still exist."""
         return self._done != self._started
 
     def start(self) -> None:
-        """Starts a reset; this engine's own saves must have ended."""
+        """Starts a reset. This engine's own saves must have ended before."""
         self._started = number = self._started + 1
         self._threads.submit(lambda: self._run(number))
 
     def take_done(self) -> bool:
-        """Whether the last reset was completed since the last call."""
+        """Whether the latest reset was completed since the last call of this method."""
         done = self._done == self._started != self._taken
         if done:
             self._taken = self._started
@@ -128,7 +128,9 @@ class CacheReset:
         while rounds and not self._closed.is_set():
             try:
                 rounds -= self._client.reset(wait=_WAIT_S) == 0
-            except Exception as error:  # noqa: BLE001 - stale blocks must go before any lookup
-                self._log.warn("reset", f"the store is not emptied yet, until then every request is a miss: {error!r}")
+            except Exception as error:  # noqa: BLE001 - no lookup may find stale blocks
+                self._log.warn(
+                    "reset", f"the CPU tier could not be emptied; every request is a miss until it is: {error!r}"
+                )
                 self._closed.wait(_RETRY_S)
         self._done = number
