@@ -32,7 +32,7 @@ _NEUTRAL_ARGUMENTS = {
     "streamer",
     "tokenizer",
 }
-"""Arguments of `generate` that do not change the KV of the tokens. Others may be model inputs."""
+"""Arguments of `generate` that do not change the KV of tokens. Other arguments may change it."""
 
 _SINGLE_SEQUENCE_VALUES: dict[str, tuple[object, ...]] = {
     "num_beams": (None, 1),
@@ -42,13 +42,13 @@ _SINGLE_SEQUENCE_VALUES: dict[str, tuple[object, ...]] = {
     "prompt_lookup_num_tokens": (None,),
     "guidance_scale": (None, 1, 1.0),
 }
-"""Settings of `generate` with the values that mean one cache of one sequence."""
+"""Settings of `generate`, with the values for which it fills one cache of one sequence."""
 
 HASH_SCHEME = "kvtier.transformers.sha256.1"
-"""Hash scheme in the namespace; changes when the hashes change."""
+"""Hash scheme in the namespace. It must change when the hashes change."""
 
 SAMPLES = 256
-"""Elements of each parameter in the digest."""
+"""Number of elements of each parameter in the digest."""
 
 _IRRELEVANT = {
     "_attn_implementation_autoset",
@@ -59,7 +59,7 @@ _IRRELEVANT = {
     "transformers_version",
     "use_cache",
 }
-"""Settings of origin and execution, which do not change the KV."""
+"""Settings about origin or execution. They do not change the KV."""
 
 
 @dataclass(frozen=True)
@@ -67,16 +67,16 @@ class Hit:
     """Result of `KVTierCache.restore`."""
 
     tokens: int = 0
-    """Leading tokens whose KV was loaded."""
+    """Number of leading tokens whose KV was loaded."""
     tiers: Mapping[str, int] = field(default_factory=dict)
-    """Tokens by the tier in which they were found."""
+    """Number of these tokens by the tier in which they were found."""
 
 
 class KVTierCache:
     """Loads and stores one model's KV cache in a kvtier server.
 
-    One sequence at a time (batch size 1, no beams); not thread-safe, like the model itself. An
-    absent, slow or incompatible server is a miss. Only invalid arguments raise.
+    One sequence at a time (batch size 1, no beams). Not thread-safe, like the model itself. If the
+    server is absent, slow or incompatible, every lookup is a miss. Only invalid arguments raise.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class KVTierCache:
 
         Two processes share blocks if `name`, `revision`, `block_tokens`, `tenant`, `extra` and the
         model's configuration are equal. Without `name` and `revision`, the weights are sampled
-        instead (see `weights_digest`). `extra`: anything else that changes the meaning of tokens,
-        such as an adapter. `wait`: seconds to wait for the server at start, and in each lookup for
-        blocks of a lower tier. `connect`: creates the client instead of `endpoint`, for example one
-        of a `kvtier.client.testing.fake_server.FakeServer`.
+        instead (see `weights_digest`). `extra`: bytes that identify anything else that changes the
+        KV, such as an adapter. `wait`: seconds to wait for the server at start, and for blocks of a
+        lower tier in each lookup. `connect`: function that creates the client; then `endpoint` is
+        not used. An example is a client of `kvtier.client.testing.fake_server.FakeServer`.
 
         Raises `UnsupportedModelError` for a model whose cache is not full attention throughout.
         """
@@ -112,7 +112,7 @@ class KVTierCache:
         self._failing = False
         self.last_hit = Hit()
         """Result of the latest `restore` or `generate`."""
-        with contextlib.suppress(KVTierError):  # the client has logged it, and retries
+        with contextlib.suppress(KVTierError):  # the client has logged the error, and retries
             self._client.wait_until_connected(wait)
 
     @property
@@ -127,8 +127,9 @@ class KVTierCache:
     def restore(self, input_ids: Any) -> tuple[DynamicCache, Hit]:
         """Returns a cache with the leading full blocks that the server has, and the hit.
 
-        Pass the cache to the model as `past_key_values`; it is empty after a miss. At least one
-        token is left to compute. `input_ids`: one sequence, as `[n]`, `[1, n]` or a list.
+        Pass the cache to the model as `past_key_values`. After a miss the cache is empty. The cache
+        never holds the last token, so that the model has a token to compute.
+        `input_ids`: one sequence, as `[n]`, `[1, n]` or a list.
         """
         tokens = _sequence(input_ids)
         self.last_hit = Hit()
@@ -136,27 +137,27 @@ class KVTierCache:
             cache, self.last_hit = self._restore(tokens[:-1])
             self._failing = False
         except Exception as error:  # noqa: BLE001 - the engine must continue without the cache
-            self._log_failure("not restored, computing instead", error)
+            self._log_failure("the cache was not restored, so the prompt is computed", error)
             cache = DynamicCache()
         return cache, self.last_hit
 
     def save(self, input_ids: Any, cache: DynamicCache) -> int:
         """Stores the full blocks that `cache` holds and the server lacks. Returns their number.
 
-        The cache may hold more or fewer tokens than `input_ids`; tokens that both have are stored.
+        If `cache` and `input_ids` differ in length, the shorter length counts.
         """
         tokens = _sequence(input_ids)
         try:
             return self._save(tokens[: cache.get_seq_length()], cache)
         except Exception as error:  # noqa: BLE001 - a save that failed is a later miss
-            self._log_failure("not saved", error)
+            self._log_failure("blocks were not saved", error)
             return 0
 
     def generate(self, input_ids: torch.Tensor, **options: Any) -> Any:
-        """Calls `model.generate` with the known prefix restored, then stores prompt and output.
+        """Restores the known prefix, calls `model.generate`, then stores prompt and output.
 
-        Takes and returns what `model.generate` does. Batches, beams, padding, inputs other than
-        tokens and a cache of the caller are computed without kvtier.
+        Arguments and result are those of `model.generate`. kvtier is not used for batches, beams,
+        padding, inputs other than tokens, or if the caller passes a cache.
         """
         self.last_hit = Hit()
         if not is_single_sequence(input_ids, options, self._model.generation_config):
@@ -174,7 +175,7 @@ class KVTierCache:
         try:
             return self._client.flush(keys, wait=wait).count(DurableStatus.DURABLE) if keys else 0
         except KVTierError as error:
-            self._log_failure("not flushed", error)
+            self._log_failure("blocks were not flushed", error)
             return 0
 
     def close(self) -> None:
@@ -206,7 +207,7 @@ class KVTierCache:
                 copies = self._layout.copy_in(batch.memory, batch.offsets)
         finally:
             lease.release()
-        # After the read, which has confirmed that the lease held during the copy.
+        # Only here the hit is certain: the end of the read has checked the lease.
         blocks = Counter(lease.sources[:hits])
         tiers = {tier: count * self.block_tokens for tier, count in blocks.items()}
         return self._layout.cache_of(copies), Hit(hits * self.block_tokens, tiers)
@@ -216,7 +217,7 @@ class KVTierCache:
         if not keys:
             return 0
         if not self._layout.matches(cache, len(keys) * self.block_tokens):
-            raise ValueError("this is not a cache of one sequence of this model")
+            raise ValueError("`cache` does not hold one sequence of this model")
         with self._client.write(keys) as batch:
             if batch.wanted:
                 self._layout.copy_out(cache, batch.wanted, batch.memory, batch.offsets)
@@ -248,7 +249,7 @@ def _sequence(input_ids: Any) -> list[int]:
         if input_ids.dim() == 2 and input_ids.shape[0] == 1:
             input_ids = input_ids[0]
         if input_ids.dim() != 1:
-            raise ValueError(f"one sequence at a time, not {tuple(input_ids.shape)}")
+            raise ValueError(f"input_ids must be one sequence, [n] or [1, n], not {tuple(input_ids.shape)}")
         return [int(token) for token in input_ids.tolist()]
     return [int(token) for token in input_ids]
 
@@ -286,7 +287,7 @@ def weights_digest(model: torch.nn.Module) -> str:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in sorted(tensors, key=lambda named: named[0]):
         digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
-        if tensor.is_meta:  # offloaded, so not in memory
+        if tensor.is_meta:  # the parameter is offloaded and not in memory
             continue
         flat = tensor.detach().reshape(-1)
         count = min(SAMPLES, flat.numel())

@@ -1,4 +1,4 @@
-"""Layout of a `DynamicCache`'s block: per layer keys, then values, each `[heads, tokens, dim]`."""
+"""Layout of a block of a `DynamicCache`: per layer keys, then values `[heads, tokens, dim]`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["CacheLayout", "UnsupportedModelError"]
 
 
 class UnsupportedModelError(ValueError):
-    """The model's cache is not one full-attention KV cache per layer; the message says why."""
+    """The model's cache is not one full-attention KV cache per layer. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class _Tensor:
 
 
 class CacheLayout:
-    """Where each layer's keys and values are in a block. Made by `probe`."""
+    """Positions of each layer's keys and values in a block. Created by `probe`."""
 
     def __init__(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], block_tokens: int) -> None:
-        """`layers`: keys and values `[1, heads, any, dim]`, for shapes, dtype and device."""
+        """`layers`: keys and values `[1, heads, any, dim]`. Their values are not used."""
         first = layers[0][0]
         self.block_tokens = block_tokens
         self.dtype, self.device = first.dtype, first.device
@@ -41,7 +41,9 @@ class CacheLayout:
         for layer, pair in enumerate(layers):
             for values, tensor in enumerate(pair):
                 if tensor.dtype != self.dtype:
-                    raise UnsupportedModelError(f"layer {layer} is {tensor.dtype}, layer 0 is {self.dtype}")
+                    raise UnsupportedModelError(
+                        f"all layers must have one dtype: layer {layer} has {tensor.dtype}, layer 0 has {self.dtype}"
+                    )
                 heads, dim = tensor.shape[1], tensor.shape[3]
                 nbytes = heads * dim * block_tokens * tensor.element_size()
                 self._tensors.append(_Tensor(layer, bool(values), heads, dim, offset, nbytes))
@@ -50,7 +52,7 @@ class CacheLayout:
 
     @classmethod
     def probe(cls, model: Any, block_tokens: int) -> CacheLayout:
-        """Runs the model on one token. Raises UnsupportedModelError if it cannot be served."""
+        """Runs the model on one token. Raises UnsupportedModelError if that fails."""
         try:
             with torch.inference_mode():
                 token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
@@ -62,8 +64,8 @@ class CacheLayout:
         odd = sorted({type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer})
         if odd or not cache.layers:
             raise UnsupportedModelError(
-                f"some layers keep a {', '.join(odd) or 'cache of no kind'}: only full attention can be restored from "
-                "blocks here (no sliding windows, linear attention or shared layers)"
+                f"some layers have {', '.join(odd) or 'no cache'}: only full attention is supported (no sliding windows,"
+                " linear attention or shared layers)"
             )
         layers: list[Any] = cache.layers
         return cls([(layer.keys, layer.values) for layer in layers], block_tokens)
@@ -75,7 +77,7 @@ class CacheLayout:
         return f"layers,kv,heads,tokens,dim:{runs}"
 
     def copy_out(self, cache: DynamicCache, blocks: Sequence[int], memory: memoryview, offsets: Sequence[int]) -> None:
-        """Copies blocks, by their position in the sequence, from the cache to `memory`."""
+        """Copies blocks from the cache to `memory`. `blocks`: positions in the sequence."""
         for tensor in self._tensors:
             layer: Any = cache.layers[tensor.layer]
             source = (layer.values if tensor.values else layer.keys)[0]
@@ -83,7 +85,7 @@ class CacheLayout:
                 slot.copy_(source[:, block * self.block_tokens : (block + 1) * self.block_tokens])
 
     def copy_in(self, memory: memoryview, offsets: Sequence[int]) -> list[torch.Tensor]:
-        """Copies leading blocks from `memory`; returns keys and values per layer for `cache_of`."""
+        """Copies leading blocks from `memory`. Returns keys and values per layer for `cache_of`."""
         tokens = len(offsets) * self.block_tokens
         copies = []
         for tensor in self._tensors:
@@ -95,7 +97,7 @@ class CacheLayout:
         return copies
 
     def cache_of(self, copies: Sequence[torch.Tensor]) -> DynamicCache:
-        """Returns a cache that holds what `copy_in` returned."""
+        """Returns a cache that holds the result of `copy_in`."""
         cache = DynamicCache()
         for layer, (keys, values) in enumerate(zip(copies[::2], copies[1::2], strict=True)):
             cache.update(keys, values, layer)

@@ -8,26 +8,27 @@
                 "type": "KVTierSecondaryTier", "module_path": "kvtier.client.engines.vllm_tier",
                 "endpoint": "unix:/run/kvtier/kvtier.sock"}]}}'
 
-vLLM keeps a primary tier of `cpu_bytes_to_use` bytes in the engine's host memory, also copies its
-chunks to kvtier, and loads missing chunks from kvtier. `manager.ManagerConfig` has the other
-settings of a tier's table.
+vLLM keeps a primary tier of `cpu_bytes_to_use` bytes in the engine's host memory. It copies the
+chunks of the primary tier to kvtier too, and loads missing chunks from kvtier. `ManagerConfig` in
+`manager` has the other settings of a tier's table. "(B3.19)" and similar cite docs/behaviour.md.
 
 The connector in `kvtier.client.engines.vllm` copies directly between engine and kvtier and needs no
-primary tier. Engines with the connector and engines with this tier share no blocks, because the
+primary tier. Engines with that connector and engines with this tier share no blocks, because the
 layouts differ.
 
 Limits:
 
 - vLLM asks for a request's policy before the server has seen the request. The tier answers with the
-  server's last policy for a request of that kind.
+  policy that the server chose for the last request of the same kind.
 - With LoRA adapters or context parallelism the tier is disabled. vLLM does not tell a tier which
   requests have an adapter.
-- Of `kv_transfer_params["kvtier"]`, `min_hit_tokens` has no effect. The other keys apply to kvtier
-  only, not to vLLM's own tiers. vLLM counts stores that `skip_save` prevents as failed.
-- Chunks that vLLM finds in its own tiers are not looked up here, so they are not marked as used.
-- A reset of vLLM's caches keeps kvtier's blocks, as in every secondary tier (B3.19). An engine
-  whose weights are updated in place would find KV of the old weights: start it from other files, or
-  with another `tenant`.
+- In `kv_transfer_params["kvtier"]`, `min_hit_tokens` has no effect. The other settings apply to
+  kvtier only, not to vLLM's own tiers. vLLM counts a store that `skip_save` prevents as failed.
+- vLLM does not look up a chunk in kvtier if it finds the chunk in its own tiers. Such a chunk is
+  not marked as used in kvtier.
+- A reset of vLLM's caches keeps the blocks in kvtier, as in every secondary tier (B3.19). If an
+  engine's weights are updated in place, the engine would find KV of the old weights. Start it from
+  other files, or with another `tenant`.
 """
 
 from .manager import KVTierSecondaryTier

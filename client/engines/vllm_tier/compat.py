@@ -1,8 +1,9 @@
 """Everything that the tier imports from vLLM, and the differences between versions.
 
-- 0.33 calls tiers under a lock, possibly on another thread, but never two at once.
-- 0.33 delays promotions after a reset until its workers have flushed; a hit is then a miss (B3.19).
-- Some versions say `BLOCK_LEVEL` and `block_ids` for `CHUNK_LEVEL` (B3.1) and `chunk_ids`.
+- 0.33 calls a tier under a lock, possibly on another thread, but never makes two calls at once.
+- After a reset, 0.33 delays promotions until its workers have flushed. Until then hits are misses
+  (B3.19).
+- Some versions name `CHUNK_LEVEL` and `chunk_ids` `BLOCK_LEVEL` and `block_ids` (B3.1).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ try:
     from vllm.v1.kv_offload.base import Locality, LookupResult, OffloadPolicy, RequestOffloadingContext
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-    # Features that are needed besides the names: answers in a later step, and partial loads.
+    # The tier also needs these features: answers in a later step, and partial loads.
     _RELIED_ON = (LookupResult.RETRY, JobResult.__dataclass_fields__["successful_keys"])
 except (ImportError, AttributeError, KeyError) as error:
     raise ImportError(f"{_NEEDS} ({error})") from error
@@ -45,7 +46,7 @@ BLOCK_LEVEL = block_level_of(OffloadPolicy)
 
 
 def rows_of(job: Any) -> list[int]:
-    """Returns the rows of the primary tier that a job is about, in the order of its keys."""
+    """Returns the job's rows in the primary tier, in the order of the job's keys."""
     rows = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
     return [int(row) for row in rows]
 
@@ -57,15 +58,16 @@ def end_token(req_context: Any, key: Any) -> int:
 
 
 def on_cpu() -> bool:
-    """Whether the engine computes on the CPU, so that its threads are pinned to cores."""
+    """Whether the engine computes on the CPU. Such an engine pins its threads to cores."""
     return bool(current_platform.is_cpu())
 
 
 def find_engine_config(engine_id: str) -> Any:
     """Returns the configuration of the engine that is being built, or None if it cannot be found.
 
-    vLLM gives a tier the offloading configuration only, which does not identify the weights. This
-    searches the callers' local variables, because the connector that builds the tier has it.
+    vLLM gives a tier only the offloading configuration, which does not identify the weights. The
+    connector that builds the tier has the engine's configuration in a local variable. This function
+    therefore searches the local variables of its callers.
     """
     frame = inspect.currentframe()
     while frame is not None:

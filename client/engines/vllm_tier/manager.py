@@ -1,7 +1,7 @@
 """vLLM's hooks for a secondary tier.
 
-vLLM's tiering manager calls them one at a time, on the scheduler's thread or under its lock. They
-make no remote call, do not raise, and only `drain_jobs` and `shutdown` block.
+vLLM's tiering manager calls one hook at a time, on the scheduler's thread or under the manager's
+lock. Hooks make no remote call and do not raise. Only `drain_jobs` and `shutdown` block.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["KVTierSecondaryTier", "ManagerConfig"]
 _START_SECONDS = 2.0
 _DRAIN_SECONDS = 5.0
 _TRANSFER_SECONDS = 10.0
-# They only wait; a burst of requests must not queue behind the first few.
+# Lookups mostly wait. With many threads, a burst of requests does not queue behind the first few.
 _LOOKUP_THREADS = 8
 _ANSWERS = {Answer.HIT: LookupResult.HIT, Answer.MISS: LookupResult.MISS, Answer.UNKNOWN: LookupResult.RETRY}
 _POLICIES = {
@@ -44,9 +44,10 @@ class ManagerConfig(ServerConfig):
     """The tier's settings, besides the common ones.
 
     `identity`: a name for weights and settings, part of the namespace. Required if the tier cannot
-    see the engine's configuration (a warning at start says so). It then also asserts what cannot be
-    checked: equal block hashes in every process (`--prefix-caching-hash-algo sha256`) and no LoRA.
-    `locality`: `LOCAL` or `REMOTE` in vLLM's terms; requests can exclude tiers by it.
+    see the engine's configuration (a warning at start says so). The operator then guarantees what
+    the tier cannot check: equal block hashes in every process (`--prefix-caching-hash-algo sha256`)
+    and no LoRA adapters.
+    `locality`: `LOCAL` or `REMOTE` in vLLM's terms. Requests can exclude tiers by locality.
     """
 
     source: ClassVar[str] = "the tier's table in secondary_tiers"
@@ -95,7 +96,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
             logger.warning("kvtier: the tier is disabled, every request is a miss: %s", reason)
         except InvalidRequest as error:
             raise ValueError(f"kvtier: {error}") from error
-        except Exception as error:  # noqa: BLE001 - a cache that cannot start must not keep the engine from starting
+        except Exception as error:  # noqa: BLE001 - the engine must start without a cache
             logger.warning("kvtier: the tier is disabled, its set-up failed: %r", error, exc_info=True)
 
     def _set_up(self, config: Any, view: memoryview) -> None:
@@ -133,7 +134,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
             credentials=self._settings.credentials,
         )
         try:
-            # Requests may arrive at once, and an engine takes half a minute to start anyway.
+            # The first requests should find a server. An engine starts in half a minute anyway.
             client.wait_until_connected(_START_SECONDS)
         except KVTierError as error:
             logger.warning("kvtier: no server yet, the engine starts without: %s", error)
@@ -142,7 +143,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
     # ---- requests
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        """Called first for each request. Its policy is an estimate, see `policy_of`."""
+        """Called first for each request. The returned policy is an estimate, see `policy_of`."""
         return RequestOffloadingContext(policy=_POLICIES[self._begin(req_context)])
 
     @never_raises(lambda: OffloadPolicy.BLOCK_LEVEL)
@@ -166,8 +167,8 @@ class KVTierSecondaryTier(SecondaryTierManager):
     def on_schedule_end(self, context: Any) -> None:
         """Called at the end of each step: sends lookups, and releases hits that were not loaded.
 
-        vLLM does not report preempted requests that run again. Hits that those did not load stay
-        pinned until the request or its lease ends.
+        vLLM does not report a preempted request that runs again. The hits that such a request did
+        not load stay pinned until the request or the lease ends.
         """
         if self._lookups is None:
             return
@@ -190,12 +191,12 @@ class KVTierSecondaryTier(SecondaryTierManager):
             self._lookups.end(request)
 
     def touch(self, keys: Collection[Any], req_context: Any) -> None:
-        """Called with keys that the engine uses. The server orders blocks by lookups instead."""
+        """Called with keys that the engine uses. Unused: the server orders blocks by lookups."""
 
     # ---- jobs
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Called when chunks are in the primary tier, pinned there until the job is reported."""
+        """Called when chunks are in the primary tier. vLLM pins them until the job is reported."""
         self._submit(job_metadata, load=False)
 
     def submit_load(self, job_metadata: Any) -> None:
@@ -204,7 +205,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
 
     def _submit(self, metadata: Any, *, load: bool) -> None:
         if not self._begin_job(metadata, load=load):
-            # Every job must be reported, or its rows stay pinned for ever.
+            # Every job must be reported. Otherwise its rows stay pinned for ever.
             self._refused.append(metadata.job_id)
 
     @never_raises(lambda: False)
@@ -214,7 +215,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         request, rows = self._request_of(metadata.req_context), compat.rows_of(metadata)
         if request.registration.settings.skip_save and not load:
             return False
-        # In token order, so that the start of a prefix is stored, and loaded, first.
+        # In token order, so that the start of a prefix is stored or loaded first.
         order = sorted(
             zip(map(bytes, metadata.keys), rows, strict=True),
             key=lambda pair: compat.end_token(metadata.req_context, pair[0]),
@@ -222,7 +223,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         keys: Sequence[bytes] = [key for key, _ in order]
         pins = [request.known.get(key) for key in keys] if load else None
         if load:
-            # No key is a hit again before this job has ended; it may not even begin.
+            # Until this job has ended, its keys are misses, because the job may fail.
             for key in keys:
                 request.known[key] = None
         self._transfers.submit(Job(metadata.job_id, request, keys, [row for _, row in order], pins))
@@ -230,11 +231,11 @@ class KVTierSecondaryTier(SecondaryTierManager):
         return True
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Called once per step. A partly failed load has the keys that arrived (B3.18)."""
+        """Called once per step. A partly failed load has the keys that were loaded (B3.18)."""
         refused, self._refused = self._refused, []
         results = [JobResult(number, success=False) for number in refused]
         for job in self._take_finished():
-            # One failure must not lose the other jobs, or their rows stay pinned for ever.
+            # If one result fails, the other jobs must still be reported, to unpin their rows.
             result = self._result_of(job)
             results.append(JobResult(job.number, success=False) if result is None else result)
         return results
@@ -250,14 +251,14 @@ class KVTierSecondaryTier(SecondaryTierManager):
             done.successful_keys = tuple(job.done) if job.done and not job.succeeded else None
             for key, pin in zip(job.keys, job.pins, strict=True):
                 if key in job.done:
-                    # vLLM asks for it again only if it evicts the chunk from its primary tier.
+                    # vLLM asks for this key again only if its primary tier evicts the chunk.
                     job.request.known[key] = pin
             self._lookups.loads_ended(job.request)
         return done
 
     @never_raises()
     def drain_jobs(self) -> None:
-        """Called before the primary tier is emptied. Afterwards no job touches its rows."""
+        """Called before the primary tier is emptied. Afterwards no job accesses the rows."""
         if self._transfers is not None:
             self._transfers.drain(_DRAIN_SECONDS)
 

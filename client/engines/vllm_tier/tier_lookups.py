@@ -1,7 +1,8 @@
 """Lookups of requests' chunks, made on background threads.
 
-vLLM asks for one key at a time, again in every step until the answer is not RETRY. The step's new
-keys go to the server at its end, in one call per group. A failure is a miss, in bounded time.
+vLLM asks for one key at a time. While the answer is RETRY, it asks again in every step. At the end
+of a step the new keys go to the server, in one call per group. A failure becomes a miss within a
+bounded time.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ _GROUP_BYTES = 4
 _MAX_KINDS = 256
 _BY_VALUE = "offload_policy"
 _VALUE_CHARACTERS = 32
-# A key sent after this share of the timeout queued behind others, so the server is not slow.
+# If a key was sent after this share of the timeout, it queued behind other keys. Then the server is
+# not slow.
 _LATE_SHARE = 0.5
-# Less than the server's lease (a minute by default); an older hit is looked up again.
+# Less than the lease of the server (60 s by default). An older hit is looked up again.
 _PIN_SECONDS = 40.0
 
 
@@ -43,7 +45,7 @@ class Answer(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A hit: item `item` of `lease`, which is certain to last until `until`."""
+    """A hit: item number `item` of `lease`. The lease lasts at least until `until`."""
 
     lease: Lease
     item: int
@@ -55,10 +57,9 @@ class TierRequest:
     """Lookup state of a request. Belongs to the scheduler's thread, except the registration.
 
     `known`: a Pin for a hit, None for a miss. `waiting`: deadlines of keys without an answer.
-        `new`:
-    keys of this step, with the token at which each ends. `sent_at`: times at which keys were sent;
-    belongs to the background threads. `loading`: number of loads in flight. `scheduled`: the
-    request runs, so no more hits will be loaded.
+    `new`: keys of this step, with the token at which each chunk ends. `sent_at`: times at which
+    keys were sent; belongs to the background threads. `loading`: number of loads in flight.
+    `scheduled`: the request runs, so no more hits are loaded.
     """
 
     registration: RequestRegistration
@@ -85,13 +86,13 @@ class _LookupBatch:
 
 
 class TierLookups(RequestCalls):
-    """Runs lookups, and remembers the server's policy per kind of request.
+    """Runs lookups, and records the server's policy for each kind of request.
 
     Public methods run on the scheduler's thread and never block.
     """
 
     def __init__(self, client: Client, timeout_s: float, log: RateLimitedLog, threads: BackgroundThreads) -> None:
-        """`threads` run the lookups, and are closed with this object."""
+        """`threads` run the lookups. `close` closes them too."""
         super().__init__(client, log)
         self._timeout_s = timeout_s
         self._threads = threads
@@ -99,7 +100,7 @@ class TierLookups(RequestCalls):
         self._policies: dict[frozenset[tuple[str, str]], OffloadPolicy] = {}
 
     def begin(self, request_id: str, params: Mapping[str, Any] | None) -> TierRequest:
-        """Returns the state of a new request; the server is not called yet."""
+        """Returns the state of a new request. Does not call the server."""
         settings = RequestSettings.parse(params, lambda text: self._log.warn("request", text))
         registration = RequestRegistration(
             server_name(request_id), kv_transfer_params=settings.forwarded_params(params)
@@ -110,9 +111,9 @@ class TierLookups(RequestCalls):
     def policy_of(self, request: TierRequest) -> OffloadPolicy:
         """Estimates a request's policy, because vLLM needs it before the server is asked.
 
-        It is the server's answer for the last request of this kind: the same parameters, each set
-        or not, and the same `offload_policy`. The first of a kind gets the shipped rules' policy
-        (B1.6).
+        The estimate is the server's policy for the last request of the same kind: the same
+        parameters are set, with the same `offload_policy`. For the first request of a kind it is
+        the policy of the shipped rules (B1.6).
         """
         params = request.registration.kv_transfer_params or {}
         flagged = (
@@ -122,7 +123,7 @@ class TierLookups(RequestCalls):
         return self._policies.get(_kind(params), shipped)
 
     def answer(self, request: TierRequest, key: bytes, end_token: int) -> Answer:
-        """Returns what is known of `key`, which ends at `end_token`, or queues its lookup."""
+        """Returns the state of `key`, which ends at `end_token`. Queues a lookup if needed."""
         self._take_done()
         now = time.monotonic()
         if key in request.known:
@@ -138,11 +139,11 @@ class TierLookups(RequestCalls):
             return Answer.UNKNOWN
         if request.sent_at.get(key, now) < now - self._timeout_s * _LATE_SHARE:
             self.open_circuit()
-        self._log.warn("lookup", f"a lookup took longer than {self._timeout_s:g} s; requests are computed instead")
+        self._log.warn("lookup", f"a lookup took longer than {self._timeout_s:g} s, so its request is computed")
         return self.miss(request, key)
 
     def miss(self, request: TierRequest, key: bytes) -> Answer:
-        """Makes `key` a miss for this request for good, which prevents endless retries (B3.18)."""
+        """Makes `key` a permanent miss for this request, to prevent endless retries (B3.18)."""
         request.waiting.pop(key, None)
         request.new.pop(key, None)
         request.known[key] = None
@@ -156,7 +157,7 @@ class TierLookups(RequestCalls):
         registration = request.registration
         registration.prompt_tokens = max(registration.prompt_tokens, *request.new.values())
         for keys in groups.values():
-            # vLLM asks for prefixes from the start; for windows and states from the end.
+            # For a prefix vLLM asks from the start; for windows and states from the end.
             prefix = all(request.new[first] < request.new[second] for first, second in pairwise(keys))
             batch = _LookupBatch(request, keys, prefix, min(request.waiting[key] for key in keys))
             self.acquire(registration)
@@ -169,7 +170,7 @@ class TierLookups(RequestCalls):
             self.mark_scheduled(request)
 
     def mark_scheduled(self, request: TierRequest) -> None:
-        """The request runs: releases hits that were not loaded, unless a load still reads them."""
+        """Records that the request runs. Releases its hits when no load reads them."""
         request.scheduled = True
         request.waiting.clear()
         if request.loading == 0:
@@ -179,7 +180,7 @@ class TierLookups(RequestCalls):
             self.release_leases(leases)
 
     def end(self, request: TierRequest) -> None:
-        """The request has ended. The server is told after running calls, and releases its pins."""
+        """Ends the request. After its running calls the server is told, and releases the leases."""
         request.ended = True
         self.finish_request(request.registration)
 
@@ -217,9 +218,9 @@ class TierLookups(RequestCalls):
                 self._look_up(batch)
         except KVTierError as error:
             self.open_circuit(error)
-            self._log.warn("lookup", f"lookup failed, requests are computed instead: {error}")
+            self._log.warn("lookup", f"a lookup failed, so its request is computed: {error}")
         finally:
-            # Always: a key without an answer makes its request wait for the whole timeout.
+            # Always, because otherwise the request would wait for the whole timeout.
             for key in batch.keys:
                 batch.request.sent_at.pop(key, None)
             self._done.append(batch)
@@ -230,7 +231,7 @@ class TierLookups(RequestCalls):
         for first in range(0, len(batch.keys), most):
             keys = batch.keys[first : first + most]
             until = time.monotonic() + _PIN_SECONDS
-            # Less than the timeout, so that promoted chunks are reported in time.
+            # Less than the timeout, so that the answer arrives before the timeout.
             wait = max(0.0, batch.deadline - time.monotonic()) * _WAIT_SHARE
             lease = self.lookup_keys(batch.request.registration, keys, wait, prefix=batch.prefix)
             batch.leases += [lease] if lease.id else []
@@ -247,7 +248,7 @@ class TierLookups(RequestCalls):
         """As in RequestCalls; also records the server's policy for this kind of request."""
         lease = super().lookup_keys(request, keys, wait, prefix=prefix, min_hits=min_hits)
         if lease.policy is not None:
-            if len(self._policies) >= _MAX_KINDS:  # users choose the names
+            if len(self._policies) >= _MAX_KINDS:  # users choose the parameters
                 self._policies.clear()
             self._policies[_kind(request.kv_transfer_params or {})] = lease.policy
         return lease

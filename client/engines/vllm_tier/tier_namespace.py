@@ -1,9 +1,10 @@
-"""Namespace of a tier: the meaning of a row of vLLM's primary tier.
+"""Namespace of a tier: everything that changes the meaning of a row of vLLM's primary tier.
 
-A row is one chunk (`blocks_per_chunk` blocks of one KV cache group) of all workers. It holds each
-worker's part in turn, in it the pages of each tensor in turn, and padding to whole memory pages. In
-a row of one group, the bytes of other groups' tensors are unused and hold old data. KVTierConnector
-has one part per rank and no padding; the namespace's layout keeps the two apart.
+A row is one chunk (`blocks_per_chunk` blocks of one KV cache group) of all workers. It holds the
+part of each worker, one after the other, and padding to whole memory pages. A part holds the pages
+of each tensor, one tensor after the other. The bytes of tensors of other groups are unused and hold
+old data. KVTierConnector has one part per rank and no padding, so its namespace has another
+`layout`.
 """
 
 from __future__ import annotations
@@ -30,26 +31,26 @@ def build_tier_namespace(
 ) -> Namespace:
     """Returns the namespace of rows of `row_bytes` bytes under an OffloadingConfig.
 
-    `engine_config` is the engine's VllmConfig or None. If None, `identity` stands for it, and also
-    asserts reproducible block hashes and no LoRA adapters.
+    `engine_config` is the engine's VllmConfig or None. If it is None, `identity` replaces it: the
+    operator then guarantees reproducible block hashes and no LoRA adapters.
     Raises Unsupported if equal keys could have different bytes, OSError for an unreadable model.
     """
     if config.parallel.dcp_size > 1 or config.parallel.pcp_size > 1:
-        # A rank's tokens depend on the interleaving, which this configuration does not have.
+        # Each rank has some of the tokens. The configuration does not say which.
         raise Unsupported("context parallelism is not supported yet")
     attributes = {"engine": f"vllm {vllm_version}", "row": _row_digest(config, row_bytes), "identity": identity}
     algorithm = revision = ""
     if engine_config is not None:
         _refuse_unsupported(engine_config)
-        # The configuration above has the cache's element type only.
+        # `config` has only the element type of the cache, not of the model.
         attributes |= model_attributes(engine_config) | {"dtype": str(engine_config.model_config.dtype)}
         algorithm = engine_config.cache_config.prefix_caching_hash_algo
         revision = str(engine_config.model_config.revision or "")
     elif not identity:
         raise Unsupported(
-            f"vLLM {vllm_version} does not show a tier which weights and settings its engine has; say it with a key 'identity'"
-            " in the tier's table, another one for each model, revision, quantization and set of overrides"
-            " (it vouches for a reproducible prefix_caching_hash_algo and for no LoRA adapters, too)"
+            f"vLLM {vllm_version} does not show a tier the weights and settings of its engine; set 'identity' in the tier's"
+            " table, to a different text for each model, revision, quantization and set of overrides"
+            " (it also asserts that prefix_caching_hash_algo is reproducible and that there are no LoRA adapters)"
         )
     return Namespace(
         model=str(config.model.name),
@@ -66,12 +67,12 @@ def build_tier_namespace(
 def _refuse_unsupported(engine_config: Any) -> None:
     require_reproducible_hashes(engine_config.cache_config)
     if engine_config.lora_config is not None:
-        # Hashes contain an adapter's name, not its weights, and a tier does not see adapters.
-        raise Unsupported("LoRA adapters are enabled, and blocks of adapters with equal names have equal keys")
+        # A block hash depends on the adapter's name, not on its weights. A tier sees no adapters.
+        raise Unsupported("LoRA adapters are enabled, but different adapters with one name would share blocks")
 
 
 def _groups(config: Any, row_bytes: int) -> tuple[Group, ...]:
-    """Returns one group per number that a key may end in; vLLM may skip some."""
+    """Returns one group per group number in keys. vLLM may leave out some numbers."""
     tokens = {group.group_id: group.tokens_per_block for group in config.groups}
     return tuple(
         Group(row_bytes, tokens.get(number, 1) * config.cache.blocks_per_chunk, f"group {number}")

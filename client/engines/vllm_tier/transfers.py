@@ -1,7 +1,8 @@
 """Store and load jobs between vLLM's primary tier and kvtier, on background threads.
 
-Every job is reported exactly once, in bounded time. A job whose call hangs is abandoned, and its
-thread may not touch the primary tier afterwards. Only running memory copies are waited for.
+Every job is reported exactly once, within a bounded time. A job whose call hangs is abandoned: the
+job is reported as failed, and its thread must not access the primary tier any more. If a memory
+copy is running, the report waits for the end of the copy.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _STORED = frozenset((StoreStatus.GRANTED, StoreStatus.PRESENT, StoreStatus.IN_PR
 
 
 class _Abandoned(Exception):
-    """The job was reported as failed, and its rows may belong to another job."""
+    """The job was reported as failed. Its rows may belong to another job now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +40,16 @@ class EnginePrimaryTier:
     def at(self, row: int) -> int:
         """Returns a row's address. Raises ValueError if there is no such row."""
         if not 0 <= row < self.rows:
-            raise ValueError(f"row {row} of {self.rows}")
+            raise ValueError(f"row {row} is outside the primary tier of {self.rows} rows")
         return self.address + row * self.row_bytes
 
 
 @dataclass(eq=False)
 class Job:
-    """One job of vLLM: `rows[i]` holds the bytes of `keys[i]`. `pins`: a load's hits.
+    """One job of vLLM: `rows[i]` holds the bytes of `keys[i]`.
 
-    `done`: keys that were certainly copied. `done` and the fields after it are protected by the
-        lock
-    of Transfers until the job is reported.
+    `pins`: the hits of a load; None for a store. `done`: keys that were certainly copied. Until the
+    job is reported, the lock of Transfers protects `done` and the fields after it.
     """
 
     number: int
@@ -79,7 +79,7 @@ class Transfers:
         log: RateLimitedLog,
         threads: Sequence[BackgroundThreads],
     ) -> None:
-        """`threads`: for loads and for stores, so that no load queues behind stores."""
+        """`threads`: one group for loads, one for stores, so that no load queues behind stores."""
         self._client = client
         self._primary = primary
         self._lookups = lookups
@@ -90,7 +90,7 @@ class Transfers:
         self._finished: list[Job] = []
 
     def submit(self, job: Job) -> None:
-        """Begins a job. Raises ValueError, and does not begin it, if a row does not exist."""
+        """Begins a job. Raises ValueError, and begins nothing, if a row does not exist."""
         for row in job.rows:
             self._primary.at(row)
         with self._changed:
@@ -111,7 +111,7 @@ class Transfers:
         return finished
 
     def drain(self, timeout_s: float) -> None:
-        """Waits for all jobs and abandons them after `timeout_s`. Then no row is touched."""
+        """Waits for all jobs; abandons them after `timeout_s`. Then no job accesses rows."""
         with self._changed:
             self._changed.wait_for(lambda: not self._running, timeout_s)
             for job in list(self._running.values()):
@@ -119,13 +119,13 @@ class Transfers:
             self._changed.wait_for(lambda: not self._running)
 
     def close(self, timeout_s: float) -> None:
-        """Drains, and ends the threads."""
+        """Drains the jobs, then ends the threads."""
         self.drain(timeout_s)
         for threads in (self._loads, self._stores):
             threads.close(0.5)
 
     def _abandon(self, job: Job) -> None:
-        """Reports a job now, or at the end of its copy if one is running."""
+        """Reports a job now. If it is copying, it is reported at the end of the copy."""
         if job.copying:
             job.ended = True
         else:
@@ -134,7 +134,7 @@ class Transfers:
     def _report(self, job: Job) -> None:
         job.ended = True
         job.seconds = time.monotonic() - job.begun_at
-        # Only once: an abandoned job gets here again.
+        # Reported only once, although an abandoned job calls this again when it ends.
         if self._running.pop(job.number, None) is job:
             self._finished.append(job)
             self._changed.notify_all()
@@ -143,7 +143,7 @@ class Transfers:
 
     def _run(self, job: Job) -> None:
         try:
-            # While the circuit is open, loads are computed instead; stores can wait for the server.
+            # While the circuit is open, a load fails at once. A store can wait for the server.
             if job.ended or not self._client.connected:
                 return
             if job.pins is None:
@@ -155,9 +155,9 @@ class Transfers:
                 self._lookups.open_circuit(error)
             self._log.warn("transfer", f"a {'store' if job.pins is None else 'load'} failed: {error}")
         except _Abandoned:
-            self._log.warn("late", "a transfer came too late; its chunks are computed, or not stored")
+            self._log.warn("late", "a transfer took too long, so its chunks are computed (load) or not stored (store)")
         finally:
-            # Always: a job that is not reported keeps its rows pinned for ever.
+            # Always, because otherwise the job's rows would stay pinned for ever.
             with self._changed:
                 self._report(job)
             self._lookups.release(job.request.registration)
@@ -182,10 +182,10 @@ class Transfers:
                 for batch in self._batches(indices):
                     self._read(job, lease, batch, [pin.item for index in batch if (pin := pins[index]) is not None])
             except LeaseLost as error:
-                self._log.warn("lease", f"some chunks were evicted, and are computed: {error}")
+                self._log.warn("lease", f"some chunks were evicted, so they are computed: {error}")
 
     def _read(self, job: Job, lease: Lease, indices: Sequence[int], items: Sequence[int]) -> None:
-        # Leaving the block confirms the lease; if it raises, the rows have undefined content.
+        # The end of the `with` block checks the lease. If that raises, the rows are undefined.
         with self._client.read(lease, items) as memory:
             rows = [self._primary.at(job.rows[index]) for index in indices]
             slots = [memory.address + offset for offset in memory.offsets]
@@ -200,9 +200,9 @@ class Transfers:
 
     @contextlib.contextmanager
     def _copying(self, job: Job, sizes: Sequence[int]) -> Iterator[None]:
-        """Context in which the rows belong to the job. Raises _Abandoned if they do not."""
+        """Context in which the rows belong to the job. Raises _Abandoned if the job has ended."""
         if any(size != self._primary.row_bytes for size in sizes):
-            raise ValueError(f"a slot is not as large as a row of {self._primary.row_bytes} bytes")
+            raise ValueError(f"the size of a slot differs from a row, which has {self._primary.row_bytes} bytes")
         with self._changed:
             if job.ended:
                 raise _Abandoned
@@ -216,6 +216,6 @@ class Transfers:
                     self._report(job)
 
     def _batches(self, indices: Sequence[int]) -> list[Sequence[int]]:
-        """Returns slices within _BATCH_BYTES and the server's number of keys, at least one row."""
+        """Returns slices of at most _BATCH_BYTES and the server's number of keys, or of one row."""
         most = min(max(1, _BATCH_BYTES // self._primary.row_bytes), self._client.max_keys or len(indices) or 1)
         return [indices[first : first + most] for first in range(0, len(indices), most)]
