@@ -1,4 +1,4 @@
-"""Engine-independent hand-off of requests: what an engine pulls from peers and holds for them.
+"""Engine-independent hand-off of requests: what an engine pulls from peers and holds for peers.
 
 ``core`` is the state machine that engine adapters drive (B2). ``claims`` decides how much is
 pulled, into which blocks, and what is held. ``params`` parses ``kv_transfer_params``. ``model``

@@ -142,8 +142,8 @@ def usable_tokens(geometry: CacheGeometry, usable: Usable, num_tokens: int, comp
 def needs_older_windows(geometry: CacheGeometry, start: int, end: int) -> bool:
     """Whether a pull of [``start``, ``end``) needs window blocks before ``start`` that may be lost.
 
-    An engine with state groups counts tokens as computed if full attention has their blocks, even
-    if it evicted their blocks of a sliding window.
+    An engine with state groups counts tokens as computed if it has their blocks of full attention,
+    even if it evicted their blocks of a sliding window.
     """
     if not any(group.is_state for group in geometry.groups):
         return False

@@ -1,4 +1,4 @@
-"""Hand-off core: decides what an engine pulls from peers, and what it holds for them.
+"""Hand-off core: decides which blocks an engine pulls from peers and holds for peers.
 
 The core is a state machine without I/O, clock or threads, for any engine. An engine uses it
 together with the offload core, which stores the full blocks of each request. The hand-off core
@@ -210,7 +210,10 @@ class HandoffCore:
     def finished(
         self, request_id: str, tables: BlockTables, confirmed_tokens: int, reason: FinishReason, wall_time: float
     ) -> FinishedRequest:
-        """The request has ended. The result's blocks must be stored before they are freed."""
+        """The request has ended. Blocks of the result must be stored before the engine frees them.
+
+        All other blocks may be freed at once.
+        """
         state = self._requests.pop(request_id, None)
         if state is None:
             return FinishedRequest()
@@ -221,7 +224,7 @@ class HandoffCore:
         if state.transfer in (TransferState.WANTED, TransferState.CLAIMED):
             self._end_transfer(state)
             if not state.hold_at_end:
-                return FinishedRequest()  # it was never scheduled (B2.14)
+                return FinishedRequest()  # the request was never scheduled (B2.14)
         if not state.hold_at_end or not reason.is_normal:
             return FinishedRequest(drop_saves=state.hold_at_end)
         return self._hold(state, tables, confirmed_tokens, wall_time)
@@ -261,7 +264,7 @@ class HandoffCore:
         return apply_threshold(reach - computed_tokens, state.params, self._options)
 
     def _reach(self, claim: Claim, prompt_tokens: int, computed_tokens: int) -> int:
-        """Returns how far the request may use an answered claim, in tokens from its start."""
+        """Returns the number of leading tokens that the request has after pulling a claim."""
         if claim.reach < prompt_tokens or claim.usable is None:
             return claim.reach
         limit = prompt_tokens

@@ -9,8 +9,8 @@ sends requests to the server through ``OffloadServer``. Calls for one request:
     -> take_plan (every step) -> finished
 
 Other events: ``lookup_ended``, ``saves_ended``, ``preempted``, ``server_changed``, ``reset`` and
-``emptied``. If the core does not know a request (no ``arrived``), it loads and saves nothing for
-it; the engine computes the request.
+``emptied``. If the core does not know a request (no ``arrived``), it loads and saves nothing of the
+request; the engine computes the request.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ class OffloadCore:
         now: float,
         held: Collection[FreeBlock] = (),
     ) -> None:
-        """The request has ended: saves the blocks that its last step filled (B4.14).
+        """The request has ended. Saves the blocks that the request's last step filled (B4.14).
 
         ``held``: blocks that a peer waits for, with keys. Those not offered yet are saved too.
         """
@@ -353,7 +353,7 @@ class OffloadCore:
         self._end_at_server(state)
 
     def _end_at_server(self, state: OffloadRequest) -> None:
-        """Ends the request at the server if its last save has ended."""
+        """Ends an ended request at the server too, if no save of the request is in flight."""
         if state.phase is RequestPhase.ENDED and not state.saves_in_flight:
             self._server.end_request(state.engine)
 

@@ -65,7 +65,7 @@ class EvictionLookahead:
         return chosen
 
     def ended(self, save: EndedSave, now: float) -> None:
-        """Puts blocks of the save that were free back into the eviction order; records its result.
+        """Records the result of a save. Puts its free blocks back into the eviction order.
 
         The result is ignored if the server has changed since.
         """

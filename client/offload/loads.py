@@ -73,7 +73,7 @@ class PrefixHit:
 class RequestPhase(Enum):
     """Phase of a request.
 
-    WAITING: the engine has not computed it yet, or not since its last preemption or load.
+    WAITING: the engine has not computed the request yet, or not since a preemption or load.
     LOADING: workers write into its blocks.
     RUNNING: the engine computes it.
     ENDING: the request has ended, but workers still write into its blocks.
