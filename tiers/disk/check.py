@@ -48,7 +48,7 @@ def check_slice(store: DiskStore, after: bytes, *, repair: bool) -> Slice:
 
 
 def _verify(store: DiskStore, blocks: list[tuple[bytes, bytes, SlabRecord]]) -> Iterator[tuple[bytes, bytes, int, str]]:
-    """Reads blocks and yields the damaged ones with their problem."""
+    """Reads blocks; yields each damaged block and the problem."""
     if not blocks:
         return
     buffer = memoryview(mmap.mmap(-1, sum(pages_for(record.sizes) for _, _, record in blocks) * PAGE_BYTES))
@@ -69,7 +69,7 @@ def _verify(store: DiskStore, blocks: list[tuple[bytes, bytes, SlabRecord]]) -> 
 
 
 def _read(store: DiskStore, moves: list[list[PagePiece]]) -> dict[int, OSError]:
-    """Reads blocks, all at once if possible; returns the errors of unreadable ones."""
+    """Reads blocks, all at once if possible; returns the error of each unreadable block."""
     try:
         store.slabs.move([piece for block in moves for piece in block], write=False)
     except OSError:
@@ -95,7 +95,7 @@ def _views(buffer: memoryview, sizes: tuple[int, ...]) -> Iterator[memoryview]:
 def _confirm(
     store: DiskStore, name: bytes, packed: bytes, nbytes: int, problem: str, *, repair: bool
 ) -> Finding | None:
-    """Returns a finding unless the block was removed or replaced since its check."""
+    """Returns a finding, or None if the block was removed or replaced after the check."""
     with store.writing:
         same = store.drop(name, packed, quarantine=True) if repair else store.index.get([name]) == [packed]
     return Finding(name, nbytes, problem, repair) if same else None

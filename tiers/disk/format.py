@@ -1,8 +1,9 @@
 """On-disk format of a disk store: slab files, and the index of their pages.
 
 Slab files (`slab-00000`, …) consist of pages of 4096 bytes. Page n is in slab n // pages per slab.
-The parts of a block follow each other, each starting on a page, in one run of pages or, if no run
-is long enough, in several. The index is an LMDB environment next to the slabs:
+The parts of a block are stored one after another, and each part starts on a page. A block uses one
+run of pages, or several runs if no run is long enough. The index is an LMDB environment next to the
+slabs:
 
 | database | key | value |
 |---|---|---|
@@ -47,17 +48,17 @@ class PageRun(NamedTuple):
 
 
 class PagePiece(NamedTuple):
-    """Memory, and the page where its bytes begin. Only the last page may be partly used."""
+    """A piece of memory and the page where it is stored. Only the last page may be partly used."""
 
     page: int
     view: memoryview
 
 
 class SlabRecord(NamedTuple):
-    """Index record of a block, with a checksum of itself."""
+    """Index record of a block. The record contains a checksum of its fields."""
 
     number: int
-    """Unique and increasing, in the order of the stores."""
+    """Unique number; increases with each store."""
     checksum: int
     sizes: tuple[int, ...]
     runs: tuple[PageRun, ...]

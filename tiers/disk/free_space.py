@@ -1,7 +1,7 @@
 """Free-page allocator of the slabs: best fit, with coalescing.
 
-If no run is long enough, a block gets several runs, so any free page can serve any block. Extents
-per size class, as in the region, would not work: the core counts bytes, and in a full tier a
+If no run is long enough, a block gets several runs. So every free page is usable for every block.
+Extents per size class, as in the region, would not work: the core counts bytes. In a full tier, a
 growing class could wait forever for an empty extent of another class
 (docs/decisions/0007-disk-tier.md).
 """
@@ -25,7 +25,7 @@ class FreePages:
         self._starts: dict[int, int] = {}
         """Length of each run by its first page."""
         self._ends: dict[int, int] = {}
-        """First page of each run by the page behind it."""
+        """First page of each run, by the page after its last page."""
         self._by_length: dict[int, dict[int, None]] = {}
         self._lengths: list[int] = []
 
@@ -44,7 +44,7 @@ class FreePages:
         taken: list[PageRun] = []
         while pages:
             longest = self._lengths[-1]
-            # The last run is usually a best fit.
+            # If the rest fits into one run, take the best fit.
             run = (
                 self.take(pages) if longest >= pages else self._take_from(next(iter(self._by_length[longest])), longest)
             )

@@ -14,17 +14,14 @@ from .format import DISK_STORE, SLAB_PAGES_KEY, SlabRecord
 __all__ = ["Index"]
 
 INDEX_SHARE = 64
-"""The index gets 1/64 of the store's size. Blocks of 64 KiB need a quarter of that."""
+"""The index gets 1/64 of the store's size. For blocks of 64 KiB a quarter of this is enough."""
 MIN_BYTES = 1 << 20
 FILL = 0.5
-"""Part of the file that its tree may use: each change copies the pages that it touches."""
+"""Fraction of the file that the tree may use. The rest is for copies of pages that change."""
 
 
 class Index:
-    """An open index.
-
-    Reads are thread-safe and may run during a change; changes must not overlap.
-    """
+    """An open index. Reads are thread-safe, even during a change; changes must not overlap."""
 
     def __init__(self, directory: Path, size_bytes: int, durability: Durability, *, mend: bool) -> None:
         """Opens or creates the index of a store of `size_bytes`. Raises `TierOpenError`."""
@@ -37,7 +34,7 @@ class Index:
 
     @property
     def warning(self) -> str | None:
-        """Damage found when it was opened, for operators."""
+        """Damage found when the index was opened, for operators."""
         return self._store.warning
 
     def __len__(self) -> int:
@@ -46,7 +43,7 @@ class Index:
         return count
 
     def slab_pages(self, default: int) -> int:
-        """Returns the pages per slab of this store; `default` is stored for a new one."""
+        """Returns the pages per slab. For a new store, stores and returns `default`."""
         with self._env.begin() as txn:
             packed = txn.get(SLAB_PAGES_KEY, db=self._store.meta)
         if packed is None:
@@ -130,10 +127,7 @@ class Index:
 
 
 def _whole(name: bytes, packed: bytes | None) -> list[SlabRecord]:
-    """Returns the record if it is intact.
-
-    Pages of damaged records are free after the next start.
-    """
+    """Returns the record, or nothing if it is damaged. Its pages are then free after a restart."""
     if packed is None:
         return []
     try:

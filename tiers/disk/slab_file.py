@@ -37,9 +37,9 @@ class SlabFile:
         self.pages = os.fstat(self._fd).st_size // PAGE_BYTES
 
     def grow(self, least: int, wanted: int, full: int) -> int:
-        """Preallocates `wanted` pages, or at least `least`, never beyond `full` in total.
+        """Preallocates `wanted` pages, or at least `least`. The file never exceeds `full` pages.
 
-        Returns how many. Raises `OSError`, in which case the file is unchanged.
+        Returns the number of new pages. Raises `OSError`; then the file is unchanged.
         """
         pages = min(wanted, full - self.pages)
         while True:
@@ -64,7 +64,7 @@ class SlabFile:
         self._path.unlink()
 
     def move(self, buffers: Sequence[memoryview], offset: int, *, write: bool) -> None:
-        """Writes or fills all buffers. Raises `OSError`."""
+        """Writes all buffers to the file, or reads into them. Raises `OSError`."""
         while buffers:
             done = self._call(buffers, offset, write=write)
             if not done:
@@ -86,8 +86,8 @@ class SlabFile:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-        # Some file systems accept the flag and fail the I/O. Several threads may notice that at
-        # once.
+        # Some file systems accept the flag, but then the I/O fails. Several threads may detect this
+        # at once.
         fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
         if self.direct:
             self.direct = False
@@ -99,7 +99,7 @@ class SlabFile:
 
 
 def _after(buffers: Sequence[memoryview], done: int) -> Sequence[memoryview]:
-    """Returns the rest of the buffers after `done` bytes."""
+    """Returns the buffers without their first `done` bytes."""
     for number, buffer in enumerate(buffers):
         if done < buffer.nbytes:
             return [buffer[done:], *buffers[number + 1 :]]

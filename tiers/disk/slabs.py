@@ -1,7 +1,7 @@
 """Slab files of a store: growth, and direct I/O between pages and memory.
 
-Memory that starts on a page border, like the slots of the region, is read and written directly.
-Other memory, and partly used pages, go through a small aligned buffer.
+Page-aligned memory, such as a slot of the region, is read and written directly. Other memory and
+partly used pages are copied through a small aligned buffer.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ __all__ = ["Slabs"]
 _NAME = re.compile(r"slab-\d{5,}", re.ASCII)
 GROW_BYTES = 64 << 20
 CALL_BYTES = 4 << 20
-"""Limit of one system call. Several calls run in parallel to keep the disk busy."""
+"""Largest size of one system call. Several calls run in parallel to use the disk fully."""
 CALL_PIECES = 400
-"""Limit of pieces per system call, which takes 1024 buffers: up to two per piece."""
+"""Limit of pieces per system call. The kernel accepts 1024 buffers, and a piece needs up to two."""
 BOUNCE_BYTES = 1 << 20
 IO_THREADS = 4
 _PAGE_OF = attrgetter("page")
@@ -37,7 +37,7 @@ class Slabs:
     """The slab files of one store. `move` is thread-safe; other methods must not overlap."""
 
     def __init__(self, directory: Path, pages: int, slab_pages: int) -> None:
-        """Opens existing files. `pages` is the limit for all files together. Raises `OSError`."""
+        """Opens existing files. `pages` limits the size of all files together. Raises `OSError`."""
         self._directory = directory
         self._pages = pages
         self._slab_pages = slab_pages
@@ -60,7 +60,6 @@ class Slabs:
         return all(file.direct for file in self._files.values())
 
     def holds(self, run: PageRun) -> bool:
-        """Whether all pages of a run exist in one file."""
         number, page = divmod(run.start, self._slab_pages)
         return run.pages > 0 and number in self._files and page + run.pages <= self._files[number].pages
 
@@ -89,7 +88,7 @@ class Slabs:
                 file.cut(full)
 
     def grow(self, pages: int) -> PageRun | None:
-        """Extends a file by at least `pages`, or up to its limit; None if all files are full.
+        """Extends a file by at least `pages`, or to its limit. Returns None if all files are full.
 
         Raises `OSError`.
         """
@@ -105,12 +104,12 @@ class Slabs:
         return None
 
     def move(self, pieces: Iterable[PagePiece], *, write: bool, meanwhile: Callable[[], None] | None = None) -> None:
-        """Writes pieces to their pages, or fills them. Raises `OSError` after all I/O has ended.
+        """Writes pieces to their pages, or reads them. Raises `OSError` after all I/O has ended.
 
         `meanwhile` is called on this thread while other threads do the I/O.
         """
         calls = list(self._calls(pieces))
-        # One future per thread: one per call would cost more than a small block's I/O.
+        # One future per thread: a future per call would cost more than the I/O of a small block.
         shares = [calls[number::IO_THREADS] for number in range(min(IO_THREADS, len(calls)))]
         own = shares.pop() if shares and meanwhile is None else []
         futures = [self._threads.submit(self._move_all, share, write=write) for share in shares]
@@ -166,7 +165,6 @@ class Slabs:
             self._move(call, write=write)
 
     def _move(self, call: list[_Move], *, write: bool) -> None:
-        """Makes one system call."""
         bounce = None
         buffers: list[memoryview] = []
         through: list[tuple[memoryview, memoryview]] = []
@@ -196,7 +194,7 @@ class Slabs:
                 self._bounces.append(bounce)
 
     def _take_bounce(self) -> memoryview:
-        """Returns a page-aligned buffer for exclusive use until it is put back."""
+        """Returns a page-aligned buffer for exclusive use. The caller must return it."""
         with contextlib.suppress(IndexError):
             return self._bounces.pop()
         return memoryview(mmap.mmap(-1, BOUNCE_BYTES))
@@ -211,7 +209,7 @@ class _Move(NamedTuple):
 
     @property
     def bounced_bytes(self) -> int:
-        """Buffer space for the rest, in whole pages."""
+        """Buffer space for the other bytes, in whole pages."""
         return -(-(self.view.nbytes - self.straight_bytes) // PAGE_BYTES) * PAGE_BYTES
 
 
@@ -230,7 +228,7 @@ def _cut(piece: PagePiece) -> Iterator[_Move]:
 
 
 def _copy(target: memoryview, source: memoryview) -> None:
-    """Copies to the start of `target`; without the GIL if that takes long."""
+    """Copies to the start of `target`. Releases the GIL for a large copy."""
     if source.nbytes > PAGE_BYTES:
         copy_from(writable_address_of(target), source)
     else:

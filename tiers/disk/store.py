@@ -1,8 +1,8 @@
 """Disk store: slab files, index and free pages, changed in a crash-safe order.
 
-A store writes to free pages and then publishes them in the index. A removal first removes blocks
-from the index and then frees their pages. So no record ever names pages of another block, whenever
-the process ends.
+A store first writes to free pages and then adds the block to the index. A removal first removes
+blocks from the index and then frees their pages. So a record never refers to another block's pages,
+no matter when the process is killed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["FULL", "DiskStore", "Recovered", "recover"]
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """Result of the recovery."""
+    """Blocks found by `recover`, and blocks that cannot be used."""
 
     blocks: list[tuple[int, bytes, int]]
     """Record number, name and size of each block, oldest first."""
@@ -42,7 +42,7 @@ class Recovered:
     lost: list[bytes]
     """Names of blocks whose pages are missing in the files."""
     outside: list[bytes]
-    """Names of blocks beyond the limit, which has been reduced."""
+    """Names of blocks beyond the size limit, which was reduced."""
     last_number: int
 
 
@@ -77,7 +77,7 @@ def recover(index: Index, slabs: Slabs) -> Recovered:
 
 
 def _claimed_twice(claims: list[tuple[int, int, int, bytes]]) -> set[bytes]:
-    """Returns the older of any two blocks that claim one page (in a damaged index)."""
+    """If two blocks claim the same page (damaged index), returns the older block of each pair."""
     names: set[bytes] = set()
     last = (0, 0, 0, b"")
     for claim in claims:
@@ -90,7 +90,7 @@ def _claimed_twice(claims: list[tuple[int, int, int, bytes]]) -> set[bytes]:
 
 
 def _between(used: list[tuple[int, int]], extents: list[PageRun]) -> list[PageRun]:
-    """Returns the unused pages of the extents. Both arguments are sorted."""
+    """Returns the unused pages of the extents. Both arguments must be sorted."""
     free: list[PageRun] = []
     at = 0
     for extent in extents:
@@ -115,11 +115,11 @@ MIN_SLAB_BYTES = 1 << 30
 MAX_SLABS = 64
 
 REFUSED_SECONDS = 1.0
-"""After a failed growth, only blocks without any other space retry for this long."""
+"""For this time after a failed growth, the store grows only if a block does not fit otherwise."""
 
 
 class DiskStore:
-    """An open store. `index` and `slabs` may be read on any thread; methods need `writing` held."""
+    """An open store. Any thread may read `index` and `slabs`; to call a method, hold `writing`."""
 
     def __init__(
         self, directory: Path, size_bytes: int, durability: Durability, *, mend: bool, slab_bytes: int | None
@@ -131,10 +131,10 @@ class DiskStore:
         self.writing = threading.Lock()
         self.index = Index(directory, size_bytes, durability, mend=mend)
         self.payload_bytes = max(0, size_bytes - self.index.size_bytes) // PAGE_BYTES * PAGE_BYTES
-        """Limit of the slabs."""
+        """Limit of all slab files together."""
         self.quarantined_blocks = 0
         self.quarantined_bytes = 0
-        """Bytes of corrupt blocks, which are not reused until the store is reopened."""
+        """Bytes of corrupt blocks. Their pages are not reused until the store is reopened."""
         self.refusal: OSError | None = None
         """Error of the last attempt to grow."""
         self._power = durability == "power"
@@ -153,9 +153,7 @@ class DiskStore:
     def recover(self) -> Recovered | None:
         """Finds the blocks and the free pages, and truncates files to the limit.
 
-        Only the first call does so.
-
-        Raises `lmdb.Error`, `OSError`.
+        Later calls do nothing and return None. Raises `lmdb.Error`, `OSError`.
         """
         if self._space is not None:
             return None
@@ -170,9 +168,9 @@ class DiskStore:
         return found
 
     def put(self, blocks: Sequence[BlockBytes]) -> list[bool]:
-        """Writes blocks and publishes them together; returns which of them had room.
+        """Writes blocks and adds them to the index together; returns whether each block had room.
 
-        Raises `OSError`, `lmdb.Error`; then none of them is present.
+        Raises `OSError`, `lmdb.Error`; then none of the blocks is present.
         """
         space = self._recovered()
         places = self._place(space, [pages_for([part.nbytes for part in block.parts]) for block in blocks])
@@ -193,8 +191,8 @@ class DiskStore:
                 self.slabs.sync()
             replaced = self.index.put(records)
         except (OSError, lmdb.Error) as error:
-            # After other errors the state of the index is unknown until it is reopened: keep the
-            # pages.
+            # After other errors the index may refer to the pages: do not reuse them until it is
+            # reopened.
             if isinstance(error, (OSError, lmdb.MapFullError)):
                 space.give_back(run for _, runs in placed for run in runs)
             raise
@@ -207,7 +205,10 @@ class DiskStore:
         self._free(space, self.index.remove(names))
 
     def drop(self, name: bytes, packed: bytes, *, quarantine: bool) -> bool:
-        """Removes an unchanged block, with `quarantine` also its pages; returns whether it did."""
+        """Removes the block if its record still equals `packed`; returns whether it did.
+
+        With `quarantine` its pages are not reused until the store is reopened.
+        """
         if self.index.get([name]) != [packed]:
             return False
         removed = self.index.remove([name])
@@ -234,7 +235,7 @@ class DiskStore:
         space.give_back(run for record in records for run in record.runs)
 
     def _place(self, space: FreePages, wanted: list[int]) -> list[list[PageRun] | None]:
-        """Allocates pages for blocks: one run for all if possible, otherwise for each block."""
+        """Allocates one run for all blocks if possible; otherwise allocates for each block."""
         run = self._take(space, sum(wanted))
         if run is None:
             return [self._place_one(space, pages) for pages in wanted]
@@ -261,7 +262,7 @@ class DiskStore:
         return run
 
     def _grow(self, space: FreePages, pages: int) -> bool:
-        """Extends a slab; returns whether that was possible."""
+        """Extends a slab; returns whether it has grown."""
         if time.monotonic() - self._refused_at < REFUSED_SECONDS:
             return False
         try:

@@ -26,12 +26,12 @@ __all__ = ["DiskTier"]
 _log = logging.getLogger(__name__)
 
 CAPACITY_SHARE = 0.95
-"""Part of the slabs. The rest is for partly used pages and quarantined blocks."""
+"""Fraction of the slabs that blocks may use. The rest is for partly used pages and quarantine."""
 BATCH_BYTES = 32 << 20
 
 
 class DiskTier(SecondaryTier):
-    """Blocks in a `DiskStore`, whose errors become outcomes and `last_error`."""
+    """Disk tier. Reports errors of its `DiskStore` as outcomes and in `last_error`."""
 
     type: ClassVar[str] = "disk"
     durable: ClassVar[bool] = True
@@ -48,9 +48,10 @@ class DiskTier(SecondaryTier):
     ) -> None:
         """Opens or creates the store in `directory`; its files never grow beyond `size_bytes`.
 
-        Blocks beyond a reduced size are dropped. A damaged index is moved aside and reported in
-        `last_error`; if `mend` is off, it is refused. `slab_bytes` is for a new store. Raises
-        `TierOpenError`.
+        If the size was reduced, blocks beyond it are dropped. With `mend`, a damaged index is moved
+        aside and reported in `last_error`. `slab_bytes` applies to a new store only.
+
+        Raises `TierOpenError`; without `mend` also for a damaged index.
         """
         self._store = DiskStore(directory, size_bytes, durability, mend=mend, slab_bytes=slab_bytes)
         super().__init__(name, int(self._store.payload_bytes * CAPACITY_SHARE))
@@ -61,7 +62,7 @@ class DiskTier(SecondaryTier):
         return vote(self.rules, request)
 
     def entries(self) -> Iterator[Entry]:
-        """Yields the blocks in the order in which they were stored. Removes unusable records."""
+        """Yields the blocks in store order. Removes unusable records."""
         with self._store.writing:
             found = self._store.recover()
         if found is None:
@@ -80,7 +81,7 @@ class DiskTier(SecondaryTier):
             yield Entry(namespaces.setdefault(namespace, NamespaceId(namespace)), name[NAMESPACE_BYTES:], nbytes)
 
     def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
-        """Writes blocks, publishing up to 32 MiB at once."""
+        """Writes blocks in batches of up to 32 MiB. A batch becomes visible as a whole."""
         outcomes: list[Outcome] = []
         for batch in batches(blocks, BATCH_BYTES):
             storable = list(map(_is_storable, batch))
@@ -92,7 +93,7 @@ class DiskTier(SecondaryTier):
         return outcomes
 
     def load(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
-        """Reads and verifies blocks in place. Drops corrupt ones."""
+        """Reads blocks into their slots and verifies them. Drops corrupt blocks."""
         outcomes = [Outcome.MISSING] * len(blocks)
         numbers = [number for number, block in enumerate(blocks) if _is_name(block.namespace, block.key)]
         try:
@@ -149,7 +150,7 @@ class DiskTier(SecondaryTier):
         return [Outcome.DONE if done else Outcome.NO_SPACE for done in stored]
 
     def _read(self, blocks: Sequence[BlockBytes], wanted: Sequence[tuple[int, bytes, SlabRecord]]) -> list[int]:
-        """Reads blocks, all at once if possible, else one by one; returns the unreadable ones."""
+        """Reads blocks, all at once if possible, else one by one; returns the unreadable blocks."""
         moves = [(number, list(pieces(record.runs, blocks[number].parts))) for number, _, record in wanted]
         try:
             self._store.slabs.move([piece for _, block in moves for piece in block], write=False)
@@ -199,7 +200,7 @@ def _name(block: BlockBytes) -> bytes:
 
 
 def _record(block: BlockBytes, packed: bytes) -> SlabRecord | None:
-    """Returns the record if it is intact and its part sizes are those of the block."""
+    """Returns the record if it is intact and has the part sizes of the block."""
     try:
         record = SlabRecord.unpack(_name(block), packed)
     except DamagedRecordError:

@@ -202,7 +202,7 @@ class Forecast(Generic[T]):
                 chain.turn = old.chain.turn + 1 if continues else 0
 
     def _merge_last_block(self, chain: RequestChain[T]) -> None:
-        """Merges the last block into the run of new blocks, because the request continues after it."""
+        """Merges the last block into the run of new blocks: the request continues after it."""
         last, chain.last_block = chain.last_block, None
         if last is None or not last.items or last.chain is not chain:
             return

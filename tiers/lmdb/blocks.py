@@ -47,9 +47,9 @@ class WrongPagesError(Exception):
 
 
 def put_blocks(store: Environment, txn: Any, blocks: Sequence[BlockBytes], first_id: int) -> None:
-    """Writes blocks, replacing blocks of the same names; the names must be distinct.
+    """Writes blocks with distinct names, replacing stored blocks of the same names.
 
-    Their record ids count up from `first_id`, which must be greater than all earlier ones.
+    Record ids count up from `first_id`, which must be greater than all stored record ids.
     """
     records: list[tuple[bytes, bytes]] = []
     put, added = txn.cursor(db=store.data).putmulti(_chunks(store, blocks, first_id, records), append=True)
@@ -67,7 +67,7 @@ def read_block(store: Environment, txn: Any, block: BlockBytes) -> Outcome:
     if packed is None:
         return Outcome.MISSING
     try:
-        # A damaged record is detected by the checksum of the block that it leads to.
+        # The checksum of the block detects a damaged record.
         record_id, checksum, sizes, tails = BlockRecord.read(bytes(packed))
     except DamagedRecordError:
         return Outcome.CORRUPT
@@ -80,7 +80,7 @@ def read_block(store: Environment, txn: Any, block: BlockBytes) -> Outcome:
 
 
 def data_cursor(store: Environment, txn: Any) -> Any:
-    """Returns a cursor for `delete_block`, for all blocks of a transaction."""
+    """Returns a cursor for `delete_block`. One cursor serves all blocks of a transaction."""
     return txn.cursor(db=store.data)
 
 
@@ -101,10 +101,9 @@ def delete_block(store: Environment, txn: Any, index_key: bytes, cursor: Any) ->
 def delete_blocks(store: Environment, txn: Any, names: Sequence[bytes]) -> None:
     """Removes blocks like `delete_block`, at half the cost.
 
-    It reads no page headers, but compares the number of freed pages with that of the chunks.
-
-    Raises WrongPagesError if they differ or a record is damaged. Then the transaction must be
-    aborted, which undoes everything.
+    Does not read page headers, but compares the number of freed pages with the expected number.
+    Raises WrongPagesError if the numbers differ or a record is damaged. Then the caller must abort
+    the transaction, which undoes all changes.
     """
     before = txn.stat(store.data)["overflow_pages"]
     records, data = txn.cursor(db=store.index), store.data
@@ -128,10 +127,10 @@ def delete_blocks(store: Environment, txn: Any, names: Sequence[bytes]) -> None:
 
 
 def read_index(store: Environment, txn: Any) -> tuple[list[tuple[int, bytes, int]], list[bytes]]:
-    """Returns (record id, index key, size) of every block, oldest first, and damaged records' keys.
+    """Returns (record id, index key, size) per block, oldest first, and keys of damaged records.
 
-    Reads no block. Returns plain tuples, which the garbage collector does not track: there may be
-    millions.
+    Reads only the index. There may be millions of blocks, so the result has plain tuples, which the
+    garbage collector does not track.
     """
     records, damaged = [], []
     for key, value in txn.cursor(db=store.index):
@@ -162,7 +161,7 @@ def last_record_id(store: Environment, txn: Any) -> int:
 
 
 def _cut(store: Environment, sizes: tuple[int, ...]) -> Cut:
-    """Returns the layout of a new block: with tails in the record, unless these are too long."""
+    """Returns the layout of a new block. Tails are in the record unless they are too long."""
     with_tails = cut(sizes, store.page_bytes, tails=True)
     return with_tails if with_tails.tail_bytes <= TAILS_BYTES else cut(sizes, store.page_bytes, tails=False)
 
@@ -176,7 +175,7 @@ def _chunks(
 ) -> Iterator[tuple[bytes, memoryview]]:
     """Yields the chunks of blocks; appends their names and records to `records`.
 
-    Each block is hashed just before it is written, so it is in the CPU cache for the write.
+    Hashes each block just before the write, so that the write finds the bytes in the CPU cache.
     """
     for block in blocks:
         name, parts = block.namespace + block.key, block.parts
@@ -191,7 +190,7 @@ def _chunks(
 
 
 def _replace(store: Environment, txn: Any, records: Sequence[tuple[bytes, bytes]]) -> None:
-    """Overwrites existing records, and removes their chunks. Keeps records that are equal."""
+    """Overwrites existing records and removes the chunks of the old blocks."""
     cursor = data_cursor(store, txn)
     for name, record in records:
         if bytes(txn.get(name, None, store.index)) != record:
@@ -214,8 +213,8 @@ def _fill_tails(parts: Sequence[memoryview], where: Cut, tails: bytes) -> bool:
 def _fill(store: Environment, txn: Any, record_id: int, where: Cut, parts: Sequence[memoryview]) -> bool:
     """Fills parts from their chunks; returns whether all chunks are present.
 
-    `get` reads the pages without the GIL. The copy keeps the GIL for at most 25 µs, because
-    reacquiring it next to a busy event loop can take longer.
+    `get` reads the pages without the GIL. The copy holds the GIL for at most 25 µs: to release and
+    reacquire the GIL next to a busy event loop can take longer.
     """
     prefix, data = chunk_prefix(record_id), store.data
     for suffix, number, start, stop in where.chunks:
@@ -228,20 +227,20 @@ def _fill(store: Environment, txn: Any, record_id: int, where: Cut, parts: Seque
 
 def _delete_chunks(store: Environment, cursor: Any, record_id: int) -> None:
     prefix = chunk_prefix(record_id)
-    # The next block is often adjacent: then the cursor is in place already.
+    # The next block is often adjacent. Then the cursor already points to it.
     more = bytes(cursor.key()[: len(prefix)]) == prefix or cursor.set_range(prefix)
     while more and bytes(cursor.key()[: len(prefix)]) == prefix:
         if _may_be_freed(store, cursor.value()):
-            cursor.delete()  # moves to the next
+            cursor.delete()  # moves the cursor to the next chunk
             more = bool(cursor.key())
         else:
             more = cursor.next()
 
 
 def _may_be_freed(store: Environment, chunk: memoryview) -> bool:
-    """Whether the header in front of a long chunk is intact.
+    """Whether the page header of a long chunk is intact.
 
-    LMDB frees as many pages as the header says, possibly pages of other blocks.
+    LMDB frees as many pages as the header says. A damaged header could free pages of other blocks.
     """
     if len(chunk) <= store.page_bytes // 2 or store.engine != _ENGINE_WITH_THIS_HEADER:
         return True

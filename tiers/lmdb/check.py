@@ -17,7 +17,7 @@ SLICE_BLOCKS = 256
 
 
 def check_slice(store: Environment, writing: threading.Lock, after: bytes, *, repair: bool) -> Slice:
-    """Implements `fsck.Checkable.check_slice`; `writing` blocks changes. Raises `lmdb.Error`."""
+    """Implements `fsck.Checkable.check_slice`. `writing`: lock of writers. Raises `lmdb.Error`."""
     records = _records_after(store, after)
     findings: list[Finding] = []
     checked = nbytes = 0
@@ -60,12 +60,12 @@ def _verify(store: Environment, name: bytes, sizes: tuple[int, ...]) -> str:
 def _confirm(
     store: Environment, writing: threading.Lock, name: bytes, packed: bytes, *, damaged: bool, repair: bool
 ) -> bool:
-    """Returns whether a block is unchanged since its check; removes it if `repair`."""
+    """Returns whether a damaged block is unchanged since the check; removes it if `repair`."""
     with writing:
         with store.env.begin() as txn:
             if txn.get(name, db=store.index) != packed:
                 return False
-            # Chunks of a damaged record are those without another record.
+            # The chunks of a damaged record are the chunks without a live record.
             live = {record_id for record_id, _, _ in read_index(store, txn)[0]} if repair and damaged else set()
         if repair:
             with store.env.begin(write=True, buffers=True) as txn:

@@ -1,6 +1,6 @@
 """Opens an LMDB environment safely: damaged files are moved aside, and the store starts empty.
 
-`probe` detects damage. If a file could not be checked, it is refused and stays unchanged.
+`probe` detects damage. If the check itself fails, the file is not opened and stays unchanged.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _log = logging.getLogger(__name__)
 LOCK_FILE = "lock.mdb"
 OWNER_FILE = "owner.lock"
 MAX_READERS = 512
-"""Concurrent read transactions, one per running load."""
+"""Limit of concurrent read transactions; each running load needs one."""
 MAX_DAMAGED_FILES = 2
-"""Damaged files that are kept, newest first. Each may be as large as the store."""
+"""How many damaged files are kept; the oldest are deleted. Each may be as large as the store."""
 
 Durability = Literal["process", "power"]
-"""What a stored block survives.
+"""Which failures a stored block survives.
 
-`process`: the end of the server, including SIGKILL. After a power failure the store may be empty.
-`power`: also a power failure; every transaction waits for the disk.
+`process`: the end of the server process, including SIGKILL. After a power failure the store may be
+empty. `power`: also a power failure. Then every transaction waits for the disk.
 """
 
 
@@ -46,7 +46,7 @@ class Layout:
 
     what: str
     databases: tuple[bytes, ...]
-    """The first holds the metadata, including the format version."""
+    """Names of the databases. The first one has the metadata, including the format version."""
     format_key: bytes
     format_version: int
 
@@ -66,10 +66,10 @@ class Environment:
     """None in a layout with two databases."""
     page_bytes: int
     engine: int
-    """Major version of LMDB that the file is for."""
+    """Major version of LMDB that wrote the file."""
     owner_fd: int
     warning: str | None
-    """Damage found when it was opened, for operators."""
+    """Damage found when the environment was opened, for operators."""
 
     def close(self) -> None:
         """Flushes, and releases the directory."""
@@ -85,8 +85,9 @@ def open_environment(
 ) -> Environment:
     """Opens or creates the environment in `directory`, whose file may grow to `size_bytes`.
 
-    A longer file keeps its length. A damaged one is moved to `damaged-<n>`; the newest of these are
-    kept. If `mend` is off, it is refused. Raises `TierOpenError`, in which case nothing was moved.
+    A longer file keeps its length. With `mend`, a damaged file is moved to `damaged-<n>`, and only
+    the newest damaged files are kept. Raises `TierOpenError` (without `mend` also for a damaged
+    file); then no file was moved.
     """
     owner_fd = _own(directory, layout)
     try:
@@ -216,7 +217,7 @@ def _check_format(directory: Path, env: lmdb.Environment, layout: Layout) -> Non
 
 
 def _engine(env: lmdb.Environment) -> int:
-    # py-lmdb before 2.0 has only one engine
+    # py-lmdb before 2.0 contains only one LMDB version
     version: tuple[int, ...] = env.lib_version() if hasattr(env, "lib_version") else lmdb.version()
     return version[0]
 

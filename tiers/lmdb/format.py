@@ -6,13 +6,13 @@
 | `index` | namespace (16 bytes) + block key | a `BlockRecord` |
 | `data` | record id u64, part u16, chunk u32, all big-endian | the bytes of one chunk |
 
-Record ids only increase. So writes append to `data`, whose leaf pages stay full, and the order of
-the ids is the order of the stores.
+Record ids only increase. So writes append to `data`, and its leaf pages stay full. The order of the
+ids is the order of the stores.
 
-LMDB stores a value that does not fit a tree page in separate pages, behind a 16-byte header. Chunks
-are cut so that header and bytes fill whole pages, and most chunks have the same length, so that
-freed pages fit new chunks. A short rest of a part (its tail) is stored in the record: a block of 64
-KiB is one record and one chunk.
+If a value does not fit into a tree page, LMDB stores it in separate pages after a 16-byte header.
+The chunk length is chosen so that header and bytes fill whole pages. Most chunks have the same
+length, so freed pages fit new chunks. The short rest of a part (its tail) is stored in the record.
+For example, a block of 64 KiB is one record and one chunk.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class DamagedRecordError(Exception):
 
 
 class BlockRecord(NamedTuple):
-    """Index record of a block, with a checksum of itself."""
+    """Index record of a block. The record contains a checksum of its fields."""
 
     record_id: int
     checksum: int
@@ -133,7 +133,7 @@ def record_id_of(key: bytes) -> int:
 
 @lru_cache(maxsize=256)
 def tail_bytes(nbytes: int, page_bytes: int) -> int:
-    """Returns the length of a part's tail: what is left behind its long chunks, if any."""
+    """Returns the length of a part's tail: the bytes after its long chunks, or 0."""
     runs = chunk_spans(nbytes, page_bytes)
     start, stop = runs[-1] if runs else (0, 0)
     return stop - start if start and stop - start < page_bytes - PAGE_HEADER_BYTES else 0
@@ -143,12 +143,12 @@ class Cut(NamedTuple):
     """Layout of blocks with certain part sizes."""
 
     tails: tuple[tuple[int, int], ...]
-    """Tails in the record, in order: (part, offset of the tail)."""
+    """Tails that are in the record, in order: (part, offset of the tail)."""
     tail_bytes: int
     chunks: tuple[tuple[bytes, int, int, int], ...]
-    """Chunks in `data`: (key suffix, part, start, end)."""
+    """Chunks that are in `data`: (key suffix, part, start, end)."""
     pages: int
-    """Pages of the chunks outside the tree."""
+    """Number of pages that the chunks use outside the tree."""
 
 
 @lru_cache(maxsize=256)
@@ -171,7 +171,7 @@ def cut(sizes: tuple[int, ...], page_bytes: int, *, tails: bool) -> Cut:
 
 
 def _longest_in_tree(page_bytes: int) -> int:
-    """Returns the longest value in a tree page, which must hold two (`me_nodemax` of LMDB)."""
+    """Returns the largest value size such that two fit a tree page (`me_nodemax` of LMDB)."""
     node_bytes = ((page_bytes - PAGE_HEADER_BYTES) // 2 & -2) - 2
     return node_bytes - _NODE_HEADER_BYTES - _CHUNK_KEY.size
 
@@ -180,9 +180,9 @@ def _longest_in_tree(page_bytes: int) -> int:
 def chunk_spans(nbytes: int, page_bytes: int) -> tuple[tuple[int, int], ...]:
     """Returns the start and end of each chunk of a part.
 
-    First as many chunks of `CHUNK_PAGES` as possible, then one of whole pages, then the rest of
-    less than a page. LMDB stores a short rest in the tree (128 bytes of a 2 MiB part, 16 of a 64
-    KiB part).
+    A part has as many chunks of `CHUNK_PAGES` as possible, then a chunk of whole pages, then a rest
+    of less than a page. LMDB stores a short rest in the tree. The rest of a 2 MiB part is 128
+    bytes, that of a 64 KiB part 16 bytes.
     """
     longest = CHUNK_PAGES * page_bytes - PAGE_HEADER_BYTES
     stops = list(range(longest, nbytes + 1, longest))

@@ -1,9 +1,9 @@
 """Checks an LMDB file in a child process before it is opened.
 
-LMDB maps its file and trusts its content. Some kinds of damage end the process with SIGBUS, SIGSEGV
-or a failed assertion. So a child process walks the file first. The file is damaged if the child
-says so or crashes during the walk. Any other end of the child (interrupted, killed, timed out, not
-started) says nothing about the file.
+LMDB maps its file and does not check the content. Some kinds of damage would end the server with
+SIGBUS, SIGSEGV or a failed assertion. So a child process reads the file first. The file is damaged
+if the child reports damage or crashes while it reads the file. If the child ends in another way
+(interrupted, killed, timed out, not started), the state of the file is unknown.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ __all__ = ["SILENCE_SECONDS", "UNWRITTEN_PAGES", "find_damage"]
 UNWRITTEN_PAGES = 2048
 """An intact file may end this many pages before its last page number."""
 SILENCE_SECONDS = 60.0
-"""Limit per 10,000 records. A cold disk with 500 pages/s needs less than 1 s."""
+"""Time limit for the check of 10,000 records. A cold disk with 500 pages/s needs less than 1 s."""
 END_SECONDS = 5.0
-"""How long to wait for the end of the child; a disk may delay it."""
+"""How long to wait for the end of the child, which a slow disk may delay."""
 
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 
-# The child asks to be killed with its parent (with the thread that started it, which waits for the
-# result). It walks the trees without touching long values, then rehearses a write, which reads the
-# list of free pages. The write is aborted and takes no lock, so it changes nothing. A file may end
-# before its last page number (one in 25 did, by up to 31 pages), because a page that is freed by
-# the transaction that added it is never written. Such an end is filled in, so that reading it
-# cannot cause SIGBUS.
+# The kernel kills the child when the thread that started it ends; this thread waits for the result.
+# The child reads the trees, but not the long values. Then it prepares a write, because this reads
+# the list of free pages. It aborts the write and holds no lock, so nothing changes. A file may end
+# before its last page number (1 of 25 files did, by up to 31 pages): a page that the same
+# transaction adds and frees is never written. The child extends such a file, because reading beyond
+# its end would cause SIGBUS.
 _PROBE = rf"""
 import ctypes, os, sys
 parent, directory, size_bytes, path = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
@@ -116,8 +116,8 @@ except (lmdb.Error, OSError) as error:
 def find_damage(directory: Path, size_bytes: int, databases: Sequence[bytes] = DATABASES) -> str | None:
     """Checks the file in `directory` in a child process; returns the damage, or None.
 
-    Called by the owner of the directory before it opens the file. Blocks while the child makes
-    progress. Raises `TierOpenError` if there is no result; the file is unchanged.
+    The caller must own the directory and not have opened the file. Blocks while the child makes
+    progress. Raises `TierOpenError` if there is no result; then the file is unchanged.
     """
     status, said = _run(directory, size_bytes, databases)
     outcome, _, why = (said.splitlines() or [""])[-1].partition(" ")
@@ -128,10 +128,10 @@ def find_damage(directory: Path, size_bytes: int, databases: Sequence[bytes] = D
     if outcome == "unfit":
         raise _no_result(directory, why)
     if -status in _CRASHES and said.startswith("looking\n"):
-        return f"looking through it ended in {_signal_name(-status)} {_error_text(said)}".strip()
+        return f"the check of the file crashed with {_signal_name(-status)} {_error_text(said)}".strip()
     if status < 0:
-        raise _no_result(directory, f"the process that looked through it was ended by {_signal_name(-status)}")
-    raise _no_result(directory, _error_text(said) or f"the process that looked through it ended with {status}")
+        raise _no_result(directory, f"the checking process was ended by {_signal_name(-status)}")
+    raise _no_result(directory, _error_text(said) or f"the checking process ended with exit status {status}")
 
 
 def _run(directory: Path, size_bytes: int, databases: Sequence[bytes]) -> tuple[int, str]:
@@ -148,7 +148,7 @@ def _run(directory: Path, size_bytes: int, databases: Sequence[bytes]) -> tuple[
         said = _listen(child, directory)
         return child.wait(END_SECONDS), said
     except subprocess.TimeoutExpired:
-        raise _no_result(directory, "the process that looked through it does not end") from None
+        raise _no_result(directory, "the checking process does not end") from None
     finally:
         child.kill()
         if child.stdout is not None:
@@ -158,7 +158,7 @@ def _run(directory: Path, size_bytes: int, databases: Sequence[bytes]) -> tuple[
 
 
 def _listen(child: subprocess.Popen[bytes], directory: Path) -> str:
-    """Returns the child's output. Waits as long as it makes progress."""
+    """Returns the child's output. Waits as long as the child makes progress."""
     assert child.stdout is not None
     said = bytearray()
     poll = select.poll()
@@ -168,11 +168,11 @@ def _listen(child: subprocess.Popen[bytes], directory: Path) -> str:
         if not piece:
             return said.decode(errors="replace")
         said += piece
-    raise _no_result(directory, f"looking through it has come no further for {SILENCE_SECONDS:g} s")
+    raise _no_result(directory, f"the check made no progress for {SILENCE_SECONDS:g} s")
 
 
 def _no_result(directory: Path, why: str) -> TierOpenError:
-    return TierOpenError(f"cannot look through the LMDB file in {directory}, which stays as it was: {why}")
+    return TierOpenError(f"cannot check the LMDB file in {directory}, which is unchanged: {why}")
 
 
 def _error_text(said: str) -> str:

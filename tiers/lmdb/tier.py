@@ -39,18 +39,17 @@ _log = logging.getLogger(__name__)
 
 _MIB = 1 << 20
 PAYLOAD_SHARE = 0.8
-"""Part of the file. The rest is for trees, for pages freed by the last two transactions, and for
-gaps."""
+"""Fraction of the file that blocks may use. The rest is for trees, for gaps, and for pages that the
+last two transactions freed."""
 WRITE_BYTES = 16 * _MIB
-"""Payload of one write transaction. A small file uses less: freed pages are reusable two
-transactions later."""
+"""Payload of one write transaction. In a small file it is less, because freed pages cannot be
+reused before two transactions later."""
 RESERVE_PAGES = 32
 """A removal needs about a dozen pages (copies of tree paths) before it frees any."""
 READER_CHECK_EVERY = 1024
 
 HEADERS_ARE_BOUNDED = int(lmdb.__version__.partition(".")[0]) >= 3
-"""Whether LMDB never frees more pages than its file has. Its Python binding ensures that since 3.0.
-"""
+"""Whether py-lmdb (3.0 or later) ensures that LMDB never frees more pages than the file has."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -59,7 +58,7 @@ class LMDBTier(SecondaryTier):
     """Blocks in one LMDB environment; see `format`.
 
     A batch is one transaction of up to 16 MiB, so a partial block is never visible. LMDB maps its
-    file: an unreadable disk sector ends the process with SIGBUS.
+    file, so an unreadable disk sector ends the process with SIGBUS.
     """
 
     type: ClassVar[str] = "lmdb"
@@ -70,14 +69,14 @@ class LMDBTier(SecondaryTier):
     ) -> None:
         """Opens or creates the store in `directory`; its file never grows beyond `size_bytes`.
 
-        A larger file keeps its size. A damaged one is moved aside and reported in `last_error`; if
-        `mend` is off, it is refused. Raises `TierOpenError`.
+        A larger file keeps its size. With `mend`, a damaged file is moved aside and reported in
+        `last_error`. Raises `TierOpenError`; without `mend` also for a damaged file.
         """
         super().__init__(name, int(size_bytes * PAYLOAD_SHARE))
         self._store = open_environment(directory, size_bytes, durability, mend=mend)
         self._write_bytes = min(WRITE_BYTES, size_bytes // 32)
         self._writer = threading.Lock()
-        """Held by stores, and by loads that drop a corrupt block."""
+        """Lock of all writers: stores, and loads that drop a corrupt block."""
         self._writes = 0
         self._has_freed_pages = True
         """Whether freed pages may exist that the next transaction cannot use yet."""
@@ -112,7 +111,7 @@ class LMDBTier(SecondaryTier):
         return outcomes
 
     def load(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
-        """Copies blocks from the map and verifies the copies. Drops corrupt blocks."""
+        """Copies blocks from the mapped file and verifies the copies. Drops corrupt blocks."""
         outcomes = [self._load_block(block) for block in blocks]
         if Outcome.FAILED not in outcomes:
             self._health.report("load", None)
@@ -144,7 +143,6 @@ class LMDBTier(SecondaryTier):
         return [written if fits_in else Outcome.FAILED for fits_in in fits]
 
     def _write(self, blocks: Sequence[BlockBytes]) -> Outcome:
-        """Writes blocks in one transaction; returns their common outcome."""
         try:
             with self._writer:
                 try:
@@ -183,7 +181,7 @@ class LMDBTier(SecondaryTier):
         return shutil.disk_usage(self._store.directory).free < self._write_bytes
 
     def _keep_reserve(self, txn: Any) -> None:
-        """Raises `MapFullError` if less than the reserve would be left: allocates and frees it."""
+        """Raises `MapFullError` if the file has no room for the reserve: allocates and frees it."""
         info, page_bytes = self._store.env.info(), self._store.page_bytes
         if info["map_size"] - info["last_pgno"] * page_bytes > 4 * self._write_bytes + RESERVE_PAGES * page_bytes:
             return
@@ -194,7 +192,7 @@ class LMDBTier(SecondaryTier):
                 txn.put(key, page, db=self._store.meta) if put else txn.delete(key, db=self._store.meta)
 
     def _load_block(self, block: BlockBytes) -> Outcome:
-        """Loads in its own transaction (0.2 µs): while one is open, freed pages are not reused."""
+        """Loads in a separate transaction (0.2 µs): an open transaction prevents reuse of pages."""
         if not _is_name(block.namespace, block.key):
             return Outcome.MISSING
         try:
@@ -210,7 +208,7 @@ class LMDBTier(SecondaryTier):
         return Outcome.CORRUPT if self._remove([block.namespace + block.key]) else Outcome.FAILED
 
     def _remove(self, index_keys: Sequence[bytes]) -> bool:
-        """Removes blocks, in halves if the file is nearly full; returns whether all are gone."""
+        """Removes blocks, in halves if the file is nearly full; returns whether all are removed."""
         try:
             with self._writer:
                 self._delete(index_keys)
@@ -226,7 +224,7 @@ class LMDBTier(SecondaryTier):
         return True
 
     def _delete(self, index_keys: Sequence[bytes]) -> None:
-        """Removes blocks in one transaction; one by one in a second one if something is damaged."""
+        """Removes blocks in one transaction. If one is damaged, retries and removes one by one."""
         if HEADERS_ARE_BOUNDED:
             with contextlib.suppress(WrongPagesError, lmdb.CorruptedError):
                 with self._store.env.begin(write=True, buffers=True) as txn:

@@ -238,7 +238,7 @@ def test_a_killed_check_does_not_count_as_damage(sound: Path, monkeypatch: pytes
         number = int(getattr(signal, name))
         default = "" if name == "SIGKILL" else f"signal.signal({number}, signal.SIG_DFL); "
         during_check(patched, f"import signal; {default}os.kill(os.getpid(), {number})")
-        with pytest.raises(TierOpenError, match=f"{sound}, which stays as it was.* ended by .*{signal_text(name)}"):
+        with pytest.raises(TierOpenError, match=f"{sound}, which is unchanged.* ended by .*{signal_text(name)}"):
             opened(sound)
     assert_untouched(sound)
 
@@ -273,7 +273,7 @@ def test_a_stalled_check_does_not_count_as_damage(sound: Path, monkeypatch: pyte
     monkeypatch.setattr(lmdb_probe, "SILENCE_SECONDS", 1.0)
     with monkeypatch.context() as patched:
         during_check(patched, "import time; time.sleep(60)")
-        with pytest.raises(TierOpenError, match="no further for 1 s"):
+        with pytest.raises(TierOpenError, match="no progress for 1 s"):
             opened(sound)
     with monkeypatch.context() as patched:
         during_check(patched, 'import time; [(time.sleep(0.3), say("walking")) for _ in range(5)]')
