@@ -1,10 +1,10 @@
 """The contract of a secondary tier.
 
-A tier stores and loads batches of blocks. The core (`core.manager.TierManager`) decides what is
-stored, promoted and evicted, and keeps a catalog of every tier. So a tier needs no policy, and no
-locks beyond those of its storage engine.
+A tier stores and loads batches of blocks. The core (`core.manager.TierManager`) decides which
+blocks a tier stores, promotes and evicts, and keeps a catalog of every tier. So a tier needs no
+eviction policy, and no locks except those of its storage engine.
 
-Every tier passes the shared contract suite, `tests/contracts/secondary_tier.py`.
+Every tier must pass the shared contract tests in `tests/contracts/secondary_tier.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 
 
 class TierError(Exception):
-    """A tier cannot do what was requested. The message is for operators."""
+    """An operation of a tier failed. The message is for operators."""
 
 
 class TierOpenError(TierError):
@@ -44,7 +44,7 @@ class TierOpenError(TierError):
 
 
 class TierDamagedError(TierOpenError):
-    """The storage of a tier is damaged as a whole, and repair was not allowed."""
+    """The storage of a tier is damaged, and the caller did not allow a repair."""
 
 
 class TierInUseError(TierOpenError):
@@ -61,7 +61,7 @@ class Outcome(enum.Enum):
     CORRUPT = "corrupt"
     """The loaded bytes differ from the stored ones. The tier no longer holds the block."""
     NO_SPACE = "no_space"
-    """The storage is full although the core kept to the capacity, e.g. on a shared disk."""
+    """The storage is full before the capacity is used up, for example on a shared disk."""
     FAILED = "failed"
     """The storage reported an error; see `SecondaryTier.last_error`."""
 
@@ -70,8 +70,8 @@ class Outcome(enum.Enum):
 class BlockBytes:
     """One block and its memory: one contiguous view of the host region per rank, in rank order.
 
-    A store writes the views. A load fills them completely; if the stored parts have other sizes,
-    the tier reports `Outcome.CORRUPT`.
+    A store writes the bytes of the views to the tier. A load fills the views completely. If the
+    stored parts have other sizes, the tier reports `Outcome.CORRUPT`.
     """
 
     namespace: NamespaceId
@@ -80,14 +80,14 @@ class BlockBytes:
 
     @property
     def nbytes(self) -> int:
-        """Size of all parts."""
+        """Total size of the parts."""
         parts = self.parts
         return parts[0].nbytes if len(parts) == 1 else sum([part.nbytes for part in parts])
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A block that a tier holds: its name and the size of all parts."""
+    """A stored block: its name, and the total size of its parts."""
 
     namespace: NamespaceId
     key: bytes
@@ -98,29 +98,30 @@ class SecondaryTier(ABC):
     """A storage tier below the CPU tier.
 
     Threads: the server calls `store`, `load`, `lookup` and `remove` on worker threads. At most one
-    `store` or `remove` runs at a time, together with any number of `load`s and `lookup`s. Jobs
-    never overlap on the same block, except in a `shared` tier, whose evicted blocks can be found
-    until they are removed. These methods do not raise for the state of data (full, damaged,
-    missing) but return an `Outcome`. All other methods are called on the event loop, or while it
-    waits, and must return without I/O.
+    `store` or `remove` runs at a time, together with any number of `load`s and `lookup`s. Two jobs
+    never use the same block at the same time. Exception: in a `shared` tier, an evicted block can
+    be loaded until it is removed. For full storage and damaged or missing blocks these methods
+    return an `Outcome` and do not raise. The server calls all other methods on the event loop, or
+    while the event loop waits. They must not do I/O.
 
     The server checks third-party tiers (`server/tier_host/guard.py`) and reports problems in
     `last_error`:
 
     - The tier raises, or does not return one outcome per block: all blocks of the job have failed.
     - A job takes longer than `limits.tier_stall` seconds: the server continues without the tier
-      until the job returns. A server that stops waits some more seconds, and then does not close
-      the tier.
-    - A vote is late: the request continues without it. After a late vote, the server does not wait
-      for votes until one is in time again.
-    - An entry is invalid (no name, no size, larger than the capacity, repeated): it is left out.
-    - An entry's size differs from the loaded block: the block is dropped. Until then the used
-      capacity is wrong.
+      until the job returns. When the server stops, it waits a few seconds for the job. If the job
+      still runs then, the server does not close the tier.
+    - A vote is late: the request continues without the vote. The server then does not wait for
+      votes of this tier until a vote is in time again.
+    - An entry is invalid (no name, no size, larger than the capacity, repeated): the server ignores
+      the entry.
+    - An entry's size differs from the loaded block: the server drops the block. Until the load, the
+      used capacity is wrong.
     - A load reports `DONE` but has written nothing at the beginning, middle or end of a part: the
-      block is corrupt.
+      block counts as corrupt.
 
-    The server cannot detect loaded bytes that differ from the stored ones (verify them with
-    `block_checksum`), or a list of entries that never ends.
+    The server cannot detect wrong bytes of a loaded block, so verify them with `block_checksum`.
+    It cannot detect an endless `entries()` either.
     """
 
     type: ClassVar[str]
@@ -130,14 +131,14 @@ class SecondaryTier(ABC):
     """Whether blocks survive a restart of the server."""
 
     medium: ClassVar[Medium] = Medium.DISK
-    """Where the bytes are stored; lookups can leave out media."""
+    """Where the bytes are stored. Lookups can exclude a medium."""
 
     local: ClassVar[bool] = True
-    """Whether the bytes are on this host; lookups can leave out other tiers."""
+    """Whether the bytes are on this host. Lookups can exclude tiers on other hosts."""
 
     shared: ClassVar[bool] = False
-    """Whether other processes write to the storage. Then `lookup` is called for blocks unknown to
-    the core."""
+    """Whether other processes write to the storage. Then the server calls `lookup` for blocks that
+    the core does not know."""
 
     def __init__(self, name: str, capacity_bytes: int) -> None:
         """`capacity_bytes` limits the sum of `Entry.nbytes` of all blocks in the tier."""
@@ -157,21 +158,19 @@ class SecondaryTier(ABC):
         """
 
     def on_request_finished(self, request_id: str) -> None:  # noqa: B027 - nothing is a sound default
-        """Called exactly once per request, when no more stores come for it."""
+        """Called exactly once per request, after the last store of the request."""
 
     @abstractmethod
     def entries(self) -> Iterator[Entry]:
         """Yields the blocks of an earlier run, oldest first.
 
-        Called once, before all other methods.
+        The server calls it once, before all other methods.
         """
 
     def lookup(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> list[bool]:
         """Returns for each block whether it is present.
 
-        Called for `shared` tiers only, on a worker thread.
-
-        May do I/O.
+        Called on a worker thread, only if the tier is `shared`. May do I/O.
 
         Raises:
             NotImplementedError: the tier is not shared.
@@ -184,7 +183,8 @@ class SecondaryTier(ABC):
 
         Returns one outcome per block, in order.
 
-        A block reported as `DONE` must be complete: no later crash may leave a part of it.
+        A block reported as `DONE` must be stored completely: after a crash, the tier must have the
+        whole block or none of it.
         """
 
     @abstractmethod
@@ -204,7 +204,6 @@ class SecondaryTier(ABC):
     def close(self) -> None:
         """Flushes and releases all resources.
 
-        Called last, when no job runs; not called if a job never ends.
-
-        The process ends after 15 seconds.
+        Called last, when no job runs. Not called if a job never ends. Must return within 15
+        seconds, because the process then ends.
         """

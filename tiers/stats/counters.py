@@ -14,17 +14,17 @@ from .snapshots import NamespaceStats
 __all__ = ["MAX_NAMESPACES", "HitCounters", "NamespaceCounters"]
 
 MAX_NAMESPACES = 64
-"""Namespaces with counters of their own; later ones are counted together, per tenant. This bounds
-the number of time series in a monitoring system."""
+"""Limit of namespaces with separate counters. Later namespaces of a tenant share counters. This
+limits the number of time series in a monitoring system."""
 
 
 @dataclass(slots=True, eq=False)
 class NamespaceCounters:
-    """Counters of one namespace; if `namespace` is None, of all later namespaces of a tenant."""
+    """Counters of one namespace. If `namespace` is None: of all later namespaces of a tenant."""
 
     namespace: NamespaceId | None
     tenant: str
-    """Name of the tenant if it has a quota, else empty."""
+    """Name of the tenant if the tenant has a quota, else empty."""
     hits: list[int]
     """Per tier; the CPU tier is the first."""
     misses: Counter[MissReason] = field(default_factory=Counter)
@@ -33,8 +33,8 @@ class NamespaceCounters:
 class HitCounters:
     """Counts every looked-up key once its outcome is known: a hit of a tier, or a miss by reason.
 
-    A pending block counts when its transfer has ended. A key that a shared tier was queried for
-    counts when it is looked up again.
+    A pending block counts when its transfer has ended. If a key needs a query to a shared tier, the
+    key counts when it is looked up again.
     """
 
     def __init__(self, tiers: int, tenants: Mapping[bytes, str] | None = None) -> None:
@@ -73,7 +73,7 @@ class HitCounters:
                 counters.hits[run.outcome] += run.count
 
     def hit(self, namespace: NamespaceId, tier: int, keys: int = 1) -> None:
-        """Counts hits; a negative number takes back hits whose transfer has not ended."""
+        """Counts hits. A negative number cancels hits whose transfer has not ended."""
         self.of(namespace).hits[tier] += keys
 
     def miss(self, namespace: NamespaceId, reason: MissReason, keys: int = 1) -> None:

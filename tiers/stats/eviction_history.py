@@ -1,4 +1,4 @@
-"""Eviction history: why blocks left the tiers. Explains misses."""
+"""Eviction history: why tiers dropped blocks, to explain later misses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..types import MissReason
 __all__ = ["EvictionHistory", "history_size"]
 
 MAX_REMEMBERED = 1 << 18
-"""Blocks whose reason is remembered; older ones count as never stored. About 170 bytes each."""
+"""Limit of remembered blocks, about 170 bytes each. Older blocks count as never stored."""
 
 MIN_REMEMBERED = 1 << 14
 
@@ -24,7 +24,7 @@ def history_size(region_bytes: int) -> int:
 
 
 class EvictionHistory:
-    """Why blocks left, for a limited number of blocks, in two generations."""
+    """The reason per dropped block, for a limited number of blocks in two generations."""
 
     def __init__(self, most: int = MAX_REMEMBERED) -> None:
         self._most = most
@@ -47,7 +47,7 @@ class EvictionHistory:
         return self._young.get(namespace, {}).get(key) or self._old.get(namespace, {}).get(key)
 
     def reasons_for(self, namespace: NamespaceId, keys: Iterable[bytes], default: MissReason) -> list[MissReason]:
-        """Returns why each block left; `default` if unknown."""
+        """Returns the reason per block; `default` for an unknown block."""
         young, old = self._young.get(namespace, {}), self._old.get(namespace, {})
         if not young and not old:
             return [default for _ in keys]

@@ -1,15 +1,15 @@
 """Miss-ratio curves: estimate each tier's hit ratio for other sizes, from a sample of the keys.
 
 A request that uses a block also uses every block before it in the chain. So in LRU order a chain's
-head is never below its tail, and a block within a cache size has its whole prefix within that size.
-Hits are counted as hits of unbroken prefixes (`ReuseDistanceSampler`).
+head is never below its tail. If a cache of some size has a block, it also has the whole prefix of
+the block. So every counted hit is a hit of an unbroken prefix (`ReuseDistanceSampler`).
 
-The tiers' policies are better than LRU, and tiers lose blocks for other reasons. The measured hit
-ratio corrects this: of the hits that LRU loses for lack of space, the tier loses a part, which is
-assumed to be equal at all sizes (docs/decisions/0021). At its own size the estimate is the
-measurement.
+The tiers' policies are better than LRU, and tiers lose blocks for other reasons too. The measured
+hit ratio corrects the estimate. Assumption: of the hits that LRU loses for lack of space, a tier
+loses the same fraction at every size (docs/decisions/0021). At the tier's current size, the
+estimate is equal to the measured ratio.
 
-There is no clock: old lookups decay with the number of keys looked up since.
+There is no clock: the weight of a lookup decreases with the number of keys looked up after it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from .request_log import OutcomeRun
 __all__ = ["MAX_SAMPLES", "SCALES", "HitRatio", "MissRatioCurves", "Name", "ReuseDistanceSampler"]
 
 MAX_SAMPLES = 8192
-"""Limit of sampled blocks; beyond it the sampling rate is halved. About 300 bytes each."""
+"""Limit of sampled blocks, about 300 bytes each. Beyond it the sampling rate is halved."""
 
 _GENERATIONS = 32
-"""A generation is this part of the smallest size, or one block. It is within a size as a whole."""
+"""A generation has 1/32 of the smallest size, or one block. A size has whole generations only."""
 
 _MAX_GAP = 1024
-"""Empty generations that are skipped one by one; longer gaps are jumped."""
+"""Empty generations that are skipped one by one; a longer gap is skipped at once."""
 
 _HASHES = 1 << 64
 
@@ -42,17 +42,15 @@ Name = tuple[NamespaceId, bytes]
 
 
 class ReuseDistanceSampler:
-    """Sampled LRU stack (Mattson.
-
-    SHARDS): counts references by the smallest size that has the block.
+    """Sampled LRU stack (Mattson, SHARDS): counts references by the smallest size with the block.
 
     All methods take constant time on average.
 
     Args:
-        sizes: in bytes, ascending; of caches for all keys, not for the sample.
+        sizes: cache sizes in bytes, ascending; for all keys, not only for the sample.
         rate: initial sampling rate of the keys that the caller offers.
-        most: limit of sampled blocks. Beyond it the rate is halved; `takes` says what is in the
-            sample.
+        most: limit of sampled blocks. Beyond it the rate is halved; `takes` tells whether a key is
+            in the sample.
         hash_of: maps keys evenly to signed 64-bit integers.
     """
 
@@ -63,8 +61,8 @@ class ReuseDistanceSampler:
         self._limit = _HASHES // 2
         """Keys with a hash below it are in the sample."""
         self.hits = [0.0] * (len(sizes) + 1)
-        """References by the smallest size with the block; the last entry counts those beyond all
-        sizes."""
+        """References by the smallest size with the block. The last entry counts references to
+        blocks that no size has."""
         self._sizes = list(sizes)
         self._most = most
         self._hash_of = hash_of
@@ -74,9 +72,9 @@ class ReuseDistanceSampler:
         self._bytes_per_generation: dict[int, int] = {}
         """Bytes of the blocks last used in each generation."""
         self._size_marks = [0] * len(sizes)
-        """Per size the oldest generation within it; descending."""
+        """Per size the oldest generation that it has; descending."""
         self._held = [0] * len(sizes)
-        """Per size the bytes of the generations within it."""
+        """Per size the bytes of the generations that it has."""
         self._fit()
 
     def __len__(self) -> int:
@@ -108,7 +106,7 @@ class ReuseDistanceSampler:
         return True
 
     def miss(self, size: int | None) -> None:
-        """Counts a reference to an unknown block, as within the `size`-th size, or within none."""
+        """Counts a reference to an unknown block; `size`: smallest size that has it, or None."""
         self.hits[-1 if size is None else size] += 1
 
     def add(self, name: Name, nbytes: int) -> None:
@@ -124,7 +122,7 @@ class ReuseDistanceSampler:
         self.hits = [count / 2 for count in self.hits]
 
     def _put_on_top(self, name: Name, nbytes: int, sizes: int) -> None:
-        """Puts a block on top that was outside the `sizes` smallest sizes."""
+        """Puts a block on top of the stack. The `sizes` smallest sizes did not have it."""
         now = self._generation
         self._blocks[name] = now, nbytes
         bytes_per_generation = self._bytes_per_generation[now] = self._bytes_per_generation.get(now, 0) + nbytes
@@ -146,7 +144,7 @@ class ReuseDistanceSampler:
             held -= gone
             mark += 1
             empty = 0 if gone else empty + 1
-            if empty > _MAX_GAP:  # as after hours of using only a few blocks
+            if empty > _MAX_GAP:  # for example if requests used only a few blocks for hours
                 alive = list(bytes_per_generation)  # in insertion order
                 mark = alive[bisect_left(alive, mark)]
                 empty = 0
@@ -195,22 +193,22 @@ _STACK_DEPTH = 16.0
 """Depth of the stack, relative to the tier's capacity. Blocks beyond it count as new."""
 
 SAMPLED = 4
-"""Keys of 256 that are in the sample at first."""
+"""Initial sampling rate: this many of 256 keys."""
 
 WINDOW_KEYS = 1 << 21
-"""Looked-up keys after which earlier ones count half."""
+"""After this many looked-up keys, earlier keys count half."""
 
 _MIN_SAMPLED = 64
-"""References in the sample below which no estimate is made."""
+"""Least number of sampled references for an estimate."""
 
 _SAMPLING_BYTE = -1 - GROUP_INDEX_BYTES
 """The byte of a key that decides whether the key is in the sample."""
 
 _CHECK_EVERY = 4096
-"""Stored keys after which the distribution of that byte is checked."""
+"""The distribution of the sampling byte is checked after this many stored keys."""
 
 _NOISE = 0.01
-"""Differences of ratios below it are noise."""
+"""Smaller differences between ratios are noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +216,7 @@ class HitRatio:
     scale: float
     """Size relative to the tier's capacity."""
     hit_ratio: float
-    """Part of the looked-up keys that this tier or one above it would have, between 0 and 1."""
+    """Fraction of the looked-up keys that this tier or an earlier tier would have."""
 
 
 class StoredBlock(Protocol):
@@ -236,11 +234,11 @@ class MissRatioCurves:
     """One miss-ratio curve per tier, of recent lookups.
 
     Args:
-        capacities: of the tiers in bytes, in lookup order.
+        capacities: capacity of each tier in bytes, in lookup order.
         where: returns the position of the tier that has a block, or None. Called for blocks that
             were stored before the sampling began.
-        sampled: keys of 256 that are in the sample at first.
-        window: looked-up keys after which earlier ones count half.
+        sampled: initial sampling rate: this many of 256 keys.
+        window: after this many looked-up keys, earlier keys count half.
         hash_of: maps keys evenly to signed 64-bit integers.
     """
 
@@ -259,13 +257,13 @@ class MissRatioCurves:
         self._window = window
         self._hash_of = hash_of
         self._hash_keys = False
-        """Whether keys are hashed to sample them: the keys of some engines are no hashes."""
+        """Whether keys are hashed for sampling, because the keys of some engines are no hashes."""
         self._stored = self._sampled_keys = 0
-        """Stored keys, and those in the sample, since the last check of the distribution."""
+        """Numbers of stored keys and of sampled keys since the last check of the distribution."""
         self._begin()
 
     def _begin(self) -> None:
-        # The tiers above have the first lookup, so a tier answers for at least their capacity.
+        # Earlier tiers are looked up first, so the stack of a tier also covers their capacity.
         above = accumulate((0, *self._capacities), max)
         rate, hash_of = self._sampled / 256, self._hash_of
         self._samplers = [
@@ -275,13 +273,13 @@ class MissRatioCurves:
             for most, own in zip(above, self._capacities, strict=False)
         ]
         self._keys = 0.0
-        """Looked-up keys, with decay."""
+        """Number of looked-up keys, with decay."""
         self._answered = [0.0] * len(self._capacities)
-        """Of these, the keys that each tier had."""
+        """Number of these keys that each tier had."""
         self._keys_until_decay = self._window
 
     def looked_up(self, namespace: NamespaceSpec, keys: Sequence[bytes], runs: Collection[OutcomeRun]) -> None:
-        """Records a lookup before missing blocks are stored. RETRY lookups count when repeated."""
+        """Records a lookup before missing blocks are stored. Keys with RETRY count when repeated."""
         for run in runs:
             if run.outcome is None:
                 return
@@ -312,8 +310,8 @@ class MissRatioCurves:
         expected = self._keys * sampler.rate
         if expected < _MIN_SAMPLED:
             return ()
-        # A very frequent key biases the sample. It hits at every size, so the difference counts as
-        # hits.
+        # A very frequent key that is not in the sample biases it. Such a key hits at every size, so
+        # the difference counts as hits.
         hits = list(accumulate(sampler.hits, initial=expected - sum(sampler.hits)))
         modelled = [min(1.0, max(0.0, count / expected)) for count in hits[1:-1]]
         measured = min(1.0, sum(self._answered[: tier + 1]) / self._keys)
@@ -358,7 +356,7 @@ class MissRatioCurves:
             self.put(name, namespace.part_bytes_of(key) * namespace.world_size)
 
     def put(self, name: Name, nbytes: int) -> None:
-        """Adds a block of the sample to the stacks that do not know it."""
+        """Adds a sampled block to the stacks that do not have it."""
         for sampler in self._samplers:
             if name not in sampler and sampler.takes(name[1]):
                 sampler.add(name, nbytes)

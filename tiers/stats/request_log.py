@@ -34,12 +34,12 @@ MAX_REQUESTS = 4096
 MAX_AGE_SECONDS = 900.0
 
 _MAX_LOOKUPS = 4
-"""The latest lookups are kept; an engine that polls repeats its lookup."""
+"""How many of the latest lookups are kept; an engine that polls repeats the same lookup."""
 
 _MAX_HOLDS = 2
 
 LookupOutcome = int | MissReason | None
-"""Outcome of a key: position of the tier that had it, reason of a miss, or None for RETRY."""
+"""Outcome of a key: position of the tier with the block, reason of a miss, or None for RETRY."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,11 @@ class OutcomeRun:
 
 
 MAX_OUTCOME_RUNS = 256
-"""Runs kept per lookup; the rest is summed up per outcome."""
+"""Limit of runs per lookup; the other runs are summed up per outcome."""
 
 
 def limit_runs(runs: tuple[OutcomeRun, ...]) -> tuple[OutcomeRun, ...]:
-    """Returns the first runs, and the rest summed up per outcome."""
+    """Returns the first runs unchanged, and the other runs summed up per outcome."""
     if len(runs) <= MAX_OUTCOME_RUNS:
         return runs
     rest: dict[LookupOutcome, int] = {}
@@ -78,7 +78,7 @@ class LookupRecord:
     failed: dict[int, MissReason] = field(default_factory=dict)
     """Pending keys, by position, whose transfer failed."""
     claim: ClaimRecord | None = None
-    """The claim, if the keys are those of a hold; None for a lookup."""
+    """The claim, if a claim looked up the keys of a hold; None for a lookup."""
 
     def outcomes(self) -> tuple[OutcomeRun, ...]:
         """Returns the outcomes, including failed transfers."""
@@ -90,7 +90,7 @@ class LookupRecord:
         return limit_runs(outcome_runs(outcomes))
 
     def fail(self, position: int, reason: MissReason) -> None:
-        """Records a failed transfer; only the first are kept."""
+        """Records a failed transfer; only a limited number is kept."""
         if len(self.failed) < MAX_OUTCOME_RUNS:
             self.failed[position] = reason
 
@@ -104,11 +104,11 @@ class RequestRecord:
     negotiation: Negotiation | None = None
     lookups: deque[LookupRecord] = field(default_factory=lambda: deque(maxlen=_MAX_LOOKUPS))
     asked: int = 0
-    """Number of lookups and claims, kept or not."""
+    """Number of all lookups and claims, including those no longer kept."""
     holds: deque[HoldRecord] = field(default_factory=lambda: deque(maxlen=_MAX_HOLDS))
     finished: bool = False
     incomplete: int = 0
-    """Blocks that a REQUEST_LEVEL tier did not get; set at the end."""
+    """Blocks that a REQUEST_LEVEL tier did not get; set at the end of the request."""
 
     @property
     def engine_id(self) -> str:
@@ -125,7 +125,7 @@ class RequestLog:
         return len(self._requests)
 
     def open(self, engine: EngineKey, request_id: str, now: float) -> RequestRecord:
-        """Returns the record of a request; a new one if the last of that name has finished."""
+        """Returns the record of an unfinished request; creates a missing record."""
         key = (engine, request_id)
         record = self._requests.get(key)
         if record is None or record.finished:
@@ -137,7 +137,7 @@ class RequestLog:
         return record
 
     def latest(self, engine: EngineKey, request_id: str, now: float) -> RequestRecord:
-        """Returns the record of a request, also of a finished one, which may still be published."""
+        """Returns the latest record of a request, even if finished: it may publish a hold later."""
         record = self._requests.get((engine, request_id))
         if record is None:
             return self.open(engine, request_id, now)
@@ -150,7 +150,6 @@ class RequestLog:
         record.finished, record.incomplete = True, incomplete
 
     def record_lookup(self, engine: EngineKey, request_id: str, lookup: LookupRecord) -> None:
-        """Records a lookup, if it belongs to a request."""
         if request_id:
             record = self.open(engine, request_id, lookup.at)
             record.lookups.append(lookup)
@@ -176,16 +175,16 @@ class ClaimOutcome(enum.Enum):
 
     HELD = 1
     NOT_HELD = 2
-    """Not published in time, or ended."""
+    """The hold was not published in time, or it has ended."""
     EXPIRED = 3
-    """Expired, or nearly."""
+    """The hold has expired, or expires in a few seconds."""
     OTHER_NAMESPACE = 4
-    """Held by an engine of another namespace."""
+    """An engine of another namespace holds the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimRecord:
-    """A claim of a hold; `unwanted` is the number of blocks that it did not ask for."""
+    """A claim of a hold; `unwanted`: number of blocks that the claim did not request."""
 
     engine_id: str
     request_id: str
@@ -195,7 +194,7 @@ class ClaimRecord:
 
 @dataclass(slots=True, eq=False)
 class HoldRecord:
-    """A publication, in the core's seconds. It outlives its hold and refers to no block."""
+    """A publication; times in the core's seconds. It exists longer than its hold."""
 
     at: float
     direction: HandoffDirection
@@ -207,7 +206,7 @@ class HoldRecord:
     claims: int = 0
     """Successful claims."""
     hits: int = 0
-    """Blocks that these claims were granted, in total."""
+    """Total number of blocks that these claims leased."""
     end: HoldEnd | None = None
-    """None while it is open, and for a refused publication."""
+    """How the hold ended; None while it is open, and for a refused publication."""
     ended_at: float = 0.0

@@ -1,11 +1,11 @@
-"""Statistics snapshots: the source of status, health and metrics.
+"""Statistics snapshots of the core, for status, health and metrics.
 
-Counters start at the server's start and never decrease. Every looked-up key is counted once, as a
-hit of the tier that had it or as a miss of the whole lookup, so that
+Counters start at 0 when the server starts and never decrease. Every looked-up key is counted once:
+as a hit of the tier that had it, or as a miss of all tiers. So in every snapshot
 
     sum(tier.hits for tier in stats.tiers) + stats.lookup_misses == stats.lookup_keys
 
-holds in every snapshot.
+is true.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ __all__ = ["HandoffStats", "ManagerStats", "NamespaceStats", "TierStats"]
 @dataclass(frozen=True, slots=True)
 class TierStats:
     name: str
-    """Its name; also a metric label."""
+    """Name of the tier; also a metric label."""
     type: str
-    """Its type in the configuration, for example "cpu" or "lmdb"."""
+    """Type of the tier in the configuration, for example "cpu" or "lmdb"."""
     capacity_bytes: int
     available_bytes: int
-    """Usable capacity: the CPU tier grows until all its pages are backed."""
+    """Usable capacity. It grows in the CPU tier until all pages of the region are backed."""
     used_bytes: int
     blocks: int = 0
     hits: int = 0
     misses: int = 0
-    """Keys looked up in it and not found. They may be found in the next tier."""
+    """Keys that were looked up in the tier and not found. A later tier may have them."""
     evictions: int = 0
     dropped: int = 0
-    """Blocks not stored because its queue or the tier was full."""
+    """Blocks that were not stored because the write-back queue or the tier was full."""
     damaged: int = 0
-    """Blocks lost because they were damaged, found by a load or a check. They are never served."""
+    """Blocks that a load or a check found damaged and dropped. They are never served."""
     expired: int = 0
-    """Blocks dropped after `ttl` without use."""
+    """Blocks that were dropped after `ttl` without use."""
     not_retained: int = 0
-    """Blocks that exceeded the retention budget."""
+    """Blocks that were not retained because the retention budget was used up."""
     shares: tuple[ShareStats, ...] = ()
     """Use per tenant with a quota or limit; the default share is the first."""
     declined: int = 0
-    """Uses of blocks that its admission filter rejected."""
+    """Uses of blocks that the admission filter rejected."""
     queued_bytes: int = 0
-    """Bytes waiting to be stored or being stored."""
+    """Bytes of blocks that are queued or being stored."""
     jobs: int = 0
     """Waiting and running jobs."""
     healthy: bool = True
-    """Whether it has no error; otherwise see `last_error`."""
+    """Whether the tier has no error; otherwise see `last_error`."""
     last_error: str = ""
     estimates: tuple[HitRatio, ...] = ()
     """Estimated hit ratios for other sizes; empty without enough data, or if disabled."""
@@ -64,9 +64,9 @@ class NamespaceStats:
     """One namespace, or the later namespaces of one tenant (see `HitCounters`)."""
 
     namespace: NamespaceId | None
-    """Its id; None for several namespaces."""
+    """Namespace id; None for several namespaces."""
     tenant: str
-    """Its tenant if that has a quota, else empty."""
+    """Name of the tenant if the tenant has a quota, else empty."""
     blocks: tuple[int, ...]
     """Blocks per tier in lookup order; the CPU tier is the first."""
     hits: tuple[int, ...]
@@ -81,14 +81,14 @@ class ManagerStats:
     """The tiers in lookup order; the CPU tier is the first."""
     leases: int = 0
     oldest_lease_seconds: float = 0.0
-    """Age of the oldest lease, renewals included."""
+    """Time since the oldest lease was granted; a renewal does not reset it."""
     expired_leases: int = 0
     """Leases that expired before their client released them."""
     expired_stores: int = 0
-    """Stores that expired because their writer was silent."""
+    """Stores that expired because the client did not complete or renew them."""
     stores: int = 0
     quarantined_bytes: int = 0
-    """Bytes out of use because a client that lost its store may still write to them."""
+    """Bytes that are out of use, because a client whose store has ended may still write to them."""
     sessions: int = 0
     namespaces: int = 0
     holds: int = 0
@@ -102,25 +102,25 @@ class ManagerStats:
     lookup_keys: int = 0
     """Keys with a known outcome."""
     lookup_misses: int = 0
-    """Keys that no tier had; in PREFIX mode also those behind the first miss."""
+    """Keys that no tier had. In PREFIX mode all keys after the first miss count too."""
     misses_by_reason: Mapping[MissReason, int] = field(default_factory=dict)
-    """The same by reason."""
+    """Number of these keys by reason."""
 
 
 @dataclass(slots=True)
 class HandoffStats:
-    """Holds of one direction since the start, each counted once, and the open ones."""
+    """Numbers of holds of one direction since the start, and of open holds."""
 
     open: int = 0
     published: int = 0
     declined: int = 0
-    """Publications refused because of a limit."""
+    """Publications that were refused because of a limit."""
     claimed: int = 0
-    """Claims that were granted blocks."""
+    """Claims that leased at least one block."""
     released: int = 0
     expired: int = 0
     dropped: int = 0
-    """Holds ended by a reset or replaced."""
+    """Holds that a reset ended or a new hold replaced."""
     claimed_bytes: int = 0
     held_seconds: float = 0.0
     """Total duration of the ended holds."""

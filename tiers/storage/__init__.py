@@ -1,1 +1,1 @@
-"""Helpers shared by storage tiers: buffers, batches, checksums, health, checks of stored blocks."""
+"""Helpers of all storage tiers: buffers, batches, checksums, health, checks of stored blocks."""

@@ -1,4 +1,4 @@
-"""Splits a job into batches that are published together."""
+"""Splits a job into batches; a tier commits each batch in one transaction."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..base import BlockBytes
 __all__ = ["BATCH_BLOCKS", "batches"]
 
 BATCH_BLOCKS = 512
-"""Blocks per transaction. Limits the pages that one can add and free
+"""Limit of blocks per transaction, and so of the pages that a transaction adds and frees
 (`lmdb.probe.UNWRITTEN_PAGES`)."""
 
 

@@ -1,6 +1,6 @@
 """Buffer addresses, and copies that release the GIL.
 
-`view[...] = other` holds the GIL, for milliseconds if it is large.
+Python's `view[...] = other` holds the GIL, for milliseconds if the view is large.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class _PyBuffer(ctypes.Structure):
     )
 
 
-# A subscript returns a private function object. Attributes are shared with, and reconfigured by,
-# other users.
+# `pythonapi[...]` returns a private function object. An attribute of `pythonapi` would be shared:
+# other modules change its argument types.
 _get_buffer = ctypes.pythonapi["PyObject_GetBuffer"]
 _get_buffer.argtypes = (ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int)
 _release_buffer = ctypes.pythonapi["PyBuffer_Release"]
@@ -38,12 +38,12 @@ _release_buffer.restype = None
 
 
 def writable_address_of(view: memoryview) -> int:
-    """Returns the address of a non-empty writable view, which must outlive it. Raises TypeError."""
+    """Returns the address of a non-empty writable view; keep the view alive. Raises TypeError."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def address_of(view: memoryview) -> int:
-    """Returns the address of a contiguous view, which must outlive the address."""
+    """Returns the address of a contiguous view. Keep the view alive while you use the address."""
     buffer = _PyBuffer()
     _get_buffer(view, buffer, 0)
     address = buffer.buf or 0

@@ -1,7 +1,7 @@
 """Checksums of blocks: xxh3-64, seeded with the block's name.
 
-The seed detects intact bytes of another block. xxh3-64 is faster than memcpy (30 GB/s on one core),
-so there is no setting to disable it.
+Because of the seed, intact bytes of another block have a wrong checksum. xxh3-64 is faster than
+memcpy (30 GB/s on one core), so no setting disables it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["block_checksum", "checksum_of"]
 
 
 def block_checksum(namespace: NamespaceId, key: bytes, parts: tuple[memoryview, ...]) -> int:
-    """Returns the unsigned 64-bit checksum of a block's parts in rank order; without the GIL."""
+    """Returns the unsigned 64-bit checksum of a block's parts in rank order. Releases the GIL."""
     return checksum_of(namespace + key, parts)
 
 

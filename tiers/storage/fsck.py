@@ -1,6 +1,7 @@
-"""Check of stored blocks against their checksums, in slices, offline or next to a running server.
+"""Check of stored blocks against their checksums, in slices, offline or in a running server.
 
-A checkable tier has the two methods of `Checkable`. They are not part of the tier contract.
+A tier that supports the check has the two methods of `Checkable`, which are not part of the tier
+contract.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ NAMESPACE_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A damaged block. It cannot be loaded, and its bytes are never served."""
+    """A damaged block. The server never serves its bytes."""
 
     name: bytes
-    """Namespace (16 bytes) and key; for a damaged index, the stored bytes."""
+    """Namespace (16 bytes) and key. In a damaged index these are the stored bytes, unchecked."""
     nbytes: int
     """Size of all parts; 0 if unknown."""
     problem: str
     repaired: bool
-    """Whether it was removed from the index and its space is not reused."""
+    """Whether the block was removed from the index and its space quarantined."""
 
     def __str__(self) -> str:
         return f"{self.name[:NAMESPACE_BYTES].hex()} {self.name[NAMESPACE_BYTES:].hex()}: {self.problem}"
@@ -53,22 +54,20 @@ class Checkable(Protocol):
         ...
 
     def check_slice(self, after: bytes, *, repair: bool) -> Slice:
-        """Verifies the next blocks by name, a few megabytes.
+        """Verifies the next blocks in the order of their names, a few megabytes, in milliseconds.
 
-        With `repair` quarantines damaged ones.
-
-        `after` is `b""` for the first slice. Called on any thread, next to loads and one store or
-        removal; takes milliseconds. A block that is stored, replaced or removed meanwhile is never
-        reported.
+        `after` is `b""` for the first slice. With `repair`, quarantines damaged blocks. Called on
+        any thread, while loads and one store or removal may run. Does not report a block that is
+        stored, replaced or removed during the check.
         """
         ...
 
 
 def check(tier: object, *, repair: bool) -> Iterator[Slice]:
-    """Yields one slice after another. The tier may be used between two of them, but not closed.
+    """Yields slices. Between two slices the caller may use the tier, but must not close it.
 
-    A server runs each step on a worker thread (`server/services/online_fsck.py`), and tells the
-    core which blocks were removed by a repair.
+    The server runs each step on a worker thread (`server/services/online_fsck.py`), and tells the
+    core which blocks a repair has removed.
 
     Raises TierError if the tier cannot be checked.
     """

@@ -14,7 +14,7 @@ __all__ = ["TierHealth"]
 _log = logging.getLogger(__name__)
 
 _LOG_SECONDS = 10.0
-"""Minimum time between two log lines about one operation: the text may differ for each job."""
+"""Minimum time between two log lines about one operation, because each job may have a new text."""
 
 
 class TierHealth:
