@@ -1,1 +1,1 @@
-"""Wire contract: the protobuf package `kvtier.v1`, and the framings outside protobuf."""
+"""Wire contract: the protobuf package `kvtier.v1`, and frames that protobuf does not define."""

@@ -1,7 +1,7 @@
 """Client credentials (CA, certificate, token), the gRPC channels that use them, and PEM checks.
 
-With `ca`, or with `cert` and `key`, a TCP connection uses TLS. A token goes with every call, over
-TLS or a Unix socket. It goes over plain TCP only if `insecure` is set.
+With `ca`, or with `cert` and `key`, a TCP connection uses TLS. The client sends its token with
+every call. It sends the token over TCP without TLS only if `insecure` is set.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ _TEXTS = {
 
 
 class CredentialsError(ValueError):
-    """Credentials cannot be used. The message is one line without secrets."""
+    """Credentials that cannot be used. The message is one line without secrets."""
 
 
 class PemError(ValueError):
-    """A PEM file cannot be used. The message gives the reason, without the file's name."""
+    """A PEM file that cannot be used. The message gives the reason, without the file's name."""
 
 
 class PairError(PemError):
-    """A key belongs to another certificate, or has a password: the files are never usable."""
+    """A key that belongs to another certificate or has a password, so no TLS library accepts it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """A client's credentials. All are optional, as on a Unix socket.
+    """Credentials of a client. All are optional; a Unix socket usually needs none.
 
     Attributes:
         ca: file with the CA certificates (PEM) that verify the server; "system" for gRPC's default.
         cert: file with this client's certificate chain (PEM), if the server requires one.
-        key: file with its private key (PEM).
+        key: file with the private key of `cert` (PEM).
         token: a bearer token, as printed by `kvtier token new`.
         token_file: file with the token; read again when it changes.
         insecure: whether a token may be sent over TCP without TLS.
@@ -62,7 +62,10 @@ class Credentials:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None, **given: Any) -> Self:
-        """Returns the given values and those of the environment; any given token overrides both."""
+        """Returns credentials from `given` and the environment; `given` takes precedence.
+
+        If a token or token file is given, the environment's token and token file are ignored.
+        """
         environ = os.environ if environ is None else environ
         values: dict[str, Any] = {
             name: environ.get(variable) or None for name, variable in CREDENTIAL_VARIABLES.items()
@@ -100,12 +103,12 @@ class Credentials:
         return grpc.aio.secure_channel(endpoint.target, tls, list(options), interceptors=interceptors)
 
     def check(self, endpoint: Endpoint) -> None:
-        """Raises CredentialsError if they cannot be used with this endpoint."""
+        """Raises CredentialsError if the credentials cannot be used with this endpoint."""
         if (self.cert is None) != (self.key is None):
-            raise CredentialsError("a certificate goes with its key: give both `cert` and `key`, or neither")
+            raise CredentialsError("only one of `cert` and `key` is given: a certificate needs its key")
         if self.has_token and not (endpoint.is_unix or self.is_tls(endpoint) or self.insecure):
             raise CredentialsError(
-                f"the token is not sent to {endpoint} in the clear: give the `ca` of the server, or set `insecure`"
+                f"the token is not sent to {endpoint} without TLS: give the `ca` of the server, or set `insecure`"
             )
 
     def _tls(self, endpoint: Endpoint) -> grpc.ChannelCredentials | None:
@@ -121,7 +124,10 @@ class Credentials:
         return grpc.ssl_channel_credentials(root_certificates=roots, private_key=key, certificate_chain=chain)
 
     def _bearer(self) -> Callable[[], str]:
-        """Returns a function for the metadata value. Reads the token file now, to fail early."""
+        """Returns a function for the metadata value.
+
+        Reads the token file now, so that an unreadable file is reported before the first call.
+        """
         if self.token is not None:
             value = f"Bearer {_checked(self.token, 'the token')}"
             return lambda: value
@@ -131,7 +137,7 @@ class Credentials:
 
 
 class _TokenFile:
-    """A token in a file, read again when it changes. If that fails, the last token is used."""
+    """A token in a file, read again when the file changes. If that fails, the last token stays."""
 
     def __init__(self, path: str) -> None:
         self._path = os.path.expanduser(path)  # noqa: PTH111 - as with `os.stat` below
@@ -154,7 +160,7 @@ class _TokenFile:
 
 def _checked(token: str, what: str) -> str:
     if not token or not token.isascii() or not token.isprintable() or " " in token:
-        raise CredentialsError(f"{what} is not a token: one line of printable characters")
+        raise CredentialsError(f"{what} is not a token: it must be one line of printable characters without spaces")
     return token
 
 
@@ -169,33 +175,34 @@ def _contents(name: str, path: str | None) -> bytes | None:
 
 
 def _check_pem(name: str, path: str | None, contents: bytes | None, kind: bytes) -> None:
-    """Raises CredentialsError if a file has no PEM object of the kind; gRPC would report no server.
+    """Raises CredentialsError if a file has no PEM object of this kind.
 
-    Damaged objects after a valid one are not checked, because gRPC uses the valid one.
+    Without this check gRPC would only report that the server is unavailable. Damaged objects after
+    a valid one are not checked, because gRPC uses the valid one.
     """
     if contents is not None and kind + b"-----" not in contents:
-        raise CredentialsError(f"{name} {path}: there is no {kind.decode().lower()} in PEM in it")
+        raise CredentialsError(f"{name} {path}: the file has no {kind.decode().lower()} in PEM format")
 
 
 def _check_pair(cert: str | None, key: str | None) -> None:
-    """Raises CredentialsError if key and certificate do not match; pipes are not checked."""
+    """Raises CredentialsError if key and certificate do not match. Pipes are not checked."""
     if cert is None or key is None:
         return
     cert_path, key_path = (Path(path).expanduser() for path in (cert, key))
     if not (cert_path.is_file() and key_path.is_file()):
         return
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.set_ciphers("ALL:@SECLEVEL=0")  # the server decides which key lengths it accepts
+    context.set_ciphers("ALL:@SECLEVEL=0")  # accepts any key length; the server decides
     try:
         check_pair(str(cert_path), str(key_path), context)
     except PairError as error:
         raise CredentialsError(f"cert {cert}, key {key}: {error}") from None
     except PemError:
-        pass  # gRPC may accept it; if not, it reports a failed connection
+        pass  # gRPC may accept the files; otherwise it reports a failed connection
 
 
 def _with(details: Any, value: str) -> Any:
-    """Returns the call details with the token added to their metadata."""
+    """Returns the call details with the token added to the metadata."""
     metadata = [*(details.metadata or ()), ("authorization", value)]
     of_aio: Any = grpc.aio.ClientCallDetails
     if isinstance(details, of_aio):
@@ -241,7 +248,7 @@ class _Bearer(
 
 
 def _aio_bearers(value: Callable[[], str]) -> list[Any]:
-    """Returns one interceptor per kind of call: grpc.aio registers each class for one kind only."""
+    """Returns one interceptor per kind of call, because grpc.aio uses a class for one kind only."""
 
     async def intercept(_: Any, continuation: Any, details: Any, request: Any) -> Any:
         return await continuation(_with(details, value()), request)
@@ -256,11 +263,11 @@ def _aio_bearers(value: Callable[[], str]) -> list[Any]:
 
 
 def check_certificates(path: str) -> None:
-    """Raises PemError if a file has no valid certificates."""
+    """Raises PemError if a file has no valid certificate."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
     except OSError as error:  # ssl.SSLError is one
-        raise PemError(f"not certificates in PEM: {_describe(error, 'damaged')}") from None
+        raise PemError(f"no certificates in PEM format: {_describe(error, 'damaged')}") from None
 
 
 def check_pair(cert: str, key: str, context: ssl.SSLContext) -> None:
@@ -272,7 +279,7 @@ def check_pair(cert: str, key: str, context: ssl.SSLContext) -> None:
     except (OSError, ValueError) as error:
         if getattr(error, "reason", "") == _MISMATCH:
             raise PairError(_TEXTS[_MISMATCH]) from None
-        raise PemError(_describe(error, "the key is not a private key in PEM")) from None
+        raise PemError(_describe(error, "the key is not a private key in PEM format")) from None
 
 
 def _no_password() -> str:

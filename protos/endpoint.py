@@ -1,8 +1,8 @@
-"""Endpoints: how server and clients write, parse and default the server's address.
+"""Endpoints: text form, parser and default of the server's address.
 
-An endpoint is `unix:PATH` or `HOST:PORT`. The default of both sides is
-`$XDG_RUNTIME_DIR/kvtier/kvtier.sock`, else `/tmp/kvtier-<uid>/kvtier.sock`. Clients read
-`KVTIER_ENDPOINT` first.
+An endpoint is `unix:PATH` or `HOST:PORT`. The default for server and clients is
+`$XDG_RUNTIME_DIR/kvtier/kvtier.sock`, or `/tmp/kvtier-<uid>/kvtier.sock` if that variable is not
+usable. In clients `KVTIER_ENDPOINT` overrides the default.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ CREDENTIAL_VARIABLES = {
 """Environment variable of each field of `Credentials`. The server reads `KVTIER_INSECURE` too."""
 
 MAX_SOCKET_PATH_BYTES = 100
-"""Longest path of a server's socket. The kernel allows 107 bytes (unix(7)); 7 are reserved for the
-suffix of a companion socket, such as the one that passes the region."""
+"""Longest path of a server's socket. The kernel allows 107 bytes (unix(7)). 7 bytes are reserved
+for the suffix of the server's other sockets, such as the attach socket."""
 
 _MAX_PORT = 65535
 
 
 class EndpointError(ValueError):
-    """A text is not an endpoint. The message gives the reason in one line."""
+    """A text that is not an endpoint. The message gives the reason in one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Endpoint:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this host can reach it: a Unix socket, or TCP on a loopback address."""
+        """Whether only this host can connect: a Unix socket, or TCP on a loopback address."""
         if self.path is not None or self.host == "localhost":
             return True
         try:
@@ -73,7 +73,7 @@ class Endpoint:
 
     @property
     def target(self) -> str:
-        """GRPC target. It is a URI, so `%`, `?` and `#` in a path are quoted."""
+        """Target for gRPC. A target is a URI, so `%`, `?` and `#` in a path are quoted."""
         return str(self) if self.path is None else f"unix:{quote(self.path)}"
 
     def __str__(self) -> str:
@@ -85,8 +85,8 @@ class Endpoint:
 def parse_endpoint(text: str) -> Endpoint:
     """Parses `unix:PATH` or `HOST:PORT`. Raises `EndpointError`.
 
-    Also accepts `unix:///PATH`, `unix:~/PATH`, relative paths and IPv6 addresses in brackets. Paths
-    of the result are absolute. Port 0 lets a server choose a free port.
+    Also accepts `unix:///PATH`, `unix:~/PATH`, relative paths and IPv6 addresses in brackets. The
+    path of the result is absolute. With port 0 a server chooses a free port.
     """
     if text.startswith("unix:"):
         return Endpoint(path=_socket_path(text))
@@ -108,7 +108,10 @@ def default_endpoint(environ: Mapping[str, str] = os.environ) -> Endpoint:
 
 
 def client_endpoint(text: str | None = None, environ: Mapping[str, str] = os.environ) -> Endpoint:
-    """Returns `text`, else `KVTIER_ENDPOINT`, else the default. Raises `EndpointError`."""
+    """Returns the endpoint from `text`, `KVTIER_ENDPOINT` or the default, in this order.
+
+    Raises `EndpointError`.
+    """
     if text:
         return parse_endpoint(text)
     if from_environment := environ.get(ENDPOINT_VARIABLE):
@@ -122,20 +125,20 @@ def client_endpoint(text: str | None = None, environ: Mapping[str, str] = os.env
 def _socket_path(text: str) -> str:
     path = text.removeprefix("unix:")
     if path.startswith("//"):
-        # The URI form has an empty authority; unix://relative would name a host.
+        # The URI form has an empty authority. In unix://NAME/PATH, NAME would be a host.
         if not path.startswith("///"):
             raise EndpointError(f"{text!r}: write unix:PATH or unix:///PATH")
         path = path[2:]
     if not path or path.endswith("/"):
-        raise EndpointError(f"{text!r} lacks the name of a socket")
+        raise EndpointError(f"{text!r} does not name a socket")
     if "\0" in path:
-        raise EndpointError(f"{text!r}: a path has no NUL in it")
+        raise EndpointError(f"{text!r}: a path must not contain NUL")
     try:
         path = str(Path(path).expanduser().absolute())
     except RuntimeError as error:  # ~ of an unknown user
         raise EndpointError(f"{text!r}: {error}") from None
     if (length := len(os.fsencode(path))) > MAX_SOCKET_PATH_BYTES:
-        raise EndpointError(f"{text!r}: a socket's path has at most {MAX_SOCKET_PATH_BYTES} bytes, this one {length}")
+        raise EndpointError(f"{text!r}: the path must have at most {MAX_SOCKET_PATH_BYTES} bytes; it has {length}")
     return path
 
 
@@ -148,5 +151,5 @@ def _host(host: str, text: str) -> str:
             raise EndpointError(f"{text!r}: {host!r} is not an IPv6 address") from None
         return host
     if ":" in host or any(char.isspace() or char in "/[]" for char in host):
-        raise EndpointError(f"{text!r}: {host!r} is not a host (IPv6 addresses go in brackets)")
+        raise EndpointError(f"{text!r}: {host!r} is not a host (write IPv6 addresses in brackets)")
     return host

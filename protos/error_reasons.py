@@ -1,7 +1,7 @@
-"""Error reasons: the gRPC status of each, and how both travel.
+"""Error reasons, their gRPC status codes, and their encoding in the trailing metadata.
 
-A refused call ends with the reason's status code and a `google.rpc.ErrorInfo` in the trailing
-metadata (`grpc-status-details-bin`). Clients match the reason, never the text.
+A refused call ends with the status code of the reason and a `google.rpc.ErrorInfo` in the trailing
+metadata (`grpc-status-details-bin`). Clients must use the reason, never the text.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ STATUS_OF = MappingProxyType(
         "RATE_LIMITED": grpc.StatusCode.RESOURCE_EXHAUSTED,
     }
 )
-"""Status code of each reason of `kvtier.v1.ErrorReason`; a test compares the two."""
+"""Status code of each reason in `kvtier.v1.ErrorReason`."""
 
 
 def status_of(reason: str, message: str, retry_after: float | None = None) -> status_pb2.Status:
-    """Returns the status of a refused call; `retry_after`: seconds until it may succeed."""
+    """Returns the status of a refused call. `retry_after`: seconds after which to retry."""
     code: int = STATUS_OF[reason].value[0]
     status = status_pb2.Status(code=code, message=message)
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN))
@@ -69,7 +69,7 @@ def error_details(reason: str, message: str, retry_after: float | None = None) -
 
 
 def status_within(trailing_metadata: Iterable[Any] | None) -> status_pb2.Status | None:
-    """Returns the status in a failed call's metadata; None if it has only a code."""
+    """Returns the status in a failed call's metadata; None if the metadata has none."""
     for key, value in trailing_metadata or ():
         if key == _DETAILS_KEY:
             status: status_pb2.Status = status_pb2.Status.FromString(value)
@@ -78,13 +78,13 @@ def status_within(trailing_metadata: Iterable[Any] | None) -> status_pb2.Status 
 
 
 def reason_of(trailing_metadata: Iterable[Any] | None) -> str | None:
-    """Returns the reason in a failed call's metadata; None if it is not from kvtier."""
+    """Returns the reason in a failed call's metadata; None if the error is not from kvtier."""
     status = status_within(trailing_metadata)
     return None if status is None else reason_within(status)
 
 
 def reason_within(status: status_pb2.Status) -> str | None:
-    """Returns the reason in a status; None if it is not from kvtier."""
+    """Returns the reason in a status; None if the status is not from kvtier."""
     for detail in status.details:
         info = error_details_pb2.ErrorInfo()
         if detail.Unpack(info) and info.domain == DOMAIN:

@@ -1,10 +1,12 @@
-"""First bytes of a connection to the server's attach socket.
+"""Handshake of a connection to the attach socket: request of the client, reply of the server.
 
-That is the Unix socket in `CapabilitiesResponse.region`. The client's request says what the
-connection is for; the server grants or refuses it. A granted reply for the region carries its file
-descriptor (SCM_RIGHTS). While that connection is open, the server assumes that the client may write
-to the region. A connection for calls continues as in `call_frames`. Clients of other hosts send the
-same bytes to the TCP port of `tcp_frames`; they may only ask for calls.
+The attach socket is the Unix socket in `CapabilitiesResponse.region`. The request names the purpose
+of the connection; the server grants or refuses it.
+
+- `Purpose.REGION`: the reply carries the region's file descriptor (SCM_RIGHTS). While the
+  connection is open, the server assumes that the client may write to the region.
+- `Purpose.CALLS`: the connection continues as described in `call_frames`. Clients on other hosts
+  use this handshake at the TCP port of `tcp_frames`, where only this purpose is granted.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ __all__ = ["REPLY_BYTES", "REQUEST_BYTES", "Purpose", "pack_reply", "pack_reques
 
 
 class Purpose(enum.Enum):
-    """Purpose of a connection. Values are its first bytes."""
+    """Purpose of a connection. The value is the start of the request."""
 
     REGION = b"KVT1"
     CALLS = b"KVC1"
@@ -36,7 +38,7 @@ def pack_request(session_id: bytes, epoch: int, purpose: Purpose = Purpose.REGIO
 
 
 def unpack_request(data: bytes) -> tuple[Purpose, bytes, int]:
-    """Returns purpose, session id and epoch. Raises ValueError for another version."""
+    """Returns purpose, session id and epoch. Raises ValueError if this is not an attach request."""
     try:
         magic, session_id, epoch = _REQUEST.unpack(data)
         return Purpose(magic), session_id, epoch
@@ -45,12 +47,12 @@ def unpack_request(data: bytes) -> tuple[Purpose, bytes, int]:
 
 
 def pack_reply(size_bytes: int, *, granted: bool) -> bytes:
-    """Returns the server's reply; a granted one is sent with the descriptor."""
+    """Returns the server's reply. For the region, a granted reply is sent with the descriptor."""
     return _REPLY.pack(_MAGIC, granted, size_bytes)
 
 
 def unpack_reply(data: bytes) -> int | None:
-    """Returns the region's size in bytes, None if refused. Raises ValueError."""
+    """Returns the region's size in bytes; None if refused. Raises ValueError."""
     if len(data) != REPLY_BYTES or data[:4] != _MAGIC:
         raise ValueError("not an attach reply of this version")
     _, granted, size_bytes = _REPLY.unpack(data)

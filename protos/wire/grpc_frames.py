@@ -1,11 +1,12 @@
 """Frames of `TransferService`, encoded and decoded without a protobuf copy of their payload.
 
-A frame is a `PushRequest` or `PullResponse` with `payload` as its last field. So it is the other
-fields, serialized by protobuf, then one tag, one length and the raw bytes. A protobuf `bytes` field
-costs a copy at each end, a third to a half of the throughput of a bulk stream.
+A frame is a `PushRequest` or `PullResponse` whose last field is `payload`. Its bytes are the other
+fields as serialized by protobuf, one tag, one length, and the payload. With the generated messages
+protobuf would copy the payload at each end, which costs a third to a half of the throughput of a
+stream.
 
-Both sides use these functions as gRPC serializers, on any thread. Peers may use the generated
-messages: the bytes are the same.
+Server and client use these functions as gRPC serializers, on any thread. Other implementations can
+use the generated messages, because the bytes are the same.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ __all__ = [
 _Fields = TypeVar("_Fields", PushRequest, PullResponse)
 
 FRAME_BYTES: Final = 1 << 20
-"""Default payload of a frame. It is small enough that the copies of it stay in a
-processor's cache."""
+"""Default payload of a frame. Its copies fit into the cache of a processor."""
 
 _VARINT: Final = 0
 _FIXED64: Final = 1
@@ -38,24 +38,24 @@ _DELIMITED: Final = 2
 _FIXED32: Final = 5
 _PAYLOAD_TAG: Final = PushRequest.PAYLOAD_FIELD_NUMBER << 3 | _DELIMITED
 _TAGS: Final = range(1 << 3, 2**32)
-_MORE: Final = 0x80  # bit of a varint's byte: another one follows
+_MORE: Final = 0x80  # bit in a byte of a varint: another byte follows
 
 
 class Head(NamedTuple):
-    """Bytes before the payload. The caller sets the checksum: 8 little-endian bytes."""
+    """Bytes before the payload. The caller writes the checksum (8 bytes, little-endian) there."""
 
     data: bytes
     checksum_at: int
 
 
 def frame_head(fields: PushRequest | PullResponse, payload_bytes: int) -> Head:
-    """Returns the head of a frame with these fields, which have no checksum and no payload."""
+    """Returns the head of a frame. `fields` has neither checksum nor payload."""
     start = fields.SerializeToString() + bytes((fields.XXH3_64_FIELD_NUMBER << 3 | _FIXED64,))
     return Head(start + bytes(8) + bytes((_PAYLOAD_TAG,)) + _varint(payload_bytes), len(start))
 
 
 def encode_pull_frame(offset_bytes: int, xxh3_64: int, payload: Sequence[bytes | bytearray | memoryview]) -> bytes:
-    """Returns a `PullResponse` with these buffers, which are copied once, holding the GIL."""
+    """Returns a `PullResponse` with these buffers as payload. Copies them once, holding the GIL."""
     size = sum(memoryview(piece).nbytes for piece in payload)
     head = PullResponse(offset_bytes=offset_bytes, xxh3_64=xxh3_64).SerializeToString()
     if not size:
@@ -66,7 +66,8 @@ def encode_pull_frame(offset_bytes: int, xxh3_64: int, payload: Sequence[bytes |
 def decode_push_frame(message: bytes) -> tuple[PushRequest, memoryview]:
     """Splits a `PushRequest` into its other fields and a view of its payload.
 
-    Skips unknown fields. Raises ValueError if it is not a frame or `payload` is not its last field.
+    Unknown fields are skipped. Raises ValueError if the message is not a frame, or if `payload` is
+    not the last field.
     """
     return _decode(PushRequest, message)
 
@@ -86,12 +87,15 @@ def _decode(kind: type[_Fields], message: bytes) -> tuple[_Fields, memoryview]:
 
 
 def _find_payload(message: bytes) -> tuple[int, int]:
-    """Returns where the other fields end and where the payload starts, at the latest the end."""
+    """Returns the end of the other fields and the start of the payload.
+
+    Both are the end of the message if there is no payload.
+    """
     position, end = 0, len(message)
     while position < end:
         tag, value_start = _read_varint(message, position)
         if tag not in _TAGS:
-            raise ValueError(f"a malformed tag at byte {position} of a frame")
+            raise ValueError(f"malformed tag at byte {position} of a frame")
         if tag == _PAYLOAD_TAG:
             size, payload_start = _read_varint(message, value_start)
             if payload_start + size != end:
@@ -113,7 +117,7 @@ def _skip(message: bytes, position: int, wire_type: int) -> int:
     if wire_type == _DELIMITED:
         size, start = _read_varint(message, position)
         return start + size
-    raise ValueError(f"wire type {wire_type} at byte {position} of a frame")
+    raise ValueError(f"invalid wire type {wire_type} at byte {position} of a frame")
 
 
 def _read_varint(message: bytes, position: int) -> tuple[int, int]:
@@ -122,7 +126,7 @@ def _read_varint(message: bytes, position: int) -> tuple[int, int]:
         value |= (byte & ~_MORE) << (7 * index)
         if byte < _MORE:
             return value, position + index + 1
-    raise ValueError(f"a malformed number at byte {position} of a frame")
+    raise ValueError(f"malformed number at byte {position} of a frame")
 
 
 def _varint(value: int) -> bytes:

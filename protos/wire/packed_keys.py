@@ -1,6 +1,6 @@
-"""Codecs of packed lists in one `bytes` field: keys of one length, and offsets.
+"""Codecs of lists that are packed into one `bytes` field: keys of equal length, and offsets.
 
-Offsets are little-endian unsigned 64-bit numbers, as in the `…_offsets` fields.
+An offset is a little-endian unsigned 64-bit number, as in the `…_offsets` fields.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["pack_offsets", "unpack_keys", "unpack_offsets"]
 def unpack_keys(packed: bytes, key_bytes: int) -> list[bytes]:
     """Splits keys of `key_bytes` each. Raises ValueError if the length does not match."""
     if key_bytes < 1 or len(packed) % key_bytes:
-        raise ValueError(f"{len(packed)} bytes are no keys of {key_bytes}")
+        raise ValueError(f"{len(packed)} bytes are not a multiple of the key length {key_bytes}")
     # `struct.unpack` would cache the format.
     return list(struct.Struct(f"{key_bytes}s" * (len(packed) // key_bytes)).unpack(packed))
 
@@ -29,7 +29,7 @@ def pack_offsets(offsets: Iterable[int]) -> bytes:
 
 
 def unpack_offsets(packed: bytes) -> list[int]:
-    """Raises ValueError if the length is not a multiple of eight bytes."""
+    """Returns the offsets. Raises ValueError if the length is not a multiple of eight bytes."""
     numbers = array("Q")
     numbers.frombytes(packed)
     if sys.byteorder == "big":

@@ -1,4 +1,4 @@
-"""Byte sequence formed by the parts of one store or load; see `TransferService`."""
+"""Sequence of bytes formed by the parts of one store or load; see `TransferService`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["PartSequence"]
 
 
 class PartSequence:
-    """Scattered parts as one sequence: `sizes[i]` bytes at memory offset `offsets[i]`."""
+    """Sequence of parts in memory; part `i` has `sizes[i]` bytes at memory offset `offsets[i]`."""
 
     def __init__(self, offsets: Sequence[int], sizes: Sequence[int]) -> None:
         self._offsets, self._sizes = _joined(offsets, sizes)
@@ -18,9 +18,12 @@ class PartSequence:
         self.total_bytes = self._ends[-1] if self._ends else 0
 
     def locate(self, position: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Yields (memory offset, bytes) of each piece of a range. Raises ValueError."""
+        """Yields (memory offset, number of bytes) of each contiguous piece of a range.
+
+        Raises ValueError if the range exceeds the sequence.
+        """
         if position + nbytes > self.total_bytes:
-            raise ValueError(f"bytes {position} to {position + nbytes} of a sequence of {self.total_bytes}")
+            raise ValueError(f"bytes {position} to {position + nbytes} exceed the sequence of {self.total_bytes} bytes")
         number = bisect_right(self._ends, position)
         while nbytes:
             within = position - (self._ends[number] - self._sizes[number])
@@ -32,7 +35,7 @@ class PartSequence:
 
 
 def _joined(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Joins adjacent parts, because each piece costs as much as copying a few KiB."""
+    """Joins parts that are adjacent in memory, because each piece costs as much as copying KiB."""
     starts: list[int] = []
     lengths: list[int] = []
     end = -1

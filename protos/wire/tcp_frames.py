@@ -1,13 +1,14 @@
 """Frames of Push and Pull over TCP to the bulk process. gRPC would copy each byte five times.
 
 - Request: a head, and a `PushRequest` or `PullRequest` without payload.
-- Frames: a head with its own checksum, and bytes: a piece of the sequence that `TransferService`
-  describes. The client sends them for a Push, the server for a Pull. The last one has no bytes.
+- Frames: a head with a checksum of its own, and bytes: a piece of the sequence that
+  `TransferService` describes. The client sends frames for a Push, the server for a Pull. The last
+  frame has no bytes.
 - Answer: a head, and a `PushResponse` or `PullResponse`. Then the client may send the next request.
 
-Instead of an answer, or between frames, the server may send a refusal (reason and text) and close
-the connection. Numbers are little-endian. A connection that begins with the first bytes of `attach`
-is one for calls.
+Instead of an answer or of the next frame, the server may send a refusal (reason and text) and close
+the connection. Numbers are little-endian. If a connection begins with an attach request (module
+`attach`), it carries calls.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Method(enum.IntEnum):
 
 
 class FrameHead(NamedTuple):
-    """Head of a frame: offset in the sequence, length and checksum of the bytes that follow."""
+    """Head of a frame: offset in the sequence, and length and checksum of the frame's bytes."""
 
     offset: int
     nbytes: int
@@ -74,13 +75,13 @@ def unpack_request(head: bytes | bytearray) -> tuple[Method, int]:
 
 
 def pack_frame_head(offset: int, nbytes: int, xxh3_64: int) -> bytes:
-    """Returns the head of a frame, with a checksum of its own; 0 bytes end the frames."""
+    """Returns the head of a frame, with its checksum. A frame of 0 bytes is the last one."""
     head = _FRAME.pack(offset, nbytes, xxh3_64)
     return head + _CHECK.pack(xxhash.xxh32_intdigest(head))
 
 
 def unpack_frame_head(head: bytes | bytearray) -> FrameHead:
-    """Raises ValueError if the head's checksum does not match."""
+    """Returns the head of a frame. Raises ValueError if its checksum does not match."""
     fields, (check,) = head[: _FRAME.size], _CHECK.unpack(head[_FRAME.size :])
     if xxhash.xxh32_intdigest(bytes(fields)) != check:
         raise ValueError("the head of a frame arrived damaged")
@@ -97,10 +98,10 @@ def pack_refusal(reason: str, text: str) -> bytes:
 
 
 def unpack_answer(head: bytes | bytearray) -> tuple[bool, int]:
-    """Returns whether it is no refusal, and the length of its message. Raises ValueError."""
+    """Returns False for a refusal, and the length of the message. Raises ValueError."""
     granted, nbytes = _ANSWER.unpack(head)
     if nbytes > MAX_MESSAGE_BYTES:
-        raise ValueError("an answer that is too long")
+        raise ValueError(f"an answer has {nbytes} bytes; the limit is {MAX_MESSAGE_BYTES}")
     return granted, nbytes
 
 

@@ -71,9 +71,9 @@ def test_a_client_with_another_ca_does_not_connect(site: Site, tmp_path: Path) -
 
 def test_a_token_is_not_sent_in_the_clear() -> None:
     """Without TLS a token needs explicit permission; a client key needs its certificate."""
-    with pytest.raises(InvalidRequest, match=r"is not sent to 127\.0\.0\.1:1 in the clear"):
+    with pytest.raises(InvalidRequest, match=r"is not sent to 127\.0\.0\.1:1 without TLS"):
         Client("127.0.0.1:1", namespace=namespace_of(PART), credentials=Credentials(token=new_token()))
-    with pytest.raises(InvalidRequest, match="goes with its key"):
+    with pytest.raises(InvalidRequest, match="a certificate needs its key"):
         Client("127.0.0.1:1", namespace=namespace_of(PART), credentials=Credentials(cert="/c.pem"))
     with pytest.raises(InvalidRequest, match=r"ca /nowhere/ca\.pem: No such file"):
         Client("127.0.0.1:1", namespace=namespace_of(PART), credentials=Credentials(ca="/nowhere/ca.pem"))
@@ -86,10 +86,10 @@ def test_unusable_credential_files_are_named_in_the_error(tmp_path: Path) -> Non
     junk = tmp_path / "junk.pem"
     junk.write_text("no PEM")
     for files, wanted in (
-        ({"ca": str(junk)}, f"ca {junk}: there is no certificate in PEM in it"),
-        ({"cert": str(junk), "key": pair.key}, f"cert {junk}: there is no certificate in PEM in it"),
+        ({"ca": str(junk)}, f"ca {junk}: the file has no certificate in PEM format"),
+        ({"cert": str(junk), "key": pair.key}, f"cert {junk}: the file has no certificate in PEM format"),
         ({"cert": pair.cert, "key": other.key}, "the key is not this certificate's"),
-        ({"cert": pair.cert, "key": str(junk)}, f"key {junk}: there is no private key in PEM in it"),
+        ({"cert": pair.cert, "key": str(junk)}, f"key {junk}: the file has no private key in PEM format"),
     ):
         with pytest.raises(InvalidRequest, match=re.escape(wanted)):
             Client("127.0.0.1:1", namespace=namespace_of(PART), credentials=Credentials(**files))
@@ -254,10 +254,10 @@ def test_an_expired_certificate_is_logged(tmp_path: Path, caplog: pytest.LogCapt
 
 UNUSABLE = {
     "missing": "none.pem: No such file or directory",
-    "no certificate": "junk.pem: not certificates in PEM: the file contains no certificate",
+    "no certificate": "junk.pem: no certificates in PEM format: the file contains no certificate",
     "no key": "server.pem and {0}/junk.pem: the key is not a private key in PEM",
     "another's key": "the key is not this certificate's (KEY_VALUES_MISMATCH)",
-    "no authority": "TLS with {0}/junk.pem: not certificates in PEM",
+    "no authority": "TLS with {0}/junk.pem: no certificates in PEM format",
     "no tokens": "tokens, number 1: name: expected `string`, got `integer`",
 }
 

@@ -20,7 +20,7 @@ SAID = (
     (
         SOCKET,
         "UNKNOWN:/run/kvtier/kvtier.sock: connect: Permission denied (13)",
-        "Permission denied; it is for",
+        "Permission denied; only the server's user",
         "answers",
     ),
     (ADDRESS, f"{EXPIRED}certificate has expired", "VERIFY_FAILED: certificate has expired", "--ca"),

@@ -278,7 +278,7 @@ class TestHealthy:
             endpoint = "{}:{}".format(*listener.getsockname())
             findings = doctor(place, "--endpoint", endpoint, "--only", "server", code=1)
             named(findings, "server", "fail", "does it want TLS", "--ca")
-            assert "hangs up" in kvtier("status", "--endpoint", endpoint, code=2).stderr
+            assert "closed the connection" in kvtier("status", "--endpoint", endpoint, code=2).stderr
             listener.shutdown(socket.SHUT_RDWR)
 
     def test_a_drained_server(self, place: Path) -> None:

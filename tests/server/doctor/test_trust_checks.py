@@ -149,7 +149,7 @@ class TestTrust:
         [
             (lambda pair, _: Path(pair.cert).unlink(), "server.pem: No such file or directory"),
             (lambda pair, _: Path(pair.key).unlink(), "server.key: No such file or directory"),
-            (lambda pair, _: Path(pair.cert).write_text("junk"), "not certificates in PEM"),
+            (lambda pair, _: Path(pair.cert).write_text("junk"), "no certificates in PEM"),
             (lambda pair, other: Path(pair.key).write_text(Path(other.key).read_text()), "KEY_VALUES_MISMATCH"),
         ],
     )
