@@ -52,7 +52,7 @@ class CacheLayout:
 
     @classmethod
     def probe(cls, model: Any, block_tokens: int) -> CacheLayout:
-        """Runs the model on one token. Raises UnsupportedModelError if that fails."""
+        """Runs the model on one token. Raises UnsupportedModelError for an unsupported model."""
         try:
             with torch.inference_mode():
                 token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
