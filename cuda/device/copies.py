@@ -62,7 +62,7 @@ def wait_until(after: After, cancelled: Callable[[], bool]) -> None:
     """Waits until ``after`` is reached; raises CopyCancelled if ``cancelled()`` is true before."""
     while not after.reached():
         if cancelled():
-            raise CopyCancelled("the engine ended before its compute did")
+            raise CopyCancelled("cancelled before the engine's compute was done")
         time.sleep(_POLL_SECONDS)
 
 
@@ -101,7 +101,7 @@ class EngineBlocks:
         tuning: Tuning | None = None,
     ) -> None:
         if export.device != driver.device:
-            raise DeviceError(Cause.NO_DEVICE, f"the memory is on {export.device}, this is {driver.device}")
+            raise DeviceError(Cause.NO_DEVICE, f"the memory is on {export.device}, the driver is for {driver.device}")
         self._driver = driver
         self._tuning = tuning or Tuning()
         self._region = region
@@ -156,7 +156,7 @@ class EngineBlocks:
     def after_event(self, index: int) -> After:
         """The engine's event with this index. Raises DeviceError (BAD_EXPORT) if it is missing."""
         if not 0 <= index < len(self._events):
-            raise DeviceError(Cause.BAD_EXPORT, f"no event {index} of {len(self._events)}")
+            raise DeviceError(Cause.BAD_EXPORT, f"there is no event {index}: {len(self._events)} are shared")
         return EventAfter(self._driver, self._events[index])
 
     def part_bytes(self, group: int) -> int:
@@ -260,7 +260,7 @@ class EngineBlocks:
         try:
             for batch in plan.split(self._tuning.batch_copies, self._tuning.batch_bytes):
                 if is_cancelled():
-                    raise CopyCancelled("the engine ended, or gave up, before its copies did")
+                    raise CopyCancelled("cancelled before all copies were made")
                 self._begin(direction, stream, batch, in_flight)
                 if len(in_flight) > 1:
                     self._finish(in_flight.pop(0))

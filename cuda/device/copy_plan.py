@@ -65,7 +65,7 @@ class Planner:
         chunk_bytes: int = PIN_CHUNK_BYTES,
     ) -> None:
         if any(run.buffer >= len(addresses) for run in layout.runs):
-            raise LayoutError(f"the layout has more than {len(addresses)} buffers")
+            raise LayoutError(f"the layout needs more than the given {len(addresses)} buffers")
         self.part_bytes = layout.part_bytes
         self.num_blocks = layout.num_blocks
         self._region = region_address
@@ -83,7 +83,7 @@ class Planner:
             if not 0 <= block < self.num_blocks:
                 raise LayoutError(f"there is no block {block} of {self.num_blocks}")
             if not 0 <= offset <= self._region_bytes - self.part_bytes:
-                raise LayoutError(f"{self.part_bytes} bytes at {offset} are not in the region")
+                raise LayoutError(f"a slot of {self.part_bytes} bytes at offset {offset} is outside of the region")
         if len(self._columns) == 1:
             return self._plan_whole(blocks, offsets)
         return self._plan_pieces(blocks, offsets)

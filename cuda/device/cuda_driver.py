@@ -103,7 +103,7 @@ class CudaDriver:
     def _open(self, function: str, empty: Any, handle: bytes, *flags: int) -> Any:
         """Opens a handle. Raises CANNOT_OPEN for every error of the driver except BROKEN."""
         if len(handle) != HANDLE_BYTES:
-            raise DeviceError(Cause.CANNOT_OPEN, f"a handle of {len(handle)} bytes")
+            raise DeviceError(Cause.CANNOT_OPEN, f"the handle has {len(handle)} bytes, not {HANDLE_BYTES}")
         ctypes.memmove(empty.getPtr(), handle, HANDLE_BYTES)
         with self.in_context() as cuda:
             code, results = cuda.attempt(function, empty, *flags)

@@ -34,10 +34,10 @@ class Cause(StrEnum):
 
 _ADVICE = {
     Cause.NO_BINDINGS: "the package cuda-bindings is missing: pip install 'kvtier[cuda]'",
-    Cause.NO_DRIVER: "there is no usable CUDA driver here",
+    Cause.NO_DRIVER: "there is no usable CUDA driver",
     Cause.NO_DEVICE: "this process does not see that device: check CUDA_VISIBLE_DEVICES and the container's devices",
     Cause.UNKNOWN_MEMORY: "the address is in no allocation of this device",
-    Cause.HOST_MEMORY: "the memory is the host's, not the device's",
+    Cause.HOST_MEMORY: "the memory is on the host, not on the device",
     Cause.MANAGED_MEMORY: "managed memory (cudaMallocManaged) cannot be shared between processes",
     Cause.POOL_MEMORY: (
         "memory of a stream-ordered pool cannot be shared: remove backend:cudaMallocAsync from PYTORCH_CUDA_ALLOC_CONF"

@@ -81,7 +81,7 @@ class DeviceExport:
 
     def __post_init__(self) -> None:
         if not self.layouts or any(len(handle) != HANDLE_BYTES for handle in self._handles()):
-            raise DeviceError(Cause.BAD_EXPORT, "no blocks, or handles of a wrong size")
+            raise DeviceError(Cause.BAD_EXPORT, f"there are no blocks, or a handle does not have {HANDLE_BYTES} bytes")
         for group, layout in self.layouts.items():
             if sum(run.pieces for run in layout.runs) > _MAX_PIECES:
                 raise DeviceError(Cause.BAD_EXPORT, f"a block of group {group} has more than {_MAX_PIECES} pieces")
@@ -90,7 +90,7 @@ class DeviceExport:
                     run.buffer >= len(self.allocations)
                     or run.end(layout.num_blocks) > self.allocations[run.buffer].nbytes
                 ):
-                    raise DeviceError(Cause.BAD_EXPORT, f"blocks of group {group} are not inside of the allocations")
+                    raise DeviceError(Cause.BAD_EXPORT, f"blocks of group {group} are outside of the allocations")
 
     def _handles(self) -> list[bytes]:
         return [*(allocation.handle for allocation in self.allocations), *self.events]
@@ -110,7 +110,7 @@ class DeviceExport:
     def from_bytes(cls, data: bytes) -> DeviceExport:
         """Parses the result of `to_bytes`. Raises DeviceError (BAD_EXPORT) for any other bytes."""
         if len(data) > _MAX_JSON_BYTES:
-            raise DeviceError(Cause.BAD_EXPORT, f"{len(data)} bytes are more than {_MAX_JSON_BYTES}")
+            raise DeviceError(Cause.BAD_EXPORT, f"the export has {len(data)} bytes, more than {_MAX_JSON_BYTES}")
         try:
             return cls._parsed(json.loads(data))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -119,7 +119,7 @@ class DeviceExport:
     @classmethod
     def _parsed(cls, fields: Any) -> DeviceExport:
         if fields["version"] != _VERSION:
-            raise DeviceError(Cause.BAD_EXPORT, f"version {fields['version']!r} is not {_VERSION}")
+            raise DeviceError(Cause.BAD_EXPORT, f"the export has version {fields['version']!r}, not {_VERSION}")
         origin = fields["origin"]
         return cls(
             device=_text(fields["device"]),
@@ -190,7 +190,7 @@ def other_host(exporter: Origin, opener: Origin) -> DeviceError | None:
     """The error if the two processes are on different hosts, else None."""
     if exporter.boot == opener.boot:
         return None
-    detail = f"exported under boot {exporter.boot or 'unknown'}, this is {opener.boot or 'unknown'}"
+    detail = f"the exporter has boot id {exporter.boot or 'unknown'}, this host has {opener.boot or 'unknown'}"
     return DeviceError(Cause.OTHER_HOST, detail)
 
 
@@ -243,7 +243,7 @@ def _parsed_layout(fields: Any) -> BlockLayout:
 
 def _count(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
-        raise LayoutError(f"{value!r} is not a count")
+        raise LayoutError(f"{value!r} is not a number from 0 to 2^63 - 1")
     return value
 
 

@@ -54,7 +54,7 @@ class LayoutRun:
             min(self.buffer, self.offset, self.piece_stride) < 0
             or min(self.block_stride, self.piece_bytes, self.pieces) < 1
         ):
-            raise LayoutError(f"sizes and strides of {self} are not positive")
+            raise LayoutError(f"a size or stride of {self} is too small")
 
     def check(self, num_blocks: int) -> None:
         """Raises LayoutError if pieces of ``num_blocks`` blocks overlap or interleave."""
@@ -90,7 +90,7 @@ class BlockLayout:
 
     def __post_init__(self) -> None:
         if self.num_blocks < 1 or not self.runs:
-            raise LayoutError("a layout has blocks, and a block has pieces")
+            raise LayoutError("the layout has no blocks or no pieces")
         for run in self.runs:
             run.check(self.num_blocks)
 
@@ -145,7 +145,7 @@ def describe(tensors: Iterable[TensorShape]) -> BlockLayout:
     shapes = list(tensors)
     counts = {shape.sizes[shape.block_axis] for shape in shapes}
     if len(counts) != 1:
-        raise LayoutError(f"tensors of one group have {sorted(counts)} blocks")
+        raise LayoutError(f"tensors of one group have different numbers of blocks: {sorted(counts)}")
     runs = tuple(run for buffer, shape in enumerate(shapes) for run in _runs(buffer, shape))
     return BlockLayout(counts.pop(), tuple(_merged_runs(runs)))
 
@@ -158,13 +158,13 @@ def _runs(buffer: int, shape: TensorShape) -> Iterator[LayoutRun]:
         if axis != shape.block_axis and size != 1
     ]
     if any(stride <= 0 for stride, _ in axes):
-        raise LayoutError("a tensor repeats elements, or runs backwards")
+        raise LayoutError("a tensor has a stride of 0 or a negative stride")
     axes.sort()
     piece_bytes = shape.item_bytes
     while axes and axes[0][0] == piece_bytes:
         piece_bytes *= axes.pop(0)[1]
     if math.prod(size for _, size in axes) == 0 or piece_bytes == 0:
-        raise LayoutError("a tensor without elements holds no blocks")
+        raise LayoutError("a tensor has no elements")
     stride, count = axes.pop(0) if axes else (0, 1)
     while axes and axes[0][0] == stride * count:
         count *= axes.pop(0)[1]

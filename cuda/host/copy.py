@@ -158,7 +158,7 @@ def copy_batch(destinations: Sequence[int], sources: Sequence[int], sizes: Seque
     until the call returns.
     """
     if not len(destinations) == len(sources) == len(sizes):
-        raise ValueError("one of the lists of destinations, sources and sizes is shorter than another")
+        raise ValueError("the lists of destinations, sources and sizes have different lengths")
     if sum(sizes) <= _GIL_HELD_BYTES:
         deque(map(_memmove_holding_gil, destinations, sources, sizes), 0)
     else:

@@ -76,7 +76,7 @@ def place(address: int, nbytes: int, node: int) -> None:
     it. Raises `OSError` if the kernel refuses or does not support NUMA.
     """
     if _MBIND is None:
-        raise OSError(f"mbind is not known on {platform.machine()}")
+        raise OSError(f"the number of the system call mbind is unknown on {platform.machine()}")
     words = (ctypes.c_ulong * (_MAX_NODES // 64))()
     words[node // 64] = 1 << node % 64
     result = _syscall(

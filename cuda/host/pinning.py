@@ -67,7 +67,7 @@ class Pinning:
         Raises PinError if the driver refuses, and ValueError if the range is not one chunk.
         """
         if offset % PIN_CHUNK_BYTES or not 0 < length <= PIN_CHUNK_BYTES or offset + length > self._memory.size_bytes:
-            raise ValueError(f"{length} bytes at {offset} are not one chunk of the memory")
+            raise ValueError(f"offset {offset} and length {length} are not one chunk of the memory")
         with self._lock:
             if offset not in self._pinned and not self._refused:
                 if self._closed or not self._allowed():

@@ -58,7 +58,7 @@ class Deadline:
         """
         left = self.at - time.monotonic()
         if left < _SHORTEST_SECONDS:  # zero microseconds mean no limit
-            raise BlockingIOError("the time is up")
+            raise BlockingIOError("the deadline has passed")
         if left <= 0.9 * self._limits.get(option, math.inf):
             _limit(self._connection, option, left)
             self._limits[option] = left

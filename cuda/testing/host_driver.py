@@ -233,7 +233,7 @@ class SharedBytes:
     def open(cls, handle: bytes) -> SharedBytes:
         """Opens memory of another process by its handle. Raises DeviceError (CANNOT_OPEN)."""
         if len(handle) != HANDLE_BYTES:
-            raise DeviceError(Cause.CANNOT_OPEN, f"a handle of {len(handle)} bytes")
+            raise DeviceError(Cause.CANNOT_OPEN, f"the handle has {len(handle)} bytes, not {HANDLE_BYTES}")
         magic, pid, fd, inode, nbytes = _HANDLE.unpack(handle[: _HANDLE.size])
         if magic != _MAGIC or pid == os.getpid():
             raise DeviceError(Cause.CANNOT_OPEN, "invalid device context" if magic == _MAGIC else "invalid handle")

@@ -137,4 +137,4 @@ def _checked_slice(step: Any) -> Slice | None:
     """Raises TierError if the tier's check returned an invalid step."""
     if step is None or (isinstance(step, Slice) and all(isinstance(found, Finding) for found in step.findings)):
         return step
-    raise TierError(f"its check returned an invalid slice: {step!r:.100}")
+    raise TierError(f"the check of the tier returned an invalid slice: {step!r:.100}")

@@ -154,7 +154,7 @@ class CheckedTier(SecondaryTier):
         outcomes = self._outcomes("load", self._tier.load, copy_views(blocks))
         for number, block in enumerate(blocks):
             if outcomes[number] is Outcome.DONE and any(canary_intact(part, canary) for part in block.parts):
-                self.report("load", "reports blocks as loaded that it has not filled")
+                self.report("load", "load reports blocks as loaded whose bytes it has not written")
                 outcomes[number] = Outcome.CORRUPT
         return outcomes
 
@@ -218,9 +218,9 @@ class CheckedTier(SecondaryTier):
             return "is not an Entry"
         namespace, key, nbytes = cast("tuple[Any, Any, Any]", (entry.namespace, entry.key, entry.nbytes))
         if not isinstance(namespace, bytes) or len(namespace) != NAMESPACE_BYTES:
-            return "is in no namespace"
+            return "has an invalid namespace"
         if not isinstance(key, bytes) or not 0 < len(key) <= _MAX_KEY_BYTES:
-            return "has no key"
+            return "has an invalid key"
         if type(nbytes) is not int or not 0 < nbytes <= self.capacity_bytes:
             self.invalid_entries.append((NamespaceId(namespace), key))
             return "has an impossible size"

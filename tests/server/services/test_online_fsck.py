@@ -302,7 +302,7 @@ def test_a_failing_check_of_a_tier_is_reported(
         assert capsys.readouterr().out.splitlines() == [
             "none_: nothing to check: tiers of type bad cannot be checked",
             "raises: not checked: TierError: BaseException: odd",
-            "nonsense: not checked: TierError: its check returned an invalid slice: 'all is well'",
+            "nonsense: not checked: TierError: the check of the tier returned an invalid slice: 'all is well'",
             "lmdb: 0 blocks, 0 B, none damaged",
         ]
         assert server.end() == 0
