@@ -82,11 +82,19 @@ def test_plain_english_has_no_findings(tmp_path: Path) -> None:
         ("a.py", f"X = 1  # {'long prose ' * 10}\n"),
         ("a.py", f'X = 1\n"""{"long prose " * 10}"""\n'),
         ("a.proto", f"  // {'long prose ' * 10}\n"),
+        ("a.md", f"- {'long prose ' * 10}\n"),
     ],
 )
 def test_wide_prose_is_found(path: str, text: str, tmp_path: Path) -> None:
     """Docstrings, comments and comments of protos have 100 columns at most."""
     assert _names(path, text, tmp_path) == {"wide prose"}
+
+
+def test_tables_code_and_links_of_pages_may_be_wider(tmp_path: Path) -> None:
+    """A Markdown line has no break in them."""
+    wide = "long prose " * 10
+    page = f"| {wide} |\n\n```\n{wide}\n```\n\n`{wide}`\n"
+    assert _names("a.md", page, tmp_path) == set()
 
 
 @pytest.mark.parametrize(

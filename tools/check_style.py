@@ -29,6 +29,10 @@ SCOPE = (
 )
 """Folders and files that are checked if no path is given."""
 
+GENERATED_PAGES = {
+    f"docs/{name}.md" for name in ("api", "commands", "configuration", "metrics", "performance", "performance-tables")
+}
+"""Pages that a tool writes. Their lines are as long as the text that they are generated from."""
 GENERATED = re.compile(r"^(protos/v1/.*|bench/results/.*\.json|protos/baseline\.binpb)$")
 """Files that no person edits."""
 
@@ -150,10 +154,24 @@ def prose_of_proto(source: str) -> Iterator[tuple[int, str]]:
             yield number, line.rstrip()
 
 
+def prose_of_markdown(source: str) -> Iterator[tuple[int, str]]:
+    """Yields number and text of each line outside of code blocks, tables, headings and HTML.
+
+    Code spans and link targets, which should not be wrapped, count as one word.
+    """
+    blank = _FENCE.sub(lambda match: "\n" * match[0].count("\n"), source)
+    for number, line in enumerate(blank.splitlines(), 1):
+        if not re.match(r"\s*([|#<]|\[[^\]]+\]:)", line):
+            yield number, re.sub(r"`[^`]*`|\]\([^)]*\)", lambda match: match[0].replace(" ", "_"), line.rstrip())
+
+
+_PROSE = {".py": prose_of_python, ".proto": prose_of_proto, ".md": prose_of_markdown}
+
+
 def wide_prose(path: str, text: str) -> Iterator[Finding]:
-    """Yields comments and docstrings beyond `PROSE_COLUMNS`, unless one unbreakable word (a link) makes them so."""
-    prose = prose_of_python if path.endswith(".py") else prose_of_proto if path.endswith(".proto") else None
-    if prose is None:
+    """Yields prose beyond `PROSE_COLUMNS`, unless one unbreakable word (a link) makes it so."""
+    prose = _PROSE.get(Path(path).suffix)
+    if prose is None or path in GENERATED_PAGES:
         return
     for number, line in sorted(set(prose(text))):
         if len(line) > PROSE_COLUMNS and max(map(len, line.split())) <= PROSE_COLUMNS // 2:
