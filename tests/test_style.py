@@ -38,9 +38,10 @@ PLANTED = {
 """One sentence of the old language for each marker."""
 
 PLAIN = """
-The server evicts blocks of the tenant that is furthest above its quota. Callers who hold a token may read, and the
-caller decides where the region lies. There are so many keys that a list does not fit. Each part with a checksum is
-verified. `None` if the session has ended: `return x is None`. See docs/behaviour.md and issues/12345 of vLLM.
+The server evicts blocks of the tenant that is furthest above its quota. Callers who hold a token
+may read, and the caller decides where the region lies. There are so many keys that a list does not
+fit. Each part with a checksum is verified. `None` if the session has ended: `return x is None`.
+See docs/behaviour.md and issues/12345 of vLLM.
 """
 
 
