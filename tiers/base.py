@@ -162,10 +162,7 @@ class SecondaryTier(ABC):
 
     @abstractmethod
     def entries(self) -> Iterator[Entry]:
-        """Yields the blocks of an earlier run, oldest first.
-
-        The server calls it once, before all other methods.
-        """
+        """Yields the blocks of an earlier run, oldest first. Called once, before other methods."""
 
     def lookup(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> list[bool]:
         """Returns for each block whether it is present.

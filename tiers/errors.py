@@ -1,20 +1,7 @@
-"""Errors of the core, with stable reasons.
+"""Errors of the core: `CoreError` and its subclasses, each with a stable reason.
 
-    CoreError
-    ├── InvalidKey
-    ├── InvalidNamespace
-    ├── InvalidItem
-    ├── LimitExceeded
-    ├── UnknownSession
-    ├── LeaseNotFound
-    ├── StoreNotFound
-    ├── HoldNotFound
-    ├── HoldExpired
-    ├── NotOwner
-    └── NotReady
-
-`reason` is the name of a `kvtier.v1.ErrorReason` without its prefix. The server maps it to a gRPC
-status.
+`reason` is the name of a `kvtier.v1.ErrorReason` without its prefix. The server maps the reason to
+a gRPC status.
 """
 
 from __future__ import annotations
@@ -62,14 +49,10 @@ class InvalidItem(CoreError):
 
 
 class LimitExceeded(CoreError):
-    """A session exceeds a limit."""
-
     reason = "LIMIT_EXCEEDED"
 
 
 class UnknownSession(CoreError):
-    """No session has this id."""
-
     reason = "UNKNOWN_SESSION"
 
 

@@ -82,7 +82,7 @@ class EngineSession:
         if self.rank is not None:
             return self.rank
         if self.namespace.world_size > 1:
-            raise InvalidItem("this session has no rank, and its namespace has several")
+            raise InvalidItem("the session has no rank, but its namespace has several ranks")
         return 0
 
 

@@ -94,7 +94,6 @@ class Block:
 
     @property
     def name(self) -> tuple[NamespaceId, bytes]:
-        """Identifies the block across evictions."""
         return self.namespace, self.key
 
     @property
@@ -114,7 +113,6 @@ class Block:
 
     @property
     def pending(self) -> bool:
-        """Whether a client or a tier is writing it."""
         return not self.ready and (self.promoting or self.writers > 0)
 
     @property

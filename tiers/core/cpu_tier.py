@@ -190,7 +190,6 @@ class CpuTier:
         return self.reset_slice()
 
     def reset_slice(self) -> bool:
-        """Drops a slice of the reset blocks; returns whether there are more."""
         taken = self._index.take_invalidated(SLICE)
         for block in taken:
             if block.ready:

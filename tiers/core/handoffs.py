@@ -103,7 +103,6 @@ class HandoffHandler:
 
     @property
     def claims_missed(self) -> dict[ClaimOutcome, int]:
-        """Failed claims since the start, by outcome."""
         return dict(self._claims_missed)
 
     def publish(
@@ -162,7 +161,9 @@ class HandoffHandler:
         if self._ended.get(name) is HoldEnd.EXPIRED or (
             hold is not None and hold.expires_at - EXPIRY_MARGIN_SECONDS <= now
         ):
-            raise HoldExpired(f"the time of request {name[2]!r} of engine {name[1]!r} is over, or nearly so")
+            raise HoldExpired(
+                f"the hold of request {name[2]!r} of engine {name[1]!r} has expired or is about to expire"
+            )
         return hold
 
     def may_come(self, name: HoldName) -> bool:

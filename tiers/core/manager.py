@@ -163,9 +163,9 @@ class TierManager:
         """Registers a client. Raises InvalidNamespace if its rank or a part is too large."""
         largest, limit = max(namespace.part_bytes), self._cpu_tier.memory.extent_bytes
         if largest > limit:
-            raise InvalidNamespace(f"a part of {largest} bytes is larger than this server takes ({limit} bytes)")
+            raise InvalidNamespace(f"a part of {largest} bytes exceeds this server's limit of {limit} bytes")
         if rank is not None and rank >= namespace.world_size:
-            raise InvalidNamespace(f"rank {rank} is not within a world of {namespace.world_size}")
+            raise InvalidNamespace(f"rank {rank} must be less than the world size {namespace.world_size}")
         session = EngineSession(session_id, engine_id, rank, namespace, tenant)
         self._sessions[session_id] = session
         self._namespaces.add(namespace.id)

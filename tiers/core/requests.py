@@ -54,7 +54,6 @@ class Request:
 
     @property
     def settled(self) -> bool:
-        """Whether nothing more will be stored for it."""
         return self.finished and not self.stores and not self.waiting and not self.pending_stores
 
 

@@ -45,7 +45,7 @@ class TierSettings:
     def check(self, tiers: Collection[str]) -> None:
         """Raises `ValueError` if a tier or policy does not exist."""
         if CPU_TIER in self.admission:
-            raise ValueError("the CPU tier takes in everything: there is nothing to admit by")
+            raise ValueError("the CPU tier stores every block and cannot have an admission filter")
         named = {*self.eviction, *self.admission, *self.ttl}
         for tenant in self.tenants:
             named |= {*tenant.quotas, *tenant.limits}
@@ -61,10 +61,7 @@ class TierSettings:
         return ADMISSION[self.admission.get(tier, DEFAULT_ADMISSION)]
 
     def new_queues(self, tier: str, capacity_bytes: int, now: float) -> EvictionQueues[Any]:
-        """Returns a tier's empty eviction queues.
-
-        Raises `ValueError` if its quotas exceed its capacity.
-        """
+        """Returns empty queues. Raises `ValueError` if the quotas exceed the tier's capacity."""
         shares = Quotas(tier, capacity_bytes, self.tenants, retained_part=self.retained_part)
         policy = POLICIES[self.eviction.get(tier, DEFAULT_POLICY)]
         return EvictionQueues(shares, policy, ttl=self.ttl.get(tier), now=now)

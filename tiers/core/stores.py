@@ -157,10 +157,7 @@ class StoreHandler:
         now: float,
         retain_until: float = 0.0,
     ) -> StoreAnswer:
-        """Grants slots for the missing parts of this session's rank.
-
-        See `TierManager.prepare_store`.
-        """
+        """See `TierManager.prepare_store`."""
         rank = session.own_rank()
         blocks = self._cpu_tier.find_or_add(session.namespace, keys)
         found = list(dict.fromkeys(blocks))

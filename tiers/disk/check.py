@@ -48,7 +48,6 @@ def check_slice(store: DiskStore, after: bytes, *, repair: bool) -> Slice:
 
 
 def _verify(store: DiskStore, blocks: list[tuple[bytes, bytes, SlabRecord]]) -> Iterator[tuple[bytes, bytes, int, str]]:
-    """Reads blocks; yields each damaged block and the problem."""
     if not blocks:
         return
     buffer = memoryview(mmap.mmap(-1, sum(pages_for(record.sizes) for _, _, record in blocks) * PAGE_BYTES))

@@ -58,10 +58,7 @@ class Index:
             return [txn.get(name, db=self._blocks) for name in names]
 
     def put(self, records: Sequence[tuple[bytes, SlabRecord]]) -> list[SlabRecord]:
-        """Adds blocks; returns the replaced records.
-
-        Raises `lmdb.Error`, in which case nothing changed.
-        """
+        """Adds blocks; returns replaced records. Raises `lmdb.Error`; then nothing changed."""
         packed = [(name, record.pack(name)) for name, record in records]
         try:
             return self._put(packed)
@@ -70,10 +67,7 @@ class Index:
             return self._put(packed)
 
     def remove(self, names: Sequence[bytes]) -> list[SlabRecord]:
-        """Removes blocks; returns their records.
-
-        Raises `lmdb.Error`, in which case nothing changed.
-        """
+        """Removes blocks; returns their records. Raises `lmdb.Error`; then nothing changed."""
         try:
             return self._remove(names)
         except lmdb.MapFullError:

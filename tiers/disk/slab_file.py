@@ -68,7 +68,7 @@ class SlabFile:
         while buffers:
             done = self._call(buffers, offset, write=write)
             if not done:
-                raise OSError(errno.EIO, "the file is shorter than it was", str(self._path))
+                raise OSError(errno.EIO, "the file is shorter than expected", str(self._path))
             offset += done
             buffers = _after(buffers, done)
 

@@ -56,7 +56,6 @@ class Slabs:
 
     @property
     def direct(self) -> bool:
-        """Whether all files use O_DIRECT."""
         return all(file.direct for file in self._files.values())
 
     def holds(self, run: PageRun) -> bool:
@@ -64,7 +63,6 @@ class Slabs:
         return run.pages > 0 and number in self._files and page + run.pages <= self._files[number].pages
 
     def within(self, run: PageRun) -> bool:
-        """Whether all pages of a run are within the limit."""
         return run.end <= self._pages
 
     def extents(self) -> list[PageRun]:
@@ -78,7 +76,6 @@ class Slabs:
         return runs
 
     def trim(self) -> None:
-        """Truncates files to the limit."""
         for number, file in list(self._files.items()):
             full = self._full_pages(number)
             if full <= 0:
@@ -88,10 +85,7 @@ class Slabs:
                 file.cut(full)
 
     def grow(self, pages: int) -> PageRun | None:
-        """Extends a file by at least `pages`, or to its limit. Returns None if all files are full.
-
-        Raises `OSError`.
-        """
+        """Extends a file by at least `pages`, or to its limit; None if all are full."""
         for number in range(-(-self._pages // self._slab_pages)):
             file = self._files.get(number)
             have, full = file.pages if file else 0, self._full_pages(number)
@@ -139,7 +133,6 @@ class Slabs:
         return min(self._slab_pages, self._pages - number * self._slab_pages)
 
     def _calls(self, pieces: Iterable[PagePiece]) -> Iterator[list[_Move]]:
-        """Groups pieces with consecutive pages of one file."""
         call: list[_Move] = []
         nbytes = bounced = end = 0
         for move in sorted((move for piece in pieces for move in _cut(piece)), key=_PAGE_OF):

@@ -262,7 +262,6 @@ class DiskStore:
         return run
 
     def _grow(self, space: FreePages, pages: int) -> bool:
-        """Extends a slab; returns whether it has grown."""
         if time.monotonic() - self._refused_at < REFUSED_SECONDS:
             return False
         try:

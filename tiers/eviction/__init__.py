@@ -1,4 +1,7 @@
-"""Eviction policies, by the names that the configuration uses."""
+"""Eviction policies, by the names that the configuration uses.
+
+Numbers like (B4.9) cite docs/behaviour.md.
+"""
 
 from __future__ import annotations
 

@@ -291,7 +291,6 @@ class Forecast(Generic[T]):
         run.bin = number
 
     def _learn_step(self) -> None:
-        """Does one step of a fit, if one is running or due."""
         if self._fit is None:
             if self._clock < self._next_fit:
                 return

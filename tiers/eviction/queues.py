@@ -26,10 +26,7 @@ H = TypeVar("H", bound=Hashable)
 
 
 class ExpiryWheel(Generic[H]):
-    """Timing wheel: items grouped by expiry time, rounded up to `width` seconds.
-
-    A change of an expiry time is O(1).
-    """
+    """Timing wheel: items grouped by expiry time, rounded up to `width` seconds."""
 
     def __init__(self, width: float = 1.0) -> None:
         self._width = width
@@ -69,7 +66,6 @@ class ExpiryWheel(Generic[H]):
             del self._slots[number][item]
 
     def has_due(self, now: float) -> bool:
-        """Returns whether some items may have expired."""
         return bool(self._order) and self._order[0] * self._width <= now
 
     def take(self, now: float, most: int) -> list[H]:
@@ -168,7 +164,6 @@ class EvictionQueues(Generic[L]):
         self._unused = ExpiryWheel[L](1.0 if ttl is None else max(1.0, ttl / _SLOTS_OF_TTL))
 
     def queue_for(self, namespace: NamespaceId, size_class: int = 0) -> EvictionQueue[L]:
-        """Returns the queue for a namespace's items of one size class."""
         share = self.shares.of(namespace)
         queue = self._queues.get((share, size_class))
         if queue is None:
@@ -247,10 +242,7 @@ class EvictionQueues(Generic[L]):
         return self._retained.has_due(self.now) or self._unused.has_due(self.now)
 
     def end_retention(self) -> bool:
-        """Moves up to `MAX_AT_ONCE` items whose retention ended back to their queues.
-
-        Returns False if there was none.
-        """
+        """Moves items whose retention ended back to their queues; returns whether any did."""
         items = self._retained.take(self.now, MAX_AT_ONCE)
         for item in items:
             self._free(item)

@@ -120,7 +120,6 @@ def chunk_key(record_id: int, part: int, chunk: int) -> bytes:
 
 
 def chunk_prefix(record_id: int) -> bytes:
-    """Returns the common prefix of a record's chunk keys."""
     return _PREFIX.pack(record_id)
 
 

@@ -104,7 +104,6 @@ class LMDBTier(SecondaryTier):
             yield Entry(namespaces.setdefault(namespace, NamespaceId(namespace)), key[NAMESPACE_BYTES:], nbytes)
 
     def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
-        """Writes blocks; each transaction is atomic."""
         outcomes: list[Outcome] = []
         for batch in batches(blocks, self._write_bytes):
             outcomes += self._store_batch(batch)

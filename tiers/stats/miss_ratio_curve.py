@@ -279,7 +279,7 @@ class MissRatioCurves:
         self._keys_until_decay = self._window
 
     def looked_up(self, namespace: NamespaceSpec, keys: Sequence[bytes], runs: Collection[OutcomeRun]) -> None:
-        """Records a lookup before missing blocks are stored. Keys with RETRY count when repeated."""
+        """Records a lookup before missing blocks are stored. Ignores a lookup with RETRY keys."""
         for run in runs:
             if run.outcome is None:
                 return
@@ -294,7 +294,6 @@ class MissRatioCurves:
             self._decay()
 
     def stored(self, blocks: Collection[StoredBlock]) -> None:
-        """Records stored blocks, which can be found from now on."""
         sample = self._sample([block.key for block in blocks])
         if sample:
             chosen = set(sample)

@@ -81,7 +81,6 @@ class LookupRecord:
     """The claim, if a claim looked up the keys of a hold; None for a lookup."""
 
     def outcomes(self) -> tuple[OutcomeRun, ...]:
-        """Returns the outcomes, including failed transfers."""
         if not self.failed:
             return self.found
         outcomes = [run.outcome for run in self.found for _ in range(run.count)]
@@ -156,7 +155,6 @@ class RequestLog:
             record.asked += 1
 
     def find(self, request_id: str) -> list[RequestRecord]:
-        """Returns the records of a request id, of any engine; the latest first."""
         return [record for record in self if record.request_id == request_id]
 
     def tick(self, now: float) -> None:
