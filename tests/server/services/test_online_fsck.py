@@ -214,7 +214,7 @@ def test_sigterm_ends_a_running_check(server: ServerProcess, capsys: pytest.Capt
     print(f"ended in {time.monotonic() - began:.2f} s")
     runner.join()
     assert codes == [4]
-    assert "the server is shutting down" in capsys.readouterr().out
+    assert "it is shutting down" in capsys.readouterr().out
     assert "Traceback" not in server.log
     server.start()
     with connected(server) as client:
