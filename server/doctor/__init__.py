@@ -1,1 +1,1 @@
-"""Checks of `kvtier doctor`: a module per topic, a function per check. Checks change nothing."""
+"""Checks of `kvtier doctor`: one module per topic, one function per check."""

@@ -72,14 +72,14 @@ def _file_system(what: str, directory: Path) -> Iterator[CheckResult]:
     elif kind in ("tmpfs", "ramfs"):
         yield warn(
             f"{what} is on {kind}",
-            "its files use memory, and blocks do not survive a restart of the host",
+            "the tier's files use memory, and its blocks do not survive a restart of the host",
             "set data_dir to a disk, or use a larger CPU tier and --cpu-only",
         )
     elif kind == "overlay":
         yield warn(
             f"{what} is on the container's own layer (overlay)",
-            "its files are lost when the container is recreated",
-            "mount a volume there",
+            "the tier's files are lost when the container is recreated",
+            "mount a volume at this path",
         )
     else:
         yield ok(f"{what} is on {kind}")
@@ -87,17 +87,21 @@ def _file_system(what: str, directory: Path) -> Iterator[CheckResult]:
 
 def _room(what: str, path: Path, size: int) -> Iterator[CheckResult]:
     room = disk_bytes(path)
-    seen = f"{what}: room for {human_size(room)}, its size is {human_size(size)}"
+    seen = f"{what}: the disk has room for {human_size(room)}, the tier's size is {human_size(size)}"
     if room < min(size, _MIN_ROOM_BYTES):
-        yield fail(seen, "the disk is full: almost nothing can be stored", "make room, or set data_dir to another disk")
+        yield fail(
+            seen, "the disk is full: almost nothing can be stored", "free disk space, or set data_dir to another disk"
+        )
     elif room < size:
-        yield warn(seen, "if the disk is full, new blocks stay in memory only", "make room, or set a lower size")
+        yield warn(
+            seen, "when the disk is full, new blocks stay only in memory", "free disk space, or set a lower size"
+        )
     else:
         yield ok(seen)
 
 
 def _speed(what: str, directory: Path) -> CheckResult:
-    """Measures with an unnamed file, which disappears when this process ends for any reason."""
+    """Measures the disk with an unnamed file, which the kernel removes when this process ends."""
     try:
         with _unnamed(directory) as descriptor:
             rate, latency = _write(descriptor), _sync(descriptor)
@@ -105,13 +109,13 @@ def _speed(what: str, directory: Path) -> CheckResult:
         return fail(
             f"{what}: a file of {human_size(_CHUNK)} cannot be written: {error.strerror}",
             "the tier cannot write either",
-            "make room; check quotas, ulimit -f and the kernel's log",
+            "free disk space; check quotas, ulimit -f and the kernel's log",
         )
     seen = f"{what}: writes {human_size(rate)}/s with fdatasync, and syncs 4 KiB in {latency * 1e3:.2f} ms"
     if rate < _SLOW_BYTES_PER_S or latency > _SLOW_SYNC_SECONDS:
         return warn(
             seen,
-            "engines store faster: many blocks are not written to the tier (kvtier_tier_dropped_total)",
+            "engines store faster than that: many blocks are not written to the tier (kvtier_tier_dropped_total)",
             "use a local NVMe disk; measure again while nothing else uses the disk",
         )
     return ok(seen)
@@ -121,7 +125,7 @@ def _speed(what: str, directory: Path) -> CheckResult:
 def _unnamed(directory: Path) -> Iterator[int]:
     try:
         descriptor = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError:  # not every file system supports unnamed files
+    except OSError:  # the file system does not support unnamed files
         descriptor, name = tempfile.mkstemp(dir=directory, prefix="kvtier-doctor-")
         os.unlink(name)  # noqa: PTH108 - beside the other calls of os
     try:

@@ -1,4 +1,4 @@
-"""Checks of engines on this machine: block hashes, and access of the server to GPU memory."""
+"""Checks of engines on this machine: block hashes, and the server's access to GPU memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .finding import CheckContext, CheckResult, fail, ok, warn
 __all__ = ["cuda_ipc", "hashes"]
 
 _REPRODUCIBLE = frozenset(("sha256", "sha256_cbor"))
-"""Algorithms that kvtier's vLLM connector accepts; a test compares the two lists."""
+"""Hash algorithms that kvtier's vLLM connector accepts."""
 _DEFAULT = "sha256"
 _FLAG = "--prefix-caching-hash-algo"
 _PROC = Path("/proc")
@@ -39,37 +39,37 @@ def hashes(context: CheckContext) -> Iterator[CheckResult]:
     if context.hash_algo is not None:
         engines.append(Engine("an engine started from here", context.hash_algo, context.environ.get("PYTHONHASHSEED")))
     if not engines:
-        yield ok("no vLLM of this user runs here; its default (sha256) agrees between processes")
+        yield ok("this user runs no vLLM here; vLLM's default (sha256) gives the same hashes in all processes")
     for engine in engines:
         yield _judge(engine)
     seeds = sorted({engine.seed for engine in engines if engine.algorithm in _REPRODUCIBLE}, key=str)
     if len(seeds) > 1:
         yield fail(
             f"engines have different PYTHONHASHSEED: {', '.join('unset' if seed is None else repr(seed) for seed in seeds)}",
-            "block hashes depend on it: no engine finds blocks of another, though their settings look alike",
-            "set it alike in all engines, or in none",
+            "block hashes depend on PYTHONHASHSEED: no engine finds the blocks of another engine",
+            "set it to the same value in all engines, or in none",
         )
 
 
 def _judge(engine: Engine) -> CheckResult:
     seed = "PYTHONHASHSEED is not set" if engine.seed in (None, "", "random") else f"PYTHONHASHSEED={engine.seed}"
     if engine.algorithm in _REPRODUCIBLE:
-        return ok(f"{engine.name}: hashes by {engine.algorithm}, {seed}")
-    why = "such hashes may collide: kvtier's connector stores and loads nothing for it, and logs one warning"
+        return ok(f"{engine.name}: hash algorithm {engine.algorithm}, {seed}")
+    why = "such hashes can collide: kvtier's connector stores and loads nothing for this engine, and logs one warning"
     if engine.seed in (None, "", "random"):
         why = (
-            "its block hashes differ in every process, so no engine would find blocks of another; "
-            "kvtier's connector stores nothing for it"
+            "the block hashes differ in every process, so no engine would find the blocks of another engine; "
+            "kvtier's connector stores nothing for this engine"
         )
     return fail(
-        f"{engine.name}: hashes by {engine.algorithm}, {seed}",
+        f"{engine.name}: hash algorithm {engine.algorithm}, {seed}",
         why,
-        f"start it with {_FLAG} sha256 (the default); PYTHONHASHSEED alone is not enough",
+        f"start the engine with {_FLAG} sha256 (the default); PYTHONHASHSEED alone is not enough",
     )
 
 
 def _running(proc: Path = _PROC) -> Iterator[Engine]:
-    """Yields the vLLM servers whose command line and environment can be read."""
+    """Yields the running vLLM servers whose command line and environment can be read."""
     for entry in proc.iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
@@ -93,7 +93,7 @@ def _is_vllm(arguments: Sequence[str]) -> bool:
 def _algorithm(arguments: Sequence[str]) -> str:
     for number, argument in enumerate(arguments):
         flag, equals, value = argument.partition("=")
-        if flag.replace("_", "-") != _FLAG:  # vLLM accepts both
+        if flag.replace("_", "-") != _FLAG:  # vLLM accepts the flag with "_" and with "-"
             continue
         if equals:
             return value
@@ -103,7 +103,7 @@ def _algorithm(arguments: Sequence[str]) -> str:
 
 
 def cuda_ipc(context: CheckContext) -> Iterator[CheckResult]:
-    """Checks that the server can copy to and from the memory of engines' GPUs."""
+    """Checks that the server can copy to and from the GPU memory of engines."""
     allocator = context.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + context.environ.get("PYTORCH_ALLOC_CONF", "")
     if "expandable_segments:true" in allocator.lower():
         yield warn(
@@ -118,22 +118,22 @@ def cuda_ipc(context: CheckContext) -> Iterator[CheckResult]:
     if reason:
         yield warn(
             reason,
-            "the server does not copy to and from GPUs; engines do it themselves, more slowly",
-            "see the message",
+            "the server does not copy to and from GPUs; the engines copy more slowly themselves",
+            "remove the cause that the message names",
         )
         return
     if context.endpoint.path is not None and context.status is not None and _peer_pid(context.endpoint.path) == 0:
         yield warn(
             "the server is in another PID namespace",
-            "the driver shares memory only between processes that see each other",
+            "the driver shares GPU memory only between processes that see each other's process ids",
             "share the PID namespace: docker --pid, Kubernetes shareProcessNamespace or hostPID",
         )
         return
-    yield ok("an NVIDIA device and cuda-bindings are there (that copies work is unproven on a GPU)")
+    yield ok("an NVIDIA device and cuda-bindings are present (no copy was tried)")
 
 
 def _peer_pid(path: str) -> int | None:
-    """Returns the server's pid; 0 if its PID namespace is not visible, None without a server."""
+    """Returns the server's pid; 0 if it is in an invisible PID namespace; None without a server."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:

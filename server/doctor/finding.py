@@ -14,7 +14,7 @@ __all__ = ["Check", "CheckContext", "CheckResult", "Verdict", "fail", "ok", "war
 
 
 class Verdict(enum.StrEnum):
-    """Severity. Only a failure changes the exit code."""
+    """Severity of a finding. Only FAIL changes the exit code."""
 
     OK = "ok"
     WARN = "warn"
@@ -29,9 +29,9 @@ class CheckResult:
     seen: str
     """What was found."""
     why: str = ""
-    """Why it matters; empty if the verdict is OK."""
+    """Consequence; empty if the verdict is OK."""
     do: str = ""
-    """What to do about it; empty if the verdict is OK."""
+    """Remedy; empty if the verdict is OK."""
 
 
 def ok(seen: str) -> CheckResult:
@@ -48,10 +48,10 @@ def fail(seen: str, why: str, do: str) -> CheckResult:
 
 @dataclass(frozen=True, slots=True)
 class CheckContext:
-    """Input of the checks, besides the machine."""
+    """Input of the checks. They read other facts from the machine."""
 
     config: Config | None
-    """Effective configuration of a server here; None if it is invalid."""
+    """Effective configuration of a server on this machine; None if it is invalid."""
     problems: tuple[str, ...]
     """Problems of an invalid configuration."""
     warnings: tuple[str, ...]
@@ -59,17 +59,17 @@ class CheckContext:
     endpoint: Endpoint
     timeout: float
     status: GetStatusResponse | None
-    """Status of the server at the endpoint; None without an answer."""
+    """Status of the server at the endpoint; None if it did not answer or refused."""
     error: str
-    """Error of the call, if there is no status."""
+    """Error text of the status call; empty if it succeeded."""
     reason: str
-    """Reason of the refusal, "TLS", "TIMEOUT", or empty if no server is there."""
+    """`reason` of the `AdminClientError`; empty if the call succeeded or no server listens."""
     protocol_versions: tuple[int, ...]
-    """Protocol versions of the server; empty without an answer."""
+    """Protocol versions of the server; empty if it did not answer."""
     server_version: str
     environ: Mapping[str, str]
     hash_algo: str | None = None
-    """Hash algorithm planned for engines, if given."""
+    """Planned hash algorithm of engines; None if not given."""
     measure_disks: bool = True
 
 

@@ -1,4 +1,4 @@
-"""Facts from the kernel about this machine, this process and its control groups."""
+"""Facts from the kernel about this machine, this process and its control group."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def memory_limit(root: Path = _CGROUP) -> int | None:
 
 
 def file_system(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
-    """Returns the type of the file system of a path; "unknown" if the kernel does not tell."""
+    """Returns the type of the file system of a path, or "unknown"."""
     best, kind = -1, "unknown"
     try:
         lines = mounts.read_text().splitlines()

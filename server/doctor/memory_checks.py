@@ -1,4 +1,4 @@
-"""Checks of memory: shared region, huge pages, pinning, and limits of the container."""
+"""Checks of memory: shared region, huge pages, pinned memory, and limits of the container."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _THP = Path("/sys/kernel/mm/transparent_hugepage")
 
 
 def shared_memory(context: CheckContext) -> Iterator[CheckResult]:
-    """Checks that the region, a memfd, can be created. The size of /dev/shm does not matter."""
+    """Checks that the region, which is a memfd, can be created and fits into memory."""
     try:
         with HostRegion.create(mmap.PAGESIZE) as region:
             region.back(0, mmap.PAGESIZE)
     except RegionError as error:
         yield fail(
             f"{error}",
-            "the CPU tier is a memfd, which cannot be created",
-            "allow memfd_create and fallocate (seccomp, limits)",
+            "the memory of the CPU tier, a memfd, cannot be created",
+            "permit memfd_create and fallocate (check seccomp and resource limits)",
         )
         return
     if context.config is None:
@@ -53,7 +53,7 @@ def shared_memory(context: CheckContext) -> Iterator[CheckResult]:
         if region_.backed_bytes < region_.size_bytes:
             yield warn(
                 seen,
-                "the rest is not backed (yet); the server uses what there is",
+                "the rest is not allocated yet, or there is no memory for it; the server uses the allocated part",
                 "check again later, or lower region_size",
             )
         else:
@@ -61,7 +61,7 @@ def shared_memory(context: CheckContext) -> Iterator[CheckResult]:
     elif free is not None and free < size:
         yield warn(
             f"{human_size(free)} of memory are free, region_size is {human_size(size)}",
-            "only a part of the region will be backed",
+            "the server can allocate only a part of the region",
             "lower region_size, or free memory before the server starts",
         )
     elif 0 <= most < size:
@@ -71,14 +71,16 @@ def shared_memory(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def huge_pages(_: CheckContext) -> Iterator[CheckResult]:
-    """Checks with a small region whether huge pages are available."""
+    """Checks whether huge pages are available, with a small region."""
     settings = ", ".join(f"{name}={_chosen(name)}" for name in ("enabled", "shmem_enabled"))
     try:
         with HostRegion.create(4 * HUGE_PAGE_BYTES) as region:
             region.back(0, region.size_bytes)
             huge = region.huge_bytes
     except RegionError as error:
-        yield warn(f"not tried: {error}", "with huge pages, attaching costs nothing", "see shared_memory")
+        yield warn(
+            f"not tried: {error}", "without huge pages the first access to the region is slow", "see shared_memory"
+        )
         return
     page = human_size(HUGE_PAGE_BYTES)
     if huge:
@@ -100,21 +102,21 @@ def _chosen(name: str) -> str:
 
 
 def memlock(context: CheckContext) -> Iterator[CheckResult]:
-    """Checks with one page whether memory can be locked, and so pinned."""
+    """Checks whether memory can be locked, which pinning needs; tries it with one page."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     text = _limit(soft)
     size = context.config.region_size if context.config else GIB
     raise_it = "ulimit -l unlimited; for systemd LimitMEMLOCK=infinity, for docker --ulimit memlock=-1"
     if not _locks_a_page():
         yield warn(
-            f"the limit of locked memory is {text} (hard limit {_limit(hard)}): not a page can be locked",
+            f"the limit of locked memory is {text} (hard limit {_limit(hard)}): no page can be locked",
             "memory cannot be pinned for DMA: copies to and from GPUs use the driver's buffers, at about half the speed",
             raise_it,
         )
     elif machine.has_gpu() and 0 <= soft < size and not machine.has_capability(machine.CAP_IPC_LOCK):
         yield warn(
             f"the limit of locked memory is {text}, less than the region",
-            "some drivers count pinned memory, and refuse to pin more than the limit",
+            "some drivers count pinned memory as locked, and refuse to pin more than the limit",
             raise_it,
         )
     else:
@@ -145,16 +147,16 @@ def container(context: CheckContext) -> Iterator[CheckResult]:
     cores, usable = machine.cpu_limit(), len(os.sched_getaffinity(0))
     if cores is not None and cores < 1:
         yield warn(
-            f"the control group gives {cores:g} of a processor",
-            "the event loop is suspended when it is used up: calls time out and count as misses",
+            f"the control group permits {cores:g} of a processor",
+            "the kernel suspends the event loop when this is used up: calls time out and count as misses",
             "give the server at least two processors",
         )
     most = min(usable, cores) if cores is not None else usable
     limit, size = machine.memory_limit(), context.config.region_size if context.config else 0
     if limit is not None and limit < size + _OWN_BYTES:
         yield fail(
-            f"the control group allows {human_size(limit)} of memory, region_size is {human_size(size)}",
-            f"the server would be killed: it needs the region and about {human_size(_OWN_BYTES)}",
+            f"the control group permits {human_size(limit)} of memory, region_size is {human_size(size)}",
+            f"the kernel would kill the server, which needs about {human_size(_OWN_BYTES)} besides the region",
             "raise the limit, or lower region_size",
         )
         return

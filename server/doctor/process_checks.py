@@ -13,7 +13,7 @@ __all__ = ["clock", "descriptors"]
 
 _LEAST_DESCRIPTORS = 256
 _PER_SESSION = 4
-"""Approximate descriptors per session: heartbeats, attach, and one or two for calls."""
+"""Approximate number of descriptors per session: heartbeats, attach, and one or two for calls."""
 _BESIDES = 128
 _WATCH_SECONDS = 0.05
 _JUMP_SECONDS = 0.02
@@ -21,21 +21,21 @@ _STA_UNSYNC = 0x40
 
 
 def descriptors(context: CheckContext) -> Iterator[CheckResult]:
-    """Checks the hard limit of file descriptors; a server raises its soft limit itself."""
+    """Checks the hard limit of file descriptors. A server raises its soft limit itself."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     sessions = context.config.limits.max_sessions if context.config else 0
     wanted = _BESIDES + sessions * _PER_SESSION
     more = "raise the hard limit: ulimit -Hn; for systemd LimitNOFILE=, for docker --ulimit nofile="
     if hard < _LEAST_DESCRIPTORS:
-        yield fail(f"{hard} open files are allowed", "a server needs dozens, and more with every client", more)
+        yield fail(f"{hard} open files are permitted", "a server needs dozens, and a few more per client", more)
     elif hard < wanted:
         yield warn(
-            f"{hard} open files are allowed, limits.max_sessions is {sessions}",
-            f"that many sessions need about {wanted}: the last ones are refused",
-            f"{more} or lower limits.max_sessions",
+            f"{hard} open files are permitted, limits.max_sessions is {sessions}",
+            f"{sessions} sessions need about {wanted} files: the last sessions are refused",
+            f"{more}; or lower limits.max_sessions",
         )
     else:
-        yield ok(f"{hard} open files are allowed")
+        yield ok(f"{hard} open files are permitted")
 
 
 def clock(_: CheckContext) -> Iterator[CheckResult]:
@@ -46,14 +46,14 @@ def clock(_: CheckContext) -> Iterator[CheckResult]:
     if abs(jump) > _JUMP_SECONDS:
         yield warn(
             f"the wall clock jumped by {jump:.3f} s during the check",
-            "log and metric times, tokens and certificates depend on it; leases do not",
-            "slew the clock instead of stepping it (chrony: makestep only at the start)",
+            "times in log and metrics, tokens and certificates depend on the wall clock; leases do not",
+            "let the time service adjust the clock gradually (chrony: makestep only at the start)",
         )
         return
     if _unsynchronized():
         yield warn(
-            "the wall clock is not synchronized, as far as the kernel knows",
-            "log and metric times of several hosts differ, and certificates depend on it; leases do not",
+            "according to the kernel, the wall clock is not synchronized",
+            "times in log and metrics differ between hosts, and certificates depend on the clock; leases do not",
             "run chrony or systemd-timesyncd on the host",
         )
     else:
@@ -73,7 +73,7 @@ class _Timex(ctypes.Structure):
 
 
 def _unsynchronized() -> bool:
-    """Returns the kernel's flag. With `modes` = 0 adjtimex changes nothing."""
+    """Returns the kernel's flag for a clock that is not synchronized. Changes nothing."""
     timex = _Timex()
     libc = ctypes.CDLL(None, use_errno=True)
     try:

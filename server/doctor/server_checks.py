@@ -28,8 +28,10 @@ __all__ = ["configuration", "ports", "server", "socket_file", "tiers", "versions
 _START = "start one: kvtier serve"
 _REMEDIES = {
     "UNAUTHENTICATED": "give valid credentials: --token-file (KVTIER_TOKEN_FILE), or --cert and --key; docs/security.md",
-    "TIMEOUT": "does it hang (its log, its CPU), is a firewall in between? docs/troubleshooting.md#kvtier-server-not-answering",
-    "TLS": "--ca (KVTIER_CA) must match its certificate, and --cert and --key must be known to it; docs/security.md",
+    "TIMEOUT": "check whether the server hangs (log, CPU time) or a firewall drops packets; "
+    "docs/troubleshooting.md#kvtier-server-not-answering",
+    "TLS": "--ca (KVTIER_CA) must match the server's certificate, and the server must accept --cert and --key; "
+    "docs/security.md",
 }
 
 
@@ -42,10 +44,12 @@ def configuration(context: CheckContext) -> Iterator[CheckResult]:
             "correct it; kvtier config shows the origin of each value",
         )
     for warning in context.warnings:
-        yield warn(warning, "it is allowed, but may not be intended", "kvtier config shows the origin of each value")
+        yield warn(
+            warning, "this is permitted, but may not be intended", "kvtier config shows the origin of each value"
+        )
     if context.config is not None and not context.warnings:
         yield ok(
-            f"can be used: {human_size(context.config.region_size)} of memory, tiers below it: {len(context.config.tiers)}"
+            f"valid: CPU tier of {human_size(context.config.region_size)}, tiers below it: {len(context.config.tiers)}"
         )
 
 
@@ -59,8 +63,8 @@ def socket_file(context: CheckContext) -> Iterator[CheckResult]:
         status = path.lstat()
     except PermissionError:
         yield fail(
-            f"{path.parent} cannot be entered by user {os.getuid()}",
-            "the server's sockets cannot be reached",
+            f"user {os.getuid()} cannot enter {path.parent}",
+            "this user cannot connect to the server's sockets",
             "run this as the server's user, or choose a directory that both users can enter",
         )
         return
@@ -68,7 +72,7 @@ def socket_file(context: CheckContext) -> Iterator[CheckResult]:
         yield from _absent(path)
         return
     if not stat.S_ISSOCK(status.st_mode):
-        yield fail(f"{path} is no socket", "a server refuses to start on it", "move it away, or choose another path")
+        yield fail(f"{path} is not a socket", "a server does not start there", "move the file, or choose another path")
         return
     yield from _ownership(path, status)
     if (trouble := _connect(path)) is not None:
@@ -79,12 +83,12 @@ def _absent(path: Path) -> Iterator[CheckResult]:
     directory = next(parent for parent in path.parents if parent.exists())
     if not os.access(directory, os.W_OK | os.X_OK):
         yield fail(
-            f"{path} is not there, and user {os.getuid()} cannot write to {directory}",
+            f"{path} does not exist, and user {os.getuid()} cannot write to {directory}",
             "a server cannot create its socket",
             "choose another path (--listen unix:PATH), or change the directory's owner",
         )
     else:
-        yield warn(f"{path} is not there: no server runs here", "engines recompute everything", _START)
+        yield warn(f"{path} does not exist: no server runs here", "engines recompute everything", _START)
 
 
 def _ownership(path: Path, status: os.stat_result) -> Iterator[CheckResult]:
@@ -93,7 +97,7 @@ def _ownership(path: Path, status: os.stat_result) -> Iterator[CheckResult]:
         yield fail(
             f"{path} belongs to user {status.st_uid}, not to {own}",
             "that user could read calls and answer instead of the server",
-            "find out who created it, remove it, and restart the server",
+            "find out who created the socket, remove it, and restart the server",
         )
     elif not os.access(path, os.R_OK | os.W_OK):
         yield fail(
@@ -127,18 +131,18 @@ def _not_listening(path: Path, trouble: OSError) -> CheckResult:
         return fail(
             f"{path}: {trouble.strerror or trouble}",
             "calls fail",
-            "check its permissions and the server",
+            "check the permissions of the socket, and the server",
         )
     if _is_locked(path.with_name(f"{path.name}.lock")):
         return fail(
             f"{path}: no server listens, but its lock is held",
-            "a server is starting, ending, or hangs",
-            "check its log; it should serve or end within a minute",
+            "a server is starting or ending, or hangs",
+            "check the server's log; the server should accept calls or end within a minute",
         )
     return fail(
         f"{path} is stale: its server was killed",
         "engines recompute everything until a server runs again",
-        f"{_START}; it replaces the socket",
+        f"{_START}; the new server replaces the socket",
     )
 
 
@@ -160,11 +164,11 @@ def server(context: CheckContext) -> Iterator[CheckResult]:
     """Checks that a server answers and is healthy."""
     status = context.status
     if status is None and context.reason == "PERMISSION_DENIED":
-        yield ok(f"answers at {context.endpoint}: version {context.server_version}; its status requires an admin token")
+        yield ok(f"answers at {context.endpoint}: version {context.server_version}; the status requires an admin token")
         return
     if status is None and context.reason:
         why = "an engine with the same settings gets only misses"
-        yield fail(context.error, why, _REMEDIES.get(context.reason, "docs/troubleshooting.md, errors by reason"))
+        yield fail(context.error, why, _REMEDIES.get(context.reason, "see docs/troubleshooting.md, errors by reason"))
         return
     if status is None:
         there = context.endpoint.path is None or _is_listening(context.endpoint)
@@ -177,7 +181,7 @@ def server(context: CheckContext) -> Iterator[CheckResult]:
     yield ok(f"answers at {context.endpoint}: {state}")
     if status.draining:
         yield warn(
-            "the server takes no new work",
+            "the server refuses new work",
             "new blocks are not stored",
             "kvtier drain --undo, unless it is about to end",
         )
@@ -185,14 +189,14 @@ def server(context: CheckContext) -> Iterator[CheckResult]:
         if not tier.healthy:
             yield warn(
                 f"tier {tier.name}: {tier.trouble}",
-                "the server works without it",
+                "the server works without this tier",
                 "docs/troubleshooting.md#a-tier-is-in-trouble",
             )
     if status.quarantined_bytes:
         yield warn(
             f"{human_size(status.quarantined_bytes)} are in quarantine",
-            "processes whose stores have ended may still write to them",
-            "end or resume processes that map the memory without a session: grep -ls memfd:kvtier /proc/[0-9]*/maps",
+            "this memory is not reused, because processes whose stores have ended may still write to it",
+            "end or resume processes that map the region without a session: grep -ls memfd:kvtier /proc/[0-9]*/maps",
         )
 
 
@@ -205,18 +209,18 @@ def versions(context: CheckContext) -> Iterator[CheckResult]:
     """Checks that this installation and the server have a protocol version in common."""
     if not context.protocol_versions:
         yield ok(
-            f"kvtier {__version__} here speaks protocol {_numbers(PROTOCOL_VERSIONS)}; no server to compare it with"
+            f"kvtier {__version__} here supports protocol {_numbers(PROTOCOL_VERSIONS)}; there is no server to compare with"
         )
     elif not set(context.protocol_versions) & set(PROTOCOL_VERSIONS):
         yield fail(
-            f"the server ({context.server_version}) speaks protocol {_numbers(context.protocol_versions)}, "
-            f"kvtier {__version__} here {_numbers(PROTOCOL_VERSIONS)}",
+            f"the server ({context.server_version}) supports protocol {_numbers(context.protocol_versions)}, "
+            f"kvtier {__version__} here supports {_numbers(PROTOCOL_VERSIONS)}",
             "every session is refused",
-            "install the same version of kvtier with the server and with the engines",
+            "install the same version of kvtier for the server and for the engines",
         )
     elif context.server_version != __version__:
         yield warn(
-            f"the server is {context.server_version}, kvtier here {__version__}; both speak protocol "
+            f"the server is {context.server_version}, kvtier here is {__version__}; both support protocol "
             f"{_numbers(context.protocol_versions)}",
             "they work together; features known to only one of them are not used",
             "install the same version on both sides",
@@ -237,7 +241,7 @@ def ports(context: CheckContext) -> Iterator[CheckResult]:
     addresses = [endpoint for endpoint in config.endpoints if not endpoint.is_unix]
     addresses += [parse_endpoint(config.metrics)] if config.metrics else []
     if not addresses:
-        yield ok("none is configured")
+        yield ok("no TCP port is configured")
     for address in addresses:
         trouble = port_error(address) if address.port else None
         if trouble is None:
@@ -248,7 +252,7 @@ def ports(context: CheckContext) -> Iterator[CheckResult]:
             yield fail(
                 f"{address}: {trouble.strerror}",
                 "a server cannot start",
-                "choose another port (--listen, --metrics), or end the process that has it: ss -ltnp",
+                "choose another port (--listen, --metrics), or end the process that uses it: ss -ltnp",
             )
 
 
@@ -265,7 +269,7 @@ def tiers(context: CheckContext) -> Iterator[CheckResult]:
             yield fail(
                 f"tier {tier.name}: {problem}",
                 "the server does not start",
-                "install its package beside kvtier, or set PYTHONPATH; type is module:Class of a SecondaryTier",
+                "install the package of the tier, or set PYTHONPATH; type must be module:Class of a SecondaryTier",
             )
         else:
             yield ok(f"tier {tier.name}: {tier.type} can be imported")
@@ -273,7 +277,7 @@ def tiers(context: CheckContext) -> Iterator[CheckResult]:
 
 def _import_problem(tier: TierConfig) -> str:
     try:
-        # output of the module must not mix with the JSON
+        # The module may print; its output must not mix with the JSON.
         with contextlib.redirect_stdout(sys.stderr):
             tier_class(tier)
     except TierError as error:

@@ -1,4 +1,4 @@
-"""Checks of TLS and token files: can they be used, are they valid now, and who can change them."""
+"""Checks of TLS and token files: contents, expiry dates, and permissions."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .finding import CheckContext, CheckResult, fail, ok, warn
 __all__ = ["trust"]
 
 _SOON_SECONDS = 14 * 86400
-_NO_START = "the server does not start; a running one keeps the previous contents"
-_RENEW = "replace it; a running server uses the new one from the next connection on"
+_NO_START = "the server does not start; a running server keeps the previous contents"
+_RENEW = "replace the file; a running server uses the new file from the next connection on"
 
 
 def trust(context: CheckContext) -> Iterator[CheckResult]:
@@ -45,33 +45,35 @@ def _tls(cert: Path, key: Path, client_ca: Path | None) -> Iterator[CheckResult]
         yield _certificate(cert, files)
         if client_ca is not None:
             yield _authorities(client_ca, files)
-    yield from _written_by_others(cert, "they can make every client refuse the server")
-    yield from _written_by_others(key, "they can make every client refuse the server")
+    yield from _written_by_others(cert, "these users can make every client refuse the server")
+    yield from _written_by_others(key, "these users can make every client refuse the server")
     if client_ca is not None:
-        yield from _written_by_others(client_ca, "they can issue client certificates for themselves")
+        yield from _written_by_others(client_ca, "these users can issue client certificates for themselves")
     if (mode := _mode(key)) & stat.S_IROTH:
         yield warn(
             f"{key} has mode {mode:04o}: every user can read the private key",
-            "they can impersonate the server",
-            f"chmod o-rwx {key} (a Kubernetes secret: defaultMode); and replace the key if it may have been read",
+            "every user can impersonate the server",
+            f"chmod o-rwx {key} (for a Kubernetes secret: defaultMode), and replace the key if it may have been read",
         )
 
 
 def _certificate(path: Path, files: TlsFiles) -> CheckResult:
     left = _left(files.cert_expires)
     if files.out_of_date:
-        return fail(f"{path}: {files.out_of_date}", "every client refuses it", f"{_RENEW}; or set the clock")
+        return fail(
+            f"{path}: {files.out_of_date}", "every client refuses the certificate", f"{_RENEW}; or set the clock"
+        )
     if left is not None and left < _SOON_SECONDS:
-        return warn(f"{path} expires in {human_age(left)}", "every client refuses it from then on", _RENEW)
+        return warn(f"{path} expires in {human_age(left)}", "then every client refuses the certificate", _RENEW)
     return ok(f"{path} and its key can be used{_for(left)}")
 
 
 def _authorities(path: Path, files: TlsFiles) -> CheckResult:
     left = _left(files.client_ca_expires)
     if left is not None and left <= 0:
-        return fail(f"{path}: all in it have expired", "every client is refused", _RENEW)
+        return fail(f"{path}: all client CAs have expired", "every client is refused", _RENEW)
     if left is not None and left < _SOON_SECONDS:
-        return warn(f"{path}: the last in it expires in {human_age(left)}", "every client is refused then", _RENEW)
+        return warn(f"{path}: the last client CA expires in {human_age(left)}", "then every client is refused", _RENEW)
     return ok(f"{path}: the client CAs can be used{_for(left)}")
 
 
@@ -88,7 +90,7 @@ def _tokens(path: Path) -> Iterator[CheckResult]:
         directory = read_token_file(path)
     except TokensError as error:
         yield fail(
-            str(error), _NO_START, f"correct auth.tokens, or the file, which user {os.getuid()} must be able to read"
+            str(error), _NO_START, f"correct auth.tokens or the file; user {os.getuid()} must be able to read the file"
         )
     else:
         entries = (*directory.tokens.values(), *directory.certificates.values())
@@ -105,13 +107,13 @@ def _tokens(path: Path) -> Iterator[CheckResult]:
             )
         else:
             yield ok(seen)
-    yield from _written_by_others(path, "they can give themselves every role and every tenant")
+    yield from _written_by_others(path, "these users can give themselves every role and every tenant")
 
 
 def _written_by_others(path: Path, why: str) -> Iterator[CheckResult]:
     mode = _mode(path)
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
-        yield warn(f"{path} has mode {mode:04o}: others than its owner can write to it", why, f"chmod go-w {path}")
+        yield warn(f"{path} has mode {mode:04o}: users other than its owner can write to it", why, f"chmod go-w {path}")
 
 
 def _mode(path: Path) -> int:

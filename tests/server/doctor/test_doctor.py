@@ -101,14 +101,14 @@ class TestBroken:
                 findings = doctor(place, "--endpoint", endpoint, "--timeout", "1", code=1)
             finally:
                 os.kill(server.pid, 18)  # SIGCONT
-            named(findings, "server", "fail", "no answer from", "does it hang")
+            named(findings, "server", "fail", "no answer from", "check whether the server hangs")
             server.end(9)
         named(doctor(place, "--endpoint", endpoint, code=1), "socket", "fail", "is stale", "kvtier serve")
 
     def test_a_file_at_the_path_of_the_socket(self, place: Path) -> None:
         """A server would refuse to start."""
         socket_at(place).write_text("mine")
-        named(doctor(place, code=1), "socket", "fail", "is no socket", "move it away")
+        named(doctor(place, code=1), "socket", "fail", "is not a socket", "move the file")
 
     @root_only
     def test_a_socket_that_belongs_to_another_user(self, place: Path) -> None:
@@ -130,14 +130,14 @@ class TestBroken:
     def test_a_server_with_an_unknown_protocol(self, place: Path) -> None:
         with _fake_server(place, "9.0.0", [7]) as endpoint:
             findings = doctor(place, "--endpoint", endpoint, code=1)
-        named(findings, "versions", "fail", "speaks protocol 7", "install the same version")
-        named(findings, "server", "fail", "of an older version", "start one")
+        named(findings, "versions", "fail", "supports protocol 7", "install the same version")
+        named(findings, "server", "fail", "its version is too old", "start one")
 
     def test_another_version_with_the_same_protocol(self, place: Path) -> None:
         """The version is a warning; the missing AdminService is a failure."""
         with _fake_server(place, "9.0.0", [1]) as endpoint:
             findings = doctor(place, "--endpoint", endpoint, "--only", "versions")
-        named(findings, "versions", "warn", f"kvtier here {__version__}", "install the same version")
+        named(findings, "versions", "warn", f"kvtier here is {__version__}", "install the same version")
 
     @root_only
     def test_a_full_file_system(self, place: Path) -> None:
@@ -152,7 +152,7 @@ class TestBroken:
         try:
             (place / "c.toml").write_text(f'[[tiers]]\ntype = "lmdb"\npath = "{tiny}/store"\nsize = "1GiB"\n')
             findings = doctor(place, "--config", f"{place}/c.toml", code=1)
-            named(findings, "disks", "fail", "room for 1.0 MiB", "make room")
+            named(findings, "disks", "fail", "room for 1.0 MiB", "free disk space")
             named(findings, "disks", "warn", "is on tmpfs", "to a disk")
             arguments = ("doctor", "--config", f"{place}/c.toml", "--region-size", "64MiB", "--only", "disks")
             [speed] = [each for each in json_output(*arguments, code=1)["findings"] if "written" in each["seen"]]
@@ -168,7 +168,7 @@ class TestBroken:
     def test_a_limit_of_locked_memory_of_zero(self, place: Path) -> None:
         """No page can be pinned. It is a warning, because copies still work, but more slowly."""
         findings = doctor(place, limits="-l 0", unprivileged=True)
-        named(findings, "memlock", "warn", "not a page can be locked", "ulimit -l")
+        named(findings, "memlock", "warn", "no page can be locked", "ulimit -l")
 
     def test_too_few_descriptors(self, place: Path) -> None:
         """The server could serve a few clients only."""
@@ -190,15 +190,15 @@ class TestBroken:
         findings = doctor(place, *flags, "--hash-algo", "builtin", code=1)
         named(findings, "hashes", "fail", "builtin, PYTHONHASHSEED is not set", "sha256")
         with _engine(place, "--prefix-caching-hash-algo", "builtin") as pid:
-            named(doctor(place, *flags, code=1), "hashes", "fail", f"process {pid}: hashes by builtin", "sha256")
+            named(doctor(place, *flags, code=1), "hashes", "fail", f"process {pid}: hash algorithm builtin", "sha256")
         with _engine(place, "--prefix_caching_hash_algo=xxhash") as pid:
-            named(doctor(place, *flags, code=1), "hashes", "fail", f"process {pid}: hashes by xxhash", "sha256")
+            named(doctor(place, *flags, code=1), "hashes", "fail", f"process {pid}: hash algorithm xxhash", "sha256")
         with _engine(place, seed="1"), _engine(place, seed="2"):
             findings = doctor(place, *flags, code=1)
-            named(findings, "hashes", "fail", "different PYTHONHASHSEED: '1', '2'", "alike")
+            named(findings, "hashes", "fail", "different PYTHONHASHSEED: '1', '2'", "same value")
         with _engine(place, "--prefix-caching-hash-algo=sha256_cbor") as pid:
             [finding] = [found for found in doctor(place, *flags)["hashes"] if f"process {pid}:" in found["seen"]]
-            assert (finding["verdict"], "hashes by sha256_cbor" in finding["seen"]) == ("ok", True)
+            assert (finding["verdict"], "hash algorithm sha256_cbor" in finding["seen"]) == ("ok", True)
 
     def test_a_used_port(self, place: Path) -> None:
         """A server could not start."""
@@ -277,7 +277,7 @@ class TestHealthy:
             others.submit(_hang_up, listener)
             endpoint = "{}:{}".format(*listener.getsockname())
             findings = doctor(place, "--endpoint", endpoint, "--only", "server", code=1)
-            named(findings, "server", "fail", "does it want TLS", "--ca")
+            named(findings, "server", "fail", "does it need TLS", "--ca")
             assert "closed the connection" in kvtier("status", "--endpoint", endpoint, code=2).stderr
             listener.shutdown(socket.SHUT_RDWR)
 
@@ -287,7 +287,7 @@ class TestHealthy:
             server.wait_ready()
             kvtier("drain", "--stay", "--wait", "--endpoint", f"unix:{place}/s")
             findings = doctor(place, "--endpoint", f"unix:{place}/s")
-            named(findings, "server", "warn", "takes no new work", "--undo")
+            named(findings, "server", "warn", "refuses new work", "--undo")
 
     def test_the_address_comes_from_the_configuration(self, place: Path) -> None:
         """An explicit address overrides it."""
@@ -300,7 +300,7 @@ class TestHealthy:
 
     def test_unknown_checks_and_endpoints_are_wrong_usage(self) -> None:
         """The exit code is 2."""
-        assert "there are configuration, socket" in kvtier("doctor", "--only", "luck", code=2).stderr
+        assert "the checks are configuration, socket" in kvtier("doctor", "--only", "luck", code=2).stderr
         kvtier("doctor", "--endpoint", "nonsense", code=2)
 
 

@@ -127,12 +127,15 @@ class TestTrust:
         [finding] = found(verdict, of=list(trust(context_of(config_of(pair)))))
         assert seen in finding.seen
         assert pair.cert in finding.seen
-        assert ("replace it" in finding.do) is (verdict != "ok")
+        assert ("replace the file" in finding.do) is (verdict != "ok")
         assert caplog.messages == []
 
     @pytest.mark.parametrize(
         ("days", "verdict", "seen"),
-        [((-2, -1), "fail", "all in it have expired"), ((-1, 3), "warn", "the last in it expires in 2 d 23 h")],
+        [
+            ((-2, -1), "fail", "all client CAs have expired"),
+            ((-1, 3), "warn", "the last client CA expires in 2 d 23 h"),
+        ],
     )
     def test_dates_of_the_authorities_of_clients(
         self, tmp_path: Path, authority: Authority, days: tuple[float, float], verdict: str, seen: str
@@ -295,5 +298,8 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path, authority: Authority
     assert verdicts == [("trust", "fail"), ("trust", "ok"), ("tiers", "fail")]
     said = kvtier("doctor", *flags, *only, code=1)
     assert said.stderr == ""
-    assert f"fail trust: {pair.cert}: certificate has expired\n     why: every client refuses it\n" in said.stdout
+    assert (
+        f"fail trust: {pair.cert}: certificate has expired\n     why: every client refuses the certificate\n"
+        in said.stdout
+    )
     kvtier("config", *flags)
