@@ -1,8 +1,8 @@
 """Creates the demo's model: a small Llama with seeded random weights.
 
-It has the same bytes on every machine of a kind. The weights are scaled so that attention is peaked
-and each layer's output depends on the KV of few tokens. One wrong or misplaced block of the cache
-would therefore change the output.
+The model has the same bytes on all machines of one kind. With the scale of the weights, attention
+concentrates on few tokens. One wrong or misplaced block of the cache would therefore change the
+output.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Demo: a prompt is prefilled once, and later engines load it, also after the server was killed.
+"""Demo: one engine prefills a prompt, later engines load it, even after the server was killed.
 
     python run.py [--engine transformers|vllm] [--tokens N]
 
 Three engine processes in turn get the same prompt. Between the second and the third, the server is
 killed with SIGKILL and restarted, so the third loads from LMDB. Exits 0 only if all outputs are
-identical and the second and third engine loaded what they should. All files are temporary.
+identical and the second and third engine loaded the expected tokens. All files are temporary.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Result:
     """Result of one engine process."""
 
     computed: int
-    """Tokens of the prompt that it computed."""
+    """Tokens of the prompt that the engine computed."""
     loaded: dict[str, int]
-    """Tokens of the prompt that it loaded, by tier."""
+    """Tokens of the prompt that the engine loaded, by tier."""
     first_token_seconds: float
     output: list[int]
 
@@ -76,7 +76,7 @@ class Server:
                 self._process.wait()
 
     def start(self) -> float:
-        """Starts the server; returns how many seconds it took to answer."""
+        """Starts the server. Returns the seconds until its first answer."""
         start = time.perf_counter()
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -136,7 +136,7 @@ def run_engine(engine: str, directory: Path, job: dict[str, Any], label: str) ->
 
 
 def attributed(result: Result, before: dict[str, Any] | None, after: dict[str, Any] | None) -> Result:
-    """Names the tier if the engine does not know it: the lowest tier whose hits grew."""
+    """Adds the tier if the engine does not know it: the lowest tier with more hits than before."""
     unnamed = result.loaded.get("")
     if not unnamed or before is None or after is None:
         return result
@@ -152,7 +152,7 @@ def progress(text: str) -> Status:
 
 
 def verdict(results: Sequence[Result], prompt_tokens: int) -> list[str]:
-    """Returns the differences from the expected results; empty if all is well."""
+    """Returns the differences from the expected results. Empty if there are none."""
     wanted = (prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     expected: list[dict[str, int]] = [{}, {"cpu": wanted}, {"lmdb": wanted}]
     wrong = []
@@ -162,7 +162,7 @@ def verdict(results: Sequence[Result], prompt_tokens: int) -> list[str]:
         if result.computed != prompt_tokens - sum(loaded.values()):
             wrong.append(f"engine {number} computed {result.computed} tokens of the prompt")
         if result.output != results[0].output:
-            wrong.append(f"the output of engine {number} is another than that of engine 1")
+            wrong.append(f"the output of engine {number} differs from the output of engine 1")
     return wrong
 
 

@@ -1,6 +1,7 @@
-"""Proxy for prefill/decode disaggregation in which decode engines also hand turns back to P.
+"""Proxy for prefill/decode disaggregation. Decode engines also hand turns back to prefill engines.
 
-`turns`, `transfer`, `conversations`, `events` and `fleet` decide without sockets and clocks;
-`engines`, `exchange`, `watch`, `app` and `program` do the I/O. The proxy imports nothing of kvtier
-and uses vLLM's field names, so a copy of this folder runs anywhere.
+P is a prefill engine, D a decode engine. `turns`, `transfer`, `conversations`, `events` and `fleet`
+decide without sockets and clocks. `engines`, `exchange`, `watch`, `app` and `program` do the I/O.
+The proxy does not import kvtier, so a copy of this folder runs without it. "(B2.20)" and similar
+cite docs/behaviour.md of kvtier.
 """

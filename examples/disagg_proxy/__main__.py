@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-if not __package__:  # started as a folder; its modules need the package for relative imports
+if not __package__:  # started as a folder: the modules need their package for relative imports
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from disagg_proxy.program import main

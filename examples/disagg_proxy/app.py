@@ -36,7 +36,7 @@ READ_TIMEOUT_S = 60.0
 """Seconds for a client to send its request."""
 
 _HANG_UP = {"connection": "close"}
-"""For responses to an incomplete body, because the server would wait for the rest."""
+"""For responses before the whole body has arrived. Otherwise the server would wait for the rest."""
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Completions:
         self._under_way = 0
 
     async def __call__(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves an ASGI request. `path` is the route's own, independent of the `Host` header."""
+        """Serves an ASGI request. `path` is the path of the route."""
         metrics, begun_at = self._service.metrics, self._service.clock()
         reply, outcome = Reply(send), Outcome.DEFECT
         self._under_way += 1
@@ -78,7 +78,7 @@ class Completions:
     async def _serve(self, path: str, http: HttpRequest, reply: Reply, begun_at: float) -> Outcome:
         if self._under_way > self._settings.max_requests:
             raise _RejectedError(
-                Outcome.BUSY, error_answer(503, "Too many requests are under way.", {"retry-after": "1"})
+                Outcome.BUSY, error_answer(503, "Too many requests are in progress.", {"retry-after": "1"})
             )
         raw = await self._read(http.receive, http.headers.get("content-length", ""))
         if raw is None:
@@ -111,14 +111,14 @@ class Completions:
                     if not message.get("more_body", False):
                         return bytes(body)
         except TimeoutError:
-            answer = error_answer(408, "The body did not come in time.", _HANG_UP)
+            answer = error_answer(408, "The body did not arrive in time.", _HANG_UP)
             raise _RejectedError(Outcome.CLIENT_ERROR, answer) from None
 
     def _request(self, path: str, http: HttpRequest, turn: Turn, begun_at: float) -> Request:
         headers = engine_headers(http.headers)
         conversation = None
         if turn.conversation_id is None:
-            logger.warning("%s has no conversation_id: nothing of it is used again", headers["x-request-id"])
+            logger.warning("%s has no conversation_id, so a later turn cannot use its blocks", headers["x-request-id"])
         else:
             owner = hashlib.sha256(headers.get("authorization", "").encode()).hexdigest()
             conversation = Conversation(owner, turn.model, turn.conversation_id)
@@ -126,7 +126,7 @@ class Completions:
 
 
 def make_app(settings: Settings, clock: Callable[[], float]) -> Starlette:
-    """Returns the application; it watches its engines during its lifespan."""
+    """Returns the application. During its lifespan it watches the engines."""
     prefill, decode = Fleet(settings.prefill_instances()), Fleet(settings.decode_instances())
     conversations = Conversations(settings.entry_ttl, settings.max_entries)
     metrics = Metrics((prefill, decode), conversations.__len__)

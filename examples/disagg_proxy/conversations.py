@@ -1,4 +1,4 @@
-"""Conversation table: the hold of each conversation's latest turn, used once (B2.20, B2.21)."""
+"""Table with the hold of each conversation's latest turn. A hold is used once (B2.20, B2.21)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Reuse(Enum):
     EXPIRED = "expired"
     UNNAMED = "no_conversation_id"
     ALONE = "not_one_prompt"
-    """D serves it alone, because it is not one prompt with one completion."""
+    """D serves the turn without P, because it is not one prompt with one completion."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Key of a conversation. `owner` (credential) and `model` separate equal names."""
+    """Key of a conversation. Equal names differ by `owner` (hash of the credential) and `model`."""
 
     owner: str
     model: str
@@ -41,15 +41,15 @@ class TakeResult:
 
 @dataclass(frozen=True)
 class _Entry:
-    hold: bytes  # JSON, because a long conversation's block ids are a list of thousands
+    hold: bytes  # JSON, because a long conversation has thousands of block ids
     until: float
 
 
 class Conversations:
     """Table of holds. Times are seconds on a monotonic clock.
 
-    `ttl_s` must be shorter than D's hold. Beyond `max_entries` or `max_bytes` the oldest are
-    removed.
+    `ttl_s` must be shorter than the lifetime of D's hold. If the table exceeds `max_entries` or
+    `max_bytes`, the oldest entries are removed.
     """
 
     def __init__(self, ttl_s: float = 450.0, max_entries: int = 100_000, max_bytes: int = 256 << 20) -> None:

@@ -53,7 +53,7 @@ _NOT_PASSED_ON = {
     "upgrade",
     "x-data-parallel-rank",
 }
-"""Request headers that concern the client's connection, its encoding, or engine choice."""
+"""Request headers about the client's connection, the encoding, or the choice of an engine."""
 
 
 class Cause(Enum):
@@ -76,7 +76,7 @@ class Answer:
     body: bytes
 
     def parsed(self) -> dict[str, Any]:
-        """Returns its JSON object; raises EngineFailedError."""
+        """Returns the JSON object in the body. Raises EngineFailedError for another body."""
         try:
             value = json.loads(self.body)
         except (ValueError, RecursionError):
@@ -102,12 +102,13 @@ class Engines:
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(silence_s, connect=CONNECT_TIMEOUT_S),
             limits=httpx.Limits(max_connections=None),
-            # A connection per request. An idle connection may be closed (by the engine after 5 s,
-            # or by httpx) while the next request is sent, and a decode engine's answer would be
-            # lost.
+            # One connection per request. An idle connection may be closed (by the engine after
+            # 5 s, or by httpx) while the next request is sent, and that request would fail.
             headers={"connection": "close"},
             trust_env=False,  # engines are not behind the proxy of the environment
-            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # clients share this object
+            cookies=CookieJar(
+                DefaultCookiePolicy(allowed_domains=())
+            ),  # no cookies, because all clients share this object
         )
 
     async def close(self) -> None:
@@ -143,7 +144,7 @@ class Engines:
         headers: Mapping[str, str],
         timeout_s: float | None = None,
     ) -> Answer:
-        """Returns a complete response; a 5xx raises. `timeout_s` limits the whole request."""
+        """Returns a complete response. Raises for a 5xx. `timeout_s` limits the whole request."""
         try:
             async with asyncio.timeout(timeout_s), self.open(instance, path, body, headers) as response:
                 return await read_answer(response)
@@ -152,7 +153,7 @@ class Engines:
 
 
 async def read_answer(response: httpx.Response) -> Answer:
-    """Reads the rest of a response; a 5xx raises EngineFailedError with it."""
+    """Reads the rest of a response. For a 5xx raises EngineFailedError with the response."""
     body = bytearray()
     async for chunk in response.aiter_bytes():
         body += chunk
@@ -178,7 +179,7 @@ def _named(headers: Mapping[str, str]) -> set[str]:
 
 
 def engine_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """Returns the client's headers for engines, with one request id for all."""
+    """Returns the client's headers for engines. All engines get the same request id."""
     dropped = _NOT_PASSED_ON | _named(headers)
     passed = {name: value for name, value in headers.items() if name not in dropped and value.isascii()}
     return {

@@ -1,4 +1,4 @@
-"""Server-sent events of D: forwarded as they arrive, and read for the next turn."""
+"""Server-sent events of D. They are forwarded at once, and read for the next turn."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class EventSplitter:
             raise EventTooLargeError
 
     def end(self) -> list[bytes]:
-        """Returns the last event if the stream's end completes it; a partial one is dropped."""
+        """Returns the last event if it is `[DONE]`. Any other incomplete event is dropped."""
         return [self._rest.rstrip() + b"\n\n"] if _data(self._rest) == _DONE else []
 
 
 class StreamReader:
-    """Reads one stream. `strip_usage`: the client did not ask for the last chunk with the usage."""
+    """Reads one stream. `strip_usage`: remove the usage chunk, which the client did not ask for."""
 
     def __init__(self, *, strip_usage: bool) -> None:
         self._strip_usage = strip_usage
@@ -74,11 +74,11 @@ class StreamReader:
 
     @property
     def params(self) -> Params | None:
-        """What D reported of its hold; engines newer than vLLM 0.32 may report it."""
+        """D's report of its hold, or None. Engines newer than vLLM 0.32 may send one."""
         return self._params
 
     def hold(self, engine: DecodeEngine | None, name: str | None) -> Params | None:
-        """Returns D's hold: as it reported it, else under the name that it was given."""
+        """Returns D's hold: the reported one, otherwise a hold under the name that D was given."""
         if not self.is_done or self.has_failed:
             return None
         if self._params is not None:
@@ -106,7 +106,7 @@ def without_params(answer: dict[str, Any]) -> bytes:
 
 
 def _is_kept(choice: dict[str, Any]) -> bool:
-    """Whether D held the request at this end. A stop *string* is an abort inside vLLM's engine."""
+    """Whether D holds a request that ended so. For vLLM's engine a stop *string* is an abort."""
     return choice["finish_reason"] in _KEPT_ENDINGS and not isinstance(choice.get("stop_reason"), str)
 
 

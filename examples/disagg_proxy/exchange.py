@@ -24,7 +24,7 @@ from .transfer import DecodeEngine, Params, first_turn, hold_only, is_usable, ne
 __all__ = ["Exchange"]
 
 TRIES = 2
-"""Engines of a role that are tried for a request."""
+"""Number of engines of a role that are tried for a request."""
 
 _STREAM_HEADERS = ("content-type", "x-request-id")
 
@@ -72,7 +72,7 @@ class Exchange:
     # ---- P
 
     async def _prefill(self, hold: Params | None) -> Params | None:
-        """Returns D's parameters: P's answer, or a request to hold if no P could prefill."""
+        """Returns D's parameters: P's answer. If no P could prefill, D is only asked to hold."""
         body = self._turn.prefill_body(first_turn() if hold is None else next_turn(hold))
         cause = "down"
         for instance in self._instances(self._service.prefill):
@@ -120,7 +120,7 @@ class Exchange:
             if self._reply.has_begun:
                 await self._reply.end(error_event(502, "The engine failed in the middle of its answer."))
                 return Outcome.BROKEN
-            # the request itself may be slow: try no other engine
+            # The request itself may be slow, so no other engine is tried.
             if failure.cause is Cause.TIMEOUT:
                 break
         status = 504 if failure.cause is Cause.TIMEOUT else 502
@@ -147,7 +147,7 @@ class Exchange:
         return Outcome.OK
 
     async def _stream(self, instance: Instance, params: Params | None) -> Outcome:
-        """Forwards events. D gets a name for its hold, because a stream does not report it."""
+        """Forwards events. D gets a name for the hold, because streams do not report it."""
         name = uuid.uuid4().hex if self._request.conversation is not None and not self._turn.alone else None
         body = self._turn.decode_body(params, name)
         reader = StreamReader(strip_usage=name is not None and not self._turn.wants_usage)
@@ -159,7 +159,7 @@ class Exchange:
                     return await self._reply_whole(instance, await read_answer(response))
                 await self._relay(instance, response, reader, name)
         except EngineFailedError:
-            if not (reader.is_done and self._reply.has_begun):  # after the end nothing is lost
+            if not (reader.is_done and self._reply.has_begun):  # nothing is lost after the end
                 raise
         await self._reply.end()
         return Outcome.BROKEN if reader.has_failed else Outcome.OK
@@ -207,7 +207,7 @@ class Exchange:
     def _note_failure(self, instance: Instance, error: EngineFailedError) -> None:
         logger.warning("%s (%s) failed: %s", instance.url, instance.role.value, error.cause.value)
         self._service.metrics.retries.labels(instance.role.value, error.cause.value).inc()
-        # The request may be odd or slow: one client must not mark an engine down for all.
+        # The request may be the cause. One client must not mark an engine down for all clients.
         if error.cause is Cause.CONNECT:
             instance.failed(self._service.clock())
         elif error.cause is not Cause.STATUS:

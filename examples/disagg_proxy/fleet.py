@@ -12,8 +12,8 @@ from .transfer import Address, DecodeEngine
 __all__ = ["Fleet", "Instance", "Role"]
 
 SLACK = 4
-"""A conversation stays on its own engine while that has at most this many more requests than the
-idlest engine."""
+"""A conversation stays on its engine while this engine has fewer than this number of requests more
+than the idlest engine."""
 
 MAX_PAUSE_S = 30.0
 
@@ -27,11 +27,12 @@ class Role(Enum):
 
 @dataclass(eq=False)
 class Instance:
-    """One engine. `kvtier`: its kvtier server's address for others, if it reports another (B2.22).
+    """One engine. `kvtier`: address of its kvtier server, if other hosts need another one (B2.22).
 
-    `engine`: its identity if it holds requests, known since `engine_seen_at`. `is_suspect`: a
-    request failed, so its health is checked at once. `failures`: consecutive failures; it is not
-    used until `retry_at`. Times are seconds on the caller's clock.
+    `engine`: identity of the engine if it holds requests, known since `engine_seen_at`.
+    `is_suspect`: a request failed, so the engine's health is checked at once. `failures`: number of
+    consecutive failures. `retry_at`: the engine is not used before this time. Times are seconds on
+    the caller's clock.
     """
 
     url: str
@@ -47,14 +48,14 @@ class Instance:
     retry_at: float = 0.0
 
     def failed(self, now: float) -> None:
-        """Marks the engine down after a failure: for 1 s, then 2, 4 and so on."""
+        """Marks the engine down: for 1 s after the first failure, then for 2 s, 4 s and so on."""
         self.is_up = False
         self.failures += 1
         self.retry_at = now + min(MAX_PAUSE_S, 2.0 ** min(self.failures - 1, 10))
-        self.engine = self.engine_seen_at = None  # it may restart with another identity
+        self.engine = self.engine_seen_at = None  # the engine may restart with another identity
 
     def is_healthy(self) -> None:
-        """Records a successful health check. Only an answered request ends `is_suspect`."""
+        """Records a successful health check. Keeps `failures` until a request is answered."""
         self.is_up = True
 
     def answered(self) -> None:
@@ -62,7 +63,7 @@ class Instance:
         self.is_up, self.failures = True, 0
 
     def identified(self, engine: DecodeEngine | None, now: float) -> None:
-        """Records the engine's identity, or that it holds nothing."""
+        """Records the engine's identity; None means that the engine holds no requests."""
         self.engine, self.engine_seen_at = engine, now
 
 
@@ -77,7 +78,7 @@ class Fleet:
     ) -> Instance | None:
         """Returns the engine for the next request of `key`, or None if none is left.
 
-        With `include_down`, an engine that is down is chosen if no other is left.
+        With `include_down`, an engine that is down is chosen if no engine that is up is left.
         """
         left = [instance for instance in self.instances if instance not in tried]
         candidates = [instance for instance in left if instance.is_up] or (left if include_down else [])
@@ -91,5 +92,5 @@ class Fleet:
 
 
 def _weight(key: str, url: str) -> bytes:
-    """Rendezvous hashing: a change of the fleet moves only the conversations of that engine."""
+    """Rendezvous hashing: if an engine is removed, only its conversations move."""
     return hashlib.blake2b(f"{url}\0{key}".encode("utf-8", "surrogatepass"), digest_size=8).digest()

@@ -21,7 +21,7 @@ class Outcome(Enum):
 
     OK = "ok"
     CLIENT_ERROR = "client_error"
-    """Refused by the proxy or by an engine (4xx)."""
+    """The proxy or an engine refused the request (4xx)."""
     ENGINE_ERROR = "engine_error"
     BROKEN = "broken"
     """An engine failed during its response."""
@@ -37,17 +37,15 @@ class Metrics:
     def __init__(self, fleets: Iterable[Fleet], entries: Callable[[], int]) -> None:
         self._registry = CollectorRegistry()
         self.requests = self._counter("requests", "Requests by outcome.", "route", "outcome")
-        self.turns = self._counter("turns", "Turns by whether D's hold of the previous turn was used.", "reuse")
+        self.turns = self._counter("turns", "Turns, by use of D's hold of the previous turn.", "reuse")
         self.retries = self._counter(
             "retries", "Failures of engines; most requests were retried elsewhere.", "role", "cause"
         )
         self.fallbacks = self._counter("fallbacks", "Turns that D served without P, by cause.", "cause")
-        self.dropped = self._counter(
-            "entries_evicted", "Entries removed before any turn used them, by reason.", "reason"
-        )
+        self.dropped = self._counter("entries_evicted", "Entries removed before a turn used them, by reason.", "reason")
         self.first_token = self._histogram("first_token_seconds", "Seconds until the first event of a stream.", "route")
         self.duration = self._histogram("duration_seconds", "Seconds until the end of the response.", "route")
-        self.prefill = self._histogram("prefill_seconds", "Seconds until P had answered.")
+        self.prefill = self._histogram("prefill_seconds", "Seconds until P answered.")
         self._gauge("entries", "Conversations with a recorded hold.").set_function(entries)
         up = self._gauge("instance_up", "Whether the engine gets requests.", "role", "instance")
         outstanding = self._gauge("instance_outstanding", "Requests in flight at the engine.", "role", "instance")

@@ -13,14 +13,14 @@ from .settings import parse_arguments
 __all__ = ["main"]
 
 GRACE_S = 30
-"""Seconds for requests in flight when the program is told to end."""
+"""Seconds for which the program waits for requests in flight before it ends."""
 
 
 def main() -> int:
     """Parses the command line and serves until SIGTERM or SIGINT."""
     settings = parse_arguments()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # the access log has a line per request
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # the access log already has a line per request
     uvicorn.run(
         make_app(settings, time.monotonic),
         host=settings.host,

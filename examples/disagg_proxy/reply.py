@@ -33,7 +33,7 @@ class ClientGoneError(Exception):
 
 
 class Reply:
-    """The response to one request; every method may raise ClientGoneError."""
+    """Response to one request. Every method may raise ClientGoneError."""
 
     def __init__(self, send: Send) -> None:
         self._pass = send
@@ -51,7 +51,7 @@ class Reply:
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
     async def more(self, chunk: bytes) -> None:
-        """Sends a part; waits while the client is slow."""
+        """Sends a part. Waits while the client is slow."""
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def end(self, chunk: bytes = b"") -> None:

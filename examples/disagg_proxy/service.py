@@ -29,7 +29,7 @@ class Service:
 
 @dataclass(frozen=True)
 class Request:
-    """A client's request. `path` and `headers`: for engines; `begun_at`: on the service's clock."""
+    """A client's request. `path` and `headers` are sent to engines. `begun_at`: service clock."""
 
     path: str
     turn: Turn

@@ -15,7 +15,7 @@ __all__ = ["Decode", "Settings", "parse_arguments"]
 
 @dataclass(frozen=True)
 class Decode:
-    """A decode engine: its URL, and its kvtier server's address for others, if it differs."""
+    """A decode engine. `kvtier`: address of its kvtier server, if other hosts need another one."""
 
     url: str
     kvtier: Address | None = None
@@ -48,10 +48,10 @@ class Settings:
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> Settings:
-    """Parses a command line; exits the program if it is wrong."""
+    """Parses a command line. Exits the program if the command line is invalid."""
     parser = argparse.ArgumentParser(
         prog="disagg_proxy",
-        description="One OpenAI address for engines that prefill and engines that decode, with kvtier between them.",
+        description="Serves the OpenAI API with separate prefill and decode engines that share KV blocks through kvtier.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
@@ -62,7 +62,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Settings:
         type=_url,
         default=hidden,
         metavar="URL",
-        help="an engine that prefills; once for each",
+        help="a prefill engine; repeat the option for each engine",
     )
     add(
         "--decode",
@@ -71,23 +71,28 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Settings:
         default=hidden,
         required=True,
         metavar="URL[,kvtier=ADDRESS]",
-        help="an engine that decodes, and how others reach its kvtier server; once for each",
+        help="a decode engine, and the address at which other hosts reach its kvtier server; repeat for each engine",
     )
-    add("--host", metavar="ADDRESS", help="where to listen")
-    add("--port", type=int, help="0 for any that is free")
-    add("--prefill-timeout", type=_positive, metavar="SECONDS", help="for a whole prefill")
+    add("--host", metavar="ADDRESS", help="address to listen on")
+    add("--port", type=int, help="port to listen on; 0 for any free port")
+    add("--prefill-timeout", type=_positive, metavar="SECONDS", help="time limit of a whole prefill")
     add(
         "--decode-timeout",
         type=_positive,
         metavar="SECONDS",
-        help="the longest silence of an engine; a whole answer is one",
+        help="longest time without data from an engine; an answer without streaming arrives at its end",
     )
-    add("--entry-ttl", type=_positive, metavar="SECONDS", help="for how long a turn is remembered")
-    add("--max-entries", type=_count, metavar="N", help="how many are")
-    add("--max-requests", type=_count, metavar="N", help="at once")
-    add("--max-body", type=_count, metavar="BYTES", help="of a request")
-    add("--check-interval", type=_positive, metavar="SECONDS", help="between two looks at an engine's health")
-    add("--probe-interval", type=_positive, metavar="SECONDS", help="between two probes of what a decode engine holds")
+    add("--entry-ttl", type=_positive, metavar="SECONDS", help="lifetime of a turn's entry in the conversation table")
+    add("--max-entries", type=_count, metavar="N", help="most entries in the conversation table")
+    add("--max-requests", type=_count, metavar="N", help="most requests at the same time")
+    add("--max-body", type=_count, metavar="BYTES", help="most bytes of a request's body")
+    add("--check-interval", type=_positive, metavar="SECONDS", help="time between two health checks of an engine")
+    add(
+        "--probe-interval",
+        type=_positive,
+        metavar="SECONDS",
+        help="time between two probes that identify a decode engine",
+    )
     lists = ("prefill", "decode")
     parser.set_defaults(**{setting.name: setting.default for setting in fields(Settings) if setting.name not in lists})
     given = vars(parser.parse_args(arguments))

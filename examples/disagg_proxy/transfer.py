@@ -1,4 +1,4 @@
-"""`kv_transfer_params`: what engines are told of each other's blocks (B2.18, B2.22, B2.24)."""
+"""`kv_transfer_params`: tells an engine about blocks of another one (B2.18, B2.22, B2.24)."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class Address:
         return cls(host.strip("[]"), int(port))
 
     def replacing(self, params: Params) -> Params:
-        """Returns `params` with this address as the place of the blocks (B2.22)."""
+        """Returns `params` with this address as the address of the blocks' server (B2.22)."""
         return {**params, "remote_host": self.host, "remote_port": self.port}
 
 
 @dataclass(frozen=True)
 class DecodeEngine:
-    """Identity of a decode engine, as it reported it; names holds that it has not reported."""
+    """Identity that a decode engine reported. Gives the parameters of holds under known names."""
 
     engine_id: str
     host: str
@@ -68,7 +68,7 @@ class DecodeEngine:
 
     @classmethod
     def parse(cls, params: object) -> DecodeEngine | None:
-        """Parses what the engine returned; None if the identity is missing."""
+        """Parses the engine's parameters. Returns None if the identity is missing."""
         if not isinstance(params, Mapping):
             return None
         engine_id, host, port = (params.get(f"remote_{name}") for name in ("engine_id", "host", "port"))
@@ -80,7 +80,7 @@ class DecodeEngine:
     def named_hold(self, name: str, num_tokens: int) -> Params:
         """Returns the parameters of a request that this engine was told to hold as `name`.
 
-        They do not list the blocks; the claim returns them.
+        The parameters do not list the blocks, because the claim returns the blocks.
         """
         return {
             "do_remote_prefill": False,
@@ -106,7 +106,7 @@ def next_turn(hold: Params) -> Params:
 
 
 def hold_only() -> Params:
-    """Returns D's parameters if there is nothing to pull: it computes the prompt and holds it."""
+    """Returns D's parameters if there is nothing to pull: D computes and holds the prompt."""
     return {"do_remote_decode": False, "do_remote_prefill": True, **dict.fromkeys(_REMOTE)}
 
 
@@ -120,7 +120,7 @@ def is_usable(params: object) -> bool:
 
 
 def own_params(given: object) -> Params:
-    """Returns what a client may set itself: neither blocks to pull nor a name for a hold."""
+    """Returns the parameters that a client may set: no blocks to pull, no name for a hold."""
     if not isinstance(given, Mapping):
         return {}
     own = {
@@ -135,7 +135,7 @@ def own_params(given: object) -> Params:
 def for_engine(params: Params, own: Params, hold_as: str | None = None, *, holds: bool = True) -> Params:
     """Returns one engine's parameters: the proxy's, the client's own, and a name for the hold.
 
-    `holds`: whether the hold will be used; without a conversation it is not.
+    `holds`: whether the hold will be used. Without a conversation it is not used.
     """
     merged, settings = {**own, **params}, own.get(_SETTINGS)
     ours: Params = {_HOLD_AS: hold_as} if hold_as is not None else {} if holds else {_HOLD: False}

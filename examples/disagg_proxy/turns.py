@@ -11,7 +11,7 @@ from .transfer import Params, for_engine, own_params
 __all__ = ["MAX_CONVERSATION_ID", "BadRequestError", "Turn"]
 
 MAX_CONVERSATION_ID = 256
-"""Most characters of a conversation's id."""
+"""Maximum number of characters in the id of a conversation."""
 
 
 class BadRequestError(Exception):
@@ -22,8 +22,8 @@ class BadRequestError(Exception):
 class Turn:
     """A parsed request.
 
-    `body`: as sent, without `conversation_id` and `kv_transfer_params`. `own`: the client's part of
-    the latter. `alone`: D serves it without P.
+    `body`: as sent, without `conversation_id` and `kv_transfer_params`. `own`: the parameters that
+    the client may set itself. `alone`: D serves the turn without P.
     """
 
     body: dict[str, Any]
@@ -39,12 +39,12 @@ class Turn:
         try:
             body = json.loads(raw)
         except (ValueError, RecursionError):
-            raise BadRequestError("The body is no JSON.") from None
+            raise BadRequestError("The body is not JSON.") from None
         if not isinstance(body, dict):
             raise BadRequestError("The body must be a JSON object.")
         conversation_id = _conversation_id(body.pop("conversation_id", None))
         own = own_params(body.pop("kv_transfer_params", None))
-        # vLLM also reads parameters from here, so a client could name blocks to pull.
+        # vLLM reads `kv_transfer_params` here too. A client must not name blocks to pull.
         if isinstance(xargs := body.get("vllm_xargs"), dict):
             xargs.pop("kv_transfer_params", None)
         options, stream = body.get("stream_options"), body.get("stream")
@@ -61,7 +61,7 @@ class Turn:
 
     @property
     def model(self) -> str:
-        """The model's name from the client; empty if it is missing."""
+        """The model's name in the request. Empty if it is missing."""
         model = self.body.get("model")
         return model if isinstance(model, str) else ""
 
@@ -73,7 +73,7 @@ class Turn:
         return body
 
     def decode_body(self, params: Params | None, hold_as: str | None = None) -> dict[str, Any]:
-        """Returns D's body. With a name for its hold, the stream must end with the usage."""
+        """Returns D's body. With `hold_as` it asks for the usage at the end of the stream."""
         body = dict(self.body)
         given = for_engine(params or {}, self.own, hold_as, holds=not params or self.conversation_id is not None)
         if given:

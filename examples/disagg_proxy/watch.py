@@ -48,7 +48,7 @@ class Watch:
             try:
                 await look()
             except Exception:
-                logger.exception("looking at %s went wrong", self._instance.url)
+                logger.exception("watching %s failed", self._instance.url)
             await asyncio.sleep(min(TICK_S, self._check_s))
 
     async def _check_if_due(self) -> None:
@@ -72,7 +72,7 @@ class Watch:
             logger.warning("%s (%s) is %s", instance.url, instance.role.value, "up" if instance.is_up else "down")
 
     async def probe(self) -> None:
-        """Identifies a decode engine, and whether it holds requests, with a one-token request."""
+        """Learns a decode engine's identity, if it holds requests, from a one-token request."""
         instance = self._instance
         if instance.role is not Role.DECODE or not instance.is_up or not self._is_probe_due():
             return
@@ -93,14 +93,14 @@ class Watch:
             return
         engine = DecodeEngine.parse(params)
         if engine is None:
-            logger.warning("%s holds nothing: its streams are not remembered", instance.url)
+            logger.warning("%s holds no requests, so the next turn of a stream cannot use its blocks", instance.url)
         instance.identified(engine, self._clock())
 
     def _note_refusal(self, status: int) -> None:
-        """The answer has no identity: keeps what is known and asks again after the usual time."""
+        """Keeps the known identity, because a refusal has none. Asks again after the usual time."""
         instance = self._instance
         if not self._is_refused:
-            logger.warning("%s refuses probes (status %d); does VLLM_API_KEY lack?", instance.url, status)
+            logger.warning("%s refuses probes (status %d); is VLLM_API_KEY missing?", instance.url, status)
         self._is_refused = True
         instance.identified(instance.engine, self._clock())
 
@@ -109,7 +109,7 @@ class Watch:
         return (seen_at is None or now - seen_at >= self._probe_s) and now - self._probed_at >= self._check_s
 
     def _is_check_due(self) -> bool:
-        """Whether a check is due; an engine that is down is checked as soon as its pause ends."""
+        """Whether a check is due. An engine that is down is checked as soon as its pause ends."""
         if self._instance.is_up and self._instance.is_suspect:
             return True
         due_at = self._checked_at + self._check_s if self._instance.is_up else self._instance.retry_at

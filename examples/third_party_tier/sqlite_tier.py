@@ -36,12 +36,12 @@ from kvtier.tiers.storage.fsck import Finding, Slice
 __all__ = ["SQLiteTier"]
 
 CAPACITY_SHARE = 0.75
-"""Share of the file for blocks. A row of 64 KiB takes four or five pages of 16 KiB, and the index
-and half-full pages need more."""
+"""Fraction of the file for blocks. The index and half-full pages need the rest: a row of 64 KiB
+needs four or five pages of 16 KiB."""
 MAX_KEY_BYTES = 1024
 SLICE_BLOCKS = 64
 
-# The bytes are the last column: SQLite reads a row's pages in order, and needs the others more
+# `content` is the last column: SQLite reads a row's pages in order and needs the other columns more
 # often.
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS blocks (
@@ -58,7 +58,7 @@ CREATE TABLE IF NOT EXISTS blocks (
 class SQLiteTier(SecondaryTier):
     """Blocks as rows of one table.
 
-    A store is one transaction: it survives completely or not at all.
+    A store is one transaction, so after a crash either all of its blocks exist or none.
     """
 
     type: ClassVar[str] = "sqlite"
@@ -67,10 +67,10 @@ class SQLiteTier(SecondaryTier):
     def __init__(
         self, name: str, directory: Path, size_bytes: int, durability: str = "process", *, page_bytes: int = 16384
     ) -> None:
-        """Opens or creates `blocks.sqlite` in `directory`; it never grows beyond `size_bytes`.
+        """Opens or creates `blocks.sqlite` in `directory`. The file has at most `size_bytes` bytes.
 
         `page_bytes` is an option in the configuration: a power of two from 512 to 65536. An
-        existing file keeps its own.
+        existing file keeps its page size.
 
         Raises:
             TierOpenError: the file cannot be opened; `TierInUseError` if another process has it,
@@ -129,11 +129,14 @@ class SQLiteTier(SecondaryTier):
         return outcomes
 
     def remove(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> None:
-        """Removes blocks; reports in `last_error` what SQLite cannot remove now."""
+        """Removes blocks. If SQLite cannot remove them now, reports that in `last_error`."""
         self._write("remove", "DELETE FROM blocks WHERE name = ?", [(namespace + key,) for namespace, key in keys])
 
     def blocks_to_check(self) -> int:
-        """Lets `kvtier fsck` check this tier, together with `check_slice`. Both are optional."""
+        """Returns the number of blocks for `kvtier fsck`.
+
+        With this method and `check_slice`, `kvtier fsck` can check the tier. Both are optional.
+        """
         (count,) = self._connection().execute("SELECT count(*) FROM blocks").fetchone()
         return int(count)
 
@@ -156,7 +159,7 @@ class SQLiteTier(SecondaryTier):
         return Slice(last if checked == SLICE_BLOCKS else None, checked, total, findings)
 
     def close(self) -> None:
-        """Closes the file; any thread may call it."""
+        """Closes the file. Any thread may call this."""
         for connection in self._connections:
             connection.close()
         os.close(self._lock)
@@ -174,7 +177,7 @@ class SQLiteTier(SecondaryTier):
         """Returns this thread's connection, because a transaction belongs to one connection."""
         connection: sqlite3.Connection | None = getattr(self._mine, "connection", None)
         if connection is None:
-            # Another thread closes it, but no two threads use it at once.
+            # Another thread may close it, but no two threads use it at once.
             connection = sqlite3.connect(self._path, timeout=60, isolation_level=None, check_same_thread=False)
             connection.execute(f"PRAGMA synchronous = {self._synchronous}")
             connection.execute(self._limit)  # a property of the connection, not of the file
@@ -184,7 +187,7 @@ class SQLiteTier(SecondaryTier):
         return connection
 
     def _write(self, work: str, statement: str, rows: Sequence[tuple[object, ...]]) -> Outcome:
-        """Changes rows in one transaction. Returns the outcome of all of them."""
+        """Changes rows in one transaction. Returns one outcome for all rows."""
         connection = self._connection()
         try:
             with self._writing:
@@ -193,7 +196,7 @@ class SQLiteTier(SecondaryTier):
                     connection.executemany(statement, rows)
                     connection.execute("COMMIT")
                 except BaseException:
-                    if connection.in_transaction:  # SQLite ends it itself if the disk is full
+                    if connection.in_transaction:  # a full disk has ended it already
                         connection.execute("ROLLBACK")
                     raise
         except sqlite3.Error as error:

@@ -1,7 +1,7 @@
-"""Toy engine without a neural network, whose KV cache behaves like a real one's.
+"""Toy engine without a neural network. Its KV cache behaves like that of a real engine.
 
-The KV of a token depends on every token before it, and the output on all KV. One wrong byte of KV
-changes the output, so tests notice it.
+The KV of a token depends on all tokens before it, and the output depends on all KV. One wrong byte
+of KV changes the output, so tests detect it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Kv = npt.NDArray[np.uint8]
 
 
 class ToyEngine:
-    """Computes KV token by token, and outputs a token that depends on all of it."""
+    """Computes KV token by token, and outputs a token that depends on all KV."""
 
     def __init__(self, weights: str = "toy") -> None:
         self._weights = weights
         self.computed = 0
-        """Tokens whose KV was computed so far, which is the work that a cache saves."""
+        """Number of tokens whose KV was computed so far. A cache reduces this number."""
 
     def prefill(self, tokens: Sequence[int], known: Kv) -> Kv:
         """Returns the KV of all tokens; the first `len(known)` are not computed again."""
