@@ -112,14 +112,12 @@ class Client:
     @property
     def max_keys(self) -> int | None:
         """Maximum number of keys per call; None while there is no session."""
-        session = self._transport.session
-        return session.limits.max_keys if session is not None else None
+        return session.limits.max_keys if (session := self._transport.session) else None
 
     @property
     def epoch(self) -> int | None:
         """Random number of the server's current run; None while there is no session."""
-        session = self._transport.session
-        return session.ref.epoch if session is not None else None
+        return session.ref.epoch if (session := self._transport.session) else None
 
     @property
     def transport(self) -> str | None:
@@ -153,8 +151,7 @@ class Client:
         """Registers a request, negotiates its offload policy and looks up its keys.
 
         Call `finish_request` when the request ends. The result also has `policy` and `votes`.
-        `retain_for` applies to each block that the request uses or stores. For the other arguments
-        see `lookup`.
+        `retain_for` applies to each block that the request uses or stores. See also `lookup`.
         """
         return self._lease(
             self._operations.begin_request(
@@ -259,20 +256,17 @@ class Client:
         request_id: str = "",
         retain_for: float | None = None,
     ) -> bytes:
-        """Stores one buffer per key; returns one `StoreStatus` per key.
-
-        Blocks that are stored already are not written again. For `retain_for` see `lookup`.
-        """
+        """Stores a buffer per key, if it is not stored already; returns a `StoreStatus` per key."""
         return self._run(self._operations.store(keys, buffers, request_id=request_id, retain_for=retain_for))
 
     def register_kv_buffers(self, buffers: KvBuffers) -> None:
         """Registers device memory with the server now, and again with each later session.
 
-        May take seconds, because the server starts a process for the device.
+        May take seconds, because the server starts a process for the device. Other calls work even
+        if this one raises.
 
         Raises:
-            DeviceUnavailable: the server cannot copy to this device; the message begins with the
-                cause. The other calls of this client still work.
+            DeviceUnavailable: the server cannot copy to this device; the message gives the cause.
         """
         self._run(self._operations.register_kv_buffers(buffers))
 
@@ -290,11 +284,8 @@ class Client:
         A block may occur once per group. `after` marks the compute that writes the blocks; None if
         that compute has ended. For the other arguments see `store`.
 
-        When this returns or raises, the server no longer reads the blocks, unless the connection to
-        the server was lost.
-
-        Returns:
-            One `StoreStatus` per key.
+        Returns one `StoreStatus` per key. When this returns or raises, the server no longer reads
+        the blocks, unless the connection to the server was lost.
 
         Raises:
             DeviceUnavailable: the server cannot copy from this device now; other calls may work.
@@ -330,10 +321,7 @@ class Client:
         self._run(self._operations.read_to_device(lease, items, blocks, after=after))
 
     def flush(self, keys: Sequence[bytes], *, wait: float = 10.0) -> bytes:
-        """Waits up to `wait` seconds until blocks would survive a server restart.
-
-        Returns one `DurableStatus` per key.
-        """
+        """Waits up to `wait` seconds for blocks to be durable; returns a `DurableStatus` per key."""
         return self._run(self._operations.flush(keys, wait=wait))
 
     def touch(self, *lease_ids: int, lease: float | None = None) -> list[int]:
@@ -390,8 +378,7 @@ class Client:
             lease: duration of the lease in seconds; None: the server's default.
 
         Raises:
-            HoldGone: the hold was not published in time, was released, has expired, or expires
-                within five seconds.
+            HoldGone: the hold was not published in time, was released, or expires within 5 s.
         """
         return self._lease(
             self._operations.claim(hold, request_id=request_id, first_positions=first_positions, wait=wait, lease=lease)
