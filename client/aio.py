@@ -328,7 +328,7 @@ class AsyncClient:
         await self._run(self._operations.read_to_device(lease, items, blocks, after=after))
 
     async def flush(self, keys: Sequence[bytes], *, wait: float = 10.0) -> bytes:
-        """Waits up to `wait` seconds for blocks to be durable; returns a `DurableStatus` per key."""
+        """Waits up to `wait` seconds for durable blocks; returns a `DurableStatus` per key."""
         return await self._run(self._operations.flush(keys, wait=wait))
 
     async def touch(self, *lease_ids: int, lease: float | None = None) -> list[int]:

@@ -321,7 +321,7 @@ class Client:
         self._run(self._operations.read_to_device(lease, items, blocks, after=after))
 
     def flush(self, keys: Sequence[bytes], *, wait: float = 10.0) -> bytes:
-        """Waits up to `wait` seconds for blocks to be durable; returns a `DurableStatus` per key."""
+        """Waits up to `wait` seconds for durable blocks; returns a `DurableStatus` per key."""
         return self._run(self._operations.flush(keys, wait=wait))
 
     def touch(self, *lease_ids: int, lease: float | None = None) -> list[int]:
