@@ -214,9 +214,9 @@ class AsyncClient:
     async def read(self, lease: LookupResult | int, items: Sequence[int]) -> AsyncIterator[ReadBatch]:
         """Gives access to the bytes of looked-up blocks; `items` are positions in the lookup.
 
-        On exit the server confirms that the lease was valid during the whole block. If the exit
-        raises, discard all bytes that were read. The lease may belong to another client of the same
-        engine.
+        On exit the server confirms that the lease was valid for the whole `with` statement. If the
+        exit raises, discard all bytes that were read. The lease may belong to another client of the
+        same engine.
         """
         with ExitStack() as held:
             reading = await self._run(self._operations.begin_read(held, lease, items))

@@ -58,8 +58,8 @@ class CacheGroupKind(Enum):
 class CacheGroup:
     """One KV cache group.
 
-    ``retained_tokens``: number of tokens before the end of a hit whose blocks the hit needs; None
-    for full attention.
+    ``retained_tokens``: a hit needs only the blocks of its last ``retained_tokens`` tokens; None
+    (full attention): it needs all blocks.
     ``page_bytes[i]``: bytes of one block of ``layers[i]`` on one rank, without padding.
     ``formats[i]``: data format of these bytes, if known.
     ``is_state``: the layers have a recurrent state (for example Mamba) that they update in place. A
@@ -143,7 +143,7 @@ class EngineRequest(Protocol):
 
     @property
     def server_name(self) -> str:
-        """The id that the server uses; another id only if ``request_id`` is too long for it."""
+        """The request's id at the server: ``request_id``, unless that is too long."""
         ...
 
     @property
@@ -202,8 +202,9 @@ class BlockPool(Protocol):
     def put_back(self, block_ids: Sequence[int], behind: Collection[int]) -> None:
         """Removes one reference from each block.
 
-        Blocks that become free are evicted in this order, before all free blocks with content. Only
-        the blocks of ``behind`` at the start of the eviction order stay before them.
+        Blocks that become free are evicted in this order, before all free blocks with content.
+        Exception: blocks of ``behind`` that are now at the head of the eviction order are still
+        evicted first.
         """
 
     def references(self, block_id: int) -> int:
@@ -279,7 +280,8 @@ class LoadJob:
 class SaveJob:
     """Blocks to store together. The core holds them until every worker has reported ``job_id``.
 
-    ``request_id`` is the server's; empty for blocks that belong to no request (lazy mode).
+    ``request_id``: the request's ``server_name``; empty for blocks that belong to no request
+    (lazy mode).
     """
 
     job_id: int

@@ -203,8 +203,8 @@ class AuthConfig(msgspec.Struct, frozen=True, kw_only=True):
     metrics: Annotated[
         bool,
         _setting(
-            "Whether HTTP requires a token with role `metrics` or `admin`, except for `/healthz` and for the status page "
-            "without its data."
+            "Whether HTTP requires a token with role `metrics` or `admin`, except for `/healthz` and the static "
+            "files of the status page."
         ),
     ] = False
 
@@ -226,7 +226,9 @@ class TracingConfig(msgspec.Struct, frozen=True, kw_only=True):
     ratio: Annotated[
         float,
         _setting(
-            "Fraction of the traces started by the server that are recorded; a caller decides for its own.", ge=0, le=1
+            "Fraction of the server's own traces that the server records. The caller decides for traces that it started.",
+            ge=0,
+            le=1,
         ),
     ] = 1.0
 

@@ -24,7 +24,7 @@ __all__ = ["OpenSession", "SessionRegistry", "namespace_spec"]
 PROTOCOL_VERSIONS = (1,)
 _MAX_NAME_LENGTH = 512
 _MAX_CONNECTIONS = 64
-"""Maximum number of connections for calls per session. Each carries one call at a time."""
+"""Maximum number of call connections that one session may have. Each carries one call at a time."""
 _MAX_MODELS = 1024
 _MAX_MODEL_LENGTH = 128
 _MAX_SHOWN_GROUPS = 32
@@ -48,7 +48,7 @@ class OpenSession:
     """Transport of the last transfer; before that, the transport given in `OpenRequest`."""
     model: str
     groups: tuple[common_pb2.Group, ...] = ()
-    """Groups of the namespace without names, for the status; empty if there are too many."""
+    """The namespace's groups with their names removed, for the status; empty if too many."""
     attachments: set[int] = field(default_factory=set)
     disconnects: set[Callable[[], object]] = field(default_factory=set)
     """Callbacks that close the session's connections for calls."""
@@ -304,7 +304,7 @@ def namespace_spec(namespace: common_pb2.Namespace) -> NamespaceSpec:
 
 
 def _apply_tenant(namespace: common_pb2.Namespace, caller: Identity) -> None:
-    """Sets the tenant of the namespace to the caller's. Raises `Refused` if they differ."""
+    """Sets the caller's tenant if the namespace has none. Raises `Refused` if it has another."""
     if caller.tenant is None:
         return
     if namespace.tenant not in ("", caller.tenant):

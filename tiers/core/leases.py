@@ -34,7 +34,7 @@ class BlockLease:
         items: per key the pinned block, or None for a miss; misses at the end are omitted.
         keys: number of looked-up keys.
         sources: per key the position of the tier that had the block; undefined for misses.
-        granted_at: in the core's seconds.
+        granted_at: time of the grant, in seconds of the core's clock.
         pending: number of items whose block is not ready.
         record: the lookup in the request log.
     """

@@ -155,7 +155,7 @@ def clear_orphans(store: Environment, txn: Any, live: set[int], damaged: Sequenc
 
 
 def last_record_id(store: Environment, txn: Any) -> int:
-    """Returns the highest record id. Every block has at least one chunk."""
+    """Returns the highest record id: that of the last chunk. Every block has a chunk."""
     cursor = txn.cursor(db=store.data)
     return record_id_of(bytes(cursor.key())) if cursor.last() else 0
 

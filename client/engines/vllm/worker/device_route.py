@@ -27,7 +27,11 @@ RouteOf = Callable[[Sequence[GroupLayout], torch.device, RateLimitedLog], "Devic
 
 
 class StepMark:
-    """Marks after which the jobs of a step may access their blocks: one per copier (B4.4)."""
+    """Marks after which a step's jobs may access their blocks (B4.4).
+
+    ``compute`` is for copies by the worker, ``mark`` for copies by the server (None: the worker
+    copies).
+    """
 
     def __init__(self, compute: Any, mark: Mark | None, jobs: int) -> None:
         self.compute = compute
@@ -63,19 +67,20 @@ class DeviceRoute:
     def register(self, client: Client) -> None:
         """Lets the client's server open the blocks, which may take seconds.
 
-        The server copies from then on. If the server refuses, the worker copies itself.
+        The server copies from then on. If the server refuses, the worker copies the blocks.
         """
         try:
             client.register_kv_buffers(self._buffers)
         except (DeviceUnavailable, InvalidRequest) as error:
             self._log.warn("device", f"the engine copies its KV blocks itself, because the server refused: {error}")
             return
-        except KVTierError as error:  # the first call to a server registers the blocks
+        except KVTierError as error:
+            # No server yet. The client registers the blocks when it is connected.
             self._log.warn("device", f"the engine copies its KV blocks itself until a server is connected: {error}")
         self._client = client
 
     def mark(self) -> Mark | None:
-        """Marks the compute submitted so far. Returns None if the worker copies itself."""
+        """Marks the compute submitted so far. Returns None if the worker copies the blocks."""
         if self._client is None:
             return None
         try:
@@ -87,7 +92,7 @@ class DeviceRoute:
     def store(
         self, client: Client, keys: Sequence[bytes], blocks: Sequence[int], after: StepMark, request_id: str
     ) -> bytes | None:
-        """Returns a `StoreStatus` per key, or None if the worker must copy itself."""
+        """Returns a `StoreStatus` per key, or None if the worker must copy the blocks."""
         if client is not self._client or after.mark is None:
             return None
         try:
@@ -97,7 +102,7 @@ class DeviceRoute:
             return None
 
     def load(self, client: Client, lease_id: int, items: Sequence[int], blocks: Sequence[int], after: StepMark) -> bool:
-        """Returns whether the server filled the blocks. If False, the worker must copy itself."""
+        """Returns whether the server filled the blocks. If False, the worker must do it."""
         if client is not self._client or after.mark is None:
             return False
         try:
