@@ -394,7 +394,7 @@ MUTANTS = (
         Invariant.DURABLE,
         "core/catalog.py",
         "kept = [entry for entry in recovered if entry not in gone]",
-        "kept = [entry for entry in recovered if entry not in gone]\n        self._evict(kept[:1])",
+        "kept = [entry for entry in recovered if entry not in gone]\n        self.evict(kept[:1])",
     ),
     Mutant(
         "an unknown job id raises",
