@@ -261,7 +261,7 @@ class TestEvict:
             ((), 2, "or --all"),
             (("--tier", "tape"), 1, "there is no tier 'tape'; there are cpu, lmdb"),
             (("--namespace", "xyz"), 2, "32 hexadecimal digits"),
-            (("--namespace", "abcd"), 1, "the id of a namespace has 16 bytes"),
+            (("--namespace", "abcd"), 1, "namespace_id has 2 bytes; it must have 16"),
             (("--older-than", "soon"), 2, "not a duration"),
             (("--bytes", "lots"), 2, "not a size"),
             (("--bytes", "0"), 2, "must be more than 0"),
