@@ -38,7 +38,7 @@ demo: $(VENV)/.stamp  ## Show that a cached prefix survives a restart of engine 
 demo-vllm: $(VLLM)/.stamp  ## Run the demo with vLLM on the CPU (installs it in build/vllm: 3.5 GB)
 	$(VLLM)/bin/python examples/demo/run.py --engine vllm
 
-test: $(VENV)/.stamp  ## Run all tests that need no LLM engine (about 10 minutes on 2 idle cores)
+test: $(VENV)/.stamp  ## Run all tests that need no LLM engine (about 13 minutes on 2 cores)
 	$(VENV)/bin/python -m pytest --numprocesses 2 --dist worksteal $(ARGS)
 
 test-engines: $(VLLM)/.stamp  ## Run the tests with real engines (installs vLLM in build/vllm: 3.5 GB; about 20 minutes on 2 idle cores)
