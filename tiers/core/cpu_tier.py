@@ -299,26 +299,29 @@ class CpuTier:
         """Whether the next store would have to evict blocks first (see `make_spare_room`)."""
         return bool(self._spare_demand) and len(self.queues.shares) == 1
 
-    def make_spare_room(self) -> None:
-        """Evicts in advance for the next store, assuming that it is as large as the last.
+    def make_spare_room(self) -> bool:
+        """Evicts for one size class in advance, assuming that the next store is as large as the last.
 
-        Does nothing if there are quotas: which share must pay depends on the tenant of the next
-        store.
+        Returns whether another size class needs spare room. Does nothing if there are quotas: which
+        share must pay depends on the tenant of the next store.
         """
-        demand, self._spare_demand = self._spare_demand, {}
-        if len(self.queues.shares) > 1:
-            return
-        for slot_bytes, count in demand.items():
+        if self.needs_spare_room:
+            slot_bytes, count = self._spare_demand.popitem()
             free = self.memory.free_slots(slot_bytes)
             wanted = self._spare_slots(slot_bytes, count) - free
             if wanted > 0:
                 self._make_room(self.queues.shares.rest, slot_bytes, wanted)
             elif free > 2 * count:
                 self._under_pressure.discard(slot_bytes)
+        return self.needs_spare_room
 
     def _spare_slots(self, slot_bytes: int, count: int) -> int:
-        """Returns how many slots to keep free; 0 if `count` is too large to free in advance."""
-        most = int(self._spare_part * self.memory.total_bytes / slot_bytes)
+        """Returns how many slots to keep free; 0 if `count` is too large to free in advance.
+
+        The size classes under pressure share the spare part of the memory equally.
+        """
+        part = self._spare_part / max(1, len(self._under_pressure))
+        most = int(part * self.memory.total_bytes / slot_bytes)
         return min(count, most, MAX_SPARE) if count <= _FEW_SPARES * most else 0
 
     def _within_limit(self, share: TenantShare, slot_bytes: int, count: int) -> int:

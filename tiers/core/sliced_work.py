@@ -45,7 +45,7 @@ class IncrementalWork:
         """
         self._continue_requested = False
         slices = (
-            self._make_spare_room,
+            self._cpu_tier.make_spare_room,
             self._cpu_tier.reset_slice,
             self._leases.unpin_slice,
             partial(self._drop_expired, now),
@@ -69,10 +69,6 @@ class IncrementalWork:
         self._eviction_tasks.append(task)
         self.continue_if(True)
         return task
-
-    def _make_spare_room(self) -> bool:
-        self._cpu_tier.make_spare_room()
-        return False
 
     def _evict_requested(self) -> bool:
         """Runs a slice of the first operator eviction; returns whether any is unfinished."""

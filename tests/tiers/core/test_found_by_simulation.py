@@ -1,12 +1,13 @@
 """Regressions: defects of the core that `make simulate` found."""
 
-from core_rig import Rig, keys
+from core_rig import Rig, keys, ready_blocks
 from simulation import EXTENT, ModelTier
 
-from kvtier.tiers.core.commands import StoreInTier
+from kvtier.tiers.base import NamespaceId
+from kvtier.tiers.core.commands import ContinueWork, StoreInTier
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import TierSettings
-from kvtier.tiers.types import MissReason
+from kvtier.tiers.types import MissReason, NamespaceSpec
 
 
 def test_a_block_that_was_read_during_a_reset_is_missed_as_reset() -> None:
@@ -34,3 +35,22 @@ def test_a_later_admitted_block_can_be_evicted() -> None:
         rig.core.lookup(rig.session, keys(number), prefix=True, request_id="second", expires_at=60)
         (store,) = [command for command in rig.finish_jobs() if isinstance(command, StoreInTier)]
         assert [block.key for block in store.blocks] == keys(number)
+
+
+def test_spare_room_for_two_block_sizes_stays_within_its_part_of_the_memory() -> None:
+    """Seed 2371: one slice evicted the full spare part for each of two size classes."""
+    rig = Rig()
+    spec = NamespaceSpec(NamespaceId(b"s" * 16), world_size=1, part_bytes=(4096, 8192, 12288))
+    rig.core = TierManager(5 * EXTENT, EXTENT, [], settings=TierSettings(spare_part=0.25))
+    rig.core.add_memory(0, 5 * EXTENT)
+    rig.session = rig.open("engine", spec)
+    rig.store(keys(*range(80)))
+    for group, count in ((1, 8), (2, 10)):
+        rig.store(keys(*range(count), group=group))
+    evicted = []
+    while any(isinstance(command, ContinueWork) for command in rig.core.take_commands()):
+        before = len(ready_blocks(rig.core))
+        rig.core.work()
+        evicted.append(before - len(ready_blocks(rig.core)))
+    assert any(evicted)
+    assert max(evicted) <= EXTENT // 4096
