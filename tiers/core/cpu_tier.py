@@ -300,7 +300,7 @@ class CpuTier:
         return bool(self._spare_demand) and len(self.queues.shares) == 1
 
     def make_spare_room(self) -> bool:
-        """Evicts for one size class in advance, assuming that the next store is as large as the last.
+        """Evicts for one size class in advance, as if the next store were as large as the last.
 
         Returns whether another size class needs spare room. Does nothing if there are quotas: which
         share must pay depends on the tenant of the next store.
