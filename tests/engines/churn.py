@@ -136,7 +136,7 @@ def _held(live: LiveEngine) -> dict[str, int]:
 
     What is not pinned can be emptied.
     """
-    client = live.side._gateway._client
+    client = live.side._server._client
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:
         status = client.status()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -12,11 +13,13 @@ from kvtier.client import KeyStatus, OffloadPolicy, StoreStatus
 from kvtier.client.engines.vllm.background import RateLimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
 from kvtier.client.engines.vllm.peers import Peers
+from kvtier.client.engines.vllm.scheduler.prefix_lookups import LookupService, PendingLookup
+from kvtier.client.engines.vllm.scheduler.requests import RequestRegistration, VllmRequest
 from kvtier.client.engines.vllm.scheduler.scheduler import SchedulerSide
 from kvtier.client.engines.vllm.stats import TransferCounters
 from kvtier.client.engines.vllm.worker.worker import WorkerSide
 from kvtier.client.handoff import EngineIdentity
-from kvtier.client.offload import CacheGeometry, CacheGroup
+from kvtier.client.offload import CacheGeometry, CacheGroup, LookupId
 
 __all__ = [
     "FULL",
@@ -127,15 +130,38 @@ def scheduler_side(
     )
     side.bind_pool(pool)
     yield side, pool
-    calls, service = side._handoffs._calls, side._gateway._service
+    calls, service = side._handoffs._calls, side._server
     for threads in (
         *calls._claim_threads.values(),
         *calls._notify_threads.values(),
-        service._lookups,
+        service._lookup_threads,
         service._control_thread,
     ):
         threads.close(WAIT_SECONDS)
     side.close()
+
+
+class HashedRequest(VllmRequest):
+    """Request with the given block hashes by group."""
+
+    def __init__(self, registration: RequestRegistration, hashes: dict[int, list[bytes]]) -> None:
+        super().__init__(None, registration, CacheGeometry((FULL,), 4, 4), may_load=True, may_save=True)
+        self._hashes = hashes
+
+    def hashes(self, group: CacheGroup) -> Sequence[bytes]:
+        return self._hashes[group.index]
+
+
+_lookup_ids = map(LookupId, itertools.count(1))
+
+
+def start_lookup(
+    service: LookupService, registration: RequestRegistration, hashes: dict[int, list[bytes]], limit: int
+) -> PendingLookup | None:
+    """Starts a lookup from token 0 on. Returns None if the server cannot be called."""
+    number = next(_lookup_ids)
+    started = service.start_lookup(number, HashedRequest(registration, hashes), 0, limit)
+    return service._lookups[number] if started else None
 
 
 class FakeClient:

@@ -88,11 +88,11 @@ class LiveEngine:
 
     def meet(self, epoch: int, seconds: float = 120.0) -> None:
         """Waits until the connector's sessions are with this server and circuits are closed."""
-        remote, worker, walk = self.side._gateway, self._worker(), self.side._core._lookahead
+        remote, worker, walk = self.side._server, self._worker(), self.side._core._lookahead
         deadline = time.monotonic() + seconds
         while (
             any(client.epoch != epoch for client in (remote._client, worker._client))
-            or time.monotonic() < max(remote._service._circuit_open_until, worker._saves_paused_until)
+            or time.monotonic() < max(remote._circuit_open_until, worker._saves_paused_until)
             or (walk is not None and not walk._backoff.is_over(time.monotonic()))
         ):
             assert time.monotonic() < deadline, "the connector does not find the server"
@@ -103,7 +103,7 @@ class LiveEngine:
         from kvtier.client.engines.vllm.scheduler.prefix_lookups import LookupState
 
         deadline = time.monotonic() + IDLE_SECONDS
-        while any(lookup.state is LookupState.PENDING for lookup in self.side._gateway._lookups.values()):
+        while any(lookup.state is LookupState.PENDING for lookup in self.side._server._lookups.values()):
             assert time.monotonic() < deadline, "a lookup never ends"
             time.sleep(0.002)
 
@@ -126,7 +126,7 @@ class LiveEngine:
             "requests": [*self.scheduler.requests, *self.side._requests],
             "pending": core.pending,
             "core": [*core._requests, *core._saving, *core._loading, *core._saves._in_flight, *core._loads._lookups],
-            "lookups": [*self.side._gateway._lookups],
+            "lookups": [*self.side._server._lookups],
         }
 
     def _worker(self) -> Any:
@@ -140,7 +140,7 @@ class LiveEngine:
     def _watch(self, connector: Any) -> None:
         """Wraps the connector's hooks with the moments and the counts."""
         _before(connector, "on_new_request", lambda *_: self._at("asking"))
-        _after(self.side._gateway, "give_up_lookup", lambda *_: self._count("given_up", 1))
+        _after(self.side._server, "give_up_lookup", lambda *_: self._count("given_up", 1))
 
         def allocated(_: Any, __: Any, ___: Any, external_tokens: int) -> None:
             if external_tokens:

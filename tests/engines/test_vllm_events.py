@@ -55,7 +55,7 @@ def test_a_reset_clears_and_what_was_in_flight_is_not_announced() -> None:
         assert [type(event) for event in scheduler.take_events()] == [AllBlocksCleared]
         scheduler.saves_reported(WorkerReport({flying.job_id: 1}))
         assert not list(scheduler.take_events())
-        wait_for(lambda: not scheduler._gateway.resets.pending)
+        wait_for(lambda: not scheduler._server.resets.pending)
         (again,) = scheduler.build_step(make_step({"r": TABLE}, r=12)).saves
         scheduler.saves_reported(WorkerReport({again.job_id: 1}))
         assert [type(event) for event in scheduler.take_events()] == [BlockStored] * 3

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from connector_fakes import FULL, PAGE, WINDOW, FakeClient, FakeTransfers, close_when_idle, wait_for
+from connector_fakes import FULL, PAGE, WINDOW, FakeClient, FakeTransfers, close_when_idle, start_lookup, wait_for
 
 from kvtier.client import NotConnected, make_key
 from kvtier.client.engines.vllm.background import RateLimitedLog
@@ -19,7 +19,7 @@ from kvtier.client.engines.vllm.config import ConnectorConfig
 from kvtier.client.engines.vllm.groups import Unsupported
 from kvtier.client.engines.vllm.layout import build_layouts
 from kvtier.client.engines.vllm.peers import Peers
-from kvtier.client.engines.vllm.scheduler import prefix_lookups
+from kvtier.client.engines.vllm.scheduler import server_calls
 from kvtier.client.engines.vllm.scheduler.prefix_lookups import LookupService, LookupState
 from kvtier.client.engines.vllm.scheduler.requests import RequestRegistration
 from kvtier.client.engines.vllm.worker.copies import make_copier
@@ -147,19 +147,19 @@ def test_only_the_windows_at_the_end_of_the_full_hit_are_asked_for() -> None:
     """B4.10 One call for the full group, one for the last blocks of the sliding windows."""
     client = FakeClient({make_key(bytes([number]) * 32, group) for number in range(3) for group in (0, 1)})
     with _lookups(client, CacheGeometry((FULL, WINDOW), 4, 4)) as service:
-        lookup = service.start(RequestRegistration("r"), _hashes(4, 4), 0, 16)
+        lookup = start_lookup(service, RequestRegistration("r"), _hashes(4, 4), 16)
         assert lookup is not None
         wait_for(lambda: lookup.state is LookupState.DONE)
         assert lookup.found.hit_tokens == 12
         assert client.asked == [4, 2]
         assert set(lookup.found.items[1]) == {1, 2}
-        service.drop(lookup)
+        service.drop_lookup(lookup.number)
         wait_for(lambda: sorted(client.released) == [1, 2])
 
 
 def test_a_dropped_lookup_releases_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     """B4.3 A lookup dropped while it runs releases what it finds."""
-    monkeypatch.setattr(prefix_lookups, "_CIRCUIT_OPEN_S", 600.0)
+    monkeypatch.setattr(server_calls, "_CIRCUIT_OPEN_S", 600.0)
     started, gate = threading.Event(), threading.Event()
 
     def hang() -> None:
@@ -168,12 +168,12 @@ def test_a_dropped_lookup_releases_its_lease(monkeypatch: pytest.MonkeyPatch) ->
 
     client = FakeClient({make_key(bytes(32), 0)}, before=hang)
     with _lookups(client, CacheGeometry((FULL,), 4, 4)) as service:
-        lookup = service.start(RequestRegistration("r"), _hashes(1), 0, 4)
+        lookup = start_lookup(service, RequestRegistration("r"), _hashes(1), 4)
         assert lookup is not None
         assert started.wait(60)
-        service.timed_out(lookup)
+        service.give_up_lookup(lookup.number)
         # left in peace for a moment
-        assert service.start(RequestRegistration("s"), _hashes(1), 0, 4) is None
+        assert start_lookup(service, RequestRegistration("s"), _hashes(1), 4) is None
         gate.set()
         wait_for(lambda: client.released == [1])
 
@@ -183,11 +183,11 @@ def test_a_lookup_that_only_queued_says_nothing_of_the_server() -> None:
     gate = threading.Event()
     client = FakeClient({make_key(bytes(32), 0)}, before=lambda: gate.wait(60) and None)
     with _lookups(client, CacheGeometry((FULL,), 4, 4)) as service:
-        lookups = [service.start(RequestRegistration(f"r{number}"), _hashes(1), 0, 4) for number in range(20)]
+        lookups = [start_lookup(service, RequestRegistration(f"r{number}"), _hashes(1), 4) for number in range(20)]
         queued = next(lookup for lookup in reversed(lookups) if lookup is not None)
-        service.timed_out(queued)
+        service.give_up_lookup(queued.number)
         assert not queued.started
-        assert service.start(RequestRegistration("next"), _hashes(1), 0, 4) is not None
+        assert start_lookup(service, RequestRegistration("next"), _hashes(1), 4) is not None
         gate.set()
 
 
@@ -196,14 +196,14 @@ def test_a_server_that_is_not_there_is_a_miss_at_once() -> None:
     client = FakeClient()
     with _lookups(client, CacheGeometry((FULL,), 4, 4)) as service:
         client.connected = False
-        assert service.start(RequestRegistration("r"), _hashes(1), 0, 4) is None
+        assert start_lookup(service, RequestRegistration("r"), _hashes(1), 4) is None
         client.connected = True
 
         def fail() -> None:
             raise NotConnected("gone")
 
         client.before = fail
-        lookup = service.start(RequestRegistration("r"), _hashes(1), 0, 4)
+        lookup = start_lookup(service, RequestRegistration("r"), _hashes(1), 4)
         assert lookup is not None
         wait_for(lambda: lookup.state is LookupState.DONE)
         assert lookup.found.hit_tokens == 0
@@ -214,7 +214,7 @@ def test_a_long_request_is_looked_up_in_calls_that_the_server_takes() -> None:
     client = FakeClient({make_key(bytes([number]) * 32, 0) for number in range(5)})
     client.max_keys = 2
     with _lookups(client, CacheGeometry((FULL,), 4, 4)) as service:
-        lookup = service.start(RequestRegistration("r"), _hashes(9), 0, 36)
+        lookup = start_lookup(service, RequestRegistration("r"), _hashes(9), 36)
         assert lookup is not None
         wait_for(lambda: lookup.state is LookupState.DONE)
         assert lookup.found.hit_tokens == 20
@@ -232,10 +232,10 @@ def test_a_request_is_finished_after_its_last_lookup() -> None:
 
     client, request = FakeClient({make_key(bytes(32), 0)}, before=hang), RequestRegistration("r", 5, {"peer": object()})
     with _lookups(client, CacheGeometry((FULL,), 4, 4)) as service:
-        lookup = service.start(request, _hashes(1), 0, 4)
+        lookup = start_lookup(service, request, _hashes(1), 4)
         assert lookup is not None
         assert started.wait(60)
-        service.drop(lookup)
+        service.drop_lookup(lookup.number)
         service.finish_request(request)
         time.sleep(0.05)
         assert not client.finished

@@ -21,7 +21,7 @@ from server_process import ServerProcess
 
 from kvtier.client import Client, Group, InvalidRequest, Namespace, NotConnected, OffloadPolicy, Timeouts, make_key
 from kvtier.client.engines.vllm.background import RateLimitedLog
-from kvtier.client.engines.vllm.scheduler import prefix_lookups
+from kvtier.client.engines.vllm.scheduler import server_calls
 from kvtier.client.engines.vllm.scheduler.scheduler import SchedulerSide
 from kvtier.client.engines.vllm.worker.reports import StepMetadata, WorkerReport, WorkerReports
 from kvtier.client.engines.vllm.worker.worker import WorkerSide
@@ -147,7 +147,7 @@ def test_failed_votes_do_not_delay_requests() -> None:
 @pytest.mark.parametrize("may_load", [True, False])
 def test_a_refusal_is_no_reason_to_leave_the_server_in_peace(monkeypatch: Any, *, may_load: bool) -> None:
     """A refusal of one request does not affect the next, which is looked up and voted on."""
-    monkeypatch.setattr(prefix_lookups, "_CIRCUIT_OPEN_S", 600.0)
+    monkeypatch.setattr(server_calls, "_CIRCUIT_OPEN_S", 600.0)
     client = FakeClient(set(_keys(2)))
 
     def refuse() -> None:
@@ -238,6 +238,6 @@ def test_votes_and_resets_of_a_real_server(server: ServerProcess) -> None:
             assert registration.policy is policy
         assert [tier["blocks"] for tier in server.status()["tiers"] if tier["name"] == "cpu"] == [3]
         assert scheduler.reset()
-        wait_for(lambda: not scheduler._gateway.resets.pending)
+        wait_for(lambda: not scheduler._server.resets.pending)
         assert [tier["blocks"] for tier in server.status()["tiers"] if tier["name"] == "cpu"] == [0]
     server.kill()

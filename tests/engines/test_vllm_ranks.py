@@ -168,7 +168,7 @@ class Engine:
         """Looks KEYS up with the scheduler's client."""
         assert self.scheduler._scheduler is not None
         keys = [make_key(key[:32], group) for key, group in zip(KEYS, groups, strict=True)]
-        return self.scheduler._scheduler._gateway._client.lookup(keys, request_id="r", wait=0.0, prefix=False)
+        return self.scheduler._scheduler._server._client.lookup(keys, request_id="r", wait=0.0, prefix=False)
 
     def load(self, block_ids: list[int], groups: list[int] | None = None) -> None:
         """Loads KEYS into blocks in every worker."""

@@ -20,13 +20,14 @@ from connector_fakes import (
     make_request,
     make_step,
     scheduler_side,
+    start_lookup,
     wait_for,
 )
 
 from kvtier.client import KVTierError, NotConnected, make_key
 from kvtier.client.engines.vllm import KVTierConnector
 from kvtier.client.engines.vllm.background import RateLimitedLog
-from kvtier.client.engines.vllm.scheduler import prefix_lookups
+from kvtier.client.engines.vllm.scheduler import server_calls
 from kvtier.client.engines.vllm.scheduler.prefix_lookups import LookupService
 from kvtier.client.engines.vllm.scheduler.requests import RequestRegistration
 from kvtier.client.engines.vllm.stats import METRICS, ConnectorStats, TransferCounters
@@ -173,9 +174,9 @@ def test_lookups_are_counted_by_how_they_end(found: int, before: Callable[[], No
     """One count and one duration for each."""
     counters, client = TransferCounters(), FakeClient(set(KEYS[:found]), before or (lambda: None))
     service = LookupService(client, CacheGeometry((FULL,), 4, 4), 60.0, RateLimitedLog(), counters)  # type: ignore[arg-type]
-    lookup = service.start(RequestRegistration("r"), {0: [key[:32] for key in KEYS]}, 0, 16)
+    lookup = start_lookup(service, RequestRegistration("r"), {0: [key[:32] for key in KEYS]}, 16)
     assert lookup is not None
-    wait_for(lambda: bool(service.take_done()))
+    wait_for(lambda: bool(list(service.answers())))
     service.close()
     counted = _drain(counters)
     assert len(counted.pop("lookup_seconds")) == 1
@@ -184,20 +185,22 @@ def test_lookups_are_counted_by_how_they_end(found: int, before: Callable[[], No
 
 def test_a_lookup_that_takes_too_long_and_one_that_cannot_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     """A timeout counts once, also if the answer comes; so does an open circuit."""
-    monkeypatch.setattr(prefix_lookups, "_CIRCUIT_OPEN_S", 600.0)
+    monkeypatch.setattr(server_calls, "_CIRCUIT_OPEN_S", 600.0)
     gate, counters = threading.Event(), TransferCounters()
     client = FakeClient(set(KEYS), lambda: gate.wait(60) and None)
     service = LookupService(client, CacheGeometry((FULL,), 4, 4), 30.0, RateLimitedLog(), counters)  # type: ignore[arg-type]
     hashes = {0: [key[:32] for key in KEYS]}
-    lookup = service.start(RequestRegistration("slow"), hashes, 0, 16)
+    lookup = start_lookup(service, RequestRegistration("slow"), hashes, 16)
     assert lookup is not None
     wait_for(lambda: lookup.started)
-    service.timed_out(lookup)
-    assert service.start(RequestRegistration("cooling"), hashes, 0, 16) is None
+    service.give_up_lookup(lookup.number)
+    assert start_lookup(service, RequestRegistration("cooling"), hashes, 16) is None
     client.connected = False
     away = RequestRegistration("away")
     for _ in range(3):
-        assert service.start(away, hashes, 0, 16) is None, "as at every step in which the engine has no room for it"
+        assert start_lookup(service, away, hashes, 16) is None, (
+            "as at every step in which the engine has no room for it"
+        )
     gate.set()
     service.close()
     assert _drain(counters) == {"lookups:timeout": 1, "lookup_seconds": [30.0], "lookups:unavailable": 2}

@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 from kvtier.client import LeaseLost, NotConnected, OffloadPolicy, StoreStatus, TierFilter
 from kvtier.client.engines.vllm.groups import Unsupported
 from kvtier.client.engines.vllm.namespace import namespace_digest
-from kvtier.client.engines.vllm.scheduler import prefix_lookups
+from kvtier.client.engines.vllm.scheduler import server_calls
 from kvtier.client.engines.vllm_tier import KVTierSecondaryTier, compat, transfers
 from kvtier.client.engines.vllm_tier.manager import ManagerConfig
 from kvtier.client.engines.vllm_tier.tier_lookups import Answer
@@ -175,7 +175,7 @@ def test_jobs_are_read_by_either_version_s_names() -> None:
 
 def test_a_lookup_that_fails_or_takes_too_long_is_a_miss(room: TierParts, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error, or a timeout, is a miss of that request, and opens the circuit."""
-    monkeypatch.setattr(prefix_lookups, "_CIRCUIT_OPEN_S", 600.0)
+    monkeypatch.setattr(server_calls, "_CIRCUIT_OPEN_S", 600.0)
     answered, asked = threading.Event(), threading.Event()
     request = room.lookups.begin("waits", None)
     room.client.before = lambda: (asked.set(), answered.wait(60), None)[2]
@@ -221,7 +221,7 @@ def test_a_question_that_had_to_queue_says_nothing_of_the_server(room: TierParts
 
 def test_stores_do_not_fail_because_lookups_did(room: TierParts, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stores are sent also while the circuit is open for lookups."""
-    monkeypatch.setattr(prefix_lookups, "_CIRCUIT_OPEN_S", 600.0)
+    monkeypatch.setattr(server_calls, "_CIRCUIT_OPEN_S", 600.0)
     room.lookups.open_circuit()
     room.transfers.submit(room.job(1, room.lookups.begin("stores", None)))
     room.transfers.submit(room.job(2, room.lookups.begin("loads", None), [1] * 4))

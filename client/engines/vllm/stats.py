@@ -94,27 +94,20 @@ class LookupMetrics:
         self._never_hit = geometry.step_tokens if geometry.drop_last_block else 0
         self._counters = counters
 
-    def unavailable(self) -> None:
-        """No server was connected, so no lookup was made."""
-        self._count("unavailable")
-
-    def timed_out(self, seconds: float) -> None:
-        """The lookup exceeded its timeout."""
-        self._count("timeout", seconds)
-
     def answered(self, start: int, limit: int, hit: int | None, seconds: float) -> None:
         """A lookup of the tokens from `start` to `limit` has ended with a hit up to token `hit`.
 
         `hit` is None if the server refused or failed.
         """
         if hit is None:
-            self._count("unavailable", seconds)
+            self.count("unavailable", seconds)
         elif hit <= start:
-            self._count("miss", seconds)
+            self.count("miss", seconds)
         else:
-            self._count("hit" if hit >= limit - self._never_hit else "partial", seconds)
+            self.count("hit" if hit >= limit - self._never_hit else "partial", seconds)
 
-    def _count(self, outcome: str, seconds: float | None = None) -> None:
+    def count(self, outcome: str, seconds: float | None = None) -> None:
+        """Counts a lookup. `seconds`: its duration; None if no call was made."""
         self._counters.count(f"lookups:{outcome}")
         if seconds is not None:
             self._counters.observe("lookup_seconds", seconds)

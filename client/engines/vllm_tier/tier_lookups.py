@@ -18,8 +18,8 @@ from typing import Any
 from ... import Client, KeyStatus, KVTierError, Lease, OffloadPolicy
 from ..vllm.background import BackgroundThreads, RateLimitedLog
 from ..vllm.request_settings import RequestSettings
-from ..vllm.scheduler.prefix_lookups import RequestCalls
 from ..vllm.scheduler.requests import RequestRegistration, server_name
+from ..vllm.scheduler.server_calls import RequestCalls
 
 __all__ = ["Answer", "Pin", "TierLookups", "TierRequest"]
 
@@ -102,11 +102,10 @@ class TierLookups(RequestCalls):
     def begin(self, request_id: str, params: Mapping[str, Any] | None) -> TierRequest:
         """Returns the state of a new request. Does not call the server."""
         settings = RequestSettings.parse(params, lambda text: self._log.warn("request", text))
-        registration = RequestRegistration(
-            server_name(request_id), kv_transfer_params=settings.forwarded_params(params)
+        forwarded = settings.forwarded_params(params)
+        return TierRequest(
+            RequestRegistration(server_name(request_id), kv_transfer_params=forwarded, settings=settings)
         )
-        registration.settings = settings
-        return TierRequest(registration)
 
     def policy_of(self, request: TierRequest) -> OffloadPolicy:
         """Estimates a request's policy, because vLLM needs it before the server is asked.

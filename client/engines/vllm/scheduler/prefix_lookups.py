@@ -8,150 +8,23 @@ no call is made. A hung server therefore costs one timeout in all, not one per r
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
-from .... import Client, InvalidRequest, KeyStatus, KVTierError, Lease, LimitExceeded, make_key
-from ....offload import BlockPosition, CacheGeometry, LookupId, PrefixHit, PresenceQuery, search_hit
-from ..background import BackgroundThreads, RateLimitedLog, logger
+from .... import Client, KeyStatus, KVTierError, Lease, make_key
+from ....offload import BlockPosition, CacheGeometry, EngineRequest, LookupId, PrefixHit, PresenceQuery, search_hit
+from ..background import BackgroundThreads, RateLimitedLog
 from ..stats import LookupMetrics, TransferCounters
-from .requests import RequestRegistration, plain_params
+from .requests import RequestRegistration, VllmRequest
+from .server_calls import CacheReset, RequestCalls
 
-__all__ = ["LookupService", "LookupState", "PendingLookup", "RequestCalls"]
+__all__ = ["LookupService", "LookupState", "PendingLookup"]
 
-_CIRCUIT_OPEN_S = 2.0
 _WAIT_SHARE = 0.8
 _THREADS = 8  # most of them wait for promotions
-
-
-class RequestCalls:
-    """Registers and ends requests at the server, and counts their calls in flight.
-
-    Public methods run on the scheduler's thread, unless their text says "Thread-safe".
-    """
-
-    def __init__(self, client: Client, log: RateLimitedLog) -> None:
-        self._client = client
-        self._log = log
-        self._lock = threading.Lock()
-        self._circuit_open_until = 0.0
-        # Separate thread: releases must not queue behind lookups that wait for promotions.
-        self._control_thread = BackgroundThreads("release", log)
-
-    @property
-    def circuit_open(self) -> bool:
-        """Whether the server has just failed, so that it is not called now. Thread-safe."""
-        return time.monotonic() < self._circuit_open_until
-
-    def reachable(self) -> bool:
-        """Whether the server can be called now; warns if none is connected. Thread-safe."""
-        if not self._client.connected:
-            self._log.warn(
-                "disconnected", "no kvtier server is connected; requests are computed as if nothing were cached"
-            )
-            return False
-        return not self.circuit_open
-
-    def open_circuit(self, error: KVTierError | None = None) -> None:
-        """Stops calls for a moment, except after a refusal of a single request. Thread-safe."""
-        if not isinstance(error, (InvalidRequest, LimitExceeded)):
-            self._circuit_open_until = time.monotonic() + _CIRCUIT_OPEN_S
-
-    def register(self, request: RequestRegistration) -> None:
-        """Lets tiers vote on a request without lookup, because they may want its blocks (B1.1)."""
-        if self._client.connected and not self.circuit_open:
-            self.acquire(request)
-            request.voting = True
-            self._control_thread.submit(lambda: self._register(request))
-
-    def acquire(self, request: RequestRegistration) -> None:
-        """Records that a call about the request begins. `release` must follow."""
-        with self._lock:
-            request.pending += 1
-
-    def release(self, request: RequestRegistration) -> None:
-        """Records that a call about the request has ended. Thread-safe."""
-        with self._lock:
-            request.pending -= 1
-            finish = request.ended and request.pending == 0
-        if finish:
-            self._submit_finish(request)
-
-    def finish_request(self, request: RequestRegistration) -> None:
-        """Tells the server that the request has ended, once no call about it is in flight."""
-        with self._lock:
-            request.ended = True
-            finish = request.pending == 0
-        if finish:
-            self._submit_finish(request)
-
-    def release_leases(self, leases: Sequence[Lease]) -> None:
-        """Releases leases in the background. Thread-safe."""
-        for lease in leases:
-            self._control_thread.submit(lease.release)
-
-    def close(self) -> None:
-        self._control_thread.close(1.0)
-
-    def _submit_finish(self, request: RequestRegistration) -> None:
-        if self._client.connected:
-            self._control_thread.submit(lambda: self._finish(request.request_id))
-
-    # ---- on background threads
-
-    def lookup_keys(
-        self, request: RequestRegistration, keys: Sequence[bytes], wait: float, *, prefix: bool, min_hits: int = 0
-    ) -> Lease:
-        """Looks up keys. The first call for a request also registers it, so that tiers vote on it.
-
-        With `prefix`, fewer than `min_hits` leading hits count as misses. Raises KVTierError.
-        """
-        options: dict[str, Any] = request.lookup_options()
-        if min_hits > 1:
-            options["min_hits"] = min_hits
-        with self._lock:
-            first, request.registered = not request.registered, True
-        if not first:
-            return self._client.lookup(keys, request_id=request.request_id, wait=wait, prefix=prefix, **options)
-        try:
-            lease = self._client.begin_request(
-                request.request_id,
-                keys,
-                prompt_tokens=request.prompt_tokens,
-                kv_transfer_params=plain_params(request.kv_transfer_params),
-                wait=wait,
-                prefix=prefix,
-                **options,
-                **request.begin_options(),
-            )
-        except KVTierError:
-            request.registered = False
-            raise
-        request.policy = lease.policy
-        logger.debug("kvtier: request %s: %s, votes %s", request.request_id, lease.policy, lease.votes)
-        return lease
-
-    def _register(self, request: RequestRegistration) -> None:
-        try:
-            if not request.registered:
-                self.lookup_keys(request, (), 0.0, prefix=True)
-        except KVTierError as error:
-            self.open_circuit(error)
-            self._log.warn("register", f"could not register a request: {error}")
-        finally:
-            request.voting = False
-            self.release(request)
-
-    def _finish(self, request_id: str) -> None:
-        try:
-            self._client.finish_request(request_id)
-        except KVTierError as error:
-            self._log.warn("finish", f"could not end a request: {error}")
 
 
 class LookupState(Enum):
@@ -183,7 +56,7 @@ class PendingLookup:
 
 
 class LookupService(RequestCalls):
-    """Runs lookups and releases their leases. Methods run on the scheduler's thread."""
+    """Implements `OffloadServer`. Public methods run on the scheduler's thread and never block."""
 
     def __init__(
         self,
@@ -194,43 +67,80 @@ class LookupService(RequestCalls):
         counters: TransferCounters | None = None,
     ) -> None:
         super().__init__(client, log)
+        self.resets = CacheReset(client, log)
         self._metrics = LookupMetrics(geometry, counters or TransferCounters())
         self._geometry = geometry
         self._timeout_s = timeout_s
+        self._lookups: dict[LookupId, PendingLookup] = {}
         self._done_lookups: deque[PendingLookup] = deque()
-        self._lookups = BackgroundThreads("lookup", log, threads=_THREADS)
+        self._lookup_threads = BackgroundThreads("lookup", log, threads=_THREADS)
+        self._epoch: int | None = None
 
-    def start(
-        self,
-        request: RequestRegistration,
-        hashes: dict[int, Sequence[bytes]],
-        start: int,
-        limit: int,
-        number: LookupId = LookupId(0),  # noqa: B008 - a NewType is no call
-    ) -> PendingLookup | None:
-        """Starts a lookup of the blocks between `start` and `limit` tokens.
+    def answers(self) -> Iterator[tuple[LookupId, PrefixHit, float]]:
+        """Yields the lookups that ended since the last call, with the time. Some may be dropped."""
+        for _ in range(len(self._done_lookups)):
+            lookup = self._done_lookups.popleft()
+            yield lookup.number, lookup.found, lookup.done_at
 
-        `hashes[group][i]` is the hash of the i-th block after `start`. If the server cannot be
-        called, returns None, which means a miss.
-        """
+    def has_changed(self) -> bool:
+        """Whether a server was connected, replaced or restarted since the last call."""
+        epoch = self._client.epoch
+        if epoch in (None, self._epoch):
+            return False
+        self._epoch = epoch
+        return True
+
+    def close(self) -> None:
+        self.resets.close()
+        self._lookup_threads.close(0.5)
+        super().close()
+        self._client.close()
+
+    # ---- OffloadServer
+
+    def start_lookup(self, lookup: LookupId, request: EngineRequest, start: int, limit: int) -> bool:
+        assert isinstance(request, VllmRequest)
+        registration = request.registration
         if not self.reachable():
             # A request that waits for free blocks is looked up again in every step.
-            if not request.counted_unavailable:
-                self._metrics.unavailable()
-            request.counted_unavailable = True
-            return None
-        lookup = PendingLookup(
-            number, request, start, limit, hashes, time.monotonic() + self._timeout_s, PrefixHit(start)
-        )
-        self.acquire(request)
-        self._lookups.submit(lambda: self._run(lookup))
-        return lookup
+            if not registration.counted_unavailable:
+                self._metrics.count("unavailable")
+            registration.counted_unavailable = True
+            return False
+        hashes = {
+            group.index: request.hashes(group)[start // group.block_tokens : limit // group.block_tokens]
+            for group in self._geometry.groups
+        }
+        deadline = time.monotonic() + self._timeout_s
+        started = PendingLookup(lookup, registration, start, limit, hashes, deadline, PrefixHit(start))
+        self._lookups[lookup] = started
+        self.acquire(registration)
+        self._lookup_threads.submit(lambda: self._run(started))
+        return True
 
-    def take_done(self) -> list[PendingLookup]:
-        """Returns the lookups that ended since the last call. Some may be dropped already."""
-        return [self._done_lookups.popleft() for _ in range(len(self._done_lookups))]
+    def drop_lookup(self, lookup: LookupId) -> None:
+        self._drop(self._lookups.pop(lookup))
 
-    def drop(self, lookup: PendingLookup) -> bool:
+    def give_up_lookup(self, lookup: LookupId) -> None:
+        """Drops a lookup that exceeded its timeout. Opens the circuit if the lookup was running."""
+        given_up = self._lookups.pop(lookup)
+        if not self._drop(given_up):
+            self._metrics.count("timeout", self._timeout_s)
+        if given_up.started:
+            # If it did not start, it only queued behind others, and the server may be well.
+            self.open_circuit()
+        self._log.warn("lookup", f"a lookup took longer than {self._timeout_s:g} s, so its request is computed")
+
+    def end_request(self, request: EngineRequest) -> None:
+        assert isinstance(request, VllmRequest)
+        self.finish_request(request.registration)
+
+    def empty(self) -> None:
+        self.resets.start()
+
+    # ---- details
+
+    def _drop(self, lookup: PendingLookup) -> bool:
         """Releases the lookup's leases, now or when it ends. Returns whether it has ended."""
         with self._lock:
             was_done = lookup.state is LookupState.DONE
@@ -238,19 +148,6 @@ class LookupService(RequestCalls):
         if was_done:
             self._release(lookup)
         return was_done
-
-    def timed_out(self, lookup: PendingLookup) -> None:
-        """Drops a lookup that exceeded its timeout, and opens the circuit if it was running."""
-        if not self.drop(lookup):
-            self._metrics.timed_out(self._timeout_s)
-        if lookup.started:
-            # If it did not start, it only queued behind others, and the server may be well.
-            self.open_circuit()
-        self._log.warn("lookup", f"a lookup took longer than {self._timeout_s:g} s, so its request is computed")
-
-    def close(self) -> None:
-        self._lookups.close(0.5)
-        super().close()
 
     def _release(self, lookup: PendingLookup) -> None:
         leases, lookup.leases = lookup.leases, []

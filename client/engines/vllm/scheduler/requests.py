@@ -62,11 +62,6 @@ class RequestRegistration:
             options["priority"] = max(-_MAX_PRIORITY, min(_MAX_PRIORITY, self.priority))
         return options
 
-    @property
-    def is_request_level(self) -> bool:
-        """Whether at least one tier asks for every block, including loaded blocks (B1.1, B1.6)."""
-        return self.policy is OffloadPolicy.REQUEST_LEVEL
-
 
 @dataclass
 class VllmRequest:
@@ -94,7 +89,8 @@ class VllmRequest:
 
     @property
     def request_level(self) -> bool:
-        return self.registration.is_request_level
+        """Whether at least one tier asks for every block, including loaded blocks (B1.1, B1.6)."""
+        return self.registration.policy is OffloadPolicy.REQUEST_LEVEL
 
     @property
     def hold_name(self) -> str:

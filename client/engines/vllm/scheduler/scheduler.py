@@ -31,8 +31,8 @@ from ..request_settings import RequestSettings
 from ..stats import TransferCounters
 from ..worker.reports import SAVE_LOST_AFTER_S, StepMetadata, WorkerReport
 from .handoff_scheduler import HandoffScheduler
+from .prefix_lookups import LookupService
 from .requests import RequestRegistration, VllmBlockPool, VllmRequest, server_name
-from .server import ServerGateway
 
 __all__ = ["SchedulerSide"]
 
@@ -126,7 +126,7 @@ class SchedulerSide:
         self._pool = VllmBlockPool(geometry)
         self._counters = counters or TransferCounters()
         self._events = KVEvents(geometry.groups, enabled=publish_events)
-        self._gateway = ServerGateway(client, geometry, config.lookup_timeout_s, log, self._counters)
+        self._server = LookupService(client, geometry, config.lookup_timeout_s, log, self._counters)
         options = OffloadOptions(
             mode=OffloadMode.LAZY if config.lazy_offload and may_save else OffloadMode.EAGER,
             lookup_timeout_s=config.lookup_timeout_s,
@@ -134,7 +134,7 @@ class SchedulerSide:
             save_lost_after_s=SAVE_LOST_AFTER_S,
             batched_tokens=batched_tokens,
         )
-        self._core = OffloadCore(geometry, world_size, options, self._pool, self._gateway)
+        self._core = OffloadCore(geometry, world_size, options, self._pool, self._server)
         self._handoffs = HandoffScheduler(geometry, identity, config.handoff, peers, log, self._counters)
         self._requests: dict[str, VllmRequest] = {}
         # Number of blocks of each load that workers run, by request.
@@ -156,7 +156,7 @@ class SchedulerSide:
         own_tokens = None if pulls or not adapted.may_load else self._pool.cached_tokens(adapted)
         looked_up = self._core.arrived(adapted, own_tokens, time.monotonic())
         if not looked_up and adapted.may_save:
-            self._gateway.register(adapted.registration)
+            self._server.register(adapted.registration)
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """Returns the tokens after `computed_tokens` that can be loaded; None if not known yet."""
@@ -262,17 +262,17 @@ class SchedulerSide:
 
     def close(self) -> None:
         self._handoffs.close()
-        self._gateway.close()
+        self._server.close()
 
     # ---- details
 
     def _process_answers(self) -> None:
         """Passes the server's answers, and a change of the server, to the core."""
-        if self._gateway.has_changed():
+        if self._server.has_changed():
             self._core.server_changed()
-        for lookup, found, at in self._gateway.answers():
+        for lookup, found, at in self._server.answers():
             self._core.lookup_ended(lookup, found, at)
-        if self._gateway.resets.take_done():
+        if self._server.resets.take_done():
             self._core.emptied()
             self._resetting = False
 

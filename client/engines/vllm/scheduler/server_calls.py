@@ -1,0 +1,193 @@
+"""Calls to the server about requests and resets, made on background threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from .... import Client, InvalidRequest, KVTierError, Lease, LimitExceeded
+from ..background import BackgroundThreads, RateLimitedLog, logger
+from .requests import RequestRegistration, plain_params
+
+__all__ = ["CacheReset", "RequestCalls"]
+
+_CIRCUIT_OPEN_S = 2.0
+# The first "done" may end another engine's reset that began before this engine's last store.
+_RESET_ROUNDS = 2
+_RESET_WAIT_S = 1.0
+_RESET_RETRY_S = 1.0
+
+
+class RequestCalls:
+    """Registers and ends requests at the server, and counts their calls in flight.
+
+    Public methods run on the scheduler's thread, unless their text says "Thread-safe".
+    """
+
+    def __init__(self, client: Client, log: RateLimitedLog) -> None:
+        self._client = client
+        self._log = log
+        self._lock = threading.Lock()
+        self._circuit_open_until = 0.0
+        # Separate thread: releases must not queue behind lookups that wait for promotions.
+        self._control_thread = BackgroundThreads("release", log)
+
+    @property
+    def circuit_open(self) -> bool:
+        """Whether the server has just failed, so that it is not called now. Thread-safe."""
+        return time.monotonic() < self._circuit_open_until
+
+    def reachable(self) -> bool:
+        """Whether the server can be called now; warns if none is connected. Thread-safe."""
+        if not self._client.connected:
+            self._log.warn(
+                "disconnected", "no kvtier server is connected; requests are computed as if nothing were cached"
+            )
+            return False
+        return not self.circuit_open
+
+    def open_circuit(self, error: KVTierError | None = None) -> None:
+        """Stops calls for a moment, except after a refusal of a single request. Thread-safe."""
+        if not isinstance(error, (InvalidRequest, LimitExceeded)):
+            self._circuit_open_until = time.monotonic() + _CIRCUIT_OPEN_S
+
+    def register(self, request: RequestRegistration) -> None:
+        """Lets tiers vote on a request without lookup, because they may want its blocks (B1.1)."""
+        if self._client.connected and not self.circuit_open:
+            self.acquire(request)
+            request.voting = True
+            self._control_thread.submit(lambda: self._register(request))
+
+    def acquire(self, request: RequestRegistration) -> None:
+        """Records that a call about the request begins. `release` must follow."""
+        with self._lock:
+            request.pending += 1
+
+    def release(self, request: RequestRegistration) -> None:
+        """Records that a call about the request has ended. Thread-safe."""
+        with self._lock:
+            request.pending -= 1
+            finish = request.ended and request.pending == 0
+        if finish:
+            self._submit_finish(request)
+
+    def finish_request(self, request: RequestRegistration) -> None:
+        """Tells the server that the request has ended, once no call about it is in flight."""
+        with self._lock:
+            request.ended = True
+            finish = request.pending == 0
+        if finish:
+            self._submit_finish(request)
+
+    def release_leases(self, leases: Sequence[Lease]) -> None:
+        """Releases leases in the background. Thread-safe."""
+        for lease in leases:
+            self._control_thread.submit(lease.release)
+
+    def close(self) -> None:
+        self._control_thread.close(1.0)
+
+    def _submit_finish(self, request: RequestRegistration) -> None:
+        if self._client.connected:
+            self._control_thread.submit(lambda: self._finish(request.request_id))
+
+    # ---- on background threads
+
+    def lookup_keys(
+        self, request: RequestRegistration, keys: Sequence[bytes], wait: float, *, prefix: bool, min_hits: int = 0
+    ) -> Lease:
+        """Looks up keys. The first call for a request also registers it, so that tiers vote on it.
+
+        With `prefix`, fewer than `min_hits` leading hits count as misses. Raises KVTierError.
+        """
+        options: dict[str, Any] = request.lookup_options()
+        if min_hits > 1:
+            options["min_hits"] = min_hits
+        with self._lock:
+            first, request.registered = not request.registered, True
+        if not first:
+            return self._client.lookup(keys, request_id=request.request_id, wait=wait, prefix=prefix, **options)
+        try:
+            lease = self._client.begin_request(
+                request.request_id,
+                keys,
+                prompt_tokens=request.prompt_tokens,
+                kv_transfer_params=plain_params(request.kv_transfer_params),
+                wait=wait,
+                prefix=prefix,
+                **options,
+                **request.begin_options(),
+            )
+        except KVTierError:
+            request.registered = False
+            raise
+        request.policy = lease.policy
+        logger.debug("kvtier: request %s: %s, votes %s", request.request_id, lease.policy, lease.votes)
+        return lease
+
+    def _register(self, request: RequestRegistration) -> None:
+        try:
+            if not request.registered:
+                self.lookup_keys(request, (), 0.0, prefix=True)
+        except KVTierError as error:
+            self.open_circuit(error)
+            self._log.warn("register", f"could not register a request: {error}")
+        finally:
+            request.voting = False
+            self.release(request)
+
+    def _finish(self, request_id: str) -> None:
+        try:
+            self._client.finish_request(request_id)
+        except KVTierError as error:
+            self._log.warn("finish", f"could not end a request: {error}")
+
+
+class CacheReset:
+    """Empties the server's CPU tier. Retries until this succeeds.
+
+    Public methods run on the scheduler's thread and, except `close`, never block.
+    """
+
+    def __init__(self, client: Client, log: RateLimitedLog) -> None:
+        self._client = client
+        self._log = log
+        self._threads = BackgroundThreads("reset", log)
+        self._closed = threading.Event()
+        # Numbers of resets. Only the background thread writes `_done`.
+        self._started = self._done = self._taken = 0
+
+    @property
+    def pending(self) -> bool:
+        """Whether blocks that were stored before a reset may still exist."""
+        return self._done != self._started
+
+    def start(self) -> None:
+        """Starts a reset. This engine's own saves must have ended before."""
+        self._started = number = self._started + 1
+        self._threads.submit(lambda: self._run(number))
+
+    def take_done(self) -> bool:
+        """Whether the latest reset was completed since the last call of this method."""
+        done = self._done == self._started != self._taken
+        if done:
+            self._taken = self._started
+        return done
+
+    def close(self) -> None:
+        self._closed.set()
+        self._threads.close(0.5)
+
+    def _run(self, number: int) -> None:
+        rounds = _RESET_ROUNDS
+        while rounds and not self._closed.is_set():
+            try:
+                rounds -= self._client.reset(wait=_RESET_WAIT_S) == 0
+            except Exception as error:  # noqa: BLE001 - no lookup may find stale blocks
+                self._log.warn(
+                    "reset", f"the CPU tier could not be emptied; every request is a miss until it is: {error!r}"
+                )
+                self._closed.wait(_RESET_RETRY_S)
+        self._done = number
