@@ -275,6 +275,10 @@ class LoadJob:
     request_id: str
     reads: list[BlockRead] = field(default_factory=list)
 
+    @property
+    def num_blocks(self) -> int:
+        return sum(len(read.block_ids) for read in self.reads)
+
 
 @dataclass
 class SaveJob:

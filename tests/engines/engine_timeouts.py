@@ -9,7 +9,7 @@ from unittest import mock
 from harness.long_timeouts import LONG_TIMEOUT_SECONDS
 from harness.long_timeouts import long_timeouts as client_long_timeouts
 
-from kvtier.client.engines.vllm import connector
+from kvtier.client.engines.vllm import peers
 from kvtier.client.engines.vllm.scheduler import hold_calls
 from kvtier.client.engines.vllm.worker import worker
 from kvtier.client.engines.vllm_tier import manager
@@ -17,10 +17,9 @@ from kvtier.client.engines.vllm_tier import manager
 __all__ = ["LONG_TIMEOUT_SECONDS", "long_timeouts"]
 
 _DEADLINES = (
-    (connector, "_START_SECONDS"),
     (hold_calls, "_CONNECT_WITHIN_S"),
     (manager, "_DRAIN_SECONDS"),
-    (manager, "_START_SECONDS"),
+    (peers, "_START_SECONDS"),
     (worker, "_CONNECT_WITHIN_S"),
 )
 

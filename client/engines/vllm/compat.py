@@ -17,10 +17,7 @@ import re
 
 Release = tuple[int, int]
 
-
 _KNOWN: tuple[Release, ...] = ((0, 32), (0, 33))
-
-
 SUPPORTED = "vLLM 0.32 and 0.33"
 
 
@@ -32,11 +29,6 @@ def release_of(version: str) -> Release | None:
     return int(match[1]), int(match[2])
 
 
-def is_known(version: str) -> bool:
-    """Whether the adapter was tested with this release."""
-    return release_of(version) in _KNOWN
-
-
 def refuse_text(version: str, reason: str = "") -> str | None:
     """Returns why this vLLM is refused (too old, or `reason`), or None if it is accepted."""
     release = release_of(version)
@@ -45,19 +37,13 @@ def refuse_text(version: str, reason: str = "") -> str | None:
     return f"kvtier's connector works with {SUPPORTED}; this is vLLM {version}{f' ({reason})' if reason else ''}"
 
 
-def unknown_text(version: str) -> str:
-    return f"kvtier: this is vLLM {version}; the connector was tested with {SUPPORTED} only. It starts anyway: no name is missing"
-
-
 try:
     from vllm import __version__ as vllm_version
 except ImportError as error:  # pragma: no cover - only without vLLM
     raise ImportError("kvtier.client.engines.vllm runs inside vLLM, which is not installed here") from error
 
-
 if _too_old := refuse_text(vllm_version):
     raise ImportError(_too_old)
-
 
 try:
     from vllm.distributed.kv_events import MEDIUM_CPU, AllBlocksCleared, BlockStored, KVCacheEvent
@@ -95,9 +81,9 @@ try:
 except ImportError as error:
     raise ImportError(refuse_text(vllm_version, str(error))) from error
 
-
 del _KVConnectorBlockState  # imported only to refuse a vLLM without block tables for connectors
 
-
-if not is_known(vllm_version):
-    init_logger("vllm." + __name__).warning(unknown_text(vllm_version))
+if release_of(vllm_version) not in _KNOWN:
+    init_logger("vllm." + __name__).warning(
+        f"kvtier: this is vLLM {vllm_version}; the connector was tested with {SUPPORTED} only. It starts anyway: no name is missing"
+    )

@@ -135,17 +135,12 @@ class ConnectorConfig(ServerConfig):
         _check_number("claim_timeout_s", self.claim_timeout_s, 0.0, 60.0)
         if isinstance(self.peers, str) or not isinstance(self.peers, Sequence):
             raise ValueError(f"kvtier: peers must be a list of HOST:PORT, not {self.peers!r}")  # noqa: TRY004 - as above
-        for name, endpoint in (("advertise", self.advertise), *(("peers", peer) for peer in self.peers)):
-            _check_address(name, endpoint)
-
-
-def _check_address(name: str, endpoint: object) -> None:
-    if endpoint is None:
-        return
-    try:
-        parse_endpoint(endpoint if isinstance(endpoint, str) else "")
-    except EndpointError as error:
-        raise ValueError(f"kvtier: {name}: {endpoint!r} is not an address: {error}") from error
+        advertised = () if self.advertise is None else (("advertise", self.advertise),)
+        for name, endpoint in (*advertised, *(("peers", peer) for peer in self.peers)):
+            try:
+                parse_endpoint(endpoint if isinstance(endpoint, str) else "")
+            except EndpointError as error:
+                raise ValueError(f"kvtier: {name}: {endpoint!r} is not an address: {error}") from error
 
 
 def _check_number(name: str, value: object, low: float, high: float) -> None:

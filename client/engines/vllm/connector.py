@@ -12,7 +12,7 @@ from typing import Any
 
 from ....cuda.host.pinning import Pin
 from ....protos.endpoint import client_endpoint
-from ... import Client, InvalidRequest, KVTierError, Namespace
+from ... import Client, InvalidRequest, Namespace
 from ...handoff import EngineIdentity
 from ...offload import CacheGeometry
 from .background import RateLimitedLog, logger
@@ -21,17 +21,15 @@ from .config import ConnectorConfig
 from .groups import Unsupported, is_known_to_scheduler, resolve_geometry
 from .hooks import SchedulerHooks, WorkerHooks, never_raises
 from .namespace import build_namespace, namespace_digest
-from .peers import Peers, address_of
+from .peers import Peers, address_of, wait_for_server
 from .ranks import Parts, merge_stages, parts_of, resolve_ranks
 from .scheduler.scheduler import SchedulerSide
 from .stats import ConnectorStats, KVTierPromMetrics, TransferCounters
-from .worker.device_route import cuda_route, no_route
+from .worker.device_route import cuda_route
 from .worker.reports import WorkerReports
 from .worker.worker import WorkerSide
 
 __all__ = ["KVTierConnector"]
-
-_START_SECONDS = 2.0
 
 
 class KVTierConnector(SchedulerHooks, WorkerHooks):
@@ -93,11 +91,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
         namespace = self._namespace(geometry, parts)
         digest, config = namespace_digest(namespace), self._scheduler_config()
         client = self._connect(namespace, None)
-        try:
-            # The first requests should find a server. An engine starts in half a minute anyway.
-            client.wait_until_connected(_START_SECONDS)
-        except KVTierError as error:
-            logger.warning("kvtier: no server yet, the engine starts without: %s", error)
+        wait_for_server(client)
         if config.peers and client_endpoint(config.advertise or config.endpoint).is_loopback:
             logger.warning(
                 "kvtier: `peers` are on other hosts, and they cannot reach this engine's server at %s: set `advertise`",
@@ -151,7 +145,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
             self._counters,
             stores=ranks.stores(rank),
             peers_of=lambda own, pin: self._peers(own, namespace, ranks.part(rank), pin),
-            route_of=cuda_route if self._config.transport in {"auto", "cuda_ipc"} else no_route,
+            route_of=cuda_route if self._config.transport in {"auto", "cuda_ipc"} else None,
         )
 
     def _namespace(self, geometry: CacheGeometry, parts: Parts) -> Namespace:
@@ -207,7 +201,9 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
     ) -> None:
         """Called once before any request, with the handshake metadata of all workers."""
         geometry = self._geometry
-        if geometry is None or (self._scheduler is not None and not _has_parts(metadata)):
+        if geometry is None or (
+            self._scheduler is not None and not any(isinstance(told, Parts) for told in metadata.values())
+        ):
             return
         self._close_scheduler()
         self._scheduler = None
@@ -268,10 +264,6 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
     def _close_worker(self) -> None:
         if self._worker is not None:
             self._worker.close()
-
-
-def _has_parts(metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]) -> bool:
-    return any(isinstance(told, Parts) for told in metadata.values())
 
 
 def _publishes_events(vllm_config: Any) -> bool:

@@ -10,20 +10,31 @@ import threading
 from collections.abc import Callable, Collection
 
 from ....protos.endpoint import Endpoint, client_endpoint
-from ... import Client, Unavailable
+from ... import Client, KVTierError, Unavailable
 from ...handoff import RemoteRequest
+from .background import logger
 
-__all__ = ["OWN", "Peers", "address_of"]
+__all__ = ["OWN", "Peers", "address_of", "wait_for_server"]
 
 OWN = ""
 """This engine's own server in `BlockRead.endpoint` and `Peers`."""
 
 Address = tuple[str, int]
 
+_START_SECONDS = 2.0
+
 
 def address_of(endpoint: str | None, advertise: str | None = None) -> Address:
     """Returns the address at which peers reach the server. A Unix socket is `("unix:PATH", 0)`."""
     return _address(client_endpoint(advertise or endpoint))
+
+
+def wait_for_server(client: Client) -> None:
+    """Waits briefly at the engine's start, so that the first requests find a connected server."""
+    try:
+        client.wait_until_connected(_START_SECONDS)
+    except KVTierError as error:
+        logger.warning("kvtier: no server yet, the engine starts without: %s", error)
 
 
 class Peers:

@@ -57,11 +57,6 @@ def end_token(req_context: Any, key: Any) -> int:
     return (position(key) or 0) if position is not None else 0
 
 
-def on_cpu() -> bool:
-    """Whether the engine computes on the CPU. Such an engine pins its threads to cores."""
-    return bool(current_platform.is_cpu())
-
-
 def find_engine_config(engine_id: str) -> Any:
     """Returns the configuration of the engine that is being built, or None if it cannot be found.
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ....cuda.host.copy import address_of
-from ... import Client, InvalidRequest, KVTierError, Namespace, OffloadPolicy, Timeouts
+from ... import Client, InvalidRequest, Namespace, OffloadPolicy, Timeouts
 from ..vllm.background import BackgroundThreads, RateLimitedLog, leave_compute_cores, logger
 from ..vllm.config import ServerConfig
 from ..vllm.groups import Unsupported
 from ..vllm.hooks import never_raises
 from ..vllm.namespace import namespace_digest
+from ..vllm.peers import wait_for_server
 from . import compat
 from .compat import JobResult, Locality, LookupResult, RequestOffloadingContext, SecondaryTierManager
 from .tier_lookups import Answer, TierLookups, TierRequest
@@ -26,7 +27,6 @@ from .transfers import EnginePrimaryTier, Job, Transfers
 
 __all__ = ["KVTierSecondaryTier", "ManagerConfig"]
 
-_START_SECONDS = 2.0
 _DRAIN_SECONDS = 5.0
 _TRANSFER_SECONDS = 10.0
 # Lookups mostly wait. With many threads, a burst of requests does not queue behind the first few.
@@ -108,7 +108,8 @@ class KVTierSecondaryTier(SecondaryTierManager):
             config, engine_config, primary.row_bytes, tenant=settings.tenant, identity=settings.identity
         )
         self._client = client = self._connect(config, namespace)
-        on_start = leave_compute_cores if compat.on_cpu() else None
+        wait_for_server(client)
+        on_start = leave_compute_cores if compat.current_platform.is_cpu() else None
         threads = functools.partial(BackgroundThreads, log=self.log, on_start=on_start)
         self._lookups = TierLookups(
             client, settings.lookup_timeout_s, self.log, threads("lookup", threads=_LOOKUP_THREADS)
@@ -124,7 +125,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         )
 
     def _connect(self, config: Any, namespace: Namespace) -> Client:
-        client = Client(
+        return Client(
             self._settings.endpoint,
             namespace=namespace,
             name="vllm-tiering",
@@ -133,12 +134,6 @@ class KVTierSecondaryTier(SecondaryTierManager):
             timeouts=Timeouts(transfer=_TRANSFER_SECONDS),
             credentials=self._settings.credentials,
         )
-        try:
-            # The first requests should find a server. An engine starts in half a minute anyway.
-            client.wait_until_connected(_START_SECONDS)
-        except KVTierError as error:
-            logger.warning("kvtier: no server yet, the engine starts without: %s", error)
-        return client
 
     # ---- requests
 

@@ -41,7 +41,10 @@ def build_tier_namespace(
     attributes = {"engine": f"vllm {vllm_version}", "row": _row_digest(config, row_bytes), "identity": identity}
     algorithm = revision = ""
     if engine_config is not None:
-        _refuse_unsupported(engine_config)
+        require_reproducible_hashes(engine_config.cache_config)
+        if engine_config.lora_config is not None:
+            # A block hash depends on the adapter's name, not on its weights. A tier sees no adapters.
+            raise Unsupported("LoRA adapters are enabled, but different adapters with one name would share blocks")
         # `config` has only the element type of the cache, not of the model.
         attributes |= model_attributes(engine_config) | {"dtype": str(engine_config.model_config.dtype)}
         algorithm = engine_config.cache_config.prefix_caching_hash_algo
@@ -62,13 +65,6 @@ def build_tier_namespace(
         tenant=tenant,
         attributes=attributes,
     )
-
-
-def _refuse_unsupported(engine_config: Any) -> None:
-    require_reproducible_hashes(engine_config.cache_config)
-    if engine_config.lora_config is not None:
-        # A block hash depends on the adapter's name, not on its weights. A tier sees no adapters.
-        raise Unsupported("LoRA adapters are enabled, but different adapters with one name would share blocks")
 
 
 def _groups(config: Any, row_bytes: int) -> tuple[Group, ...]:

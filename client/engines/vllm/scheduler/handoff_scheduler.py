@@ -89,7 +89,7 @@ class HandoffScheduler:
         self._process_answers()
         self._core.heartbeat(time.monotonic())
         jobs = [self._job(pull) for pull in self._core.take_pulls()]
-        self._pulling.update((job.request_id, sum(len(read.block_ids) for read in job.reads)) for job in jobs)
+        self._pulling.update((job.request_id, job.num_blocks) for job in jobs)
         return jobs
 
     def pulls_ended(self, ended: Iterable[str], failed: Iterable[str]) -> set[str]:

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import NamedTuple
 
 from .... import (
     Client,
@@ -29,7 +28,7 @@ from ..peers import OWN, Peers
 from ..stats import TransferCounters
 from .requests import VllmRequest
 
-__all__ = ["ClaimAnswer", "HoldCalls"]
+__all__ = ["HoldCalls"]
 
 _CLAIM_THREADS = 8  # they only wait for the last saves of other engines
 _WAIT_SHARE = 0.8
@@ -40,14 +39,6 @@ _DIRECTIONS = {
     Direction.PREFILL_TO_DECODE: WireDirection.PREFILL_TO_DECODE,
     Direction.DECODE_TO_PREFILL: WireDirection.DECODE_TO_PREFILL,
 }
-
-
-class ClaimAnswer(NamedTuple):
-    """Answer to a claim, received at `at`. `claimed` is None if the claim got no blocks."""
-
-    number: ClaimId
-    claimed: ClaimedBlocks | None
-    at: float
 
 
 @dataclass
@@ -71,15 +62,15 @@ class HoldCalls:
         self._counters = counters
         self._lock = Lock()
         self._open_claims: dict[ClaimId, _OpenClaim] = {}
-        self._answers: deque[ClaimAnswer] = deque()
+        self._answers: deque[tuple[ClaimId, ClaimedBlocks | None, float]] = deque()
         self._circuit_open_until: dict[str, float] = {}
         # Per endpoint, so that a slow server does not delay claims at other servers.
         self._claim_threads: dict[str, BackgroundThreads] = {}
         # One thread per endpoint, because notifications must not queue behind waiting claims.
         self._notify_threads: dict[str, BackgroundThreads] = {}
 
-    def answers(self) -> list[ClaimAnswer]:
-        """Returns the answers since the last call."""
+    def answers(self) -> list[tuple[ClaimId, ClaimedBlocks | None, float]]:
+        """Returns the claims that ended since the last call: blocks (None: no hold) and time."""
         return [self._answers.popleft() for _ in range(len(self._answers))]
 
     def close(self) -> None:
@@ -240,7 +231,7 @@ class HoldCalls:
             if claim is not None:
                 claim.lease = lease
         if claim is not None:
-            self._answers.append(ClaimAnswer(number, _claimed(lease), time.monotonic()))
+            self._answers.append((number, _claimed(lease), time.monotonic()))
         elif lease is not None:
             self._run_notification(lease.release, time.monotonic())
 

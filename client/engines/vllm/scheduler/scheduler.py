@@ -17,7 +17,6 @@ from ....offload import (
     CacheGeometry,
     CacheGroup,
     EndedSave,
-    LoadJob,
     OffloadCore,
     OffloadMode,
     OffloadOptions,
@@ -196,7 +195,7 @@ class SchedulerSide:
             # Requests wait for the step's loads, so the loads must reach the workers anyway.
             self._log.warn("plan", f"planning saves failed: {error!r}", exc_info=True)
         plan = self._core.take_plan(time.monotonic())
-        self._loading.update((job.request_id, _blocks_of(job)) for job in plan.loads)
+        self._loading.update((job.request_id, job.num_blocks) for job in plan.loads)
         return StepMetadata(
             loads=plan.loads + self._handoffs.take_pulls(),
             saves=plan.saves,
@@ -331,7 +330,3 @@ class SchedulerSide:
             if adapted is not None and not adapted.registration.voting:
                 tokens = adapted.request.num_computed_tokens + new_tokens
                 yield ScheduledRequest(request_id, tokens, functools.partial(tables.get_block_ids, request_id))
-
-
-def _blocks_of(job: LoadJob) -> int:
-    return sum(len(read.block_ids) for read in job.reads)

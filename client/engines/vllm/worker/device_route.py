@@ -21,7 +21,7 @@ from .... import Client, DeviceUnavailable, InvalidRequest, KvBuffers, KVTierErr
 from ..background import RateLimitedLog
 from ..layout import GroupLayout
 
-__all__ = ["DeviceRoute", "RouteOf", "StepMark", "cuda_route", "describe_layout", "no_route"]
+__all__ = ["DeviceRoute", "RouteOf", "StepMark", "cuda_route", "describe_layout"]
 
 RouteOf = Callable[[Sequence[GroupLayout], torch.device, RateLimitedLog], "DeviceRoute | None"]
 
@@ -132,10 +132,6 @@ def cuda_route(layouts: Sequence[GroupLayout], device: torch.device, limited_log
             "device", f"the engine copies its KV blocks itself, because the server cannot use them: {error}"
         )
         return None
-
-
-def no_route(layouts: Sequence[GroupLayout], device: torch.device, limited_log: RateLimitedLog) -> DeviceRoute | None:
-    """Returns None. For settings with a transport that does not use the server's copies."""
 
 
 def describe_layout(layout: GroupLayout) -> tuple[BlockLayout, list[int]]:

@@ -50,7 +50,7 @@ class WorkerSide:
         *,
         stores: bool = True,
         peers_of: Callable[[Client, Pin | None], Peers] = lambda own, _: Peers(own),
-        route_of: RouteOf = cuda_route,
+        route_of: RouteOf | None = cuda_route,
     ) -> None:
         self._connect = connect
         self._peers_of = peers_of
@@ -86,7 +86,7 @@ class WorkerSide:
         device = self._copier.device
         if self._route is not None:
             self._route.close()
-        self._route = self._route_of(layouts, device, self._log)
+        self._route = self._route_of(layouts, device, self._log) if self._route_of is not None else None
         self.resume()
         if self._client is not None:
             self._register_route()
