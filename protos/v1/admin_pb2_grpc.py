@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AdminServiceStub(object):
-    """Shows the server's state and runs administrative tasks.
+    """Shows the state of the server, and runs tasks of operators.
     """
 
     def __init__(self, channel):
@@ -73,11 +73,11 @@ class AdminServiceStub(object):
 
 
 class AdminServiceServicer(object):
-    """Shows the server's state and runs administrative tasks.
+    """Shows the state of the server, and runs tasks of operators.
     """
 
     def GetStatus(self, request, context):
-        """Returns tiers with fill and hit rates, sessions, uptime and epoch.
+        """Returns the status of the server, its tiers and its sessions.
 
         Errors: none of its own. May be retried.
         """
@@ -86,22 +86,22 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Fsck(self, request, context):
-        """Verifies the blocks of tiers against their checksums, one tier after another, while the server
-        keeps serving. The stream reports progress and each damaged block.
+        """Verifies the blocks of tiers against their checksums, one tier after another. Meanwhile the
+        server answers other calls. The stream reports progress and each damaged block.
 
-        With `repair` a damaged block is removed at once, and lookups miss it. Without it nothing
-        changes, and the first load of the block removes it. A client ends a check by cancelling the
+        With `repair` the server removes a damaged block at once. Without `repair` the block stays
+        until a load finds it damaged and removes it. The client stops the check by cancelling the
         call.
 
-        Errors: INVALID_ARGUMENT (no such tier), FSCK_RUNNING, DRAINING (the server ends, before or
-        during the check). The latter two may be retried; a check starts from the beginning.
+        Errors: INVALID_ARGUMENT (no such tier), FSCK_RUNNING, DRAINING (before or during the check).
+        FSCK_RUNNING and DRAINING may be retried. A retried check starts from the beginning.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListLeases(self, request, context):
-        """Returns the leases and the stores in flight with their owners, the oldest first.
+        """Returns the leases and the stores in flight with their owners, oldest first.
 
         Errors: none of its own. May be retried.
         """
@@ -112,14 +112,14 @@ class AdminServiceServicer(object):
     def ExplainRequest(self, request, context):
         """Returns the lookups of a recent request, with the reason of each miss.
 
-        Errors: REQUEST_NOT_FOUND (too long ago, or unknown). May be retried.
+        Errors: REQUEST_NOT_FOUND (the request is unknown or too old). May be retried.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListHandoffs(self, request, context):
-        """Returns the holds (requests kept for another engine), the oldest first.
+        """Returns the holds (requests whose blocks are pinned for another engine), oldest first.
 
         Errors: none of its own. May be retried.
         """
@@ -128,27 +128,29 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Evict(self, request, context):
-        """Evicts or counts the blocks that meet every condition, while the server keeps serving. It never
-        evicts blocks that are pinned, being stored or being loaded.
+        """Evicts or counts the blocks that meet all conditions of the request. Meanwhile the server
+        answers other calls. Blocks that are pinned, being stored or being loaded are never evicted.
 
-        The stream reports progress; its last message is the result. A client stops the eviction by
+        The stream reports progress; its last message is the result. The client stops the eviction by
         cancelling the call. Evictions run one after another.
 
         Errors: INVALID_ARGUMENT (no such tier, or a namespace id of a wrong length), LIMIT_EXCEEDED
-        (too many evictions wait: may be retried), DRAINING (the server ends).
+        (too many evictions wait; retry later), DRAINING (the server is about to end).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Drains the server: it refuses new work, finishes running work, and makes the blocks durable
-        that fit. Then it ends, as on SIGTERM, or keeps running until the drain is undone.
+        """Drains the server: it refuses new work, finishes running work, and stores blocks of the CPU
+        tier in durable tiers, as far as they fit. Afterwards it ends as on SIGTERM, or keeps running
+        until the drain is undone.
 
-        The stream reports progress and ends when the drain is complete. The drain continues if the
-        client disconnects.
+        The stream reports progress. It ends when the drain has ended. If the client disconnects, the
+        drain continues.
 
-        Errors: DRAINING (undone, and the server is about to end).
+        Errors: INVALID_ARGUMENT (no such mode), DRAINING (UNDO is not possible, because the server is
+        about to end).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -201,7 +203,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
-    """Shows the server's state and runs administrative tasks.
+    """Shows the state of the server, and runs tasks of operators.
     """
 
     @staticmethod

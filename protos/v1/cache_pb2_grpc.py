@@ -26,12 +26,13 @@ if _version_not_supported:
 
 
 class CacheServiceStub(object):
-    """Looks up, leases and allocates blocks. It does not transfer their bytes.
+    """Looks up and leases blocks, and allocates slots for new blocks. TransferService or shared memory
+    transfers the bytes.
 
-    Keys are block hash + 4-byte big-endian group index. Responses carry one byte per key, in the
-    order of the keys. Slot offsets are packed little-endian uint64, relative to the start of the
-    region. Every call may return UNKNOWN_SESSION, STALE_EPOCH, INVALID_ARGUMENT and INTERNAL; the
-    other errors are listed with the call.
+    A key is a block hash followed by a 4-byte big-endian group index. `statuses` and `sources` have
+    one byte per key, in the order of the keys. Packed offsets and sizes are little-endian uint64;
+    offsets are relative to the start of the region. Every call may return UNKNOWN_SESSION,
+    STALE_EPOCH, INVALID_ARGUMENT and INTERNAL. Each call lists its other errors.
     """
 
     def __init__(self, channel):
@@ -98,41 +99,42 @@ class CacheServiceStub(object):
 
 
 class CacheServiceServicer(object):
-    """Looks up, leases and allocates blocks. It does not transfer their bytes.
+    """Looks up and leases blocks, and allocates slots for new blocks. TransferService or shared memory
+    transfers the bytes.
 
-    Keys are block hash + 4-byte big-endian group index. Responses carry one byte per key, in the
-    order of the keys. Slot offsets are packed little-endian uint64, relative to the start of the
-    region. Every call may return UNKNOWN_SESSION, STALE_EPOCH, INVALID_ARGUMENT and INTERNAL; the
-    other errors are listed with the call.
+    A key is a block hash followed by a 4-byte big-endian group index. `statuses` and `sources` have
+    one byte per key, in the order of the keys. Packed offsets and sizes are little-endian uint64;
+    offsets are relative to the start of the region. Every call may return UNKNOWN_SESSION,
+    STALE_EPOCH, INVALID_ARGUMENT and INTERNAL. Each call lists its other errors.
     """
 
     def BeginRequest(self, request, context):
-        """Registers a request, negotiates its offload policy and looks up all its keys, in one round
-        trip.
+        """Registers a request, negotiates its offload policy and looks up all its keys.
 
-        MUST be paired with FinishRequest. A second call for the same request looks up again and keeps
-        the policy.
+        The client MUST end each request with FinishRequest. A second call for the same request keeps
+        the policy and looks the keys up again.
 
-        Errors: INVALID_KEY, TOO_MANY_KEYS, DRAINING.
+        Errors: INVALID_KEY, TOO_MANY_KEYS, LIMIT_EXCEEDED (release leases first), DRAINING.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Lookup(self, request, context):
-        """Looks up keys and leases the hits: they are not evicted until the lease ends.
+        """Looks up keys and leases the hits. Leased blocks are not evicted until the lease ends.
 
-        Hits in lower tiers start a promotion and are HIT_PENDING. With `wait` the call returns when
-        they are resolved or the time has passed. Only PrepareLoad or ReleaseLease may follow.
+        A block that only a secondary tier has is HIT_PENDING, and the server starts to promote it.
+        With `wait` the call returns when each of these keys is a hit or a miss, or when the time has
+        passed.
 
-        Errors: INVALID_KEY, TOO_MANY_KEYS.
+        Errors: INVALID_KEY, TOO_MANY_KEYS, LIMIT_EXCEEDED (release leases first).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PrepareLoad(self, request, context):
-        """Returns the slots of this session's rank for some items of a lease.
+        """Returns the slots that have the parts of this session's rank, for some items of a lease.
 
         Errors: LEASE_NOT_FOUND (a miss), NOT_OWNER, NOT_READY (a miss), INVALID_ARGUMENT (no such
         item).
@@ -142,8 +144,8 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CompleteLoad(self, request, context):
-        """Confirms that the lease was valid while its slots were read. The reader MUST NOT use its copy
-        unless this call succeeds. Releases the lease if requested.
+        """Confirms that the lease was valid while the client copied from its slots. If this call fails,
+        the client MUST NOT use the copy. Also releases the lease if requested.
 
         Errors: LEASE_NOT_FOUND (the copy is invalid), NOT_OWNER.
         """
@@ -152,23 +154,23 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseLease(self, request, context):
-        """Releases leases. Unknown ones are ignored: they have ended already.
+        """Releases leases. The server ignores unknown leases, because they have ended already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Touch(self, request, context):
-        """Extends leases; returns those that have ended.
+        """Extends leases. Returns the leases that have ended already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PrepareStore(self, request, context):
-        """Allocates slots for this session's rank's parts of blocks.
+        """Begins a store: allocates slots for the parts of this session's rank.
 
-        The session MUST complete the store, even if it wrote nothing.
+        The client MUST end the store with CompleteStore, even if it wrote nothing.
 
         Errors: INVALID_KEY, TOO_MANY_KEYS, DRAINING.
         """
@@ -177,7 +179,7 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CompleteStore(self, request, context):
-        """Ends a store. A block becomes visible when all ranks have completed their part of it.
+        """Ends a store. A block becomes visible when all ranks have stored their parts of the block.
 
         Errors: STORE_NOT_FOUND, NOT_OWNER, INVALID_ARGUMENT (no such item).
         """
@@ -186,7 +188,7 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Flush(self, request, context):
-        """Waits until blocks are in a durable tier; returns the state of each.
+        """Waits until blocks are in a durable tier. Returns the state of each block.
 
         Errors: INVALID_KEY, TOO_MANY_KEYS.
         """
@@ -195,19 +197,19 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FinishRequest(self, request, context):
-        """Ends a request: releases its leases and notifies the tiers once.
+        """Ends a request: releases its leases, and notifies each tier once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Reset(self, request, context):
-        """Empties the CPU tier of the session's namespace, for all its engines. The other tiers keep
-        their blocks.
+        """Removes all blocks of the session's namespace from the CPU tier, also those of other engines.
+        Secondary tiers keep their blocks.
 
-        Blocks that are being written, read or moved are removed when that ends. Until then all lookups
-        of the namespace miss, and blocks being written are discarded. Call it again until
-        `pending_blocks` is 0; while a reset runs, a call does not start another.
+        A block that is being stored, read or copied between tiers is removed when that operation ends.
+        Until the reset is done, all lookups of the namespace miss, and stores in flight are discarded.
+        Call Reset again until `pending_blocks` is 0. A call during a reset does not start another one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -280,12 +282,13 @@ def add_CacheServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CacheService(object):
-    """Looks up, leases and allocates blocks. It does not transfer their bytes.
+    """Looks up and leases blocks, and allocates slots for new blocks. TransferService or shared memory
+    transfers the bytes.
 
-    Keys are block hash + 4-byte big-endian group index. Responses carry one byte per key, in the
-    order of the keys. Slot offsets are packed little-endian uint64, relative to the start of the
-    region. Every call may return UNKNOWN_SESSION, STALE_EPOCH, INVALID_ARGUMENT and INTERNAL; the
-    other errors are listed with the call.
+    A key is a block hash followed by a 4-byte big-endian group index. `statuses` and `sources` have
+    one byte per key, in the order of the keys. Packed offsets and sizes are little-endian uint64;
+    offsets are relative to the start of the region. Every call may return UNKNOWN_SESSION,
+    STALE_EPOCH, INVALID_ARGUMENT and INTERNAL. Each call lists its other errors.
     """
 
     @staticmethod

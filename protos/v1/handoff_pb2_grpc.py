@@ -26,18 +26,19 @@ if _version_not_supported:
 
 
 class HandoffServiceStub(object):
-    """Manages holds: named leases on the blocks of a finished request.
+    """Manages holds: named pins on the blocks of a finished request.
 
-    A hold is named by its namespace, by the engine that computed the request, and by that engine's
-    id of the request. Every session of the namespace may claim, renew and release it. It pins its
-    blocks in the CPU tier until it expires or is released, even after the end of the session that
-    published it. Full blocks keep their content keys and are shared with the cache. A partial last
-    block has no content hash: its key begins with the 12 bytes "kvtier.hold." and names engine,
-    request, group and position. Such a block stays in the CPU tier and is removed with its hold. A
-    restart of the server ends all holds.
+    The name of a hold is the namespace, the engine that computed the request, and that engine's id
+    of the request. Every session of the namespace may claim, renew and release the hold. The hold
+    pins its blocks in the CPU tier until it expires or is released, even after the end of the
+    session that published it. A restart of the server ends all holds.
 
-    Every call may return UNKNOWN_SESSION, STALE_EPOCH, INVALID_ARGUMENT and INTERNAL; the other
-    errors are listed with the call.
+    Full blocks keep their content keys, so ordinary lookups find them. A partial last block has no
+    content hash. Its key begins with the 12 bytes "kvtier.hold." and names engine, request, group
+    and position. The server never copies such a block to another tier, and removes it with its hold.
+
+    Every call may return UNKNOWN_SESSION, STALE_EPOCH, INVALID_ARGUMENT and INTERNAL. Each call
+    lists its other errors.
     """
 
     def __init__(self, channel):
@@ -69,26 +70,27 @@ class HandoffServiceStub(object):
 
 
 class HandoffServiceServicer(object):
-    """Manages holds: named leases on the blocks of a finished request.
+    """Manages holds: named pins on the blocks of a finished request.
 
-    A hold is named by its namespace, by the engine that computed the request, and by that engine's
-    id of the request. Every session of the namespace may claim, renew and release it. It pins its
-    blocks in the CPU tier until it expires or is released, even after the end of the session that
-    published it. Full blocks keep their content keys and are shared with the cache. A partial last
-    block has no content hash: its key begins with the 12 bytes "kvtier.hold." and names engine,
-    request, group and position. Such a block stays in the CPU tier and is removed with its hold. A
-    restart of the server ends all holds.
+    The name of a hold is the namespace, the engine that computed the request, and that engine's id
+    of the request. Every session of the namespace may claim, renew and release the hold. The hold
+    pins its blocks in the CPU tier until it expires or is released, even after the end of the
+    session that published it. A restart of the server ends all holds.
 
-    Every call may return UNKNOWN_SESSION, STALE_EPOCH, INVALID_ARGUMENT and INTERNAL; the other
-    errors are listed with the call.
+    Full blocks keep their content keys, so ordinary lookups find them. A partial last block has no
+    content hash. Its key begins with the 12 bytes "kvtier.hold." and names engine, request, group
+    and position. The server never copies such a block to another tier, and removes it with its hold.
+
+    Every call may return UNKNOWN_SESSION, STALE_EPOCH, INVALID_ARGUMENT and INTERNAL. Each call
+    lists its other errors.
     """
 
     def PublishHold(self, request, context):
         """Publishes a request of this session's engine, and holds its blocks for `duration`.
 
-        Stores of the blocks may still be in flight: a claim waits for them. An existing hold of the
-        same name is replaced. Blocks that cannot be held stay in the cache and may be evicted; the
-        status has the reason, and this is no error.
+        Stores of the blocks may still be in flight; a claim waits for them. The server replaces an
+        existing hold of the same name. If the server declines to hold the blocks, the call succeeds
+        and the status has the reason. These blocks stay in the CPU tier and may be evicted.
 
         Errors: INVALID_KEY, TOO_MANY_KEYS, DRAINING (retry elsewhere).
         """
@@ -97,11 +99,11 @@ class HandoffServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ClaimHold(self, request, context):
-        """Grants a lease on the blocks of a hold; the hold stays. With `wait` the call returns when the
-        hold is published and all its stores have ended, or when the time has passed.
+        """Grants a lease on the blocks of a hold. The hold continues. With `wait` the call returns when
+        the hold is published and its stores have ended, or when the time has passed.
 
-        PrepareLoad, Pull and CompleteLoad follow as after a lookup, and ReleaseHolds after the bytes
-        were read.
+        The client then loads the blocks as after a lookup. When it has the bytes, it calls
+        ReleaseHolds.
 
         Errors: HOLD_NOT_FOUND (a miss), HOLD_EXPIRED (a miss), LIMIT_EXCEEDED (release leases first).
         """
@@ -110,14 +112,15 @@ class HandoffServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RenewHolds(self, request, context):
-        """Extends holds (heartbeat of the engine that will read them); returns those that have ended.
+        """Extends holds: heartbeat of the engine that will read the blocks. Returns the holds that have
+        ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseHolds(self, request, context):
-        """Ends holds. Unknown ones are ignored: they have ended already.
+        """Ends holds. The server ignores unknown holds, because they have ended already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -155,18 +158,19 @@ def add_HandoffServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class HandoffService(object):
-    """Manages holds: named leases on the blocks of a finished request.
+    """Manages holds: named pins on the blocks of a finished request.
 
-    A hold is named by its namespace, by the engine that computed the request, and by that engine's
-    id of the request. Every session of the namespace may claim, renew and release it. It pins its
-    blocks in the CPU tier until it expires or is released, even after the end of the session that
-    published it. Full blocks keep their content keys and are shared with the cache. A partial last
-    block has no content hash: its key begins with the 12 bytes "kvtier.hold." and names engine,
-    request, group and position. Such a block stays in the CPU tier and is removed with its hold. A
-    restart of the server ends all holds.
+    The name of a hold is the namespace, the engine that computed the request, and that engine's id
+    of the request. Every session of the namespace may claim, renew and release the hold. The hold
+    pins its blocks in the CPU tier until it expires or is released, even after the end of the
+    session that published it. A restart of the server ends all holds.
 
-    Every call may return UNKNOWN_SESSION, STALE_EPOCH, INVALID_ARGUMENT and INTERNAL; the other
-    errors are listed with the call.
+    Full blocks keep their content keys, so ordinary lookups find them. A partial last block has no
+    content hash. Its key begins with the 12 bytes "kvtier.hold." and names engine, request, group
+    and position. The server never copies such a block to another tier, and removes it with its hold.
+
+    Every call may return UNKNOWN_SESSION, STALE_EPOCH, INVALID_ARGUMENT and INTERNAL. Each call
+    lists its other errors.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class SessionServiceStub(object):
-    """Returns the server's capabilities and manages sessions.
+    """Returns the server's capabilities and opens sessions.
     """
 
     def __init__(self, channel):
@@ -48,11 +48,11 @@ class SessionServiceStub(object):
 
 
 class SessionServiceServicer(object):
-    """Returns the server's capabilities and manages sessions.
+    """Returns the server's capabilities and opens sessions.
     """
 
     def Capabilities(self, request, context):
-        """Returns versions, limits and transports. MAY be called at any time, without a session.
+        """Returns versions, limits and transports. A client may call it at any time, without a session.
 
         Errors: none of its own. May be retried.
         """
@@ -61,20 +61,21 @@ class SessionServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Open(self, request, context):
-        """Opens a session. It stays open as long as this stream.
+        """Opens a session. The session is open while the response stream is open.
 
-        The first response carries the session's id and the boot epoch; further ones are heartbeats, at
-        least one every `heartbeat_interval`. A client that receives none for five intervals MUST treat
-        the session as lost.
+        The first response carries the session's id and the boot epoch. Further responses are
+        heartbeats; the server sends at least one per `heartbeat_interval`. If a client receives no
+        response for five intervals, it MUST treat the session as lost.
 
-        When the stream ends, all leases of the session end. Slots that the process may still write to
-        are not reused until its attach connection (see `Region`) is closed.
+        When the stream ends, the server ends all leases of the session. The client process may still
+        be writing to slots of its stores. The server reuses these slots only after the attach
+        connection (see `Region`) of the client is closed.
 
-        If the caller's credentials have a tenant, the namespace's tenant must be the same or empty.
+        If the caller's credentials name a tenant, the namespace's `tenant` must be equal or empty.
 
         Errors: INVALID_NAMESPACE, UNSUPPORTED_VERSION, WRONG_TENANT, DRAINING (retry later),
-        LIMIT_EXCEEDED (retry later). The stream ends with UNAUTHENTICATED when the credentials become
-        invalid.
+        LIMIT_EXCEEDED (retry later). If the credentials become invalid, the server ends the stream
+        with UNAUTHENTICATED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -102,7 +103,7 @@ def add_SessionServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SessionService(object):
-    """Returns the server's capabilities and manages sessions.
+    """Returns the server's capabilities and opens sessions.
     """
 
     @staticmethod

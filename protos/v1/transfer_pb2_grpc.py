@@ -26,12 +26,13 @@ if _version_not_supported:
 
 
 class TransferServiceStub(object):
-    """Streams the bytes of blocks.
+    """Transfers the bytes of blocks: in streams, or by copies from and to devices.
 
     The parts of one store or load form one sequence of bytes: part after part, in the order of the
-    items. A frame is a piece of that sequence. Frames MAY come in any order and MAY span parts, so a
-    frame can carry many small parts. In every frame `payload` is the last field, so both sides can
-    send and receive it without a protobuf copy (`kvtier/protos/wire/grpc_frames.py`).
+    items. A frame is a contiguous piece of that sequence. Frames MAY arrive in any order. A frame
+    MAY contain bytes of several parts. In every frame `payload` is the last field. So client and
+    server can send and receive the payload without a protobuf copy
+    (`kvtier/protos/wire/grpc_frames.py`).
     """
 
     def __init__(self, channel):
@@ -78,27 +79,29 @@ class TransferServiceStub(object):
 
 
 class TransferServiceServicer(object):
-    """Streams the bytes of blocks.
+    """Transfers the bytes of blocks: in streams, or by copies from and to devices.
 
     The parts of one store or load form one sequence of bytes: part after part, in the order of the
-    items. A frame is a piece of that sequence. Frames MAY come in any order and MAY span parts, so a
-    frame can carry many small parts. In every frame `payload` is the last field, so both sides can
-    send and receive it without a protobuf copy (`kvtier/protos/wire/grpc_frames.py`).
+    items. A frame is a contiguous piece of that sequence. Frames MAY arrive in any order. A frame
+    MAY contain bytes of several parts. In every frame `payload` is the last field. So client and
+    server can send and receive the payload without a protobuf copy
+    (`kvtier/protos/wire/grpc_frames.py`).
     """
 
     def Push(self, request_iterator, context):
-        """Fills slots that PrepareStore granted. The client completes the store afterwards.
+        """Fills slots that PrepareStore granted. Afterwards the client calls CompleteStore, unless
+        `PushResponse.completed` is true.
 
-        Errors: STORE_NOT_FOUND, NOT_OWNER, WRONG_SIZE (nothing is stored), CHECKSUM_MISMATCH (may be
-        retried),
-        UNKNOWN_SESSION, STALE_EPOCH.
+        Errors: STORE_NOT_FOUND, NOT_OWNER, WRONG_SIZE (nothing is stored), CHECKSUM_MISMATCH (retry
+        the transfer), UNKNOWN_SESSION, STALE_EPOCH.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pull(self, request, context):
-        """Reads items of a lease. The client confirms with CompleteLoad afterwards.
+        """Reads items of a lease. Afterwards the client calls CompleteLoad, unless
+        `PullResponse.completed` is true.
 
         Errors: LEASE_NOT_FOUND (a miss), NOT_OWNER, NOT_READY (a miss), UNKNOWN_SESSION, STALE_EPOCH.
         """
@@ -107,11 +110,13 @@ class TransferServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Locate(self, request, context):
-        """Returns other addresses of Push and Pull, and how much of a store has been received.
+        """Returns further addresses of Push and Pull, and how many bytes of a store the server has
+        received.
 
-        A separate process may serve the streams, so that calls do not wait behind bytes. It is started
-        at the first call, so the first response may have no address; the address may change. If it
-        cannot be reached, clients use the endpoint that they have.
+        The server may run Push and Pull in a separate process, the bulk process, so that other calls
+        do not wait for transfers. The first call of Locate starts the bulk process, so the first
+        response may have no address. Later responses may have another address. A client that cannot
+        reach the bulk process uses the server's own endpoint.
 
         Errors: STORE_NOT_FOUND, NOT_OWNER, UNKNOWN_SESSION, STALE_EPOCH. May be retried.
         """
@@ -120,12 +125,12 @@ class TransferServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RegisterDeviceBuffers(self, request, context):
-        """Opens the caller's blocks on one device, so that the server can copy them. They are closed when
-        the session ends. A second call replaces the session's registration. A client MUST register
-        again after DEVICE_LOST, and in every new session.
+        """Registers the caller's memory on one device, so that the server can copy blocks from and to it.
+        A second call replaces the session's registration. The registration ends with the session. A
+        client MUST register again after DEVICE_LOST, and in every new session.
 
         Errors: DEVICE_UNAVAILABLE (use another transport; the message begins with the cause),
-        INVALID_ARGUMENT (the description is invalid, or does not match the namespace),
+        INVALID_ARGUMENT (the descriptor is invalid, or does not match the namespace),
         UNKNOWN_SESSION, STALE_EPOCH.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -133,23 +138,24 @@ class TransferServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UnregisterDeviceBuffers(self, request, context):
-        """Closes the session's registration; returns when no copy uses it and it is closed. Optional: the
-        end of the session closes it too.
+        """Ends a registration. Returns after all copies of the registration have ended and its memory is
+        closed. The end of the session has the same effect.
 
-        Errors: DEVICE_LOST (it is closed already), NOT_OWNER, UNKNOWN_SESSION, STALE_EPOCH.
+        Errors: DEVICE_LOST (the registration has ended already), NOT_OWNER, UNKNOWN_SESSION,
+        STALE_EPOCH.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StoreFromDevice(self, request, context):
-        """Fills slots that PrepareStore granted from blocks of the caller's device; returns when the
-        bytes are copied. The client completes the store afterwards.
+        """Copies blocks of the caller's device to slots that PrepareStore granted. Returns when the bytes
+        are copied. Afterwards the client calls CompleteStore.
 
-        A cancelled call starts no further copy. The store's slots are not reused until its running
-        copies have ended, and CompleteStore waits for that.
+        If the client cancels the call, the server starts no further copy. Until the running copies
+        have ended, the store's slots are not reused and CompleteStore waits.
 
-        Errors: STORE_NOT_FOUND, NOT_OWNER, INVALID_ARGUMENT (a block or item that does not exist, or
+        Errors: STORE_NOT_FOUND, NOT_OWNER, INVALID_ARGUMENT (a block or item does not exist, or occurs
         twice), DEVICE_LOST (register again; nothing is stored), UNKNOWN_SESSION, STALE_EPOCH.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -157,14 +163,14 @@ class TransferServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LoadToDevice(self, request, context):
-        """Fills blocks of the caller's device from items of a lease; returns when the bytes are copied.
-        The client confirms with CompleteLoad afterwards.
+        """Copies items of a lease to blocks of the caller's device. Returns when the bytes are copied.
+        Afterwards the client calls CompleteLoad.
 
-        After a cancelled call or a lost connection the content of the blocks is undefined. One second
-        after `give_up_at_nanoseconds` the server does not write to them any more.
+        If the client cancels the call or loses the connection, the content of the blocks is undefined.
+        From one second after `give_up_at_nanoseconds` on, the server does not write to these blocks.
 
         Errors: LEASE_NOT_FOUND (a miss), NOT_OWNER, NOT_READY (a miss), INVALID_ARGUMENT (a block or
-        item that does not exist, or twice), DEVICE_LOST (register again; a miss), UNKNOWN_SESSION,
+        item does not exist, or occurs twice), DEVICE_LOST (register again; a miss), UNKNOWN_SESSION,
         STALE_EPOCH.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -218,12 +224,13 @@ def add_TransferServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TransferService(object):
-    """Streams the bytes of blocks.
+    """Transfers the bytes of blocks: in streams, or by copies from and to devices.
 
     The parts of one store or load form one sequence of bytes: part after part, in the order of the
-    items. A frame is a piece of that sequence. Frames MAY come in any order and MAY span parts, so a
-    frame can carry many small parts. In every frame `payload` is the last field, so both sides can
-    send and receive it without a protobuf copy (`kvtier/protos/wire/grpc_frames.py`).
+    items. A frame is a contiguous piece of that sequence. Frames MAY arrive in any order. A frame
+    MAY contain bytes of several parts. In every frame `payload` is the last field. So client and
+    server can send and receive the payload without a protobuf copy
+    (`kvtier/protos/wire/grpc_frames.py`).
     """
 
     @staticmethod
