@@ -37,7 +37,7 @@ from .model import (
 )
 from .saves import EndedSave, SavePlanner
 
-__all__ = ["CoreView", "OffloadCore", "ScheduledRequest"]
+__all__ = ["OffloadCore", "ScheduledRequest"]
 
 
 class ScheduledRequest(NamedTuple):
@@ -47,17 +47,6 @@ class ScheduledRequest(NamedTuple):
     tokens: int
     read_table: Callable[[], BlockTables | None]
     drafts: bool = False  # some of the tokens may be rejected
-
-
-class CoreView(NamedTuple):
-    """Internal state of the core. ``stored``: keys that lazy mode considers stored.
-
-    ``jobs``: save jobs in flight, by job id. ``requests``: all requests that have not ended.
-    """
-
-    stored: frozenset[bytes]
-    jobs: Mapping[int, SaveJob]
-    requests: Collection[OffloadRequest]
 
 
 class _Reset(Enum):
@@ -282,11 +271,6 @@ class OffloadCore:
             state.loading_blocks = []
         self._store_again()
 
-    def inspect(self) -> CoreView:
-        """Returns the internal state, for tests and debugging."""
-        stored = self._lookahead.stored_keys() if self._lookahead is not None else frozenset()
-        return CoreView(stored, self._saves.jobs, self._requests.values())
-
     # ---- details
 
     def _offer(self, computed: Iterable[ScheduledRequest], now: float) -> None:
@@ -297,7 +281,7 @@ class OffloadCore:
                     self._saves.step_ends(state.progress, tokens)
                 self._add_save(self._saves.plan(state.engine, state.progress, tokens, read_table, now), state)
         if self._lookahead is not None and (blocks := self._lookahead.choose(self._saves.hold_budget, now)):
-            self._add_save(self._saves.plan_free(blocks))
+            self._add_save(self._saves.plan_named(blocks, was_free=True))
 
     def _may_look_up(self, state: OffloadRequest) -> bool:
         return self._reset is _Reset.NONE and state.engine.may_load

@@ -93,9 +93,6 @@ class EvictionLookahead:
         self._covered.clear()
         self._backoff.reset()
 
-    def stored_keys(self) -> frozenset[bytes]:
-        return frozenset((*self._stored.values(), *self._stored_before.values()))
-
     def _put_back(self, block_ids: Sequence[int]) -> None:
         self._in_flight.difference_update(block_ids)
         self._pool.put_back(block_ids, {block.block_id for block in self._covered})

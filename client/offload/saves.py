@@ -146,11 +146,6 @@ class SavePlanner:
         return bool(self._jobs)
 
     @property
-    def jobs(self) -> dict[int, SaveJob]:
-        """The jobs that some worker has not reported yet."""
-        return {number: state.job for number, state in self._jobs.items()}
-
-    @property
     def hold_budget(self) -> int:
         """How many more blocks may be held now."""
         return max(0, int(self._pool.num_blocks * self._max_held_fraction) - len(self._in_flight))
@@ -207,12 +202,14 @@ class SavePlanner:
                 self._offer(job, request, progress, group, missed, table[:end], now)
         return self._hold(job)
 
-    def plan_free(self, blocks: Sequence[FreeBlock]) -> SaveJob | None:
-        return self._hold(self._named(blocks), was_free=True)
-
-    def plan_named(self, blocks: Collection[FreeBlock]) -> SaveJob | None:
+    def plan_named(self, blocks: Iterable[FreeBlock], *, was_free: bool = False) -> SaveJob | None:
         """Returns the job for blocks with given keys, except blocks in flight with the same key."""
-        return self._hold(self._named(blocks))
+        job = SaveJob(self._next_job_id, "")
+        for block in blocks:
+            if block.key is not None and (block.block_id, block.key) not in self._in_flight:
+                self._in_flight[block.block_id, block.key] = []
+                job.add(block.key, block.group_index, block.block_id)
+        return self._hold(job, was_free=was_free)
 
     def offered(self, progress: SaveProgress, tables: BlockTables, confirmed_tokens: int) -> set[int]:
         """Returns the full, confirmed blocks that were loaded or offered, except missed blocks."""
@@ -311,14 +308,6 @@ class SavePlanner:
         """Whether the block holds the state at its own end, not that of another position."""
         end = (position + 1) * group.block_tokens
         return end in progress.ends or self._pool.cached_key(block_id) == request.key(group, position)
-
-    def _named(self, blocks: Collection[FreeBlock]) -> SaveJob:
-        job = SaveJob(self._next_job_id, "")
-        for block in blocks:
-            if block.key is not None and (block.block_id, block.key) not in self._in_flight:
-                self._in_flight[block.block_id, block.key] = []
-                job.add(block.key, block.group_index, block.block_id)
-        return job
 
     def _hold(self, job: SaveJob, *, was_free: bool = False) -> SaveJob | None:
         if not job.block_ids:

@@ -13,8 +13,8 @@ from google.protobuf.message import Message
 
 from ...cuda.host.copy import HostBuffer, addresses_of
 from ...cuda.host.pinning import Pin
-from ...protos.v1 import common_pb2
-from ..effects import Call, Operation
+from ...protos.v1 import cache_pb2, common_pb2
+from ..effects import Call, Connect, Operation
 from ..errors import DeadlineExceeded, InvalidRequest, KVTierError, SessionLost
 from ..namespace import Namespace
 from ..session.session import ClientSession
@@ -48,6 +48,29 @@ class Base:
 
     def close(self) -> None:
         self._staging.close()
+
+    def _request(self, make: type[Message], method: str, *, wait: float | None = None, **fields: Any) -> Operation[Any]:
+        """Performs a call on the current session. `wait` and `fields` are fields of the request."""
+        session: ClientSession = yield Connect(self._timeouts.connect)
+        if wait is not None:
+            fields["wait"] = duration(wait)
+        request = message(make, session=session.ref, **fields)
+        return (yield from self._call(session, method, request, wait or 0.0))
+
+    def _prepare_store(
+        self, session: ClientSession, keys: Sequence[bytes], request_id: str, retain_for: float | None
+    ) -> Operation[cache_pb2.PrepareStoreResponse]:
+        request = message(
+            cache_pb2.PrepareStoreRequest,
+            session=session.ref,
+            request_id=request_id,
+            **key_fields(session, keys),
+            retain_for=duration(retain_for),
+        )
+        answer: cache_pb2.PrepareStoreResponse = yield from self._call_or_end_session(
+            session, "CacheService/PrepareStore", request
+        )
+        return answer
 
     def _call(self, session: ClientSession, method: str, request: Any, wait: float = 0.0) -> Operation[Any]:
         try:

@@ -13,7 +13,7 @@ from ..effects import Call, Connect, Copy, Operation
 from ..errors import DeadlineExceeded, DeviceUnavailable, InvalidRequest, KVTierError
 from ..results import LookupResult, StoreStatus
 from ..session.session import ClientSession
-from .base import duration, key_fields, message
+from .base import message
 from .lookups import LookupOperations
 
 __all__ = ["DeviceOperations"]
@@ -60,14 +60,7 @@ class DeviceOperations(LookupOperations):
         session: ClientSession = yield Connect(self._timeouts.connect)
         registered = yield from self._register(session)
         event = yield from self._order(registered, after)
-        prepare = message(
-            cache_pb2.PrepareStoreRequest,
-            session=session.ref,
-            request_id=request_id,
-            **key_fields(session, keys),
-            retain_for=duration(retain_for),
-        )
-        answer = yield from self._call_or_end_session(session, "CacheService/PrepareStore", prepare)
+        answer = yield from self._prepare_store(session, keys, request_id, retain_for)
         if not answer.store_id:
             return bytes(answer.statuses)
         wanted = [number for number, status in enumerate(answer.statuses) if status == StoreStatus.GRANTED]

@@ -24,10 +24,9 @@ class HandoffOperations(Base):
         direction: HandoffDirection,
         hold_for: float | None,
     ) -> Operation[Publication]:
-        session: ClientSession = yield Connect(self._timeouts.connect)
-        request = message(
+        answer = yield from self._request(
             handoff_pb2.PublishHoldRequest,
-            session=session.ref,
+            "HandoffService/PublishHold",
             request_id=request_id,
             direction=int(direction),
             keys=keys,
@@ -35,7 +34,6 @@ class HandoffOperations(Base):
             num_tokens=num_tokens,
             duration=duration(hold_for),
         )
-        answer = yield from self._call(session, "HandoffService/PublishHold", request)
         remaining = answer.remaining.ToNanoseconds() / 1e9
         return Publication(PublishStatus(answer.status), remaining, answer.pending_blocks)
 
@@ -77,20 +75,14 @@ class HandoffOperations(Base):
         )
 
     def renew_holds(self, holds: Sequence[HoldName], *, extension: float | None) -> Operation[list[HoldName]]:
-        session: ClientSession = yield Connect(self._timeouts.connect)
-        request = message(
-            handoff_pb2.RenewHoldsRequest,
-            session=session.ref,
-            holds=map(_ref, holds),
-            extension=duration(extension),
+        refs, extend = map(_ref, holds), duration(extension)
+        answer = yield from self._request(
+            handoff_pb2.RenewHoldsRequest, "HandoffService/RenewHolds", holds=refs, extension=extend
         )
-        answer = yield from self._call(session, "HandoffService/RenewHolds", request)
         return [holds[number] for number in answer.missing_holds]
 
     def release_holds(self, holds: Iterable[HoldName]) -> Operation[None]:
-        session: ClientSession = yield Connect(self._timeouts.connect)
-        request = message(handoff_pb2.ReleaseHoldsRequest, session=session.ref, holds=map(_ref, holds))
-        yield from self._call(session, "HandoffService/ReleaseHolds", request)
+        yield from self._request(handoff_pb2.ReleaseHoldsRequest, "HandoffService/ReleaseHolds", holds=map(_ref, holds))
 
 
 def _ref(hold: HoldName) -> handoff_pb2.HoldRef:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...protos.v1 import cache_pb2
@@ -49,7 +50,8 @@ class LookupOperations(Base):
         )
         answer = yield from self._call(session, "CacheService/BeginRequest", request, wait)
         votes = tuple(TierVote(vote.tier, OffloadPolicy(vote.policy), vote.why) for vote in answer.votes)
-        return lookup_result(answer.lookup, request_id, keys, session, OffloadPolicy(answer.policy), votes)
+        found = lookup_result(answer.lookup, request_id, keys, session)
+        return replace(found, policy=OffloadPolicy(answer.policy), votes=votes)
 
     def lookup(
         self,
@@ -83,34 +85,23 @@ class LookupOperations(Base):
         return lookup_result(answer, request_id, keys, session)
 
     def release(self, lease_ids: Iterable[int]) -> Operation[None]:
-        session: ClientSession = yield Connect(self._timeouts.connect)
-        request = message(cache_pb2.ReleaseLeaseRequest, session=session.ref, lease_ids=lease_ids)
-        yield from self._call(session, "CacheService/ReleaseLease", request)
+        yield from self._request(cache_pb2.ReleaseLeaseRequest, "CacheService/ReleaseLease", lease_ids=lease_ids)
 
     def touch(self, lease_ids: Iterable[int], *, lease: float | None) -> Operation[list[int]]:
-        session: ClientSession = yield Connect(self._timeouts.connect)
-        request = message(
-            cache_pb2.TouchRequest, session=session.ref, lease_ids=lease_ids, lease_duration=duration(lease)
+        answer = yield from self._request(
+            cache_pb2.TouchRequest, "CacheService/Touch", lease_ids=lease_ids, lease_duration=duration(lease)
         )
-        answer = yield from self._call(session, "CacheService/Touch", request)
         return list(answer.missing_lease_ids)
 
     def finish_request(self, request_id: str, *, wait: float) -> Operation[RequestOutcome]:
-        session: ClientSession = yield Connect(self._timeouts.connect)
-        request = message(
-            cache_pb2.FinishRequestRequest, session=session.ref, request_id=request_id, wait=duration(wait)
+        answer = yield from self._request(
+            cache_pb2.FinishRequestRequest, "CacheService/FinishRequest", request_id=request_id, wait=wait
         )
-        answer = yield from self._call(session, "CacheService/FinishRequest", request, wait)
         return RequestOutcome(answer.settled, answer.incomplete_blocks)
 
 
 def lookup_result(
-    answer: cache_pb2.LookupResponse,
-    request_id: str,
-    keys: Sequence[bytes],
-    session: ClientSession,
-    policy: OffloadPolicy | None = None,
-    votes: tuple[TierVote, ...] = (),
+    answer: cache_pb2.LookupResponse, request_id: str, keys: Sequence[bytes], session: ClientSession
 ) -> LookupResult:
     return LookupResult(
         id=answer.lease_id,
@@ -121,8 +112,6 @@ def lookup_result(
         session=session,
         source_indices=answer.sources,
         slots=unpack_offsets(answer.slot_offsets),
-        policy=policy,
-        votes=votes,
         not_retained=answer.not_retained_blocks,
     )
 

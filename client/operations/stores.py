@@ -16,7 +16,7 @@ from ..part_streams import ATTEMPTS, PartSender, is_retryable
 from ..results import StoreStatus, WriteBatch
 from ..session.session import ClientSession
 from ..transport.grpc_methods import LOCATE
-from .base import Base, consecutive, duration, key_fields, message
+from .base import Base, consecutive, message
 
 __all__ = ["StoreOperations", "Writing"]
 
@@ -50,15 +50,8 @@ class StoreOperations(Base):
         if known. Call `end_write` afterwards.
         """
         session: ClientSession = yield Connect(self._timeouts.connect)
-        request = message(
-            cache_pb2.PrepareStoreRequest,
-            session=session.ref,
-            request_id=request_id,
-            **key_fields(session, keys),
-            retain_for=duration(retain_for),
-        )
         held.enter_context(session.using())
-        answer = yield from self._call_or_end_session(session, "CacheService/PrepareStore", request)
+        answer = yield from self._prepare_store(session, keys, request_id, retain_for)
         statuses: bytes = answer.statuses
         if statuses == _GRANTED * len(keys):  # fast path for new blocks
             wanted = list(range(len(keys)))
@@ -135,16 +128,12 @@ class StoreOperations(Base):
             return batch.statuses
 
     def flush(self, keys: Sequence[bytes], *, wait: float) -> Operation[bytes]:
-        session: ClientSession = yield Connect(self._timeouts.connect)
-        request = message(cache_pb2.FlushRequest, session=session.ref, keys=keys, wait=duration(wait))
-        answer = yield from self._call(session, "CacheService/Flush", request, wait)
+        answer = yield from self._request(cache_pb2.FlushRequest, "CacheService/Flush", keys=keys, wait=wait)
         statuses: bytes = answer.statuses
         return statuses
 
     def reset(self, *, wait: float) -> Operation[int]:
-        session: ClientSession = yield Connect(self._timeouts.connect)
-        request = message(cache_pb2.ResetRequest, session=session.ref, wait=duration(wait))
-        answer = yield from self._call(session, "CacheService/Reset", request, wait)
+        answer = yield from self._request(cache_pb2.ResetRequest, "CacheService/Reset", wait=wait)
         pending: int = answer.pending_blocks
         return pending
 

@@ -6,7 +6,6 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from ...cuda.host.pinning import Pin, Pinning
 from ...cuda.host.region import HostRegion, RegionError
@@ -15,22 +14,13 @@ from ...protos.wire.attach import REPLY_BYTES, pack_request, unpack_reply
 from ..errors import SessionLost
 from .socket_calls import SocketCalls
 
-__all__ = ["AttachError", "Attachment", "ClientSession", "Limits"]
+__all__ = ["AttachError", "Attachment", "ClientSession"]
 
 _ATTACH_SECONDS = 2.0
 
 
 class AttachError(Exception):
     """The region cannot be mapped; the message gives the reason. Other transports still work."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of the server on one call."""
-
-    max_keys: int
-    max_frame_bytes: int
-    max_wait: float
 
 
 class Attachment:
@@ -61,7 +51,7 @@ class Attachment:
             try:
                 size_bytes = unpack_reply(reply)
                 if size_bytes is None or not descriptors:
-                    raise AttachError("the server refused to hand out its region")
+                    raise RegionError("the server refused to send its region")
                 region = HostRegion.attach(descriptors[0], size_bytes)
             finally:
                 for descriptor in descriptors:
@@ -69,9 +59,6 @@ class Attachment:
         except (OSError, ValueError, RegionError) as error:
             connection.close()
             raise AttachError(f"{path}: {error}") from error
-        except AttachError:
-            connection.close()
-            raise
         connection.settimeout(None)
         return cls(region, connection, pin(region) if pin is not None else None)
 
@@ -91,6 +78,7 @@ class ClientSession:
         transport: "shm" if the region is mapped; "tcp" while streams use raw sockets; else "grpc".
         transport_reason: reason for this transport, for logs.
         devices: whether the server can copy to and from devices.
+        limits: limits of the server on one call.
         tiers: names of the tiers, in the order of `source_indices`.
         packs_keys: whether the server accepts packed keys.
         calls: sockets for unary calls; None if unary calls use gRPC.
@@ -109,11 +97,7 @@ class ClientSession:
         self.transport_reason = transport_reason
         self.devices = capabilities.devices
         self.tiers = tuple(capabilities.tiers)
-        self.limits = Limits(
-            max_keys=capabilities.limits.max_keys,
-            max_frame_bytes=capabilities.limits.max_frame_bytes,
-            max_wait=capabilities.limits.max_wait.ToNanoseconds() / 1e9,
-        )
+        self.limits = capabilities.limits
         self.packs_keys = capabilities.packed_keys
         self.calls = calls
         self._attachment = attachment

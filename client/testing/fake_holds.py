@@ -9,6 +9,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from ...protos.v1 import common_pb2, handoff_pb2
 from ..errors import error_for
+from ..namespace import is_hold_key
 from ..results import KeyStatus
 
 __all__ = ["BlockName", "FakeHold", "FakeHolds"]
@@ -16,7 +17,6 @@ __all__ = ["BlockName", "FakeHold", "FakeHolds"]
 BlockName = tuple[bytes, bytes]
 _Name = tuple[bytes, str, str]
 
-_HOLD_PREFIX = b"kvtier.hold."
 _SECONDS = 30
 
 
@@ -105,7 +105,7 @@ class FakeHolds:
     def _drop_hold_only(self, names: Sequence[BlockName]) -> None:
         still = self.pinned()
         for block in names:
-            if block[1].startswith(_HOLD_PREFIX) and block not in still:
+            if is_hold_key(block[1]) and block not in still:
                 self._drop(block)
 
 

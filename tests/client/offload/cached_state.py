@@ -9,11 +9,11 @@ from kvtier.client.offload import CacheGeometry, CacheGroupKind, OffloadCore
 
 def check_cached_state(core: OffloadCore, geometry: CacheGeometry, server: ModelServer) -> None:
     """Asserts that the server had every block that will not be offered again, since its restart."""
-    view = core.inspect()
-    for key in view.stored:
+    lazy = core._lookahead
+    for key in (*lazy._stored.values(), *lazy._stored_before.values()) if lazy is not None else ():
         assert server.may_have(key), "considers a block stored that this server never had"
-    in_flight = {key for job in view.jobs.values() for key in job.keys}
-    for state in view.requests:
+    in_flight = {key for _, key in core._saves._in_flight}
+    for state in core._requests.values():
         for group in geometry.groups:
             if group.kind is not CacheGroupKind.FULL:
                 continue  # some of its blocks are in no table any more

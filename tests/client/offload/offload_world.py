@@ -143,7 +143,7 @@ class World(ModelScheduler):
         self.waiting.insert(0, request)
 
     def forget_ended_saves(self) -> None:
-        self.saves = {job_id: job for job_id, job in self.saves.items() if job_id in self.core.inspect().jobs}
+        self.saves = {job_id: job for job_id, job in self.saves.items() if job_id in self.core._saves._jobs}
 
     def answer_lookup(self) -> bool:
         open_lookups = [number for number, asked in self.server.asked.items() if not asked.answered]
@@ -214,7 +214,7 @@ class World(ModelScheduler):
         core = self.core
         unsent = {job.job_id: job for job in core._plan.saves}
         jobs = self.saves | unsent
-        assert core.inspect().jobs.keys() == jobs.keys()
+        assert core._saves._jobs.keys() == jobs.keys()
         names = Counter(name for job in jobs.values() for name in zip(job.block_ids, job.keys, strict=True))
         assert not names or max(names.values()) == 1, "a block is saved twice at once"
         assert core._saves._in_flight.keys() == names.keys(), "the in-flight set does not match the jobs"
