@@ -56,7 +56,7 @@ class PartSender:
 
     def frames(self, start: int, step: int, *, complete: bool) -> Iterator[bytes]:
         """Yields the frames from byte `start` on, at most `step` bytes each."""
-        fields = transfer_pb2.PushRequest(session=self._ref, store_id=self._store_id, complete=complete)
+        fields = self.request(complete=complete)
         for offset in range(start, self.total_bytes, step):
             fields.offset_bytes = offset
             nbytes = min(step, self.total_bytes - offset)
@@ -121,11 +121,7 @@ class PartReceiver:
             return
         if xxhash.xxh3_64_intdigest(payload) != fields.xxh3_64:
             raise ChecksumMismatch(f"the frame at byte {fields.offset_bytes} arrived damaged")
-        try:
-            pieces = list(self._parts.locate(fields.offset_bytes, payload.nbytes))
-        except ValueError as error:
-            raise ServerError(f"the server sends what was not asked for: {error}") from error
-        scatter(payload, [place for place, _ in pieces], [size for _, size in pieces])
+        scatter(payload, *self._locate(fields.offset_bytes, payload.nbytes))
         self._arrived.append((fields.offset_bytes, fields.offset_bytes + payload.nbytes))
 
     def views(self, offset: int, nbytes: int) -> list[memoryview]:
@@ -134,11 +130,7 @@ class PartReceiver:
         Raises:
             ServerError: the frame is outside the requested range.
         """
-        try:
-            pieces = list(self._parts.locate(offset, nbytes))
-        except ValueError as error:
-            raise ServerError(f"the server sends what was not asked for: {error}") from error
-        return views_of([place for place, _ in pieces], [size for _, size in pieces])
+        return views_of(*self._locate(offset, nbytes))
 
     def verify(self, head: FrameHead, views: Sequence[memoryview]) -> None:
         """Verifies and records a frame received into `views`. Raises `ChecksumMismatch`."""
@@ -157,6 +149,14 @@ class PartReceiver:
             number for number, span in zip(self._missing, self._spans, strict=True) if _overlaps(span, gaps)
         ]
         self._begin()
+
+    def _locate(self, offset: int, nbytes: int) -> tuple[list[int], list[int]]:
+        """Returns addresses and sizes of the memory for a frame."""
+        try:
+            pieces = list(self._parts.locate(offset, nbytes))
+        except ValueError as error:
+            raise ServerError(f"the server sent bytes outside the requested range: {error}") from error
+        return [place for place, _ in pieces], [size for _, size in pieces]
 
     def _begin(self) -> None:
         sizes = [self._sizes[number] for number in self._missing]

@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 from ..offload import BlockTables, CacheGeometry, FreeBlock, LoadJob
+from ..results import HandoffDirection
 from .claims import (
     Claim,
     HandoffState,
@@ -36,7 +37,6 @@ from .model import (
     EXPIRY_MARGIN_S,
     ClaimedBlocks,
     ClaimId,
-    Direction,
     FinishReason,
     HandoffOptions,
     HandoffRequest,
@@ -327,7 +327,7 @@ class HandoffCore:
         hold_for = options.kv_lease_duration if prefilled else options.decoder_kv_blocks_ttl
         keys = [block.key for block in held.blocks if block.key is not None]
         if keys:
-            direction = Direction.PREFILL_TO_DECODE if prefilled else Direction.DECODE_TO_PREFILL
+            direction = HandoffDirection.PREFILL_TO_DECODE if prefilled else HandoffDirection.DECODE_TO_PREFILL
             positions = [position for group in held.positions for position in group]
             self._server.publish(
                 PlannedPublication(state.engine.hold_name, direction, keys, positions, held.num_tokens, hold_for)

@@ -12,13 +12,13 @@ from enum import Enum
 from typing import NewType, Protocol
 
 from ..offload import CacheGroup
+from ..results import HandoffDirection
 from .params import RemoteRequest, TransferParams
 
 __all__ = [
     "EXPIRY_MARGIN_S",
     "ClaimId",
     "ClaimedBlocks",
-    "Direction",
     "FinishReason",
     "HandoffOptions",
     "HandoffRequest",
@@ -32,13 +32,6 @@ EXPIRY_MARGIN_S = 5.0
 """An engine does not claim or read a hold that expires within this time (B2.19)."""
 
 ClaimId = NewType("ClaimId", int)
-
-
-class Direction(Enum):
-    """Direction of a hand-off."""
-
-    PREFILL_TO_DECODE = "prefill to decode"
-    DECODE_TO_PREFILL = "decode to prefill"
 
 
 class FinishReason(Enum):
@@ -80,7 +73,7 @@ class PlannedPublication:
     """
 
     request_id: str
-    direction: Direction
+    direction: HandoffDirection
     keys: Sequence[bytes]
     positions: Sequence[int]
     num_tokens: int

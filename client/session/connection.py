@@ -13,6 +13,7 @@ import os
 import random
 import threading
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
 import grpc
@@ -253,48 +254,38 @@ class SessionConnection:
 
 
 class _Heartbeats:
-    """Heartbeats of one stream. A thread reads them, so that waiting for one can time out."""
+    """Responses of one `Open` stream. A thread reads them, so that waiting for one can time out."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self._news = threading.Condition()
-        self._count = 0
-        self._first: session_pb2.OpenResponse | None = None
-        self._ended = False
-        self._error: grpc.RpcError | None = None
+        self._responses: SimpleQueue[session_pb2.OpenResponse | grpc.RpcError | None] = SimpleQueue()
         threading.Thread(target=self._read, name="kvtier-heartbeats", daemon=True).start()
 
     def first(self, seconds: float) -> session_pb2.OpenResponse:
         """Returns the first response. Raises `grpc.RpcError` or `TimeoutError`."""
-        with self._news:
-            self._news.wait_for(lambda: self._count or self._ended, seconds)
-            if self._first is not None:
-                return self._first
-            self._stream.cancel()
-            if self._error is not None:
-                raise self._error
-            raise TimeoutError
+        response = self._next(seconds)
+        if isinstance(response, session_pb2.OpenResponse):
+            return response
+        raise response or TimeoutError
 
     def next_within(self, seconds: float) -> bool:
         """Waits for the next heartbeat; returns whether it arrived."""
-        with self._news:
-            seen = self._count
-            self._news.wait_for(lambda: self._ended or self._count > seen, seconds)
-            return self._count > seen and not self._ended
+        return isinstance(self._next(seconds), session_pb2.OpenResponse)
 
     def cancel(self) -> None:
         self._stream.cancel()
 
+    def _next(self, seconds: float) -> session_pb2.OpenResponse | grpc.RpcError | None:
+        """Returns the next response or the error of the stream; None after `seconds` or its end."""
+        with contextlib.suppress(Empty):
+            return self._responses.get(timeout=seconds)
+        return None
+
     def _read(self) -> None:
         try:
             for response in self._stream:
-                with self._news:
-                    self._first = self._first or response
-                    self._count += 1
-                    self._news.notify_all()
+                self._responses.put(response)
         except grpc.RpcError as error:
-            self._error = error
+            self._responses.put(error)
         finally:
-            with self._news:
-                self._ended = True
-                self._news.notify_all()
+            self._responses.put(None)

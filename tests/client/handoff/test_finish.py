@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from peers import BLOCK, FULL, PEER, STATE, US, WALL, WINDOW, Rig, answered, prefilled
 
-from kvtier.client.handoff import Direction, FinishedRequest, FinishReason, TransferParams
+from kvtier.client import HandoffDirection
+from kvtier.client.handoff import FinishedRequest, FinishReason, TransferParams
 from kvtier.client.offload import CacheGeometry, FreeBlock
 
 BOTH = {"bidirectional_kv_xfer": True}
@@ -90,7 +91,7 @@ def test_a_prefill_engine_holds_for_a_lease() -> None:
     rig.allocate()
     rig.finish(100)
     (publication,) = rig.server.published
-    assert (publication.request_id, publication.direction) == ("server's r", Direction.PREFILL_TO_DECODE)
+    assert (publication.request_id, publication.direction) == ("server's r", HandoffDirection.PREFILL_TO_DECODE)
     assert (publication.num_tokens, publication.positions, publication.hold_for) == (100, list(range(7)), 30.0)
     group = FULL.groups[0]
     names = [rig.request.key(group, position) for position in range(6)]
@@ -104,7 +105,7 @@ def test_a_decode_engine_holds_for_its_ttl() -> None:
     rig.request.tokens += range(100, 140)
     rig.finish(139)
     (publication,) = rig.server.published
-    assert (publication.direction, publication.hold_for) == (Direction.DECODE_TO_PREFILL, 480.0)
+    assert (publication.direction, publication.hold_for) == (HandoffDirection.DECODE_TO_PREFILL, 480.0)
     assert (publication.num_tokens, len(publication.keys)) == (139, 9)
 
 

@@ -12,7 +12,6 @@ from peers import BLOCK, FULL, US, Request
 from kvtier.client import (
     Client,
     Group,
-    HandoffDirection,
     HoldGone,
     HoldName,
     KVTierError,
@@ -23,7 +22,6 @@ from kvtier.client import (
 from kvtier.client.handoff import (
     ClaimedBlocks,
     ClaimId,
-    Direction,
     FinishReason,
     HandoffCore,
     HandoffOptions,
@@ -122,14 +120,13 @@ class ToyServer:
         self._quietly(self.client.release_holds, HoldName(remote.engine_id, remote.request_id))
 
     def publish(self, publication: PlannedPublication) -> None:
-        forth = publication.direction is Direction.PREFILL_TO_DECODE
         self._quietly(
             self.client.publish,
             publication.request_id,
             publication.keys,
             publication.positions,
             num_tokens=publication.num_tokens,
-            direction=HandoffDirection.PREFILL_TO_DECODE if forth else HandoffDirection.DECODE_TO_PREFILL,
+            direction=publication.direction,
             hold_for=publication.hold_for,
         )
 

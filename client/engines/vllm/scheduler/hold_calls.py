@@ -21,8 +21,7 @@ from .... import (
     LimitExceeded,
     PublishStatus,
 )
-from .... import HandoffDirection as WireDirection
-from ....handoff import ClaimedBlocks, ClaimId, Direction, HandoffRequest, HeldBlock, PlannedPublication, RemoteRequest
+from ....handoff import ClaimedBlocks, ClaimId, HandoffRequest, HeldBlock, PlannedPublication, RemoteRequest
 from ..background import BackgroundThreads, RateLimitedLog, logger
 from ..peers import OWN, Peers
 from ..stats import TransferCounters
@@ -35,10 +34,6 @@ _WAIT_SHARE = 0.8
 _CONNECT_WITHIN_S = 1.0
 _CIRCUIT_OPEN_S = 2.0
 _NOTIFY_WITHIN_S = 30.0
-_DIRECTIONS = {
-    Direction.PREFILL_TO_DECODE: WireDirection.PREFILL_TO_DECODE,
-    Direction.DECODE_TO_PREFILL: WireDirection.DECODE_TO_PREFILL,
-}
 
 
 @dataclass
@@ -186,7 +181,7 @@ class HoldCalls:
             publication.keys,
             publication.positions,
             num_tokens=publication.num_tokens,
-            direction=_DIRECTIONS[publication.direction],
+            direction=publication.direction,
             hold_for=publication.hold_for,
         ).status
 
