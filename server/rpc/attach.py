@@ -1,8 +1,8 @@
 """Attach socket: passes the region's descriptor to clients on this host, and serves their calls.
 
-A client process keeps its connection open while it can write to the region. When the process dies,
-the kernel closes the connection, even if the process runs in another container. Then the server can
-reuse the slots of the session.
+A client process keeps its connection open while it can write to the region. When the
+client process ends, the kernel closes the connection, even if the client runs in another container.
+Then the server can reuse the slots of the client's session.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ _log = get_logger(__name__)
 
 _HANDSHAKE_SECONDS = 5.0
 _MAX_HANDSHAKES = 256
-"""Maximum number of connections whose request has not arrived; further connections are closed."""
+"""Maximum number of connections whose request has not arrived. The server closes further ones."""
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
 class AttachServer:
-    """Server of the attach socket. Only its owner and root can connect. Runs on the event loop."""
+    """Server of the attach socket. Accepts only processes of the same user or of root.
+
+    Runs on the event loop.
+    """
 
     def __init__(
         self, path: Path, region_fd: int, region_bytes: int, sessions: SessionRegistry, calls: SocketCallServer
@@ -74,7 +77,7 @@ class AttachServer:
         while True:
             try:
                 connection, _ = await loop.sock_accept(listener)
-            except OSError as error:  # for example no free descriptor: retried
+            except OSError as error:  # for example no free descriptor: tries again
                 _log.warning("cannot accept a connection", error=str(error))
                 await asyncio.sleep(0.1)
                 continue
@@ -90,7 +93,10 @@ class AttachServer:
         task.add_done_callback(self._tasks.discard)
 
     def adopt(self, connection: socket.socket, request: bytes) -> None:
-        """Serves a connection for calls from the bulk process; `request`: its first bytes."""
+        """Serves a connection that the bulk process has accepted for calls.
+
+        `request`: the bytes that the bulk process has read from the connection.
+        """
         connection.setblocking(False)
         self._spawn(self._serve_handed(connection, request))
 
@@ -128,7 +134,7 @@ class AttachServer:
             connection.send(pack_reply(self._region_bytes, granted=False))
 
     async def _serve_region(self, connection: socket.socket, session_id: bytes, epoch: int) -> bool:
-        """Sends the region's descriptor and waits until the connection ends. False: refused."""
+        """Sends the region's descriptor and waits for the connection's end. False if refused."""
         number = next(self._numbers)
         if not self._sessions.attach(session_id, epoch, number):
             return False
@@ -144,7 +150,7 @@ class AttachServer:
     async def _serve_calls(
         self, connection: socket.socket, session_id: bytes, epoch: int, *, via_tcp: bool = False
     ) -> bool:
-        """Serves calls until the connection or the session ends. False: refused."""
+        """Serves calls until the connection or the session ends. Returns False if refused."""
         serving = asyncio.current_task()
         assert serving is not None
         disconnect = serving.cancel

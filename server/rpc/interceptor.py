@@ -26,10 +26,10 @@ _log = get_logger(__name__)
 
 
 class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Maps refusals to status and reason, and other errors to INTERNAL with a log entry.
+    """Answers a refusal with its status and reason; any other error with INTERNAL and a log entry.
 
-    When a call or stream has ended, it calls `observe(method, code, seconds)`. If the call was
-    refused or has failed, it first calls `refused(method, reason)`.
+    When a call or stream has ended, the interceptor calls `observe(method, code, seconds)`. If the
+    call was refused or has failed, the interceptor first calls `refused(method, reason)`.
     """
 
     def __init__(
@@ -57,13 +57,14 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         return None if handler is None else self.wrap(handler_call_details.method, handler)
 
     def wrap(self, method: str, handler: Any) -> Any:
-        """Wraps a handler; metrics and log name it `method`."""
+        """Wraps a handler. `method` is the handler's name in metrics and log."""
         for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
             behavior = getattr(handler, kind)
             if behavior is not None:
                 wrap = self._wrap_stream if kind.endswith("stream") else self._wrap_unary
                 if kind.startswith("unary") and handler.request_deserializer:
-                    # Parsed here, because gRPC answers UNKNOWN without a reason if parsing fails.
+                    # The wrapper parses the request. If gRPC parsed it, a parsing error would be
+                    # answered with UNKNOWN and without a reason.
                     parse = handler.request_deserializer
                     if self.tracing is not None:
                         parse = self.tracing.recording_request_id(parse)
@@ -79,16 +80,16 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
                         self._authorize(method, context)
                     answer = behavior(request, context)
                     return await answer if inspect.isawaitable(answer) else answer
-                except Exception as error:  # noqa: BLE001 - no error of one call may end the server
+                except Exception as error:  # noqa: BLE001 - an error of one call must not end the server
                     del request  # see `abort`
                     await outcome.abort(context, error)
 
         return call
 
     def _wrap_stream(self, method: str, behavior: Any) -> Any:
-        # `call` is not a generator. If a call is cancelled while an answer is sent, gRPC drops a
-        # generator without closing it. Its `finally` block, which ends the session, would then run
-        # only at the garbage collection.
+        # `call` writes the answers itself instead of yielding them. If a call is cancelled while
+        # gRPC sends an answer, gRPC drops the generator without closing it. Then the generator's
+        # `finally` block, which ends the session, would run only at the next garbage collection.
         async def call(request: Any, context: grpc.aio.ServicerContext) -> None:
             with _Outcome(self, method, context) as outcome:
                 try:
@@ -112,7 +113,7 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
                             del request
                             await outcome.abort(context, error)
                         await _send(context, answer)
-                        del answer  # frees a frame of 2 MiB while waiting for the next one
+                        del answer  # frees the frame (2 MiB) during the wait for the next one
 
         return call
 
@@ -164,11 +165,11 @@ class _Outcome:
             self._interceptor.audit_log.record_call(self._method, self._code.name)
 
     async def abort(self, context: grpc.aio.ServicerContext, error: Exception) -> None:
-        """Aborts the call with the status of this error; always raises.
+        """Aborts the call with the status of `error`; always raises.
 
-        gRPC keeps the raised exception in a reference cycle with the context, and the frames of its
-        traceback refer to the request. So the traceback is removed first. Otherwise ten refused
-        messages of 7 MB occupied 600 MB.
+        gRPC keeps the raised exception in a reference cycle with the context. The frames of the
+        exception's traceback refer to the request. So this method first removes the traceback.
+        Without that, ten refused messages of 7 MB occupied 600 MB.
         """
         if isinstance(error, grpc.aio.AbortError):
             self._code = context.code() or grpc.StatusCode.UNKNOWN

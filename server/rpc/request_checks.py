@@ -34,10 +34,10 @@ class RequestValidator:
         self._handoff = handoff
 
     def keys(self, keys: Sequence[bytes], namespace: NamespaceSpec) -> Sequence[bytes]:
-        """Checks number, length and group of the keys. An empty list is valid.
+        """Checks the number, the lengths and the groups of keys. An empty list is valid.
 
-        Raises `Refused` because of number or length, and `InvalidKey` if the namespace has no such
-        group.
+        Raises `Refused` if there are too many keys or a key has a wrong length. Raises `InvalidKey`
+        if the namespace does not have the group of a key.
         """
         self._check_number(len(keys))
         keys = list(keys)  # each access to a protobuf field would create the bytes again
@@ -76,7 +76,7 @@ class RequestValidator:
             )
 
     def numbers(self, numbers: Sequence[int], name: str) -> Sequence[int]:
-        """Checks that a call has at most `max_keys` elements of this name (leases, items)."""
+        """Checks that the list `name` of a request has at most `max_keys` elements."""
         if len(numbers) > self.limits.max_keys:
             raise Refused("INVALID_ARGUMENT", f"{len(numbers)} {name} in one call; the limit is {self.limits.max_keys}")
         return numbers

@@ -28,11 +28,14 @@ _MAX_CONNECTIONS = 64
 _MAX_MODELS = 1024
 _MAX_MODEL_LENGTH = 128
 _MAX_SHOWN_GROUPS = 32
-"""Keeps the status of a thousand sessions below the message limit. Engines have a few groups."""
+"""Maximum number of groups per session in the status; engines have only a few groups.
+
+With this limit, the status of a thousand sessions is smaller than the largest gRPC message.
+"""
 _NAMESPACE_FORMAT = b"kvtier.namespace.2"
 _NAMESPACE_ID_BYTES = 16
 _MAX_NAMESPACE_BYTES = 64 << 10
-"""Maximum size of a namespace message, because the server keeps parts of it in memory."""
+"""Maximum size of a namespace message. The server keeps parts of the message in memory."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +51,7 @@ class OpenSession:
     """Transport of the last transfer; before that, the transport given in `OpenRequest`."""
     model: str
     groups: tuple[common_pb2.Group, ...] = ()
-    """The namespace's groups with their names removed, for the status; empty if too many."""
+    """The namespace's groups without names, for the status. Empty if they exceed the limit."""
     attachments: set[int] = field(default_factory=set)
     disconnects: set[Callable[[], object]] = field(default_factory=set)
     """Callbacks that close the session's connections for calls."""
@@ -60,7 +63,7 @@ class OpenSession:
     limiter: RateLimiter | None = None
     """Rate limiter of the tenant, if the tenant has a limit."""
     revoked: bool = False
-    """Whether the caller's credentials have become invalid. Then all calls are refused."""
+    """Whether the caller's credentials have become invalid. Then the server refuses all calls."""
 
 
 class SessionRegistry:
@@ -73,7 +76,7 @@ class SessionRegistry:
         self.ended = asyncio.Event()
         """Set when the server is about to end. Then the heartbeat streams end."""
         self.on_close: list[Callable[[bytes], None]] = []
-        """Callbacks for the end of a session. They get its id, after the core has closed it."""
+        """Callbacks that get the id of an ended session after the core has closed the session."""
         self._runtime = runtime
         self.limit = max_sessions
         """Maximum number of open sessions."""
@@ -177,7 +180,7 @@ class SessionRegistry:
             session.limiter.count_call(is_release=is_release)
 
     def find(self, ref: common_pb2.SessionRef) -> OpenSession:
-        """Returns the session. Raises `Refused` if it is unknown or the caller may not use it."""
+        """Returns a session. Raises `Refused` if it is unknown or not usable by the caller."""
         session = self._sessions.get(ref.session_id)
         if session is not None and ref.epoch == self.epoch:
             if CALLER.get().tenant not in (None, session.core.tenant):
@@ -205,10 +208,10 @@ class SessionRegistry:
         return known.limiter if known is not None else None
 
     def revoke(self, is_still_valid: Callable[[Identity], bool]) -> None:
-        """Revokes the sessions whose credentials are no longer valid: their calls are refused.
+        """Revokes the sessions whose credentials are no longer valid, and refuses their calls.
 
-        Ending the heartbeat streams is not enough. A client that does not read its heartbeats would
-        continue to call.
+        To end only the heartbeat streams would not be enough, because a client that does not read
+        its heartbeats would continue to call.
         """
         for session in self._sessions.values():
             if session.identity is not OWNER and not session.revoked and not is_still_valid(session.identity):
@@ -222,7 +225,7 @@ class SessionRegistry:
         self._sessions[session.id].transport = transport
 
     def attach(self, session_id: bytes, epoch: int, connection: int) -> bool:
-        """Records that a connection maps the region for a session. False: not permitted."""
+        """Records that a connection maps the region for a session; False if it must not."""
         session = self._find_valid(session_id, epoch)
         if session is None or not session.identity.shared_memory:
             return False
@@ -241,7 +244,7 @@ class SessionRegistry:
     def connect(
         self, session_id: bytes, epoch: int, disconnect: Callable[[], object], *, via_tcp: bool = False
     ) -> Identity | None:
-        """Records a connection for calls; `disconnect` closes it.
+        """Records a connection for calls; `disconnect` closes the connection.
 
         Returns the caller that opened the session, or None if the connection is refused.
         """
@@ -250,7 +253,7 @@ class SessionRegistry:
             return None
         session.disconnects.add(disconnect)
         if via_tcp:
-            session.transport = "tcp"  # a client that calls over raw TCP also uses it for streams
+            session.transport = "tcp"  # a client that calls over raw TCP also streams over raw TCP
         return session.identity
 
     def disconnect(self, session_id: bytes, disconnect: Callable[[], object]) -> None:
@@ -266,14 +269,15 @@ class SessionRegistry:
     def refuse_if_draining(self) -> None:
         """Raises `Refused` during a drain or a shutdown."""
         if self.draining:
-            raise Refused("DRAINING", "the server refuses new work: it is shutting down, or drained")
+            raise Refused("DRAINING", "the server refuses new work because it is shutting down or drained")
 
 
 def namespace_spec(namespace: common_pb2.Namespace) -> NamespaceSpec:
-    """Returns the core's namespace. Its id is the tenant's tag and a digest of every field.
+    """Converts a namespace for the core. The id is the tenant's tag and a digest of all fields.
 
-    Ids are part of the keys on disk. So the digest does not use protobuf's serialization, which may
-    change between versions. Raises `InvalidNamespace` if the fields contradict each other.
+    The id is part of the keys on disk. Therefore the digest does not use protobuf's serialization,
+    which can change between versions. Raises `InvalidNamespace` if the fields contradict each
+    other.
     """
     if namespace.ByteSize() > _MAX_NAMESPACE_BYTES:
         raise InvalidNamespace(f"the namespace has {namespace.ByteSize()} bytes; the limit is {_MAX_NAMESPACE_BYTES}")
@@ -304,7 +308,7 @@ def namespace_spec(namespace: common_pb2.Namespace) -> NamespaceSpec:
 
 
 def _apply_tenant(namespace: common_pb2.Namespace, caller: Identity) -> None:
-    """Sets the caller's tenant if the namespace has none. Raises `Refused` if it has another."""
+    """Sets the caller's tenant if the namespace has none. Raises `Refused` for another tenant."""
     if caller.tenant is None:
         return
     if namespace.tenant not in ("", caller.tenant):

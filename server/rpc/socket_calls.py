@@ -1,8 +1,8 @@
 """Unary calls over the attach socket and the TCP port, framed by `protos/wire/call_frames.py`.
 
-These calls use the handlers and the interceptor of the gRPC server, so refusals, metrics and logs
-are the same. A connection belongs to one session, carries one call at a time, and ends with the
-session.
+These calls use the handlers and the interceptor of the gRPC server. So refusals, metrics and logs
+are the same as for gRPC calls. A connection belongs to one session, carries one call at a time, and
+ends with the session.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SocketCallServer:
     """
 
     def __init__(self, interceptor: RefusalInterceptor, max_message_bytes: int) -> None:
-        """A message of more than `max_message_bytes` is refused, and its bytes are discarded."""
+        """The server refuses and discards a message of more than `max_message_bytes`."""
         self.max_message_bytes = max_message_bytes
         self._interceptor = interceptor
         self._handlers: dict[bytes, Any] = {}
@@ -52,10 +52,10 @@ class SocketCallServer:
                 self._handlers[method] = self._interceptor.wrap(f"/{service}/{name}", handler)
 
     def add_generic_rpc_handlers(self, _: object) -> None:
-        """Does nothing: the generated code registers the same methods a second time."""
+        """Does nothing: `add_registered_method_handlers` gets the same methods."""
 
     async def serve(self, connection: socket.socket, caller: Identity = OWNER) -> None:
-        """Serves a connection until it ends, then closes it. `caller` has opened the session."""
+        """Serves a connection until its end. `caller` is the caller that opened the session."""
         loop = asyncio.get_running_loop()
         _, served = await loop.connect_accepted_socket(lambda: _Connection(self, caller), connection)
         try:
@@ -82,7 +82,7 @@ def _refusal(code: grpc.StatusCode, message: str) -> bytes:
 
 
 class _Aborted(grpc.aio.AbortError):  # type: ignore[misc]  # grpc has no types
-    """The call was refused or has failed; `status` is its answer."""
+    """The call was refused or has failed; `status` is the answer."""
 
     def __init__(self, status: status_pb2.Status) -> None:
         super().__init__(status.message)
@@ -122,7 +122,7 @@ class _Connection(asyncio.Protocol):
         self._is_scheduled = False
         """Whether the event loop is about to call `_resume`."""
         self._write_paused = False
-        """Whether the client does not read its answers. Then no further call is started."""
+        """Whether the client does not read the answers. Then no further call starts."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -180,7 +180,7 @@ class _Connection(asyncio.Protocol):
 
     @property
     def _buffer_is_full(self) -> bool:
-        """Whether more bytes are buffered than the largest request has. Then reading is paused."""
+        """Whether the buffer holds more than the largest request. Then reading is paused."""
         return len(self._received) > LENGTH_BYTES + self._calls.max_message_bytes
 
     def _resume(self) -> None:
@@ -190,7 +190,7 @@ class _Connection(asyncio.Protocol):
             self._next()
 
     def _set_deadline(self, *, waiting: bool) -> None:
-        """Sets the deadline for the rest of a request if `waiting`; otherwise clears it."""
+        """Starts the deadline for the rest of a request if `waiting`; otherwise cancels it."""
         if waiting and self._deadline is None:
             self._deadline = asyncio.get_running_loop().call_later(_REQUEST_SECONDS, self.close)
         elif not waiting and self._deadline is not None:
@@ -209,7 +209,7 @@ class _Connection(asyncio.Protocol):
     async def _answer(self, body: bytes) -> None:
         try:
             answer = await self._calls.call(*unpack_call(body), self._caller)
-        except Exception as error:  # noqa: BLE001 - no error of one call may end the server
+        except Exception as error:  # noqa: BLE001 - an error of one call must not end the server
             _log.warning("socket call refused", error=str(error), exc_info=None if type(error) is ValueError else error)
             self.close()
             return
@@ -222,8 +222,8 @@ class _Connection(asyncio.Protocol):
 def _run_eagerly(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
     """Runs a coroutine until it waits. Returns a task for the rest; None if it has finished.
 
-    Most calls never wait. For many of them a task and a turn of the event loop would cost more than
-    the call.
+    Most calls never wait. For such a call, a task and a turn of the event loop can cost more than
+    the call itself.
     """
     if sys.version_info >= (3, 12):
         task = asyncio.Task(coroutine, loop=asyncio.get_running_loop(), eager_start=True)
@@ -238,8 +238,8 @@ def _run_eagerly(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None] | N
 class _StartedCoroutine(Coroutine[Any, Any, None]):
     """Wraps a coroutine that was already started, so that a Task can continue it.
 
-    The first `send` yields the future that the coroutine awaits once more. Needed for Python 3.11,
-    which has no eager tasks.
+    The first `send` yields again the future that the coroutine already awaits. Python 3.11 needs
+    this class, because it has no eager tasks.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, None], future: Any) -> None:

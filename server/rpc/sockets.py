@@ -1,7 +1,8 @@
 """Listening sockets: exclusive claim of a Unix socket, stale sockets, and free TCP ports.
 
-gRPC replaces any socket at its path, even if another server listens there. So a server first locks
-a file next to the socket. When the process ends, the kernel releases the lock.
+gRPC replaces an existing socket at the path that it binds, even if another server listens on that
+socket. So a server first locks a file next to the socket. When the server's process ends, the
+kernel releases the lock.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class SocketClaim:
 
 
 def port_error(endpoint: Endpoint) -> OSError | None:
-    """Returns the error of listening on this TCP address now; None if it is possible."""
+    """Returns the error that listening on this TCP address causes now; None if it is possible."""
     try:
         family, kind, number, _, where = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, number) as probe:
@@ -89,7 +90,7 @@ def _prepare_directory(directory: Path) -> None:
     """Creates the directory. If it is the default, protects it against other users."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     if directory != Path(default_endpoint().path or "").parent:
-        return  # the operator chose it, and may share it on purpose
+        return  # the operator chose this directory and may share it on purpose
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode):
         raise SocketError(f"{directory} is not a directory")
@@ -108,8 +109,8 @@ def _lock(path: Path, endpoint: Endpoint) -> int:
         except BlockingIOError:
             os.close(descriptor)
             break
-        # A server that ended between `open` and `flock` has removed the file. Then the lock has no
-        # effect, and the next attempt creates a new file.
+        # If another server ended between `open` and `flock`, it has removed the file. Then the lock
+        # has no effect, and the next attempt creates a new file.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), path.stat()):
                 return descriptor

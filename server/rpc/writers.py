@@ -1,8 +1,8 @@
-"""Stores whose slots are written by the server's own processes, on behalf of clients.
+"""Writers: copies by the server's own processes into the slots of a store, on behalf of clients.
 
-While such a copy runs, it counts as a writer of the store, like a client that maps the region. If
-the store ends before the copy, the slots are not reused until the copy has ended. CompleteStore
-takes effect only after the copy, too.
+A running copy counts as a writer of the store, like a client that maps the region. If the store
+ends before the copy, the server reuses the slots only after the end of the copy. CompleteStore also
+takes effect only after the copy.
 """
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
 
     async def _end_streams(self, session: EngineSession, store_id: StoreId) -> None:
         with contextlib.suppress(StoreNotFound):
-            # Raises for another engine's store, so that the streams of that store are not ended.
+            # If another engine owns the store, this raises and the store's streams continue.
             self._core.store(session, store_id)
         await self._end_writers(store_id)
         self._sessions.check(session)
@@ -249,7 +249,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     async def _look_up(
         self, session: EngineSession, options: _LookupOptions, *, want_slots: bool = False
     ) -> cache_pb2.LookupResponse:
-        rank = session.own_rank() if want_slots else 0  # may raise, so it precedes the lease
+        rank = session.own_rank() if want_slots else 0  # may raise, so before the lease is granted
         await self._ask_tiers(session, options)
         found = self._core.lookup(
             session,

@@ -1,4 +1,4 @@
-"""Device calls of TransferService: registration of device blocks, copies between them and slots."""
+"""Device calls of TransferService: registration of device blocks, copies to and from slots."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LONGEST_NANOSECONDS = 60 * 10**9
 
 
 class DeviceCopyCalls:
-    """Serves the device calls of `kvtier.v1.TransferService`; `TransferService` has the others."""
+    """The calls of `kvtier.v1.TransferService` that use device memory."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class DeviceCopyCalls:
         self._devices = devices
         self._moved = {
             out: metrics.transfer("cuda_ipc", "in" if out else "out") for out in (True, False)
-        }  # a copy out of the device goes into the region
+        }  # a copy out of the device is a transfer into the region
 
     async def RegisterDeviceBuffers(
         self, request: transfer_pb2.RegisterDeviceBuffersRequest, context: grpc.aio.ServicerContext
@@ -79,7 +79,7 @@ class DeviceCopyCalls:
         if max(items, default=0) >= len(store.blocks):
             raise Refused(
                 "INVALID_ARGUMENT",
-                f"there is no item {max(items, default=0)}: store {store_id} has {len(store.blocks)}",
+                f"there is no item {max(items, default=0)}: store {store_id} has {len(store.blocks)} items",
             )
         slots = store.slots()
         plan = self._plan(
@@ -106,7 +106,7 @@ class DeviceCopyCalls:
         blocks = [block for item in items if (block := lease.items[item]) is not None]
         plan = self._plan(registration, request, blocks, slots, out=False)
         await self._devices.copy(registration, plan, None)
-        self._core.lease(session, lease.id)  # raises if it has ended, as slots may have been reused
+        self._core.lease(session, lease.id)  # raises if the lease has ended and its slots may be reused
         return transfer_pb2.LoadToDeviceResponse(moved_bytes=self._count(plan))
 
     def _count(self, plan: CopyPlan) -> int:
@@ -124,7 +124,7 @@ class DeviceCopyCalls:
     ) -> CopyPlan:
         if len(request.blocks) != len(parts):
             raise Refused(
-                "INVALID_ARGUMENT", f"{len(request.blocks)} blocks for {len(parts)} items; numbers must be equal"
+                "INVALID_ARGUMENT", f"{len(request.blocks)} blocks for {len(parts)} items; the numbers must be equal"
             )
         groups: dict[int, tuple[list[int], list[int]]] = {}
         for part, block, slot in zip(parts, request.blocks, slots, strict=True):
@@ -162,7 +162,7 @@ def _check_blocks(ids: Sequence[int], group: int, num_blocks: int) -> None:
 
 
 def _distinct(numbers: Sequence[int], what: str) -> Sequence[int]:
-    """Raises Refused if a number is repeated, because two copies to one place have no order."""
+    """Raises Refused if a number is repeated: the order of two copies to one place is undefined."""
     if len(set(numbers)) != len(numbers):
         raise Refused("INVALID_ARGUMENT", f"the request contains a {what} twice")
     return numbers

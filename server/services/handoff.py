@@ -1,4 +1,4 @@
-"""HandoffService: hand-off of requests, whose blocks are held until another engine claims them."""
+"""HandoffService: holds the blocks of a published request until another engine claims them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         name, request_id = self._name(session, request.hold), self._validator.request_id(request.request_id)
         first_positions = self._validator.numbers(request.first_positions, "first_positions")
         lease_seconds = self._validator.lease(request.lease_duration)
-        with contextlib.suppress(HoldExpired):  # `claim` below raises it too, and records it
+        with contextlib.suppress(HoldExpired):  # `claim` below raises it too, and records the miss
             await self._wait_ready(session, name, self._validator.wait(request.wait))
         now = self._runtime.now()
         claim = self._handoffs.claim(

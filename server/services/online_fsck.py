@@ -1,4 +1,4 @@
-"""Online fsck: checks the tiers of a running server in slices, beside their jobs."""
+"""Online fsck: checks the tiers of a running server in small steps, in parallel to their jobs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Progress:
 
 
 class OnlineFsck:
-    """Runs at most one check at a time. Lives on the event loop."""
+    """Runs at most one check at a time, on the event loop."""
 
     def __init__(self, runtime: TierRuntime, sessions: SessionRegistry) -> None:
         self._runtime = runtime
@@ -46,13 +46,13 @@ class OnlineFsck:
         self._running = False
 
     async def run(self, names: Sequence[str], *, repair: bool, rate: int) -> AsyncGenerator[Progress, None]:
-        """Yields the progress of each tier after each step; no names means all tiers.
+        """Checks the tiers `names` (all if empty); yields the progress of a tier after each step.
 
-        `rate` limits the bytes per second. With `repair`, a damaged block is removed from the tier
-        and the catalog before its step is yielded. Close the generator to stop the check.
+        `rate` limits the bytes per second. With `repair`, a step removes damaged blocks from the
+        tier and the catalog before it is yielded. Close the generator to stop the check.
 
         Raises:
-            Refused: unknown tier, another check is running, or the server is ending.
+            Refused: a name is unknown, another check is running, or the server is ending.
         """
         numbers = list(self._numbers(names))
         self._sessions.refuse_if_draining()
@@ -113,7 +113,7 @@ class OnlineFsck:
             await self._pause(step.nbytes / rate - (time.monotonic() - began) if rate else 0.0)
 
     async def _step(self, number: int, steps: Iterator[Slice]) -> Slice | None:
-        """Runs a step. It completes and applies its repairs even if the call is cancelled."""
+        """Runs a step. Even if the call is cancelled, the step ends and its repairs are applied."""
 
         def apply_repairs(step: asyncio.Future[Slice | None]) -> None:
             found = None if step.exception() else step.result()

@@ -3,9 +3,9 @@
 Clients prefer the bulk process (`bulk`), which serves the same streams. They use this service if
 the bulk process is unreachable or not running.
 
-Frames are copied on the event loop, between two decisions of the core. A frame is therefore written
-only while its store is in flight, and its slot cannot be reused during the copy. This costs the
-loop 0.1 ms per 2 MiB frame.
+The event loop copies the frames, so the core can change nothing during a copy. Therefore a frame is
+written only while its store is in flight, and the slot is not reused during the copy. Each frame of
+2 MiB blocks the event loop for 0.1 ms.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class TransferService:
             limiter.check_stream()
         self._sessions.set_transport(session, "grpc")
         while offset < parts.total_bytes:
-            self._sessions.find(request.session)  # as above
+            self._sessions.find(request.session)  # checked for each frame, as in `Push`
             self._core.lease(session, lease_id)
             nbytes = min(self._validator.limits.max_frame_bytes, parts.total_bytes - offset)
             pieces = [self._memory[start : start + size] for start, size in parts.locate(offset, nbytes)]
