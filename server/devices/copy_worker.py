@@ -2,7 +2,8 @@
 
 The server tells the copy worker where an engine's memory is and which blocks to copy to which
 slots. The copy worker knows neither keys nor sessions. If the device's context breaks, the copy
-worker exits: this ends all its work on the device, and a new process gets a new context.
+worker exits. The exit ends all work of this process on the device, and a new process gets a new
+context.
 
 Messages from the server: `open`, `copy`, `cancel`, `close`. Messages to the server: first `ready`
 or `failed`, then `opened`, `done`, `closed`.
@@ -52,7 +53,7 @@ class _Engine:
 
 
 class CopyWorker:
-    """Executes the server's messages on threads and answers them."""
+    """Executes the requests in the server's messages on threads, and answers them."""
 
     def __init__(self, channel: Channel, driver: Driver, region: HostRegion) -> None:
         self._channel = channel
@@ -160,7 +161,10 @@ def _cause_of(error: Exception) -> str:
 
 
 def make_driver(setting: str, device: str) -> Driver:
-    """Returns the CUDA driver, or calls the `setting` "module:callable". Raises DeviceError."""
+    """Returns the CUDA driver, or the result of the callable that `setting` names.
+
+    Such a setting has the form "module:callable". Raises DeviceError.
+    """
     if ":" not in setting:
         return CudaDriver(device)
     module, _, name = setting.partition(":")

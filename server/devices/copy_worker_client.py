@@ -24,9 +24,9 @@ _START_SECONDS = 60.0
 _PATIENCE_SECONDS = 1.0
 """Maximum time that a registration waits for the restart of a copy worker."""
 _OVERDUE_SECONDS = 30.0
-"""A worker whose copy exceeds its deadline by this time hangs and is killed."""
+"""If a copy has not ended this long after its deadline, the worker counts as hung and is killed."""
 _HANDLES_SECONDS = 60.0
-"""Maximum time for opening or closing memory. Then the worker is killed."""
+"""Maximum time for opening or closing memory. After this time the worker is killed."""
 _CLOSE_SECONDS = 5.0
 
 
@@ -46,7 +46,10 @@ class CopyPlan:
 
 
 class CopyWorkerClient:
-    """Lives on the event loop. ``ended`` is called after the process has ended."""
+    """Client of one device's copy worker. ``ended`` is called after the process has ended.
+
+    All calls must come from the event loop.
+    """
 
     def __init__(self, device: str, driver: str, region: HostRegion, ended: Callable[[], None]) -> None:
         self.device = device
@@ -69,7 +72,7 @@ class CopyWorkerClient:
         return self._child is None and not self._start_waiters and (self._watch is None or self._watch.done())
 
     async def open(self, number: int, export: DeviceExport) -> bool:
-        """Opens an engine's blocks; returns whether copies can wait for its events.
+        """Opens an engine's blocks; returns whether copies can wait for the engine's events.
 
         Raises Refused.
         """
@@ -100,7 +103,7 @@ class CopyWorkerClient:
             raise Refused("DEVICE_LOST", f"{answer['cause']}: {answer['message']}")
 
     def cancel(self, buffers: int, number: int) -> None:
-        """Makes the worker start no more batches of a copy."""
+        """Cancels a copy: the worker starts no more batches of this copy."""
         if self._child is not None:
             self._child.send({"op": "cancel", "buffers": buffers, "copy": number})
 

@@ -53,7 +53,10 @@ class Registration:
 
 
 class DeviceRegistry:
-    """Lives on the event loop. ``unavailable`` says why devices are not offered, or is ""."""
+    """Registry of device memory. All calls must come from the event loop.
+
+    ``unavailable`` says why the server offers no device copies; "" if it offers them.
+    """
 
     def __init__(
         self, runtime: TierRuntime, sessions: SessionRegistry, writers: Writers, *, driver: str, unavailable: str
@@ -67,7 +70,7 @@ class DeviceRegistry:
         self._registered: dict[int, Registration] = {}
         self._next_id = secrets.randbits(62)
         self._opening: dict[bytes, asyncio.Lock] = {}
-        """By session: held during a registration."""
+        """By session id: a lock that is held during a registration."""
         self._copies = itertools.count(1)
         self._tasks: set[asyncio.Task[Any]] = set()
         sessions.on_close.append(self._session_closed)
@@ -77,11 +80,11 @@ class DeviceRegistry:
         return session_pb2.Devices(offered=not self.unavailable, why_not=self.unavailable)
 
     async def register(self, session: EngineSession, export: DeviceExport) -> Registration:
-        """Opens a session's blocks and closes its earlier registrations. Raises Refused.
+        """Opens a session's blocks and closes the session's earlier registrations. Raises Refused.
 
         If the session has an identical registration, returns that one. If the call is cancelled,
-        the work continues: starting the first copy worker of a device may take longer than a call.
-        The client's next call then uses the result.
+        the work continues, and the client's next call uses the result. This is needed because the
+        start of a device's first copy worker can take longer than a call.
         """
         if self.unavailable:
             raise Refused("DEVICE_UNAVAILABLE", self.unavailable)
@@ -126,13 +129,14 @@ class DeviceRegistry:
         await self._shielded(registration.worker.close(registration.id))
 
     async def copy(self, registration: Registration, plan: CopyPlan, store: Store | None) -> None:
-        """Executes a plan. ``store`` is the store whose slots it fills, if any. Raises Refused.
+        """Executes a plan. ``store``: the store whose slots the plan fills, if any. Raises Refused.
 
         If the call is cancelled, batches that have started still run to their end.
         """
         number = next(self._copies)
         writing = ExitStack()
-        # Registered before the task starts. Otherwise the store could end and its slots be reused.
+        # The copy counts as a writer before its task starts. Otherwise the store could end first,
+        # and the server could reuse the slots.
         if store is not None:
             writing.enter_context(self._writers.writing(store))
 
@@ -160,7 +164,7 @@ class DeviceRegistry:
         return worker
 
     def _make_room(self) -> None:
-        """Removes the oldest device without a process. Raises Refused if all devices have one."""
+        """Removes the oldest device without a process. Raises Refused if all have a process."""
         idle = next((device for device, worker in self._workers.items() if worker.idle), None)
         if idle is None:
             raise Refused("DEVICE_UNAVAILABLE", f"too_many: {_MAX_DEVICES} devices have a process")
@@ -243,7 +247,7 @@ def _run_of(run: devices_pb2.DeviceRun) -> LayoutRun:
 
 
 def unavailable_reason(driver: str, devices: tuple[Path, ...] = _NVIDIA) -> str:
-    """Returns why devices are not offered, as "cause: text", or "".
+    """Returns why the server offers no device copies, as "cause: text"; "" if it offers them.
 
     ``driver`` is the setting `devices.driver`.
     """

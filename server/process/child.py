@@ -57,7 +57,7 @@ class Child:
         self._process = process
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._reader: asyncio.StreamReader
-        self._writer: asyncio.StreamWriter  # kept, because it closes the transport when collected
+        self._writer: asyncio.StreamWriter  # kept: the garbage collector would close its transport
         self._transport: asyncio.WriteTransport
         self._hung_up: asyncio.Future[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -72,9 +72,9 @@ class Child:
     ) -> Self:
         """Runs a module with the socket's descriptor and `arguments`. The child inherits `fds`.
 
-        `take` gets each message of the child. Without `take`, iterate over `messages`. Call this on
-        a thread that lives as long as the server: the kernel kills the child when the thread ends.
-        Raises `OSError`.
+        `take` gets each message of the child. Without `take`, iterate over `messages`. Call `start`
+        on a thread that lives as long as the server, because the kernel kills the child when the
+        calling thread ends. Raises `OSError`.
         """
         ours, theirs = socket.socketpair()
         try:

@@ -80,11 +80,11 @@ class Channel:
 
 
 def connect(fd: int) -> Channel:
-    """Opens the socket inherited from `Child`. The kernel kills this process with the server."""
-    # If the server died before this line, the socket is closed, so the message loop ends at once.
+    """Opens the socket inherited from `Child`. The kernel will kill this process with the server."""
+    # If the server ended before this line, the socket is closed, so the message loop ends at once.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # A terminal sends these signals to the whole process group. The server ends its children after
-    # its drain.
+    # A terminal sends these signals to the whole process group. The child ignores them, because the
+    # server ends its children after the drain.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)

@@ -24,8 +24,10 @@ _NEVER = 1 << 30
 _IDLE_SECONDS = 60.0
 _BUSY_SECONDS = 3600.0
 _SHARE = 2000
-"""Minimum ratio of pause to duration. A collection of 0.1 s (half a million blocks) runs every
-200 s at most."""
+"""Minimum ratio of the pause before a full collection to the duration of the previous one.
+
+A collection of half a million blocks takes 0.1 s, so the next one starts at least 200 s later.
+"""
 
 
 def disable_full_gc() -> None:
@@ -36,10 +38,10 @@ def disable_full_gc() -> None:
 
 
 class FullCollector:
-    """Runs a full collection: at most once a minute if idle, and once an hour under load.
+    """Runs full collections: at most one per minute if the server is idle, else one per hour.
 
-    Ended sessions and errors leave little garbage in the old generation, but a server runs for
-    months.
+    Ended sessions and errors leave little garbage in the old generation. In a server that runs for
+    months, this garbage must be collected.
     """
 
     def __init__(self, now: float) -> None:
@@ -48,9 +50,9 @@ class FullCollector:
         self._calls = 0
 
     def tick(self, now: float, calls: int) -> bool:
-        """Collects if it is time. `now`: seconds; `calls`: number of calls since the start.
+        """Runs a collection if one is due; returns whether it ran.
 
-        Returns whether it collected.
+        `now` is in seconds; `calls` is the number of calls since the start.
         """
         idle, self._calls = calls == self._calls, calls
         pause = max(_IDLE_SECONDS if idle else _BUSY_SECONDS, self._took * _SHARE)

@@ -185,7 +185,7 @@ def _namespace_families(stats: ServerStats) -> Iterator[Metric]:
 
 
 def curve_families(stats: ManagerStats) -> Iterator[Metric]:
-    """Yields the estimated hit ratios by tier and size. A tier without enough data has none."""
+    """Yields estimated hit ratios by tier and size. A tier without enough data has no estimate."""
     row = METRICS["kvtier_estimated_hit_ratio"]
     family = GaugeMetricFamily(row.name, row.text, labels=row.labels)
     for tier in stats.tiers:

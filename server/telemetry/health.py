@@ -5,7 +5,8 @@
 | `""`, and each `kvtier.v1.…Service` | while calls are served and the CPU tier has memory |
 | `kvtier.tier.<name>`, also for `cpu` | while the tier has no error |
 
-A broken secondary tier does not change the status of the server, which works without it.
+A broken secondary tier does not change the status of the server, because the server works without
+this tier.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def tier_service(name: str) -> str:
 
 
 class Health:
-    """Health service of one server. Lives on the event loop.
+    """Health service of one server. Runs on the event loop.
 
     All services are NOT_SERVING before the first `update` and after `shut_down`.
     """
@@ -46,7 +47,7 @@ class Health:
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     async def update(self, stats: ManagerStats) -> None:
-        """Publishes the current statuses. Clients that watch a service learn of a change."""
+        """Publishes the current statuses, also to clients that watch a service."""
         for service, serving in self._statuses(stats):
             await self._set(service, _SERVING if serving else _NOT_SERVING)
 
@@ -55,7 +56,7 @@ class Health:
         await self._servicer.enter_graceful_shutdown()
 
     def _statuses(self, stats: ManagerStats) -> Iterator[tuple[str, bool]]:
-        # A region with pages for only some of its bytes still serves.
+        # The server can serve calls before all bytes of the region have memory pages.
         works = stats.tiers[0].available_bytes > 0
         for service in self._services:
             yield service, works

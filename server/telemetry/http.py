@@ -32,7 +32,8 @@ _MAX_CONNECTIONS = 64
 class BoundedHTTPServer(ThreadingHTTPServer):
     """HTTP server with at most 64 connections, each for at most 30 s.
 
-    If there are 64, a new connection closes the oldest, so that health probes always connect.
+    If 64 connections are open, the server closes the oldest when it accepts a new one. So health
+    probes can always connect.
     """
 
     _deadlines: dict[socket.socket, float]
@@ -59,7 +60,7 @@ class BoundedHTTPServer(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Closes connections whose time is over. Called several times per second."""
+        """Closes connections that are too old. The base class calls this several times a second."""
         now = time.monotonic()
         with self._lock:
             late = [request for request, end in self._deadlines.items() if end <= now]
@@ -68,7 +69,7 @@ class BoundedHTTPServer(ThreadingHTTPServer):
 
 
 def _shut_down(request: socket.socket) -> None:
-    """Wakes the connection's thread, which then closes it."""
+    """Wakes the thread that serves the connection; the thread then closes the connection."""
     with contextlib.suppress(OSError):
         request.shutdown(socket.SHUT_RDWR)
 
@@ -129,7 +130,7 @@ class MetricsServer:
         *,
         page: StatusPage | None = None,
     ) -> None:
-        """`admits` checks the `Authorization` header. `/healthz` and page files need none."""
+        """`admits` checks the `Authorization` header, but not for `/healthz` and the page's files."""
         endpoint = parse_endpoint(address)
         try:
             self._server = _Server((endpoint.host, endpoint.port), registry, health)
@@ -138,7 +139,7 @@ class MetricsServer:
         except OSError as error:
             raise MetricsServerError(f"metrics = {address}: cannot listen: {error.strerror}") from None
         self.port: int = self._server.server_address[1]
-        """Port that the server listens on, also if the address has port 0."""
+        """Port that the server listens on. If the address has port 0, the kernel has chosen it."""
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.1,), name="kvtier-metrics", daemon=True
         )
@@ -209,7 +210,7 @@ class _Handler(BaseHTTPRequestHandler):
         status = HTTPStatus(code)
         if status is HTTPStatus.NOT_IMPLEMENTED:  # the handler has no do_METHOD
             status = HTTPStatus.METHOD_NOT_ALLOWED
-        # Otherwise the answer to an invalid request would have no headers.
+        # Without a version, the base class would send no headers in answer to an invalid request.
         self.request_version = self.protocol_version
         self.close_connection = True
         text = "only GET and HEAD" if status is HTTPStatus.METHOD_NOT_ALLOWED else status.phrase.lower()

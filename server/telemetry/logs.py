@@ -1,8 +1,8 @@
 """Structured logs on standard error that never block the caller.
 
 structlog and the standard library's `logging` share one queue; a thread formats and writes the
-lines. If the reader of standard error stalls and the queue is full, further lines are dropped and
-counted.
+lines. If the reader of standard error stalls and the queue is full, the logger drops and counts
+further lines.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class _QueueHandler(logging.Handler):
 
 
 def _dropped_record(lines: int) -> logging.LogRecord:
-    """Returns the log record about dropped lines. It bypasses the queue, which may be full."""
+    """Returns the log record about dropped lines; written directly, as the queue may be full."""
     event = {"event": "log lines dropped", "lines": lines}
     record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, event, None, None)
     record.__dict__.update(_logger=None, _name="warning")
@@ -135,9 +135,10 @@ def _dropped_record(lines: int) -> logging.LogRecord:
 
 
 def _writer_to(stream: TextIO) -> Callable[[str], object]:
-    """Returns a function that writes text to a stream's descriptor, or to the stream without one.
+    """Returns a function that writes text to a stream's descriptor, if the stream has one.
 
-    A thread that hangs in a write to the stream would hold the stream's lock and block the exit.
+    The function bypasses the stream. A thread that hangs in `stream.write` would hold the stream's
+    lock and block the exit of the process.
     """
     try:
         descriptor = stream.fileno()
@@ -180,8 +181,8 @@ def _from_record(_logger: Any, _method: str, event: EventDict) -> EventDict:
 
 
 def _silence_grpc_core(config: LogConfig) -> None:
-    # gRPC's C core writes to standard error in another format. Its errors are raised as exceptions
-    # too.
+    # gRPC's C core writes lines in another format to standard error. These lines are not needed,
+    # because gRPC also raises the errors as exceptions.
     os.environ.setdefault("GRPC_VERBOSITY", "INFO" if config.level == "debug" else "NONE")
 
 

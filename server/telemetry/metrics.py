@@ -57,7 +57,8 @@ class Metrics:
         self._rpcs: dict[tuple[str, str], Histogram] = {}
         self._jobs: dict[tuple[str, str], tuple[Histogram, Counter]] = {}
         self._outcomes: dict[tuple[str, str, Outcome], Counter] = {}
-        # Create the counters with 0. `rate` misses the first event of a counter that appears later.
+        # Create the counters with 0. Prometheus's `rate` ignores the first event of a counter that
+        # appears later.
         for service in _SERVICES:
             for reason in STATUS_OF:
                 self.refusals.labels(service, reason)
@@ -76,7 +77,7 @@ class Metrics:
                     self._outcomes[tier, job, outcome] = self.job_blocks.labels(tier, job, outcome.value)
 
     def observe_rpc(self, method: str, code: str, seconds: float, trace_id: str | None = None) -> None:
-        """Counts an ended call. `method` is its gRPC name: "/kvtier.v1.CacheService/Lookup".
+        """Counts an ended call. `method` is a gRPC name, like "/kvtier.v1.CacheService/Lookup".
 
         In the OpenMetrics format the trace id is exposed as an exemplar of the call's bucket.
         """

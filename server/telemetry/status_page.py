@@ -1,4 +1,4 @@
-"""Status page: static files served beside the metrics, and their security headers.
+"""Status page: static files that the metrics endpoint serves, and security headers of its answers.
 
 The page polls `status.json`. The content security policy allows only files of this server, and no
 inline scripts.

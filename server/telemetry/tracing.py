@@ -2,8 +2,9 @@
 
 A call whose gRPC metadata has a `traceparent` (W3C Trace Context) continues that trace. Its span is
 recorded if the trace is recorded. All other calls and all jobs begin new traces; the setting
-`tracing.ratio` is the fraction of these that is recorded. Calls over sockets have no metadata. A
-thread sends the spans, so a slow or missing collector causes lost spans but delays no call.
+`tracing.ratio` is the fraction of these traces that is recorded. Calls over sockets have no
+metadata, so they begin new traces. A thread sends the spans. If the collector is slow or missing,
+spans are lost but no call is delayed.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def open_tracing(config: TracingConfig, epoch: int) -> Tracing | None:
         provider = _provider(config.endpoint, config.ratio, epoch)
     except ImportError as error:
         raise TracingError(
-            f"tracing.endpoint = {config.endpoint}: {error}; install it with: pip install 'kvtier[tracing]'"
+            f"tracing.endpoint = {config.endpoint}: {error}; install OpenTelemetry with: pip install 'kvtier[tracing]'"
         ) from error
     return Tracing(provider)
 
@@ -79,7 +80,7 @@ class Tracing:
         return parse_and_record
 
     def call_ended(self, method: str, code: str, seconds: float, context: Any) -> str | None:
-        """Creates the span of an ended call, in the task that served it.
+        """Creates the span of an ended call. Must run in the task that served the call.
 
         `method` is the gRPC name. Returns the trace id if the trace is recorded.
         """
@@ -95,7 +96,7 @@ class Tracing:
             return None
         if request_id := _request_id.get():
             span.set_attribute("kvtier.request_id", request_id)
-        if code in ("INTERNAL", "UNKNOWN", "DATA_LOSS"):  # other codes are no error of the server
+        if code in ("INTERNAL", "UNKNOWN", "DATA_LOSS"):  # other codes are no server errors
             span.set_status(self._trace.StatusCode.ERROR)
         span.end()
         return self._trace.format_trace_id(span.get_span_context().trace_id)
@@ -110,7 +111,7 @@ class Tracing:
         return observe
 
     def job_ended(self, tier: str, job: str, seconds: float, nbytes: int, outcomes: Sequence[Outcome]) -> None:
-        """Creates the span of a job, without parent: a job has blocks of many requests."""
+        """Creates the span of a job. It has no parent, because a job has blocks of many requests."""
         span = self._tracer.start_span(
             f"{job} {tier}",
             kind=self._trace.SpanKind.INTERNAL,
@@ -142,7 +143,7 @@ class Tracing:
 
 
 class _RateLimitFilter(logging.Filter):
-    """Passes one record every five minutes, because an unreachable collector repeats errors."""
+    """Passes one record every five minutes. An unreachable collector causes repeated errors."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Creates the configured tiers."""
+"""Factory of tiers: opens the tiers of the configuration."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def open_tiers(configs: Sequence[TierConfig]) -> list[SecondaryTier]:
 
 
 def open_tier(config: TierConfig, *, mend: bool = True) -> SecondaryTier:
-    """Opens a tier. Without `mend`, kvtier's own tiers raise `TierDamagedError` for damage.
+    """Opens a tier. Without `mend`, kvtier's own tiers raise `TierDamagedError` if damaged.
 
     Raises:
         TierError: the tier cannot be opened; the message names it.
@@ -56,7 +56,7 @@ def open_tier(config: TierConfig, *, mend: bool = True) -> SecondaryTier:
         if config.rules is not None:
             tier.rules = tuple(rule.to_rule() for rule in config.rules)
     except TierError as error:
-        # Keep the error's class: callers distinguish a tier in use from a damaged tier.
+        # Keep the error's class, because callers distinguish a tier in use from a damaged tier.
         kind = type(error) if isinstance(error, TierOpenError) else TierOpenError
         raise kind(f"tier {config.name}: {error}") from error
     except (KeyboardInterrupt, SystemExit):

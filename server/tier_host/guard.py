@@ -1,7 +1,8 @@
 """Wrapper of a tier that checks what the tier raises and returns.
 
-It handles exceptions and checks outcomes and listed entries, so that the core and the runtime can
-rely on them. Violations of the contract are logged and shown in `last_error`.
+The wrapper handles the tier's exceptions and checks the outcomes and entries that the tier returns.
+So the core and the runtime get only valid values. Violations of the contract are logged and shown
+in `last_error`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ __all__ = [
 
 CANARY_BYTES = 8
 VOTE_SECONDS = 0.05
-"""Maximum wait for the vote of a third-party tier. After a late vote the wait is 0."""
+"""Maximum wait for a third-party tier's vote. After a late vote there is no wait for the next."""
 _MAX_KEY_BYTES = 1024
 _KVTIER = f"{SecondaryTier.__module__.partition('.')[0]}."
 _ATTRIBUTES = ("type", "durable", "medium", "local", "shared")
@@ -45,7 +46,7 @@ class CheckedTier(SecondaryTier):
     """Calls a tier and checks what it returns."""
 
     def __init__(self, tier: SecondaryTier, threads: TierThreads) -> None:
-        """The tiers of kvtier do not block in votes and verify loads; other tiers are checked."""
+        """Wraps a tier. Votes and loads are guarded only if the tier is not one of kvtier's own."""
         self._tier = tier
         self._last_error: str | None = None
         self._health = TierHealth(self)
@@ -77,7 +78,7 @@ class CheckedTier(SecondaryTier):
 
     @property
     def checkable(self) -> Checkable | None:
-        """The tier, if its blocks can be verified."""
+        """The tier if its blocks can be verified, else None."""
         return cast("Checkable", self._tier) if isinstance(self._tier, Checkable) else None
 
     def report(self, work: str, error: str | None) -> None:
@@ -85,11 +86,12 @@ class CheckedTier(SecondaryTier):
         self._health.report(work, error)
 
     def on_new_request(self, request: RequestInfo) -> Vote:
-        """Asks for a vote; BLOCK_LEVEL if the tier does not vote.
+        """Asks the tier for a vote; returns BLOCK_LEVEL if the tier does not vote.
 
         A third-party tier votes on a thread, and the event loop waits at most `VOTE_SECONDS`. After
-        a late vote the event loop does not wait until the tier votes in time again. While the tier
-        is busy with one request, it is neither asked about others nor informed of their end.
+        a late vote the event loop no longer waits, until the tier has voted in time again. While
+        the tier votes on one request, it is not asked about other requests. The tier is not
+        informed of the end of these requests either.
         """
         if not self._foreign:
             return self._vote(request)
@@ -113,7 +115,10 @@ class CheckedTier(SecondaryTier):
             return _abstain("it did not answer in time")
 
     def on_request_finished(self, request_id: str) -> None:
-        """Informs the tier, after its vote, that a request has ended, if it was asked to vote."""
+        """Informs the tier that a request has ended, if the tier was asked to vote on the request.
+
+        The tier gets this information after its vote.
+        """
 
         def finish() -> None:
             if self._try("on_request_finished", lambda: self._tier.on_request_finished(request_id)) is not _FAILED:
@@ -144,7 +149,7 @@ class CheckedTier(SecondaryTier):
         return self._outcomes("store", self._tier.store, blocks)
 
     def load(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
-        """Loads blocks. A part that a third-party tier left unfilled counts as corrupt."""
+        """Loads blocks. A block is CORRUPT if a third-party tier did not fill one of its parts."""
         if not self._foreign:
             return self._outcomes("load", self._tier.load, blocks)
         canary = os.urandom(CANARY_BYTES)
@@ -154,7 +159,7 @@ class CheckedTier(SecondaryTier):
         outcomes = self._outcomes("load", self._tier.load, copy_views(blocks))
         for number, block in enumerate(blocks):
             if outcomes[number] is Outcome.DONE and any(canary_intact(part, canary) for part in block.parts):
-                self.report("load", "load reports blocks as loaded whose bytes it has not written")
+                self.report("load", "load reports blocks as loaded although it has not written their bytes")
                 outcomes[number] = Outcome.CORRUPT
         return outcomes
 
@@ -274,12 +279,12 @@ def safe_repr(thing: object) -> str:
 
 
 def copy_views(blocks: Sequence[BlockBytes]) -> list[BlockBytes]:
-    """Returns the blocks with new views. If a tier releases them, the original ones stay valid."""
+    """Returns the blocks with new views. A tier may release these; the original views stay valid."""
     return [BlockBytes(block.namespace, block.key, tuple(part[:] for part in block.parts)) for block in blocks]
 
 
 def write_canary(part: memoryview, canary: bytes) -> None:
-    """Marks start, middle and end of a part to detect an unfilled load. Skips tiny parts."""
+    """Marks start, middle and end of a part, to detect a load that does not fill it."""
     for at in _canary_offsets(part):
         part[at : at + CANARY_BYTES] = canary
 

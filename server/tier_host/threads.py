@@ -1,7 +1,8 @@
 """Worker threads of one tier.
 
-A call that hangs in a storage library cannot be stopped. Therefore the threads are daemons, so that
-the process can exit. Each running call is recorded with its start time to detect hanging calls.
+A call that hangs in a storage library cannot be stopped. Therefore the threads are daemon threads,
+which do not block the exit of the process. To detect hanging calls, each running call is recorded
+with its start time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _log = get_logger(__name__)
 
 
 class WorkQueue(enum.Enum):
-    """Calls of one queue run in order; calls of different queues run in parallel."""
+    """Calls of one queue start in order; calls of different queues run in parallel."""
 
     STORE = "store"
     """Stores and removals, in submission order: one thread."""
@@ -61,7 +62,7 @@ class TierThreads:
         run: Callable[[], object],
         abandoned: Callable[[], object] = lambda: None,
     ) -> None:
-        """Queues a call. If `abandon` removes it, `abandoned` is called. `run` must not raise.
+        """Queues a call of `run`, which must not raise. If `abandon` removes it, calls `abandoned`.
 
         Raises:
             RuntimeError: no thread is available; the call is not queued.
@@ -91,7 +92,7 @@ class TierThreads:
             return {call.kind: call.operation for call in self._running if call.started <= since}
 
     def close(self, seconds: float) -> bool:
-        """Drops waiting calls except votes, and waits for running ones.
+        """Drops waiting calls except votes, and waits for running calls.
 
         Returns whether all threads have ended.
         """

@@ -41,8 +41,8 @@ class TierWorker:
         self.tier = CheckedTier(tier, self._threads)
         self.observe_job: JobObserver = _ignore_job
         self.jobs = 0
-        """Number of stores and loads whose end the runtime has not processed. The runtime
-        decrements it."""
+        """Number of stores and loads whose end the runtime has not processed yet. The runtime
+        decrements this number."""
         self.left_behind = ""
         """Calls that were still running when `close` stopped waiting."""
         self.stalled = False
@@ -57,7 +57,7 @@ class TierWorker:
         self._begin(WorkQueue.LOAD, self.tier.load, blocks, finished)
 
     def look_up(self, keys: Sequence[Name], answered: Callable[[Sequence[bool]], None]) -> None:
-        """Looks blocks up; calls `answered` once, on the worker thread, with [] after an error."""
+        """Looks blocks up; calls `answered` once, on the worker thread, or with [] if it fails."""
 
         def run() -> None:
             there: Sequence[bool] = []
@@ -75,15 +75,15 @@ class TierWorker:
             answered([])
 
     def remove(self, keys: Sequence[Name]) -> None:
-        """Removes blocks before later stores. If that fails, the next start removes them."""
+        """Removes blocks before later stores. If this fails, the next server start removes them."""
         with contextlib.suppress(RuntimeError):
             self._threads.submit(WorkQueue.STORE, "remove", lambda: self.tier.remove(keys))
 
     def check(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Runs a check of the tier on its own thread, beside the tier's jobs; returns the result.
+        """Runs `work`, a check of the tier, on a separate thread in parallel to the tier's jobs.
 
-        The check always runs to its end, and `close` waits for it. Shield the future from
-        cancellation.
+        Returns a future of the result; shield it from cancellation. The check always runs to its
+        end, and `close` waits for this end.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
@@ -112,7 +112,8 @@ class TierWorker:
     def watch(self, seconds: float) -> bool:
         """Reports calls that take longer than `seconds`; returns whether the tier is stalled.
 
-        If it is, loads that have not begun fail, so that engines recompute instead of waiting.
+        If the tier is stalled, loads that have not begun fail. So engines recompute blocks instead
+        of waiting for them.
         """
         overdue = self._threads.overdue(seconds)
         calls = ", ".join(sorted(overdue.values()))
@@ -125,8 +126,8 @@ class TierWorker:
     def close(self) -> bool:
         """Waits for running calls, then closes the tier. Returns whether that succeeded in time.
 
-        Called once, on any thread. A tier that is still busy is not closed. Its next start treats
-        it like a tier of a killed process.
+        Called once, on any thread. A tier that is still busy is not closed. Then the server's next
+        start treats the tier like the tier of a killed server.
         """
         ended = self._threads.close(_CALLS_SECONDS)
         if ended:
@@ -141,7 +142,7 @@ class TierWorker:
         return ended
 
     def _note_failure(self, operation: str, error: BaseException) -> None:
-        """Records an error without a traceback, which could call `__repr__` of third parties."""
+        """Records an error. Formats no traceback, as that could call a third party's `__repr__`."""
         self.tier.report(operation, f"{operation} failed: {describe_error(error)}")
 
     def _close_tier(self) -> None:
@@ -192,7 +193,7 @@ class TierWorker:
 
 
 def close_all(workers: Sequence[TierWorker]) -> None:
-    """Closes all tiers in parallel and in bounded time; sets `left_behind` of tiers still busy."""
+    """Closes all tiers in parallel and in bounded time. Sets `left_behind` of tiers still busy."""
     closers = [threading.Thread(target=worker.close, daemon=True) for worker in workers]
     for closer in closers:
         closer.start()
