@@ -5,8 +5,8 @@ returned or raised, none of the call's copies is in progress, so the slots can b
 exception is a broken context (`Cause.BROKEN`): copies may still be in progress, so the slots must
 not be reused until this process has ended.
 
-An engine may be killed during a copy. Its memory stays mapped in this process until the batches in
-flight are done. The other batches are cancelled, and then the memory is closed.
+If an engine is killed during a copy, the engine's memory stays mapped in this process until the
+batches in flight are done. The other batches are cancelled, and then the memory is closed.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class CopyDirection(Enum):
 
 @dataclass(frozen=True)
 class Tuning:
-    """Limits of one batch. A transfer has at most two batches in flight. A cancel drains them."""
+    """Limits of one batch. A cancelled transfer still ends its running batches (at most two)."""
 
     batch_bytes: int = 64 << 20
     batch_copies: int = 4096
@@ -123,9 +123,9 @@ class EngineBlocks:
             self._undo = undo.pop_all()
 
     def _open_events(self, undo: contextlib.ExitStack, export: DeviceExport) -> list[EventId]:
-        """Opens all events of an engine; returns none if one of them cannot be shared.
+        """Opens all events of an engine; returns [] if one of them cannot be shared.
 
-        Without events the engine itself waits for its compute before it calls.
+        Without events, the engine must wait for its compute before it requests a copy.
         """
         if not export.origin.shares_events_with(Origin.here()):
             return []
@@ -150,7 +150,7 @@ class EngineBlocks:
 
     @property
     def has_events(self) -> bool:
-        """Whether `after_event` works. If not, the engine calls only after its compute is done."""
+        """Whether the engine's events can be used. If not, the engine must wait for its compute."""
         return bool(self._events)
 
     def after_event(self, index: int) -> After:
@@ -196,7 +196,7 @@ class EngineBlocks:
         self._move(CopyDirection.IN, group, blocks, offsets, after, cancelled)
 
     def cancel(self) -> None:
-        """Starts no new batch and does not wait.
+        """Cancels all copies and does not wait: no new batch starts.
 
         Running calls raise CopyCancelled when their batches in flight are done.
         """
@@ -254,7 +254,7 @@ class EngineBlocks:
                 self._idle.notify_all()
 
     def _run(self, direction: CopyDirection, plan: Plan, is_cancelled: Callable[[], bool]) -> None:
-        """Copies a plan with two batches in flight. When it returns or raises, no batch is."""
+        """Copies a plan with two batches in flight. At the end no batch is in flight."""
         stream = self._streams[direction]
         in_flight: list[EventId] = []
         try:

@@ -1,7 +1,7 @@
 """Copy plans: flat lists of addresses and sizes for a driver, made from block ids and slot offsets.
 
-Before each transfer Python code makes a plan with thousands of copies. To make this fast, the table
-of a layout's pieces is computed once per layout.
+Before each transfer Python code makes a plan with thousands of copies. To make this fast, `Planner`
+computes the table of a layout's pieces only once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Plan", "Planner"]
 
 
 class Plan(NamedTuple):
-    """Copy i has ``sizes[i]`` bytes, between ``device[i]`` and ``host[i]``; 64-bit integers."""
+    """Copy i has ``sizes[i]`` bytes, between addresses ``device[i]`` and ``host[i]``."""
 
     device: array[int]
     host: array[int]
@@ -28,7 +28,7 @@ class Plan(NamedTuple):
         return sum(self.sizes)
 
     def split(self, max_copies: int, max_bytes: int) -> Iterator[Plan]:
-        """Yields plans of at most ``max_copies`` and ``max_bytes``; never splits one copy."""
+        """Splits by ``max_copies`` and ``max_bytes``. A larger single copy is a plan of its own."""
         start, weight = 0, 0
         for end, size in enumerate(self.sizes):
             if end > start and (end - start >= max_copies or weight + size > max_bytes):
@@ -101,7 +101,7 @@ class Planner:
         return plan
 
     def _plan_whole(self, blocks: Sequence[int], offsets: Sequence[int]) -> Plan:
-        """Plans for parts of one piece: adjacent blocks are merged into one copy."""
+        """Plans copies of blocks with a single piece. Adjacent blocks are merged into one copy."""
         plan = Plan(array("Q"), array("Q"), array("Q"))
         (column,) = self._columns
         device, host, length = 0, 0, 0

@@ -2,8 +2,8 @@
 
 **Unproven: not yet run on a GPU** (evidence: docs/decisions/0013-cuda-ipc.md). All calls use the
 device's primary context, which torch uses too. The context is current only during a call. During a
-call the thread is in relaxed capture mode. Otherwise CUDA would refuse the call while another
-thread captures a graph. No call uses a stream that is being captured.
+call the thread is in relaxed capture mode, because in other modes CUDA would refuse the call while
+another thread captures a graph. No call uses a stream that is being captured.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CudaDriver:
         seen = {}
         for ordinal in range(self._cuda.call("cuDeviceGetCount")):
             number = self._cuda.call("cuDeviceGet", ordinal)
-            # Only _v2 returns a UUID per MIG instance; newer bindings call it cuDeviceGetUuid.
+            # Only _v2 returns a UUID per MIG instance. Newer bindings call _v2 cuDeviceGetUuid.
             name = "cuDeviceGetUuid_v2" if hasattr(self._api, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
             device = str(uuid.UUID(bytes=bytes(self._cuda.call(name, number).bytes)))
             if wanted in (ordinal, device):

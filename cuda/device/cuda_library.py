@@ -39,7 +39,7 @@ def import_bindings(name: str) -> Any:
     try:
         return importlib.import_module(f"cuda.bindings.{name}")
     except ImportError as error:
-        # In this repository's root `python -m` imports the folder `cuda`. PYTHONSAFEPATH=1 helps.
+        # Without PYTHONSAFEPATH=1, `python -m` in this repository's root finds the folder `cuda`.
         raise DeviceError(Cause.NO_BINDINGS, str(error)) from error
 
 
@@ -98,7 +98,7 @@ class _Attributes(ctypes.Structure):
 class BatchCopy:
     """`cuMemcpyBatchAsync`, called through ctypes, because the bindings need an object per address.
 
-    Uses the function's version of CUDA 12.8, which returns the index of a failed copy; newer
+    Uses the function's version of CUDA 12.8, which returns the index of a failed copy. Newer
     drivers still have this version. Raises DeviceError (REFUSED) if the driver lacks the function.
     """
 

@@ -90,10 +90,10 @@ class Driver(Protocol):
         ...
 
     def close_memory(self, address: int) -> None:
-        """Undoes one `open_memory`; the last call unmaps. No copy may still use the memory."""
+        """Undoes one `open_memory`; the last call unmaps. No copy must still use the memory."""
 
     def create_event(self, *, shared: bool = False) -> EventId:
-        """Creates an event; it is reached until `record`. ``shared``: it can be exported."""
+        """Creates an event, which counts as reached until `record`. Export needs ``shared``."""
         ...
 
     def export_event(self, event: EventId) -> bytes:
@@ -108,7 +108,10 @@ class Driver(Protocol):
         """Destroys an event made or opened by this process. Other processes can still use it."""
 
     def record(self, event: EventId, stream: StreamId) -> None:
-        """The event is reached when all work submitted to the stream is done. Raises CAPTURING."""
+        """Marks a point of the stream: the event is reached when all work before it is done.
+
+        Raises CAPTURING.
+        """
 
     def reached(self, event: EventId) -> bool:
         """Whether all work submitted before the event's last `record` is done; does not wait."""
@@ -139,4 +142,4 @@ class Driver(Protocol):
         """Undoes ``register(address, …)``. Never raises."""
 
     def close(self) -> None:
-        """Releases the device. All its memory, events and streams must be closed. Idempotent."""
+        """Releases the device. The caller closes memory, events and streams before. Idempotent."""

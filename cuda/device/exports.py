@@ -1,8 +1,8 @@
-"""Export of an engine's KV tensors: handles, layouts and origin, to be opened by another process.
+"""Export of an engine's KV tensors: handles, layouts and origin, for another process to open.
 
-An engine sends its export as JSON, and the receiver checks it. A tensor is an offset in an
+The server sends the export of an engine to the copy worker as JSON. A tensor is an offset in an
 allocation, because a handle refers to a whole allocation and a caching allocator puts many tensors
-into one. The device is named by its UUID, because ordinals differ between processes.
+into one allocation. The export names the device by UUID, because ordinals differ between processes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Open allocations of engines, reference-counted: mapped once, closed after the last user.
 
 Several users may share one allocation: groups that share tensors, or the old and the new session of
-an engine that registers again. If an allocation is not closed, the memory of an engine that has
-ended is not freed.
+an engine that registers again. As long as an allocation is open, its memory is not freed, even if
+the engine has ended.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class OpenHandles:
         return addresses
 
     def close(self, export: DeviceExport) -> None:
-        """Undoes one `open`. No copy may use the memory any more."""
+        """Undoes one `open`. No copy must use the memory any more."""
         with contextlib.ExitStack() as stack:  # closes all even if one of them fails
             for allocation in export.allocations:
                 stack.callback(self._close_one, allocation.handle)
 
     def _check_size(self, address: int, nbytes: int) -> None:
-        """Checks the exported size: a copy beyond the end breaks the context of all engines."""
+        """Checks the exported size: a copy beyond the end would break the context of the device."""
         found = self._driver.allocation_of(address)
         if found.base + found.nbytes < address + nbytes:
             raise DeviceError(Cause.BAD_EXPORT, f"an allocation has {found.nbytes} bytes, not {nbytes}")

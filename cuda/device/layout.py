@@ -1,7 +1,7 @@
-"""Layout of a block's bytes in an engine's KV tensors; describes the layouts of all engines.
+"""Layout of a block's bytes in an engine's KV tensors.
 
-A part is the bytes of a block that one rank has. It consists of pieces in slot order. Pieces at
-equal distances form a run. This covers vLLM's layouts:
+A part is the bytes of a block that one rank has. A part consists of pieces in slot order, and
+pieces at equal distances form a run. vLLM's layouts have these pieces:
 
 - one tensor per layer, K and V of a block adjacent: one piece per layer;
 - K and V apart: two pieces per layer, at a distance of half a tensor;
@@ -138,9 +138,9 @@ class TensorShape(NamedTuple):
 def describe(tensors: Iterable[TensorShape]) -> BlockLayout:
     """The layout of one group whose layers have these tensors; buffer i is tensor i.
 
-    A slot holds a block's bytes tensor by tensor. Within a tensor they are in address order, so K
-    precedes V if they are apart. Raises LayoutError if the tensors have different numbers of blocks
-    or a tensor repeats elements.
+    A slot holds a block's bytes tensor by tensor. The bytes of a tensor are in address order, so K
+    precedes V if K and V are apart. Raises LayoutError if the tensors have different numbers of
+    blocks or a tensor repeats elements.
     """
     shapes = list(tensors)
     counts = {shape.sizes[shape.block_axis] for shape in shapes}
@@ -168,7 +168,7 @@ def _runs(buffer: int, shape: TensorShape) -> Iterator[LayoutRun]:
     stride, count = axes.pop(0) if axes else (0, 1)
     while axes and axes[0][0] == stride * count:
         count *= axes.pop(0)[1]
-    one_block = shape.sizes[shape.block_axis] == 1  # its stride is arbitrary
+    one_block = shape.sizes[shape.block_axis] == 1  # then the stride is arbitrary
     block_stride = 1 if one_block else shape.strides[shape.block_axis] * shape.item_bytes
     outer = [range(0, size * step, step) for step, size in reversed(axes)]
     for steps in product(*outer):

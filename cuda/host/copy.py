@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["CopyHelper", "HostBuffer", "TensorLike", "address_of", "addresses_of", "copy_batch", "usable_cores"]
 
 _GIL_HELD_BYTES = 4 << 20
-"""Longest batch that is copied with the GIL. It takes 0.25 to 0.5 ms, about the wake-up time of a
-thread."""
+"""Longest batch that is copied with the GIL. Such a copy takes 0.25 to 0.5 ms, about the wake-up
+time of a thread."""
 
 _LONG_BYTES = 1 << 20
 """Longest piece of a large block. The cost of releasing the GIL for a copy this long is small."""
@@ -43,7 +43,7 @@ _PIECE_BYTES = 256 << 10
 """Size of the pieces into which a batch of small blocks is divided."""
 
 _SLOWEST = 1e9
-"""Bytes per second of the slowest copy without interference: into memory without pages."""
+"""Bytes per second of the slowest copy that no other thread delays: into memory without pages."""
 
 _BUSY_SECONDS = 0.2
 """How long another thread counts as busy after a late copy."""
@@ -89,7 +89,8 @@ class _PyBuffer(ctypes.Structure):
     )
 
 
-# `pythonapi["name"]` gives a new function object. `pythonapi.name` is shared with other libraries.
+# `pythonapi["name"]` is a new object, so its `argtypes` can be set. Other libraries share
+# `pythonapi.name`.
 _get_buffer = ctypes.pythonapi["PyObject_GetBuffer"]
 _get_buffer.argtypes = [ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int]
 _release_buffer = ctypes.pythonapi["PyBuffer_Release"]
@@ -200,7 +201,7 @@ class _GilContention:
         """By thread: preemption count at the start of its batch or at its last late copy."""
 
     def copy(self, pieces: Iterator[_Piece]) -> None:
-        """Copies a long batch with two threads, or with this one alone if another one is busy."""
+        """Copies a long batch: with two threads, or with one if another thread is busy."""
         self._preemptions.count = _preemptions()
         if time.perf_counter() < self._busy_until or not _helper.share(pieces, self._copy_piece):
             deque(map(self._copy_piece, pieces), 0)
@@ -240,13 +241,13 @@ class CopyHelper:
     """A daemon thread that shares the work of a calling thread. Any thread may call `share`.
 
     It helps one caller at a time: while two callers copy, both work without the helper. The thread
-    starts with the first call. A forked child starts its own, because threads do not survive
-    `fork`.
+    starts with the first call. A forked child starts a thread of its own, because threads do not
+    survive `fork`.
     """
 
     def __init__(self) -> None:
         self._reset()
-        # Otherwise a lock that the parent held at the fork would stay locked in the child.
+        # A forked child gets new objects. A lock that was held at the fork would stay locked there.
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
@@ -257,11 +258,11 @@ class CopyHelper:
         self._available: bool | None = None
 
     def share(self, pieces: Iterable[Piece], work: Callable[[Piece], None]) -> bool:
-        """Calls `work` for every piece in both threads, in any order. Returns when all are done.
+        """Calls `work` for every piece, in this thread and the helper's, in any order.
 
         Does nothing and returns False if the process has only one processor or the thread cannot
-        start. Raises the first error of `work`, or an exception of a signal handler. Then no piece
-        is in progress any more, and the remaining pieces are skipped.
+        start. Raises the first error of `work`, or an exception of a signal handler; then the
+        remaining pieces are skipped. At the end no piece is in progress.
         """
         if not self._can_help():
             return False
@@ -274,7 +275,7 @@ class CopyHelper:
             while not job.over:
                 try:
                     self._leave(job)
-                except BaseException as error:  # noqa: BLE001 raised after the helper has left the memory
+                except BaseException as error:  # noqa: BLE001 raised when the helper uses no memory any more
                     late = error
             if late is not None:
                 raise late

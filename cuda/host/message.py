@@ -1,4 +1,4 @@
-"""Assembles messages from memory ranges and scatters payloads into them, with a single copy.
+"""Message assembly from memory ranges, and scattering of payloads into ranges, with a single copy.
 
 Long copies run without the GIL. `bytes.join` would hold the GIL during the whole copy.
 """
@@ -16,7 +16,8 @@ __all__ = ["assemble", "scatter"]
 
 _CHECKSUM_BYTES = 8
 
-# `pythonapi["name"]` gives a new function object. `pythonapi.name` is shared with other libraries.
+# `pythonapi["name"]` is a new object, so its `argtypes` can be set. Other libraries share
+# `pythonapi.name`.
 _new_bytes = ctypes.pythonapi["PyBytes_FromStringAndSize"]
 _new_bytes.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t]
 _new_bytes.restype = ctypes.py_object
@@ -26,8 +27,8 @@ def assemble(head: bytes, checksum_at: int, addresses: Sequence[int], sizes: Seq
     """Returns `head` followed by `sizes[i]` bytes from each of `addresses`, as one new object.
 
     The xxh3-64 of the payload is written into the head: 8 bytes, little-endian, at `checksum_at`.
-    It is computed from the copy, so it matches the message even if the source changes meanwhile.
-    The caller keeps the memory mapped until the call returns.
+    The checksum is computed from the copy. So it matches the message even if the source changes
+    meanwhile. The caller keeps the memory mapped until the call returns.
     """
     total = sum(sizes)
     # The C API permits writing to a new bytes object before other code refers to it.
@@ -46,7 +47,10 @@ def assemble(head: bytes, checksum_at: int, addresses: Sequence[int], sizes: Seq
 
 
 def scatter(payload: memoryview, addresses: Sequence[int], sizes: Sequence[int]) -> None:
-    """Copies the payload to `addresses`, `sizes[i]` bytes to each. The sizes sum to its size."""
+    """Copies `sizes[i]` bytes of the payload to `addresses[i]`, for all i, in this order.
+
+    Raises `ValueError` if the sum of the sizes is not the payload's size.
+    """
     position, nbytes = address_of(payload)
     if nbytes != sum(sizes):
         raise ValueError(f"the payload has {nbytes} bytes, but its destinations have {sum(sizes)}")

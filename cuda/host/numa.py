@@ -1,8 +1,8 @@
 """NUMA placement of the region.
 
-By default the kernel places a page on the node of the thread that touches it first. That is the
-thread that backs the region, so all pages would be on one node. Therefore the huge pages of the
-region are spread round-robin over all nodes, or over configured nodes.
+By default the kernel places a page on the node of the thread that first touches the page. In the
+server one thread backs the region, so all pages would be on one node. Therefore the huge pages of
+the region are spread round-robin over all nodes, or over configured nodes.
 
 `MPOL_INTERLEAVE` does not work for this. In shared memory it chooses the node of a huge page by the
 number of the page's first small page. That number is always even, so with two nodes all huge pages
@@ -70,7 +70,7 @@ def choose_nodes(wanted: tuple[int, ...] | None, there: Sequence[int]) -> tuple[
 
 
 def place(address: int, nbytes: int, node: int) -> None:
-    """Makes the kernel place future pages of a range on a node, or on others if it is full.
+    """Makes the kernel place future pages of a range on a node, or on others if that node is full.
 
     The range must be page-aligned. In shared memory the setting applies to all processes that map
     it. Raises `OSError` if the kernel refuses or does not support NUMA.

@@ -1,7 +1,7 @@
 """Pinning of host memory with the GPU's driver, so that copies use DMA and overlap with compute.
 
 A region is pinned chunk by chunk on a background thread, because one call for 94 GB would delay an
-engine by 12 seconds. Until a chunk is pinned, its copies are slower.
+engine by 12 seconds. Until a chunk is pinned, copies to and from this chunk are slower.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ class CudaRegistrar:
 
     def register(self, address: int, nbytes: int) -> None:
         self._enter()
-        # "Already registered" is an error too: an earlier mapping of other pages is registered.
+        # "Already registered" is an error too: it means that an earlier mapping is still registered
+        # at this address.
         self._check(self._cuda.cuMemHostRegister_v2(address, nbytes, self._PORTABLE), "cuMemHostRegister")
 
     def unregister(self, address: int) -> None:

@@ -1,8 +1,8 @@
 """Host region: shared memory of the server and all clients on its host.
 
-The server creates the region and passes its descriptor over a Unix socket; clients map it. Copies
-need no system calls, so the first write to a page is what costs most: 1-3 GB/s into new 4 KiB
-pages, but memcpy speed into huge pages that were backed in advance. Measurements:
+The server creates the region and passes its descriptor over a Unix socket; clients map the region.
+Copies need no system calls. The first write to a page costs most: copies run at 1-3 GB/s into new
+4 KiB pages, but at memcpy speed into huge pages that were backed in advance. Measurements:
 `docs/decisions/0002-host-region.md`.
 
 The region is mapped with `mmap(2)` and not with Python's module `mmap`, which cannot choose the
@@ -127,8 +127,8 @@ class HostRegion:
         The caller still owns `fd` and may close it after the call.
 
         Raises `RegionError` if `fd` is not writable shared memory of exactly this size that is
-        sealed against shrinking. Without the seal a peer could shrink it, and every access to the
-        missing pages would cause SIGBUS.
+        sealed against shrinking. Without the seal a peer could shrink the memory, and every access
+        to the missing pages would cause SIGBUS.
         """
         try:
             size = os.fstat(fd).st_size
@@ -264,7 +264,7 @@ class HostRegion:
             os.posix_fallocate(self.fd, start, PAGE_BYTES)
         if self._advise(first, last - first, _MADV_COLLAPSE):
             return last - first
-        # The call ended at the first range that got no huge page. Try the ranges one by one.
+        # The call stopped at the first range that got no huge page, so try the ranges one by one.
         return sum(self._advise(start, HUGE_PAGE_BYTES, _MADV_COLLAPSE) for start in starts) * HUGE_PAGE_BYTES
 
     def _supports_collapse(self, start: int) -> bool:

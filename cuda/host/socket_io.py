@@ -1,4 +1,4 @@
-"""Sends and receives memory ranges over sockets, without an extra copy and without the GIL."""
+"""Socket I/O of memory ranges, without an extra copy and without the GIL."""
 
 from __future__ import annotations
 
@@ -52,9 +52,10 @@ class Deadline:
     def limit(self, option: int) -> None:
         """Limits the next call to the time left, or up to 1/9 more.
 
-        `option` is SO_RCVTIMEO or SO_SNDTIMEO. The kernel limits each call, and a slow peer causes
-        many calls. The limit is set again only when the time left has shrunk by a tenth, because
-        setting it costs as much as a call. Raises `BlockingIOError` after the deadline.
+        `option` is SO_RCVTIMEO or SO_SNDTIMEO. The kernel applies its limit to each single call,
+        and a slow peer causes many calls. So the limit must shrink. It is set again only when the
+        time left has shrunk by a tenth, because setting it costs as much as a call. Raises
+        `BlockingIOError` after the deadline.
         """
         left = self.at - time.monotonic()
         if left < _SHORTEST_SECONDS:  # zero microseconds mean no limit

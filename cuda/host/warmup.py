@@ -30,9 +30,10 @@ def warm_up(
     """Enters the region into this process's page table chunk by chunk, and pins it.
 
     Then the first copies cause no page faults. A server that has just started is still backing its
-    region. A chunk that is not backed is tried again, until a minute has passed without progress.
-    It is not pinned before it is backed: pinning would allocate its pages, and the kernel would
-    count them against this process's cgroup. Returns when all is done or ``over()`` is true.
+    region. If a chunk is not backed yet, it is tried again, until a minute has passed without
+    progress. A chunk is pinned only after it is backed. Otherwise pinning would allocate pages, and
+    the kernel would count them against this process's cgroup. Returns when all is done or
+    ``over()`` is true.
     """
     unbacked = [
         (start, min(PIN_CHUNK_BYTES, region.size_bytes - start))

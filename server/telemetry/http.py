@@ -130,7 +130,7 @@ class MetricsServer:
         *,
         page: StatusPage | None = None,
     ) -> None:
-        """`admits` checks the `Authorization` header, but not for `/healthz` and the page's files."""
+        """`admits` checks the `Authorization` header; `/healthz` and page files are exempt."""
         endpoint = parse_endpoint(address)
         try:
             self._server = _Server((endpoint.host, endpoint.port), registry, health)

@@ -111,7 +111,7 @@ class Tracing:
         return observe
 
     def job_ended(self, tier: str, job: str, seconds: float, nbytes: int, outcomes: Sequence[Outcome]) -> None:
-        """Creates the span of a job. It has no parent, because a job has blocks of many requests."""
+        """Creates the span of a job. It has no parent: a job has blocks of many requests."""
         span = self._tracer.start_span(
             f"{job} {tier}",
             kind=self._trace.SpanKind.INTERNAL,

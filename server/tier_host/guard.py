@@ -279,7 +279,7 @@ def safe_repr(thing: object) -> str:
 
 
 def copy_views(blocks: Sequence[BlockBytes]) -> list[BlockBytes]:
-    """Returns the blocks with new views. A tier may release these; the original views stay valid."""
+    """Returns the blocks with new views, which a tier may release without effect on the others."""
     return [BlockBytes(block.namespace, block.key, tuple(part[:] for part in block.parts)) for block in blocks]
 
 
