@@ -6,29 +6,23 @@ import mmap
 from collections.abc import Iterator
 
 from ..base import NamespaceId
-from ..lmdb.format import NAMESPACE_BYTES, DamagedRecordError
+from ..lmdb.format import DamagedRecordError
 from ..storage.checksum import block_checksum
-from ..storage.fsck import Finding, Slice
+from ..storage.fsck import NAMESPACE_BYTES, SLICE_BLOCKS, SLICE_BYTES, Finding, Slice
 from .format import PAGE_BYTES, PagePiece, SlabRecord, pages_for, pieces
 from .store import DiskStore
 
 __all__ = ["check_slice"]
 
-SLICE_BYTES = 8 << 20
-SLICE_BLOCKS = 256
-
 
 def check_slice(store: DiskStore, after: bytes, *, repair: bool) -> Slice:
     """Implements `fsck.Checkable.check_slice`. Raises `lmdb.Error`."""
-    names = store.index.names_after(after, SLICE_BLOCKS)
-    slice_names: list[bytes] = []
+    records = store.index.records_after(after, SLICE_BLOCKS)
     suspects: list[tuple[bytes, bytes, int, str]] = []
     whole: list[tuple[bytes, bytes, SlabRecord]] = []
-    nbytes = 0
-    for name, packed in zip(names, store.index.get(names), strict=True):
-        slice_names.append(name)
-        if packed is None:
-            continue
+    checked = nbytes = 0
+    for name, packed in records:
+        checked += 1
         try:
             record = SlabRecord.unpack(name, packed)
         except DamagedRecordError:
@@ -43,8 +37,8 @@ def check_slice(store: DiskStore, after: bytes, *, repair: bool) -> Slice:
             break
     suspects += _verify(store, whole)
     findings = [finding for suspect in suspects if (finding := _confirm(store, *suspect, repair=repair))]
-    at_end = len(slice_names) == len(names) < SLICE_BLOCKS
-    return Slice(None if at_end else slice_names[-1], len(slice_names), nbytes, tuple(findings))
+    at_end = checked == len(records) < SLICE_BLOCKS
+    return Slice(None if at_end else records[checked - 1][0], checked, nbytes, tuple(findings))
 
 
 def _verify(store: DiskStore, blocks: list[tuple[bytes, bytes, SlabRecord]]) -> Iterator[tuple[bytes, bytes, int, str]]:

@@ -65,9 +65,6 @@ class FreePages:
                 end += length
             self._add(start, end - start)
 
-    def runs(self) -> list[PageRun]:
-        return sorted(map(PageRun, self._starts.keys(), self._starts.values()))
-
     def _take_from(self, start: int, pages: int) -> PageRun:
         length = self._drop(start)
         if length > pages:

@@ -83,15 +83,8 @@ class Index:
                 except DamagedRecordError:
                     yield name, None
 
-    def names_after(self, name: bytes, count: int) -> list[bytes]:
-        names: list[bytes] = []
-        with self._env.begin() as txn:
-            cursor = txn.cursor(db=self._blocks)
-            more = cursor.set_range(name + b"\0") if name else cursor.first()
-            while more and len(names) < count:
-                names.append(cursor.key())
-                more = cursor.next()
-        return names
+    def records_after(self, name: bytes, count: int) -> list[tuple[bytes, bytes]]:
+        return self._store.records_after(name, count)
 
     def _put(self, packed: Sequence[tuple[bytes, bytes]]) -> list[SlabRecord]:
         replaced = []

@@ -211,9 +211,6 @@ def _cut(piece: PagePiece) -> Iterator[_Move]:
     page, view = piece
     aligned = address_of(view) % PAGE_BYTES == 0
     limit = CALL_BYTES if aligned else BOUNCE_BYTES // 4
-    if view.nbytes <= limit:
-        yield _Move(page, view, view.nbytes // PAGE_BYTES * PAGE_BYTES if aligned else 0)
-        return
     for start in range(0, view.nbytes, limit):
         part = view[start : start + limit]
         straight = part.nbytes // PAGE_BYTES * PAGE_BYTES if aligned else 0

@@ -132,7 +132,6 @@ class DiskStore:
         self.index = Index(directory, size_bytes, durability, mend=mend)
         self.payload_bytes = max(0, size_bytes - self.index.size_bytes) // PAGE_BYTES * PAGE_BYTES
         """Limit of all slab files together."""
-        self.quarantined_blocks = 0
         self.quarantined_bytes = 0
         """Bytes of corrupt blocks. Their pages are not reused until the store is reopened."""
         self.refusal: OSError | None = None
@@ -213,7 +212,6 @@ class DiskStore:
             return False
         removed = self.index.remove([name])
         if quarantine:
-            self.quarantined_blocks += 1
             self.quarantined_bytes += sum(run.pages for record in removed for run in record.runs) * PAGE_BYTES
         elif self._space is not None:
             self._free(self._space, removed)

@@ -11,7 +11,7 @@ import lmdb
 
 from ..base import BlockBytes, Entry, NamespaceId, Outcome, RequestInfo, SecondaryTier, Vote
 from ..lmdb.environment import Durability
-from ..lmdb.format import MAX_KEY_BYTES, MAX_PARTS, NAMESPACE_BYTES, DamagedRecordError
+from ..lmdb.format import DamagedRecordError, entries_of, is_name, is_storable
 from ..negotiation import vote
 from ..storage.batching import BATCH_BLOCKS, batches
 from ..storage.checksum import block_checksum
@@ -75,16 +75,13 @@ class DiskTier(SecondaryTier):
                 _log.warning("tier %s: %d %s", self.name, len(names), what)
         if found.lost:
             self._health.report("files", f"slab files were missing or too short: {len(found.lost)} blocks are lost")
-        namespaces: dict[bytes, NamespaceId] = {}
-        for _, name, nbytes in found.blocks:
-            namespace = name[:NAMESPACE_BYTES]
-            yield Entry(namespaces.setdefault(namespace, NamespaceId(namespace)), name[NAMESPACE_BYTES:], nbytes)
+        yield from entries_of(found.blocks)
 
     def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
         """Writes blocks in batches of up to 32 MiB. A batch becomes visible as a whole."""
         outcomes: list[Outcome] = []
         for batch in batches(blocks, BATCH_BYTES):
-            storable = list(map(_is_storable, batch))
+            storable = list(map(is_storable, batch))
             fit = [block for block, good in zip(batch, storable, strict=True) if good]
             written = iter(self._put(fit) if fit else [])
             outcomes += [next(written) if good else Outcome.FAILED for good in storable]
@@ -95,7 +92,7 @@ class DiskTier(SecondaryTier):
     def load(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
         """Reads blocks into their slots and verifies them. Drops corrupt blocks."""
         outcomes = [Outcome.MISSING] * len(blocks)
-        numbers = [number for number, block in enumerate(blocks) if _is_name(block.namespace, block.key)]
+        numbers = [number for number, block in enumerate(blocks) if is_name(block.namespace, block.key)]
         try:
             found = self._store.index.get([_name(blocks[number]) for number in numbers])
         except lmdb.Error as error:
@@ -122,7 +119,7 @@ class DiskTier(SecondaryTier):
         return outcomes
 
     def remove(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> None:
-        names = [namespace + key for namespace, key in keys if _is_name(namespace, key)]
+        names = [namespace + key for namespace, key in keys if is_name(namespace, key)]
         for start in range(0, len(names), BATCH_BLOCKS):
             self._remove(names[start : start + BATCH_BLOCKS])
 
@@ -185,14 +182,6 @@ class DiskTier(SecondaryTier):
             self._health.report("remove", f"cannot remove: {error}")
             return
         self._health.report("remove", None)
-
-
-def _is_name(namespace: bytes, key: bytes) -> bool:
-    return len(namespace) == NAMESPACE_BYTES and len(key) <= MAX_KEY_BYTES
-
-
-def _is_storable(block: BlockBytes) -> bool:
-    return _is_name(block.namespace, block.key) and len(block.parts) <= MAX_PARTS and block.nbytes > 0
 
 
 def _name(block: BlockBytes) -> bytes:

@@ -27,7 +27,6 @@ from .format import (
 __all__ = [
     "WrongPagesError",
     "clear_orphans",
-    "data_cursor",
     "delete_block",
     "delete_blocks",
     "last_record_id",
@@ -79,13 +78,11 @@ def read_block(store: Environment, txn: Any, block: BlockBytes) -> Outcome:
     return Outcome.DONE if checksum_of(name, parts) == checksum else Outcome.CORRUPT
 
 
-def data_cursor(store: Environment, txn: Any) -> Any:
-    """Returns a cursor for `delete_block`. One cursor serves all blocks of a transaction."""
-    return txn.cursor(db=store.data)
-
-
 def delete_block(store: Environment, txn: Any, index_key: bytes, cursor: Any) -> None:
-    """Removes a block's record and chunks. `clear_orphans` finds the chunks of damaged records."""
+    """Removes a block's record and chunks. `clear_orphans` finds the chunks of damaged records.
+
+    `cursor` is a cursor of the data database. A transaction uses one cursor for all its blocks.
+    """
     packed = txn.get(index_key, db=store.index)
     if packed is None:
         return
@@ -149,7 +146,7 @@ def clear_orphans(store: Environment, txn: Any, live: set[int], damaged: Sequenc
     for index_key in damaged:
         txn.delete(index_key, db=store.index)
     owners = {record_id_of(bytes(key)) for key in txn.cursor(db=store.data).iternext(values=False)}
-    cursor = data_cursor(store, txn)
+    cursor = txn.cursor(db=store.data)
     for record_id in sorted(owners - live):
         _delete_chunks(store, cursor, record_id)
 
@@ -191,7 +188,7 @@ def _chunks(
 
 def _replace(store: Environment, txn: Any, records: Sequence[tuple[bytes, bytes]]) -> None:
     """Overwrites existing records and removes the chunks of the old blocks."""
-    cursor = data_cursor(store, txn)
+    cursor = txn.cursor(db=store.data)
     for name, record in records:
         if bytes(txn.get(name, None, store.index)) != record:
             delete_block(store, txn, name, cursor)

@@ -5,20 +5,17 @@ from __future__ import annotations
 import threading
 
 from ..base import BlockBytes, NamespaceId, Outcome
-from ..storage.fsck import Finding, Slice
-from .blocks import clear_orphans, data_cursor, delete_block, read_block, read_index
+from ..storage.fsck import NAMESPACE_BYTES, SLICE_BLOCKS, SLICE_BYTES, Finding, Slice
+from .blocks import clear_orphans, delete_block, read_block, read_index
 from .environment import Environment
-from .format import NAMESPACE_BYTES, BlockRecord, DamagedRecordError
+from .format import BlockRecord, DamagedRecordError
 
 __all__ = ["check_slice"]
-
-SLICE_BYTES = 8 << 20
-SLICE_BLOCKS = 256
 
 
 def check_slice(store: Environment, writing: threading.Lock, after: bytes, *, repair: bool) -> Slice:
     """Implements `fsck.Checkable.check_slice`. `writing`: lock of writers. Raises `lmdb.Error`."""
-    records = _records_after(store, after)
+    records = store.records_after(after, SLICE_BLOCKS)
     findings: list[Finding] = []
     checked = nbytes = 0
     for name, packed in records:
@@ -36,17 +33,6 @@ def check_slice(store: Environment, writing: threading.Lock, after: bytes, *, re
             findings.append(Finding(name, sum(sizes), problem, repair))
     at_end = checked == len(records) < SLICE_BLOCKS
     return Slice(None if at_end else records[checked - 1][0], checked, nbytes, tuple(findings))
-
-
-def _records_after(store: Environment, name: bytes) -> list[tuple[bytes, bytes]]:
-    records: list[tuple[bytes, bytes]] = []
-    with store.env.begin() as txn:
-        cursor = txn.cursor(db=store.index)
-        more = cursor.set_range(name + b"\0") if name else cursor.first()
-        while more and len(records) < SLICE_BLOCKS:
-            records.append(cursor.item())
-            more = cursor.next()
-    return records
 
 
 def _verify(store: Environment, name: bytes, sizes: tuple[int, ...]) -> str:
@@ -72,5 +58,5 @@ def _confirm(
                 if damaged:
                     clear_orphans(store, txn, live, [name])
                 else:
-                    delete_block(store, txn, name, data_cursor(store, txn))
+                    delete_block(store, txn, name, txn.cursor(db=store.data))
         return True

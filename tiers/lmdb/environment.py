@@ -71,6 +71,17 @@ class Environment:
     warning: str | None
     """Damage found when the environment was opened, for operators."""
 
+    def records_after(self, name: bytes, count: int) -> list[tuple[bytes, bytes]]:
+        """Returns up to `count` index records after `name`; from the start for an empty name."""
+        records: list[tuple[bytes, bytes]] = []
+        with self.env.begin() as txn:
+            cursor = txn.cursor(db=self.index)
+            more = cursor.set_range(name + b"\0") if name else cursor.first()
+            while more and len(records) < count:
+                records.append(cursor.item())
+                more = cursor.next()
+        return records
+
     def close(self) -> None:
         """Flushes, and releases the directory."""
         try:

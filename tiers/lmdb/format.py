@@ -18,11 +18,15 @@ For example, a block of 64 KiB is one record and one chunk.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
 import xxhash
+
+from ..base import BlockBytes, Entry, NamespaceId
+from ..storage.fsck import NAMESPACE_BYTES
 
 __all__ = [
     "CHUNK_PAGES",
@@ -31,16 +35,17 @@ __all__ = [
     "FORMAT_VERSION",
     "MAX_KEY_BYTES",
     "MAX_PARTS",
-    "NAMESPACE_BYTES",
     "PAGE_HEADER_BYTES",
     "TAILS_BYTES",
     "BlockRecord",
     "Cut",
     "DamagedRecordError",
-    "chunk_key",
     "chunk_prefix",
     "chunk_spans",
     "cut",
+    "entries_of",
+    "is_name",
+    "is_storable",
     "record_id_of",
     "tail_bytes",
 ]
@@ -49,7 +54,6 @@ FORMAT_VERSION = 2
 """Version 2 allows tails in records."""
 DATA_FILE = "data.mdb"
 DATABASES = (b"meta", b"index", b"data")
-NAMESPACE_BYTES = 16
 MAX_KEY_BYTES = 511 - NAMESPACE_BYTES
 """LMDB's limit of 511 bytes, minus the namespace."""
 MAX_PARTS = 0xFFFF
@@ -60,9 +64,9 @@ TAILS_BYTES = 512
 
 _HEAD = struct.Struct("<BxHQQ")
 _CHECK = struct.Struct("<Q")
-_CHUNK_KEY = struct.Struct(">QHI")
 _PREFIX = struct.Struct(">Q")
 _SUFFIX = struct.Struct(">HI")
+_KEY_BYTES = _PREFIX.size + _SUFFIX.size
 _NODE_HEADER_BYTES = 8
 
 
@@ -115,8 +119,21 @@ def _sizes(parts: int) -> struct.Struct:
     return struct.Struct(f"<{parts}Q")
 
 
-def chunk_key(record_id: int, part: int, chunk: int) -> bytes:
-    return _CHUNK_KEY.pack(record_id, part, chunk)
+def is_name(namespace: bytes, key: bytes) -> bool:
+    """Returns whether a block can have this name."""
+    return len(namespace) == NAMESPACE_BYTES and len(key) <= MAX_KEY_BYTES
+
+
+def is_storable(block: BlockBytes) -> bool:
+    return is_name(block.namespace, block.key) and len(block.parts) <= MAX_PARTS and block.nbytes > 0
+
+
+def entries_of(blocks: Iterable[tuple[int, bytes, int]]) -> Iterator[Entry]:
+    """Yields the entries of stored blocks: (number, name, size). Equal namespaces share an object."""
+    namespaces: dict[bytes, NamespaceId] = {}
+    for _, name, nbytes in blocks:
+        namespace = name[:NAMESPACE_BYTES]
+        yield Entry(namespaces.setdefault(namespace, NamespaceId(namespace)), name[NAMESPACE_BYTES:], nbytes)
 
 
 def chunk_prefix(record_id: int) -> bytes:
@@ -124,7 +141,7 @@ def chunk_prefix(record_id: int) -> bytes:
 
 
 def record_id_of(key: bytes) -> int:
-    if len(key) != _CHUNK_KEY.size:
+    if len(key) != _KEY_BYTES:
         raise DamagedRecordError
     record_id: int = _PREFIX.unpack_from(key)[0]
     return record_id
@@ -172,7 +189,7 @@ def cut(sizes: tuple[int, ...], page_bytes: int, *, tails: bool) -> Cut:
 def _longest_in_tree(page_bytes: int) -> int:
     """Returns the largest value size such that two fit a tree page (`me_nodemax` of LMDB)."""
     node_bytes = ((page_bytes - PAGE_HEADER_BYTES) // 2 & -2) - 2
-    return node_bytes - _NODE_HEADER_BYTES - _CHUNK_KEY.size
+    return node_bytes - _NODE_HEADER_BYTES - _KEY_BYTES
 
 
 @lru_cache(maxsize=256)

@@ -21,7 +21,6 @@ from ..storage.health import TierHealth
 from .blocks import (
     WrongPagesError,
     clear_orphans,
-    data_cursor,
     delete_block,
     delete_blocks,
     last_record_id,
@@ -31,7 +30,7 @@ from .blocks import (
 )
 from .check import check_slice
 from .environment import Durability, open_environment
-from .format import MAX_KEY_BYTES, MAX_PARTS, NAMESPACE_BYTES, PAGE_HEADER_BYTES, DamagedRecordError
+from .format import PAGE_HEADER_BYTES, DamagedRecordError, entries_of, is_name, is_storable
 
 __all__ = ["LMDBTier"]
 
@@ -98,10 +97,7 @@ class LMDBTier(SecondaryTier):
             records, damaged = read_index(self._store, txn)
         if damaged:
             self._clear(damaged, {record_id for record_id, _, _ in records})
-        namespaces: dict[bytes, NamespaceId] = {}
-        for _, key, nbytes in records:
-            namespace = key[:NAMESPACE_BYTES]
-            yield Entry(namespaces.setdefault(namespace, NamespaceId(namespace)), key[NAMESPACE_BYTES:], nbytes)
+        yield from entries_of(records)
 
     def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
         outcomes: list[Outcome] = []
@@ -117,7 +113,7 @@ class LMDBTier(SecondaryTier):
         return outcomes
 
     def remove(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> None:
-        index_keys = [namespace + key for namespace, key in keys if _is_name(namespace, key)]
+        index_keys = [namespace + key for namespace, key in keys if is_name(namespace, key)]
         for start in range(0, len(index_keys), BATCH_BLOCKS):
             self._remove(index_keys[start : start + BATCH_BLOCKS])
 
@@ -133,7 +129,7 @@ class LMDBTier(SecondaryTier):
         self._store.close()
 
     def _store_batch(self, batch: Sequence[BlockBytes]) -> list[Outcome]:
-        fits = list(map(_is_storable, batch))
+        fits = list(map(is_storable, batch))
         if all(fits):
             return [self._write(batch)] * len(batch)
         fit = [block for block, fits_in in zip(batch, fits, strict=True) if fits_in]
@@ -192,7 +188,7 @@ class LMDBTier(SecondaryTier):
 
     def _load_block(self, block: BlockBytes) -> Outcome:
         """Loads in a separate transaction (0.2 µs): an open transaction prevents reuse of pages."""
-        if not _is_name(block.namespace, block.key):
+        if not is_name(block.namespace, block.key):
             return Outcome.MISSING
         try:
             with self._store.env.begin(buffers=True) as txn:
@@ -230,7 +226,7 @@ class LMDBTier(SecondaryTier):
                     delete_blocks(self._store, txn, index_keys)
                 return
         with self._store.env.begin(write=True, buffers=True) as txn:
-            cursor = data_cursor(self._store, txn)
+            cursor = txn.cursor(db=self._store.data)
             for index_key in index_keys:
                 delete_block(self._store, txn, index_key, cursor)
 
@@ -241,11 +237,3 @@ class LMDBTier(SecondaryTier):
                 clear_orphans(self._store, txn, live, damaged)
         except (lmdb.Error, DamagedRecordError) as error:
             self._health.report("clear", f"cannot clear away damaged records: {error!r}")
-
-
-def _is_name(namespace: bytes, key: bytes) -> bool:
-    return len(namespace) == NAMESPACE_BYTES and len(key) <= MAX_KEY_BYTES
-
-
-def _is_storable(block: BlockBytes) -> bool:
-    return _is_name(block.namespace, block.key) and len(block.parts) <= MAX_PARTS and block.nbytes > 0

@@ -12,10 +12,14 @@ from typing import Protocol, runtime_checkable
 
 from ..base import TierError
 
-__all__ = ["NAMESPACE_BYTES", "Checkable", "Finding", "Slice", "check"]
+__all__ = ["NAMESPACE_BYTES", "SLICE_BLOCKS", "SLICE_BYTES", "Checkable", "Finding", "Slice", "check"]
 
 NAMESPACE_BYTES = 16
 """Length of the namespace at the start of a name."""
+
+SLICE_BLOCKS = 256
+SLICE_BYTES = 8 << 20
+"""Limits of one slice of a check."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,8 +41,9 @@ from kvtier.tiers.lmdb.format import (
     TAILS_BYTES,
     BlockRecord,
     DamagedRecordError,
-    chunk_key,
+    chunk_prefix,
     chunk_spans,
+    cut,
     record_id_of,
     tail_bytes,
 )
@@ -81,6 +82,11 @@ def data_file(tier: LMDBTier) -> Path:
     return Path(tier._store.env.path()) / "data.mdb"
 
 
+def first_chunk(record_id: int) -> bytes:
+    """Returns the key of the first chunk of a block."""
+    return chunk_prefix(record_id) + bytes(6)
+
+
 def record_of(tier: LMDBTier, namespace: NamespaceId, key: bytes) -> BlockRecord:
     """Returns the index record of a block."""
     with tier._store.env.begin() as txn:
@@ -90,7 +96,7 @@ def record_of(tier: LMDBTier, namespace: NamespaceId, key: bytes) -> BlockRecord
 def chunk_offset(tier: LMDBTier, namespace: NamespaceId, key: bytes) -> int:
     """Returns the offset of a block's first chunk in the file."""
     with tier._store.env.begin() as txn:
-        chunk = txn.get(chunk_key(record_of(tier, namespace, key).record_id, 0, 0), db=tier._store.data)
+        chunk = txn.get(first_chunk(record_of(tier, namespace, key).record_id), db=tier._store.data)
     return data_file(tier).read_bytes().rindex(chunk)
 
 
@@ -452,7 +458,7 @@ def test_a_damaged_index_record_is_removed(tmp_path: Path, caplog: pytest.LogCap
     assert "2 index records are damaged" in caplog.text
     with again._store.env.begin() as txn:
         assert txn.stat(again._store.index)["entries"] == 2
-        assert txn.get(chunk_key(lost, 0, 0), db=again._store.data) is None
+        assert txn.get(first_chunk(lost), db=again._store.data) is None
     assert again.load([empty(b"1", (70_000,)), empty(b"2", (70_000,))]) == [MISSING, DONE]
     again.close()
 
@@ -487,7 +493,9 @@ def test_a_block_with_a_missing_chunk_is_corrupt(tmp_path: Path) -> None:
     tier.store([full(b"%d" % number, content(number, sizes)) for number in range(4)])
     with tier._store.env.begin(write=True) as txn:
         for key in (b"1", b"2"):
-            assert txn.delete(chunk_key(record_of(tier, SPACE, key).record_id, 0, 1), db=tier._store.data)
+            assert txn.delete(
+                chunk_prefix(record_of(tier, SPACE, key).record_id) + bytes([0, 0, 0, 0, 0, 1]), db=tier._store.data
+            )
     assert tier.load([empty(b"1", sizes)]) == [CORRUPT]
     tier.remove([(SPACE, b"%d" % number) for number in range(3)])
     assert fetch(tier, b"3", sizes) == content(3, sizes)
@@ -520,7 +528,7 @@ def test_bytes_of_another_block_are_corrupt(tmp_path: Path) -> None:
     tier = opened(tmp_path)
     tier.store([full(b"a", [b"a" * 5000]), full(b"b", [b"b" * 5000])])
     with tier._store.env.begin(write=True) as txn:
-        keys = [chunk_key(record_of(tier, SPACE, key).record_id, 0, 0) for key in (b"a", b"b")]
+        keys = [first_chunk(record_of(tier, SPACE, key).record_id) for key in (b"a", b"b")]
         values = [txn.get(key, db=tier._store.data) for key in keys]
         for key, value in zip(keys, reversed(values), strict=True):
             txn.put(key, value, db=tier._store.data)
@@ -902,9 +910,9 @@ def test_a_store_of_format_1_is_supported(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_chunk_keys_sort_by_record_part_and_number() -> None:
-    names = [(1, 0, 0), (1, 0, 1), (1, 0, 300), (1, 1, 0), (2, 0, 0), (256, 0, 0)]
-    keys = [chunk_key(*name) for name in names]
+    suffixes = [suffix for suffix, *_ in cut((300 * CHUNK_PAGES * PAGE, PAGE), PAGE, tails=False).chunks]
+    keys = [chunk_prefix(record_id) + suffix for record_id in (1, 2, 256) for suffix in suffixes]
     assert keys == sorted(keys)
-    assert [record_id_of(key) for key in keys] == [name[0] for name in names]
+    assert [record_id_of(key) for key in keys[:: len(suffixes)]] == [1, 2, 256]
     with pytest.raises(DamagedRecordError):
         record_id_of(b"not a key")

@@ -24,7 +24,7 @@ from kvtier.tiers.disk.format import PAGE_BYTES
 from kvtier.tiers.disk.format import SlabRecord as DiskRecord
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.lmdb.format import BlockRecord as LMDBRecord
-from kvtier.tiers.lmdb.format import chunk_key
+from kvtier.tiers.lmdb.format import chunk_prefix
 from kvtier.tiers.lmdb.tier import LMDBTier
 from kvtier.tiers.storage.fsck import Finding, check
 
@@ -68,7 +68,7 @@ def damage_bytes(tier: Tier, key: bytes) -> None:
     else:
         with tier._store.env.begin() as txn:
             record = LMDBRecord.unpack(SPACE + key, txn.get(SPACE + key, db=tier._store.index))
-            chunk = txn.get(chunk_key(record.record_id, 0, 0), db=tier._store.data)
+            chunk = txn.get(chunk_prefix(record.record_id) + bytes(6), db=tier._store.data)
         path = tier._store.directory / "data.mdb"
         at = path.read_bytes().rindex(chunk)
     with path.open("r+b") as file:
