@@ -72,7 +72,8 @@ class CpuTier:
     def skipped_blocks(self) -> list[Block]:
         """Returns ready blocks that a tier failed to store, most recently used first."""
         failed = MissReason.STORE_FAILED
-        return _last_used_first(block for block in self._index if block.skip_reason is failed and block.ready)
+        skipped = (block for block in self._index if block.skip_reason is failed and block.ready)
+        return sorted(skipped, key=attrgetter("last_use"), reverse=True)
 
     def find_or_add(self, spec: NamespaceSpec, keys: Sequence[bytes]) -> list[Block]:
         """Returns the blocks with these keys, and adds an empty block for each missing key.
@@ -339,7 +340,3 @@ class CpuTier:
             victims = self._reclaimer.victims(share, slot_bytes, count)
         self.evict(victims)
         return bool(victims)
-
-
-def _last_used_first(blocks: Iterable[Block]) -> list[Block]:
-    return sorted(blocks, key=attrgetter("last_use"), reverse=True)

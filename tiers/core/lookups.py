@@ -355,13 +355,13 @@ class LookupHandler:
         known = self._history.reason_for(session.namespace.id, key)
         if known is not None:
             return known
-        others = islice(reversed(self._formats[session.tenant]), _FORMATS)
+        others = reversed(self._formats[session.tenant])
         elsewhere = any(self._is_in_namespace(other, key) for other in others if other != session.namespace.id)
         return MissReason.FORMAT_MISMATCH if elsewhere else MissReason.NEVER_STORED
 
     def _is_in_namespace(self, namespace: NamespaceId, key: bytes) -> bool:
         block = self._cpu_tier.blocks_of(namespace).get(key)
-        return (block is not None and block.ready) or self._residency.holds(namespace, key)
+        return (block is not None and block.ready) or self._residency.position_of(namespace, key) is not None
 
     def _record(self, owner: Owner, now: float, runs: tuple[OutcomeRun, ...], first_miss: bytes | None) -> LookupRecord:
         self.counters.count(owner.engine[0], runs)

@@ -63,9 +63,6 @@ class ResidencyIndex:
         order = (Presence.HELD, Presence.UNKNOWN, Presence.EXCLUDED, Presence.STALLED)
         return next((presence for presence in order if presence in found), Presence.ABSENT)
 
-    def holds(self, namespace: NamespaceId, key: bytes) -> bool:
-        return self.position_of(namespace, key) is not None
-
     def position_of(self, namespace: NamespaceId, key: bytes) -> int | None:
         return next(
             (secondary.index for secondary in self._secondaries if secondary.catalog.held(namespace, key) is not None),

@@ -7,7 +7,7 @@ returned and any class may claim it. So there is no fragmentation within a class
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import groupby
 
 from ..types import SLOT_ALIGNMENT
@@ -94,9 +94,6 @@ class SlotAllocator:
 
     def used_bytes(self) -> int:
         return sum(extent.used * extent.slot_bytes for extent in self._extents.values())
-
-    def extents(self) -> Sequence[Extent]:
-        return list(self._extents.values())
 
     def _claim(self, slot_bytes: int) -> Extent | None:
         if not self._unclaimed or slot_bytes > self.extent_bytes:

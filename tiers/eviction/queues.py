@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from ..base import NamespaceId
 from ..types import ShareStats
-from . import EvictionPolicy
+from .policy import EvictionPolicy, Item
 from .quotas import Quotas, TenantShare
 
 __all__ = ["EvictionQueue", "EvictionQueues", "ExpiryWheel", "QueueItem", "by_queue"]
@@ -36,9 +36,6 @@ class ExpiryWheel(Generic[H]):
 
     def __len__(self) -> int:
         return len(self._slot_of)
-
-    def __contains__(self, item: H) -> bool:
-        return item in self._slot_of
 
     def put(self, items: Iterable[H], when: float) -> None:
         """Sets the expiry time of items. Items of one slot expire in insertion order."""
@@ -88,21 +85,15 @@ MAX_AT_ONCE = 1024
 _SLOTS_OF_TTL = 1024
 
 
-class QueueItem(Hashable, Protocol):
+class QueueItem(Item, Protocol):
     """An item of an eviction queue. Compared by identity."""
 
     queue: EvictionQueue[Any]
-    policy_node: Any
     retained: bool
 
     @property
     def busy(self) -> bool:
         """Whether the item's share counts it as busy while it is not retained."""
-        ...
-
-    @property
-    def name(self) -> Hashable:
-        """Identifies the item across evictions."""
         ...
 
     @property

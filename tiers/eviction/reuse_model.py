@@ -16,10 +16,9 @@ the value of their blocks rises until then. So a cache too small for all blocks 
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator
 
-__all__ = ["BINS", "BIN_ENDS", "Factor", "Kind", "ReuseModel", "bin_of"]
+__all__ = ["BINS", "BIN_ENDS", "Factor", "Kind", "ReuseModel"]
 
 Factor = tuple[str, int]
 
@@ -44,10 +43,6 @@ _MAX_HAZARD = 0.98
 _MAX_BASELINE_RATIO = 30.0
 """Kinds with a higher hazard ratio, e.g. the first block of all prompts, do not contribute to the
 baseline."""
-
-
-def bin_of(age: int) -> int:
-    return min(bisect_right(_EDGES, age), BINS) - 1
 
 
 class Kind:

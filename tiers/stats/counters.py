@@ -52,10 +52,6 @@ class HitCounters:
         return [*self._by_namespace.values(), *self._by_tenant.values()]
 
     @property
-    def keys(self) -> int:
-        return sum(self.hits) + self.misses.total()
-
-    @property
     def hits(self) -> list[int]:
         """Hits per tier; the CPU tier is the first."""
         return [sum(counters.hits[tier] for counters in self.all()) for tier in range(self._tiers)]

@@ -7,7 +7,6 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from ..types import EngineKey, HandoffDirection, HoldEnd, MissReason, Negotiation, PublishStatus
 
@@ -23,10 +22,6 @@ __all__ = [
     "limit_runs",
     "outcome_runs",
 ]
-
-
-if TYPE_CHECKING:
-    pass
 
 
 MAX_REQUESTS = 4096

@@ -16,7 +16,7 @@ from kvtier.tiers.eviction import ARC, DEFAULT_POLICY, LRU, MQ, POLICIES, Evicti
 from kvtier.tiers.eviction.open_requests import MAX_OPEN, LastRequest, OpenRequests
 from kvtier.tiers.eviction.queues import EvictionQueues
 from kvtier.tiers.eviction.quotas import Quotas
-from kvtier.tiers.eviction.reuse_model import BIN_ENDS, BINS, Kind, ReuseModel, bin_of
+from kvtier.tiers.eviction.reuse_model import BINS, Kind, ReuseModel
 from kvtier.tiers.eviction.runs import BlockRun
 from kvtier.tiers.stats.eviction_history import EvictionHistory
 
@@ -408,16 +408,6 @@ def test_forecast_is_fast_for_alternating_runs(step: int) -> None:
     assert Watched.looked < 20 * 2000, "a search from the beginning would need a million"
     assert {*forecast.victims()} == {*one, *other}
     assert len(list(forecast.victims())) == len(forecast) == 2000
-
-
-def test_bins_cover_all_ages() -> None:
-    """Each age is in the first bin that ends after it."""
-    assert bin_of(0) == 0
-    assert bin_of(1 << 40) == BINS - 1
-    for age in (0, 1, 63, 64, 65, 90, 91, 5000, 1 << 20):
-        number = bin_of(age)
-        assert age < BIN_ENDS[number]
-        assert number == 0 or age >= BIN_ENDS[number - 1]
 
 
 def feed(kind: Kind, rows: dict[int, tuple[int, int]]) -> None:

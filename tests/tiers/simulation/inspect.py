@@ -80,7 +80,7 @@ def block(core: TierManager, namespace: NamespaceId, key: bytes) -> Block | None
 def slots_in_use(core: TierManager) -> set[int]:
     """Returns the slots that the allocator has granted."""
     memory = core._cpu_tier.memory
-    return set().union(*map(memory.in_use, memory.extents()))
+    return set().union(*map(memory.in_use, memory._extents.values()))
 
 
 def quarantined(core: TierManager) -> list[int]:
