@@ -147,15 +147,12 @@ class TierRuntime:
         self.run_commands()
         self.notify_change()
 
-    async def wait_for_lease(self, lease_id: LeaseId, seconds: float) -> None:
-        """Waits, at most `seconds`, until no block of a lease is pending or the lease has ended."""
-        await self._wait_for(lease_id, seconds)
+    async def wait_for(self, name: LeaseId | HoldName, seconds: float) -> None:
+        """Waits, at most `seconds`, for an event of a lease or a hold.
 
-    async def wait_for_hold(self, name: HoldName, seconds: float) -> None:
-        """Waits, at most `seconds`, until a hold changes or ends."""
-        await self._wait_for(name, seconds)
-
-    async def _wait_for(self, name: LeaseId | HoldName, seconds: float) -> None:
+        The event of a lease: no block of the lease is pending any more, or the lease has ended. The
+        event of a hold: the hold has changed or ended.
+        """
         future = self._loop.create_future()
         self._waiting[name].append(future)
         try:
@@ -278,7 +275,7 @@ class TierRuntime:
             case LoadFromTier(job_id, tier, blocks):
                 self._move(self._workers[tier - 1], "load", job_id, blocks)
             case LookupInTier(job_id, tier, keys):
-                self._workers[tier - 1].look_up(keys, partial(self._answered_on_thread, job_id))
+                self._workers[tier - 1].look_up(keys, partial(self._call_loop, self._answered, job_id))
             case RemoveFromTier(tier, keys):
                 self._workers[tier - 1].remove(keys)
             case LeaseSettled(name) | HoldChanged(name):
@@ -313,9 +310,6 @@ class TierRuntime:
     def _ended_on_thread(self, worker: TierWorker, job_id: JobId, outcomes: Sequence[Outcome]) -> None:
         self._finished.append((worker, job_id, outcomes))
         self._call_loop(self.get_finished_jobs)
-
-    def _answered_on_thread(self, job_id: JobId, answers: Sequence[bool]) -> None:
-        self._call_loop(self._answered, job_id, answers)
 
     def _call_loop(self, what: Callable[..., object], *arguments: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended

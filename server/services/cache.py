@@ -296,7 +296,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         Returns None if the lease has ended or has no block left.
         """
         try:
-            await self._runtime.wait_for_lease(lease.id, seconds)
+            await self._runtime.wait_for(lease.id, seconds)
         except asyncio.CancelledError:  # the client will not receive the id of the lease
             with contextlib.suppress(CoreError):
                 self._core.release(session, lease.id)

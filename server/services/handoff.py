@@ -108,7 +108,7 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
             hold = self._handoffs.find(name, self._runtime.now())
             if not (hold.awaited if hold is not None else self._handoffs.may_come(name)):
                 return
-            await self._runtime.wait_for_hold(name, remaining)
+            await self._runtime.wait_for(name, remaining)
             self._sessions.check(session)
 
     def _remaining(self, hold: Hold) -> Duration:
