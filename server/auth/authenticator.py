@@ -18,7 +18,7 @@ from .roles import CALLER, OWNER, Identity, is_public, require_role
 from .tls import TlsError, server_credentials
 from .tokens import TokensError, read_token_file
 
-__all__ = ["AccessControl", "AccessError", "AuthInterceptor", "Authenticator", "bearer_token", "peer_credentials"]
+__all__ = ["AccessControl", "AccessError", "Authenticator", "peer_credentials"]
 
 _log = get_logger(__name__)
 
@@ -31,7 +31,7 @@ def peer_credentials(context: grpc.ServicerContext) -> tuple[str | None, list[st
     token = None
     for key, value in context.invocation_metadata() or ():
         if key == "authorization" and isinstance(value, str):
-            token = bearer_token(value)
+            token = _bearer_token(value)
     is_local = (context.peer() or "").startswith("unix:")
     names: list[str] = []
     if not is_local:
@@ -41,7 +41,7 @@ def peer_credentials(context: grpc.ServicerContext) -> tuple[str | None, list[st
     return token, names, is_local
 
 
-def bearer_token(header: str) -> str | None:
+def _bearer_token(header: str) -> str | None:
     """Returns the token of an `authorization` header; None without header, "" if invalid."""
     if not header:
         return None
@@ -65,10 +65,6 @@ class Authenticator:
         self._file_version = _version_of(self._path)
         self._token_file = read_token_file(self._path) if self._path is not None else None
 
-    @staticmethod
-    def is_required(config: Config) -> bool:
-        return config.auth.tokens is not None or config.tls.client_ca is not None
-
     def identify(self, token: str | None, names: Sequence[str], *, is_local: bool) -> Identity:
         """Returns the identity of a token, or of certificate names. Raises `Refused`."""
         now = self._clock()
@@ -85,6 +81,21 @@ class Authenticator:
         if is_local and not self._required_on_unix:
             return OWNER
         raise Refused("UNAUTHENTICATED", "a token is needed: metadata `authorization: Bearer TOKEN`")
+
+    def authorize(self, method: str, context: Any) -> None:
+        """Sets `CALLER`. Raises `Refused` if the caller may not make this call.
+
+        `context` is the context of gRPC, or an object with the authenticated `caller`.
+        """
+        method = method.lstrip("/")
+        caller = getattr(context, "caller", None)
+        if caller is None:
+            if is_public(method):
+                return
+            token, names, is_local = peer_credentials(context)
+            caller = self.identify(token, names, is_local=is_local)
+        CALLER.set(caller)
+        require_role(method, caller)
 
     def is_still_valid(self, identity: Identity) -> bool:
         """Returns whether the identity's credential would give the same identity now."""
@@ -107,31 +118,9 @@ class Authenticator:
 
         Thread-safe.
         """
-        token, token_file = bearer_token(header or ""), self._token_file
+        token, token_file = _bearer_token(header or ""), self._token_file
         identity = token_file.find_token(token, self._clock()) if token_file is not None and token is not None else None
         return identity is not None and any(role.value in ("metrics", "admin") for role in identity.roles)
-
-
-class AuthInterceptor:
-    """Authenticates and authorizes each call."""
-
-    def __init__(self, authenticator: Authenticator) -> None:
-        self._authenticator = authenticator
-
-    def __call__(self, method: str, context: Any) -> None:
-        """Sets `CALLER`. Raises `Refused` if the caller may not make this call.
-
-        `context` is the context of gRPC, or an object with the authenticated `caller`.
-        """
-        method = method.lstrip("/")
-        caller = getattr(context, "caller", None)
-        if caller is None:
-            if is_public(method):
-                return
-            token, names, is_local = peer_credentials(context)
-            caller = self._authenticator.identify(token, names, is_local=is_local)
-        CALLER.set(caller)
-        require_role(method, caller)
 
 
 class AccessError(Exception):
@@ -152,11 +141,11 @@ class AccessControl:
                 if tls.cert is not None and tls.key is not None
                 else None
             )
-            self.authenticator = Authenticator(config) if Authenticator.is_required(config) else None
+            self.authenticator = Authenticator(config) if config.authenticates else None
         except (TlsError, TokensError) as error:
             raise AccessError(str(error)) from None
         self.audit_log = AuditLog(logs_reads=self.authenticator is not None)
-        self.authorize = AuthInterceptor(self.authenticator) if self.authenticator is not None else None
+        self.authorize = self.authenticator.authorize if self.authenticator is not None else None
         self.rate_limiters = RateLimiters(config.rates, {tenant.name: tenant.rates for tenant in config.tenants})
         self._metrics_need_token = config.auth.metrics
 

@@ -24,29 +24,19 @@ __all__ = [
     "BulkConfig",
     "Config",
     "ConfigError",
-    "CpuConfig",
-    "DevicesConfig",
-    "Durability",
     "Eviction",
     "HandoffConfig",
     "LeaseConfig",
     "LimitConfig",
     "LogConfig",
-    "LogFormat",
-    "LogLevel",
     "RateConfig",
     "RetentionConfig",
-    "RuleConfig",
-    "SessionConfig",
     "TenantConfig",
     "TierConfig",
     "TlsConfig",
     "TracingConfig",
 ]
 
-LogLevel = Literal["debug", "info", "warning", "error"]
-LogFormat = Literal["auto", "console", "json"]
-Durability = Literal["process", "power"]
 Admission = Literal["all", "second_use"]
 Eviction = Literal["forecast", "lru", "arc", "mq"]
 
@@ -86,9 +76,10 @@ def _duration(doc: str, ge: float, le: float | None = None) -> msgspec.Meta:
 class LogConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Log of the server, written to standard error."""
 
-    level: Annotated[LogLevel, _setting("Lowest severity that is logged.")] = "info"
+    level: Annotated[Literal["debug", "info", "warning", "error"], _setting("Lowest severity that is logged.")] = "info"
     format: Annotated[
-        LogFormat, _setting("Text or JSON lines. `auto` is `console` on a terminal, otherwise `json`.")
+        Literal["auto", "console", "json"],
+        _setting("Text or JSON lines. `auto` is `console` on a terminal, otherwise `json`."),
     ] = "auto"
 
 
@@ -271,7 +262,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ]
     durability: Annotated[
-        Durability,
+        Literal["process", "power"],
         _setting("Event that stored blocks survive: `process` (a crash of the server) or `power` (a power loss too)."),
     ] = "process"
     admission: Annotated[
@@ -387,3 +378,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:
         return tuple(map(parse_endpoint, self.listen))
+
+    @property
+    def authenticates(self) -> bool:
+        """Whether callers on TCP must authenticate."""
+        return self.auth.tokens is not None or self.tls.client_ca is not None

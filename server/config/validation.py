@@ -20,8 +20,6 @@ __all__ = ["conflicts", "read_value", "warnings"]
 _KEY_OVERHEAD_BYTES = 8
 _MESSAGE_OVERHEAD_BYTES = 16 * 1024
 
-_OFF = ("", "off", "none")
-
 
 def read_value(setting: Setting, value: Any, *, is_text: bool = False) -> Any:
     """Checks and returns one value, addresses in their usual form. Raises `ValueError`."""
@@ -33,12 +31,17 @@ def read_value(setting: Setting, value: Any, *, is_text: bool = False) -> Any:
             raise ValueError("must name at least one address")
         return tuple(dict.fromkeys(str(parse_endpoint(address)) for address in listen))
     result = setting.read(value, is_text=is_text)
-    if setting.key == "metrics":
-        return _metrics_address(result)
-    if setting.key == "tracing.endpoint":
-        return _collector_url(result)
     if setting.key == "numa":
         read_placement(result)
+    elif setting.key == "metrics" and result is not None:
+        endpoint = parse_endpoint(result)
+        if endpoint.is_unix:
+            raise ValueError("must be HOST:PORT: Prometheus cannot scrape a Unix socket")
+        return str(endpoint)
+    elif setting.key == "tracing.endpoint" and result is not None:
+        scheme, _, address = result.partition("://")
+        if scheme not in ("http", "https") or parse_endpoint(address).is_unix:
+            raise ValueError("must be http://HOST:PORT, or https://HOST:PORT for TLS")
     return result
 
 
@@ -104,36 +107,17 @@ def _handoff_conflicts(values: Mapping[str, Any], problem: Callable[[str, str], 
 
 def warnings(config: Config) -> Iterator[str]:
     """Yields a warning for each setting that is permitted but may not be intended."""
-    authenticates = config.auth.tokens is not None or config.tls.client_ca is not None
     for endpoint in config.endpoints:
         reach = "every user of this host" if endpoint.is_loopback else "everyone on the network"
         if endpoint.is_unix:
             continue
-        if config.tls.cert is None and authenticates:
+        if config.tls.cert is None and config.authenticates:
             yield f"listening on {endpoint} unencrypted: {reach} can read the traffic, tokens included"
         elif config.tls.cert is None:
             yield f"listening on {endpoint} unencrypted: {reach} can read and write the cache"
-        elif not authenticates:
+        elif not config.authenticates:
             yield f"listening on {endpoint} without authentication: {reach} can read and write the cache"
     if config.metrics is not None and not config.auth.metrics and not parse_endpoint(config.metrics).is_loopback:
         yield f"metrics on {config.metrics}: the whole network can see models, engines and tenants; see auth.metrics"
     if config.region_size > memory_bytes() // 2:
         yield f"region_size = {format_size(config.region_size)} is more than half of this machine's memory"
-
-
-def _collector_url(text: str | None) -> str | None:
-    if text is None or text.lower() in _OFF:
-        return None
-    scheme, _, address = text.partition("://")
-    if scheme not in ("http", "https") or parse_endpoint(address).is_unix:
-        raise ValueError("must be http://HOST:PORT, or https://HOST:PORT for TLS")
-    return text
-
-
-def _metrics_address(text: str | None) -> str | None:
-    if text is None or text.lower() in _OFF:
-        return None
-    endpoint = parse_endpoint(text)
-    if endpoint.is_unix:
-        raise ValueError("must be HOST:PORT: Prometheus cannot scrape a Unix socket")
-    return str(endpoint)
