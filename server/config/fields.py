@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,9 +16,24 @@ from typing import Annotated, Any
 import msgspec
 
 from .schema import Config, TenantConfig, TierConfig
+from .toml import toml_text
 from .units import format_duration, format_size, parse_duration, parse_size
 
-__all__ = ["LISTS", "SETTINGS", "TABLES", "TENANT_SETTINGS", "TIER_SETTINGS", "Setting", "nearest"]
+__all__ = [
+    "LISTS",
+    "SETTINGS",
+    "TABLES",
+    "TENANT_SETTINGS",
+    "TIER_SETTINGS",
+    "Setting",
+    "TableError",
+    "nearest",
+    "read_table",
+]
+
+
+class TableError(ValueError):
+    """Problem in the table of one tier or tenant; the message starts with the key of the setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +122,23 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {matches[0]}?" if matches else ""
 
 
+def read_table(table: Mapping[str, Any], settings: Mapping[str, Setting], prefix: str = "") -> dict[str, Any]:
+    """Returns the checked values of a table. `prefix` precedes each key in the message of an error.
+
+    Raises `TableError`.
+    """
+    for key in table:
+        if key not in settings:
+            raise TableError(f"{prefix}{key}: no such setting{nearest(key, settings)}")
+    values = {}
+    for key, value in table.items():
+        try:
+            values[key] = settings[key].read(value)
+        except ValueError as error:
+            raise TableError(f"{prefix}{key} = {toml_text(value)}: {error}") from None
+    return values
+
+
 _TYPE_NAMES: dict[Any, str] = {
     int: "a whole number",
     str: "text",
@@ -145,17 +177,13 @@ def _settings_of(struct: type[msgspec.Struct], prefix: str = "") -> dict[str, Se
     return found
 
 
-def _tables(keys: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(key.partition(".")[0] for key in keys if "." in key))
-
-
 SETTINGS: dict[str, Setting] = _settings_of(Config)
 """All settings by key, in the order of the documentation. Each name in `LISTS` is one setting."""
 
 LISTS = ("tiers", "tenants")
 """Settings whose value is a list of tables or a table of tables."""
 
-TABLES: tuple[str, ...] = _tables(SETTINGS)
+TABLES: tuple[str, ...] = tuple(dict.fromkeys(key.partition(".")[0] for key in SETTINGS if "." in key))
 """Names of the tables of the file: "log", "limits", …"""
 
 TIER_SETTINGS: dict[str, Setting] = _settings_of(TierConfig)

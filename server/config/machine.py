@@ -8,7 +8,7 @@ import resource
 import shutil
 from pathlib import Path
 
-__all__ = ["allow_descriptors", "disk_bytes", "memory_bytes"]
+__all__ = ["allow_descriptors", "disk_bytes", "existing_directory", "memory_bytes"]
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -22,14 +22,19 @@ def memory_bytes() -> int:
         return physical
 
 
+def existing_directory(path: Path) -> Path:
+    """Returns the path if it is a directory, otherwise its nearest parent that is one."""
+    while not path.is_dir() and path != path.parent:
+        path = path.parent
+    return path
+
+
 def disk_bytes(directory: Path) -> int:
     """Returns the maximum size of a directory: free disk space plus the size of the present files.
 
     The directory and its parents may be missing.
     """
-    existing = directory
-    while not existing.is_dir() and existing != existing.parent:
-        existing = existing.parent
+    existing = existing_directory(directory)
     occupied = 0
     if existing == directory:
         occupied = sum(entry.stat().st_blocks * 512 for entry in os.scandir(directory) if entry.is_file())

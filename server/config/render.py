@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -30,7 +30,8 @@ def to_toml(loaded: Loaded) -> str:
     for tier in loaded.config.tiers:
         lines += ["", f"[[tiers]]  # {loaded.origins['tiers']}", *_toml_tier(tier)]
     for tenant in loaded.config.tenants:
-        lines += ["", f"[tenants.{toml_text(tenant.name)}]  # {loaded.origins['tenants']}", *_toml_tenant(tenant)]
+        lines += ["", f"[tenants.{toml_text(tenant.name)}]  # {loaded.origins['tenants']}"]
+        lines += [f"{key} = {toml_text(value)}" for key, value in _amounts(tenant).items()]
     return "\n".join(lines) + "\n"
 
 
@@ -52,15 +53,10 @@ def reference() -> str:
         f"| `{setting.key}` | `{setting.variable}` | {_default_text(setting)} | {_meaning(setting)} |"
         for setting in SETTINGS.values()
     ]
-    lines += ["", "Settings of each `[[tiers]]` table:", "", "| setting | default | meaning |", "|---|---|---|"]
-    lines += _rows(TIER_SETTINGS)
-    lines += ["", "Settings of each `[tenants.NAME]` table:", "", "| setting | default | meaning |", "|---|---|---|"]
-    lines += _rows(TENANT_SETTINGS)
+    for table, settings in (("[[tiers]]", TIER_SETTINGS), ("[tenants.NAME]", TENANT_SETTINGS)):
+        lines += ["", f"Settings of each `{table}` table:", "", "| setting | default | meaning |", "|---|---|---|"]
+        lines += [f"| `{key}` | {_default_text(setting)} | {_meaning(setting)} |" for key, setting in settings.items()]
     return "\n".join(lines) + "\n"
-
-
-def _rows(settings: Mapping[str, Setting]) -> list[str]:
-    return [f"| `{key}` | {_default_text(setting)} | {_meaning(setting)} |" for key, setting in settings.items()]
 
 
 def _value(loaded: Loaded, key: str) -> Any:
@@ -87,19 +83,17 @@ def _toml_tier(tier: TierConfig) -> Iterator[str]:
 
 def _amounts(tenant: TenantConfig) -> dict[str, dict[str, Any]]:
     """Returns a tenant's settings. Sizes are text with a unit, other rates are plain numbers."""
-    amounts = {key: getattr(tenant, key) for key in TENANT_SETTINGS if key != "rates"}
-    given: dict[str, dict[str, Any]]
-    given = {key: {tier: str(amount) for tier, amount in value.items()} for key, value in amounts.items()}
+    given: dict[str, dict[str, Any]] = {
+        key: {tier: str(amount) for tier, amount in getattr(tenant, key).items()}
+        for key in TENANT_SETTINGS
+        if key != "rates"
+    }
     given["rates"] = {
         key: SETTINGS[f"rates.{key}"].show(rate) if SETTINGS[f"rates.{key}"].unit else rate
         for key, rate in msgspec.structs.asdict(tenant.rates).items()
         if rate is not None
     }
     return {key: value for key, value in given.items() if value}
-
-
-def _toml_tenant(tenant: TenantConfig) -> list[str]:
-    return [f"{key} = {toml_text(value)}" for key, value in _amounts(tenant).items()]
 
 
 def _toml_value(setting: Setting, value: Any) -> str:

@@ -10,23 +10,16 @@ from ...tiers.base import SecondaryTier
 from ...tiers.core.settings import CPU_TIER, TierSettings
 from ...tiers.eviction.quotas import QuotaError, Quotas, Tenant
 from ...tiers.types import TENANT_TAG_BYTES
-from .fields import SETTINGS, TENANT_SETTINGS, nearest
+from .fields import SETTINGS, TENANT_SETTINGS, TableError, nearest, read_table
 from .schema import Amount, Config, RateConfig, TenantConfig, TierConfig
 from .toml import toml_text
 from .units import human_size, parse_size
 
 __all__ = ["quota_error_text", "read_tenants", "tenant_tag", "tier_settings"]
 
-
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
-
-
 _USABLE = {"lmdb": 0.8, "disk": 0.9}
 """Fraction of a tier's size that blocks can use, before the open tier reports its capacity."""
-
-
-class _Problem(ValueError):
-    """Problem in the table of one tenant; the message starts with the key of the setting."""
 
 
 def read_tenants(
@@ -41,10 +34,10 @@ def read_tenants(
     for name, table in tables.items():
         try:
             tenants.append(_read_tenant(name, table, names))
-        except _Problem as error:
+        except TableError as error:
             problems.append(f"[tenants.{name}] {error}")
     if not problems:
-        capacities = {CPU_TIER: region_size} | {tier.name: _usable_bytes(tier) for tier in tiers}
+        capacities = {CPU_TIER: region_size} | {tier.name: int(tier.size * _USABLE.get(tier.type, 1)) for tier in tiers}
         problems += _conflicts(tenants, capacities)
     return tuple(tenants), problems
 
@@ -77,31 +70,23 @@ def quota_error_text(error: ValueError) -> str:
 
 def _read_tenant(name: str, table: object, tiers: Sequence[str]) -> TenantConfig:
     if not isinstance(table, Mapping):
-        raise _Problem("must be a table")
+        raise TableError("must be a table")
     if not name:
-        raise _Problem("a tenant must have a name; clients without a tenant share the space without a quota")
+        raise TableError("a tenant must have a name; clients without a tenant share the space without a quota")
     for key in table:
         if key not in TENANT_SETTINGS:
-            raise _Problem(f"{key}: no such setting{nearest(key, TENANT_SETTINGS)}")
+            raise TableError(f"{key}: no such setting{nearest(key, TENANT_SETTINGS)}")
     if not table:
-        raise _Problem("must have quota, limit or rates")
+        raise TableError("must have quota, limit or rates")
     amounts = {key: _read_amounts(key, value, tiers) for key, value in table.items() if key != "rates"}
     return TenantConfig(name=name, **amounts, rates=_read_rates(table.get("rates", {})))
 
 
 def _read_rates(table: object) -> RateConfig:
     if not isinstance(table, Mapping):
-        raise _Problem("rates: must be a table")
-    known = [key.removeprefix("rates.") for key in SETTINGS if key.startswith("rates.")]
-    values = {}
-    for key, value in table.items():
-        if key not in known:
-            raise _Problem(f"rates.{key}: no such setting{nearest(key, known)}")
-        try:
-            values[key] = SETTINGS[f"rates.{key}"].read(value)
-        except ValueError as error:
-            raise _Problem(f"rates.{key} = {toml_text(value)}: {error}") from None
-    return RateConfig(**values)
+        raise TableError("rates: must be a table")
+    settings = {key.removeprefix("rates."): setting for key, setting in SETTINGS.items() if key.startswith("rates.")}
+    return RateConfig(**read_table(table, settings, "rates."))
 
 
 def _read_amounts(key: str, value: object, tiers: Sequence[str]) -> dict[str, Amount]:
@@ -109,11 +94,11 @@ def _read_amounts(key: str, value: object, tiers: Sequence[str]) -> dict[str, Am
     if isinstance(value, Mapping):
         for tier in value:
             if tier not in tiers:
-                raise _Problem(f"{key}: there is no tier {tier}; there are {', '.join(tiers)}{nearest(tier, tiers)}")
+                raise TableError(f"{key}: there is no tier {tier}; there are {', '.join(tiers)}{nearest(tier, tiers)}")
         return {tier: _read_amount(f"{key}.{tier}", amount) for tier, amount in value.items()}
     amount = _read_amount(key, value)
     if amount.part is None:
-        raise _Problem(
+        raise TableError(
             f'{key}: a size needs a tier: write it like {{{CPU_TIER} = "2GiB"}}, or write "25%" for all tiers'
         )
     return dict.fromkeys(tiers, amount)
@@ -125,16 +110,12 @@ def _read_amount(key: str, value: object) -> Amount:
         try:
             return Amount(parse_size(value))
         except ValueError:
-            raise _Problem(
+            raise TableError(
                 f'{key} = {toml_text(value)}: must be a size like "2GiB", or a fraction of a tier like "25%"'
             ) from None
     if float(match[1]) > 100:
-        raise _Problem(f"{key} = {toml_text(value)}: must be at most 100%")
+        raise TableError(f"{key} = {toml_text(value)}: must be at most 100%")
     return Amount(part=float(match[1]) / 100)
-
-
-def _usable_bytes(tier: TierConfig) -> int:
-    return int(tier.size * _USABLE.get(tier.type, 1))
 
 
 def _tenants(tenants: Sequence[TenantConfig], capacities: Mapping[str, int]) -> list[Tenant]:

@@ -7,24 +7,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .fields import TIER_SETTINGS, nearest
+from .fields import TIER_SETTINGS, TableError, nearest, read_table
 from .machine import disk_bytes
 from .schema import TierConfig
-from .toml import toml_text
 from .units import GIB, MIB
 
-__all__ = ["BUILT_IN_TYPES", "default_size", "default_tiers", "read_tiers"]
+__all__ = ["default_tiers", "read_tiers"]
 
-BUILT_IN_TYPES = ("lmdb", "disk")
+_BUILT_IN_TYPES = ("lmdb", "disk")
 """Tier types that are part of kvtier. The CPU tier always exists and has no table."""
 
 _DEFAULT_SIZE = 16 * GIB
+"""Default size of a tier, unless half of the free disk space is less."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 _CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
-
-
-class _Problem(ValueError):
-    """Problem in the table of one tier; the message starts with the key of the setting."""
 
 
 def default_tiers(data_dir: Path) -> tuple[TierConfig, ...]:
@@ -41,48 +37,33 @@ def read_tiers(tables: object, data_dir: Path) -> tuple[tuple[TierConfig, ...], 
     for number, table in enumerate(tables, start=1):
         try:
             tiers.append(_read_tier(table, data_dir))
-        except _Problem as error:
+        except TableError as error:
             problems.append(f"tiers, number {number}: {error}")
     return tuple(tiers), problems + list(_collisions(tiers))
 
 
 def _read_tier(table: Mapping[str, Any], data_dir: Path) -> TierConfig:
-    for key in table:
-        if key not in TIER_SETTINGS:
-            raise _Problem(f"{key}: no such setting{nearest(key, TIER_SETTINGS)}")
-    given = {key: _read(key, value) for key, value in table.items()}
+    given = read_table(table, TIER_SETTINGS)
     if "type" not in given:
-        raise _Problem(f"type: must be given: {' or '.join(BUILT_IN_TYPES)}, or module:Class")
+        raise TableError(f"type: must be given: {' or '.join(_BUILT_IN_TYPES)}, or module:Class")
     tier_type: str = given["type"]
     _check_type(tier_type, given)
     name: str = given.setdefault("name", tier_type.rpartition(":")[2].lower())
     if not _NAME.fullmatch(name) or name == "cpu":
-        raise _Problem(f'name = "{name}": must be 1 to 32 characters of a-z, 0-9, _ and -, and must not be "cpu"')
+        raise TableError(f'name = "{name}": must be 1 to 32 characters of a-z, 0-9, _ and -, and must not be "cpu"')
     path: Path = given.setdefault("path", data_dir / name)
     if "size" not in given:
-        given["size"] = default_size(path)
+        given["size"] = max(MIB, min(_DEFAULT_SIZE, disk_bytes(path) // 2 // MIB * MIB))
     return TierConfig(**given)
 
 
-def default_size(path: Path) -> int:
-    """Returns 16 GiB, but at most half of the free disk space, in whole MiB and at least 1 MiB."""
-    return max(MIB, min(_DEFAULT_SIZE, disk_bytes(path) // 2 // MIB * MIB))
-
-
-def _read(key: str, value: object) -> Any:
-    try:
-        return TIER_SETTINGS[key].read(value)
-    except ValueError as error:
-        raise _Problem(f"{key} = {toml_text(value)}: {error}") from None
-
-
 def _check_type(tier_type: str, given: Mapping[str, Any]) -> None:
-    if tier_type in BUILT_IN_TYPES:
+    if tier_type in _BUILT_IN_TYPES:
         if given.get("options"):
-            raise _Problem(f"options: a tier of type {tier_type} has none; only module:Class tiers have options")
+            raise TableError(f"options: a tier of type {tier_type} has none; only module:Class tiers have options")
     elif not _CLASS.fullmatch(tier_type):
-        hint = nearest(tier_type, BUILT_IN_TYPES)
-        raise _Problem(f'type = "{tier_type}": must be {" or ".join(BUILT_IN_TYPES)}, or module:Class{hint}')
+        hint = nearest(tier_type, _BUILT_IN_TYPES)
+        raise TableError(f'type = "{tier_type}": must be {" or ".join(_BUILT_IN_TYPES)}, or module:Class{hint}')
 
 
 def _collisions(tiers: Sequence[TierConfig]) -> Iterator[str]:
