@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 
@@ -59,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
             continue
         for finding in _findings(check, context):
             failed = failed or finding.verdict is Verdict.FAIL
-            results.append({"check": name, **_values(finding)})
+            results.append({"check": name, **dataclasses.asdict(finding)})
             if not options.json:
                 _show(console, name, finding)
     if options.json:
@@ -129,10 +130,6 @@ def _capabilities(endpoint: Endpoint, timeout: float) -> CapabilitiesResponse:
         except grpc.RpcError as error:
             raise error_of(error, endpoint, timeout) from None
     return answer
-
-
-def _values(finding: CheckResult) -> dict[str, str]:
-    return {"verdict": finding.verdict.value, "seen": finding.seen, "why": finding.why, "do": finding.do}
 
 
 def _show(console: Console, name: str, finding: CheckResult) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import statistics
@@ -11,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..config.machine import disk_bytes
+from ..config.machine import disk_bytes, existing_directory
 from ..config.units import MIB, human_size
 from . import machine
 from .finding import CheckContext, CheckResult, fail, ok, warn
@@ -38,7 +37,7 @@ def disks(context: CheckContext) -> Iterator[CheckResult]:
         yield ok("no tiers below the CPU tier")
     measured: set[int] = set()
     for tier in context.config.tiers:
-        directory = _existing(tier.path)
+        directory = existing_directory(tier.path)
         what = f"tier {tier.name} ({tier.path})"
         if not os.access(directory, os.W_OK | os.X_OK):
             yield fail(
@@ -53,12 +52,6 @@ def disks(context: CheckContext) -> Iterator[CheckResult]:
         if context.measure_disks and device not in measured:
             measured.add(device)
             yield _speed(what, directory)
-
-
-def _existing(path: Path) -> Path:
-    while not path.is_dir() and path != path.parent:
-        path = path.parent
-    return path
 
 
 def _file_system(what: str, directory: Path) -> Iterator[CheckResult]:
@@ -103,8 +96,8 @@ def _room(what: str, path: Path, size: int) -> Iterator[CheckResult]:
 def _speed(what: str, directory: Path) -> CheckResult:
     """Measures the disk with an unnamed file, which the kernel removes when this process ends."""
     try:
-        with _unnamed(directory) as descriptor:
-            rate, latency = _write(descriptor), _sync(descriptor)
+        with tempfile.TemporaryFile(buffering=0, dir=directory, prefix="kvtier-doctor-") as file:
+            rate, latency = _write(file.fileno()), _sync(file.fileno())
     except OSError as error:
         return fail(
             f"{what}: a file of {human_size(_CHUNK)} cannot be written: {error.strerror}",
@@ -119,19 +112,6 @@ def _speed(what: str, directory: Path) -> CheckResult:
             "use a local NVMe disk; measure again while nothing else uses the disk",
         )
     return ok(seen)
-
-
-@contextlib.contextmanager
-def _unnamed(directory: Path) -> Iterator[int]:
-    try:
-        descriptor = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError:  # the file system does not support unnamed files
-        descriptor, name = tempfile.mkstemp(dir=directory, prefix="kvtier-doctor-")
-        os.unlink(name)  # noqa: PTH108 - beside the other calls of os
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def _write(descriptor: int) -> float:
