@@ -12,30 +12,26 @@ import os
 import sys
 from collections.abc import Sequence
 
-from .commands.console import EXIT_CONFIG, EXIT_FAILURE, EXIT_UNREACHABLE, EXIT_USAGE, refuse
+from .commands.console import EXIT_FAILURE, refuse
 from .commands.parser import new_parser
 
-__all__ = ["EXIT_CONFIG", "EXIT_FAILURE", "EXIT_UNREACHABLE", "EXIT_USAGE", "main", "set_credentials"]
+__all__ = ["main", "set_credentials"]
 
-_COMMANDS = f"{__package__}.commands"
 _MODULES = {"tiers": "status", "sessions": "status"}
 """Module of each command that shares a module. Other modules have the name of their command."""
 _OF_THE_SERVER = frozenset(
     {"grpc_health", "grpc_reflection", "lmdb", "msgspec", "prometheus_client", "rich", "shtab", "structlog"}
 )
 """Packages that are missing if only the client is installed."""
-_CREDENTIALS = {"ca": "KVTIER_CA", "cert": "KVTIER_CERT", "key": "KVTIER_KEY", "token_file": "KVTIER_TOKEN_FILE"}
-"""Environment variable set by each credential flag."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs `kvtier` with these arguments (default: `sys.argv`); returns the exit code."""
     options = new_parser().parse_args(arguments)
     set_credentials(options)
+    module = _MODULES.get(options.command, options.command)
     try:
-        code: int = importlib.import_module(f"{_COMMANDS}.{_MODULES.get(options.command, options.command)}").run(
-            options
-        )
+        code: int = importlib.import_module(f".commands.{module}", __package__).run(options)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has closed the pipe, as in `kvtier config | head`
         _forget_output()
@@ -56,11 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def set_credentials(options: argparse.Namespace) -> None:
     """Copies the credential flags into the environment, from which connections read them."""
-    for name, variable in _CREDENTIALS.items():
+    from ..protos.endpoint import CREDENTIAL_VARIABLES
+
+    for name in ("ca", "cert", "key", "token_file"):
         if getattr(options, name, None) is not None:
-            os.environ[variable] = getattr(options, name)
+            os.environ[CREDENTIAL_VARIABLES[name]] = getattr(options, name)
             if name == "token_file":
-                os.environ.pop("KVTIER_TOKEN", None)  # it would take precedence
+                os.environ.pop(CREDENTIAL_VARIABLES["token"], None)  # it would take precedence
 
 
 def _forget_output() -> None:

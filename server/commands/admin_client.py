@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's log lines would mix with the output
 
 import grpc
+from google.protobuf.message import Message
 from rich.console import Console
 
 from ...protos.credentials import Credentials, CredentialsError
@@ -17,7 +18,8 @@ from ...protos.endpoint import Endpoint, EndpointError, client_endpoint
 from ...protos.error_reasons import reason_of
 from ...protos.v1.admin_pb2 import GetStatusRequest, GetStatusResponse
 from ...protos.v1.admin_pb2_grpc import AdminServiceStub
-from .console import EXIT_FAILURE, EXIT_UNREACHABLE, EXIT_USAGE, refuse
+from ..config.units import seconds_of
+from .console import EXIT_FAILURE, EXIT_UNREACHABLE, EXIT_USAGE, print_line, refuse
 
 __all__ = [
     "AdminClientError",
@@ -27,6 +29,7 @@ __all__ = [
     "channel_to",
     "error_of",
     "follow",
+    "json_values",
     "plain_console",
     "refuse_error",
     "show_answer",
@@ -98,16 +101,42 @@ def follow(endpoint: Endpoint, method: str, request: Any, timeout: float) -> Gen
 
 
 def show_answer(
-    options: argparse.Namespace, fetch: Callable[[Endpoint, float], Any], show: Callable[[Any, Endpoint], None]
+    options: argparse.Namespace,
+    fetch: Callable[[Endpoint, float], Any],
+    to_json: Callable[[Any], str],
+    show: Callable[[Any, Endpoint], None],
 ) -> int:
-    """Calls the server at `options.endpoint` and shows the answer; returns the exit code."""
+    """Calls the server at `options.endpoint`; shows the answer, or prints it as JSON.
+
+    Returns the exit code.
+    """
     try:
         endpoint = client_endpoint(options.endpoint)
         answer = fetch(endpoint, options.timeout)
     except (EndpointError, AdminClientError) as error:
         return refuse_error(error)
-    show(answer, endpoint)
+    if options.json:
+        print_line(to_json(answer))
+    else:
+        show(answer, endpoint)
     return 0
+
+
+def json_values(message: Message, **names: Mapping[Any, str]) -> dict[str, Any]:
+    """Returns the fields of a message for JSON: durations in seconds, enum values by their name.
+
+    `names` maps the values of each field with an enum type to their names.
+    """
+    values: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.name in names:
+            values[field.name] = names[field.name].get(value, "unknown")
+        elif field.message_type is not None:
+            values[f"{field.name}_seconds"] = seconds_of(value)
+        else:
+            values[field.name] = value
+    return values
 
 
 def refuse_error(error: EndpointError | AdminClientError) -> int:

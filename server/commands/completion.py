@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from .console import EXIT_FAILURE, print_line, refuse
+import shtab
+
+from .console import print_line
 from .parser import new_parser
 
 __all__ = ["run"]
 
 
 def run(options: argparse.Namespace) -> int:
-    try:
-        import shtab
-    except ImportError:
-        return refuse(["shtab is missing: pip install 'kvtier[server]'"], EXIT_FAILURE)
     print_line(shtab.complete(new_parser(), shell=options.shell).rstrip())
     return 0

@@ -7,9 +7,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console
-
-from ...protos.endpoint import Endpoint
 from ...protos.v1.admin_pb2 import (
     ClaimOutcome,
     ExplainRequestRequest,
@@ -23,11 +20,11 @@ from ...protos.v1.admin_pb2 import (
 from ...protos.v1.cache_pb2 import OffloadPolicy
 from ...protos.v1.handoff_pb2 import PublishStatus
 from ..config.units import human_age, seconds_of
+from ..telemetry.status import enum_name
 from .admin_client import ask, plain_console, show_answer
-from .console import print_line
 from .handoffs import DIRECTIONS
 
-__all__ = ["run", "show", "to_json"]
+__all__ = ["run", "to_json"]
 
 _WHY = {
     "never_stored": "the server has no record of a store of these blocks",
@@ -64,16 +61,13 @@ _ENDED = {
 
 
 def run(options: argparse.Namespace) -> int:
-    request_id: str = options.request
-
-    def fetch(endpoint: Endpoint, timeout: float) -> Any:
-        request = ExplainRequestRequest(request_id=request_id, engine_id=options.engine)
-        return ask(endpoint, "ExplainRequest", request, timeout)
-
-    def display(answer: Any, _: Endpoint) -> None:
-        print_line(to_json(answer, request_id)) if options.json else show(answer, request_id)
-
-    return show_answer(options, fetch, display)
+    request = ExplainRequestRequest(request_id=options.request, engine_id=options.engine)
+    return show_answer(
+        options,
+        lambda endpoint, timeout: ask(endpoint, "ExplainRequest", request, timeout),
+        lambda answer: to_json(answer, options.request),
+        lambda answer, _: _show(answer, options.request),
+    )
 
 
 def to_json(answer: ExplainRequestResponse, request_id: str) -> str:
@@ -94,8 +88,8 @@ def to_json(answer: ExplainRequestResponse, request_id: str) -> str:
     )
 
 
-def show(answer: ExplainRequestResponse, request_id: str, console: Console | None = None) -> None:
-    console = console or plain_console()
+def _show(answer: ExplainRequestResponse, request_id: str) -> None:
+    console = plain_console()
     state = "finished" if answer.finished else "not finished"
     heard = f"last seen {human_age(seconds_of(answer.age))} ago"
     console.print(f"request {request_id} of engine {answer.engine_id}: {state}, {heard}", markup=False)
@@ -116,14 +110,14 @@ def show(answer: ExplainRequestResponse, request_id: str, console: Console | Non
 def _publication(hold: HoldExplained) -> str:
     when = f"{human_age(seconds_of(hold.age))} ago"
     what = f"{DIRECTIONS.get(hold.direction, '?')}, {hold.blocks} blocks of {hold.num_tokens} tokens"
-    status = _name(PublishStatus, "PUBLISH_STATUS_", hold.status)
+    status = enum_name(PublishStatus, "PUBLISH_STATUS_", hold.status)
     if status != "published":
         return f"declined {when} ({what}): {_DECLINED.get(status, status)}"
     pending = f", {hold.pending_blocks} of them not yet stored" if hold.pending_blocks else ""
     claims = f"claimed {hold.claims} times, {hold.claimed_blocks} blocks" if hold.claims else "never claimed"
     end = "is still held"
     if hold.end:
-        name = _name(HoldEnd, "HOLD_END_", hold.end)
+        name = enum_name(HoldEnd, "HOLD_END_", hold.end)
         end = f"{_ENDED.get(name, name)} {human_age(seconds_of(hold.end_age))} ago"
     return f"published {when} ({what}{pending}): {claims}, {end}"
 
@@ -136,7 +130,7 @@ def _kind(lookup: LookupExplained) -> str:
 
 def _lines(lookup: LookupExplained) -> Iterator[str]:
     if lookup.claim_outcome:
-        outcome = _name(ClaimOutcome, "CLAIM_OUTCOME_", lookup.claim_outcome)
+        outcome = enum_name(ClaimOutcome, "CLAIM_OUTCOME_", lookup.claim_outcome)
         yield _CLAIMED.get(outcome, outcome)
         if outcome != "held":
             return
@@ -159,7 +153,7 @@ def _outcome(span: KeySpan) -> str:
         case "hit_tier":
             return f"hit in {span.hit_tier}"
         case "miss_reason":
-            reason = _reason(span.miss_reason)
+            reason = enum_name(MissReason, "MISS_REASON_", span.miss_reason)
             return f"miss, {reason}: {_WHY.get(reason, 'a reason that this version of kvtier does not know')}"
         case _:
             return "a tier had not answered yet"
@@ -173,7 +167,7 @@ def _lookup_values(lookup: LookupExplained) -> dict[str, Any]:
         if kind == "hit_tier":
             met = {"hit_tier": span.hit_tier}
         elif kind == "miss_reason":
-            met = {"miss_reason": _reason(span.miss_reason)}
+            met = {"miss_reason": enum_name(MissReason, "MISS_REASON_", span.miss_reason)}
         spans.append({"keys": span.keys} | met)
     values = {
         "age_seconds": seconds_of(lookup.age),
@@ -187,7 +181,7 @@ def _claim_values(lookup: LookupExplained) -> dict[str, Any]:
     return {
         "engine_id": lookup.hold.engine_id,
         "request_id": lookup.hold.request_id,
-        "outcome": _name(ClaimOutcome, "CLAIM_OUTCOME_", lookup.claim_outcome),
+        "outcome": enum_name(ClaimOutcome, "CLAIM_OUTCOME_", lookup.claim_outcome),
         "unwanted_blocks": lookup.unwanted_blocks,
     }
 
@@ -197,21 +191,11 @@ def _hold_values(hold: HoldExplained) -> dict[str, Any]:
     return {
         "age_seconds": seconds_of(hold.age),
         "direction": DIRECTIONS.get(hold.direction, "unknown"),
-        "status": _name(PublishStatus, "PUBLISH_STATUS_", hold.status),
+        "status": enum_name(PublishStatus, "PUBLISH_STATUS_", hold.status),
         **{name: getattr(hold, name) for name in names},
-        "end": _name(HoldEnd, "HOLD_END_", hold.end) if hold.end else None,
+        "end": enum_name(HoldEnd, "HOLD_END_", hold.end) if hold.end else None,
         "end_age_seconds": seconds_of(hold.end_age) if hold.end else None,
     }
-
-
-def _reason(number: int) -> str:
-    return _name(MissReason, "MISS_REASON_", number)
-
-
-def _name(enum: Any, prefix: str, number: int) -> str:
-    """Returns the short name of an enum value, or the number if this version has no such value."""
-    names: dict[int, str] = {value.number: value.name for value in enum.DESCRIPTOR.values}
-    return names.get(number, f"{number}").removeprefix(prefix).lower()
 
 
 def _policy(policy: OffloadPolicy) -> str:

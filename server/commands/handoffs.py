@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
-
-from rich.console import Console
 
 from ...protos.endpoint import Endpoint
-from ...protos.v1.admin_pb2 import HandoffStatus, HandoffTotals, ListHandoffsRequest, ListHandoffsResponse
+from ...protos.v1.admin_pb2 import ListHandoffsRequest, ListHandoffsResponse
 from ...protos.v1.handoff_pb2 import HandoffDirection
 from ..config.units import human_age, human_size, seconds_of
-from .admin_client import ask, plain_console, show_answer
-from .console import EXIT_USAGE, print_line, refuse
+from .admin_client import ask, json_values, plain_console, show_answer
+from .console import EXIT_USAGE, refuse
 from .tables import ResponsiveTable
 
-__all__ = ["DIRECTIONS", "run", "show", "to_json"]
+__all__ = ["DIRECTIONS", "run", "to_json"]
 
 DIRECTIONS = {
     HandoffDirection.HANDOFF_DIRECTION_PREFILL_TO_DECODE: "prefill to decode",
@@ -27,14 +24,10 @@ DIRECTIONS = {
 def run(options: argparse.Namespace) -> int:
     if not 0 <= options.most < 1 << 32:
         return refuse([f"--most {options.most}: must be 0 or more"], EXIT_USAGE)
-
-    def fetch(endpoint: Endpoint, timeout: float) -> Any:
-        return ask(endpoint, "ListHandoffs", ListHandoffsRequest(max_handoffs=options.most), timeout)
-
-    def display(answer: Any, _: Endpoint) -> None:
-        print_line(to_json(answer)) if options.json else show(answer)
-
-    return show_answer(options, fetch, display)
+    request = ListHandoffsRequest(max_handoffs=options.most)
+    return show_answer(
+        options, lambda endpoint, timeout: ask(endpoint, "ListHandoffs", request, timeout), to_json, _show
+    )
 
 
 def to_json(answer: ListHandoffsResponse) -> str:
@@ -42,14 +35,14 @@ def to_json(answer: ListHandoffsResponse) -> str:
     values = {
         "total": answer.total,
         "held_bytes": answer.held_bytes,
-        "handoffs": [_values(hold) for hold in answer.handoffs],
-        "totals": [_values(totals) for totals in answer.totals],
+        "handoffs": [json_values(hold, direction=DIRECTIONS) for hold in answer.handoffs],
+        "totals": [json_values(totals, direction=DIRECTIONS) for totals in answer.totals],
     }
     return json.dumps(values, indent=2)
 
 
-def show(answer: ListHandoffsResponse, console: Console | None = None) -> None:
-    console = console or plain_console()
+def _show(answer: ListHandoffsResponse, _: Endpoint) -> None:
+    console = plain_console()
     console.print(_holds(answer) if answer.handoffs else "no request is held")
     if answer.total > len(answer.handoffs):
         console.print(f"the oldest {len(answer.handoffs):,} of {answer.total:,}")
@@ -93,16 +86,3 @@ def _totals(answer: ListHandoffsResponse) -> ResponsiveTable:
             f"{totals.dropped:,}",
         )
     return table
-
-
-def _values(message: HandoffStatus | HandoffTotals) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for field in message.DESCRIPTOR.fields:
-        value = getattr(message, field.name)
-        if field.name == "direction":
-            values[field.name] = DIRECTIONS.get(value, "unknown")
-        elif field.message_type is not None:
-            values[f"{field.name}_seconds"] = seconds_of(value)
-        else:
-            values[field.name] = value
-    return values

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
-
-from rich.console import Console
 
 from ...protos.endpoint import Endpoint
-from ...protos.v1.admin_pb2 import LeaseKind, LeaseStatus, ListLeasesRequest, ListLeasesResponse
+from ...protos.v1.admin_pb2 import LeaseKind, ListLeasesRequest, ListLeasesResponse
 from ..config.units import human_age, human_size, seconds_of
-from .admin_client import ask, plain_console, show_answer
-from .console import EXIT_USAGE, print_line, refuse
+from .admin_client import ask, json_values, plain_console, show_answer
+from .console import EXIT_USAGE, refuse
 from .tables import ResponsiveTable
 
-__all__ = ["run", "show", "to_json"]
+__all__ = ["run", "to_json"]
 
 _KINDS = {LeaseKind.LEASE_KIND_READ: "read", LeaseKind.LEASE_KIND_WRITE: "write"}
 
@@ -23,23 +20,18 @@ _KINDS = {LeaseKind.LEASE_KIND_READ: "read", LeaseKind.LEASE_KIND_WRITE: "write"
 def run(options: argparse.Namespace) -> int:
     if not 0 <= options.most < 1 << 32:
         return refuse([f"--most {options.most}: must be 0 or more"], EXIT_USAGE)
-
-    def fetch(endpoint: Endpoint, timeout: float) -> Any:
-        return ask(endpoint, "ListLeases", ListLeasesRequest(max_leases=options.most), timeout)
-
-    def display(answer: Any, _: Endpoint) -> None:
-        print_line(to_json(answer)) if options.json else show(answer)
-
-    return show_answer(options, fetch, display)
+    request = ListLeasesRequest(max_leases=options.most)
+    return show_answer(options, lambda endpoint, timeout: ask(endpoint, "ListLeases", request, timeout), to_json, _show)
 
 
 def to_json(answer: ListLeasesResponse) -> str:
     """Returns the leases as JSON, with the fields of `kvtier/v1/admin.proto`; times in seconds."""
-    return json.dumps({"total": answer.total, "leases": [_values(lease) for lease in answer.leases]}, indent=2)
+    leases = [json_values(lease, kind=_KINDS) for lease in answer.leases]
+    return json.dumps({"total": answer.total, "leases": leases}, indent=2)
 
 
-def show(answer: ListLeasesResponse, console: Console | None = None) -> None:
-    console = console or plain_console()
+def _show(answer: ListLeasesResponse, _: Endpoint) -> None:
+    console = plain_console()
     if not answer.leases:
         console.print("no leases")
         return
@@ -62,16 +54,3 @@ def show(answer: ListLeasesResponse, console: Console | None = None) -> None:
     console.print(table)
     if answer.total > len(answer.leases):
         console.print(f"the oldest {len(answer.leases):,} of {answer.total:,}")
-
-
-def _values(lease: LeaseStatus) -> dict[str, Any]:
-    values = {
-        field.name: getattr(lease, field.name)
-        for field in lease.DESCRIPTOR.fields
-        if field.name not in ("age", "remaining", "kind")
-    }
-    return values | {
-        "kind": _KINDS.get(lease.kind, "unknown"),
-        "age_seconds": seconds_of(lease.age),
-        "remaining_seconds": seconds_of(lease.remaining),
-    }

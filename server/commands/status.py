@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
 
 from rich.console import Console
 
@@ -13,31 +14,25 @@ from ...protos.v1.admin_pb2 import GetStatusResponse
 from ..config.units import human_age, human_size, seconds_of
 from ..telemetry import status
 from .admin_client import ask_status, plain_console, show_answer
-from .console import print_line
 from .tables import ResponsiveTable
 
 __all__ = ["run", "show"]
 
-_TIER_VALUES = ("tiers", "region", "quarantined_bytes")
-
 
 def run(options: argparse.Namespace) -> int:
     """Prints the view that `options.command` names; returns the exit code."""
+    if options.command == "status":
+        return show_answer(options, ask_status, status.to_json, show)
+    if options.command == "tiers":
+        return show_answer(
+            options, ask_status, partial(_to_json, ("tiers", "region", "quarantined_bytes")), _show_tiers
+        )
+    return show_answer(options, ask_status, partial(_to_json, ("sessions",)), _show_sessions)
 
-    def display(answer: Any, endpoint: Endpoint) -> None:
-        if options.command == "status":
-            print_line(status.to_json(answer)) if options.json else show(answer, endpoint)
-            return
-        values = status.values(answer)
-        if options.command == "tiers":
-            names = {name: values[name] for name in _TIER_VALUES}
-            print_line(json.dumps(names, indent=2)) if options.json else _show_tiers(answer)
-        elif options.json:
-            print_line(json.dumps({"sessions": values["sessions"]}, indent=2))
-        else:
-            plain_console().print(_sessions(answer) if answer.sessions else "no sessions")
 
-    return show_answer(options, ask_status, display)
+def _to_json(names: Sequence[str], answer: GetStatusResponse) -> str:
+    values = status.values(answer)
+    return json.dumps({name: values[name] for name in names}, indent=2)
 
 
 def show(answer: GetStatusResponse, endpoint: Endpoint, console: Console | None = None) -> None:
@@ -122,7 +117,7 @@ def _session_summary(answer: GetStatusResponse) -> ResponsiveTable:
     return table
 
 
-def _show_tiers(answer: GetStatusResponse) -> None:
+def _show_tiers(answer: GetStatusResponse, _: Endpoint) -> None:
     console = plain_console()
     console.print(_tiers(answer))
     console.print(_queues(answer))
@@ -154,6 +149,10 @@ def _placement(answer: GetStatusResponse) -> str:
 
 def _quarantined(separator: str, answer: GetStatusResponse) -> str:
     return f"{separator}{human_size(answer.quarantined_bytes)} in quarantine" if answer.quarantined_bytes else ""
+
+
+def _show_sessions(answer: GetStatusResponse, _: Endpoint) -> None:
+    plain_console().print(_sessions(answer) if answer.sessions else "no sessions")
 
 
 def _sessions(answer: GetStatusResponse) -> ResponsiveTable:

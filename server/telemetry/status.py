@@ -22,7 +22,7 @@ from ...protos.v1.admin_pb2 import (
 from ...protos.v1.handoff_pb2 import HandoffDirection
 from ..config.units import seconds_of
 
-__all__ = ["hit_rate", "session_values", "tier_values", "to_json", "values"]
+__all__ = ["enum_name", "hit_rate", "session_values", "tier_values", "to_json", "values"]
 
 
 def to_json(answer: GetStatusResponse) -> str:
@@ -92,18 +92,18 @@ def _region_values(region: RegionStatus) -> dict[str, Any]:
 
 
 def _miss_values(miss: MissCount) -> dict[str, Any]:
-    return {"reason": _enum_name(MissReason, "MISS_REASON_", miss.reason), "keys": miss.keys}
+    return {"reason": enum_name(MissReason, "MISS_REASON_", miss.reason), "keys": miss.keys}
 
 
 def _handoff_values(totals: HandoffTotals) -> dict[str, Any]:
     shown = [field.name for field in totals.DESCRIPTOR.fields if field.name not in ("direction", "held_time")]
-    return {"direction": _enum_name(HandoffDirection, "HANDOFF_DIRECTION_", totals.direction)} | {
+    return {"direction": enum_name(HandoffDirection, "HANDOFF_DIRECTION_", totals.direction)} | {
         **{name: getattr(totals, name) for name in shown},
         "held_time_seconds": seconds_of(totals.held_time),
     }
 
 
-def _enum_name(enum: Any, prefix: str, number: int) -> str:
+def enum_name(enum: Any, prefix: str, number: int) -> str:
     """Returns the name of an enum value as in metrics, or its number if it is unknown."""
     names: dict[int, str] = {value.number: value.name for value in enum.DESCRIPTOR.values}
     return names.get(number, f"{number}").removeprefix(prefix).lower()

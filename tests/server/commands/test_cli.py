@@ -19,6 +19,7 @@ from google.protobuf.duration_pb2 import Duration
 from kvtier import __version__
 from kvtier.protos.v1 import admin_pb2, admin_pb2_grpc
 from kvtier.server import cli
+from kvtier.server.commands import console
 
 HEAVY = ("grpc", "structlog", "rich", "msgspec", "prometheus_client", "lmdb", "numpy", "torch", "asyncio", "shtab")
 
@@ -119,7 +120,7 @@ class TestStart:
     def test_wrong_usage_exits_with_2(self, arguments: list[str]) -> None:
         with pytest.raises(SystemExit) as ended:
             cli.main(arguments)
-        assert ended.value.code == cli.EXIT_USAGE
+        assert ended.value.code == console.EXIT_USAGE
 
 
 class TestConfig:
@@ -148,7 +149,7 @@ class TestConfig:
     @pytest.mark.parametrize("command", ["config", "serve"])
     def test_an_invalid_configuration_exits_with_78(self, command: str, capsys: pytest.CaptureFixture[str]) -> None:
         """The output is one line per error, without a traceback."""
-        assert cli.main([command, "--region-size", "lots", "--metrics", "x"]) == cli.EXIT_CONFIG
+        assert cli.main([command, "--region-size", "lots", "--metrics", "x"]) == console.EXIT_CONFIG
         lines = capsys.readouterr().err.splitlines()
         assert [line.split(" = ")[0] for line in lines] == [
             "kvtier: error: --region-size: region_size",
@@ -164,7 +165,7 @@ class TestConfig:
         """`kvtier config > file` reports that the disk is full."""
         command = f"{sys.executable} -m kvtier.server config > /dev/full"
         done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=False, timeout=60)
-        assert done.returncode == cli.EXIT_FAILURE
+        assert done.returncode == console.EXIT_FAILURE
         assert done.stderr == "kvtier: error: the output cannot be written: No space left on device\n"
 
 
@@ -196,7 +197,7 @@ class TestStatus:
 
     def test_an_unreachable_server_exits_with_2(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """One line names the default endpoint."""
-        assert cli.main(["status"]) == cli.EXIT_UNREACHABLE
+        assert cli.main(["status"]) == console.EXIT_UNREACHABLE
         assert capsys.readouterr().err == (
             f"kvtier: error: no server answers at unix:{tmp_path}/kvtier/kvtier.sock; is `kvtier serve` running there?\n"
         )
@@ -204,7 +205,7 @@ class TestStatus:
     def test_a_silent_server_times_out(self, serve_status: Any, capsys: pytest.CaptureFixture[str]) -> None:
         """A server that does not answer in time counts as unreachable."""
         endpoint = serve_status(lambda _: time.sleep(1) or status_of_a_busy_server())
-        assert cli.main(["status", "--endpoint", endpoint, "--timeout", "0.2"]) == cli.EXIT_UNREACHABLE
+        assert cli.main(["status", "--endpoint", endpoint, "--timeout", "0.2"]) == console.EXIT_UNREACHABLE
         assert capsys.readouterr().err == f"kvtier: error: no answer from {endpoint} within 0.2 s\n"
 
     @pytest.mark.parametrize(
@@ -221,9 +222,9 @@ class TestStatus:
         self, serve_status: Any, capsys: pytest.CaptureFixture[str], code: grpc.StatusCode, line: str
     ) -> None:
         endpoint = serve_status(lambda context: context.abort(code, "it broke\nbadly"))
-        assert cli.main(["status", "--endpoint", endpoint]) == cli.EXIT_FAILURE
+        assert cli.main(["status", "--endpoint", endpoint]) == console.EXIT_FAILURE
         assert capsys.readouterr().err == f"kvtier: error: {line.format(endpoint)}\n"
 
     def test_an_invalid_endpoint_is_wrong_usage(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert cli.main(["status", "--endpoint", "nonsense"]) == cli.EXIT_USAGE
+        assert cli.main(["status", "--endpoint", "nonsense"]) == console.EXIT_USAGE
         assert capsys.readouterr().err == "kvtier: error: 'nonsense' is neither unix:PATH nor HOST:PORT\n"

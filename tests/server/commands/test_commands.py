@@ -22,6 +22,7 @@ from harness.server_process import MIB, ServerProcess
 from kvtier.client import Client, KVTierError, StoreStatus
 from kvtier.protos.v1 import admin_pb2
 from kvtier.server import cli
+from kvtier.server.commands import console
 from kvtier.server.commands.top import rates
 from kvtier.server.telemetry import status
 
@@ -69,7 +70,7 @@ def test_an_unreachable_server_or_invalid_address_exits_with_2(
 ) -> None:
     """The error is one line."""
     for endpoint, words in ((f"unix:{tmp_path}/none", "no server answers at"), ("nonsense", "neither unix:PATH nor")):
-        assert cli.main([*command.split(), "--endpoint", endpoint, "--timeout", "2"]) == cli.EXIT_UNREACHABLE
+        assert cli.main([*command.split(), "--endpoint", endpoint, "--timeout", "2"]) == console.EXIT_UNREACHABLE
         said = capsys.readouterr()
         assert words in said.err
         assert (said.out, said.err.count("\n")) == ("", 1)

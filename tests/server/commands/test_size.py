@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvtier.server import cli
+from kvtier.server.commands import console
 from kvtier.server.commands.parser import new_parser
 from kvtier.server.commands.size import DTYPES, LMDB_SHARE
 from kvtier.server.config.units import GIB
@@ -140,7 +141,7 @@ def test_an_unusable_model_config_is_refused(
     file = tmp_path / "config.json"
     if text is not None:
         file.write_text(text)
-    assert cli.main(["size", str(file)]) == cli.EXIT_FAILURE
+    assert cli.main(["size", str(file)]) == console.EXIT_FAILURE
     [line] = capsys.readouterr().err.splitlines()
     assert str(file) in line
     assert reason in line
@@ -149,7 +150,7 @@ def test_an_unusable_model_config_is_refused(
 @pytest.mark.parametrize("flags", [("--cpu", "8 apples"), ("--tp", "0"), ("--block-tokens", "-1")])
 def test_wrong_flags_are_refused(tmp_path: Path, flags: tuple[str, str]) -> None:
     """The check precedes reading the file."""
-    assert cli.main(["size", str(tmp_path / "config.json"), *flags]) == cli.EXIT_USAGE
+    assert cli.main(["size", str(tmp_path / "config.json"), *flags]) == console.EXIT_USAGE
 
 
 def test_every_dtype_is_a_choice() -> None:
