@@ -18,7 +18,6 @@ _BUILT_IN_TYPES = ("lmdb", "disk")
 """Tier types that are part of kvtier. The CPU tier always exists and has no table."""
 
 _DEFAULT_SIZE = 16 * GIB
-"""Default size of a tier, unless half of the free disk space is less."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 _CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
@@ -53,8 +52,13 @@ def _read_tier(table: Mapping[str, Any], data_dir: Path) -> TierConfig:
         raise TableError(f'name = "{name}": must be 1 to 32 characters of a-z, 0-9, _ and -, and must not be "cpu"')
     path: Path = given.setdefault("path", data_dir / name)
     if "size" not in given:
-        given["size"] = max(MIB, min(_DEFAULT_SIZE, disk_bytes(path) // 2 // MIB * MIB))
+        given["size"] = _default_size(path)
     return TierConfig(**given)
+
+
+def _default_size(path: Path) -> int:
+    """Returns 16 GiB, but at most half of the free disk space, in whole MiB and at least 1 MiB."""
+    return max(MIB, min(_DEFAULT_SIZE, disk_bytes(path) // 2 // MIB * MIB))
 
 
 def _check_type(tier_type: str, given: Mapping[str, Any]) -> None:
