@@ -22,10 +22,6 @@ __all__ = ["Credentials", "CredentialsError", "PairError", "PemError", "check_ce
 _SYSTEM: Final = "system"
 _MAX_FILE_BYTES: Final = 1 << 20
 _MISMATCH = "KEY_VALUES_MISMATCH"
-_TEXTS = {
-    _MISMATCH: f"the key is not this certificate's ({_MISMATCH})",
-    "NO_CERTIFICATE_OR_CRL_FOUND": "the file contains no certificate",
-}
 
 
 class CredentialsError(ValueError):
@@ -116,10 +112,9 @@ class Credentials:
         if not self.is_tls(endpoint):
             return None
         ca = None if self.ca == _SYSTEM else self.ca
-        roots, key, chain = _contents("ca", ca), _contents("key", self.key), _contents("cert", self.cert)
-        _check_pem("ca", ca, roots, b"CERTIFICATE")
-        _check_pem("cert", self.cert, chain, b"CERTIFICATE")
-        _check_pem("key", self.key, key, b"PRIVATE KEY")
+        roots = _read_pem("ca", ca, b"CERTIFICATE")
+        chain = _read_pem("cert", self.cert, b"CERTIFICATE")
+        key = _read_pem("key", self.key, b"PRIVATE KEY")
         _check_pair(self.cert, self.key)
         return grpc.ssl_channel_credentials(root_certificates=roots, private_key=key, certificate_chain=chain)
 
@@ -149,7 +144,7 @@ class _TokenFile:
             status = os.stat(self._path)  # noqa: PTH116 - once per call: half the time of Path.stat
             seen = (status.st_mtime_ns, status.st_size, status.st_ino)
             if seen != self._seen:
-                text = (_contents("token_file", self._path) or b"").decode(errors="replace").strip()
+                text = _read("token_file", self._path).decode(errors="replace").strip()
                 self._value, self._seen = f"Bearer {_checked(text, 'its content')}", seen
         except (OSError, CredentialsError) as error:
             if not self._value:
@@ -164,9 +159,7 @@ def _checked(token: str, what: str) -> str:
     return token
 
 
-def _contents(name: str, path: str | None) -> bytes | None:
-    if path is None:
-        return None
+def _read(name: str, path: str) -> bytes:
     try:
         with Path(path).expanduser().open("rb") as file:
             return file.read(_MAX_FILE_BYTES)
@@ -174,14 +167,17 @@ def _contents(name: str, path: str | None) -> bytes | None:
         raise CredentialsError(f"{name} {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def _check_pem(name: str, path: str | None, contents: bytes | None, kind: bytes) -> None:
-    """Raises CredentialsError if a file has no PEM object of this kind.
+def _read_pem(name: str, path: str | None, kind: bytes) -> bytes | None:
+    """Returns a PEM file. Raises CredentialsError if the file has no object of this kind.
 
-    Without this check gRPC would only report that the server is unavailable. Damaged objects after
-    a valid one are not checked, because gRPC uses the valid one.
+    Without this check gRPC would only report that the server is unavailable.
     """
-    if contents is not None and kind + b"-----" not in contents:
+    if path is None:
+        return None
+    contents = _read(name, path)
+    if kind + b"-----" not in contents:
         raise CredentialsError(f"{name} {path}: the file has no {kind.decode().lower()} in PEM format")
+    return contents
 
 
 def _check_pair(cert: str | None, key: str | None) -> None:
@@ -278,7 +274,7 @@ def check_pair(cert: str, key: str, context: ssl.SSLContext) -> None:
         raise
     except (OSError, ValueError) as error:
         if getattr(error, "reason", "") == _MISMATCH:
-            raise PairError(_TEXTS[_MISMATCH]) from None
+            raise PairError(f"the key is not this certificate's ({_MISMATCH})") from None
         raise PemError(_describe(error, "the key is not a private key in PEM format")) from None
 
 
@@ -288,5 +284,7 @@ def _no_password() -> str:
 
 def _describe(error: Exception, otherwise: str) -> str:
     if isinstance(error, ssl.SSLError):
-        return _TEXTS.get(error.reason or "", error.reason or otherwise)
+        if error.reason == "NO_CERTIFICATE_OR_CRL_FOUND":
+            return "the file contains no certificate"
+        return error.reason or otherwise
     return (isinstance(error, OSError) and error.strerror) or str(error)

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
-__all__ = ["DOMAIN", "STATUS_OF", "error_details", "reason_of", "reason_within", "status_of", "status_within"]
+__all__ = ["DOMAIN", "STATUS_OF", "error_details", "reason_of", "reason_within", "status_within"]
 
 DOMAIN = "kvtier.dev"
 _DETAILS_KEY = "grpc-status-details-bin"
@@ -51,8 +51,11 @@ STATUS_OF = MappingProxyType(
 """Status code of each reason in `kvtier.v1.ErrorReason`."""
 
 
-def status_of(reason: str, message: str, retry_after: float | None = None) -> status_pb2.Status:
-    """Returns the status of a refused call. `retry_after`: seconds after which to retry."""
+def error_details(reason: str, message: str, retry_after: float | None = None) -> tuple[tuple[str, bytes], ...]:
+    """Returns the trailing metadata of a refused call.
+
+    `retry_after`: number of seconds after which the client should retry; None if not known.
+    """
     code: int = STATUS_OF[reason].value[0]
     status = status_pb2.Status(code=code, message=message)
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN))
@@ -60,12 +63,7 @@ def status_of(reason: str, message: str, retry_after: float | None = None) -> st
         hint = error_details_pb2.RetryInfo()
         hint.retry_delay.FromNanoseconds(int(retry_after * 1e9))
         status.details.add().Pack(hint)
-    return status
-
-
-def error_details(reason: str, message: str, retry_after: float | None = None) -> tuple[tuple[str, bytes], ...]:
-    """Returns the trailing metadata of a refused call."""
-    return ((_DETAILS_KEY, status_of(reason, message, retry_after).SerializeToString()),)
+    return ((_DETAILS_KEY, status.SerializeToString()),)
 
 
 def status_within(trailing_metadata: Iterable[Any] | None) -> status_pb2.Status | None:
