@@ -1,1 +1,1 @@
-"""Wire contract: the protobuf package `kvtier.v1`, and frames that protobuf does not define."""
+"""Wire contract: the protobuf package `kvtier.v1`, and binary formats outside of protobuf."""

@@ -1,7 +1,7 @@
 """Client credentials (CA, certificate, token), the gRPC channels that use them, and PEM checks.
 
-With `ca`, or with `cert` and `key`, a TCP connection uses TLS. The client sends its token with
-every call. It sends the token over TCP without TLS only if `insecure` is set.
+A TCP connection uses TLS if `ca` is set, or `cert` and `key`. The client sends its token with every
+call. It sends the token over TCP without TLS only if `insecure` is set.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class CredentialsError(ValueError):
 
 
 class PemError(ValueError):
-    """A PEM file that cannot be used. The message gives the reason, without the file's name."""
+    """A PEM file that cannot be used. The message does not contain the file's name; callers add it."""
 
 
 class PairError(PemError):
@@ -44,8 +44,8 @@ class Credentials:
         ca: file with the CA certificates (PEM) that verify the server; "system" for gRPC's default.
         cert: file with this client's certificate chain (PEM), if the server requires one.
         key: file with the private key of `cert` (PEM).
-        token: a bearer token, as printed by `kvtier token new`.
-        token_file: file with the token; read again when it changes.
+        token: bearer token, as printed by `kvtier token new`.
+        token_file: file with the token; the client reads it again when it changes.
         insecure: whether a token may be sent over TCP without TLS.
     """
 
@@ -119,7 +119,7 @@ class Credentials:
         return grpc.ssl_channel_credentials(root_certificates=roots, private_key=key, certificate_chain=chain)
 
     def _bearer(self) -> Callable[[], str]:
-        """Returns a function for the metadata value.
+        """Returns a function that returns the value of the `authorization` metadata.
 
         Reads the token file now, so that an unreadable file is reported before the first call.
         """
@@ -132,7 +132,7 @@ class Credentials:
 
 
 class _TokenFile:
-    """A token in a file, read again when the file changes. If that fails, the last token stays."""
+    """Token in a file. If the file changes and cannot be read, the last token stays in use."""
 
     def __init__(self, path: str) -> None:
         self._path = os.path.expanduser(path)  # noqa: PTH111 - as with `os.stat` below
@@ -188,7 +188,7 @@ def _check_pair(cert: str | None, key: str | None) -> None:
     if not (cert_path.is_file() and key_path.is_file()):
         return
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.set_ciphers("ALL:@SECLEVEL=0")  # accepts any key length; the server decides
+    context.set_ciphers("ALL:@SECLEVEL=0")  # accept any key length here: the server decides
     try:
         check_pair(str(cert_path), str(key_path), context)
     except PairError as error:
@@ -244,7 +244,7 @@ class _Bearer(
 
 
 def _aio_bearers(value: Callable[[], str]) -> list[Any]:
-    """Returns one interceptor per kind of call, because grpc.aio uses a class for one kind only."""
+    """Returns one interceptor per kind of call, because grpc.aio allows only one kind per class."""
 
     async def intercept(_: Any, continuation: Any, details: Any, request: Any) -> Any:
         return await continuation(_with(details, value()), request)
@@ -262,7 +262,7 @@ def check_certificates(path: str) -> None:
     """Raises PemError if a file has no valid certificate."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # includes ssl.SSLError
         raise PemError(f"no certificates in PEM format: {_describe(error, 'damaged')}") from None
 
 

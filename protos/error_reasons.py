@@ -1,7 +1,8 @@
 """Error reasons, their gRPC status codes, and their encoding in the trailing metadata.
 
 A refused call ends with the status code of the reason and a `google.rpc.ErrorInfo` in the trailing
-metadata (`grpc-status-details-bin`). Clients must use the reason, never the text.
+metadata (`grpc-status-details-bin`). Clients must decide by the reason, never by the text of the
+error.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def error_details(reason: str, message: str, retry_after: float | None = None) -
 
 
 def status_within(trailing_metadata: Iterable[Any] | None) -> status_pb2.Status | None:
-    """Returns the status in a failed call's metadata; None if the metadata has none."""
+    """Returns the status in a failed call's metadata; None if the metadata has no status."""
     for key, value in trailing_metadata or ():
         if key == _DETAILS_KEY:
             status: status_pb2.Status = status_pb2.Status.FromString(value)

@@ -1,1 +1,1 @@
-"""Framings of bytes that travel outside protobuf messages."""
+"""Codecs of the binary formats that protobuf does not define."""

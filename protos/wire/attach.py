@@ -1,12 +1,12 @@
 """Handshake of a connection to the attach socket: request of the client, reply of the server.
 
 The attach socket is the Unix socket in `CapabilitiesResponse.region`. The request names the purpose
-of the connection; the server grants or refuses it.
+of the connection. The server grants or refuses the request.
 
 - `Purpose.REGION`: the reply carries the region's file descriptor (SCM_RIGHTS). While the
   connection is open, the server assumes that the client may write to the region.
 - `Purpose.CALLS`: the connection continues as described in `call_frames`. Clients on other hosts
-  use this handshake at the TCP port of `tcp_frames`, where only this purpose is granted.
+  use this handshake at the TCP port of `tcp_frames`, where the server grants only this purpose.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def unpack_request(data: bytes) -> tuple[Purpose, bytes, int]:
 
 
 def pack_reply(size_bytes: int, *, granted: bool) -> bytes:
-    """Returns the server's reply. For the region, a granted reply is sent with the descriptor."""
+    """Returns the server's reply. The server sends a granted region's descriptor with the reply."""
     return _REPLY.pack(_MAGIC, granted, size_bytes)
 
 
 def unpack_reply(data: bytes) -> int | None:
-    """Returns the region's size in bytes; None if refused. Raises ValueError."""
+    """Returns the region's size in bytes; None if the server refused. Raises ValueError."""
     if len(data) != REPLY_BYTES or data[:4] != _MAGIC:
         raise ValueError("not an attach reply of this version")
     _, granted, size_bytes = _REPLY.unpack(data)

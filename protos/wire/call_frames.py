@@ -1,8 +1,8 @@
 """Frames of unary calls over a socket, without gRPC.
 
-A gRPC call takes 0.33 ms, but a round trip over a Unix socket takes 0.05 ms. So clients on the
-server's host send unary calls of all services over connections with `attach.Purpose.CALLS`. Each
-connection carries one call at a time:
+A gRPC call takes 0.33 ms, but a round trip over a Unix socket takes 0.05 ms. So clients send unary
+calls of all services over connections with `attach.Purpose.CALLS`. Each connection carries one call
+at a time:
 
 - Request: uint32 length of the rest, uint8 length of the name, the name ("CacheService/Lookup"),
   the message.
@@ -49,7 +49,7 @@ def pack_call(name: bytes, message: bytes) -> bytes:
 
 
 def unpack_call(body: bytes) -> tuple[bytes, bytes]:
-    """Splits the body of a request into name and message. Raises ValueError."""
+    """Splits a request without its length into name and message. Raises ValueError."""
     end = 1 + body[0] if body else 0
     if not 1 < end <= len(body):
         raise ValueError("not a call")
@@ -62,7 +62,7 @@ def pack_answer(code: int, message: bytes) -> bytes:
 
 
 def unpack_answer(body: bytes) -> tuple[int, bytes]:
-    """Splits the body of an answer into status code and message. Raises ValueError."""
+    """Splits an answer without its length into status code and message. Raises ValueError."""
     if not body or body[0] not in STATUS_OF_CODE:
         raise ValueError("not an answer")
     return body[0], body[1:]

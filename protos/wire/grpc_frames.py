@@ -1,9 +1,9 @@
 """Frames of `TransferService`, encoded and decoded without a protobuf copy of their payload.
 
-A frame is a `PushRequest` or `PullResponse` whose last field is `payload`. Its bytes are the other
-fields as serialized by protobuf, one tag, one length, and the payload. With the generated messages
-protobuf would copy the payload at each end, which costs a third to a half of the throughput of a
-stream.
+A frame is a `PushRequest` or `PullResponse` whose last field is `payload`. It consists of the other
+fields as serialized by protobuf, and then the tag, the length and the bytes of the payload. The
+generated messages would copy the payload at each end. These copies cost a third to a half of the
+throughput of a stream.
 
 Server and client use these functions as gRPC serializers, on any thread. Other implementations can
 use the generated messages, because the bytes are the same.
@@ -30,7 +30,7 @@ __all__ = [
 _Fields = TypeVar("_Fields", PushRequest, PullResponse)
 
 FRAME_BYTES: Final = 1 << 20
-"""Default payload of a frame. Its copies fit into the cache of a processor."""
+"""Default payload size of a frame. A frame and its copies fit into a processor's cache."""
 
 _VARINT: Final = 0
 _FIXED64: Final = 1
@@ -42,7 +42,7 @@ _MORE: Final = 0x80  # bit in a byte of a varint: another byte follows
 
 
 class Head(NamedTuple):
-    """Bytes before the payload. The caller writes the checksum (8 bytes, little-endian) there."""
+    """Bytes before the payload. The caller writes the checksum (uint64) at `checksum_at`."""
 
     data: bytes
     checksum_at: int
@@ -55,7 +55,7 @@ def frame_head(fields: PushRequest | PullResponse, payload_bytes: int) -> Head:
 
 
 def encode_pull_frame(offset_bytes: int, xxh3_64: int, payload: Sequence[bytes | bytearray | memoryview]) -> bytes:
-    """Returns a `PullResponse` with these buffers as payload. Copies them once, holding the GIL."""
+    """Returns a `PullResponse` with these buffers as payload. Copies the buffers once."""
     size = sum(memoryview(piece).nbytes for piece in payload)
     head = PullResponse(offset_bytes=offset_bytes, xxh3_64=xxh3_64).SerializeToString()
     if not size:
@@ -89,7 +89,7 @@ def _decode(kind: type[_Fields], message: bytes) -> tuple[_Fields, memoryview]:
 def _find_payload(message: bytes) -> tuple[int, int]:
     """Returns the end of the other fields and the start of the payload.
 
-    Both are the end of the message if there is no payload.
+    If there is no payload, both are the end of the message.
     """
     position, end = 0, len(message)
     while position < end:

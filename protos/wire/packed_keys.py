@@ -1,4 +1,4 @@
-"""Codecs of lists that are packed into one `bytes` field: keys of equal length, and offsets.
+"""Codecs of lists in one `bytes` field: keys of equal length, and offsets.
 
 An offset is a little-endian unsigned 64-bit number, as in the `…_offsets` fields.
 """
@@ -17,7 +17,7 @@ def unpack_keys(packed: bytes, key_bytes: int) -> list[bytes]:
     """Splits keys of `key_bytes` each. Raises ValueError if the length does not match."""
     if key_bytes < 1 or len(packed) % key_bytes:
         raise ValueError(f"{len(packed)} bytes are not a multiple of the key length {key_bytes}")
-    # `struct.unpack` would cache the format.
+    # `struct.unpack` would keep every format in a cache.
     return list(struct.Struct(f"{key_bytes}s" * (len(packed) // key_bytes)).unpack(packed))
 
 

@@ -35,7 +35,7 @@ class PartSequence:
 
 
 def _joined(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Joins parts that are adjacent in memory, because each piece costs as much as copying KiB."""
+    """Joins parts that are adjacent in memory, because fewer and larger copies are faster."""
     starts: list[int] = []
     lengths: list[int] = []
     end = -1

@@ -1,14 +1,14 @@
 """Frames of Push and Pull over TCP to the bulk process. gRPC would copy each byte five times.
 
 - Request: a head, and a `PushRequest` or `PullRequest` without payload.
-- Frames: a head with a checksum of its own, and bytes: a piece of the sequence that
-  `TransferService` describes. The client sends frames for a Push, the server for a Pull. The last
-  frame has no bytes.
+- Frames: each has a head and bytes. The head has a checksum of the bytes and a checksum of itself.
+  The bytes are a piece of the sequence that `TransferService` describes. In a Push the client sends
+  frames, in a Pull the server. The last frame has no bytes.
 - Answer: a head, and a `PushResponse` or `PullResponse`. Then the client may send the next request.
 
-Instead of an answer or of the next frame, the server may send a refusal (reason and text) and close
-the connection. Numbers are little-endian. If a connection begins with an attach request (module
-`attach`), it carries calls.
+The server may send a refusal (reason and text) instead of an answer or a frame, and then closes the
+connection. Numbers are little-endian. A connection that begins with an attach request (module
+`attach`) carries calls instead (module `call_frames`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Method(enum.IntEnum):
 
 
 class FrameHead(NamedTuple):
-    """Head of a frame: offset in the sequence, and length and checksum of the frame's bytes."""
+    """Head of a frame: offset in the sequence, length and checksum of the frame's bytes."""
 
     offset: int
     nbytes: int
@@ -75,13 +75,13 @@ def unpack_request(head: bytes | bytearray) -> tuple[Method, int]:
 
 
 def pack_frame_head(offset: int, nbytes: int, xxh3_64: int) -> bytes:
-    """Returns the head of a frame, with its checksum. A frame of 0 bytes is the last one."""
+    """Returns the head of a frame. A frame of 0 bytes ends the stream."""
     head = _FRAME.pack(offset, nbytes, xxh3_64)
     return head + _CHECK.pack(xxhash.xxh32_intdigest(head))
 
 
 def unpack_frame_head(head: bytes | bytearray) -> FrameHead:
-    """Returns the head of a frame. Raises ValueError if its checksum does not match."""
+    """Returns the fields of a head. Raises ValueError if the head's checksum does not match."""
     fields, (check,) = head[: _FRAME.size], _CHECK.unpack(head[_FRAME.size :])
     if xxhash.xxh32_intdigest(bytes(fields)) != check:
         raise ValueError("the head of a frame arrived damaged")
