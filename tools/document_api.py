@@ -9,7 +9,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, NewType
 
 from kvtier import client, tiers
 from kvtier.tiers import base
@@ -19,8 +19,8 @@ __all__ = ["page"]
 HEAD = """\
 # Python API
 
-The public names of `kvtier.client`, and the contract of a tier. This page is written from the docstrings by
-`make docs-reference`. A first example: [Quickstart](quickstart.md).
+Reference of the public names of `kvtier.client` and of the contract of a tier, generated from the docstrings by
+`make docs-reference`. [Quickstart](quickstart.md) has a first example.
 """
 SECTIONS = {
     "Clients": ("Client", "Lease", "AsyncClient", "AsyncLease"),
@@ -57,7 +57,9 @@ def page() -> str:
     parts += ["## Errors\n", _section_text(client.errors), "| exception | base | meaning |\n|---|---|---|"]
     parts += [f"| `{name}` | `{value.__base__.__name__}` | {_line(value)} |" for name, value in errors.items()]
     parts.append("\n## Writing a tier\n")
-    parts.append("The names of `kvtier.tiers.base`. How to use them: [Writing a tier](writing-a-tier.md).\n")
+    parts.append(
+        "Reference of the names of `kvtier.tiers`. [Writing a tier](writing-a-tier.md) explains how to use them.\n"
+    )
     public: ModuleType = tiers if getattr(tiers, "__all__", None) else base
     contract = {name: getattr(public, name) for name in public.__all__}
     for name, value in sorted(contract.items(), key=lambda item: item[0] != "SecondaryTier"):
@@ -74,7 +76,8 @@ def _entry(name: str, value: Any) -> Iterator[str]:
     if not isinstance(value, type):
         if inspect.isfunction(value):
             yield _signature(name, value)
-        yield _text(value) if callable(value) else ""
+        # The docstring of a `NewType` describes `typing.NewType`.
+        yield f"`NewType` of `{value.__supertype__.__name__}`.\n" if isinstance(value, NewType) else _text(value)
         return
     if not (_is_error(value) or issubclass(value, enum.Enum) or inspect.isabstract(value)):
         yield _signature(name, value, skip_self="__init__" in vars(value))

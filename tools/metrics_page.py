@@ -13,19 +13,23 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 _HEAD = """\
 # Metrics
 
-The metrics of `kvtier serve --metrics HOST:PORT` at `/metrics`, in Prometheus' text format or as OpenMetrics. This page is
-generated from the code by `make docs-reference`, and a test compares it with a server.
+Reference of the metrics that `kvtier serve --metrics HOST:PORT` exports at `/metrics`, in Prometheus' text format or as
+OpenMetrics. This page is generated from the code by `make docs-reference`.
 
-- `sum(kvtier_tier_hits_total) + sum(kvtier_lookup_misses_total) == sum(kvtier_lookup_keys_total)`: every looked-up key counts
-  once. `kvtier_namespace_hits_total` and `kvtier_namespace_misses_total` count the same per namespace.
-- Labels have few values. Tiers and tenants are those of the configuration; engines of other tenants count under the tenant
-  `""`. The first 64 namespaces of a tenant have their own label, later ones count as `other`.
-- Counters begin at 0 when the server starts. Series whose labels are known at the start are exported from then on.
-- `process_*` are the standard metrics of a process (memory, CPU, descriptors, start) for the server's main process. Its
-  resident memory includes pages of `lmdb` tiers that were read, which are page cache: see [Memory](tuning.md#memory).
-- The engines' metrics: [Engines](engines.md#metrics-of-the-connector).
+- Every looked-up key counts once, as a hit of one tier or as a miss:
+  `sum(kvtier_tier_hits_total) + sum(kvtier_lookup_misses_total) == sum(kvtier_lookup_keys_total)`.
+  `kvtier_namespace_hits_total` and `kvtier_namespace_misses_total` count the same keys per namespace.
+- Labels have few values. The labels `tier` and `tenant` have only values from the configuration. All tenants without a
+  quota or limit count as tenant `""`. The first 64 namespaces of a tenant have a label value each; all further
+  namespaces count as `other`.
+- Counters begin at 0 when the server starts. If the labels of a series are known at the start, the server exports the
+  series from the start on.
+- `process_*` are the standard metrics of a process (memory, CPU, descriptors, start time), for the server's main process.
+  The resident memory includes all pages of `lmdb` tiers that the server has read. These pages are page cache
+  ([Memory](tuning.md#memory)).
+- vLLM exports the [metrics of the connector](engines.md#metrics-of-the-connector).
 
-Dashboards and alerts: [dashboards/](../dashboards).
+[`dashboards/`](../dashboards) contains dashboards and alerts.
 """
 
 

@@ -63,25 +63,33 @@ def _add_shown(commands: Any) -> None:
     top = commands.add_parser(
         "top",
         help="show live rates of tiers, tenants and sessions",
-        description="Shows rates per second of successive intervals until Ctrl-C. With --json, prints one line per interval.",
+        description="Shows the rates per second in each interval, until Ctrl-C. With --json, prints one line per interval.",
     )
-    top.add_argument("--interval", metavar="SECONDS", type=float, default=2.0, help="length of an interval (2)")
-    top.add_argument("--count", metavar="N", type=int, default=0, help="number of intervals (0: no limit)")
+    top.add_argument(
+        "--interval", metavar="SECONDS", type=float, default=2.0, help="length of an interval (default: 2)"
+    )
+    top.add_argument("--count", metavar="N", type=int, default=0, help="number of intervals (default: 0, no limit)")
     top.add_argument("--once", action="store_true", help="show one interval, like --count 1")
     add_endpoint(top)
-    add_endpoint(commands.add_parser("tiers", help="show the tiers: fill, hits, queues, tenants, memory placement"))
+    add_endpoint(
+        commands.add_parser("tiers", help="show fill, hits and queues of the tiers, tenants, and memory placement")
+    )
     add_endpoint(commands.add_parser("sessions", help="list the connected engine processes"))
 
 
 def _add_listed(commands: Any) -> None:
     for name, text in (
-        ("leases", "list the leases that pin blocks, with owner and remaining time"),
-        ("handoffs", "list the requests held for another engine"),
+        ("leases", "list leases and running stores, with owner and remaining time"),
+        ("handoffs", "list the requests that are held for another engine"),
     ):
         listed = commands.add_parser(name, help=text)
-        listed.add_argument("--most", metavar="N", type=int, default=0, help="list only the N oldest (1,000)")
+        listed.add_argument(
+            "--most", metavar="N", type=int, default=0, help="list only the N oldest (default and maximum: 1,000)"
+        )
         add_endpoint(listed)
-    explain = commands.add_parser("explain", help="explain why blocks of a recent request were misses")
+    explain = commands.add_parser(
+        "explain", help="show which blocks of a recent request were hits, and why the others were misses"
+    )
     explain.add_argument("request", metavar="REQUEST", help="the engine's id of the request")
     explain.add_argument(
         "--engine", metavar="ID", default="", help="the engine (default: the last engine that used this id)"
@@ -93,9 +101,10 @@ def _add_evict(commands: Any) -> None:
     evict = commands.add_parser(
         "evict",
         help="evict blocks by tier, tenant, namespace, age or number of bytes",
-        description="Evicts the blocks that meet all conditions. The server continues to serve. At least one condition or --all "
-        "is required. Blocks that are pinned by a lease, being stored or being loaded are kept. Retained blocks are evicted "
-        "only with --retained. Prints the amounts evicted and kept. Ctrl-C stops the eviction, not the server.",
+        description="Evicts the blocks that meet all given conditions, while the server serves other calls. At least one condition "
+        "or --all is required. Keeps blocks that are pinned by a lease or hold, being stored or being loaded. Evicts retained "
+        "blocks only with --retained. Prints how many blocks and bytes were evicted and kept. Ctrl-C stops the eviction, not "
+        "the server.",
     )
     what = evict.add_argument_group("conditions")
     what.add_argument("--all", action="store_true", help="evict all blocks, without a condition")
@@ -109,13 +118,15 @@ def _add_evict(commands: Any) -> None:
     what.add_argument(
         "--older-than",
         metavar="DURATION",
-        help="only blocks unused for this long, like 30m; counted at most since the start of the server",
+        help="only blocks not used for this time, like 30m; after a restart every block counts as used at the restart",
     )
     what.add_argument(
-        "--bytes", metavar="SIZE", help="at most this amount in each tier, the least recently used blocks first"
+        "--bytes",
+        metavar="SIZE",
+        help="at most this number of bytes in each tier, the least recently used blocks first",
     )
     what.add_argument("--retained", action="store_true", help="evict retained blocks too")
-    evict.add_argument("--dry-run", action="store_true", help="print the amounts without evicting")
+    evict.add_argument("--dry-run", action="store_true", help="only print how many blocks and bytes would be evicted")
     add_endpoint(evict)
 
 
@@ -123,12 +134,12 @@ def _add_drain(commands: Any) -> None:
     drain = commands.add_parser(
         "drain",
         help="make a server finish its work and end, or refuse new work",
-        description="The server refuses new sessions, requests and stores, finishes running work, writes blocks of the CPU tier "
-        "to the tiers below as far as they fit, and ends, as after SIGTERM. With --stay it does not end, but serves lookups "
-        "until --undo.",
+        description="Drains the server. The server refuses new sessions, requests and stores. It finishes running work and writes "
+        "blocks of the CPU tier to the tiers below, for at most 20 s. Then it ends, as after SIGTERM. With --stay it does not "
+        "end, and serves lookups until --undo.",
     )
     how = drain.add_mutually_exclusive_group()
-    how.add_argument("--stay", action="store_true", help="do not end; refuse new work until --undo")
+    how.add_argument("--stay", action="store_true", help="do not end the server; it refuses new work until --undo")
     how.add_argument("--undo", action="store_true", help="accept new work again, after --stay")
     drain.add_argument("--wait", action="store_true", help="wait until the server is drained or has ended")
     add_endpoint(drain)
@@ -139,12 +150,15 @@ def _add_doctor(commands: Any) -> None:
         "doctor",
         help="check this machine, the server, and the engines on this machine",
         description="Checks what a server and its clients need, with or without a running server. Prints for each check what was "
-        "found, why it matters and what to do. Run it in the container and as the user of the server (or of the engine), with "
-        "the server's settings. It changes nothing. To measure disks, it writes an unnamed file for at most a second.",
+        "found, why it matters and what to do. Run this command in the same container and as the same user as the server (or "
+        "engine), with the server's settings. The command changes no files. To measure a disk, it writes to an unnamed file for "
+        "at most one second.",
         epilog="exit codes: 0 no check failed (warnings are possible); 1 a check failed; 2 wrong usage",
     )
     doctor.add_argument(
-        "--hash-algo", metavar="NAME", help="planned hash algorithm of engines: vLLM's --prefix-caching-hash-algo"
+        "--hash-algo",
+        metavar="NAME",
+        help="hash algorithm that the engines will use: vLLM's --prefix-caching-hash-algo",
     )
     doctor.add_argument("--no-disk-test", action="store_true", help="do not measure disks")
     doctor.add_argument(
@@ -158,8 +172,8 @@ def _add_fsck(commands: Any) -> None:
     fsck = commands.add_parser(
         "fsck",
         help="check the blocks that the tiers keep on disk",
-        description="Reads every block of the tiers and verifies its checksum. By default it opens the configured tiers itself, "
-        "so no server may be running. With --online a running server checks its tiers and continues to serve.",
+        description="Reads every block of the tiers and verifies the block's checksum. By default this command opens the tiers, so "
+        "stop the server first. With --online a running server checks its tiers and continues to serve.",
         epilog="exit codes: 0 no damage; 1 unrepaired damage; 2 wrong usage, or no server answered; 3 all damage was repaired; "
         "4 a tier could not be checked; 78 the configuration is invalid",
     )
@@ -178,7 +192,9 @@ def _add_fsck(commands: Any) -> None:
     online = fsck.add_argument_group("with a running server, at --endpoint")
     online.add_argument("--online", action="store_true", help="let the running server check its tiers")
     online.add_argument(
-        "--rate", metavar="SIZE", help="maximum bytes read per second, like 100MiB, at least 64KiB (0: no limit)"
+        "--rate",
+        metavar="SIZE",
+        help="maximum bytes read per second, like 100MiB, at least 64KiB (default: 0, no limit)",
     )
 
 
@@ -191,8 +207,8 @@ def _add_size(commands: Any) -> None:
     size.add_argument(
         "--dtype", choices=dtypes, default="auto", help="element type of the KV cache (auto: the model's)"
     )
-    size.add_argument("--block-tokens", metavar="N", type=int, default=16, help="tokens per block (16)")
-    size.add_argument("--tp", metavar="N", type=int, default=1, help="tensor parallel ranks of the engine (1)")
+    size.add_argument("--block-tokens", metavar="N", type=int, default=16, help="tokens per block (default: 16)")
+    size.add_argument("--tp", metavar="N", type=int, default=1, help="tensor parallel ranks of the engine (default: 1)")
     size.add_argument("--cpu", metavar="SIZE", help="size of the region, like 64GiB")
     size.add_argument(
         "--disk", metavar="SIZE", help="size of an lmdb tier, like 500GiB (a disk tier holds a sixth more)"
@@ -203,15 +219,17 @@ def _add_size(commands: Any) -> None:
 def _add_token(commands: Any) -> None:
     token = commands.add_parser("token", help="create access tokens for clients")
     actions = token.add_subparsers(metavar="ACTION", required=True)
-    new = actions.add_parser("new", help="create a token; print the token and its entry for the file of tokens")
-    new.add_argument("--tenant", metavar="NAME", help='tenant of the token; "*" for any')
+    new = actions.add_parser("new", help="create a token; print the token and its entry for the token file")
+    new.add_argument("--tenant", metavar="NAME", help='tenant of the token; "*" for any tenant')
     roles = ("engine", "reader", "admin", "metrics")
     new.add_argument("--role", choices=roles, action="append", required=True, help="role of the token; may be repeated")
     new.add_argument("--name", metavar="NAME", help="name of the caller in the log")
     new.add_argument(
         "--shared-memory", action="store_true", help="permit mapping the shared memory, which holds all tenants' blocks"
     )
-    new.add_argument("--file", metavar="FILE", help="append the entry to this file of tokens (auth.tokens)")
+    new.add_argument(
+        "--file", metavar="FILE", help="append the entry to this token file (auth.tokens) instead of printing it"
+    )
 
 
 def add_endpoint(parser: argparse.ArgumentParser) -> None:
@@ -224,8 +242,10 @@ def add_endpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ca", metavar="FILE", help='CA certificates of the server, or "system", for TLS (KVTIER_CA)')
     parser.add_argument("--cert", metavar="FILE", help="client certificate (KVTIER_CERT)")
     parser.add_argument("--key", metavar="FILE", help="private key of the client certificate (KVTIER_KEY)")
-    parser.add_argument("--token-file", metavar="FILE", help="file with a token (KVTIER_TOKEN_FILE)")
-    parser.add_argument("--timeout", metavar="SECONDS", type=float, default=5.0, help="maximum wait for an answer (5)")
+    parser.add_argument("--token-file", metavar="FILE", help="file that contains a token (KVTIER_TOKEN_FILE)")
+    parser.add_argument(
+        "--timeout", metavar="SECONDS", type=float, default=5.0, help="maximum time to wait for an answer (default: 5)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
@@ -237,10 +257,10 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
     add("--config", "config", "TOML file with settings (KVTIER_CONFIG)", metavar="FILE")
     add("--listen", "listen", "unix:PATH or HOST:PORT; may be repeated", metavar="ADDRESS", action="append")
-    add("--region-size", "region_size", "size of the CPU tier, like 8GiB", metavar="SIZE")
+    add("--region-size", "region_size", "size of the region (CPU tier), like 8GiB", metavar="SIZE")
     add("--data-dir", "data_dir", "parent directory of the tiers' files", metavar="DIR")
     add("--cpu-only", "tiers", "no tiers below the CPU tier", action="store_const", const=())
-    add("--metrics", "metrics", 'address of the Prometheus endpoint, or "off"', metavar="HOST:PORT")
+    add("--metrics", "metrics", 'address of the HTTP endpoint for Prometheus, or "off"', metavar="HOST:PORT")
     add("--log-level", "log.level", "debug, info, warning or error", metavar="LEVEL")
     add("--log-format", "log.format", "auto, console or json", metavar="FORMAT")
     add(

@@ -1,4 +1,4 @@
-"""`kvtier token new`: creates a token and its entry for the file of tokens."""
+"""`kvtier token new`: creates a token and its entry for the token file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
         name, token_hash(token), options.tenant, list(dict.fromkeys(options.role)), shared_memory=options.shared_memory
     )
     if options.file is None:
-        complain(["the token is printed on standard output only; add this entry to the file of tokens:"])
+        complain(["the token is printed on standard output only; add this entry to the token file:"])
         sys.stderr.write(f"\n{entry}\n")
     else:
         try:

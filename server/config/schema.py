@@ -41,7 +41,7 @@ Admission = Literal["all", "second_use"]
 Eviction = Literal["forecast", "lru", "arc", "mq"]
 
 _DAY = 86400
-_EVICTION = "Eviction policy; `forecast` predicts which blocks are used again."
+_EVICTION = "Eviction policy. `forecast` predicts which blocks will be used again."
 _TTL = 'Time after which an unused block is removed, or "off". After a restart of the server the time starts again.'
 
 
@@ -79,15 +79,17 @@ class LogConfig(msgspec.Struct, frozen=True, kw_only=True):
     level: Annotated[Literal["debug", "info", "warning", "error"], _setting("Lowest severity that is logged.")] = "info"
     format: Annotated[
         Literal["auto", "console", "json"],
-        _setting("Text or JSON lines. `auto` is `console` on a terminal, otherwise `json`."),
+        _setting(
+            "Format of the log: `console` (text) or `json` (lines). `auto` is `console` on a terminal, otherwise `json`."
+        ),
     ] = "auto"
 
 
 class LeaseConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Duration of the leases that pin a lookup's hits."""
 
-    default: Annotated[float, _duration("Lease duration if the client gives none.", 0.1, _DAY)] = 60.0
-    max: Annotated[float, _duration("Longest lease duration per request or renewal.", 0.1, _DAY)] = 600.0
+    default: Annotated[float, _duration("Lease duration if the client requests none.", 0.1, _DAY)] = 60.0
+    max: Annotated[float, _duration("Longest lease duration per grant or renewal.", 0.1, _DAY)] = 600.0
 
 
 class SessionConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,16 +104,27 @@ class LimitConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limits per call, and limits of the whole server."""
 
     max_keys: Annotated[int, _setting("Maximum number of keys per call.", ge=1, le=1 << 20)] = 65536
-    max_key_bytes: Annotated[int, _size("Maximum key length.", 5, KIB)] = 80
+    max_key_bytes: Annotated[int, _size("Maximum length of a key.", 5, KIB)] = 80
     max_message_bytes: Annotated[
-        int, _size("Maximum size of a gRPC message. It must hold `max_keys` keys, and one frame.", 64 * KIB, GIB)
+        int,
+        _size(
+            "Maximum size of a gRPC message. A call with `max_keys` keys must fit, and so must one frame.",
+            64 * KIB,
+            GIB,
+        ),
     ] = 16 * MIB
     max_frame_bytes: Annotated[
         int, _size("Maximum payload of one frame of a Push or Pull stream.", 4 * KIB, 256 * MIB)
     ] = 2 * MIB
     max_wait: Annotated[float, _duration("Longest wait that a call can request.", 0, 3600)] = 30.0
     tier_stall: Annotated[
-        float, _duration("Time after which a job of a tier (at most 32 MiB) counts as stalled.", 0.1, 3600)
+        float,
+        _duration(
+            "Time after which a running job of a tier (at most 32 MiB) counts as stalled. A tier with a stalled job gets no "
+            "other jobs.",
+            0.1,
+            3600,
+        ),
     ] = 10.0
     max_sessions: Annotated[int, _setting("Maximum number of open sessions.", ge=1, le=65536)] = 1024
 
@@ -124,23 +137,26 @@ class CpuConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RetentionConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of retention: requests can exempt blocks from eviction for a time (`retain_for`)."""
+    """Limits of retention: a request can protect its blocks from eviction for a time."""
 
     max: Annotated[float, _duration("Longest time for which a request can retain a block.", 0, _DAY)] = 3600.0
     part: Annotated[
-        float, _setting("Fraction of each quota, and of the space without a quota, that can be retained.", ge=0, le=1)
+        float,
+        _setting("Fraction of each quota, and of the space without a quota, that retained blocks can use.", ge=0, le=1),
     ] = 0.5
 
 
 class HandoffConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of holds, which keep the blocks of a finished request for another engine."""
 
-    default: Annotated[float, _duration("Hold duration if the engine gives none.", 0.1, _DAY)] = 30.0
-    max: Annotated[float, _duration("Longest hold duration per request or renewal.", 0.1, _DAY)] = 600.0
+    default: Annotated[float, _duration("Hold duration if the engine requests none.", 0.1, _DAY)] = 30.0
+    max: Annotated[float, _duration("Longest hold duration per publication or renewal.", 0.1, _DAY)] = 600.0
     part: Annotated[
         float,
         _setting(
-            "Fraction of each quota in the CPU tier, and of its space without a quota, that holds can pin.", ge=0, le=1
+            "Fraction of each quota in the CPU tier, and of the CPU tier's space without a quota, that holds can pin.",
+            ge=0,
+            le=1,
         ),
     ] = 0.25
     max_holds: Annotated[int, _setting("Maximum number of holds per tenant.", ge=0, le=1 << 20)] = 4096
@@ -149,7 +165,9 @@ class HandoffConfig(msgspec.Struct, frozen=True, kw_only=True):
 class BulkConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Ports of the bulk process, which transfers blocks for clients without shared memory."""
 
-    tcp: Annotated[bool, _setting("Whether to serve Push and Pull over raw TCP in addition to gRPC.")] = True
+    tcp: Annotated[
+        bool, _setting("Whether to serve Push and Pull over raw TCP in addition to gRPC. No effect with TLS.")
+    ] = True
     tcp_port: Annotated[
         int, _setting("Port for raw TCP, on the hosts of `listen`; 0 means any free port.", ge=0, le=65535)
     ] = 0
@@ -162,7 +180,7 @@ class DevicesConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Copies between the region and the engines' GPUs by the server (CUDA IPC)."""
 
     driver: Annotated[
-        str, _setting('Driver for the copies: `auto` (CUDA if available), `off`, or "module:callable" for tests.')
+        str, _setting('GPU driver of the server: `auto` (CUDA if available), `off`, or "module:callable" for tests.')
     ] = "auto"
 
 
@@ -182,20 +200,22 @@ class TlsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AuthConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Authentication. The server reads the file of tokens again when it changes."""
+    """Authentication. The server reads the token file again when it changes."""
 
     tokens: Annotated[
-        Path | None, _setting("File of tokens and client certificates, with the tenant and roles of each.")
+        Path | None, _setting("Token file: lists tokens and client certificates, with the tenant and roles of each.")
     ] = None
     unix: Annotated[
         bool,
-        _setting("Whether calls over the Unix socket need a token. Otherwise access to the socket's file is enough."),
+        _setting(
+            "Whether calls over the Unix socket need a token. If not, permission to open the socket is sufficient."
+        ),
     ] = False
     metrics: Annotated[
         bool,
         _setting(
-            "Whether HTTP requires a token with role `metrics` or `admin`, except for `/healthz` and the static "
-            "files of the status page."
+            "Whether HTTP requests need a token with role `metrics` or `admin`. `/healthz` and the static files of the "
+            "status page never need a token."
         ),
     ] = False
 
@@ -203,9 +223,13 @@ class AuthConfig(msgspec.Struct, frozen=True, kw_only=True):
 class RateConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Rate limits of each tenant, over all its sessions; `[tenants.NAME]` overrides them."""
 
-    calls: Annotated[float | None, _setting("Maximum calls per second, averaged over 10 s.", ge=1, le=1e9)] = None
-    bytes: Annotated[int | None, _size("Maximum bytes per second in streams, averaged over 10 s.", 1024)] = None
-    sessions: Annotated[int | None, _setting("Maximum number of open sessions.", ge=1, le=65536)] = None
+    calls: Annotated[
+        float | None, _setting("Maximum calls per second of a tenant, averaged over 10 s.", ge=1, le=1e9)
+    ] = None
+    bytes: Annotated[
+        int | None, _size("Maximum bytes per second in streams of a tenant, averaged over 10 s.", 1024)
+    ] = None
+    sessions: Annotated[int | None, _setting("Maximum number of open sessions of a tenant.", ge=1, le=65536)] = None
 
 
 class TracingConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -217,7 +241,8 @@ class TracingConfig(msgspec.Struct, frozen=True, kw_only=True):
     ratio: Annotated[
         float,
         _setting(
-            "Fraction of the server's own traces that the server records. The caller decides for traces that it started.",
+            "Fraction of the traces started by the server that are recorded. If a caller started the trace, the caller "
+            "decides.",
             ge=0,
             le=1,
         ),
@@ -256,19 +281,20 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
     size: Annotated[
         int,
         _size(
-            "Maximum size of the tier's files. Blocks can use 80 % of it in `lmdb` and 93 % in `disk`.",
+            "Maximum size of the tier's files. Blocks can use 80 % of this size in `lmdb` and 93 % in `disk`.",
             MIB,
             default="16 GiB, but at most half of the free disk space",
         ),
     ]
     durability: Annotated[
         Literal["process", "power"],
-        _setting("Event that stored blocks survive: `process` (a crash of the server) or `power` (a power loss too)."),
+        _setting("Event that stored blocks survive: `process` (a crash of the server) or `power` (also a power loss)."),
     ] = "process"
     admission: Annotated[
         Admission,
         _setting(
-            "Blocks that the tier stores. `second_use` stores a block when it is used again, which saves SSD writes."
+            "Blocks that the tier stores: `all`, or `second_use` (a block is stored when it is used again, which saves "
+            "SSD writes)."
         ),
     ] = "all"
     eviction: Annotated[Eviction, _setting(_EVICTION)] = "forecast"
@@ -276,9 +302,10 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
     rules: Annotated[
         tuple[RuleConfig, ...] | None,
         _setting(
-            "Rules for the tier's vote on a request: tables with `policy` (block_level or request_level) and the conditions "
-            "`kv_transfer_params`, `tenant`, `min_prompt_tokens`, `min_priority`. The first matching rule decides.",
-            default="request_level if `do_remote_decode` is set or `offload_policy` asks for it",
+            "Rules for the tier's vote on the offload policy of a request. Each rule is a table with `policy` (block_level "
+            "or request_level) and the conditions `kv_transfer_params`, `tenant`, `min_prompt_tokens` and "
+            "`min_priority`. The first rule that matches decides.",
+            default="request_level if `kv_transfer_params` has `do_remote_decode`, or has `offload_policy` with this value",
         ),
     ] = None
     options: Annotated[
@@ -337,7 +364,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         tuple[str, ...], _setting("Addresses to listen on: `unix:PATH` or `HOST:PORT`.", default="this user's socket")
     ]
     region_size: Annotated[
-        int, _size("Size of the CPU tier.", MIB, default="8 GiB, but at most a quarter of the memory")
+        int,
+        _size(
+            "Size of the region, the shared memory with the blocks of the CPU tier.",
+            MIB,
+            default="8 GiB, but at most a quarter of the memory",
+        ),
     ]
     numa: Annotated[
         str,
@@ -347,12 +379,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "spread"
     data_dir: Annotated[Path, _setting("Parent directory of the tiers' files.", default="`$XDG_DATA_HOME/kvtier`")]
-    metrics: Annotated[str | None, _setting("Address of the Prometheus endpoint, `HOST:PORT`.")] = None
+    metrics: Annotated[
+        str | None,
+        _setting(
+            "Address of the HTTP endpoint for Prometheus, `HOST:PORT`. It also serves `/healthz` and the status page."
+        ),
+    ] = None
     estimates: Annotated[
         bool, _setting("Whether to estimate the hit ratio at other tier sizes (`kvtier_estimated_hit_ratio`).")
     ] = True
     insecure: Annotated[
-        bool, _setting("Whether to allow TCP (loopback included) without encryption or without authentication.")
+        bool, _setting("Whether to allow TCP (loopback included) without TLS or without authentication.")
     ] = False
     log: LogConfig = LogConfig()
     leases: LeaseConfig = LeaseConfig()
@@ -372,7 +409,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     ] = ()
     tenants: Annotated[
         tuple[TenantConfig, ...],
-        _setting("Tenants with quotas. All other tenants share the space without a quota.", default="none"),
+        _setting(
+            "Tenants with a quota, limit or rates. Tenants without a quota share the remaining space.", default="none"
+        ),
     ] = ()
 
     @property

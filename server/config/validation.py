@@ -81,7 +81,7 @@ def _trust_conflicts(
         yield problem("tls.client_ca", "needs tls.cert and tls.key")
     for switch in ("auth.unix", "auth.metrics"):
         if values[switch] and values["auth.tokens"] is None:
-            yield problem(switch, "needs auth.tokens, a file of tokens")
+            yield problem(switch, "needs auth.tokens, a token file")
     if values["insecure"]:
         return
     remedy = "use a Unix socket, or set --insecure"

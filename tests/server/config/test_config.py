@@ -262,7 +262,7 @@ class TestRefusals:
         assert problems(flags={"tls.cert": "/c.pem"}) == ["--tls-cert: tls.cert = /c.pem: needs tls.key too"]
         assert problems(flags={"tls.key": "/k.pem"}) == ["--tls-key: tls.key = /k.pem: needs tls.cert too"]
         assert problems(flags={"tls.client_ca": "/c.pem"})[0].endswith("needs tls.cert and tls.key")
-        assert problems(flags={"auth.unix": True})[0].endswith("needs auth.tokens, a file of tokens")
-        assert problems(flags={"auth.metrics": True})[0].endswith("needs auth.tokens, a file of tokens")
+        assert problems(flags={"auth.unix": True})[0].endswith("needs auth.tokens, a token file")
+        assert problems(flags={"auth.metrics": True})[0].endswith("needs auth.tokens, a token file")
         loaded = load({"metrics": "0.0.0.0:9464"}, environ=ENVIRON)
         assert loaded.warnings[0].startswith("metrics on 0.0.0.0:9464: the whole network")
