@@ -5,8 +5,8 @@
     with KVTierCache(model) as kv:  # endpoint: KVTIER_ENDPOINT, or the default socket
         output = kv.generate(input_ids, max_new_tokens=64)
 
-Works in one process, with one sequence at a time and full attention only. Needs transformers 4.56
-or newer.
+The model must run in one process and use full attention only. The batch size is 1. Needs
+transformers 4.56 or newer.
 """
 
 from .cache import Hit, KVTierCache

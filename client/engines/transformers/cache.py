@@ -59,7 +59,7 @@ _IRRELEVANT = {
     "transformers_version",
     "use_cache",
 }
-"""Settings about origin or execution. They do not change the KV."""
+"""Settings of a model that do not change its KV, such as its origin."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Hit:
     tokens: int = 0
     """Number of leading tokens whose KV was loaded."""
     tiers: Mapping[str, int] = field(default_factory=dict)
-    """Number of these tokens by the tier in which they were found."""
+    """Number of these tokens by the tier that had them."""
 
 
 class KVTierCache:
@@ -117,7 +117,6 @@ class KVTierCache:
 
     @property
     def client(self) -> Client:
-        """The client of this cache."""
         return self._client
 
     @property
@@ -207,7 +206,7 @@ class KVTierCache:
                 copies = self._layout.copy_in(batch.memory, batch.offsets)
         finally:
             lease.release()
-        # Only here the hit is certain: the end of the read has checked the lease.
+        # The hit is certain only now, because the end of the read has checked the lease.
         blocks = Counter(lease.sources[:hits])
         tiers = {tier: count * self.block_tokens for tier, count in blocks.items()}
         return self._layout.cache_of(copies), Hit(hits * self.block_tokens, tiers)

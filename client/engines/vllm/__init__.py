@@ -5,30 +5,30 @@
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"endpoint": "unix:/run/kvtier/kvtier.sock"}}'
 
-`connector` has the class that vLLM creates, `hooks` the methods that vLLM calls. `scheduler/`
-translates between vLLM's scheduler and the cores in `client/offload` and `client/handoff`.
-`worker/` copies blocks. `config` has the settings of an engine, `request_settings` the settings of
-a request. "(B3.19)" and similar cite docs/behaviour.md.
+vLLM creates the class in `connector` and calls the methods in `hooks`. `scheduler/` translates
+between vLLM's scheduler and the cores in `client/offload` and `client/handoff`. `worker/` copies
+blocks. `config` contains an engine's settings, and `request_settings` contains a request's
+settings. "(B3.19)" and similar cite docs/behaviour.md.
 
-A block is stored as soon as it is full. With `lazy_offload` it is stored when the engine is about
-to evict it. That needs fewer copies, but no other engine finds a block that this engine still
-holds, and such blocks are lost if the engine ends. For sliding windows and states, lazy mode stores
-only blocks for which vLLM itself keeps a hash. A hit of a hybrid model can therefore end only at
-the end of an earlier prompt or answer.
+By default a block is stored as soon as it is full. With `lazy_offload` a block is stored when the
+engine is about to evict the block. Lazy mode needs fewer copies, but other engines do not find a
+block before it is stored, and unstored blocks are lost if the engine ends. For sliding windows and
+states, lazy mode stores only blocks for which vLLM itself keeps a hash. A hit of a hybrid model can
+therefore end only at the end of an earlier prompt or answer.
 
-Prefill/decode disaggregation uses the same connector, without roles: the `kv_transfer_params` of
-each request say what happens to its blocks. With `bidirectional_kv_xfer`, decode engines publish
-their blocks too. See `docs/handoffs.md`.
+Prefill/decode disaggregation uses the same connector, without roles. The `kv_transfer_params` of
+each request decide what happens to the request's blocks. With `bidirectional_kv_xfer`, decode
+engines publish their blocks too. See `docs/handoffs.md`.
 
 Limits that come from vLLM's connector interface:
 
 - `reset_prefix_cache(reset_connector=True)` drops lookups and empties the server's CPU tier. The
-  lower tiers keep their data (B3.19). If an engine's weights are updated in place (RL), the engine
-  would find KV of the old weights in a lower tier. Restart the engine from other files, change its
+  lower tiers keep their data (B3.19). If an engine's weights are updated in place, the engine would
+  find KV of the old weights in a lower tier. Restart the engine from other files, change its
   `tenant`, or use a server without lower tiers. See `docs/engines.md`.
 - `reset_prefix_cache(reset_running_requests=True)` raises in vLLM while saves are in flight,
-  because saves hold references to blocks. Call it again after a few milliseconds: the saves end in
-  idle steps.
+  because saves hold references to blocks. Repeat the call after a few milliseconds: the saves end
+  in idle steps.
 - An engine in the caller's process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`) takes no steps between
   calls, so the last saves end only with the next call. Until then a reset returns False and a sleep
   is refused. Call `llm_engine.step()` until the saves have ended.

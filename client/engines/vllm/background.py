@@ -42,8 +42,8 @@ class RateLimitedLog:
 class BackgroundThreads:
     """FIFO job queue with daemon threads.
 
-    Not an executor, because an executor waits for its jobs at exit. A job that waits for a hung
-    server must not delay the engine's exit.
+    An executor would wait for its jobs at exit, so a job that waits for a hung server would delay
+    the exit of the engine. Daemon threads do not.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class BackgroundThreads:
             thread.start()
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Queues `job` without blocking. An exception is logged."""
+        """Queues `job` without blocking. An exception of the job is logged."""
         self._jobs.put(job)
 
     def close(self, timeout_s: float = 2.0) -> None:
@@ -83,7 +83,7 @@ class BackgroundThreads:
 def leave_compute_cores() -> None:
     """Lets this thread run on every core.
 
-    A CPU engine pins its main thread to one core, and new threads inherit this.
+    A CPU engine pins its main thread to one core, and new threads inherit this affinity.
     """
     with suppress(OSError, AttributeError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))

@@ -1,14 +1,15 @@
 """Everything that the adapter imports from vLLM, and the check of vLLM's version.
 
-Written for 0.32 and 0.33 (`tests/engines/connector_api.json`). The same code works with both:
+The same code works with vLLM 0.32 and 0.33. `tests/engines/connector_api.json` lists the interfaces
+of the two releases. They differ as follows:
 
-- 0.33 renamed the third item of `yield_req_data`. The adapter does not use this function: it reads
-  block tables from `scheduler_output.kv_connector_block_state`, which both releases have.
+- 0.33 renamed the third item of `yield_req_data`. The adapter does not use this function. It reads
+  block tables from `scheduler_output.kv_connector_block_state`, which exists in both releases.
 - Only 0.33 calls `unregister_kv_caches` and `restore_kv_caches` for sleep and wake.
 - 0.33 asserts less about the null block in `BlockPool.touch`. The adapter never touches that block.
 
-With an older release, or a release without these names, the import raises ImportError. With a newer
-release it logs a warning.
+With an older release, or a release that lacks an imported name, the import of this module raises
+ImportError. With a newer release the import logs a warning.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ Transport = Literal["auto", "shm", "tcp", "grpc", "cuda_ipc"]
 
 _MAX_TOKENS = 1 << 31
 _MAX_HOLD_S = 86400.0
-# Each heartbeat extends a hold by two thirds of the lease. This must exceed the expiry margin.
-# Otherwise a hold could expire while its blocks are being read.
+# Each heartbeat extends a hold by two thirds of the lease. If this extension were shorter than the
+# expiry margin, a hold could expire while its blocks are being read.
 _MIN_LEASE_S = 3 * EXPIRY_MARGIN_S
 
 
@@ -30,8 +30,8 @@ class ServerConfig:
     `endpoint`: the server, `unix:PATH` or `host:port`. Default: `$KVTIER_ENDPOINT`, otherwise the
     default socket of this user.
     `transport`: `auto`, `shm`, `tcp` (gRPC if the server has TLS), `grpc` or `cuda_ipc`. With
-    `auto` and `cuda_ipc` the server copies to and from a GPU if it can, otherwise
-    the engine copies.
+    `auto` and `cuda_ipc` the server copies to and from a GPU. If the server cannot do this, the
+    engine copies.
     `lookup_timeout_s`: a request whose lookup takes longer is computed without the cache.
     `tenant`: part of the namespace; engines of different tenants never share blocks.
     `ca`, `cert`, `key`, `token_file`: paths of files, see `kvtier.client.Credentials`. Defaults:
@@ -55,7 +55,7 @@ class ServerConfig:
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any], warn: Callable[[str], None]) -> Self:
-        """Parses `extra`. Warns of unknown keys and names the nearest known one.
+        """Parses `extra`. Warns of each unknown key and suggests the nearest known key.
 
         Called once per process while the engine starts. Raises ValueError for a wrong value.
         """

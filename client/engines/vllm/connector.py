@@ -94,7 +94,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
         wait_for_server(client)
         if config.peers and client_endpoint(config.advertise or config.endpoint).is_loopback:
             logger.warning(
-                "kvtier: `peers` are on other hosts, and they cannot reach this engine's server at %s: set `advertise`",
+                "kvtier: `peers` are on other hosts, but engines there cannot reach this engine's server at %s: set `advertise`",
                 self._address[0],
             )
         logger.info(
@@ -121,7 +121,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
     def _scheduler_config(self) -> ConnectorConfig:
         """Returns the settings; without lazy mode if LoRA is on.
 
-        Lazy mode saves free blocks. A free block does not show if its request had an adapter.
+        Lazy mode saves free blocks, and a free block does not show if its request had an adapter.
         """
         config = self._config
         if config.lazy_offload and getattr(self._vllm_config, "lora_config", None) is not None:
@@ -181,14 +181,14 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
         """False: if a cache drops a save, the only consequence is a later miss."""
         return False
 
-    # ---- handshake: the parts of all workers, if the scheduler cannot compute them (ranks.py)
+    # ---- handshake: tells the scheduler the parts of all workers (see ranks.py)
 
     @never_raises()
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Called once, when the KV tensors are registered.
 
-        Returns this worker's parts if the scheduler cannot compute them, otherwise None. If an
-        engine has several connectors, only one of them may return metadata.
+        Returns this worker's parts if the scheduler cannot compute them. In all other cases returns
+        None, because only one connector of an engine may return metadata.
         """
         geometry, kv_cache_config = self._geometry, self._kv_cache_config
         if geometry is None or kv_cache_config is None or is_known_to_scheduler(self._vllm_config, kv_cache_config):

@@ -32,7 +32,7 @@ class Unsupported(Exception):
 
 
 def resolve_geometry(vllm_config: Any, kv_cache_config: KVCacheConfig) -> CacheGeometry:
-    """Returns the engine's groups with the layers that this process knows (is_known_to_scheduler).
+    """Returns the engine's groups, with the layers of this process (see is_known_to_scheduler).
 
     Raises Unsupported, with the reason, if the connector does not support the configuration.
     """
@@ -85,7 +85,7 @@ def _refuse_unsupported(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Non
 
 def _read_group(index: int, group: Any) -> CacheGroup:
     specs = _layer_specs(group)
-    # A pipeline stage may have no layer of a group.
+    # A pipeline stage may have no layer of a group. The spec of the group then stands for a layer.
     kinds = {(_is_state(spec), _retained_tokens(spec)) for spec in specs or [group.kv_cache_spec]}
     if len(kinds) != 1:
         raise Unsupported(f"KV cache group {index} mixes attention windows")

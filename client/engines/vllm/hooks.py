@@ -68,7 +68,7 @@ def never_raises(
 class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     """KVTierConnector in the scheduler's process. If it is disabled, `_scheduler` is None.
 
-    `_unsent_loads`: requests for whose loads the engine waits, and that no worker knows yet.
+    `_unsent_loads`: ids of requests whose load the engine waits for and no worker has got yet.
     """
 
     log: RateLimitedLog
@@ -138,7 +138,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.build_step(scheduler_output) if self._scheduler is not None else StepMetadata()
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Called after each step with the reports of all workers. Most reports are empty."""
+        """Called after each step with the reports of all workers."""
         if connector_output.kv_connector_worker_meta is not None:
             self._take_saves(connector_output)
         if connector_output.finished_recving or connector_output.failed_recving:
@@ -170,7 +170,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> Finish:
         """Called once at a request's end, before its blocks are freed.
 
-        False lets vLLM free them at once. That is safe, because saves hold references.
+        Returns False, so that vLLM frees the blocks at once. Saves hold their own references.
         """
         params = self._scheduler.request_finished(request, block_ids) if self._scheduler is not None else None
         return False, params
@@ -182,12 +182,12 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
 
     @never_raises(lambda: False)
     def has_pending_block_frees(self) -> bool:
-        """Called when a running request finds no block. True: it may wait for saves."""
+        """Called when no block is free for a running request. True: the request may wait."""
         return self._scheduler is not None and self._scheduler.has_pending_block_frees()
 
     @never_raises(lambda: False)
     def reset_cache(self) -> bool:
-        """Called between steps for `reset_prefix_cache(reset_connector=True)`, and by a sleep."""
+        """Called between steps for `reset_prefix_cache(reset_connector=True)` or a sleep."""
         return self._scheduler.reset() if self._scheduler is not None else True
 
 
@@ -225,7 +225,7 @@ class WorkerHooks(KVConnectorBase_V1):
             self._worker.resume()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Called each step before blocks are overwritten; saves hold references (B4.12)."""
+        """Called before blocks are overwritten. Nothing to do: saves hold references (B4.12)."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Called each step after the forward pass was submitted. Loads are always asynchronous."""

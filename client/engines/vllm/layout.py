@@ -1,7 +1,7 @@
 """Byte layout of an engine's KV tensors: positions of a block's pages, and their order in a slot.
 
 A slot holds the pages of the group's layers in the group's order, without padding. vLLM usually
-allocates all layers of a group at equal distances in one storage. Then a block is one strided view
+allocates all layers of a group at equal distances in one storage. Such a block is one strided view
 and needs one copy. A state-space layer has one tensor or several (conv state, SSM state). Each
 tensor gives one page, and these pages are adjacent in the slot.
 """
@@ -114,7 +114,7 @@ def _segments(layers: Sequence[_LayerPages], num_blocks: int) -> list[Segment]:
 
 
 def _even_run(layers: Sequence[_LayerPages], start: int) -> tuple[int, int]:
-    """Returns the end of the longest equally spaced run of layers, and their distance."""
+    """Returns the end of the longest run of equally spaced layers, and the layers' distance."""
     first = layers[start]
     distance = first.page_bytes
     end = start + 1

@@ -1,6 +1,6 @@
 """Namespace of an engine: every property that changes the meaning of a block's bytes.
 
-The scheduler and each worker compute the namespace from configuration only, and must get the same
+The scheduler and each worker compute the namespace from the configuration and must get the same
 result. The scheduler sends the digest of its namespace to the workers. If a worker's digest
 differs, the worker warns and transfers nothing, so a difference never causes wrong tokens.
 """
@@ -72,7 +72,7 @@ def build_namespace(
         groups=groups,
         tenant=tenant,
         attributes=model_attributes(vllm_config)
-        # Not the number of ranks: ranks with the same bytes share one part.
+        # Not the number of ranks, because ranks with the same bytes share one part.
         | {"tensor_parallel_size": str(ranks.shards), "layers": parts.digest},
     )
 
@@ -115,7 +115,7 @@ def model_attributes(vllm_config: Any) -> dict[str, str]:
 def _weights_of(model: Any) -> str:
     """Returns text that identifies the weights.
 
-    For a hub repository this is the commit if it is known, because a branch changes over time.
+    For a repository of a model hub: the commit if known, because a branch changes over time.
     """
     if Path(model.model).is_dir():
         return _model_fingerprint(Path(model.model))

@@ -1,7 +1,7 @@
 """Connections to servers from which blocks are pulled: this engine's own server and `peers`.
 
-A request can name any server in its `kv_transfer_params`. An engine therefore connects only to
-servers that the engine's settings name.
+A request can name any server in its `kv_transfer_params`, and users can send such requests. An
+engine therefore connects only to servers that the engine's settings name.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Peers:
     def endpoint_of(self, remote: RemoteRequest) -> str | None:
         """Returns the endpoint of the server that holds `remote`; None if no setting names it.
 
-        A Unix socket always means this engine's own server: a host has one server, and its path may
-        differ between containers.
+        A Unix socket always means this engine's own server. A host has only one server, and the path
+        of its socket may differ between containers.
         """
         address = (remote.host, remote.port)
         if address in self._own_addresses or remote.host.startswith("unix:"):
@@ -65,7 +65,7 @@ class Peers:
         return self._allowed.get(address)
 
     def client(self, endpoint: str) -> Client:
-        """Returns the client of a server. Raises Unavailable if no other server may be used."""
+        """Returns the client of a server. Raises Unavailable if no other server is allowed."""
         with self._lock:
             client = self._clients.get(endpoint)
             if client is None:

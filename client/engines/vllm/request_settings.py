@@ -22,7 +22,7 @@ _MAX_NAMES = 16
 _MAX_NAME_CHARACTERS = 128
 _MAX_RETAIN_S = 30 * 86400.0
 _MAX_TOKENS = 1 << 31
-# vLLM 0.33 and newer call it "chunk_level"; kvtier keeps the older name (B3.1).
+# vLLM 0.33 renamed "block_level" to "chunk_level"; kvtier keeps the older name (B3.1).
 _POLICIES = {"block_level": "block_level", "chunk_level": "block_level", "request_level": "request_level"}
 
 
@@ -33,15 +33,16 @@ class RequestSettings:
     `retain_for_s`: seconds for which the request's blocks must not be evicted, within the server's
     limits.
     `exclude`, `exclude_media` ("disk", "network"), `exclude_remote`: tiers from which nothing is
-    loaded: tiers with these names, tiers on these media, tiers that are not on the server's host.
+    loaded: tiers with these names, tiers on these media, tiers outside the server's host.
     `min_hit_tokens`: a shorter hit counts as a miss.
     `offload_policy`: `request_level` asks the tiers to store every block. The rules of a tier may
     decide otherwise.
-    `hold_as`: name of the hold if the request is handed off. The next engine needs this name as
-    `remote_request_id`. For callers that cannot wait for the response. Unique per request.
+    `hold_as`: unique name of the hold if the request is handed off. The request to the next engine
+    contains this name as `remote_request_id`. A caller that chooses the name itself can build that
+    request before the response to this request arrives.
     `hold`: false prevents a hold at the end of the request, even if other parameters ask for one.
-    `skip_load`, `skip_save`: load nothing; store nothing. (Lazy mode stores blocks that no longer
-    belong to a request, so `skip_save` and `retain_for_s` have no effect in lazy mode.)
+    `skip_load`, `skip_save`: load nothing; store nothing. Lazy mode stores blocks that no longer
+    belong to a request, so `skip_save` and `retain_for_s` have no effect in lazy mode.
     """
 
     retain_for_s: float | None = None

@@ -1,7 +1,8 @@
 """Gate that prevents copies while vLLM's sleep mode has freed the memory of the KV tensors.
 
 Before a sleep vLLM aborts requests and waits for saves and loads to end. However, if the server
-hangs for minutes, the scheduler gives up a job whose copy still runs. That copy would crash.
+hangs for minutes, the scheduler gives up a job whose copy still runs. Such a copy would access
+freed memory and crash.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class EngineAsleep(Exception):
 
 
 class SleepGate:
-    """Admits copies while it is open. Thread-safe; the worker's main thread opens and closes it."""
+    """Gate for copies. Thread-safe; only the worker's main thread opens and closes the gate."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -1,7 +1,7 @@
 """Statistics for vLLM's log and its `/metrics`.
 
-The scheduler and each worker count. Once per step vLLM takes these counts, adds them up, and passes
-the sum to its log (`ConnectorStats.reduce`) and to Prometheus.
+The scheduler and each worker have counters. Once per step vLLM takes their counts, adds them up,
+and passes the sum to its log (`ConnectorStats.reduce`) and to Prometheus.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class LookupMetrics:
         self._counters = counters
 
     def answered(self, start: int, limit: int, hit: int | None, seconds: float) -> None:
-        """A lookup of the tokens from `start` to `limit` has ended with a hit up to token `hit`.
+        """Counts a lookup of the tokens from `start` to `limit` with a hit up to token `hit`.
 
         `hit` is None if the server refused or failed.
         """

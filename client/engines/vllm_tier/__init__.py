@@ -8,9 +8,9 @@
                 "type": "KVTierSecondaryTier", "module_path": "kvtier.client.engines.vllm_tier",
                 "endpoint": "unix:/run/kvtier/kvtier.sock"}]}}'
 
-vLLM keeps a primary tier of `cpu_bytes_to_use` bytes in the engine's host memory. It copies the
-chunks of the primary tier to kvtier too, and loads missing chunks from kvtier. `ManagerConfig` in
-`manager` has the other settings of a tier's table. "(B3.19)" and similar cite docs/behaviour.md.
+vLLM keeps a primary tier of `cpu_bytes_to_use` bytes in the engine's host memory. vLLM copies the
+chunks of the primary tier to kvtier, and loads missing chunks from kvtier. `ManagerConfig` in
+`manager` lists all settings of a tier's table. "(B3.19)" and similar cite docs/behaviour.md.
 
 The connector in `kvtier.client.engines.vllm` copies directly between engine and kvtier and needs no
 primary tier. Engines with that connector and engines with this tier share no blocks, because the
@@ -27,8 +27,8 @@ Limits:
 - vLLM does not look up a chunk in kvtier if it finds the chunk in its own tiers. Such a chunk is
   not marked as used in kvtier.
 - A reset of vLLM's caches keeps the blocks in kvtier, as in every secondary tier (B3.19). If an
-  engine's weights are updated in place, the engine would find KV of the old weights. Start it from
-  other files, or with another `tenant`.
+  engine's weights are updated in place, the engine would find KV of the old weights. Restart the
+  engine from other files, or with another `tenant`.
 """
 
 from .manager import KVTierSecondaryTier

@@ -3,7 +3,8 @@
 - 0.33 calls a tier under a lock, possibly on another thread, but never makes two calls at once.
 - After a reset, 0.33 delays promotions until its workers have flushed. Until then hits are misses
   (B3.19).
-- Some versions name `CHUNK_LEVEL` and `chunk_ids` `BLOCK_LEVEL` and `block_ids` (B3.1).
+- Some versions use the names `BLOCK_LEVEL` and `block_ids` instead of `CHUNK_LEVEL` and `chunk_ids`
+  (B3.1).
 """
 
 from __future__ import annotations

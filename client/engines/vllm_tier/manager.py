@@ -29,7 +29,7 @@ __all__ = ["KVTierSecondaryTier", "ManagerConfig"]
 
 _DRAIN_SECONDS = 5.0
 _TRANSFER_SECONDS = 10.0
-# Lookups mostly wait. With many threads, a burst of requests does not queue behind the first few.
+# A lookup mostly waits for the server. With one thread, a burst of requests would queue.
 _LOOKUP_THREADS = 8
 _ANSWERS = {Answer.HIT: LookupResult.HIT, Answer.MISS: LookupResult.MISS, Answer.UNKNOWN: LookupResult.RETRY}
 _POLICIES = {
@@ -138,7 +138,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
     # ---- requests
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        """Called first for each request. The returned policy is an estimate, see `policy_of`."""
+        """Called first for each request. The policy is an estimate (see TierLookups.policy_of)."""
         return RequestOffloadingContext(policy=_POLICIES[self._begin(req_context)])
 
     @never_raises(lambda: OffloadPolicy.BLOCK_LEVEL)
@@ -186,7 +186,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
             self._lookups.end(request)
 
     def touch(self, keys: Collection[Any], req_context: Any) -> None:
-        """Called with keys that the engine uses. Unused: the server orders blocks by lookups."""
+        """Called with keys that the engine uses. Nothing to do: lookups mark blocks as used."""
 
     # ---- jobs
 
@@ -195,7 +195,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self._submit(job_metadata, load=False)
 
     def submit_load(self, job_metadata: Any) -> None:
-        """Called at the end of a step in which `lookup` answered HIT; the rows are the job's."""
+        """Called at the end of a step in which `lookup` answered HIT. The job owns the rows."""
         self._submit(job_metadata, load=True)
 
     def _submit(self, metadata: Any, *, load: bool) -> None:
@@ -226,7 +226,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         return True
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Called once per step. A partly failed load has the keys that were loaded (B3.18)."""
+        """Called once per step. A partly failed load lists the keys that were loaded (B3.18)."""
         refused, self._refused = self._refused, []
         results = [JobResult(number, success=False) for number in refused]
         for job in self._take_finished():

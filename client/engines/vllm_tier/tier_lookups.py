@@ -1,8 +1,8 @@
 """Lookups of requests' chunks, made on background threads.
 
-vLLM asks for one key at a time. While the answer is RETRY, it asks again in every step. At the end
-of a step the new keys go to the server, in one call per group. A failure becomes a miss within a
-bounded time.
+vLLM asks for one key at a time, and again in every step while the answer is RETRY. At the end of a
+step the new keys go to the server, in one call per group. A failure becomes a miss within a bounded
+time.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _GROUP_BYTES = 4
 _MAX_KINDS = 256
 _BY_VALUE = "offload_policy"
 _VALUE_CHARACTERS = 32
-# If a key was sent after this share of the timeout, it queued behind other keys. Then the server is
-# not slow.
+# If the server had less than this share of the timeout for a key, the key was queued for long. The
+# server is then not considered slow.
 _LATE_SHARE = 0.5
-# Less than the lease of the server (60 s by default). An older hit is looked up again.
+# Shorter than the server's lease (60 s by default). An older hit is looked up again.
 _PIN_SECONDS = 40.0
 
 
@@ -110,9 +110,9 @@ class TierLookups(RequestCalls):
     def policy_of(self, request: TierRequest) -> OffloadPolicy:
         """Estimates a request's policy, because vLLM needs it before the server is asked.
 
-        The estimate is the server's policy for the last request of the same kind: the same
-        parameters are set, with the same `offload_policy`. For the first request of a kind it is
-        the policy of the shipped rules (B1.6).
+        The estimate is the server's policy for the last request of the same kind. Requests of one
+        kind set the same parameters and the same `offload_policy`. For the first request of a kind,
+        the estimate is the policy of the default rules (B1.6).
         """
         params = request.registration.kv_transfer_params or {}
         flagged = (
@@ -179,7 +179,7 @@ class TierLookups(RequestCalls):
             self.release_leases(leases)
 
     def end(self, request: TierRequest) -> None:
-        """Ends the request. After its running calls the server is told, and releases the leases."""
+        """Ends the request. After its last call the server is told, and releases its leases."""
         request.ended = True
         self.finish_request(request.registration)
 
@@ -219,7 +219,7 @@ class TierLookups(RequestCalls):
             self.open_circuit(error)
             self._log.warn("lookup", f"a lookup failed, so its request is computed: {error}")
         finally:
-            # Always, because otherwise the request would wait for the whole timeout.
+            # Without an end of the lookup, the request would wait for the whole timeout.
             for key in batch.keys:
                 batch.request.sent_at.pop(key, None)
             self._done.append(batch)
@@ -230,7 +230,7 @@ class TierLookups(RequestCalls):
         for first in range(0, len(batch.keys), most):
             keys = batch.keys[first : first + most]
             until = time.monotonic() + _PIN_SECONDS
-            # Less than the timeout, so that the answer arrives before the timeout.
+            # The server waits for less than the timeout, so that its answer arrives in time.
             wait = max(0.0, batch.deadline - time.monotonic()) * _WAIT_SHARE
             lease = self.lookup_keys(batch.request.registration, keys, wait, prefix=batch.prefix)
             batch.leases += [lease] if lease.id else []

@@ -1,10 +1,9 @@
 """Namespace of a tier: everything that changes the meaning of a row of vLLM's primary tier.
 
-A row is one chunk (`blocks_per_chunk` blocks of one KV cache group) of all workers. It holds the
-part of each worker, one after the other, and padding to whole memory pages. A part holds the pages
-of each tensor, one tensor after the other. The bytes of tensors of other groups are unused and hold
-old data. KVTierConnector has one part per rank and no padding, so its namespace has another
-`layout`.
+A row is one chunk (`blocks_per_chunk` blocks of one KV cache group) of all workers. A row consists
+of one part per worker and padding to whole memory pages. A part consists of the pages of each
+tensor, one tensor after the other. The bytes for tensors of other groups are unused and contain old
+data. KVTierConnector has one part per rank and no padding, so its namespace has another `layout`.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def build_tier_namespace(
     if engine_config is not None:
         require_reproducible_hashes(engine_config.cache_config)
         if engine_config.lora_config is not None:
-            # A block hash depends on the adapter's name, not on its weights. A tier sees no adapters.
+            # A block hash covers the adapter's name, not its weights. A tier sees no adapters.
             raise Unsupported("LoRA adapters are enabled, but different adapters with one name would share blocks")
         # `config` has only the element type of the cache, not of the model.
         attributes |= model_attributes(engine_config) | {"dtype": str(engine_config.model_config.dtype)}

@@ -1,8 +1,8 @@
 """Store and load jobs between vLLM's primary tier and kvtier, on background threads.
 
 Every job is reported exactly once, within a bounded time. A job whose call hangs is abandoned: the
-job is reported as failed, and its thread must not access the primary tier any more. If a memory
-copy is running, the report waits for the end of the copy.
+job is reported as failed, and the job's thread must not access the primary tier any more. If the
+job is copying memory, the report waits for the end of the copy.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Job:
     """One job of vLLM: `rows[i]` holds the bytes of `keys[i]`.
 
     `pins`: the hits of a load; None for a store. `done`: keys that were certainly copied. Until the
-    job is reported, the lock of Transfers protects `done` and the fields after it.
+    job is reported, the lock of Transfers protects `done` and the fields below `done`.
     """
 
     number: int
@@ -111,7 +111,7 @@ class Transfers:
         return finished
 
     def drain(self, timeout_s: float) -> None:
-        """Waits for all jobs; abandons them after `timeout_s`. Then no job accesses rows."""
+        """Waits for all jobs; abandons the rest after `timeout_s`. Afterwards no job uses rows."""
         with self._changed:
             self._changed.wait_for(lambda: not self._running, timeout_s)
             for job in list(self._running.values()):
@@ -134,7 +134,7 @@ class Transfers:
     def _report(self, job: Job) -> None:
         job.ended = True
         job.seconds = time.monotonic() - job.begun_at
-        # Reported only once, although an abandoned job calls this again when it ends.
+        # An abandoned job calls this method again when it ends, but is reported only once.
         if self._running.pop(job.number, None) is job:
             self._finished.append(job)
             self._changed.notify_all()
@@ -157,7 +157,7 @@ class Transfers:
         except _Abandoned:
             self._log.warn("late", "a transfer took too long, so its chunks are computed (load) or not stored (store)")
         finally:
-            # Always, because otherwise the job's rows would stay pinned for ever.
+            # Without a report, the job's rows would stay pinned for ever.
             with self._changed:
                 self._report(job)
             self._lookups.release(job.request.registration)
@@ -216,6 +216,6 @@ class Transfers:
                     self._report(job)
 
     def _batches(self, indices: Sequence[int]) -> list[Sequence[int]]:
-        """Returns slices of at most _BATCH_BYTES and the server's number of keys, or of one row."""
+        """Returns slices of at most _BATCH_BYTES (or one row) and the server's maximum of keys."""
         most = min(max(1, _BATCH_BYTES // self._primary.row_bytes), self._client.max_keys or len(indices) or 1)
         return [indices[first : first + most] for first in range(0, len(indices), most)]

@@ -28,7 +28,7 @@ _REASONS = {"FINISHED_STOPPED": FinishReason.STOPPED, "FINISHED_LENGTH_CAPPED": 
 
 
 class HandoffScheduler:
-    """Pulls of blocks, and holds of finished requests for other engines.
+    """Pulls of blocks from other engines, and holds of finished requests for other engines.
 
     Every method runs on the scheduler's thread and returns without waiting.
     """
@@ -49,24 +49,24 @@ class HandoffScheduler:
         self._core = HandoffCore(geometry, identity, options, self._calls)
         # Requests whose hit was offered to the engine.
         self._offered: set[str] = set()
-        # Number of blocks of each pull that workers run, by request.
+        # Number of blocks of each pull in flight, by request id.
         self._pulling: dict[str, int] = {}
 
     @property
     def pending(self) -> bool:
-        """Whether the engine must keep stepping, because a pull must be sent or reported."""
+        """Whether the engine must keep stepping: workers must still get or report a pull."""
         return self._core.pending
 
     def holds_at_end(self, kv_transfer_params: object) -> bool:
-        """Whether a request with these parameters is held for another engine when it finishes."""
+        """Whether a request with these parameters is held for another engine at its end."""
         return self._options.holds_at_end(TransferParams.parse(kv_transfer_params))
 
     def arrived(self, request: VllmRequest) -> bool:
-        """Registers a new request. Returns whether there may be blocks to pull for it."""
+        """Registers a new request. Returns whether blocks may be pulled for the request."""
         return self._core.arrived(request)
 
     def match(self, request_id: str, computed_tokens: int) -> int | None:
-        """Returns the tokens after `computed_tokens` that can be pulled; None if not known yet."""
+        """Returns how many tokens after `computed_tokens` can be pulled; None before the answer."""
         self._process_answers()
         hit = self._core.match(request_id, computed_tokens, time.monotonic(), time.time())
         if hit:
@@ -76,7 +76,7 @@ class HandoffScheduler:
         return hit
 
     def allocated(self, request_id: str, block_ids: Sequence[Sequence[int]], external_tokens: int) -> bool:
-        """Records the request's blocks. Returns whether its `external_tokens` will be pulled."""
+        """Records the request's blocks. Returns whether `external_tokens` will be pulled."""
         pulls = request_id in self._offered and external_tokens > 0
         self._offered.discard(request_id)
         self._core.allocated(request_id, block_ids, external_tokens if pulls else 0)
@@ -85,7 +85,7 @@ class HandoffScheduler:
         return pulls
 
     def take_pulls(self) -> list[LoadJob]:
-        """Returns this step's pulls for the workers. Also sends heartbeats that are due."""
+        """Sends heartbeats that are due. Returns this step's pulls for the workers."""
         self._process_answers()
         self._core.heartbeat(time.monotonic())
         jobs = [self._job(pull) for pull in self._core.take_pulls()]
@@ -93,7 +93,7 @@ class HandoffScheduler:
         return jobs
 
     def pulls_ended(self, ended: Iterable[str], failed: Iterable[str]) -> set[str]:
-        """Records that workers have ended these loads. Returns the pulls among them."""
+        """Records and returns the pulls among the loads that workers have ended."""
         pulls = self._pulling.keys() & ended
         for request_id in pulls:
             outcome = "failed" if request_id in failed else "pulled"

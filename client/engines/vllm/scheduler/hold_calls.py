@@ -29,7 +29,7 @@ from .requests import VllmRequest
 
 __all__ = ["HoldCalls"]
 
-_CLAIM_THREADS = 8  # they only wait for the last saves of other engines
+_CLAIM_THREADS = 8  # a claim mostly waits for the last saves of another engine
 _WAIT_SHARE = 0.8
 _CONNECT_WITHIN_S = 1.0
 _CIRCUIT_OPEN_S = 2.0
@@ -38,7 +38,7 @@ _NOTIFY_WITHIN_S = 30.0
 
 @dataclass
 class _OpenClaim:
-    """A claim whose result is still wanted. `lease`: the granted lease, if the claim has ended."""
+    """A claim that was not dropped. `lease`: the granted lease, or None."""
 
     endpoint: str
     lease: Lease | None = None
@@ -47,7 +47,7 @@ class _OpenClaim:
 class HoldCalls:
     """Implements `HandoffServer`. Public methods run on the scheduler's thread and never block.
 
-    Threads start with the first hand-off, because most engines never have one.
+    Threads start with the first hand-off, because most engines make no hand-offs.
     """
 
     def __init__(self, peers: Peers, claim_timeout_s: float, log: RateLimitedLog, counters: TransferCounters) -> None:
@@ -65,7 +65,10 @@ class HoldCalls:
         self._notify_threads: dict[str, BackgroundThreads] = {}
 
     def answers(self) -> list[tuple[ClaimId, ClaimedBlocks | None, float]]:
-        """Returns the claims that ended since the last call: blocks (None: no hold) and time."""
+        """Returns id, blocks and time of each claim that ended since the last call.
+
+        The blocks are None if the claim failed or the hold has no blocks.
+        """
         return [self._answers.popleft() for _ in range(len(self._answers))]
 
     def close(self) -> None:
@@ -87,7 +90,7 @@ class HoldCalls:
             self._claim_threads[endpoint] = BackgroundThreads("claim", self._log, threads=_CLAIM_THREADS)
         with self._lock:
             self._open_claims[claim] = _OpenClaim(endpoint)
-        # Another server does not know this request, so the name is left out.
+        # Only the engine's own server knows this request by name.
         name, positions = request.server_name if endpoint == OWN else "", list(first_positions)
         deadline = time.monotonic() + self._wait_s
         self._claim_threads[endpoint].submit(
@@ -158,7 +161,7 @@ class HoldCalls:
 
     def _run_notification(self, call: Callable[[], object], queued_at: float) -> None:
         try:
-            # If a server hangs, calls queue up. After this time they are useless.
+            # If a server hangs, calls queue up. A call that waited too long is dropped.
             if time.monotonic() < queued_at + _NOTIFY_WITHIN_S:
                 call()
             else:
@@ -170,7 +173,7 @@ class HoldCalls:
         try:
             status = self._publish_once(client, publication)
         except DeadlineExceeded:
-            # The call may have been lost. Publishing twice under one name is safe.
+            # The server may have published the hold or not. Publishing it twice is safe.
             status = self._publish_once(client, publication)
         logger.debug("kvtier: request %s: %s", publication.request_id, status.name)
         self._counters.count(f"publications:{status.name.lower()}")
@@ -196,7 +199,7 @@ class HoldCalls:
     ) -> None:
         lease, outcome, begun_at = None, "unavailable", time.monotonic()
         try:
-            # Checked again: the claim may have queued behind a call that opened the circuit.
+            # Checked again, because an earlier claim in the queue may have opened the circuit.
             if self._is_open(number) and self._reachable(endpoint):
                 client = self._peers.client(endpoint)
                 if endpoint != OWN:

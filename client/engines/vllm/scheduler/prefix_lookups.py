@@ -2,8 +2,8 @@
 
 The scheduler starts a lookup, a background thread runs it, and the scheduler reads the result. If
 the server fails, the lookup becomes a miss within a bounded time. Calls have deadlines, and a
-lookup that exceeds its timeout is abandoned. After a failure the circuit stays open for 2 seconds:
-no call is made. A hung server therefore costs one timeout in all, not one per request.
+lookup that exceeds its timeout is abandoned. After a failure the circuit stays open for 2 seconds,
+and the server is not called. So a hung server does not delay each request by the whole timeout.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .server_calls import CacheReset, RequestCalls
 __all__ = ["LookupService", "LookupState", "PendingLookup"]
 
 _WAIT_SHARE = 0.8
-_THREADS = 8  # most of them wait for promotions
+_THREADS = 8  # a lookup mostly waits for promotions from lower tiers
 
 
 class LookupState(Enum):
@@ -39,7 +39,7 @@ class LookupState(Enum):
 class PendingLookup:
     """Lookup of the blocks from `start` to `limit` tokens of one request.
 
-    `found` belongs to the background thread until the state is DONE, then to the scheduler.
+    Only the background thread uses `found` until the state is DONE, then only the scheduler.
     """
 
     number: LookupId
@@ -77,13 +77,16 @@ class LookupService(RequestCalls):
         self._epoch: int | None = None
 
     def answers(self) -> Iterator[tuple[LookupId, PrefixHit, float]]:
-        """Yields the lookups that ended since the last call, with the time. Some may be dropped."""
+        """Yields id, result and time of each lookup that ended since the last call.
+
+        A lookup among these may have been dropped meanwhile.
+        """
         for _ in range(len(self._done_lookups)):
             lookup = self._done_lookups.popleft()
             yield lookup.number, lookup.found, lookup.done_at
 
     def has_changed(self) -> bool:
-        """Whether a server was connected, replaced or restarted since the last call."""
+        """Whether the client has connected to a new or restarted server since the last call."""
         epoch = self._client.epoch
         if epoch in (None, self._epoch):
             return False
@@ -102,7 +105,7 @@ class LookupService(RequestCalls):
         assert isinstance(request, VllmRequest)
         registration = request.registration
         if not self.reachable():
-            # A request that waits for free blocks is looked up again in every step.
+            # vLLM asks again in every step while a request waits for free blocks.
             if not registration.counted_unavailable:
                 self._metrics.count("unavailable")
             registration.counted_unavailable = True
@@ -127,7 +130,7 @@ class LookupService(RequestCalls):
         if not self._drop(given_up):
             self._metrics.count("timeout", self._timeout_s)
         if given_up.started:
-            # If it did not start, it only queued behind others, and the server may be well.
+            # A lookup that did not start only queued behind other lookups.
             self.open_circuit()
         self._log.warn("lookup", f"a lookup took longer than {self._timeout_s:g} s, so its request is computed")
 
@@ -164,7 +167,7 @@ class LookupService(RequestCalls):
             self.open_circuit(error)
             self._log.warn("lookup", f"a lookup failed, so its request is computed: {error}")
         finally:
-            # Always, because otherwise the request would wait for the whole timeout.
+            # Without an end of the lookup, the request would wait for the whole timeout.
             self._done(lookup, hit)
 
     def _done(self, lookup: PendingLookup, hit: int | None) -> None:
@@ -194,7 +197,7 @@ class LookupService(RequestCalls):
         return hit if hit - lookup.start >= lookup.request.settings.min_hit_tokens else lookup.start
 
     def _lookup_places(self, lookup: PendingLookup, query: PresenceQuery) -> set[BlockPosition]:
-        """Looks up in several calls if the server limits the keys of a call. Returns the hits."""
+        """Looks up blocks, in several calls if the server limits the keys of a call."""
         most = self._client.max_keys or max(1, len(query.blocks))
         found: set[BlockPosition] = set()
         for first in range(0, len(query.blocks), most):
@@ -212,9 +215,9 @@ class LookupService(RequestCalls):
             make_key(lookup.hashes[g.index][position - lookup.start // g.block_tokens], g.index)
             for g, position in blocks
         ]
-        # Less than the timeout, so that the answer arrives before the timeout.
+        # The server waits for less than the timeout, so that its answer arrives in time.
         wait = max(0.0, lookup.deadline - time.monotonic()) * _WAIT_SHARE
-        # The server then promotes nothing for a hit that is too short.
+        # With `min_hits` the server promotes nothing for a hit that is too short.
         least = -(-lookup.request.settings.min_hit_tokens // blocks[0].group.block_tokens) if prefix and first else 0
         lease = self.lookup_keys(lookup.request, keys, wait, prefix=prefix, min_hits=min(least, len(blocks)))
         lookup.leases.append(lease)

@@ -16,9 +16,9 @@ from ..request_settings import RequestSettings
 
 __all__ = ["RequestRegistration", "VllmBlockPool", "VllmRequest", "plain_params", "server_name"]
 
-# The server accepts 512.
+# Limit of the name of a request. The server accepts 512 characters.
 _MAX_ID_CHARACTERS = 256
-# Parameters come from users. Tiers need only small flags to vote.
+# Users choose the parameters. Tiers need only small flags to vote.
 _MAX_PARAMS_CHARACTERS = 64 << 10
 _MAX_PRIORITY = (1 << 31) - 1
 
@@ -31,8 +31,8 @@ class RequestRegistration:
     urgent; the server's rules may use it. `settings`: the user's settings for the request.
 
     `policy`: the offload policy for which the server's tiers voted; None before the vote. `voting`:
-    a separate call asks the tiers, and no blocks are offered until it ends. `counted_unavailable`:
-    a lookup without a connected server was counted.
+    a registration without lookup is in flight, and the request's blocks are not offered until its
+    end. `counted_unavailable`: the metrics have counted one lookup as `unavailable`.
     """
 
     request_id: str
@@ -105,7 +105,7 @@ class VllmRequest:
         return self.request.kv_transfer_params
 
     def final_blocks(self, group: CacheGroup) -> int:
-        """A block has a hash when its last token is final."""
+        """Counts the hashes, because vLLM hashes a block when its last token is final."""
         return len(self.hashes(group))
 
     def key(self, group: CacheGroup, position: int) -> bytes:
@@ -134,7 +134,7 @@ class VllmRequest:
 
 
 class VllmBlockPool:
-    """vLLM's block pool; implements `BlockPool`. Before `bind` it is empty: nothing is saved."""
+    """vLLM's block pool; implements `BlockPool`. Before `bind` no block is saved."""
 
     def __init__(self, geometry: CacheGeometry) -> None:
         self._geometry = geometry
@@ -144,7 +144,7 @@ class VllmBlockPool:
         self._pool = pool
 
     def cached_tokens(self, request: VllmRequest) -> int:
-        """Estimates the prefix that the engine still has. These blocks need no promotion."""
+        """Estimates how many leading tokens the engine still has in its own blocks."""
         group = self._geometry.leading_group
         hashes, count = request.hashes(group), 0
         if self._pool is not None:
@@ -163,7 +163,7 @@ class VllmBlockPool:
         self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
 
     def put_back(self, block_ids: Sequence[int], behind: Collection[int]) -> None:
-        """Leaves blocks without content at the front, because vLLM put them there."""
+        """Keeps blocks without content first in the queue, because vLLM puts them there."""
         queue, blocks = self._pool.free_block_queue, [self._pool.blocks[block_id] for block_id in block_ids]
         self._pool.free_blocks(blocks)
         stay = itertools.takewhile(
@@ -178,7 +178,7 @@ class VllmBlockPool:
         return int(self._pool.blocks[block_id].ref_cnt)
 
     def cached_key(self, block_id: int) -> bytes | None:
-        """Returns None until the step that fills the block."""
+        """Returns the block's key; None before the step that fills the block."""
         return self._name(self._pool.blocks[block_id]).key
 
     def free_block(self, block_id: int) -> FreeBlock | None:

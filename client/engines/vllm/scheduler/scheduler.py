@@ -43,13 +43,13 @@ class KVEvents:
     """KV events about stored blocks, for other programs such as a cache-aware router.
 
     Needs vLLM's `--kv-events-config '{"enable_kv_cache_events": true, …}'`. When every worker has
-    reported a block as stored or present, a `BlockStored` with medium "CPU" is published. It has
-    the block's hash and group. The tokens and the parent are in the earlier GPU event with the same
-    hash.
+    reported a block as stored or present, the connector publishes a `BlockStored` event with medium
+    "CPU". This event has the block's hash and group. The tokens and the parent are in the earlier
+    GPU event with the same hash.
 
-    The engine does not know which blocks the server evicts or loses in a restart, so it publishes
-    no `BlockRemoved`. A reader must treat a stored block as likely, not certain. A reset publishes
-    `AllBlocksCleared`. This event has no medium, but vLLM clears its own cache in the same call.
+    The engine does not know which blocks the server evicts or loses in a restart, so the connector
+    publishes no `BlockRemoved`. A reader must treat a stored block as likely, not certain. A reset
+    publishes `AllBlocksCleared`, which names no medium: vLLM clears its own cache in the same call.
     Blocks that lower tiers keep after a reset are not announced.
     """
 
@@ -63,7 +63,7 @@ class KVEvents:
         if not self._enabled:
             return
         for position, (key, group_index) in enumerate(zip(save.job.keys, save.job.groups, strict=True)):
-            # A block that only a hold names has no content hash to announce.
+            # A block with a hold key has no content hash that an event could name.
             if position not in save.not_stored and not is_hold_key(key):
                 self._events.append(self._stored(key, group_index))
 
@@ -80,7 +80,7 @@ class KVEvents:
         return events
 
     def _stored(self, key: bytes, group_index: int) -> KVCacheEvent:
-        # One event per block, because in a list each block is the parent of the next block.
+        # One event per block: in an event with several blocks, each is the parent of the next.
         return BlockStored(
             block_hashes=[maybe_convert_block_hash(key[:-_GROUP_BYTES])],
             parent_block_hash=None,
@@ -97,7 +97,7 @@ class SchedulerSide:
     """Half of KVTierConnector in the scheduler's process.
 
     `batched_tokens`: maximum number of tokens in a step; 0 if lazy mode is off. `publish_events`:
-    vLLM's setting.
+    whether vLLM's settings enable KV events.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class SchedulerSide:
         self._core = OffloadCore(geometry, world_size, options, self._pool, self._server)
         self._handoffs = HandoffScheduler(geometry, identity, config.handoff, peers, log, self._counters)
         self._requests: dict[str, VllmRequest] = {}
-        # Number of blocks of each load that workers run, by request.
+        # Number of blocks of each load in flight, by request id.
         self._loading: dict[str, int] = {}
         # Whether a reset of the server is pending.
         self._resetting = False
@@ -158,7 +158,10 @@ class SchedulerSide:
             self._server.register(adapted.registration)
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
-        """Returns the tokens after `computed_tokens` that can be loaded; None if not known yet."""
+        """Returns how many tokens after `computed_tokens` can be loaded (None: not known yet).
+
+        The second value says that the load is asynchronous.
+        """
         if request.request_id not in self._requests:
             self.new_request(request)
         self._process_answers()
@@ -169,7 +172,7 @@ class SchedulerSide:
         return hit, bool(hit)
 
     def blocks_allocated(self, request: Any, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
-        """The engine allocated blocks and accepted `external_tokens` of the hit, or 0."""
+        """Records that the engine allocated blocks and accepted `external_tokens` of the hit."""
         if self._handoffs.allocated(request.request_id, block_ids, external_tokens):
             external_tokens = 0
         self._core.allocated(request.request_id, block_ids, external_tokens)
@@ -222,7 +225,7 @@ class SchedulerSide:
     def request_finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         """Offers the blocks that the request's last step filled (B4.14) and releases the rest.
 
-        Returns the parameters for the engine that continues the request, if any.
+        Returns the parameters for the engine that continues the request, or None.
         """
         self._requests.pop(request.request_id, None)
         # Draft tokens that were accepted after the request's end are computed, but not confirmed.
@@ -249,7 +252,9 @@ class SchedulerSide:
         return self._core.frees_pending(time.monotonic())
 
     def reset(self) -> bool:
-        """Drops all lookups and empties the CPU tier. True if no transfer is in flight (B4.13).
+        """Drops all lookups and empties the CPU tier.
+
+        Returns True if no transfer is in flight (B4.13).
 
         Does not wait for the server. Until the CPU tier is empty, requests miss and nothing is
         saved.
@@ -276,7 +281,7 @@ class SchedulerSide:
             self._resetting = False
 
     def _count_saves(self, ended: Iterable[EndedSave]) -> None:
-        """Counts ended saves and announces their blocks, unless they may be older than a reset."""
+        """Counts ended saves. Announces their blocks unless a save may be older than a reset."""
         missed = 0
         for save in ended:
             missed += len(save.not_stored)
@@ -301,7 +306,7 @@ class SchedulerSide:
                 request.num_prompt_tokens,
                 settings.forwarded_params(request.kv_transfer_params),
                 settings,
-                # In vLLM the lowest number is the most urgent.
+                # vLLM: the lowest number is the most urgent. kvtier: the highest.
                 priority=-getattr(request, "priority", 0),
             ),
             self._geometry,
@@ -314,14 +319,14 @@ class SchedulerSide:
         return adapted
 
     def _serves(self, request: Any) -> bool:
-        """Whether the request's KV may be shared: not if it has a LoRA adapter."""
+        """Whether the request's KV may be shared. False if the request has a LoRA adapter."""
         if request.lora_request is None:
             return True
         self._log.warn("lora", "requests with a LoRA adapter are neither loaded nor saved", interval_s=float("inf"))
         return False
 
     def _computed(self, scheduler_output: Any) -> Iterable[ScheduledRequest]:
-        """Yields the step's requests that may be saved: the tiers have voted on them."""
+        """Yields the step's requests that may be saved, without those whose vote is pending."""
         tables = scheduler_output.kv_connector_block_state
         if tables is None:
             return

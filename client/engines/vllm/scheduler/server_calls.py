@@ -14,16 +14,17 @@ from .requests import RequestRegistration, plain_params
 __all__ = ["CacheReset", "RequestCalls"]
 
 _CIRCUIT_OPEN_S = 2.0
-# The first "done" may end another engine's reset that began before this engine's last store.
+# The first call may report the end of another engine's reset, which may have begun before this
+# engine's last store. Only a second call is certain to empty the tier after that store.
 _RESET_ROUNDS = 2
 _RESET_WAIT_S = 1.0
 _RESET_RETRY_S = 1.0
 
 
 class RequestCalls:
-    """Registers and ends requests at the server, and counts their calls in flight.
+    """Registers requests at the server, and ends each request after its last call.
 
-    Public methods run on the scheduler's thread, unless their text says "Thread-safe".
+    Public methods run on the scheduler's thread, unless the docstring says "Thread-safe".
     """
 
     def __init__(self, client: Client, log: RateLimitedLog) -> None:
@@ -31,16 +32,16 @@ class RequestCalls:
         self._log = log
         self._lock = threading.Lock()
         self._circuit_open_until = 0.0
-        # Separate thread: releases must not queue behind lookups that wait for promotions.
+        # A separate thread, so that releases do not queue behind lookups that wait for promotions.
         self._control_thread = BackgroundThreads("release", log)
 
     @property
     def circuit_open(self) -> bool:
-        """Whether the server has just failed, so that it is not called now. Thread-safe."""
+        """Whether calls are paused because the server has just failed. Thread-safe."""
         return time.monotonic() < self._circuit_open_until
 
     def reachable(self) -> bool:
-        """Whether the server can be called now; warns if none is connected. Thread-safe."""
+        """Whether the server can be called now. Warns if no server is connected. Thread-safe."""
         if not self._client.connected:
             self._log.warn(
                 "disconnected", "no kvtier server is connected; requests are computed as if nothing were cached"
@@ -49,12 +50,12 @@ class RequestCalls:
         return not self.circuit_open
 
     def open_circuit(self, error: KVTierError | None = None) -> None:
-        """Stops calls for a moment, except after a refusal of a single request. Thread-safe."""
+        """Pauses calls for 2 seconds, unless `error` concerns a single request. Thread-safe."""
         if not isinstance(error, (InvalidRequest, LimitExceeded)):
             self._circuit_open_until = time.monotonic() + _CIRCUIT_OPEN_S
 
     def register(self, request: RequestRegistration) -> None:
-        """Lets tiers vote on a request without lookup, because they may want its blocks (B1.1)."""
+        """Registers a request that is not looked up, so that tiers can vote on it (B1.1)."""
         if self._client.connected and not self.circuit_open:
             self.acquire(request)
             request.voting = True
@@ -74,7 +75,7 @@ class RequestCalls:
             self._submit_finish(request)
 
     def finish_request(self, request: RequestRegistration) -> None:
-        """Tells the server that the request has ended, once no call about it is in flight."""
+        """Tells the server, after the last call about the request, that the request has ended."""
         with self._lock:
             request.ended = True
             finish = request.pending == 0
@@ -98,7 +99,7 @@ class RequestCalls:
     def lookup_keys(
         self, request: RequestRegistration, keys: Sequence[bytes], wait: float, *, prefix: bool, min_hits: int = 0
     ) -> Lease:
-        """Looks up keys. The first call for a request also registers it, so that tiers vote on it.
+        """Looks up keys. The first call for a request also registers the request.
 
         With `prefix`, fewer than `min_hits` leading hits count as misses. Raises KVTierError.
         """
@@ -146,9 +147,9 @@ class RequestCalls:
 
 
 class CacheReset:
-    """Empties the server's CPU tier. Retries until this succeeds.
+    """Reset of the server's CPU tier, retried until it succeeds.
 
-    Public methods run on the scheduler's thread and, except `close`, never block.
+    Public methods run on the scheduler's thread. Only `close` blocks.
     """
 
     def __init__(self, client: Client, log: RateLimitedLog) -> None:
@@ -156,7 +157,7 @@ class CacheReset:
         self._log = log
         self._threads = BackgroundThreads("reset", log)
         self._closed = threading.Event()
-        # Numbers of resets. Only the background thread writes `_done`.
+        # Numbers of the latest resets. Only the background thread writes `_done`.
         self._started = self._done = self._taken = 0
 
     @property
@@ -170,7 +171,7 @@ class CacheReset:
         self._threads.submit(lambda: self._run(number))
 
     def take_done(self) -> bool:
-        """Whether the latest reset was completed since the last call of this method."""
+        """Whether the latest reset has ended since the last call of this method."""
         done = self._done == self._started != self._taken
         if done:
             self._taken = self._started
@@ -187,7 +188,8 @@ class CacheReset:
                 rounds -= self._client.reset(wait=_RESET_WAIT_S) == 0
             except Exception as error:  # noqa: BLE001 - no lookup may find stale blocks
                 self._log.warn(
-                    "reset", f"the CPU tier could not be emptied; every request is a miss until it is: {error!r}"
+                    "reset",
+                    f"the CPU tier could not be emptied; every request is a miss until the reset succeeds: {error!r}",
                 )
                 self._closed.wait(_RESET_RETRY_S)
         self._done = number

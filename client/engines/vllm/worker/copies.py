@@ -1,8 +1,8 @@
 """Copies between an engine's KV tensors and slots. Runs on the worker's background threads only.
 
-On a CPU engine NumPy copies: it releases the GIL and uses only the calling thread. (torch would
-start more OpenMP threads beside the engine's.) On a CUDA engine the pages of a block are first
-gathered on the device, so that one block is one contiguous transfer.
+On a CPU engine NumPy makes the copies. NumPy releases the GIL and uses only the calling thread, but
+torch would start OpenMP threads that compete with the engine's threads. On a CUDA engine the pages
+of a block are first gathered on the device, so that one block is one contiguous transfer.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def _runs(block_ids: Sequence[int], offsets: Sequence[int]) -> Iterator[_BlockRu
 class BlockCopier(Protocol):
     """Copies whole blocks of one group. A call returns when the copy is complete.
 
-    A call raises only if the device fails. `device` is the device of the KV tensors.
+    A copy raises only if the device fails. `device` is the device of the KV tensors.
     """
 
     device: torch.device
 
     def mark(self) -> Any:
-        """Marks the compute submitted so far. A copy waits for the mark that it gets as `after`.
+        """Marks the compute submitted so far. A copy with this mark as `after` waits for it.
 
         Called on the engine's thread.
         """
@@ -92,7 +92,7 @@ class CpuCopier:
         }
 
     def mark(self) -> None:
-        """Does nothing: a CPU engine has written the KV of a step when this is called."""
+        """Does nothing: a CPU engine has written the KV of a step before the call."""
 
     def copy_out(
         self, group: int, block_ids: Sequence[int], memory: memoryview, offsets: Sequence[int], after: None
@@ -118,7 +118,7 @@ class CpuCopier:
 
 
 class CudaCopier:
-    """Copier for KV tensors on a GPU: gathers in a device buffer, one transfer per run of slots.
+    """Copier for KV tensors on a GPU: gathers pages on the device, one transfer per run of slots.
 
     Copies use their own streams. Copies and compute overlap only if the region is pinned.
     """
@@ -187,7 +187,7 @@ def _synchronized(stream: torch.cuda.Stream) -> Iterator[None]:
 def _transfers(
     staging: torch.Tensor, flat: torch.Tensor, starts: Sequence[int]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields pairs of device and host memory. Each is contiguous and within one pinned chunk."""
+    """Yields contiguous pairs of device and host memory, each within one pinned chunk."""
     slot_bytes = staging.shape[1]
     rows = staging.view(-1)
     first = 0

@@ -1,8 +1,8 @@
 """Copies by the server: a copy worker of the server copies between a GPU's KV tensors and slots.
 
 This needs CUDA IPC, a server with device support, and a running copy worker. If one of these is
-missing, the engine's worker copies the blocks itself.
-**Unproven on a GPU**: docs/decisions/0013-cuda-ipc.md.
+missing, the engine's worker copies the blocks itself. No GPU has run this code yet, see
+docs/decisions/0013-cuda-ipc.md.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ RouteOf = Callable[[Sequence[GroupLayout], torch.device, RateLimitedLog], "Devic
 class StepMark:
     """Marks after which a step's jobs may access their blocks (B4.4).
 
-    ``compute`` is for copies by the worker, ``mark`` for copies by the server (None: the worker
-    copies).
+    ``compute``: for copies by the worker. ``mark``: for copies by the server, or None if the worker
+    makes all copies.
     """
 
     def __init__(self, compute: Any, mark: Mark | None, jobs: int) -> None:
@@ -40,7 +40,7 @@ class StepMark:
         self._lock = threading.Lock()
 
     def job_ended(self) -> None:
-        """Called once per job; the last one releases the server's event."""
+        """Called once per job. The last call releases the server's event."""
         with self._lock:
             self._jobs -= 1
             over = not self._jobs
@@ -49,7 +49,7 @@ class StepMark:
 
 
 class DeviceRoute:
-    """One worker's blocks on its device.
+    """Route on which the server copies the blocks of one worker.
 
     `mark` is called on the worker's main thread, other methods on background threads.
     The constructor raises DeviceUnavailable if the memory cannot be shared.
@@ -65,9 +65,9 @@ class DeviceRoute:
         self._client: Client | None = None
 
     def register(self, client: Client) -> None:
-        """Lets the client's server open the blocks, which may take seconds.
+        """Shares the KV buffers with the client's server, which may take seconds.
 
-        The server copies from then on. If the server refuses, the worker copies the blocks.
+        Afterwards the server copies the blocks. If the server refuses, the worker copies them.
         """
         try:
             client.register_kv_buffers(self._buffers)
@@ -75,7 +75,7 @@ class DeviceRoute:
             self._log.warn("device", f"the engine copies its KV blocks itself, because the server refused: {error}")
             return
         except KVTierError as error:
-            # No server yet. The client registers the blocks when it is connected.
+            # No server is connected yet. The client registers the blocks when it connects.
             self._log.warn("device", f"the engine copies its KV blocks itself until a server is connected: {error}")
         self._client = client
 
@@ -102,7 +102,7 @@ class DeviceRoute:
             return None
 
     def load(self, client: Client, lease_id: int, items: Sequence[int], blocks: Sequence[int], after: StepMark) -> bool:
-        """Returns whether the server filled the blocks. If False, the worker must do it."""
+        """Returns whether the server filled the blocks. If False, the worker must fill them."""
         if client is not self._client or after.mark is None:
             return False
         try:

@@ -2,7 +2,7 @@
 
 Every load and save of a step must be reported exactly once, even after a failure. If a load is not
 reported, its request waits for ever. If a save is not reported, its blocks are held for ever. If a
-load is reported twice, vLLM ends.
+load is reported twice, the engine fails.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["SAVE_LOST_AFTER_S", "SAVE_WITHIN_S", "StepMetadata", "WorkerReport",
 _IDLE_WAIT_S = 0.001
 
 SAVE_LOST_AFTER_S = 600.0
-"""A save that is not reported after this time is given up; its blocks are released (B5.6)."""
+"""After this time the scheduler gives up an unreported save and releases its blocks (B5.6)."""
 
 SAVE_WITHIN_S = 300.0
-"""Workers begin no copy of a save when this time has passed since the save was sent.
+"""Workers begin no copy of a save later than this time after the scheduler sent the save.
 
-A copy that has begun earlier must end before its grant expires.
+A copy that began earlier must end before its grant expires.
 """
 
 
@@ -35,8 +35,8 @@ class StepMetadata(KVConnectorMetadata):
     """One step's loads and saves (see StepPlan).
 
     `idle`: the step computes nothing, so a worker may wait a moment for its copies. `sent_at`: wall
-    clock time. A worker that was stopped for a while sees from it that its saves are old. `parts`:
-    the parts of all workers, if a worker cannot compute them.
+    clock time at which the scheduler sent the step. A worker that was stopped for a while uses it
+    to recognize old saves. `parts`: the parts of all workers, if a worker cannot compute them.
     """
 
     loads: list[LoadJob] = field(default_factory=list)
@@ -88,7 +88,7 @@ class WorkerReports:
             self._changed.notify_all()
 
     def save_ended(self, job_id: int, not_stored: Iterable[int] = ()) -> None:
-        """Records that a save ended. `not_stored`: indices of the keys that may not be stored."""
+        """Records that a save ended. `not_stored`: indices of keys that are perhaps not stored."""
         missed = set(not_stored)
         with self._changed:
             self._ended_saves[job_id] = 1
@@ -109,11 +109,11 @@ class WorkerReports:
     def take_results(self, *, idle: bool) -> KVConnectorTransferResults:
         """Returns the loads that ended since the last call.
 
-        In an idle step this waits a moment for a result. Otherwise the engine's busy loop would
-        take the processor and the GIL from the lookup or copy for which the engine waits.
+        In an idle step this method waits 1 ms for a result. Without the wait, the engine's busy
+        loop would take the processor and the GIL from the threads that produce the result.
         """
         if not (idle or self._loaded):
-            # Without the lock: a result that is added at this moment is taken in the next step.
+            # No lock is needed: a result that is added at this moment is taken in the next step.
             return KVConnectorTransferResults()
         with self._changed:
             if idle and not (self._loaded or self._ended_saves):

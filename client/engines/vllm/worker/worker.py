@@ -1,8 +1,8 @@
 """Worker half of the connector: copies between the engine's KV tensors and kvtier.
 
 Hooks run on the worker's main thread and only queue jobs. Background threads make the copies and
-the remote calls: one for loads, one for saves, so that a load never queues behind saves, and one
-for loads from each peer.
+the remote calls. Loads, saves and the loads from each peer have a thread each, so that a load never
+queues behind saves or behind a slow peer.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class WorkerSide:
         self._register_route()
 
     def suspend(self) -> None:
-        """Refuses new copies and waits for running ones. Called before KV tensors lose memory."""
+        """Refuses new copies and waits for running ones. Called before the KV tensors are freed."""
         if not self._gate.close(_SUSPEND_TIMEOUT_S):
             self._log.warn(
                 "sleep", f"a copy still runs after {_SUSPEND_TIMEOUT_S:g} s; the engine begins its sleep anyway"
@@ -164,7 +164,7 @@ class WorkerSide:
             self._client.close()
 
     def _pin_for(self, device: torch.device) -> Pin | None:
-        """Returns a function that pins memory for a GPU, once CUDA graphs are captured (B4.16)."""
+        """Returns a function that pins memory for a GPU after CUDA graphs are captured (B4.16)."""
         if device.type != "cuda":
             return None
         try:
@@ -183,7 +183,7 @@ class WorkerSide:
 
     def _mark(self, jobs: int) -> StepMark:
         assert self._copier is not None
-        # Only if there are jobs: the last job releases the server's event.
+        # Not without jobs, because the last job releases the server's event.
         by_server = self._route.mark() if self._route is not None and jobs else None
         return StepMark(self._copier.mark(), by_server, jobs)
 
@@ -220,7 +220,7 @@ class WorkerSide:
             self._log.warn("load", f"a load failed, so its blocks are computed: {error}")
         finally:
             after.job_ended()
-            # Counted before the report, because the engine may stop stepping after the report.
+            # Counted before the report: after it the engine may take no step that collects counts.
             self._counters.observe("load_seconds", time.monotonic() - queued_at)
             self._reports.load_ended(job.request_id, failed=failed)
 
@@ -251,7 +251,7 @@ class WorkerSide:
     def _save(self, job: SaveJob, after: StepMark, queued_at: float, write_until: float) -> None:
         not_stored = set(range(len(job.keys)))
         try:
-            # After a failure saves pause, so that a hung server does not hold blocks for long.
+            # After a failure saves pause, so that they do not hold blocks while a server hangs.
             if time.monotonic() >= self._saves_paused_until and self._client is not None and self._client.connected:
                 for chunk in self._chunks(job.groups, self._client):
                     if time.monotonic() >= write_until:
@@ -301,7 +301,7 @@ class WorkerSide:
         return sum(self._groups[group].part_bytes for group in groups)
 
     def _chunks(self, groups: Sequence[int], client: Client) -> list[slice]:
-        """Returns slices within _BATCH_BYTES and the server's number of keys."""
+        """Returns slices of at most _BATCH_BYTES and the server's maximum number of keys."""
         most = client.max_keys or len(groups)
         chunks, start, size = [], 0, 0
         for index, group in enumerate(groups):
