@@ -1,7 +1,7 @@
 """Copies between an engine's device blocks and slots of the host region.
 
-The process that opened the engine's blocks makes the copies. When `copy_out` or `copy_in` has
-returned or raised, none of the call's copies is in progress, so the slots can be reused. The one
+The process that opened the engine's blocks makes the copies. When `copy` has returned
+or raised, none of the call's copies is in progress, so the slots can be reused. The one
 exception is a broken context (`Cause.BROKEN`): copies may still be in progress, so the slots must
 not be reused until this process has ended.
 
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from functools import partial
 
 from ..host.region import HostRegion
 from .copy_plan import Plan, Planner
@@ -27,47 +27,13 @@ from .driver import Driver, EventId, StreamId
 from .exports import DeviceExport, Origin
 from .handles import OpenHandles
 
-__all__ = ["After", "CopyDirection", "EngineBlocks", "EventAfter", "Tuning", "wait_until"]
+__all__ = ["CopyDirection", "EngineBlocks", "Tuning"]
 
 _log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 100e-6
 """Interval of polling an event. One poll costs 1 to 2 microseconds; an engine's step takes tens of
 milliseconds."""
-
-
-class After(Protocol):
-    """The condition that a copy waits for before it starts."""
-
-    def reached(self) -> bool:
-        """Whether the condition is true. Does not wait. Once true, it stays true."""
-        ...
-
-
-class EventAfter:
-    """Waits for an event of the engine.
-
-    The engine records the event again only after the copies that wait for it have been answered.
-    """
-
-    def __init__(self, driver: Driver, event: EventId) -> None:
-        self._driver = driver
-        self._event = event
-
-    def reached(self) -> bool:
-        return self._driver.reached(self._event)
-
-
-def wait_until(after: After, cancelled: Callable[[], bool]) -> None:
-    """Waits until ``after`` is reached; raises CopyCancelled if ``cancelled()`` is true before."""
-    while not after.reached():
-        if cancelled():
-            raise CopyCancelled("cancelled before the engine's compute was done")
-        time.sleep(_POLL_SECONDS)
-
-
-def _never() -> bool:
-    return False
 
 
 class CopyDirection(Enum):
@@ -88,8 +54,8 @@ class Tuning:
 class EngineBlocks:
     """The opened blocks of one engine process, with one stream per direction.
 
-    Raises DeviceError if the blocks cannot be opened. Any thread may call. `copy_out` and `copy_in`
-    block the calling thread without the GIL; several calls may run at a time.
+    Raises DeviceError if the blocks cannot be opened. Any thread may call. `copy` blocks the
+    calling thread without the GIL; several calls may run at a time.
     """
 
     def __init__(
@@ -153,47 +119,47 @@ class EngineBlocks:
         """Whether the engine's events can be used. If not, the engine must wait for its compute."""
         return bool(self._events)
 
-    def after_event(self, index: int) -> After:
-        """The engine's event with this index. Raises DeviceError (BAD_EXPORT) if it is missing."""
+    def after_event(self, index: int) -> Callable[[], bool]:
+        """Returns a function that tells whether the engine's event with this index is reached.
+
+        The engine records the event again only after the copies that wait for the event have been
+        answered. Raises DeviceError (BAD_EXPORT) if there is no such event.
+        """
         if not 0 <= index < len(self._events):
             raise DeviceError(Cause.BAD_EXPORT, f"there is no event {index}: {len(self._events)} are shared")
-        return EventAfter(self._driver, self._events[index])
+        return partial(self._driver.reached, self._events[index])
 
-    def part_bytes(self, group: int) -> int:
-        """Bytes of one block in its slot. Raises DeviceError (BAD_EXPORT) for an unknown group."""
-        return self._planner(group).part_bytes
-
-    def copy_out(
+    def copy(
         self,
+        direction: CopyDirection,
         group: int,
         blocks: Sequence[int],
         offsets: Sequence[int],
-        after: After | None = None,
-        cancelled: Callable[[], bool] = _never,
+        after: Callable[[], bool] | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Waits for ``after``, then copies blocks into the slots at ``offsets`` of the region.
+        """Waits until ``after()`` is true; then copies between blocks and the slots at ``offsets``.
 
         ``cancelled`` is called while waiting and before each batch. If it returns true, no further
-        batch starts and CopyCancelled is raised.
+        batch starts and CopyCancelled is raised. During a copy into blocks (IN) the engine must not
+        access the blocks.
 
         Raises CopyCancelled and DeviceError. Raises LayoutError for blocks or slots out of range,
         and RegionError if the region is closed; then nothing is copied.
         """
-        self._move(CopyDirection.OUT, group, blocks, offsets, after, cancelled)
+        if group not in self._planners:
+            raise DeviceError(Cause.BAD_EXPORT, f"there is no group {group}")
+        plan = self._planners[group].plan(blocks, offsets)
 
-    def copy_in(
-        self,
-        group: int,
-        blocks: Sequence[int],
-        offsets: Sequence[int],
-        after: After | None = None,
-        cancelled: Callable[[], bool] = _never,
-    ) -> None:
-        """Copies from slots into blocks, otherwise like `copy_out`.
+        def is_cancelled() -> bool:
+            return self._cancelled or cancelled()
 
-        The engine must not access the blocks during the call.
-        """
-        self._move(CopyDirection.IN, group, blocks, offsets, after, cancelled)
+        with self._counted(), self._region.memory[:0]:
+            while after is not None and not after():
+                if is_cancelled():
+                    raise CopyCancelled("cancelled before the engine's compute was done")
+                time.sleep(_POLL_SECONDS)
+            self._run(direction, plan, is_cancelled)
 
     def cancel(self) -> None:
         """Cancels all copies and does not wait: no new batch starts.
@@ -215,30 +181,6 @@ class EngineBlocks:
             if self._lost is not None:
                 raise self._lost
             self._undo.close()
-
-    def _planner(self, group: int) -> Planner:
-        if group not in self._planners:
-            raise DeviceError(Cause.BAD_EXPORT, f"there is no group {group}")
-        return self._planners[group]
-
-    def _move(
-        self,
-        direction: CopyDirection,
-        group: int,
-        blocks: Sequence[int],
-        offsets: Sequence[int],
-        after: After | None,
-        cancelled: Callable[[], bool],
-    ) -> None:
-        plan = self._planner(group).plan(blocks, offsets)
-
-        def is_cancelled() -> bool:
-            return self._cancelled or cancelled()
-
-        with self._counted(), self._region.memory[:0]:
-            if after is not None:
-                wait_until(after, is_cancelled)
-            self._run(direction, plan, is_cancelled)
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:

@@ -23,10 +23,6 @@ class Plan(NamedTuple):
     host: array[int]
     sizes: array[int]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(self.sizes)
-
     def split(self, max_copies: int, max_bytes: int) -> Iterator[Plan]:
         """Splits by ``max_copies`` and ``max_bytes``. A larger single copy is a plan of its own."""
         start, weight = 0, 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-__all__ = ["Cause", "CopyCancelled", "DeviceError", "advice"]
+__all__ = ["Cause", "CopyCancelled", "DeviceError"]
 
 
 class Cause(StrEnum):
@@ -64,11 +64,6 @@ _ADVICE = {
     Cause.REFUSED: "the driver refused a call",
     Cause.BROKEN: "the device's context is broken; only a new process can use the device",
 }
-
-
-def advice(cause: Cause) -> str:
-    """What a cause means and how to fix it, for operators."""
-    return _ADVICE[cause]
 
 
 class DeviceError(Exception):

@@ -19,19 +19,11 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
-__all__ = ["BlockLayout", "LayoutError", "LayoutPiece", "LayoutRun", "TensorShape", "describe"]
+__all__ = ["BlockLayout", "LayoutError", "LayoutRun", "TensorShape", "describe"]
 
 
 class LayoutError(ValueError):
     """A layout is invalid, or a block or slot is out of range."""
-
-
-class LayoutPiece(NamedTuple):
-    """One contiguous piece of a block: its offset in a buffer and its size, in bytes."""
-
-    buffer: int
-    offset: int
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -98,15 +90,6 @@ class BlockLayout:
     def part_bytes(self) -> int:
         """Size of one block's part, which is the size of its slot."""
         return sum(run.pieces * run.piece_bytes for run in self.runs)
-
-    def pieces(self, block: int) -> Iterator[LayoutPiece]:
-        """Yields a block's pieces in slot order. Raises LayoutError for an unknown block."""
-        if not 0 <= block < self.num_blocks:
-            raise LayoutError(f"there is no block {block} of {self.num_blocks}")
-        for run in self.runs:
-            start = run.offset + block * run.block_stride
-            for piece in range(run.pieces):
-                yield LayoutPiece(run.buffer, start + piece * run.piece_stride, run.piece_bytes)
 
     def end(self, buffer: int) -> int:
         """End of the layout's last byte in a buffer; 0 if the layout does not use the buffer."""

@@ -189,25 +189,19 @@ class HostRegion:
         self.huge_bytes += huge
 
     def populate(self, offset: int, length: int) -> int:
-        """Enters backed pages into this process's page table; returns their total bytes.
+        """Enters backed pages into this process's page table; returns how many bytes are backed.
 
         Attached processes call it in the background. Skips pages that are not backed yet: the first
         access would allocate them, and the kernel would count them against this process's cgroup.
-        Does nothing on kernels before 5.14.
+        Enters no pages on kernels before 5.14.
         """
+        backed = 0
         with self._held():
             self._check(offset, length)
-            return sum(
-                size
-                for start, size in self._backed_runs(offset, length)
-                if self._advise(start, size, _MADV_POPULATE_WRITE)
-            )
-
-    def count_backed(self, offset: int, length: int) -> int:
-        """Number of bytes of a chunk that have pages."""
-        with self._held():
-            self._check(offset, length)
-            return sum(size for _, size in self._backed_runs(offset, length))
+            for start, size in self._backed_runs(offset, length):
+                self._advise(start, size, _MADV_POPULATE_WRITE)
+                backed += size
+        return backed
 
     def close(self) -> None:
         """Releases the region's own view; the memory is unmapped with the last view. Idempotent."""

@@ -43,18 +43,13 @@ def warm_up(
     rounds = 0
     with contextlib.suppress(RegionError):  # the region was closed
         while (unbacked or unpinned) and not over():
-            left = [chunk for chunk in unbacked if not _populate(region, chunk)]
+            left = [chunk for chunk in unbacked if region.populate(*chunk) < chunk[1]]
             if pinning is not None:
                 unpinned = _pin(pinning, unpinned + [chunk for chunk in unbacked if chunk not in left])
             rounds = rounds + 1 if len(left) == len(unbacked) else 0
             unbacked = left if rounds < _ROUNDS else []
             if unbacked or unpinned:
                 sleep(_ROUND_SECONDS)
-
-
-def _populate(region: HostRegion, chunk: _Chunk) -> bool:
-    region.populate(*chunk)
-    return region.count_backed(*chunk) == chunk[1]
 
 
 def _pin(pinning: Pinning, chunks: Sequence[_Chunk]) -> list[_Chunk]:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from ...cuda.device.copies import EngineBlocks
+from ...cuda.device.copies import CopyDirection, EngineBlocks
 from ...cuda.device.cuda_driver import CudaDriver
 from ...cuda.device.device_errors import Cause, CopyCancelled, DeviceError
 from ...cuda.device.driver import Driver
@@ -130,9 +130,9 @@ class CopyWorker:
         if blocks is None:
             raise DeviceError(Cause.CLOSED)
         after = None if header["after"] is None else blocks.after_event(header["after"])
-        move = blocks.copy_out if header["out"] else blocks.copy_in
+        direction = CopyDirection.OUT if header["out"] else CopyDirection.IN
         for group, ids, offsets in unpack_plan(header["groups"], payload):
-            move(group, ids, offsets, after, cancelled)
+            blocks.copy(direction, group, ids, offsets, after, cancelled)
             after = None  # the device has reached the event
 
     def _close(self, number: int, engine: _Engine) -> None:

@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ...cuda.device.device_errors import Cause, DeviceError, advice
+from ...cuda.device.device_errors import Cause, DeviceError
 from ...cuda.device.exports import DeviceExport, ExportedAllocation, Origin, other_host
 from ...cuda.device.layout import BlockLayout, LayoutError, LayoutRun
 from ...protos.v1 import devices_pb2, session_pb2, transfer_pb2
@@ -256,9 +256,9 @@ def unavailable_reason(driver: str, devices: tuple[Path, ...] = _NVIDIA) -> str:
     if driver != "auto":
         return ""
     if not any(path.exists() for path in devices):
-        return f"{Cause.NO_DRIVER}: {advice(Cause.NO_DRIVER)}"
+        return f"{Cause.NO_DRIVER}: {DeviceError(Cause.NO_DRIVER)}"
     try:
         metadata.distribution("cuda-bindings")
     except metadata.PackageNotFoundError:
-        return f"{Cause.NO_BINDINGS}: {advice(Cause.NO_BINDINGS)}"
+        return f"{Cause.NO_BINDINGS}: {DeviceError(Cause.NO_BINDINGS)}"
     return ""

@@ -17,6 +17,7 @@ from connector_fakes import FULL, PAGE, WINDOW, FakeTransfers, wait_for
 
 sys.path.append(str(Path(__file__).parent.parent / "cuda"))
 
+from devices.kv import pieces_of
 from devices.service import Service
 
 from kvtier.client import Client, Group, KeyStatus, Namespace, Timeouts, make_key
@@ -230,7 +231,7 @@ def test_layers_of_one_allocation_are_one_run() -> None:
     )
     assert (layout.num_blocks, layout.part_bytes, len(layout.runs)) == (BLOCKS, 2 * PAGE, 1)
     assert addresses == [whole[1].data_ptr()]
-    assert [piece.offset for piece in layout.pieces(2)] == [2 * PAGE, 2 * PAGE + BLOCKS * PAGE]
+    assert [piece.offset for piece in pieces_of(layout, 2)] == [2 * PAGE, 2 * PAGE + BLOCKS * PAGE]
 
 
 def test_the_connector_takes_the_setting() -> None:

@@ -12,7 +12,7 @@ from devices.engine import CountingAfter, Engine
 from devices.kv import BLOCKS, JOINED, LAYOUTS, STEP, Kv, slots
 from harness.long_timeouts import wait_until
 
-from kvtier.cuda.device.copies import EngineBlocks
+from kvtier.cuda.device.copies import CopyDirection, EngineBlocks
 from kvtier.cuda.device.device_errors import Cause, DeviceError
 from kvtier.cuda.device.driver import StreamId
 from kvtier.cuda.device.handles import OpenHandles
@@ -30,15 +30,14 @@ def test_round_trips_are_identical(region: HostRegion, start_engine: StartEngine
     engine = start_engine(kv)
     blocks = open_blocks(engine)
     parts, order = kv.parts(0), [3, 4, 0, 5, 1, 2]
-    assert blocks.part_bytes(0) == len(parts[0])
     offsets = [index * STEP for index in range(BLOCKS)]
-    blocks.copy_out(0, order, offsets)
+    blocks.copy(CopyDirection.OUT, 0, order, offsets)
     assert slots(region, offsets, len(parts[0])) == [parts[block] for block in order]
     engine.tell("fill", 1)
-    blocks.copy_in(0, order, offsets)
+    blocks.copy(CopyDirection.IN, 0, order, offsets)
     assert engine.contents() == engine.expected(0)
-    blocks.copy_in(0, [0, 1], [offsets[0], offsets[1]])
-    blocks.copy_out(0, range(BLOCKS), offsets)
+    blocks.copy(CopyDirection.IN, 0, [0, 1], [offsets[0], offsets[1]])
+    blocks.copy(CopyDirection.OUT, 0, range(BLOCKS), offsets)
     assert slots(region, offsets, len(parts[0])) == [parts[block] for block in (3, 4, 2, 3, 4, 5)]
 
 
@@ -48,8 +47,8 @@ def test_the_size_of_batches_changes_nothing(
 ) -> None:
     """Every batch size gives the same result."""
     blocks = open_blocks(start_engine(JOINED), **tuning)
-    blocks.copy_out(0, range(BLOCKS), range(0, BLOCKS * STEP, STEP))
-    assert slots(region, range(0, BLOCKS * STEP, STEP), blocks.part_bytes(0)) == JOINED.parts(0)
+    blocks.copy(CopyDirection.OUT, 0, range(BLOCKS), range(0, BLOCKS * STEP, STEP))
+    assert slots(region, range(0, BLOCKS * STEP, STEP), JOINED.layout().part_bytes) == JOINED.parts(0)
 
 
 def test_a_store_waits_for_the_engines_event(
@@ -61,13 +60,13 @@ def test_a_store_waits_for_the_engines_event(
     assert blocks.has_events
     engine.tell("compute", 1)
     after = CountingAfter(blocks.after_event(1))
-    storing = executor.submit(blocks.copy_out, 0, [2], [0], after)
+    storing = executor.submit(blocks.copy, CopyDirection.OUT, 0, [2], [0], after)
     wait_until(lambda: after.asked > 2 or storing.done())
     assert not storing.done()
     assert slots(region, [0], 8) == [bytes(8)]
     engine.tell("finish", 1)
     storing.result(60)
-    assert slots(region, [0], blocks.part_bytes(0)) == [JOINED.parts(1)[2]]
+    assert slots(region, [0], JOINED.layout().part_bytes) == [JOINED.parts(1)[2]]
 
 
 def test_without_a_common_shm_there_are_no_events(
@@ -80,8 +79,8 @@ def test_without_a_common_shm_there_are_no_events(
     assert not blocks.has_events
     with pytest.raises(DeviceError):
         blocks.after_event(0)
-    blocks.copy_out(0, [1], [0])
-    assert slots(region, [0], blocks.part_bytes(0)) == [JOINED.parts(0)[1]]
+    blocks.copy(CopyDirection.OUT, 0, [1], [0])
+    assert slots(region, [0], JOINED.layout().part_bytes) == [JOINED.parts(0)[1]]
     blocks.close()
 
 
@@ -94,14 +93,14 @@ def test_nothing_outside_is_touched(
     """A call that names a block or slot out of range copies nothing."""
     opened = open_blocks(start_engine(JOINED))
     with pytest.raises(LayoutError):
-        opened.copy_out(0, blocks, offsets)
+        opened.copy(CopyDirection.OUT, 0, blocks, offsets)
     assert not any(region.memory)
 
 
 def test_unknown_groups(start_engine: StartEngine, open_blocks: Open) -> None:
     blocks = open_blocks(start_engine(JOINED))
     with pytest.raises(DeviceError) as caught:
-        blocks.copy_out(1, [0], [0])
+        blocks.copy(CopyDirection.OUT, 1, [0], [0])
     assert caught.value.cause is Cause.BAD_EXPORT
 
 
@@ -111,7 +110,7 @@ def test_closed_blocks_copy_nothing(start_engine: StartEngine, open_blocks: Open
     blocks.close()
     blocks.close()
     with pytest.raises(DeviceError) as caught:
-        blocks.copy_out(0, [0], [0])
+        blocks.copy(CopyDirection.OUT, 0, [0], [0])
     assert caught.value.cause is Cause.CLOSED
 
 
@@ -133,7 +132,7 @@ def test_copies_work_without_events(
         backend.driver, handles, region, dataclasses.replace(export, events=(*export.events, bytes(64)))
     )
     assert not blocks.has_events
-    blocks.copy_out(0, [1], [0])
+    blocks.copy(CopyDirection.OUT, 0, [1], [0])
     blocks.close()
 
 

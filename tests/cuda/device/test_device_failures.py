@@ -34,7 +34,7 @@ def test_an_engine_killed_before_its_event(
     blocks = open_blocks(engine)
     engine.tell("compute", 0)
     after = CountingAfter(blocks.after_event(0))
-    storing = executor.submit(blocks.copy_out, 0, [0], [0], after)
+    storing = executor.submit(blocks.copy, CopyDirection.OUT, 0, [0], [0], after)
     wait_until(lambda: after.asked > 2)
     engine.kill()
     blocks.cancel()
@@ -55,7 +55,7 @@ def killed_in_mid_copy(engine: Engine, blocks: EngineBlocks, moving: Future[None
     return moving.exception(60)
 
 
-@pytest.mark.parametrize("method", ["copy_out", "copy_in"])
+@pytest.mark.parametrize("direction", CopyDirection)
 def test_an_engine_killed_in_mid_copy(
     backend: Backend,
     region: HostRegion,
@@ -63,7 +63,7 @@ def test_an_engine_killed_in_mid_copy(
     open_blocks: Open,
     handles: OpenHandles,
     executor: ThreadPoolExecutor,
-    method: str,
+    direction: CopyDirection,
 ) -> None:
     """Started batches are drained, the rest is cancelled, the memory is closed.
 
@@ -73,7 +73,7 @@ def test_an_engine_killed_in_mid_copy(
     blocks = open_blocks(engine, batch_copies=1)
     for _ in range(5):
         moving = executor.submit(
-            getattr(blocks, method), 0, [*range(BLOCKS)] * 100, [*range(0, BLOCKS * STEP, STEP)] * 100
+            blocks.copy, direction, 0, [*range(BLOCKS)] * 100, [*range(0, BLOCKS * STEP, STEP)] * 100
         )
     ended = killed_in_mid_copy(engine, blocks, moving)
     assert ended is None or isinstance(ended, CopyCancelled)
@@ -81,8 +81,8 @@ def test_an_engine_killed_in_mid_copy(
     assert handles.allocations == 0
     other = start_engine(JOINED)
     again = open_blocks(other)
-    again.copy_out(0, [5], [0])
-    assert slots(region, [0], again.part_bytes(0)) == [JOINED.parts(0)[5]]
+    again.copy(CopyDirection.OUT, 0, [5], [0])
+    assert slots(region, [0], JOINED.layout().part_bytes) == [JOINED.parts(0)[5]]
     assert backend.driver.device == other.export.device
 
 
@@ -117,7 +117,7 @@ def test_slots_are_not_written_after_a_copy_has_returned(
     """
     engine = start_engine(JOINED_LAYERS)
     blocks = open_blocks(engine, batch_copies=1)
-    size, copy, begun = blocks.part_bytes(0), backend.driver.copy, []
+    size, copy, begun = JOINED_LAYERS.layout().part_bytes, backend.driver.copy, []
 
     def count(*arguments: Any) -> None:
         copy(*arguments)
@@ -125,7 +125,7 @@ def test_slots_are_not_written_after_a_copy_has_returned(
 
     monkeypatch.setattr(backend.driver, "copy", count)
     release = backend.hold(blocks._streams[CopyDirection.OUT])
-    moving = executor.submit(blocks.copy_out, 0, [0, 2, 4], [0, STEP, 2 * STEP])
+    moving = executor.submit(blocks.copy, CopyDirection.OUT, 0, [0, 2, 4], [0, STEP, 2 * STEP])
     wait_until(lambda: len(begun) == 2)
     engine.kill()
     closing = executor.submit(blocks.close)
@@ -147,11 +147,16 @@ def test_a_broken_context_is_told_apart(
     """After a broken context copies and `close` raise BROKEN, and nothing is unmapped."""
     blocks = open_blocks(start_engine(JOINED), batch_copies=1)
     backend.pace = gate = Gate(1)
-    moving = executor.submit(blocks.copy_out, 0, range(BLOCKS), range(0, BLOCKS * STEP, STEP))
+    moving = executor.submit(blocks.copy, CopyDirection.OUT, 0, range(BLOCKS), range(0, BLOCKS * STEP, STEP))
     assert gate.reached.wait(60)
     backend.driver.break_down("illegal address")
     gate.opened.set()
-    for attempt in (lambda: moving.result(60), lambda: blocks.copy_in(0, [0], [0]), blocks.close, blocks.close):
+    for attempt in (
+        lambda: moving.result(60),
+        lambda: blocks.copy(CopyDirection.IN, 0, [0], [0]),
+        blocks.close,
+        blocks.close,
+    ):
         with pytest.raises(DeviceError) as caught:
             attempt()
         assert caught.value.cause is Cause.BROKEN
@@ -179,11 +184,11 @@ def test_a_copy_that_fails_half_way_is_drained(
     backend.pace = gate = Gate(0)
     with monkeypatch.context() as patch:
         patch.setattr(backend.driver, "copy", fail_half_way)
-        moving = executor.submit(blocks.copy_out, 0, range(BLOCKS), range(0, BLOCKS * STEP, STEP))
+        moving = executor.submit(blocks.copy, CopyDirection.OUT, 0, range(BLOCKS), range(0, BLOCKS * STEP, STEP))
         assert gate.reached.wait(60)
         assert not moving.done()
         gate.opened.set()
         with pytest.raises(DeviceError, match="half-way") as caught:
             moving.result(60)
     assert caught.value.cause is Cause.REFUSED
-    blocks.copy_out(0, [0], [0])
+    blocks.copy(CopyDirection.OUT, 0, [0], [0])

@@ -6,11 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 from devices.kv import Kv
-from kvtier.cuda.device.copies import After
 from kvtier.cuda.device.exports import DeviceExport
 
 __all__ = ["CountingAfter", "Engine"]
@@ -72,13 +72,12 @@ class Engine:
 
 
 class CountingAfter:
-    """Counts the calls of `reached`."""
+    """Counts how often a condition is polled."""
 
-    def __init__(self, after: After) -> None:
+    def __init__(self, after: Callable[[], bool]) -> None:
         self.asked = 0
         self._after = after
 
-    def reached(self) -> bool:
-        """See After."""
+    def __call__(self) -> bool:
         self.asked += 1
-        return self._after.reached()
+        return self._after()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,19 @@ from numpy.typing import NDArray
 from kvtier.cuda.device.layout import BlockLayout, TensorShape, describe
 from kvtier.cuda.host.region import HostRegion
 
-__all__ = ["BLOCKS", "JOINED", "JOINED_LAYERS", "LAYOUTS", "STEP", "Array", "Kv", "gather", "shape_of", "slots"]
+__all__ = [
+    "BLOCKS",
+    "JOINED",
+    "JOINED_LAYERS",
+    "LAYOUTS",
+    "STEP",
+    "Array",
+    "Kv",
+    "gather",
+    "pieces_of",
+    "shape_of",
+    "slots",
+]
 
 Array = NDArray[Any]
 
@@ -35,6 +47,22 @@ def gather(tensors: Sequence[Array], block: int) -> bytes:
         order = sorted(range(page.ndim), key=lambda axis: -page.strides[axis] if page.shape[axis] > 1 else 0)
         parts.append(page.transpose(order).tobytes())
     return b"".join(parts)
+
+
+class Piece(NamedTuple):
+    """One contiguous piece of a block: its offset in a buffer and its size, in bytes."""
+
+    buffer: int
+    offset: int
+    nbytes: int
+
+
+def pieces_of(layout: BlockLayout, block: int) -> Iterator[Piece]:
+    """Yields a block's pieces in slot order."""
+    for run in layout.runs:
+        start = run.offset + block * run.block_stride
+        for piece in range(run.pieces):
+            yield Piece(run.buffer, start + piece * run.piece_stride, run.piece_bytes)
 
 
 @dataclass(frozen=True)

@@ -93,4 +93,4 @@ def test_an_unknown_node() -> None:
         memory.nodes = (1000,)
         memory.back(0, memory.size_bytes)
         assert memory.misplaced is not None
-        assert memory.count_backed(0, memory.size_bytes) == memory.size_bytes
+        assert memory.populate(0, memory.size_bytes) == memory.size_bytes
