@@ -1,7 +1,7 @@
-"""Device memory that a server may copy to and from, and marks in CUDA streams.
+"""KV tensors in device memory for copies by a server, and marks in CUDA streams.
 
 An engine describes its KV tensors once (`KvBuffers`). The client registers the tensors again with
-each new session. The server's copy worker copies between device blocks and slots.
+each new session. The server's copy worker copies between device blocks and slots of the region.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .errors import DeviceUnavailable
 __all__ = ["KvBuffers", "Mark", "registration_of"]
 
 _EVENTS = 64
-"""Number of marks on which the server can wait. For further marks in use the client waits.
+"""Maximum number of unreleased marks on which the server can wait; the client waits for others.
 
 An engine uses a few marks per step.
 """
@@ -30,8 +30,8 @@ An engine uses a few marks per step.
 class KvBuffers:
     """The KV tensors of this process on one device. Any thread may use the object.
 
-    Construct it after the tensors are allocated, and not during graph capture. Call `mark` from
-    the thread that launches the compute.
+    Construct the object after the tensors are allocated, and not during graph capture. Call `mark`
+    from the thread that launches the compute.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class KvBuffers:
         self._free = deque(range(events))
 
     def mark(self, stream: StreamId) -> Mark:
-        """Marks the work submitted to `stream` so far; copies with this mark start after it.
+        """Marks the work submitted to `stream` so far; copies with this mark start after that work.
 
         Raises:
             DeviceUnavailable: the stream is being captured, or the driver refuses.
@@ -71,7 +71,7 @@ class KvBuffers:
         return Mark(self, event, index)
 
     def close(self) -> None:
-        """Destroys the events. Release all marks before."""
+        """Destroys the events. Release all marks before this call."""
         for event in self._events:
             self._driver.destroy_event(event)
         self._events.clear()
@@ -111,7 +111,7 @@ class Mark:
         self._buffers._wait(self._event)  # noqa: SLF001 - part of KvBuffers
 
     def release(self) -> None:
-        """Returns the event to the pool. Idempotent."""
+        """Gives the event back for reuse. Further calls have no effect."""
         if not self._released:
             self._released = True
             self._buffers._release(self._event, self.index)  # noqa: SLF001
@@ -124,7 +124,7 @@ class Mark:
 
 
 def registration_of(export: DeviceExport) -> transfer_pb2.RegisterDeviceBuffersRequest:
-    """Returns the registration of the buffers, without the session."""
+    """Returns the registration request of the buffers; the caller sets the session."""
     origin = export.origin
     return transfer_pb2.RegisterDeviceBuffersRequest(
         device_uuid=export.device,

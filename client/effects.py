@@ -46,7 +46,7 @@ class Push:
     frames: Callable[[], Iterator[bytes]]
     timeout: float
     source: PartSender
-    """Source of the frames: from byte `start` on, `step` bytes each."""
+    """Source of the frames, which begin at byte `start` and have at most `step` bytes each."""
     start: int
     step: int
     complete: bool
@@ -55,7 +55,7 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Receive frames and pass each to `take`. The end of the session cancels it. Result: None."""
+    """Receive frames and pass each to `take`. The end of the session cancels the stream."""
 
     session: ClientSession
     request: Any
@@ -67,7 +67,7 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Run a copy to its end. With asyncio, on another thread. Result: None."""
+    """Run a copy to its end. The asyncio client runs the copy on another thread."""
 
     run: Callable[[], None]
 

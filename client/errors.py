@@ -1,8 +1,8 @@
 """Exceptions of client calls.
 
-All derive from `KVTierError`. An engine treats each as a cache miss. `Unavailable` and its
-subclasses mean that there is no session now. `reason` is stable (`kvtier.v1.ErrorReason`); the text
-is for logs and may change.
+All derive from `KVTierError`. An engine treats each exception as a cache miss. `Unavailable` and
+its subclasses mean that there is no session now. `reason` is a stable code
+(`kvtier.v1.ErrorReason`); the text is for logs and may change.
 """
 
 from __future__ import annotations
@@ -71,15 +71,15 @@ class InvalidRequest(KVTierError):
 
 
 class LeaseLost(KVTierError):
-    """A lease or store ended during its use, or one of its items is not ready."""
+    """A lease or store ended while it was in use, or an item of the lease is not ready."""
 
 
 class HoldGone(KVTierError):
-    """The request is not held: never published, released, expired, or about to expire."""
+    """The hold was never published, was released, has expired, or is about to expire."""
 
 
 class AccessDenied(KVTierError):
-    """The server does not know the credentials, or they do not allow this call or tenant."""
+    """The server does not know the credentials, or the credentials forbid this call or tenant."""
 
 
 class NotOwner(KVTierError):
@@ -91,11 +91,11 @@ class LimitExceeded(KVTierError):
 
 
 class ChecksumMismatch(KVTierError):
-    """Bytes arrived damaged."""
+    """Received bytes do not match their checksum."""
 
 
 class DeviceUnavailable(KVTierError):
-    """The server does not copy to or from this device now; the message begins with the cause."""
+    """The server cannot copy to or from this device now; the message begins with the cause."""
 
 
 class ServerError(KVTierError):
@@ -152,7 +152,7 @@ def error_for(reason: str, message: str) -> KVTierError:
 def error_from_status(
     code: grpc.StatusCode, details: str | None, trailing_metadata: Iterable[Any] | None
 ) -> KVTierError:
-    """Returns the exception for a call that gRPC reports as failed."""
+    """Returns the exception for a failed gRPC call."""
     return error_from(code, details, reason_of(trailing_metadata))
 
 

@@ -16,7 +16,7 @@ _HOLD_PREFIX = b"kvtier.hold."
 
 
 class GroupKind(enum.Enum):
-    """Kind of a KV cache group; kinds differ in how their blocks can be reused."""
+    """Kind of a KV cache group: which cached blocks an engine needs to continue a request."""
 
     FULL_ATTENTION = common_pb2.GROUP_KIND_FULL_ATTENTION
     SLIDING_WINDOW = common_pb2.GROUP_KIND_SLIDING_WINDOW
@@ -40,14 +40,14 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """All properties that define the meaning of a block. Only equal namespaces share blocks.
+    """Properties that define the meaning of blocks. Engines with equal namespaces share blocks.
 
     Attributes:
         model: name of the model in the engine.
         dtype: element type of the cache.
         groups: the KV cache groups; the last 4 bytes of a key are an index in this tuple.
         layout: order of the dimensions in one part.
-        hash_scheme: scheme of the block hashes.
+        hash_scheme: how the engine computes block hashes.
         world_size: number of ranks; each holds one part of every block.
         attributes: other properties that must be equal.
     """
@@ -70,7 +70,7 @@ class Namespace:
         """
         index = int.from_bytes(key[-4:], "big")
         if len(key) < 5 or index >= len(self.groups):
-            raise ValueError(f"key {key.hex()} names no group of this namespace; see make_key")
+            raise ValueError(f"key {key.hex()} must end in a group index of this namespace; see make_key")
         return self.groups[index].part_bytes
 
     def to_proto(self) -> common_pb2.Namespace:
@@ -108,8 +108,9 @@ def make_hold_key(engine_id: str, request_id: str, group: int, position: int, co
 
     Only a claim of the hold finds the block. The block is not written to secondary tiers and is
     removed with the hold (`kvtier/v1/handoff.proto`). If both engines know the hash of the previous
-    block and the tokens of this block, pass both as `content`. Then equal keys prove equal tokens.
-    Without `content`, an engine must never reuse a pair of `engine_id` and `request_id`.
+    block and the tokens of this block, pass hash and tokens as `content`. Then equal keys prove
+    equal tokens. Without `content`, an engine must never reuse a pair of `engine_id` and
+    `request_id`.
     """
     digest = hashlib.sha256()
     for part in (engine_id.encode(), request_id.encode(), position.to_bytes(8, "big"), content):

@@ -26,10 +26,9 @@ ATTEMPTS = 3
 
 
 def is_retryable(error: KVTierError, session: ClientSession) -> bool:
-    """Whether a stream that failed with `error` may be retried.
+    """Whether to retry a stream that broke with `error` while its session is open.
 
-    It may if the stream broke while its session is open. A rate-limited stream is not retried,
-    because each attempt counts against the limit.
+    A rate-limited stream is not retried, because each attempt counts against the limit.
     """
     broke = isinstance(error, NotConnected | ChecksumMismatch | LimitExceeded) or (
         isinstance(error, SessionLost) and not error.reason
@@ -40,8 +39,8 @@ def is_retryable(error: KVTierError, session: ClientSession) -> bool:
 class PartSender:
     """Source of the frames of a Push.
 
-    gRPC requests frames on its own thread, sometimes even after the call has ended. When `close`
-    has returned, the sender no longer accesses the memory.
+    gRPC takes frames on a thread of its own, sometimes even after the call has ended. After `close`
+    has returned, `frames` no longer accesses the memory.
     """
 
     def __init__(
@@ -73,18 +72,18 @@ class PartSender:
             fields = transfer_pb2.PushRequest()
 
     def request(self, *, complete: bool) -> transfer_pb2.PushRequest:
-        """Returns the first message of a TCP stream."""
+        """Returns the fields of the stream's first message."""
         return transfer_pb2.PushRequest(session=self._ref, store_id=self._store_id, complete=complete)
 
     def pieces(self, start: int, step: int) -> Iterator[tuple[int, int, list[memoryview]]]:
-        """Yields offset, xxh3-64 and memory of each frame, for the thread that owns the memory."""
+        """Yields offset, xxh3-64 and memory of each frame. Unlike `frames`, ignores `close`."""
         for offset in range(start, self.total_bytes, step):
             pieces = list(self._parts.locate(offset, min(step, self.total_bytes - offset)))
             views = views_of([place for place, _ in pieces], [size for _, size in pieces])
             yield offset, checksum(views), views
 
     def close(self) -> None:
-        """Ends all access to the memory."""
+        """Ends all access of `frames` to the memory."""
         with self._touching:
             self._closed = True
 
@@ -139,7 +138,7 @@ class PartReceiver:
         self._arrived.append((head.offset, head.offset + head.nbytes))
 
     def end_stream(self) -> None:
-        """Updates `missing` after a stream. The next stream must have the frames of these parts."""
+        """Updates `missing` after the end of a stream. The next stream must request these parts."""
         gaps, end = [], 0
         for start, stop in [*sorted(self._arrived), (self._parts.total_bytes, self._parts.total_bytes)]:
             if start > end:

@@ -87,12 +87,12 @@ class Medium(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TierFilter:
-    """Tiers that a lookup does not use: all that match any attribute, except the CPU tier.
+    """Tiers, other than the CPU tier, that a lookup skips: those that match at least one attribute.
 
     Attributes:
         names: names of tiers; an unknown name raises `InvalidRequest`.
         media: storage media of tiers.
-        remote: whether to leave out tiers that store their bytes on another host than the server.
+        remote: whether to skip tiers that store blocks on another host than the server's.
     """
 
     names: Collection[str] = ()
@@ -102,7 +102,7 @@ class TierFilter:
 
 @dataclass(frozen=True, slots=True)
 class TierVote:
-    """Vote of one tier on the offload policy of a request, with its reason (for logs)."""
+    """Vote of one tier on the offload policy of a request. `why` gives the reason, for logs."""
 
     tier: str
     policy: OffloadPolicy
@@ -115,7 +115,7 @@ class RequestOutcome:
 
     Attributes:
         settled: whether all stores of the request have ended.
-        incomplete_blocks: number of blocks that a REQUEST_LEVEL tier did not get, as known so far.
+        incomplete_blocks: number of blocks that REQUEST_LEVEL tiers have not received so far.
     """
 
     settled: bool
@@ -166,7 +166,7 @@ class HoldInfo:
 class LookupResult:
     """Result of a lookup or claim.
 
-    A lease pins the hits until it is released or expires, or until the session ends.
+    A lease pins the hits until the lease is released or expires, or the session ends.
 
     Attributes:
         id: id of the lease; 0 if there is no hit.
@@ -207,8 +207,8 @@ class LookupResult:
 class ReadBatch:
     """Memory to read from: part i is `memory[offsets[i] : offsets[i] + sizes[i]]`.
 
-    `memory` is the mapped region or a staging buffer, at `address`. It is valid only within the
-    `with` block.
+    `memory` is the mapped region or a staging buffer, and `address` its address. Use the memory
+    only within the `with` block.
     """
 
     memory: memoryview
@@ -225,15 +225,15 @@ class ReadBatch:
 class WriteBatch:
     """Memory to write to: key `wanted[i]` goes to `memory[offsets[i] : offsets[i] + sizes[i]]`.
 
-    `memory` is the mapped region or a staging buffer, at `address`. It is valid only within the
-    `with` block.
+    `memory` is the mapped region or a staging buffer, and `address` its address. Use the memory
+    only within the `with` block.
 
     Attributes:
         statuses: one `StoreStatus` per key.
         wanted: positions of the keys that are GRANTED.
         not_retained: number of blocks that were not retained because of the server's limit.
-        failed: positions in `wanted` that the caller could not write. The caller adds them; these
-            blocks are not stored.
+        failed: the caller adds positions in `wanted` that it could not write. The server does not
+            store these blocks.
     """
 
     statuses: bytes

@@ -24,7 +24,7 @@ _SMALLEST_BYTES = 4 << 20
 
 
 class StagingPool:
-    """Pool of page-aligned buffers. Keeps the `keep` largest free ones. Any thread may use it."""
+    """Pool of page-aligned buffers; keeps the `keep` largest free buffers. Thread-safe."""
 
     def __init__(self, pin: Pin | None = None, keep: int = 4) -> None:
         """`pin` pins each buffer before its first use, or as soon as pinning is allowed."""
@@ -42,7 +42,7 @@ class StagingPool:
                 # Rounded up to a power of two, so that batches of similar size can reuse it.
                 buffer = _Buffer(1 << (max(nbytes, _SMALLEST_BYTES) - 1).bit_length(), self._pin)
             if self._pin is not None and not buffer.pin():
-                self._pin = None  # the driver refused, and would refuse the next buffers too
+                self._pin = None  # the driver would refuse the next buffers too
             yield buffer.view()
         finally:
             if buffer is not None:
@@ -75,14 +75,14 @@ class StagingPool:
 
 @dataclass(frozen=True, slots=True)
 class _Pages:
-    """Address range of a buffer, for the pinning: a reference to the buffer would keep it alive."""
+    """Address range of a buffer, for the pinning, which must not keep the buffer alive."""
 
     address: int
     size_bytes: int
 
 
 class _Buffer:
-    """Anonymous mapping, unpinned and unmapped when its last view is released."""
+    """Anonymous memory mapping, which Python unmaps after the last view is released."""
 
     def __init__(self, size_bytes: int, pin: Pin | None) -> None:
         self._memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -109,7 +109,7 @@ class _Buffer:
                 self._unpinned.pop()
         except PinError as error:
             self._unpinned.clear()
-            _log.warning("kvtier: staging buffers are not pinned, copies of the GPU will be slower: %s", error)
+            _log.warning("kvtier: staging buffers are not pinned, so copies to and from the GPU are slower: %s", error)
             return False
         return True
 

@@ -59,8 +59,9 @@ class Lease(LookupResult):
 class Client:
     """Client of one kvtier server, local or remote. Any thread may use it.
 
-    The client connects in the background. After a restart of the server it opens a new session.
-    While there is no session, calls raise `Unavailable` at once. Calls raise only `KVTierError`.
+    The client connects in the background. After a server restart the client opens a new session.
+    The first calls wait for the first attempt to connect, up to `Timeouts.connect`. Later calls
+    without a session raise at once. All exceptions of calls derive from `KVTierError`.
     """
 
     def __init__(
@@ -80,7 +81,8 @@ class Client:
         """Starts to connect. Does not block, and does not raise if the server is down.
 
         Args:
-            endpoint: `unix:PATH` or `HOST:PORT`; default: `KVTIER_ENDPOINT`, or the user's socket.
+            endpoint: `unix:PATH` or `HOST:PORT`. Default: the environment variable
+                `KVTIER_ENDPOINT`; if it is not set, the user's socket.
             namespace: identity of the blocks; clients with equal namespaces share blocks.
             name: client name for logs and `kvtier sessions`.
             engine_id: id of the engine; default: random. Clients of one engine share leases.
@@ -88,14 +90,14 @@ class Client:
             transport: how bytes are moved. "shm": in shared memory. "tcp": raw sockets. "grpc":
                 gRPC streams. "auto": "shm" if client and server share a host, otherwise "tcp".
                 "cuda_ipc": like "auto", for a client that calls `register_kv_buffers`.
-            timeouts: deadlines of the calls.
-            pin: pins the server's region and the staging buffers; see `kvtier.cuda.host.pinning`.
+            timeouts: deadlines of calls; see `Timeouts`.
+            pin: pins the server's region and staging buffers; see `kvtier.cuda.host.pinning`.
             credentials: certificates and token; default: `KVTIER_CA`, `KVTIER_CERT`,
                 `KVTIER_KEY`, `KVTIER_TOKEN` and `KVTIER_TOKEN_FILE`.
-            backend: replaces the connection to a server in tests; see `kvtier.client.testing`.
+            backend: for tests: replaces the connection to a server; see `kvtier.client.testing`.
 
         Raises:
-            InvalidRequest: the endpoint cannot be parsed, or cannot be used with the credentials.
+            InvalidRequest: the endpoint is malformed, or cannot be used with the credentials.
         """
         self.namespace = namespace
         self.engine_id = engine_id or uuid.uuid4().hex
@@ -129,7 +131,7 @@ class Client:
         """Waits for a session while the client tries to connect.
 
         Raises:
-            KVTierError: there is no session after `timeout` seconds.
+            KVTierError: no session after `timeout` seconds; default: `Timeouts.connect`.
         """
         self._transport.perform(Connect(self.timeouts.connect if timeout is None else timeout, patient=True))
 
@@ -151,7 +153,8 @@ class Client:
         """Registers a request, negotiates its offload policy and looks up its keys.
 
         Call `finish_request` when the request ends. The result also has `policy` and `votes`.
-        `retain_for` applies to each block that the request uses or stores. See also `lookup`.
+        `retain_for` applies to each block that the request uses or stores. For the other arguments
+        see `lookup`.
         """
         return self._lease(
             self._operations.begin_request(
@@ -209,7 +212,7 @@ class Client:
 
     @contextlib.contextmanager
     def read(self, lease: LookupResult | int, items: Sequence[int]) -> Iterator[ReadBatch]:
-        """Gives access to the bytes of looked-up blocks; `items` are positions in the lookup.
+        """Gives access to the bytes of looked-up blocks; `items` are indices in the lookup's keys.
 
         On exit the server confirms that the lease was valid for the whole `with` statement. If the
         exit raises, discard all bytes that were read. The lease may belong to another client of the
@@ -223,7 +226,7 @@ class Client:
     def load(
         self, keys: Sequence[bytes], buffers: Sequence[HostBuffer], *, request_id: str = "", wait: float = 0.0
     ) -> int:
-        """Copies the leading hits into the first buffers and returns their number.
+        """Copies the leading hits into the first buffers and returns the number of hits.
 
         The other buffers are unchanged. If `load` raises, the content of all buffers is undefined.
         """
@@ -233,10 +236,11 @@ class Client:
     def write(
         self, keys: Sequence[bytes], *, request_id: str = "", retain_for: float | None = None
     ) -> Iterator[WriteBatch]:
-        """Gives memory to write blocks to. The exit stores them, or aborts after an exception.
+        """Gives memory to write blocks to. The exit stores the blocks.
 
-        Write only the keys in `batch.wanted`. The other keys are stored already or are being
-        written, or there is no room for them. For `retain_for` see `lookup`.
+        After an exception in the `with` block nothing is stored. Write only the blocks of
+        `batch.wanted`. The other blocks are stored already, are being written, or found no room;
+        see `batch.statuses`. For `retain_for` see `lookup`.
         """
         with ExitStack() as held:
             writing = self._run(self._operations.begin_write(held, keys, request_id=request_id, retain_for=retain_for))
@@ -256,14 +260,14 @@ class Client:
         request_id: str = "",
         retain_for: float | None = None,
     ) -> bytes:
-        """Stores a buffer per key, if it is not stored already; returns a `StoreStatus` per key."""
+        """Stores each buffer, unless its key is stored already. Returns a `StoreStatus` per key."""
         return self._run(self._operations.store(keys, buffers, request_id=request_id, retain_for=retain_for))
 
     def register_kv_buffers(self, buffers: KvBuffers) -> None:
         """Registers device memory with the server now, and again with each later session.
 
-        May take seconds, because the server starts a process for the device. Other calls work even
-        if this one raises.
+        This call may take seconds, because the server starts a process for the device. Other calls
+        work even if this call raises.
 
         Raises:
             DeviceUnavailable: the server cannot copy to this device; the message gives the cause.
@@ -284,8 +288,8 @@ class Client:
         A block may occur once per group. `after` marks the compute that writes the blocks; None if
         that compute has ended. For the other arguments see `store`.
 
-        Returns one `StoreStatus` per key. When this returns or raises, the server no longer reads
-        the blocks, unless the connection to the server was lost.
+        Returns one `StoreStatus` per key. When the call returns or raises, the server no longer
+        reads the blocks, unless the connection to the server was lost.
 
         Raises:
             DeviceUnavailable: the server cannot copy from this device now; other calls may work.
@@ -303,11 +307,11 @@ class Client:
         request_id: str = "",
         wait: float = 0.0,
     ) -> int:
-        """Copies the leading hits of `keys` into device blocks and returns their number.
+        """Copies the leading hits of `keys` into device blocks and returns the number of hits.
 
         The other blocks are unchanged. `after` marks the last compute that uses the old content.
-        When this returns or raises, the server has stopped writing. If it raises, the content of
-        the blocks is undefined.
+        When the call returns or raises, the server has stopped writing. If the call raises, the
+        content of the blocks is undefined.
 
         Raises:
             DeviceUnavailable: the server cannot copy to this device now; other calls may work.
@@ -321,11 +325,14 @@ class Client:
         self._run(self._operations.read_to_device(lease, items, blocks, after=after))
 
     def flush(self, keys: Sequence[bytes], *, wait: float = 10.0) -> bytes:
-        """Waits up to `wait` seconds for durable blocks; returns a `DurableStatus` per key."""
+        """Waits at most `wait` seconds for durable blocks. Returns a `DurableStatus` per key."""
         return self._run(self._operations.flush(keys, wait=wait))
 
     def touch(self, *lease_ids: int, lease: float | None = None) -> list[int]:
-        """Extends leases; returns the ids of leases that no longer exist."""
+        """Extends leases to `lease` seconds from now; returns the ids of leases that do not exist.
+
+        None means the server's default. A lease is never shortened.
+        """
         return self._run(self._operations.touch(lease_ids, lease=lease))
 
     def release(self, *lease_ids: int) -> None:
@@ -345,7 +352,7 @@ class Client:
         """Holds the blocks of a request for another engine; the hold outlives this client.
 
         Args:
-            request_id: this engine's id of the request; with `engine_id` it names the hold.
+            request_id: this engine's id of the request; `engine_id` and this id name the hold.
             keys: keys of the blocks of all groups, also of blocks that are not stored yet; see
                 `make_hold_key` for a partial block.
             positions: position of each block within its group, in token order.
@@ -368,7 +375,7 @@ class Client:
         wait: float = 0.0,
         lease: float | None = None,
     ) -> Lease:
-        """Leases the blocks of a hold. The hold does not end; `hold` of the result describes it.
+        """Leases the blocks of a hold, which continues. `hold` of the result describes the hold.
 
         Args:
             hold: name of the hold.
@@ -400,10 +407,10 @@ class Client:
         return self._run(self._operations.finish_request(request_id, wait=wait))
 
     def reset(self, *, wait: float = 0.0) -> int:
-        """Empties the CPU tier of the namespace, for all engines. Secondary tiers are unchanged.
+        """Removes the namespace from the CPU tier, for all engines. Secondary tiers are unchanged.
 
-        Blocks in use are removed when their last use ends; until then all lookups miss. Waits up to
-        `wait` seconds and returns the number of blocks still in use. Call again until this is 0.
+        Blocks in use are removed after their last use; until then all lookups miss. Waits up to
+        `wait` seconds. Returns the number of blocks still in use; call again until the result is 0.
         """
         return self._run(self._operations.reset(wait=wait))
 

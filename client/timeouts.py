@@ -12,9 +12,9 @@ class Timeouts:
     """Maximum waiting times of a client, in seconds.
 
     Attributes:
-        connect: for the first session. Later calls fail at once if there is no session.
+        connect: for the first attempt to connect. Later calls fail at once if there is no session.
         call: for a response, in addition to the `wait` of the call itself.
-        transfer: for one stream of bytes (transports tcp and grpc).
+        transfer: for one stream of bytes (transports "tcp" and "grpc").
         device: for the copies of one call to or from a device.
     """
 

@@ -1,4 +1,4 @@
-"""Operations of both clients: generators that yield effects (see `effects.py`)."""
+"""Operations of both clients (`Client`, `AsyncClient`): generators of effects (`effects.py`)."""
 
 from __future__ import annotations
 

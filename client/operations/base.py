@@ -83,7 +83,7 @@ class Base:
         """Performs a call that grants or returns slots.
 
         If the outcome is unknown (no response in time, or the caller was cancelled), the client
-        ends the session. Otherwise the session could own slots that the client does not know.
+        ends the session, because the session could own slots that the client does not know.
         """
         try:
             return (yield from self._call(session, method, request))
@@ -93,7 +93,7 @@ class Base:
             raise
 
     def _ignore_errors(self, operation: Operation[None]) -> Operation[None]:
-        """Runs an operation that cleans up after a failure; ignores its `KVTierError`."""
+        """Runs an operation that cleans up after a failure, and ignores a `KVTierError` of it."""
         try:
             yield from operation
         except KVTierError:
@@ -120,7 +120,7 @@ class Base:
         wanted = self._sizes(keys)
         if sizes != wanted:
             wrong = next(number for number, size in enumerate(sizes) if size != wanted[number])
-            raise InvalidRequest(f"a buffer has {sizes[wrong]} bytes, but its part has {wanted[wrong]}")
+            raise InvalidRequest(f"a buffer has {sizes[wrong]} bytes, but the part of its key has {wanted[wrong]}")
         return addresses, sizes
 
 
@@ -136,7 +136,7 @@ def message(make: type[M], **fields: Any) -> M:
 
 
 def key_fields(session: ClientSession, keys: Sequence[bytes]) -> dict[str, Any]:
-    """Returns the key fields of a request: packed if the server accepts it and lengths match."""
+    """Returns the key fields of a request: packed if the server accepts that and lengths match."""
     try:
         lengths = set(map(len, keys)) if session.packs_keys else set()
         if len(lengths) == 1 and (length := lengths.pop()):

@@ -119,8 +119,8 @@ class DeviceOperations(LookupOperations):
             yield from self._move(session, "TransferService/LoadToDevice", request)
         except BaseException as error:
             if not (isinstance(error, KVTierError) and error.reason):
-                # The server may still write to the blocks. So the caller gets the error only after
-                # the deadline, when the server has stopped.
+                # The server may still write to the blocks. So this operation raises only after the
+                # deadline, when the server has stopped.
                 over = request.give_up_at_nanoseconds / 1e9 + _SETTLE_SECONDS
                 yield Copy(lambda: time.sleep(max(0.0, over - time.monotonic())))
             raise
@@ -130,8 +130,9 @@ class DeviceOperations(LookupOperations):
     def _register(self, session: ClientSession, wait: float = 0.0) -> Operation[_Registered]:
         """Returns the registration with the session's server, and registers if necessary.
 
-        `wait`: additional seconds for the start of the copy worker. If it takes longer, the caller
-        gets `DeadlineExceeded`; with 0 `DeviceUnavailable`, so that it can use another transport.
+        `wait`: additional seconds for the start of the copy worker. If the start takes longer, raises
+        `DeadlineExceeded`. If `wait` is 0, raises `DeviceUnavailable` instead, so that the caller can
+        use another transport.
         """
         registered, refused = self._registered, self._refused
         if registered is not None and registered.session is session:
@@ -146,7 +147,9 @@ class DeviceOperations(LookupOperations):
         except DeadlineExceeded as error:
             if wait:
                 raise
-            unavailable = DeviceUnavailable(f"starting: the blocks are not open yet: {error}", "DEVICE_UNAVAILABLE")
+            unavailable = DeviceUnavailable(
+                f"starting: the copy worker is not ready yet: {error}", "DEVICE_UNAVAILABLE"
+            )
             self._refused = (session, time.monotonic() + _RETRY_SECONDS, unavailable)
             raise unavailable from error
         self._registered = registered
@@ -164,7 +167,7 @@ class DeviceOperations(LookupOperations):
         return _Registered(session, answer.buffers_id, answer.order == devices_pb2.DEVICE_ORDER_EVENTS)
 
     def _order(self, registered: _Registered, after: Mark | None) -> Operation[devices_pb2.DeviceAfter | None]:
-        """Returns what the server waits for. If the server cannot wait for the mark, waits here."""
+        """Returns the event to wait for. If the server cannot wait for `after`, waits here."""
         if after is None:
             return None
         if registered.sees_events and after.index is not None:

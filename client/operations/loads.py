@@ -63,7 +63,7 @@ class LoadOperations(LookupOperations):
         return Reading(session, lease_id, batch)
 
     def end_read(self, reading: Reading, *, release: bool = False) -> Operation[None]:
-        """Confirms that the lease was valid during the whole load, on the session that read."""
+        """Raises unless the server confirms that the lease was valid during the whole load."""
         yield from self._confirm(reading.session, reading.lease_id, release=release)
 
     def load(

@@ -76,7 +76,7 @@ class StoreOperations(Base):
     ) -> Operation[None]:
         """Sends the parts if no region is mapped; completes or aborts the store.
 
-        `sources`: addresses of the parts, if they are not in the staging buffer.
+        `sources`: addresses of the parts; None if the parts are in the staging buffer.
         """
         session, batch = writing.session, writing.batch
         if not writing.store_id:
@@ -92,7 +92,7 @@ class StoreOperations(Base):
             try:
                 if (yield from self._push(writing, sources)):
                     return
-            except BaseException:  # also after a cancellation, the store must not stay open
+            except BaseException:  # the store must not stay open, even after a cancellation
                 request.abort = True
                 yield from self._ignore_errors(
                     self._call_or_end_session(session, "CacheService/CompleteStore", request)

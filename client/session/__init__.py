@@ -1,1 +1,1 @@
-"""A client's session with a server: connecting, heartbeats and calls over the attach socket."""
+"""Session of a client with a server: connection, heartbeats and unary calls over sockets."""

@@ -1,8 +1,8 @@
 """Session connection manager: opens a session, monitors its heartbeats and reconnects.
 
 One thread connects and monitors. A second thread per session reads heartbeats, because gRPC's
-blocking iterator has no time-out. If heartbeats are missing, the server hangs. If the heartbeat
-stream ends, the server process has ended.
+blocking iterator has no time-out. The client opens a new session if heartbeats are missing (the
+server hangs) or if the heartbeat stream ends (the server process has ended).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _NOT_SHARED = "the server does not share its memory with these credentials (shar
 _FIRST_RETRY_SECONDS = 0.05
 _LAST_RETRY_SECONDS = 1.0
 
-_random = random.SystemRandom()  # unlike `random`, independent of seeds and forks of the engine
+_random = random.SystemRandom()  # `random` would repeat itself in engines with equal seeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class ClientIdentity:
 
 
 class SessionConnection:
-    """Keeps a session open, and replaces it after each failure."""
+    """Keeps a session open. After a failure, opens a new session."""
 
     def __init__(self, channel: grpc.Channel, identity: ClientIdentity, call_timeout: float) -> None:
         self._stub = session_pb2_grpc.SessionServiceStub(channel)
@@ -85,13 +85,13 @@ class SessionConnection:
         If `patient`, waits for further attempts too.
 
         Raises:
-            KVTierError: there is no session. If an attempt failed, this is its error.
+            KVTierError: there is no session. If an attempt failed, the error of that attempt.
         """
         session = self.session
         if session is not None:
             return session
         with self._changed:
-            # After its end a session stays in `_session` until the thread sets `_error`.
+            # An ended session stays in `_session` until the connection thread sets `_error`.
             self._changed.wait_for(
                 lambda: self.session or (not patient and (self._error or self._session)) or self._closing.is_set(),
                 seconds,
@@ -103,14 +103,14 @@ class SessionConnection:
                 raise NotConnected("the client is closed")
             if self._error is None:
                 raise NotConnected("the session has ended" if self._session else "no server has answered yet")
-            # A new exception for every caller, because raising adds stack frames to it.
+            # A new exception for each caller, because raising an exception adds stack frames to it.
             raise type(self._error)(str(self._error), self._error.reason)
 
     def invalidate(self, session: ClientSession) -> None:
         """Ends a session that the server no longer knows; the client then reconnects."""
         session.end()
         with self._changed:
-            # The heartbeats may already be those of a newer session, which must continue.
+            # `_heartbeats` may already belong to a newer session, which must continue.
             heartbeats = self._heartbeats if self._session is session else None
         if heartbeats is not None:
             heartbeats.cancel()

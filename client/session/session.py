@@ -24,10 +24,9 @@ class AttachError(Exception):
 
 
 class Attachment:
-    """The mapped region and its connection to the server.
+    """The mapped region, and the socket over which the client received the region.
 
-    The client closes the connection after its last copy. Then the server can reuse the session's
-    slots.
+    The client closes the socket after its last copy. Then the server can reuse the session's slots.
     """
 
     def __init__(self, region: HostRegion, connection: socket.socket, pinning: Pinning | None) -> None:
@@ -79,7 +78,7 @@ class ClientSession:
         transport_reason: reason for this transport, for logs.
         devices: whether the server can copy to and from devices.
         limits: limits of the server on one call.
-        tiers: names of the tiers, in the order of `source_indices`.
+        tiers: names of the tiers; `LookupResult.source_indices` are indices in this tuple.
         packs_keys: whether the server accepts packed keys.
         calls: sockets for unary calls; None if unary calls use gRPC.
     """
@@ -146,7 +145,7 @@ class ClientSession:
 
     @contextlib.contextmanager
     def cancelling(self, cancel: Callable[[], object]) -> Iterator[None]:
-        """Calls `cancel`, on any thread, if the session ends within the block."""
+        """Calls `cancel`, on any thread, if the session ends within the `with` block."""
         with self._lock:
             ended = self._ended
             self._cancels.add(cancel)

@@ -27,7 +27,7 @@ __all__ = ["MAX_IDLE", "AnswerReader", "SocketCalls", "SocketPool", "enable_keep
 _CONNECT_SECONDS = 2.0
 _CHUNK_BYTES = 64 << 10
 _LATE_SECONDS = 0.01
-"""A call may exceed its deadline by this time: after a faster send the time-out is not updated."""
+"""After a send that took less time the time-out stays the same; a call may be late by this time."""
 MAX_IDLE = 8
 """Maximum number of idle connections; each uses a file descriptor of the server."""
 
@@ -93,7 +93,7 @@ class SocketCalls(SocketPool):
         self._close_callbacks: list[Callable[[], object]] = []
 
     def on_close(self, callback: Callable[[], object]) -> None:
-        """Registers a callback that `close` runs. If this is closed already, runs it at once."""
+        """Registers a callback that `close` runs. If already closed, runs the callback at once."""
         with self._lock:
             closed = self._closed
             self._close_callbacks.append(callback)
@@ -108,7 +108,7 @@ class SocketCalls(SocketPool):
         return connection
 
     def prepare(self) -> bool:
-        """Connects for the first call; returns whether the server accepts calls here."""
+        """Opens a connection for the first call; returns whether the server accepted it."""
         try:
             connection = self._connect(_CONNECT_SECONDS)
         except TimeoutError:
@@ -118,7 +118,9 @@ class SocketCalls(SocketPool):
         return connection is not None
 
     def call(self, name: str, message: bytes, timeout: float) -> bytes | None:
-        """Calls a method and returns its response. Returns None if no connection is possible.
+        """Calls a method and returns its response.
+
+        Returns None if no connection is possible. The caller then uses gRPC.
 
         Raises:
             KVTierError: the call was refused or failed, or the response did not arrive in time.
@@ -157,7 +159,7 @@ class SocketCalls(SocketPool):
             callback()
 
     def _connect(self, timeout: float) -> socket.socket | None:
-        """Returns a busy connection; None if the server does not accept it.
+        """Returns a new connection, marked as busy; None if the server does not accept it.
 
         Raises:
             TimeoutError: the server does not respond.
@@ -170,7 +172,7 @@ class SocketCalls(SocketPool):
             connection.settimeout(timeout)
             self._add(connection)
             connection.connect(self.address)
-            self._add(connection)  # `close` cannot shut down a socket before it is connected
+            self._add(connection)  # `close` cannot shut down an unconnected socket
             connection.sendall(self.hello)
             granted = unpack_reply(connection.recv(REPLY_BYTES, socket.MSG_WAITALL)) is not None
         except TimeoutError:

@@ -42,7 +42,7 @@ class _Lease:
     request_id: str
     names: list[BlockName | None]
     blocks: dict[BlockName, dict[int, bytes]]
-    """The pinned blocks. They stay readable even if the last hold that names them ends."""
+    """The pinned blocks. A block stays readable even after the end of its last hold."""
 
 
 @dataclass(slots=True)
@@ -189,7 +189,7 @@ class FakeServer:
             broken = request.mode != cache_pb2.LOOKUP_MODE_EACH and None in found[-1:]
             found.append(name if self._ready(name) and not broken else None)
         if request.exclude.names:
-            raise error_for("INVALID_ARGUMENT", f"there is no tier {request.exclude.names[0]!r} that could be left out")
+            raise error_for("INVALID_ARGUMENT", f"the tier {request.exclude.names[0]!r} to exclude does not exist")
         hits = found.index(None) if None in found else len(found)
         if request.mode != cache_pb2.LOOKUP_MODE_EACH and hits < request.min_hits:
             found[:hits], hits = [None] * hits, 0
@@ -293,7 +293,7 @@ class FakeServer:
         session = self._session(request.session)
         store = self._store(session, request.store_id)
         if any(item >= len(store.names) for item in request.failed_items):
-            raise error_for("INVALID_ARGUMENT", "there is no such item")
+            raise error_for("INVALID_ARGUMENT", "a failed item does not exist")
         del self._stores[request.store_id]
         end = 0
         for number, (name, size) in enumerate(zip(store.names, store.sizes, strict=True)):

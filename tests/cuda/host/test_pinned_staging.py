@@ -129,7 +129,7 @@ def test_a_driver_that_refuses_is_asked_once(notes: RecordingRegistrar, caplog: 
     assert notes.calls == 1
     [record] = caplog.records
     assert record.getMessage() == (
-        "kvtier: staging buffers are not pinned, copies of the GPU will be slower:"
+        "kvtier: staging buffers are not pinned, so copies to and from the GPU are slower:"
         " cuMemHostRegister failed with CUDA error 2"
     )
 
