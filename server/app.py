@@ -1,4 +1,4 @@
-"""Server process: starts its components, waits for a signal, then stops them in reverse order."""
+"""Server process: starts all components, waits for a signal, stops them in reverse order."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ _WATCH_SECONDS = 1.0
 def serve(config: Config) -> int:
     """Runs a server until SIGTERM or SIGINT; returns the exit code of the process.
 
-    After `EXIT_LEFT_BEHIND` threads may still use the region: end the process with `os._exit`.
+    If the code is `EXIT_LEFT_BEHIND`, threads may still access the region. The caller must then end
+    the process with `os._exit`, because a normal exit would unmap the region.
     """
     tune_malloc()
     allow_descriptors()
@@ -94,10 +95,10 @@ class Server:
     """
 
     def __init__(self, config: Config, end: Callable[[], object] = lambda: None) -> None:
-        """`end` is called if an operator asks the server to end. Then the caller calls `stop`."""
+        """The server calls `end` if an operator ends it. The caller must then call `stop`."""
         self.config = config
         self.ports: list[int] = []
-        """TCP ports that the server listens on, also if the configured port is 0."""
+        """TCP ports that the server listens on. Port 0 of the configuration means a free port."""
         self.metrics_port: int | None = None
         self._end = end
         self._runtime: TierRuntime | None = None
@@ -132,7 +133,7 @@ class Server:
         self.ports = bind_endpoints(config, listeners.grpc, access)
         self.metrics_port = start_metrics_server(backend, drain, status, closers)
 
-        # Called again here, because the tiers have made many objects while opening.
+        # Called after the tiers are open, because opening them creates many long-lived objects.
         disable_full_gc()
         await runtime.start()  # backs the first extent before the first call
         await listeners.grpc.start()
@@ -168,7 +169,7 @@ class Server:
 
 
 async def _watch(backend: Backend, health: Health) -> None:
-    """Each second: reloads tokens, updates the health service, collects garbage if due."""
+    """Every second reloads tokens, updates the health service, and collects garbage if due."""
     runtime, metrics = backend.runtime, backend.metrics
     collector = FullCollector(runtime.now())
     while True:

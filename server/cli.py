@@ -18,7 +18,7 @@ from .commands.parser import new_parser
 __all__ = ["main", "set_credentials"]
 
 _MODULES = {"tiers": "status", "sessions": "status"}
-"""Module of each command that shares a module. Other modules have the name of their command."""
+"""Module of each command whose module has another name than the command."""
 _OF_THE_SERVER = frozenset(
     {"grpc_health", "grpc_reflection", "lmdb", "msgspec", "prometheus_client", "rich", "shtab", "structlog"}
 )
@@ -51,14 +51,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def set_credentials(options: argparse.Namespace) -> None:
-    """Copies the credential flags into the environment, from which connections read them."""
+    """Copies the credential flags into the environment. Connections read credentials from there."""
     from ..protos.endpoint import CREDENTIAL_VARIABLES
 
     for name in ("ca", "cert", "key", "token_file"):
         if getattr(options, name, None) is not None:
             os.environ[CREDENTIAL_VARIABLES[name]] = getattr(options, name)
             if name == "token_file":
-                os.environ.pop(CREDENTIAL_VARIABLES["token"], None)  # it would take precedence
+                # The variable with the token itself would override the file.
+                os.environ.pop(CREDENTIAL_VARIABLES["token"], None)
 
 
 def _forget_output() -> None:

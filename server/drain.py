@@ -1,6 +1,6 @@
-"""Drain of a server: it refuses new work and finishes running work, then ends or waits.
+"""Drain of a server: the server refuses new work, finishes running work, then ends or waits.
 
-A signal that ends the server also drains it, through `Server.stop`.
+SIGTERM and SIGINT also drain the server, through `Server.stop`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _log = get_logger(__name__)
 
 
 class Drain:
-    """Drain of one server. Lives on the event loop."""
+    """Drain of one server. All calls must come from the event loop."""
 
     def __init__(self, runtime: TierRuntime, sessions: SessionRegistry, end: Callable[[], object]) -> None:
-        """`end` makes the process end, as SIGTERM does."""
+        """`end` must make the process end, as SIGTERM does."""
         self.ending = False
         """Whether the server will end after the drain."""
         self.complete = True
-        """Whether all running work finished within `DRAIN_SECONDS` of the last drain."""
+        """Whether the last drain finished all running work within `DRAIN_SECONDS`."""
         self._runtime = runtime
         self._sessions = sessions
         self._end = end
@@ -56,7 +56,7 @@ class Drain:
         self._task = asyncio.get_running_loop().create_task(self._drain())
 
     def undo(self) -> None:
-        """Ends the drain: the server accepts new work. Raises `Refused` if the server is ending."""
+        """Ends the drain, so that the server accepts new work. Raises `Refused` if it is ending."""
         if self.ending or self._sessions.ended.is_set():
             raise Refused("DRAINING", "the server is shutting down, which cannot be undone")
         if self._task is not None:

@@ -1,8 +1,7 @@
-"""Runtime around the core: passes it events, executes its commands, runs tier jobs on threads.
+"""Runtime of the core: passes events to the core, executes its commands, runs jobs on threads.
 
-The jobs of the tiers and the backing of the region run on threads, which report their results to
-the event loop. Everything else runs on the event loop, so the core is single-threaded and needs no
-locks.
+Threads run the jobs of the tiers and back the region (allocate its pages). They report their
+results to the event loop. Everything else runs on the event loop, so the core needs no locks.
 """
 
 from __future__ import annotations
@@ -46,10 +45,11 @@ _log = get_logger(__name__)
 
 _TICK_SECONDS = 1.0
 _WRITERS_SECONDS = 3.0
+"""Maximum time that `drain` waits for stores in flight."""
 _STALLED_SECONDS = 5.0
 """Maximum time that `drain` waits for tiers with a stalled job."""
 _LATE_SECONDS = 1.0
-"""If a tick is later than this, the server was paused: then no job counts as stalled yet."""
+"""If a tick is late by more than this, the process was paused. No stall is detected for a time."""
 _RETRY_SECONDS = 1.0
 """Delay of the next slice of work after a slice that failed."""
 _BACKING_CHUNK_BYTES = 64 << 20
@@ -58,18 +58,18 @@ T = TypeVar("T")
 
 
 def extent_bytes_for(region_bytes: int) -> int:
-    """Returns the size of an extent, a power of two: 64 MiB in a region from 2 to below 64 GiB.
+    """Returns the size of an extent: 64 MiB in a region of at least 2 GiB and less than 64 GiB.
 
-    A part of a block must fit into an extent, and each size class wastes at most one extent. In a
-    smaller region an extent is 1/32 of the region, but at least 64 KiB. In a larger region it is
-    1/512 of the region, but at most 256 MiB.
+    In a smaller region an extent is 1/32 of the region, but at least 64 KiB. In a larger region an
+    extent is 1/512 of the region, but at most 256 MiB. The size is rounded down to a power of two.
+    A part of a block must fit into an extent, and each size class wastes at most one extent.
     """
     wanted = max(min(region_bytes // 32, 64 << 20), min(region_bytes // 512, 256 << 20))
     return 1 << (max(wanted, 64 << 10).bit_length() - 1)
 
 
 class TierRuntime:
-    """Owns the core, the region and the tiers of one server."""
+    """Owner of the core, the region and the tiers of one server."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class TierRuntime:
             commands = self.core.take_commands()
 
     def get_finished_jobs(self) -> None:
-        """Passes ended jobs to the core. Called by the loop, and before an allocation (B3.4)."""
+        """Passes ended jobs to the core. Services call this too, before they allocate (B3.4)."""
         if not self._finished:
             return
         while self._finished:
@@ -176,15 +176,15 @@ class TierRuntime:
         self._changed = asyncio.Event()
 
     async def drain(self, seconds: float) -> bool:
-        """Waits, at most `seconds`, for stores in flight and for writing blocks to the tiers.
+        """Waits, at most `seconds`, until stores in flight end and blocks are written to the tiers.
 
-        Returns whether everything ended in time. The caller must refuse new stores. The least
+        Returns whether all of this ended in time. The caller must refuse new stores. The least
         recently used blocks are written last.
         """
         deadline = self.now() + seconds
         self.core.durability.store_skipped()
         self.run_commands()
-        # Wait only briefly for engines that write: a hanging one must not delay complete blocks.
+        # Wait only briefly for stores in flight: a hanging engine must not delay complete blocks.
         stored = await self._wait_idle(self.now() + min(_WRITERS_SECONDS, seconds), lambda: self.core.stats().stores)
         self.core.durability.store_skipped()
         self.run_commands()
@@ -195,9 +195,9 @@ class TierRuntime:
         return sum(worker.jobs for worker in self._workers if not worker.stalled)
 
     async def _wait_for_stalled(self, deadline: float) -> bool:
-        """Waits for stalled tiers, then stores blocks that they skipped.
+        """Waits for stalled tiers, then stores the blocks that these tiers skipped.
 
-        Returns whether no tier is stalled.
+        Returns whether no tier is stalled at the end.
         """
         stall_deadline = min(deadline, self.now() + _STALLED_SECONDS)
         stalled = [worker for worker in self._workers if worker.stalled]
@@ -228,7 +228,7 @@ class TierRuntime:
             worker.observe_job = observer
 
     def observe_failures(self, observer: Callable[[str], object]) -> None:
-        """Sets the observer of failed background work, "tick" or "slice"."""
+        """Sets the observer of failures in background work. It gets "tick" or "slice"."""
         self._observe_failure = observer
 
     @property
@@ -245,9 +245,10 @@ class TierRuntime:
         self.notify_change()
 
     async def close(self) -> None:
-        """Ends the threads, closes the tiers and the region. Called once, after the last call.
+        """Ends the threads, closes the tiers and the region. Call it once, after all other calls.
 
-        If a tier does not end, the region stays mapped, because the tier may still access it.
+        If a thread of a tier does not end, the region stays mapped, because the thread may still
+        access the region.
         """
         self._closing.set()
         if self._ticker is not None:
@@ -292,7 +293,7 @@ class TierRuntime:
             self._loop.call_soon(self._run_slice)
 
     def _run_slice(self) -> None:
-        """Runs a slice of the core's work; other calls run before the next slice."""
+        """Runs one slice of the core's work. Other calls run before the next slice."""
         self._slice_failed = False
         try:
             self.core.work()
@@ -303,7 +304,7 @@ class TierRuntime:
         self.run_commands()
 
     def _move(self, worker: TierWorker, operation: str, job_id: JobId, blocks: Sequence[Block]) -> None:
-        """Starts a job on a thread. Blocks of the job are pinned, so their slots stay valid."""
+        """Starts a job on a thread. The core has pinned the blocks, so their slots stay valid."""
         move = worker.store if operation == "store" else worker.load
         move([self._block_bytes(block) for block in blocks], partial(self._ended_on_thread, worker, job_id))
 
@@ -359,7 +360,7 @@ class TierRuntime:
         _log.info("region backed", bytes=self.region.size_bytes, huge_bytes=self.region.huge_bytes, memory_nodes=placed)
 
     def _back(self, offset: int, nbytes: int) -> bool:
-        """Backs a range of the region and adds it to the core. Returns False without memory."""
+        """Backs a range of the region and adds it to the core. Returns False if memory is short."""
         try:
             self.region.back(offset, nbytes)
         except RegionError as error:

@@ -1,7 +1,7 @@
 """Start-up stages of the server, in the order in which `Server.start` runs them.
 
-Each stage gets results of earlier stages as arguments. It registers with `closers` the functions
-that close what it opened.
+Each stage gets results of earlier stages as arguments, and registers with `closers` the functions
+that close what the stage opened.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ _MESSAGE_OVERHEAD_BYTES = 64 << 10
 _GRPC_OPTIONS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.so_reuseport", 0),
-    # A peer whose host has failed is detected within 15 s.
+    # Detect within 15 s that the host of a peer has failed.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    # Connections without a handshake, and idle connections, are closed.
+    # Close connections that complete no handshake, and idle connections.
     ("grpc.server_handshake_timeout_ms", 5_000),
     ("grpc.max_connection_idle_ms", 300_000),
     ("grpc.max_concurrent_streams", 256),
@@ -128,9 +128,9 @@ def load_access_control(config: Config) -> AccessControl:
 
 
 def claim_sockets(config: Config, closers: AsyncExitStack) -> list[SocketClaim]:
-    """Locks the paths of the Unix sockets; a default path if all endpoints are TCP.
+    """Locks the paths of the configured Unix sockets; if all endpoints are TCP, one default path.
 
-    The attach socket is next to the first of these paths.
+    The attach socket is created next to the first of these paths.
     """
     endpoints = [endpoint for endpoint in config.endpoints if endpoint.is_unix]
     if not endpoints:
@@ -163,7 +163,7 @@ async def open_runtime(config: Config, closers: AsyncExitStack) -> TierRuntime:
             runtime = TierRuntime(region, tiers, settings, stall_seconds=config.limits.tier_stall)
         except ValueError as error:
             raise StartError(quota_error_text(error)) from error
-        opened.pop_all()  # the runtime closes them
+        opened.pop_all()  # from here on the runtime closes the tiers and the region
     closers.push_async_callback(runtime.close)
     return runtime
 
@@ -178,7 +178,7 @@ def _memory_nodes(numa: str) -> tuple[int, ...]:
 def open_telemetry(
     config: Config, runtime: TierRuntime, sessions: SessionRegistry, started: float, closers: AsyncExitStack
 ) -> tuple[Metrics, Tracing | None]:
-    """Creates the metrics and the tracing, and connects both to the runtime."""
+    """Creates the metrics and the tracing, and registers them as observers of the runtime."""
     loop = asyncio.get_running_loop()
     metrics = Metrics(on_loop(loop, lambda: _server_stats(runtime, sessions, started)))
     metrics.expect_tiers(tier.name for tier in runtime.tiers)
@@ -291,7 +291,7 @@ def bind_endpoints(config: Config, server: grpc.aio.Server, access: AccessContro
 
 
 def start_metrics_server(backend: Backend, drain: Drain, status: StatusBuilder, closers: AsyncExitStack) -> int | None:
-    """Serves metrics, health and status page over HTTP; returns the port, or None if it is off."""
+    """Serves metrics, health and status page over HTTP; returns the port, None if turned off."""
     config = backend.config.metrics
     if config is None:
         return None

@@ -18,10 +18,11 @@ _log = get_logger(__name__)
 
 _ADMIN = "/kvtier.v1.AdminService/"
 _READS = frozenset({"GetStatus", "ListLeases", "ListHandoffs", "ExplainRequest"})
-"""Calls of AdminService that change nothing. Like refusals, they are logged once per interval."""
+"""Calls of AdminService that change nothing."""
 _REFUSALS = frozenset({"UNAUTHENTICATED", "PERMISSION_DENIED", "WRONG_TENANT", "RATE_LIMITED"})
 _REFUSED = frozenset({"UNAUTHENTICATED", "PERMISSION_DENIED"})
 _INTERVAL_SECONDS = 10.0
+"""Minimum time between two log lines for the same refusal, or for the same call of `_READS`."""
 _MAX_KINDS = 1024
 
 
@@ -35,7 +36,7 @@ class AuditLog:
         self._last: dict[tuple[str, ...], tuple[float, int]] = {}
 
     def record_call(self, method: str, outcome: str) -> None:
-        """Logs a call of AdminService that has ended, unless `record_refusal` logs it."""
+        """Logs an ended call of AdminService, except a refusal that `record_refusal` logs."""
         if not method.startswith(_ADMIN) or outcome in _REFUSED:
             return
         name = CALLER.get().name
@@ -45,7 +46,7 @@ class AuditLog:
             self._log_limited(name, method, outcome)
 
     def record_refusal(self, method: str, context: Any, reason: str, who: str | None = None) -> None:
-        """Logs a refusal for a reason of `_REFUSALS`. `who` names the caller; default: `CALLER`."""
+        """Logs a refusal if its reason is in `_REFUSALS`. `who`: name of the caller, if known."""
         if reason not in _REFUSALS:
             return
         if who is None:
@@ -62,8 +63,8 @@ class AuditLog:
             self._last[kind] = (last, left_out + 1)
             return
         if len(self._last) >= _MAX_KINDS:
-            # Limits the memory if callers use a new address for each call. The counts in `left_out`
-            # are lost.
+            # Limits the memory if callers use a new address for each call. The counts of the lines
+            # that were left out are lost.
             self._last.clear()
         self._last[kind] = (now, 0)
         _log.info("audit", who=who, what=what, outcome=outcome, **({"left_out": left_out} if left_out else {}))

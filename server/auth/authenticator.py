@@ -27,7 +27,7 @@ _MAX_TOKEN_CHARACTERS = 512
 
 
 def peer_credentials(context: grpc.ServicerContext) -> tuple[str | None, list[str], bool]:
-    """Returns a call's token, the names in its certificate, and whether it uses a Unix socket."""
+    """Returns the call's token, the client certificate's names, and whether the socket is Unix."""
     token = None
     for key, value in context.invocation_metadata() or ():
         if key == "authorization" and isinstance(value, str):
@@ -42,7 +42,7 @@ def peer_credentials(context: grpc.ServicerContext) -> tuple[str | None, list[st
 
 
 def _bearer_token(header: str) -> str | None:
-    """Returns the token of an `authorization` header; None without header, "" if invalid."""
+    """Returns the token of an `authorization` header; None if there is no header, "" if invalid."""
     if not header:
         return None
     if header[: len(_BEARER)].lower() != _BEARER or len(header) > _MAX_TOKEN_CHARACTERS:
@@ -55,7 +55,7 @@ class Authenticator:
 
     All calls except `may_see_metrics` must come from the event loop. The constructor raises
     `TokensError` if the token file cannot be used. If the file changes later and cannot be used,
-    its previous contents stay in use.
+    the previous tokens stay valid.
     """
 
     def __init__(self, config: Config, clock: Callable[[], float] = time.time) -> None:
@@ -69,7 +69,7 @@ class Authenticator:
         """Returns the identity of a token, or of certificate names. Raises `Refused`."""
         now = self._clock()
         if self._token_file is None:
-            if names:  # verified by TLS, which is enough without a token file
+            if names:  # TLS has verified the certificate, which is enough if there is no token file
                 return Identity(names[0], None, OWNER.roles, shared_memory=True)
         elif token is not None:
             identity = self._token_file.find_token(token, now)
@@ -83,7 +83,7 @@ class Authenticator:
         raise Refused("UNAUTHENTICATED", "a token is needed: metadata `authorization: Bearer TOKEN`")
 
     def authorize(self, method: str, context: Any) -> None:
-        """Sets `CALLER`. Raises `Refused` if the caller may not make this call.
+        """Authenticates a call and sets `CALLER`. Raises `Refused` if the call is not permitted.
 
         `context` is the context of gRPC, or an object with the authenticated `caller`.
         """
@@ -114,10 +114,7 @@ class Authenticator:
             _log.info("tokens read again", path=str(self._path), tokens=len(self._token_file.tokens))
 
     def may_see_metrics(self, header: str | None) -> bool:
-        """Returns whether a request with this `Authorization` header may see the metrics.
-
-        Thread-safe.
-        """
+        """Returns whether this `Authorization` header permits reading the metrics. Thread-safe."""
         token, token_file = _bearer_token(header or ""), self._token_file
         identity = token_file.find_token(token, self._clock()) if token_file is not None and token is not None else None
         return identity is not None and any(role.value in ("metrics", "admin") for role in identity.roles)
@@ -150,10 +147,7 @@ class AccessControl:
         self._metrics_need_token = config.auth.metrics
 
     def may_see_metrics(self, header: str | None) -> bool:
-        """Returns whether a request with this `Authorization` header may see the metrics.
-
-        Thread-safe.
-        """
+        """Returns whether this `Authorization` header permits reading the metrics. Thread-safe."""
         authenticator = self.authenticator
         return not self._metrics_need_token or (authenticator is not None and authenticator.may_see_metrics(header))
 

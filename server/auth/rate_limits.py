@@ -19,11 +19,11 @@ _BURST_SECONDS = 10.0
 _MAX_LIMITERS = 1024
 """Number of limiters at which idle limiters are dropped."""
 _MAX_OVERDRAFT = 1024
-"""Release calls accepted beyond the limit. A refused release would leave slots or pins in use."""
+"""Number of calls that release slots or pins and are accepted above the limit of calls."""
 
 
 class _TokenBucket:
-    """Token bucket with a capacity of ten seconds. Its level can be negative (overdrawn)."""
+    """Token bucket that holds the tokens of ten seconds. Its level can be negative (overdrawn)."""
 
     def __init__(self, rate: float, now: float) -> None:
         self._rate = rate
@@ -75,7 +75,11 @@ class RateLimiter:
         self.sessions -= 1
 
     def count_call(self, *, is_release: bool = False) -> None:
-        """Counts a call. Raises `Refused` above the limit; a release may exceed the limit."""
+        """Counts a call. Raises `Refused` above the limit.
+
+        `is_release`: the call releases slots or pins. They would stay in use if the call were
+        refused, so up to `_MAX_OVERDRAFT` of these calls are accepted above the limit.
+        """
         if self._calls is not None:
             if not is_release or self._calls.overdraft(self._clock()) >= _MAX_OVERDRAFT:
                 self._check(self._calls, "calls")
@@ -92,7 +96,7 @@ class RateLimiter:
 
     @property
     def is_idle(self) -> bool:
-        """Whether a new limiter would be in the same state."""
+        """Whether the limiter is in the state of a new limiter, so that it can be dropped."""
         now = self._clock()
         return not self.sessions and all(b is None or b.is_full(now) for b in (self._calls, self._bytes))
 
@@ -109,7 +113,7 @@ class RateLimiters:
     def __init__(
         self, rates: RateConfig, of_tenants: Mapping[str, RateConfig], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`rates` apply to each tenant; a tenant's entry in `of_tenants` overrides them."""
+        """`rates` apply to each tenant, except values that `of_tenants` has for the tenant."""
         self._rates = rates
         self._of_tenants = {name: _merged(rates, own) for name, own in of_tenants.items()}
         self._clock = clock

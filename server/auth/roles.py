@@ -72,7 +72,7 @@ _SERVICES = (
 RPC_ROLES: Mapping[str, frozenset[Role] | None] = MappingProxyType(
     {f"{service}/{method}": roles for service, roles, methods in _SERVICES for method in methods.split()}
 )
-"""For each RPC the permitted roles (a caller needs one of them); None: no credentials needed."""
+"""Permitted roles of each RPC (a caller needs one of them). None: the RPC needs no credentials."""
 
 
 def is_public(method: str) -> bool:

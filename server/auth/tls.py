@@ -1,9 +1,8 @@
-"""TLS certificate of the server, read from files that may be replaced while the server runs.
+"""TLS certificate of the server. The files can be replaced while the server runs.
 
-At each handshake the server checks whether the files have changed, so a new certificate is used
-from the next connection on. Files that cannot be used together (a new key with the old certificate,
-an incomplete file) are ignored, and the previous contents stay in use. The bulk process uses this
-module too.
+At each handshake the server checks whether the files have changed, so the next connection uses a
+new certificate. If the new files cannot be used together (a new key with the old certificate, an
+incomplete file), the previous contents stay in use. The bulk process uses this module too.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class TlsFiles:
 def read_files(cert: str, key: str, client_ca: str | None) -> TlsFiles:
     """Reads the PEM files and checks that key and certificate match. Raises `TlsError`."""
     try:
-        # Read here first: if a file cannot be read, the error of OpenSSL does not name it.
+        # Read the files here first, because an error of OpenSSL does not name the file.
         cert_pem, key_pem = _contents(cert), _contents(key)
         roots = None if client_ca is None else _contents(client_ca)
     except OSError as error:
@@ -81,7 +80,7 @@ def server_credentials(cert: str, key: str, client_ca: str | None) -> grpc.Serve
 
 
 class _Files:
-    """The files and their version in use. gRPC calls `changed` on its own threads."""
+    """Paths of the PEM files, and the version in use. gRPC calls `changed` on its own threads."""
 
     def __init__(self, cert: str, key: str, client_ca: str | None) -> None:
         self._cert = cert
@@ -125,9 +124,9 @@ def _contents(path: str) -> bytes:
 
 
 def _dates(context: ssl.SSLContext, cert: str) -> tuple[str, float | None]:
-    """Returns why the certificate is not valid now ("" if it is), and its expiry.
+    """Returns why the certificate is not valid now ("" if it is valid), and when it expires.
 
-    Both come from a handshake in memory between a client and a server with this certificate.
+    The function gets both values from a handshake in memory with this certificate.
     """
     trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     trusting.check_hostname = False
@@ -143,7 +142,7 @@ def _dates(context: ssl.SSLContext, cert: str) -> tuple[str, float | None]:
             continue
         except ssl.SSLCertVerificationError as error:
             return (error.verify_message if error.verify_code in _DATES else ""), None
-        except ssl.SSLError:  # other problems are found when a client connects
+        except ssl.SSLError:  # clients will report any other problem
             return "", None
     try:
         return "", _expiry(client.getpeercert() or {})

@@ -6,8 +6,8 @@ Keys of each `[[tokens]]` table:
 - hash: "sha256:" and the hash of the token, as `kvtier token new` prints it
 - tenant: the tenant; "*" for any tenant
 - roles: list of engine, reader, admin, metrics
-- shared_memory: whether the caller may map the region, which holds the blocks of all tenants;
-  otherwise the caller can only use streams
+- shared_memory: whether the caller may map the region, which holds the blocks of all tenants; if
+  not, the caller can use only streams
 - expires: date and time in TOML, for example 2027-01-01T00:00:00Z
 
 A `[[certificates]]` table has the same keys except `hash`. Its `name` is a subject alternative name
@@ -87,7 +87,7 @@ class _Credential:
 
 @dataclass(frozen=True, slots=True)
 class TokenFile:
-    """Parsed contents of the file."""
+    """Parsed contents of the file of tokens."""
 
     tokens: Mapping[bytes, _Credential] = field(default_factory=dict)
     certificates: Mapping[str, _Credential] = field(default_factory=dict)
@@ -95,15 +95,15 @@ class TokenFile:
     def find_token(self, token: str, now: float) -> Identity | None:
         """Returns the token's identity; None if unknown, or expired at `now` (Unix time)."""
         digest = hashlib.sha256(token.encode()).digest()
-        # Time reveals nothing about a stored hash: a caller cannot choose the hash that is looked
-        # up, and the comparison takes constant time.
+        # The duration of the search reveals nothing about a stored hash: a caller cannot choose the
+        # hash that is looked up, and the comparison takes constant time.
         known = self.tokens.get(digest[:8])
         if known is None or not hmac.compare_digest(known.identity.credential or b"", digest):
             return None
         return known.identity_at(now)
 
     def find_certificate(self, names: Iterable[str], now: float) -> Identity | None:
-        """Returns the identity of a certificate with one of these names. TLS has verified them."""
+        """Returns the identity of a client certificate with these names, which TLS has verified."""
         for name in names:
             known = self.certificates.get(name)
             if known is not None and (identity := known.identity_at(now)) is not None:
@@ -111,7 +111,7 @@ class TokenFile:
         return None
 
     def is_still_valid(self, identity: Identity, now: float) -> bool:
-        """Returns whether the file still has this identity, and it has not expired."""
+        """Returns whether the file still has this identity and the identity has not expired."""
         if identity.credential is None:
             return True
         of_token = self.tokens.get(identity.credential[:8])

@@ -33,7 +33,7 @@ __all__ = [
 
 
 class TableError(ValueError):
-    """Problem in the table of one tier or tenant; the message starts with the key of the setting."""
+    """The table of a tier or tenant is invalid. The message starts with the key of the setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Setting:
     def read(self, value: Any, *, is_text: bool = False) -> Any:
         """Converts and checks a value. `is_text`: the value comes from the environment or a flag.
 
-        Raises `ValueError`. The caller puts the setting's name and value before its message.
+        Raises `ValueError`. The caller puts the setting's name and value before the message.
         """
         result = self._convert(value, is_text=is_text)
         if result is None:
@@ -103,7 +103,7 @@ class Setting:
         try:
             return msgspec.convert(value, self.type, strict=not is_text)
         except msgspec.ValidationError as error:
-            # For a nested table the message of msgspec names the field.
+            # A type without a name is a nested table, for which msgspec's message names the field.
             wanted = _TYPE_NAMES.get(self.type)
             raise ValueError(f"must be {wanted}" if wanted else str(error)) from None
 
@@ -178,7 +178,7 @@ def _settings_of(struct: type[msgspec.Struct], prefix: str = "") -> dict[str, Se
 
 
 SETTINGS: dict[str, Setting] = _settings_of(Config)
-"""All settings by key, in the order of the documentation. Each name in `LISTS` is one setting."""
+"""All settings by key, in the order of the documentation. `tiers` is one setting, and `tenants`."""
 
 LISTS = ("tiers", "tenants")
 """Settings whose value is a list of tables or a table of tables."""

@@ -1,6 +1,6 @@
 """Configuration loader. Flags override the environment, which overrides the file.
 
-The loader records where each value comes from; `kvtier config` and error messages show it. All
+The loader records the origin of each value, which `kvtier config` and error messages show. All
 problems of the configuration are reported together.
 """
 
@@ -58,7 +58,7 @@ class Loaded:
 
 @dataclass(slots=True)
 class _Builder:
-    """Values and problems read so far; a later source overwrites the values of an earlier one."""
+    """Values and problems found so far. A later source overwrites values of the earlier sources."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
@@ -86,8 +86,8 @@ def load(
     """Returns the effective configuration. Raises `ConfigError`.
 
     `flags` maps the keys of settings to values (text, or the setting's type); None means that the
-    flag was not given. `file` takes precedence over `KVTIER_CONFIG`. Defaults depend on the size of
-    the machine's memory and disk. No file or directory is created.
+    flag was not given. `file` takes precedence over `KVTIER_CONFIG`. Some defaults depend on the
+    size of the machine's memory and disk. `load` creates no file or directory.
     """
     builder = _Builder()
     path = file or environ.get(CONFIG_VARIABLE)
@@ -160,7 +160,7 @@ def _read_environment(environ: Mapping[str, str], builder: _Builder) -> None:
         if name in _VARIABLES:
             builder.put(_VARIABLES[name].key, value, name, is_text=True)
         elif name.startswith(_PREFIX) and name not in _OTHER_VARIABLES and not _NOT_OURS.fullmatch(name):
-            # The comparison leaves out the common prefix, which would make all names similar.
+            # Compare without the common prefix, which would make all names similar.
             known = [variable.removeprefix(_PREFIX) for variable in (*_VARIABLES, *_OTHER_VARIABLES)]
             close = difflib.get_close_matches(name.removeprefix(_PREFIX), known, n=1, cutoff=0.7)
             if close:
@@ -177,7 +177,7 @@ _EXAMPLES = {
 
 
 def _parse_tables(key: str, value: Any) -> Any:
-    """Returns tables of tiers or tenants. An environment variable has them as TOML, or "none"."""
+    """Returns the value of `tiers` or `tenants`. In the environment it is TOML text, or "none"."""
     if not isinstance(value, str):
         return value
     if value.lower() in ("none", ""):

@@ -30,7 +30,7 @@ def existing_directory(path: Path) -> Path:
 
 
 def disk_bytes(directory: Path) -> int:
-    """Returns the maximum size of a directory: free disk space plus the size of the present files.
+    """Returns the bytes that the files of a directory can occupy: present files and free space.
 
     The directory and its parents may be missing.
     """

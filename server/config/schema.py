@@ -250,7 +250,7 @@ class TracingConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RuleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One rule of a tier's vote; the first rule whose conditions are all met decides."""
+    """One rule of a tier's vote. The first rule whose conditions are all met decides the vote."""
 
     policy: Literal["block_level", "request_level"]
     why: str = "as configured"

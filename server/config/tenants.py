@@ -1,4 +1,4 @@
-"""Tenant tables of the configuration, and the settings of the core that follow from them."""
+"""Reader of the tenant tables, and conversion of the configuration to the settings of the core."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["quota_error_text", "read_tenants", "tenant_tag", "tier_settings"]
 
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
 _USABLE = {"lmdb": 0.8, "disk": 0.9}
-"""Fraction of a tier's size that blocks can use, before the open tier reports its capacity."""
+"""Estimated fraction of a tier's size that blocks can use. An open tier reports its capacity."""
 
 
 def read_tenants(
@@ -59,7 +59,7 @@ def tier_settings(config: Config, region_bytes: int, tiers: Sequence[SecondaryTi
 
 
 def quota_error_text(error: ValueError) -> str:
-    """Returns the message of an error of `Quotas`, with readable sizes."""
+    """Returns the message of an error of `Quotas`, with sizes in readable units."""
     if not isinstance(error, QuotaError):
         return f"{error}"
     quotas, over, room = map(

@@ -1,4 +1,4 @@
-"""Tier tables of the configuration, and the default tiers."""
+"""Reader of the tier tables of the configuration, and the default tiers."""
 
 from __future__ import annotations
 

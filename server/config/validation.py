@@ -15,14 +15,14 @@ from .units import format_size, human_size
 
 __all__ = ["conflicts", "read_value", "warnings"]
 
-# Bytes per key in a message besides the key itself: its length field, and its position in a
-# publication. Bytes per message besides the keys: the other fields of the largest request.
 _KEY_OVERHEAD_BYTES = 8
+"""Bytes of a key in a message besides the key itself: a length, and a position in a publication."""
 _MESSAGE_OVERHEAD_BYTES = 16 * 1024
+"""Bytes of the largest request besides the keys."""
 
 
 def read_value(setting: Setting, value: Any, *, is_text: bool = False) -> Any:
-    """Checks and returns one value, addresses in their usual form. Raises `ValueError`."""
+    """Checks and returns one value; addresses in their standard form. Raises `ValueError`."""
     if setting.key == "listen":
         if isinstance(value, str):
             value = [part.strip() for part in value.split(",")] if is_text else [value]
@@ -106,7 +106,7 @@ def _handoff_conflicts(values: Mapping[str, Any], problem: Callable[[str, str], 
 
 
 def warnings(config: Config) -> Iterator[str]:
-    """Yields a warning for each setting that is permitted but may not be intended."""
+    """Yields a warning for each setting that is permitted, but perhaps a mistake."""
     for endpoint in config.endpoints:
         reach = "every user of this host" if endpoint.is_loopback else "everyone on the network"
         if endpoint.is_unix:
