@@ -70,7 +70,7 @@ def _file_system(what: str, directory: Path) -> Iterator[CheckResult]:
         )
     elif kind == "overlay":
         yield warn(
-            f"{what} is on the container's own layer (overlay)",
+            f"{what} is on the container's writable layer (overlay)",
             "the tier's files are lost when the container is recreated",
             "mount a volume at this path",
         )
@@ -101,14 +101,14 @@ def _speed(what: str, directory: Path) -> CheckResult:
     except OSError as error:
         return fail(
             f"{what}: a file of {human_size(_CHUNK)} cannot be written: {error.strerror}",
-            "the tier cannot write either",
+            "the tier cannot store blocks",
             "free disk space; check quotas, ulimit -f and the kernel's log",
         )
     seen = f"{what}: writes {human_size(rate)}/s with fdatasync, and syncs 4 KiB in {latency * 1e3:.2f} ms"
     if rate < _SLOW_BYTES_PER_S or latency > _SLOW_SYNC_SECONDS:
         return warn(
             seen,
-            "engines store faster than that: many blocks are not written to the tier (kvtier_tier_dropped_total)",
+            "engines store faster than this disk: many blocks do not reach the tier (kvtier_tier_dropped_total)",
             "use a local NVMe disk; measure again while nothing else uses the disk",
         )
     return ok(seen)

@@ -37,7 +37,7 @@ def hashes(context: CheckContext) -> Iterator[CheckResult]:
     """Checks that all engines compute the same block hashes."""
     engines = list(_running())
     if context.hash_algo is not None:
-        engines.append(Engine("an engine started from here", context.hash_algo, context.environ.get("PYTHONHASHSEED")))
+        engines.append(Engine("the planned engine", context.hash_algo, context.environ.get("PYTHONHASHSEED")))
     if not engines:
         yield ok("this user runs no vLLM here; vLLM's default (sha256) gives the same hashes in all processes")
     for engine in engines:
@@ -46,8 +46,8 @@ def hashes(context: CheckContext) -> Iterator[CheckResult]:
     if len(seeds) > 1:
         yield fail(
             f"engines have different PYTHONHASHSEED: {', '.join('unset' if seed is None else repr(seed) for seed in seeds)}",
-            "block hashes depend on PYTHONHASHSEED: no engine finds the blocks of another engine",
-            "set it to the same value in all engines, or in none",
+            "block hashes depend on PYTHONHASHSEED: engines with different values find no blocks of each other",
+            "set PYTHONHASHSEED to the same value in all engines, or in none",
         )
 
 
@@ -125,7 +125,7 @@ def cuda_ipc(context: CheckContext) -> Iterator[CheckResult]:
     if context.endpoint.path is not None and context.status is not None and _peer_pid(context.endpoint.path) == 0:
         yield warn(
             "the server is in another PID namespace",
-            "the driver shares GPU memory only between processes that see each other's process ids",
+            "the driver shares GPU memory only between processes that can see each other's process ids",
             "share the PID namespace: docker --pid, Kubernetes shareProcessNamespace or hostPID",
         )
         return
@@ -133,7 +133,7 @@ def cuda_ipc(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def _peer_pid(path: str) -> int | None:
-    """Returns the server's pid; 0 if it is in an invisible PID namespace; None without a server."""
+    """Returns the server's pid; 0 if this PID namespace does not show it; None without a server."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:

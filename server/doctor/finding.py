@@ -1,4 +1,4 @@
-"""Input and result of a check."""
+"""Input and result of a check of `kvtier doctor`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def fail(seen: str, why: str, do: str) -> CheckResult:
 
 @dataclass(frozen=True, slots=True)
 class CheckContext:
-    """Input of the checks. They read other facts from the machine."""
+    """Input of all checks. A check reads other facts from the machine itself."""
 
     config: Config | None
     """Effective configuration of a server on this machine; None if it is invalid."""
@@ -61,9 +61,9 @@ class CheckContext:
     status: GetStatusResponse | None
     """Status of the server at the endpoint; None if it did not answer or refused."""
     error: str
-    """Error text of the status call; empty if it succeeded."""
+    """Error text of the status call; empty if the call succeeded."""
     reason: str
-    """`reason` of the `AdminClientError`; empty if the call succeeded or no server listens."""
+    """`reason` of the status call's `AdminClientError`; empty without error or without a server."""
     protocol_versions: tuple[int, ...]
     """Protocol versions of the server; empty if it did not answer."""
     server_version: str

@@ -42,7 +42,7 @@ def shared_memory(context: CheckContext) -> Iterator[CheckResult]:
     if 0 <= most < size:
         yield fail(
             f"files of at most {human_size(most)} are allowed (RLIMIT_FSIZE)",
-            f"the region of {human_size(size)} is a file in memory, and tiers are files on disk",
+            f"the limit forbids the region, a memfd of {human_size(size)}; files of tiers can exceed the limit too",
             "ulimit -f unlimited; for systemd LimitFSIZE=infinity",
         )
     free = available_bytes()
@@ -53,25 +53,25 @@ def shared_memory(context: CheckContext) -> Iterator[CheckResult]:
         if region_.backed_bytes < region_.size_bytes:
             yield warn(
                 seen,
-                "the rest is not allocated yet, or there is no memory for it; the server uses the allocated part",
+                "the rest is not allocated yet, or memory is short; the server uses only the allocated part",
                 "check again later, or lower region_size",
             )
         else:
             yield ok(f"{seen}, in a memfd; /dev/shm is not used")
     elif free is not None and free < size:
         yield warn(
-            f"{human_size(free)} of memory are free, region_size is {human_size(size)}",
+            f"{human_size(free)} of memory is free, region_size is {human_size(size)}",
             "the server can allocate only a part of the region",
             "lower region_size, or free memory before the server starts",
         )
     elif 0 <= most < size:
         return
     else:
-        yield ok(f"{human_size(size)} fit into {human_size(limit)}, as a memfd; /dev/shm is not used")
+        yield ok(f"a region of {human_size(size)} fits into {human_size(limit)} of memory; /dev/shm is not used")
 
 
 def huge_pages(_: CheckContext) -> Iterator[CheckResult]:
-    """Checks whether huge pages are available, with a small region."""
+    """Checks with a small region whether huge pages are available."""
     settings = ", ".join(f"{name}={_chosen(name)}" for name in ("enabled", "shmem_enabled"))
     try:
         with HostRegion.create(4 * HUGE_PAGE_BYTES) as region:
@@ -102,7 +102,7 @@ def _chosen(name: str) -> str:
 
 
 def memlock(context: CheckContext) -> Iterator[CheckResult]:
-    """Checks whether memory can be locked, which pinning needs; tries it with one page."""
+    """Locks one page to check that memory can be locked. Pinning memory for DMA needs this."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     text = _limit(soft)
     size = context.config.region_size if context.config else GIB
@@ -148,7 +148,7 @@ def container(context: CheckContext) -> Iterator[CheckResult]:
     if cores is not None and cores < 1:
         yield warn(
             f"the control group permits {cores:g} of a processor",
-            "the kernel suspends the event loop when this is used up: calls time out and count as misses",
+            "the kernel suspends the server when it has used this up: calls time out, and engines count misses",
             "give the server at least two processors",
         )
     most = min(usable, cores) if cores is not None else usable

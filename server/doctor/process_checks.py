@@ -21,7 +21,7 @@ _STA_UNSYNC = 0x40
 
 
 def descriptors(context: CheckContext) -> Iterator[CheckResult]:
-    """Checks the hard limit of file descriptors. A server raises its soft limit itself."""
+    """Checks the hard limit of file descriptors. A server raises the soft limit itself."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     sessions = context.config.limits.max_sessions if context.config else 0
     wanted = _BESIDES + sessions * _PER_SESSION
@@ -39,21 +39,21 @@ def descriptors(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def clock(_: CheckContext) -> Iterator[CheckResult]:
-    """Checks that the wall clock is steady and synchronized. Leases do not depend on it."""
+    """Checks that the wall clock is steady and synchronized."""
     wall, steady = time.time(), time.monotonic()
     time.sleep(_WATCH_SECONDS)
     jump = (time.time() - wall) - (time.monotonic() - steady)
     if abs(jump) > _JUMP_SECONDS:
         yield warn(
             f"the wall clock jumped by {jump:.3f} s during the check",
-            "times in log and metrics, tokens and certificates depend on the wall clock; leases do not",
+            "log, metrics, and the expiry of tokens and certificates use the wall clock; leases do not",
             "let the time service adjust the clock gradually (chrony: makestep only at the start)",
         )
         return
     if _unsynchronized():
         yield warn(
             "according to the kernel, the wall clock is not synchronized",
-            "times in log and metrics differ between hosts, and certificates depend on the clock; leases do not",
+            "times in logs and metrics differ between hosts, and valid certificates can be refused; leases still work",
             "run chrony or systemd-timesyncd on the host",
         )
     else:
@@ -73,7 +73,7 @@ class _Timex(ctypes.Structure):
 
 
 def _unsynchronized() -> bool:
-    """Returns the kernel's flag for a clock that is not synchronized. Changes nothing."""
+    """Returns the kernel's flag for a clock that is not synchronized. Does not set the clock."""
     timex = _Timex()
     libc = ctypes.CDLL(None, use_errno=True)
     try:

@@ -41,12 +41,10 @@ def configuration(context: CheckContext) -> Iterator[CheckResult]:
         yield fail(
             problem,
             "kvtier serve ends with exit code 78",
-            "correct it; kvtier config shows the origin of each value",
+            "correct the setting; kvtier config shows the origin of each value",
         )
     for warning in context.warnings:
-        yield warn(
-            warning, "this is permitted, but may not be intended", "kvtier config shows the origin of each value"
-        )
+        yield warn(warning, "this is permitted, but perhaps a mistake", "kvtier config shows the origin of each value")
     if context.config is not None and not context.warnings:
         yield ok(
             f"valid: CPU tier of {human_size(context.config.region_size)}, tiers below it: {len(context.config.tiers)}"
@@ -54,7 +52,7 @@ def configuration(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def socket_file(context: CheckContext) -> Iterator[CheckResult]:
-    """Checks that the socket exists, its owner and mode, and that a server listens."""
+    """Checks the socket file and its permissions, and that a server listens on the socket."""
     if context.endpoint.path is None:
         yield ok(f"{context.endpoint} is TCP and has no socket file")
         return
@@ -65,14 +63,16 @@ def socket_file(context: CheckContext) -> Iterator[CheckResult]:
         yield fail(
             f"user {os.getuid()} cannot enter {path.parent}",
             "this user cannot connect to the server's sockets",
-            "run this as the server's user, or choose a directory that both users can enter",
+            "run this command as the server's user, or choose a directory that both users can enter",
         )
         return
     except (FileNotFoundError, NotADirectoryError):
         yield from _absent(path)
         return
     if not stat.S_ISSOCK(status.st_mode):
-        yield fail(f"{path} is not a socket", "a server does not start there", "move the file, or choose another path")
+        yield fail(
+            f"{path} is not a socket", "a server cannot start with this path", "move the file, or choose another path"
+        )
         return
     yield from _ownership(path, status)
     if (trouble := _connect(path)) is not None:
@@ -96,13 +96,13 @@ def _ownership(path: Path, status: os.stat_result) -> Iterator[CheckResult]:
     if status.st_uid != own and path == Path(default_endpoint().path or ""):
         yield fail(
             f"{path} belongs to user {status.st_uid}, not to {own}",
-            "that user could read calls and answer instead of the server",
+            "that user could receive the calls of engines and answer instead of the server",
             "find out who created the socket, remove it, and restart the server",
         )
     elif not os.access(path, os.R_OK | os.W_OK):
         yield fail(
             f"{path} belongs to user {status.st_uid}, mode {mode:04o}: user {own} cannot connect",
-            "every call ends in a miss",
+            "all calls fail, so every lookup is a miss",
             "run engines and this command as the server's user, or use another directory",
         )
     elif mode & 0o077:
@@ -183,7 +183,7 @@ def server(context: CheckContext) -> Iterator[CheckResult]:
         yield warn(
             "the server refuses new work",
             "new blocks are not stored",
-            "kvtier drain --undo, unless it is about to end",
+            "kvtier drain --undo, unless the server is about to end",
         )
     for tier in status.tiers:
         if not tier.healthy:
@@ -222,7 +222,7 @@ def versions(context: CheckContext) -> Iterator[CheckResult]:
         yield warn(
             f"the server is {context.server_version}, kvtier here is {__version__}; both support protocol "
             f"{_numbers(context.protocol_versions)}",
-            "they work together; features known to only one of them are not used",
+            "the client and the server work together, but use only features that both versions have",
             "install the same version on both sides",
         )
     else:
@@ -277,7 +277,7 @@ def tiers(context: CheckContext) -> Iterator[CheckResult]:
 
 def _import_problem(tier: TierConfig) -> str:
     try:
-        # The module may print; its output must not mix with the JSON.
+        # The imported module may print. Its output must not mix with the JSON on standard output.
         with contextlib.redirect_stdout(sys.stderr):
             tier_class(tier)
     except TierError as error:
