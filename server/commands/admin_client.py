@@ -48,8 +48,8 @@ _STREAM_OPTIONS = (
 class AdminClientError(Exception):
     """The server refused the call or sent an unexpected answer; the message is one line.
 
-    `reason` is the server's `ErrorReason`, "TLS" if the connection failed because of TLS, "TIMEOUT"
-    if no answer arrived, or empty.
+    `reason` is the server's `ErrorReason`, or "TLS" after a TLS error, or "TIMEOUT" if no answer
+    arrived, or empty.
     """
 
     def __init__(self, text: str, reason: str = "") -> None:
@@ -147,7 +147,7 @@ def refuse_error(error: EndpointError | AdminClientError) -> int:
 
 
 def plain_console() -> Console:
-    """Returns a console for standard output. Lines are wrapped only on a terminal."""
+    """Returns a console for standard output. It wraps lines only on a terminal."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = _UNLIMITED_WIDTH
@@ -155,7 +155,7 @@ def plain_console() -> Console:
 
 
 def error_of(error: grpc.RpcError, endpoint: Endpoint, timeout: float) -> AdminClientError:
-    """Converts the error of a call."""
+    """Converts the error of a gRPC call to a one-line error."""
     code, details = error.code(), (error.details() or "").partition("\n")[0]
     if (reason := reason_of(error.trailing_metadata())) is not None:
         return AdminClientError(f"{endpoint}: {details}", reason)

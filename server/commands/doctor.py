@@ -1,4 +1,4 @@
-"""`kvtier doctor`: runs checks and prints each finding, why it matters and what to do."""
+"""`kvtier doctor`: runs checks, and prints each finding with its consequence and a remedy."""
 
 from __future__ import annotations
 
@@ -121,7 +121,10 @@ def _endpoint(options: argparse.Namespace, config: Config | None) -> Endpoint:
 
 
 def _capabilities(endpoint: Endpoint, timeout: float) -> CapabilitiesResponse:
-    """Asks a server of any version for its protocol versions. Raises `AdminClientError`."""
+    """Asks the server for its protocol versions, which every version answers.
+
+    Raises `AdminClientError`.
+    """
     with channel_to(endpoint) as channel:
         try:
             answer: CapabilitiesResponse = SessionServiceStub(channel).Capabilities(

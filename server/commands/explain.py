@@ -29,7 +29,7 @@ __all__ = ["run", "to_json"]
 _WHY = {
     "never_stored": "the server has no record of a store of these blocks",
     "evicted": "the blocks were evicted to make room",
-    "store_failed": "the store failed: no room, a failed writer, or an overloaded tier",
+    "store_failed": "the store failed: no free space, a failed writer, or an overloaded tier",
     "policy": "a rule excluded the blocks",
     "below_threshold": "the prefix found is shorter than the minimum that the lookup asked for",
     "format_mismatch": "the blocks are stored in another format (revision, dtype, layout, parallelism)",
@@ -37,7 +37,7 @@ _WHY = {
     "load_failed": "a tier had the blocks, but the load failed",
     "no_room": "a tier has the blocks, but every slot of the CPU tier was in use",
     "reset": "the CPU tier was reset",
-    "pending": "the blocks were still being stored when the wait of the claim ended",
+    "pending": "a store of the blocks was still running when the wait of the claim ended",
 }
 
 _CLAIMED = {

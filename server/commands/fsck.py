@@ -88,7 +88,7 @@ def _online(options: argparse.Namespace) -> int:
 
 
 def _follow(options: argparse.Namespace, reports: dict[str, offline_fsck.TierReport]) -> None:
-    """Adds the reports of a running check to `reports`, and prints findings when they arrive."""
+    """Adds the reports of a running check to `reports`, and prints each finding as it arrives."""
     endpoint = client_endpoint(options.endpoint)
     rate = _read_rate(options.rate)
     steps = check_by_server(endpoint, options.tier, repair=options.repair, rate=rate, timeout=options.timeout)
@@ -124,7 +124,7 @@ def _print_all(lines: Iterable[str]) -> None:
 def check_by_server(
     endpoint: Endpoint, tiers: Sequence[str], *, repair: bool, rate: int, timeout: float
 ) -> Iterator[tuple[TierReport, int, list[Finding]]]:
-    """Yields the tier's report, its number of blocks and the new findings after each step.
+    """Yields after each step: the report of a tier, the tier's number of blocks, the new findings.
 
     The server must first answer within `timeout` seconds. If the check ends early, the last report
     has an error. Raises `AdminClientError` if the server refuses the check or does not answer.

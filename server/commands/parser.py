@@ -1,6 +1,6 @@
 """Command-line parser of `kvtier`: declares the flags of every command.
 
-It loads only the standard library, so that `kvtier --help` starts fast.
+This module imports only the standard library, so that `kvtier --help` starts fast.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _add_fsck(commands: Any) -> None:
         "4 a tier could not be checked; 78 the configuration is invalid",
     )
     fsck.add_argument(
-        "--repair", action="store_true", help="quarantine damaged blocks, so that they are never read again"
+        "--repair", action="store_true", help="quarantine damaged blocks, so that the server never reads them again"
     )
     fsck.add_argument(
         "--tier", metavar="NAME", action="append", default=[], help="check only this tier; may be repeated"
@@ -211,7 +211,7 @@ def _add_size(commands: Any) -> None:
     size.add_argument("--tp", metavar="N", type=int, default=1, help="tensor parallel ranks of the engine (default: 1)")
     size.add_argument("--cpu", metavar="SIZE", help="size of the region, like 64GiB")
     size.add_argument(
-        "--disk", metavar="SIZE", help="size of an lmdb tier, like 500GiB (a disk tier holds a sixth more)"
+        "--disk", metavar="SIZE", help="size of an lmdb tier, like 500GiB (a disk tier of this size holds a sixth more)"
     )
     size.add_argument("--json", action="store_true", help="print JSON instead of lines")
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 __all__ = ["Progress", "progress_bar"]
 
 Progress = Callable[[int, int], None]
-"""Callback that gets the amount done and the total."""
+"""Callback that a command calls with the amount done and the total."""
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ _UNSUPPORTED = (
     *("attn_layer_period", "attn_type_list", "block_configs", "compress_ratios", "global_head_dim"),
     *("hybrid_override_pattern", "is_encoder_decoder", "linear_attn_config", "swa_head_dim"),
 )
-"""Keys of config.json that only models with other shapes of KV caches have."""
+"""Keys of config.json that only models with unsupported shapes of KV caches have."""
 
 
 class ModelConfigError(ValueError):
@@ -54,7 +54,7 @@ class KvShape:
     context_tokens: int
 
     def token_bytes(self, ranks: int) -> int:
-        """Returns bytes on one rank. With more ranks than heads, ranks have copies of heads."""
+        """Returns the bytes of a token on one rank. If ranks outnumber heads, some share a head."""
         values = self.head_dim if self.latent else 2 * -(-self.kv_heads // ranks) * self.head_dim
         return self.layers * values * DTYPES[self.dtype]
 
@@ -147,7 +147,7 @@ def read_shape(path: Path, dtype: str = "auto") -> KvShape:
 
 
 def _layer_kinds(config: dict[str, Any]) -> list[str]:
-    """Returns the kind of each layer that has a cache: not the last `num_kv_shared_layers`."""
+    """Returns the kind of each layer with its own cache: all but `num_kv_shared_layers` at the end."""
     layers = _number(config, "num_hidden_layers", "n_layer")
     kinds = ["full_attention"] * layers
     if isinstance(listed := config.get("layer_types") or config.get("layers_block_type"), list):
@@ -165,7 +165,7 @@ def _layer_kinds(config: dict[str, Any]) -> list[str]:
 
 
 def _number(config: dict[str, Any], *names: str) -> int:
-    """Returns the first of these keys that is present."""
+    """Returns the value of the first of these keys that the config has."""
     value = next((config[name] for name in names if config.get(name) is not None), None)
     if value is None:
         raise ModelConfigError(f"has no {' or '.join(names)}")

@@ -43,11 +43,11 @@ def run(options: argparse.Namespace) -> int:
 
 def _append(path: Path, entry: str) -> None:
     """Adds an entry to a file. A new file gets mode 0600; an existing file keeps owner and mode."""
-    path = path.resolve()  # for a symbolic link, the target is replaced
+    path = path.resolve()  # a symbolic link stays: the rename replaces the target of the link
     with _locked(path):
         read_token_file(path)
         text = path.read_text(encoding="utf-8")
-        # Writes a temporary file and renames it, so that a server never reads half of the contents.
+        # Write a temporary file and rename it, so that a server never reads half of the contents.
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         opened = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -65,10 +65,10 @@ def _append(path: Path, entry: str) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Locks the file against concurrent additions.
+    """Locks the file against concurrent additions. Creates a missing file.
 
-    A missing file is created; if an error follows, it is removed again. The file itself is locked,
-    so no lock file remains, and only users that can read the file can lock it.
+    If the caller then fails, a file that was created is removed again. The lock is on the file
+    itself, so no lock file remains, and only users that can read the file can lock it.
     """
     while True:
         descriptor, is_new = _open(path)
@@ -88,7 +88,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _open(path: Path) -> tuple[int, bool]:
-    """Opens the file for locking; returns its descriptor, and whether it was created."""
+    """Opens the file for locking; returns the descriptor, and whether the file was created."""
     with contextlib.suppress(FileExistsError):
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), True
     try:

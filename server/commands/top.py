@@ -33,9 +33,10 @@ _MOST_SESSIONS = 20
 
 
 def rates(before: dict[str, Any], after: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Returns the values of `after` and rates (`…_per_s`), from two `status.values` of one epoch.
+    """Returns the values of `after`, and rates (`…_per_s`) since `before`.
 
-    Hit ratios are for the interval; None without lookups. Sessions are sorted by calls per second.
+    Both arguments are results of `status.values` with the same epoch. Hit ratios are those of the
+    interval, None without lookups. Sessions are sorted by calls per second.
     """
     keys, misses = (after[name] - before[name] for name in ("lookup_keys", "lookup_misses"))
     return {name: after[name] for name in _VALUES} | {
@@ -107,7 +108,8 @@ def _samples(
 ) -> Iterator[dict[str, Any] | str]:
     """Yields the rates of each interval.
 
-    If no server answers, yields the error text with `keep_on`, otherwise raises the error.
+    If no server answers and `keep_on` is set, yields the error text. Without `keep_on`, raises the
+    error.
     """
     before, at, shown = None, 0.0, 0
     while not count or shown < count:
