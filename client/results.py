@@ -30,7 +30,11 @@ __all__ = [
 
 
 class KeyStatus(enum.IntEnum):
-    """Status of one key of a lookup."""
+    """Status of one key of a lookup.
+
+    HIT_PENDING: the block is being written or promoted. RETRY: a tier does not know yet whether it
+    has the block, so look the key up again.
+    """
 
     HIT = common_pb2.KEY_STATUS_HIT
     MISS = common_pb2.KEY_STATUS_MISS
@@ -39,7 +43,11 @@ class KeyStatus(enum.IntEnum):
 
 
 class StoreStatus(enum.IntEnum):
-    """Status of one key of a store."""
+    """Status of one key of a store.
+
+    GRANTED: the caller may write the block. PRESENT: the block is stored already. IN_PROGRESS:
+    another session writes the block. NO_ROOM: no block can be evicted now, so try again later.
+    """
 
     GRANTED = common_pb2.STORE_STATUS_GRANTED
     PRESENT = common_pb2.STORE_STATUS_PRESENT
@@ -48,7 +56,11 @@ class StoreStatus(enum.IntEnum):
 
 
 class DurableStatus(enum.IntEnum):
-    """Whether a block survives a server restart."""
+    """Whether a block survives a restart of the server.
+
+    PENDING: the block is still being stored in a durable tier. VOLATILE: no durable tier has or
+    stores the block.
+    """
 
     DURABLE = common_pb2.DURABLE_STATUS_DURABLE
     PENDING = common_pb2.DURABLE_STATUS_PENDING
@@ -63,7 +75,10 @@ class HandoffDirection(enum.IntEnum):
 
 
 class PublishStatus(enum.IntEnum):
-    """Status of a publication."""
+    """Status of a publication. Except for PUBLISHED, the server holds no block.
+
+    NO_ROOM: holds may not pin more memory. TOO_MANY: the tenant may have no more holds.
+    """
 
     PUBLISHED = handoff_pb2.PUBLISH_STATUS_PUBLISHED
     NO_ROOM = handoff_pb2.PUBLISH_STATUS_NO_ROOM
@@ -71,7 +86,7 @@ class PublishStatus(enum.IntEnum):
 
 
 class OffloadPolicy(enum.Enum):
-    """Offload policy of a request."""
+    """Offload policy of a request: tiers store new blocks only, or all blocks of the request."""
 
     BLOCK_LEVEL = cache_pb2.OFFLOAD_POLICY_BLOCK_LEVEL
     REQUEST_LEVEL = cache_pb2.OFFLOAD_POLICY_REQUEST_LEVEL
@@ -124,7 +139,7 @@ class RequestOutcome:
 
 @dataclass(frozen=True, slots=True)
 class HoldName:
-    """Name of a hold within a namespace: id of the engine that published it and its request id."""
+    """Name of a hold within a namespace: id of the publishing engine, and its id of the request."""
 
     engine_id: str
     request_id: str
@@ -171,7 +186,7 @@ class LookupResult:
     Attributes:
         id: id of the lease; 0 if there is no hit.
         statuses: one `KeyStatus` per key.
-        prefix_hits: number of hits before the first key that is not a hit.
+        prefix_hits: number of leading hits: those before the first key that is not a hit.
         request_id: request that owns the lease.
         keys: the keys that were looked up.
         session: session that holds the lease.

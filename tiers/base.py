@@ -59,7 +59,7 @@ class Outcome(enum.Enum):
     MISSING = "missing"
     """The tier does not have the block."""
     CORRUPT = "corrupt"
-    """The loaded bytes differ from the stored ones. The tier no longer holds the block."""
+    """The loaded bytes differ from the stored bytes. The tier no longer has the block."""
     NO_SPACE = "no_space"
     """The storage is full before the capacity is used up, for example on a shared disk."""
     FAILED = "failed"
@@ -87,7 +87,7 @@ class BlockBytes:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A stored block: its name, and the total size of its parts."""
+    """A stored block: name (namespace and key), and total size of the parts."""
 
     namespace: NamespaceId
     key: bytes
@@ -100,28 +100,29 @@ class SecondaryTier(ABC):
     Threads: the server calls `store`, `load`, `lookup` and `remove` on worker threads. At most one
     `store` or `remove` runs at a time, together with any number of `load`s and `lookup`s. Two jobs
     never use the same block at the same time. Exception: in a `shared` tier, an evicted block can
-    be loaded until it is removed. For full storage and damaged or missing blocks these methods
-    return an `Outcome` and do not raise. The server calls all other methods on the event loop, or
-    while the event loop waits. They must not do I/O.
+    be loaded until it is removed. If storage is full, or a block is damaged or missing, these
+    methods return an `Outcome` and do not raise. The server calls all other methods on the event
+    loop, or while the event loop waits. So these other methods must not do I/O.
 
     The server checks third-party tiers (`server/tier_host/guard.py`) and reports problems in
     `last_error`:
 
-    - The tier raises, or does not return one outcome per block: all blocks of the job have failed.
+    - The tier raises, or does not return one outcome per block: all blocks of the job count as
+      failed.
     - A job takes longer than `limits.tier_stall` seconds: the server continues without the tier
       until the job returns. When the server stops, it waits a few seconds for the job. If the job
       still runs then, the server does not close the tier.
-    - A vote is late: the request continues without the vote. The server then does not wait for
-      votes of this tier until a vote is in time again.
+    - A vote is late: the request continues without the vote. After that, the server does not
+      wait for votes of this tier until a vote is in time again.
     - An entry is invalid (no name, no size, larger than the capacity, repeated): the server ignores
       the entry.
-    - An entry's size differs from the loaded block: the server drops the block. Until the load, the
-      used capacity is wrong.
+    - An entry's size differs from the loaded block: the server drops the block. Until this load,
+      the used capacity in the status is wrong.
     - A load reports `DONE` but has written nothing at the beginning, middle or end of a part: the
       block counts as corrupt.
 
-    The server cannot detect wrong bytes of a loaded block, so verify them with `block_checksum`.
-    It cannot detect an endless `entries()` either.
+    The server cannot detect wrong bytes of a loaded block, so verify the bytes with
+    `block_checksum`. The server cannot detect an endless `entries()` either.
     """
 
     type: ClassVar[str]
@@ -152,12 +153,12 @@ class SecondaryTier(ABC):
 
     @abstractmethod
     def on_new_request(self, request: RequestInfo) -> Vote:
-        """Votes on how a request is offloaded. Called once per request, before its first lookup.
+        """Votes on the offload policy of a request. Called once, before the request's first lookup.
 
         Must not block: the engine and the event loop wait for it.
         """
 
-    def on_request_finished(self, request_id: str) -> None:  # noqa: B027 - nothing is a sound default
+    def on_request_finished(self, request_id: str) -> None:  # noqa: B027 - the default does nothing
         """Called exactly once per request, after the last store of the request."""
 
     @abstractmethod
@@ -176,12 +177,11 @@ class SecondaryTier(ABC):
 
     @abstractmethod
     def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
-        """Writes blocks, replacing those with the same keys.
+        """Writes blocks, and replaces stored blocks with the same keys.
 
         Returns one outcome per block, in order.
 
-        A block reported as `DONE` must be stored completely: after a crash, the tier must have the
-        whole block or none of it.
+        After a crash during a store, the tier must have each block completely or not at all.
         """
 
     @abstractmethod
@@ -190,7 +190,7 @@ class SecondaryTier(ABC):
 
         Returns one outcome per block, in order.
 
-        The parts of a block that is not `DONE` may contain anything afterwards.
+        If a block's outcome is not `DONE`, the content of its parts is undefined.
         """
 
     @abstractmethod
@@ -201,6 +201,6 @@ class SecondaryTier(ABC):
     def close(self) -> None:
         """Flushes and releases all resources.
 
-        Called last, when no job runs. Not called if a job never ends. Must return within 15
-        seconds, because the process then ends.
+        Called last, when no job runs; not called if a job never ends. Must return within 15
+        seconds, because the process ends after this time.
         """

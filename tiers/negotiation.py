@@ -24,12 +24,12 @@ NamespaceId = NewType("NamespaceId", bytes)
 
 
 class OffloadPolicy(enum.IntEnum):
-    """How a request is offloaded. Numbers as in `kvtier.v1.OffloadPolicy`."""
+    """Blocks of a request that tiers store. Numbers as in `kvtier.v1.OffloadPolicy`."""
 
     BLOCK_LEVEL = 1
-    """Store only newly computed blocks."""
+    """Only newly computed blocks."""
     REQUEST_LEVEL = 2
-    """Store every block of the request, including prefix hits."""
+    """Every block of the request, including prefix hits."""
 
 
 class Medium(enum.IntEnum):
@@ -60,7 +60,7 @@ class TierFilter:
 
 @dataclass(frozen=True, slots=True)
 class RequestInfo:
-    """The properties of a request that a vote may depend on."""
+    """Properties of a request on which a vote may depend."""
 
     request_id: str
     namespace: NamespaceId
@@ -74,7 +74,7 @@ class RequestInfo:
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """A tier's answer to a new request: the policy, and the reason for operators."""
+    """Vote of a tier on a new request: the policy, and the reason (for operators)."""
 
     policy: OffloadPolicy
     why: str

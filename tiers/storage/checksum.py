@@ -14,7 +14,7 @@ __all__ = ["block_checksum", "checksum_of"]
 
 
 def block_checksum(namespace: NamespaceId, key: bytes, parts: tuple[memoryview, ...]) -> int:
-    """Returns the unsigned 64-bit checksum of a block's parts in rank order. Releases the GIL."""
+    """Returns the 64-bit checksum of a block's name and parts, in rank order. Releases the GIL."""
     return checksum_of(namespace + key, parts)
 
 

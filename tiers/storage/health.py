@@ -18,7 +18,7 @@ _LOG_SECONDS = 10.0
 
 
 class TierHealth:
-    """Sets `last_error` of a tier. Thread-safe."""
+    """Error state of a tier: sets `last_error` of the tier. Thread-safe."""
 
     def __init__(self, tier: SecondaryTier) -> None:
         self._tier = tier
@@ -28,7 +28,7 @@ class TierHealth:
         self._lock = threading.Lock()
 
     def report(self, operation: str, error: str | None) -> None:
-        """Records the result of an operation; None means success. Logs new errors, rate-limited."""
+        """Records the result of an operation (None: success). Logs new errors at a limited rate."""
         with self._lock:
             if error == self._errors.get(operation):
                 return
