@@ -1,4 +1,4 @@
-"""Benchmarks of kvtier, each against a limit of the machine that is measured in the same run.
+"""Benchmarks of kvtier. Most results are compared with a limit of the machine, such as memcpy.
 
 make bench JSON=FILE
 python -m bench [--json FILE] [--only NAME …]

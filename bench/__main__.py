@@ -1,4 +1,4 @@
-"""`python -m bench`."""
+"""Command line of the benchmarks: `python -m bench`."""
 
 from __future__ import annotations
 
@@ -43,11 +43,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench", description="Measure kvtier against this machine's limits."
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, too")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run (all)")
-    parser.add_argument("--facts", action="store_true", help="write the machine's facts to FILE, before the rows")
-    parser.add_argument("--profile", action="store_true", help="measure the parts of a store and a load instead")
-    parser.add_argument("--directory", type=Path, help="directory for the tiers' files (a temporary one)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run (default: all)")
+    parser.add_argument("--facts", action="store_true", help="with --json: begin FILE with facts about the machine")
+    parser.add_argument(
+        "--profile", action="store_true", help="instead, measure how long each part of a store and of a load takes"
+    )
+    parser.add_argument(
+        "--directory", type=Path, help="directory for the tiers' files (default: a temporary directory)"
+    )
     options = parser.parse_args()
     tune_malloc()
     report = Report()

@@ -26,7 +26,7 @@ __all__ = ["replay"]
 
 
 class _Disk(SecondaryTier):
-    """Tier that counts and stores nothing; the core's catalog knows its contents."""
+    """Tier that does not store anything. The core's catalog decides its contents."""
 
     type: ClassVar[str] = "disk"
     durable: ClassVar[bool] = True
@@ -82,7 +82,7 @@ def _serve(core: TierManager, session: EngineSession, request_id: str, keys: lis
 
 
 def _finish_jobs(core: TierManager) -> int:
-    """Ends all jobs with success; returns the number of blocks written."""
+    """Reports all jobs as successful; returns the number of blocks written."""
     written = 0
     while commands := core.take_commands():
         for command in commands:
@@ -95,11 +95,11 @@ def _finish_jobs(core: TierManager) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, required=True)
-    parser.add_argument("--cpu", type=int, default=3_000, help="blocks of the CPU tier (3,000)")
-    parser.add_argument("--disk", type=int, default=30_000, help="blocks of the disk tier (30,000)")
+    parser.add_argument("--cpu", type=int, default=3_000, help="size of the CPU tier in blocks (3,000)")
+    parser.add_argument("--disk", type=int, default=30_000, help="size of the disk tier in blocks (30,000)")
     options = parser.parse_args()
     trace = read_trace(options.trace)
-    print("admission   hit ratio  written per block asked")
+    print("admission   hit ratio  written per looked-up block")
     for admission in ADMISSION:
         hit_ratio, written = replay(trace, admission, options.cpu, options.disk)
         print(f"{admission:10}  {hit_ratio:9.4f}  {written:8.4f}")

@@ -1,10 +1,10 @@
-"""gRPC without kvtier: raw bytes between two processes, the limit of the gRPC transport.
+"""gRPC streams of raw bytes between two processes: the limit of kvtier's gRPC transport.
 
-`push` and `pull` repeat one frame that stays in the caches. `push_memory` and `pull_memory` read
-each frame from memory and write it to memory, without checksums.
+`push` and `pull` repeat one frame, which stays in the processor's caches. `push_memory` and
+`pull_memory` read each frame from memory and write it to memory. Frames have no checksums.
 
-`python -m bench.bare_grpc ADDRESS` is the server. It prints its port and ends with its standard
-input.
+`python -m bench.bare_grpc ADDRESS` is the server. It prints its port. It ends when its standard
+input is closed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ __all__ = ["BareGrpc"]
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 TIMEOUT = 60.0
 MEMORY_BYTES = 256 << 20
-"""At each end; larger than the caches."""
+"""Memory of each process; larger than the caches."""
 
 
 class _Memory:
-    """Memory that frames are read from and written to, in order."""
+    """Ring of memory: source and destination of frames."""
 
     def __init__(self) -> None:
         self._memory = np.ones(MEMORY_BYTES, np.uint8)
@@ -55,7 +55,7 @@ class _Memory:
 
 
 class BareGrpc:
-    """The server as a child process, and a channel to it."""
+    """Client of the gRPC server, which it starts as a child process."""
 
     def __init__(self, address: str) -> None:
         command = [sys.executable, "-m", "bench.bare_grpc", address]
@@ -81,7 +81,7 @@ class BareGrpc:
         """Receives bytes in one stream."""
         received = sum(len(frame) for frame in self._pull(b"%d" % nbytes, timeout=TIMEOUT))
         if received != nbytes:
-            raise RuntimeError(f"{received} bytes came instead of {nbytes}")
+            raise RuntimeError(f"{received} bytes were received instead of {nbytes}")
 
     def push_memory(self, nbytes: int) -> None:
         """Sends bytes of memory in one stream; the server writes them to memory."""
@@ -91,10 +91,10 @@ class BareGrpc:
         """Receives bytes in one stream and writes them to memory."""
         received = sum(map(self._memory.take, self._pull_memory(b"%d" % nbytes, timeout=TIMEOUT)))
         if received != nbytes:
-            raise RuntimeError(f"{received} bytes came instead of {nbytes}")
+            raise RuntimeError(f"{received} bytes were received instead of {nbytes}")
 
     def echo(self, request: bytes) -> bytes:
-        """Makes a unary call with the byte counts of a lookup: every 32nd byte comes back."""
+        """Makes a unary call with the sizes of a lookup: the response has every 32nd byte."""
         answer: bytes = self._echo(request, timeout=TIMEOUT)
         return answer
 

@@ -1,7 +1,7 @@
-"""Throughput and latency by number of clients, each in its own process.
+"""Benchmark of throughput and latency by number of clients, each in its own process.
 
-`python -m bench.clients TRANSPORT ENDPOINT NUMBER BLOCK_BYTES` is one client. It runs one step per
-line on its standard input.
+`python -m bench.clients TRANSPORT ENDPOINT NUMBER BLOCK_BYTES` is one client. For each line of its
+standard input it runs one step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BLOCK_BYTES = 256 << 10
 SMALL_BYTES = 64 << 10
 """Block size of the additional row with two clients."""
 POOL_BYTES = 32 << 20
-"""Least memory of a client to store from and to load to; larger than the caches."""
+"""Minimum size of a client's source and of its destination; larger than the caches."""
 BATCH = 64
 LOOKUP_KEYS = 64
 SECONDS = 0.6
@@ -43,7 +43,7 @@ STEPS = ("memcpy", "store", "load", "lookup")
 
 
 def measure_clients(report: Report, directory: Path) -> None:
-    """Adds, per transport and number of clients, the sum of rates and the lookup times."""
+    """Adds the total rate of the clients and their lookup times, by transport and number."""
     with Service(directory, REGION_BYTES) as service:
         service.start()
         for transport, endpoint in (("shm", service.unix), ("grpc", service.tcp)):
@@ -94,7 +94,7 @@ class _Child:
             self._process.wait()
 
     def ask(self, step: str, until: float) -> None:
-        """Starts a step that repeats until this monotonic time."""
+        """Starts a step, which the client repeats until this time of the monotonic clock."""
         assert self._process.stdin is not None
         print(json.dumps([step, until]), file=self._process.stdin, flush=True)
 
@@ -103,7 +103,7 @@ class _Child:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError("a client's process ended")
+            raise RuntimeError("the process of a client ended early")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -142,14 +142,14 @@ class _Steps:
     def lookup(self) -> None:
         with self._client.lookup(self._last[:LOOKUP_KEYS]) as lease:
             if lease.prefix_hits != LOOKUP_KEYS:
-                raise RuntimeError("not all blocks are there")
+                raise RuntimeError("not all blocks were found")
 
     def check(self) -> None:
         """Loads the last batch and compares every byte."""
         self._target[:] = 0
         self.load()
         if not np.array_equal(self._target[0], self._source[self._stored]):
-            raise RuntimeError("a batch came back with other bytes")
+            raise RuntimeError("a loaded batch differs from the stored one")
 
 
 def _main(transport: Any, endpoint: str, number: int, block_bytes: int) -> None:

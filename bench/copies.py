@@ -1,4 +1,4 @@
-"""Benchmark of `copy_batch`, beside one call of numpy and beside a busy Python thread."""
+"""Benchmark of `copy_batch`, alone and beside a busy thread, compared with one call of numpy."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def measure_copies(report: Report, _: Path) -> None:
         limit = batch_name("one call of numpy", block_bytes)
         report.add(limit, rate(copies.nbytes, alone["numpy"]), "GB/s")
         report.add(batch_name("copy_batch", block_bytes), rate(copies.nbytes, alone["ours"]), "GB/s", limit)
-        # The mean: most copies end before the other thread wakes up, the rest wait long.
+        # The mean: a median would hide the few copies that wait long for the other thread.
         mean = copies.nbytes / statistics.mean(crowded["ours"]) / GB
         report.add(batch_name("copy_batch beside a busy thread", block_bytes), mean, "GB/s", limit)
 
 
 class _Copies:
-    """Batches of one size; consecutive ones differ, so the bytes are in no cache."""
+    """Batches of one block size. Each copy uses another batch, so the bytes are in no cache."""
 
     def __init__(self, source: Pool, target: Pool) -> None:
         self._source = source
@@ -57,14 +57,14 @@ class _Copies:
         return timed(copy_batch, to, start, [self._source.block_bytes] * BATCH)
 
     def _turn(self) -> int:
-        # A step far enough to leave the caches, and prime, so that all batches are used.
+        # The step leaves the caches. It is prime, so that all batches are used.
         self._next += 37
         return self._next
 
 
 @contextmanager
 def _busy_thread() -> Iterator[None]:
-    """Runs a thread that computes, like an engine's scheduler."""
+    """Runs a thread that computes in Python, as an engine's scheduler does."""
     over = threading.Event()
     thread = threading.Thread(target=lambda: [None for _ in iter(over.is_set, True)], daemon=True)
     thread.start()

@@ -1,10 +1,10 @@
-"""Benchmark of the live miss-ratio curve: estimates beside the hit ratios of real sizes.
+"""Benchmark of the live miss-ratio curve: compares its estimates with measured hit ratios.
 
     make bench-curve TRACE=FILE [JSON=FILE]
     python -m bench.curve --trace FILE [--json FILE] [--made-up]
 
-The hit ratio is that of `bench.policies`. The cost is the time that the curve adds to a lookup of
-64 keys, half of them known, with a CPU tier and one tier below it.
+`bench.policies` defines the hit ratio. The benchmark also prints the cost: the time that the curve
+adds to a lookup of 64 keys, half of them known, with a CPU tier and one secondary tier.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MIB = 1 << 20
 
 
 def compare(trace: Trace, policy: str, capacities: Sequence[int]) -> list[dict[str, object]]:
-    """Prints estimates beside measured ratios; returns the rows."""
+    """Prints estimated and measured hit ratios for each size; returns the rows."""
     reached: dict[int, float] = {}
     rows: list[dict[str, object]] = []
     for capacity in capacities:
@@ -58,7 +58,7 @@ def compare(trace: Trace, policy: str, capacities: Sequence[int]) -> list[dict[s
 
 
 def price(*, rounds: int = 7) -> float:
-    """Returns the added seconds per lookup: the best round of `rounds`, 2,000 lookups each."""
+    """Returns the added seconds per lookup, in the best of `rounds` rounds of 2,000 lookups."""
     spec = NamespaceSpec(NamespaceId(bytes(16)), world_size=1, part_bytes=(2 * MIB,))
     rng = random.Random(1)
     chains = [[rng.randbytes(16) + GROUP for _ in range(KEYS)] for _ in range(1500)]
@@ -78,7 +78,7 @@ def price(*, rounds: int = 7) -> float:
 
 
 def _run(replay: Replay, trace: Trace) -> float:
-    """Replays a trace with hashes as keys, like an engine."""
+    """Replays a trace. The keys are hashes, as those of an engine."""
     asked = hits = 0
     for number, blocks in enumerate(trace):
         keys = [hashlib.blake2b(b"%d" % block, digest_size=16).digest() + GROUP for block in blocks]
@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument(
         "--trace", type=Path, required=True, metavar="FILE", help="one JSON request with hash_ids per line"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=[DEFAULT_POLICY, "lru"], help="policies")
     parser.add_argument("--capacities", nargs="+", type=int, default=CAPACITIES, metavar="BLOCKS")
     parser.add_argument("--made-up", action="store_true", help="add the synthetic traces")

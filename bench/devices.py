@@ -1,8 +1,8 @@
-"""Benchmark of the CUDA IPC transport beside one large copy between device and pinned memory.
+"""Benchmark of the CUDA IPC transport, compared with one large copy to and from pinned memory.
 
     python -m bench.devices [--driver host] [--json FILE]
 
-Without a GPU only `--driver host` works. It tests the benchmark and measures nothing.
+Without a GPU only `--driver host` works. It tests the benchmark; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ROUNDS = 9
 
 
 class Device:
-    """A device and a pinned region, for the limit."""
+    """A device and a pinned region, to measure the limit."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
@@ -62,7 +62,7 @@ class Device:
             return int(cuda.call("cuMemAlloc", nbytes))
 
     def large_copy(self, *, out: bool) -> float:
-        """Returns the seconds of one copy of everything, in pieces that are pinned as one."""
+        """Returns the seconds to copy the whole region in its pinned chunks."""
         host = [self.region.address + start for start in range(0, MOVED_BYTES, PIN_CHUNK_BYTES)]
         device = [self.address + start for start in range(0, MOVED_BYTES, PIN_CHUNK_BYTES)]
         sizes = [PIN_CHUNK_BYTES] * len(host)
@@ -74,7 +74,7 @@ class Device:
 
 
 class Engine:
-    """An engine with a tensor per layer on the device; each round stores new keys."""
+    """An engine that has one tensor per layer on the device and stores new keys in each round."""
 
     def __init__(self, service: Service, device: Device, fragment: int) -> None:
         self.blocks = MOVED_BYTES // fragment // LAYERS
@@ -91,11 +91,11 @@ class Engine:
         return [make_key(f"{number} {block}".encode().ljust(32), 0) for block in range(self.blocks)]
 
     def store(self, number: int) -> float:
-        """Returns the seconds to store all blocks, calls included."""
+        """Returns the seconds to store all blocks, including the calls."""
         return self._timed(self.client.store_from_device, self.keys(number), range(self.blocks))
 
     def load(self, number: int) -> float:
-        """Returns the seconds to load them."""
+        """Returns the seconds to load the blocks of a round, including the calls."""
         return self._timed(self.client.load_to_device, self.keys(number), range(self.blocks))
 
     def _timed(self, call: Callable[..., object], keys: Sequence[bytes], blocks: Sequence[int]) -> float:
@@ -141,7 +141,7 @@ def _measure_one(report: Report, device: Device, engine: Engine, name: str) -> N
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.devices")
     parser.add_argument("--driver", choices=("cuda", "host"), default="cuda")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
     options = parser.parse_args()
     try:
         driver: Driver = CudaDriver() if options.driver == "cuda" else HostDriver()

@@ -1,6 +1,6 @@
-"""Benchmark of the disk tier beside raw O_DIRECT reads and writes.
+"""Benchmark of the disk tier, compared with raw O_DIRECT reads and writes.
 
-Both move the same number of bytes with the same number of calls in flight.
+Tier and raw calls transfer the same number of bytes with the same number of calls in flight.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _measure(
 
 
 class _Tier:
-    """A tier that is kept full."""
+    """A disk tier that is always full."""
 
     def __init__(self, directory: Path, slots: Sequence[memoryview], durability: Literal["process", "power"]) -> None:
         self.tier = DiskTier("disk", directory, TIER_BYTES, durability)
@@ -85,7 +85,7 @@ class _Tier:
             self._store()
 
     def store(self) -> float:
-        """Stores a round of blocks in place of random others; returns the seconds of the store."""
+        """Removes random blocks and stores as many new ones; returns the seconds of the store."""
         self._source.shuffle(self._held)
         gone = [self._held.pop() for _ in self._slots]
         self.tier.remove([(SPACE, key) for key in gone])
@@ -111,7 +111,7 @@ class _Tier:
 
 
 class _Raw:
-    """A file of the same size, with the same calls at random places."""
+    """File of the tier's size. Each call reads or writes one block at a random offset."""
 
     def __init__(self, path: Path, slots: Sequence[memoryview], *, sync: bool) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
@@ -124,7 +124,7 @@ class _Raw:
             os.pwritev(self._fd, slots, at)
 
     def move(self, call: Callable[[int, list[memoryview], int], int]) -> float:
-        """Makes one call per slot; returns the seconds."""
+        """Makes one read or write per slot; returns the seconds."""
         nbytes = self._slots[0].nbytes
         places = [at * nbytes for at in self._source.sample(range(TIER_BYTES // nbytes), len(self._slots))]
 

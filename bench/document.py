@@ -1,12 +1,12 @@
-"""`python -m bench.document`: writes the figures of docs/performance*.md, and their plots.
+"""Generator of the figures and plots in docs/performance*.md (`python -m bench.document`).
 
-The source is bench/results. `--check` only compares. Two comments in a page mark the place of
-generated text:
+It reads bench/results. With `--check` it writes nothing and fails if a page differs. Two comments
+in a page enclose generated text:
 
-    <!-- rows FILE PATTERN -->    a table of the rows of FILE with a name that matches
-    <!-- peers FILE -->           the comparison with peers
+    <!-- rows FILE PATTERN -->    table of the rows of FILE whose names match PATTERN
+    <!-- peers FILE -->           comparison with peers
     <!-- facts FILE -->           machine, date and commit
-    <!-- summary FILE -->         the main figures in one paragraph
+    <!-- summary FILE -->         main figures in one paragraph
     <!-- end -->
 """
 
@@ -46,14 +46,14 @@ another machine differ, so compare ratios.
 
 
 def documents(results: Path) -> dict[Path, str]:
-    """Returns every file that is written, with its text."""
+    """Returns all generated files with their texts."""
     texts = {page: rendered(page.read_text(encoding="utf-8"), results) for page in PAGES}
     bench, peers = (json.loads((results / name).read_text()) for name in ("bench.json", "peers.json"))
     return texts | {PLOTS / "transports.svg": _transports(bench), PLOTS / "peers.svg": _peer_bars(peers)}
 
 
 def rendered(page: str, results: Path) -> str:
-    """Returns the page with the figures of `results`, or "Not measured yet." without a file."""
+    """Returns the page with the figures of `results`; "Not measured yet." if a file is missing."""
     return PLACE.sub(lambda place: f"{place[1]}\n{_text(results, *place.group(2, 3, 4))}\n\n{place[6]}", page)
 
 

@@ -23,20 +23,20 @@ __all__ = ["measure_durable"]
 REGION_BYTES = 1 << 30
 WAIT = 60.0
 WARM_UP_ROUNDS = 4
-"""Rounds until a store is full. From then on each store evicts, as in a long-running server."""
+"""Rounds until the LMDB tier is full. Later stores evict blocks, as in a long-running server."""
 ROUNDS = WARM_UP_ROUNDS + 5
 BATCHES = {64 << 10: 32, 256 << 10: 16, 2 << 20: 4}
 """Batches per round, by block size."""
 COLD_BATCHES = 4
-"""Batches of a cold round; it can take a hundred times as long."""
+"""Batches of a cold round. Fewer, because a cold round can take a hundred times as long."""
 FILE_ROUNDS = 3
-"""Rounds that fit the file of a store; kvtier keeps a share of it free."""
+"""Rounds that fit into a database file. kvtier keeps a fraction of the file free."""
 KEPT_ROUNDS = 2
-"""Rounds that LMDB itself holds."""
+"""Rounds whose blocks stay in the bare LMDB database; older blocks are deleted."""
 
 
 def measure_durable(report: Report, directory: Path) -> None:
-    """Adds stores until durable, and promotions with a warm and a cold page cache."""
+    """Adds rows for stores until durable, and for promotions with a warm and a cold page cache."""
     source = Pool.allocate(seed=2)
     for block_bytes in SIZES:
         ours, raw = directory / f"ours-{block_bytes}", directory / f"raw-{block_bytes}"
@@ -51,11 +51,11 @@ def measure_durable(report: Report, directory: Path) -> None:
             service.stop()
             run.promotions("cold")
         for path in (*ours.rglob("data.mdb"), *raw.rglob("data.mdb")):
-            path.unlink()  # frees the space before more is written
+            path.unlink()  # frees the disk space for the next block size
 
 
 class _Run:
-    """One size of blocks."""
+    """Measurements with one block size."""
 
     def __init__(self, report: Report, service: Service, raw: tuple[Path, int], source: Pool) -> None:
         self._report = report
@@ -69,7 +69,7 @@ class _Run:
         self._stored: list[list[bytes]] = []
 
     def stores(self) -> None:
-        """Stores rounds until each is durable, and the same bytes in LMDB alone."""
+        """Stores rounds and waits until they are durable; puts the same bytes in bare LMDB."""
         self._service.start()
         ours: list[float] = []
         bare: list[float] = []
@@ -79,7 +79,7 @@ class _Run:
                 batches = [self._keys.take(BATCH) for _ in range(self._batches)]
                 rounds.append(batches)
                 old = rounds[number - KEPT_ROUNDS] if number >= KEPT_ROUNDS else []
-                os.sync()  # write-back of earlier rounds is not this round's
+                os.sync()  # so that the kernel does not write earlier rounds during this one
                 bare.append(timed(self._put, raw, batches, old))
                 os.sync()
                 ours.append(timed(self._store, client, batches))
@@ -95,7 +95,7 @@ class _Run:
         )
 
     def promotions(self, cache: str) -> None:
-        """Looks up blocks that only LMDB has, and reads the same from LMDB alone."""
+        """Looks up blocks that only the LMDB tier has; reads the same bytes from bare LMDB."""
         self._service.start()
         ours: list[float] = []
         bare: list[float] = []
@@ -106,7 +106,7 @@ class _Run:
         ):
             region.back(0, region.size_bytes)
             if cache == "cold":
-                # Not earlier: opening checks the store, and readahead loads all of it.
+                # Not earlier: the server checks a database when it opens it, which reads all pages.
                 drop_cache(self._directory)
             slots = [
                 region.memory[start : start + self._block_bytes]

@@ -1,4 +1,4 @@
-"""Benchmark of the LMDB tier without a server, beside LMDB alone."""
+"""Benchmark of the LMDB tier without a server, compared with bare LMDB."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ FILE_BYTES = 1 << 30
 ROUNDS = 12
 COLD_ROUNDS = 3
 COLD_BYTES = 8 << 20
-"""Bytes of a cold round; it can take a hundred times as long."""
+"""Bytes of a cold round. Fewer, because a cold round can take a hundred times as long."""
 JOB_BYTES = 32 << 20
-"""Size of a job from the core."""
+"""Size of a job, as the core sends jobs to a tier."""
 SPACE = NamespaceId(bytes(16))
 
 
 def measure_embedded(report: Report, directory: Path) -> None:
-    """Adds the rows of a full tier: stores evict the oldest blocks, loads are random.
+    """Adds the rows of a full tier. Stores replace the oldest blocks; loads read random blocks.
 
     Loads read from the page cache (warm) and from the disk (cold).
     """
@@ -50,7 +50,7 @@ def measure_embedded(report: Report, directory: Path) -> None:
 
 def _measure(report: Report, directory: Path, sources: list[memoryview], targets: list[memoryview]) -> None:
     stores = _Stores(directory, sources, targets)
-    for _ in range(HELD_ROUNDS + 2):  # until freed pages are used again
+    for _ in range(HELD_ROUNDS + 2):  # until stores reuse freed pages
         stores.put(0)
         stores.store(0)
     warm = interleave(
@@ -100,16 +100,16 @@ class _Stores:
         self._raw = RawLmdb(self._bare, FILE_BYTES)
 
     def put(self, _: int, *, summed: bool = False) -> float:
-        """Writes a round to LMDB in place of the oldest."""
+        """Writes a round to bare LMDB and deletes the oldest round."""
         keys, old = self._turn("bare")
         return timed(lambda: self._raw.put(keys, self._sources, old, summed=summed))
 
     def put_summed(self, _: int) -> float:
-        """The same, with a checksum per block."""
+        """Like `put`, with a checksum per block."""
         return self.put(_, summed=True)
 
     def store(self, _: int) -> float:
-        """Removes the oldest round and stores one; both count."""
+        """Removes the oldest round and stores a new one; returns the seconds of both."""
         keys, old = self._turn("ours")
         gone, jobs = [(SPACE, key) for key in old], _jobs(keys, self._sources)
 
@@ -120,12 +120,12 @@ class _Stores:
         return timed(replace)
 
     def get(self, _: int, *, summed: bool = False) -> float:
-        """Copies random blocks out of LMDB."""
+        """Copies random blocks out of bare LMDB."""
         keys = self._any("bare")
         return timed(lambda: self._raw.get(keys, self._targets, summed=summed))
 
     def get_summed(self, _: int) -> float:
-        """The same, with a checksum per block."""
+        """Like `get`, with a checksum per block."""
         return self.get(_, summed=True)
 
     def load(self, _: int) -> float:
@@ -133,9 +133,9 @@ class _Stores:
         return timed(self._move, self._tier.load, _jobs(self._any("ours"), self._targets))
 
     def cold(self, action: Callable[[int], float]) -> Callable[[int], float]:
-        """Returns the action with fewer bytes and a cold page cache; a VM's host may still cache.
+        """Returns the action for a cold page cache, with fewer bytes. A VM's host may still cache.
 
-        The cache is dropped after opening: opening reads the trees, and readahead the rest.
+        Drops the cache after the tier is open, because opening reads the whole file.
         """
 
         def run(number: int) -> float:

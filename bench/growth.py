@@ -1,7 +1,7 @@
-"""Cost of decisions and memory per key, by number of stored keys.
+"""Benchmark of decision time and memory per key, by number of stored keys.
 
-Measures the core without a server and without bytes. Each number of keys runs in its own process,
-so that memory of the one before does not count.
+Measures the core without a server and without bytes. Each number of keys is measured in its own
+process, because freed memory of an earlier measurement would distort the result.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from .report import Report
 __all__ = ["FULL", "measure_growth"]
 
 FULL = "KVTIER_BENCH_FULL"
-"""Environment variable: if set, ten million keys too (minutes, and 8 GB)."""
+"""Environment variable. If set, also measures ten million keys, which takes minutes and 8 GB."""
 
 COUNTS = (1_000, 10_000, 100_000, 1_000_000)
 MOST = 10_000_000
 CHAIN = 64
-"""Blocks of a request."""
+"""Number of blocks in a request."""
 LONG = 8192
 TIMES = 200
 LONG_TIMES = 20
 SPACE = NamespaceId(b"growth".ljust(16))
 PATIENCE = 900.0
-"""Most seconds for one number of keys."""
+"""Maximum seconds for one number of keys."""
 
 
 _Figure = tuple[str, float, str]
 
 
 def measure_growth(report: Report, directory: Path) -> None:  # noqa: ARG001 - nothing is written
-    """Adds rows per number of keys: processor time of the thread, and memory per key."""
+    """Adds the thread's processor time and the memory per key, by number of keys."""
     for count in (*COUNTS, MOST) if os.environ.get(FULL) else COUNTS:
         for part in _PARTS:
             command = [sys.executable, "-m", "bench.growth", part, str(count)]
@@ -89,7 +89,7 @@ class _Core:
             self.store()
 
     def store(self) -> float:
-        """Stores a chain of new blocks; returns the thread's seconds."""
+        """Stores a chain of new blocks; returns the seconds of processor time."""
         keys = _keys(self._next, CHAIN)
         self._next += CHAIN
         request = f"store {self._next}"
@@ -101,8 +101,8 @@ class _Core:
         return time.thread_time() - started
 
     def look_up(self, count: int) -> float:
-        """Looks up present blocks at a random place; returns the thread's seconds."""
-        blocks = self.core._cpu_tier.blocks_of(SPACE)  # clients have no list of present blocks
+        """Looks up a random chain of present blocks; returns the seconds of processor time."""
+        blocks = self.core._cpu_tier.blocks_of(SPACE)  # the core has no public list of blocks
         first = self._random.randrange(max(1, self._next // CHAIN)) * CHAIN
         keys = [key for key in _keys(max(0, min(first, self._next - count)), count) if key in blocks]
         started = time.thread_time()
@@ -113,7 +113,7 @@ class _Core:
         return time.thread_time() - started
 
     def longest(self, times: int) -> float:
-        """Returns the longest of `times` calls in seconds; one of them includes clean-up."""
+        """Returns the duration of the longest of `times` calls in seconds."""
         return max(max(self.store(), self.look_up(CHAIN)) for _ in range(times))
 
     def longest_of_reset(self) -> float:
@@ -126,7 +126,7 @@ class _Core:
 
 
 def _of_the_catalog(count: int) -> list[_Figure]:
-    """Returns the memory per key in the catalog of a tier below."""
+    """Returns the memory per key in the catalog of a secondary tier."""
     before = _resident_bytes()
     capacity = count * SLOT_ALIGNMENT
     catalog = Catalog(capacity, TierSettings().new_queues("below", capacity, 0.0), EvictionHistory())
@@ -144,7 +144,7 @@ def _keys(first: int, count: int) -> list[bytes]:
 
 
 def _median(times: int, call: Callable[[], float]) -> float:
-    """Returns the median of the returned seconds, in microseconds."""
+    """Returns the median of the seconds that `call` returns, in microseconds."""
     return statistics.median(call() for _ in range(times)) * 1e6
 
 

@@ -1,4 +1,4 @@
-"""Benchmark of lookups, over the local socket and over gRPC."""
+"""Benchmark of lookups over the Unix socket and over gRPC, compared with bare gRPC calls."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ COUNTS = {64: 1000, 1024: 400, 8192: 200}
 """Number of keys -> number of lookups."""
 BLOCK_BYTES = 4096
 KEY_BYTES = 36 + 2
-"""A key with its protobuf prefix."""
+"""Size of a key with its protobuf tag and length."""
 
 
 def measure_lookups(report: Report, directory: Path) -> None:
-    """Adds lookups that hit and that miss, beside bare unary calls of the same size."""
+    """Adds lookups that hit and lookups that miss, compared with bare calls of the same size."""
     most = max(COUNTS)
     with Service(directory, 4 * most * BLOCK_BYTES) as service, BareGrpc(f"{service.unix}-bare") as bare:
         service.start()
@@ -51,7 +51,7 @@ def _lookups(report: Report, client: Client, name: str, keys: list[bytes], hits:
         _look_up(client, keys, hits)
     seconds = [_look_up(client, keys, hits) for _ in range(times)]
     report.add(f"{name}, p50", percentile(seconds, 0.5), "ms", f"bare unary call, {len(keys):,} keys, p50")
-    # Without a ratio: on a busy machine both tails are noise.
+    # Without a ratio, because the p99 of both calls is mostly noise on a busy machine.
     report.add(f"{name}, p99", percentile(seconds, 0.99), "ms")
 
 
@@ -60,6 +60,6 @@ def _look_up(client: Client, keys: list[bytes], hits: int) -> float:
     seconds = timed(lambda: found.append(client.lookup(keys)))
     lease = found[0]
     if lease.prefix_hits != hits:
-        raise RuntimeError(f"{lease.prefix_hits} of {len(keys)} keys hit instead of {hits}")
+        raise RuntimeError(f"{lease.prefix_hits} of {len(keys)} keys were hits instead of {hits}")
     lease.release()
     return seconds

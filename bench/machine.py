@@ -1,4 +1,4 @@
-"""Facts of the machine that figures depend on."""
+"""Facts about the machine: properties that the figures depend on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def facts(work_dir: Path) -> dict[str, str]:
-    """Returns names and values for the report."""
+    """Returns the facts by name."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "kvtier": f"{metadata.version('kvtier')} {_or_nothing(_commit)}",

@@ -1,4 +1,4 @@
-"""Clocks and statistics."""
+"""Helpers of the benchmarks: timing, interleaved rounds, rates and percentiles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 __all__ = ["GB", "interleave", "percentile", "rate", "timed"]
 
 GB = 1e9
-"""Decimal, as rates of memory and networks."""
+"""Decimal gigabyte, as usual for rates."""
 
 
 def timed(action: Callable[..., object], *arguments: object) -> float:
@@ -20,9 +20,9 @@ def timed(action: Callable[..., object], *arguments: object) -> float:
 
 
 def interleave(rounds: int, actions: Mapping[str, Callable[[int], float]]) -> dict[str, list[float]]:
-    """Runs each action once per round, so that other load on the machine affects all alike.
+    """Runs each action once per round, so that other load on the machine affects all actions.
 
-    An action gets the number of the round and returns the seconds that count.
+    An action gets the number of the round, and returns the seconds to record.
     """
     seconds: dict[str, list[float]] = {name: [] for name in actions}
     for number in range(rounds):
@@ -32,10 +32,10 @@ def interleave(rounds: int, actions: Mapping[str, Callable[[int], float]]) -> di
 
 
 def rate(nbytes: int, seconds: Sequence[float]) -> float:
-    """Returns GB/s of the median round."""
+    """Returns the rate of the median round in GB/s."""
     return nbytes / statistics.median(seconds) / GB
 
 
 def percentile(seconds: Sequence[float], share: float) -> float:
-    """Returns the `share` quantile in milliseconds, an observed value."""
+    """Returns the `share` quantile in milliseconds: the nearest observed value at or above it."""
     return sorted(seconds)[math.ceil(len(seconds) * share) - 1] * 1e3

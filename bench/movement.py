@@ -1,4 +1,4 @@
-"""Benchmark of stores and loads between an engine and the CPU tier, calls included."""
+"""Benchmark of stores and loads between an engine and the CPU tier, including all calls."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ PER_CALLER_BYTES = 32 << 20
 MANY_BLOCKS = 1024
 """Blocks in one call of an engine with a long prompt."""
 GRPC_BYTES = 1 << 30
-"""Most bytes of a row of a network transport."""
+"""Maximum number of bytes that a network transport transfers for one row."""
 _FOUND_SECONDS = 1.0
-"""Time for a client to find the bulk process, with a margin."""
+"""More than a client needs to find the bulk process."""
 
 
 def measure_movement(report: Report, directory: Path) -> None:
-    """Adds the rows of shared memory and of the network transports, with their limits."""
+    """Adds rows for shared memory and for the network transports, and for their limits."""
     source, target = Pool.allocate(seed=1), Pool.allocate(seed=None)
     with Service(directory, REGION_BYTES) as service:
         ready = service.start()
@@ -52,7 +52,7 @@ def measure_movement(report: Report, directory: Path) -> None:
                     connect(service.tcp, "grpc", block_bytes) as grpc_client,
                     connect(service.tcp, "tcp", block_bytes) as tcp_client,
                 ):
-                    # Both have their working sets in one CPU tier.
+                    # The two clients share the CPU tier, so each has half of the working set.
                     ways = {
                         way: _Batches(client, *pools, series=way, part=2)
                         for way, client in (("grpc", grpc_client), ("tcp", tcp_client))
@@ -82,11 +82,11 @@ class _Batches:
         self.lag = max(1, WORKING_SET_BYTES // part // self.nbytes - 1)
         """Rounds between store and load: enough for the bytes to leave the caches."""
         self.per_caller = min(8, max(2, PER_CALLER_BYTES // self.nbytes))
-        """Batches of each of two callers in a round; both threads run at the same time that way."""
+        """Batches per caller in a round: enough that both threads run at the same time."""
 
     def copy(self, number: int) -> float:
         """Copies a batch within this process."""
-        number += self._source.batches // 2  # the next store must not find its batch in the cache
+        number += self._source.batches // 2  # the next store's batch must not be in a cache
         to, start = self._target.batch(number), self._source.batch(number)
         return timed(copy_blocks, to, start)
 
@@ -116,7 +116,7 @@ class _Batches:
         return seconds
 
     def both(self, one: Callable[[int], None]) -> float:
-        """Runs two threads that move batches; returns the seconds per batch."""
+        """Runs `one` in two threads; returns the seconds per batch."""
         start = threading.Barrier(2)
 
         def run(caller: int) -> None:
@@ -170,18 +170,18 @@ class _Batches:
         got, expected = self._target.batch(round_number), self._source.batch(number)
         for block in {0, round_number % self.blocks, self.blocks - 1}:
             if not np.array_equal(got[block], expected[block]):
-                raise RuntimeError(f"block {block} of batch {number} came back with other bytes")
+                raise RuntimeError(f"block {block} of batch {number} differs from the stored bytes")
             got[block][:64] = 0
 
     def warm_up(self, nbytes: int) -> None:
-        """Stores enough for `load`, and touches the pages of the region in this process."""
+        """Stores enough batches for `load`, and maps all pages of the region in this process."""
         for _ in range(max(self.lag + 1, nbytes // self.nbytes)):
             self.store(0)
         for number in range(len(self._targets)):
             self.load(number)
 
     def rounds(self, nbytes: int) -> int:
-        """Returns the number of rounds for this many bytes: 9 to 200."""
+        """Returns the number of rounds that transfer `nbytes`, but at least 9 and at most 200."""
         return min(max(nbytes // self.nbytes, 9), 200)
 
 

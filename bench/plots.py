@@ -11,7 +11,7 @@ COLOURS = ("#9e9e9e", "#00796b", "#4db6ac", "#b2dfdb", "#f57c00", "#5c6bc0")
 WIDTH, HEIGHT = 860, 340
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 62, 34
 GAP = 0.25
-"""Space between two groups, as a share of a group's width."""
+"""Space between two groups, as a fraction of a group's width."""
 
 
 def bar_chart(title: str, unit: str, groups: Sequence[str], series: Mapping[str, Sequence[float | None]]) -> str:
@@ -54,6 +54,6 @@ def _text(x: float, y: float, text: str, *, size: int = 12, weight: str = "norma
 
 
 def _round_up(value: float) -> float:
-    """Returns a round number that is not below `value`."""
+    """Returns the upper end of the axis: a round number that is at least `value`."""
     power = 10.0 ** len(str(int(value))) / 10
     return next(step * power for step in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if step * power >= value)

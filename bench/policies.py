@@ -3,9 +3,9 @@
     make bench-policies TRACE=FILE [JSON=FILE]
     python -m bench.policies --trace FILE [--json FILE] [--variants]
 
-The hit ratio is the share of blocks that hit in an unbroken run from the start of a request. A
-trace has one request per line, as JSON; `hash_ids` are its chained blocks: equal ids have equal
-prefixes.
+The hit ratio is the fraction of requested blocks that belong to the leading hits of their request.
+A trace has one JSON request per line. `hash_ids` names the chained blocks of the request: blocks
+with equal ids have equal prefixes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def read_trace(path: Path) -> Trace:
 
 
 class Replay:
-    """A core with one engine of one rank, and space for `capacity` blocks of one size."""
+    """A core with one engine of one rank. The CPU tier has space for `capacity` blocks."""
 
     def __init__(self, policy: str, capacity: int) -> None:
         region = capacity * BLOCK_BYTES
@@ -60,7 +60,7 @@ class Replay:
         return self.hits / max(1, self.asked)
 
     def serve(self, request_id: str, keys: list[bytes]) -> int:
-        """Does what an engine does for a request; returns the number of blocks found."""
+        """Looks up a request and stores its missing blocks; returns the number of hits."""
         core, session = self.core, self.session
         core.begin_request(session, RequestInfo(request_id, session.namespace.id))
         lease = core.lookup(session, keys, prefix=True, request_id=request_id, expires_at=FOREVER).lease
@@ -69,7 +69,7 @@ class Replay:
             answer = core.prepare_store(session, keys[hits:], request_id=request_id, expires_at=FOREVER)
             if answer.store_id is not None:
                 core.complete_store(session, answer.store_id)
-        core.finish_request(session, request_id)  # releases the lease, too
+        core.finish_request(session, request_id)  # also releases the lease
         core.take_commands()
         return hits
 
@@ -77,9 +77,9 @@ class Replay:
 def optimum(trace: Trace, capacity: int) -> float:
     """Returns the hit ratio of an offline policy that knows the future (Belady).
 
-    It does not store blocks without a next use. A block is used no later than the blocks behind it
-    in its chain. Of one request the head counts as used first, so a block is never evicted before
-    the blocks behind it.
+    The policy does not store blocks without a next use. It evicts the block whose next use is
+    furthest in the future. Among blocks with the same next use it evicts the last block of the
+    chain first.
     """
     never = len(trace)
     held: dict[int, int] = {}
@@ -102,7 +102,7 @@ def optimum(trace: Trace, capacity: int) -> float:
 
 
 def _next_uses(trace: Trace) -> Iterator[list[int]]:
-    """Yields per request and block the next request with the block, or `len(trace)`."""
+    """Yields, for each block of each request, the next request with the block, or `len(trace)`."""
     following: dict[int, int] = {}
     found = []
     for number in range(len(trace) - 1, -1, -1):
@@ -141,15 +141,19 @@ def main() -> None:
     parser.add_argument(
         "--trace", type=Path, required=True, metavar="FILE", help="one JSON request with hash_ids per line"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, too")
-    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES), help="policies (all)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
+    parser.add_argument(
+        "--policies", nargs="+", choices=POLICIES, default=list(POLICIES), help="policies (default: all)"
+    )
     parser.add_argument("--capacities", nargs="+", type=int, default=CAPACITIES, metavar="BLOCKS")
-    parser.add_argument("--variants", action="store_true", help="add variants and synthetic traces (20 minutes)")
+    parser.add_argument(
+        "--variants", action="store_true", help="also replay variants of the trace and synthetic traces (20 minutes)"
+    )
     options = parser.parse_args()
     trace = read_trace(options.trace)
-    print(f"share of blocks that hit in an unbroken run from the start of {options.trace.name}\n")
+    print(f"hit ratio: fraction of the blocks of {options.trace.name} that are leading hits of their request\n")
     rows = compare(trace, options.policies, options.capacities)
-    print("\n* the default. optimum: knows the future (Belady), and may leave blocks out.")
+    print("\n* the default. optimum: policy that knows the future (Belady), and need not store a block.")
     if options.variants:
         more = {**variants_of(trace), **{name: make() for name, make in MADE_UP.items()}}
         del more["as it is"]

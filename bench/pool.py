@@ -1,4 +1,4 @@
-"""Memory of an engine for copies: ordinary pages, touched, larger than the caches."""
+"""Engine memory for copies: ordinary pages that are already allocated, larger than the caches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 __all__ = ["BATCH", "Pool", "copy_blocks", "page_aligned"]
 
 BATCH = 64
-"""Blocks in one call."""
+"""Number of blocks in one call."""
 POOL_BYTES = 512 << 20
 PAGE_BYTES = 4096
 
@@ -16,7 +16,7 @@ PAGE_BYTES = 4096
 class Pool:
     """Memory in blocks of one size.
 
-    A batch is every second block of a run, so that its blocks are not neighbours.
+    A batch has every second block of a range, so that no two blocks of it are adjacent.
     """
 
     def __init__(self, memory: NDArray[np.uint8], block_bytes: int, batch: int = BATCH) -> None:
@@ -28,7 +28,7 @@ class Pool:
 
     @staticmethod
     def allocate(seed: int | None) -> NDArray[np.uint8]:
-        """Returns the memory, with random bytes, or zeros if `seed` is None."""
+        """Returns memory with random bytes, or with zeros if `seed` is None."""
         memory = page_aligned(POOL_BYTES)
         if seed is None:
             memory[:] = 0
@@ -38,21 +38,21 @@ class Pool:
         return memory
 
     def batch(self, number: int) -> NDArray[np.uint8]:
-        """Returns batch `number`, modulo the number of batches: an array (blocks, bytes)."""
+        """Returns batch `number` (modulo the number of batches) as an array (blocks, bytes)."""
         number %= self.batches
         start = number // 2 * 2 * self.blocks + number % 2
         return self._memory[start : start + 2 * self.blocks : 2]
 
     def buffers(self, number: int) -> list[memoryview]:
-        """Returns the batch as views, as an engine passes it."""
+        """Returns the batch as a list of views, as engines pass it to a client."""
         return [block.data for block in self.batch(number)]
 
 
 def page_aligned(nbytes: int) -> NDArray[np.uint8]:
-    """Returns memory that begins at a page, as pinned memory of engines and the region's slots do.
+    """Returns page-aligned memory, because engines' pinned memory and the region's slots are too.
 
-    Arrays of numpy begin 16 bytes after one. If memcpy is `rep movsb`, copies between differently
-    aligned buffers take up to 1.8 times as long.
+    Numpy allocates large arrays 16 bytes after the beginning of a page. If memcpy is `rep movsb`,
+    copies between buffers of different alignment take up to 1.8 times as long.
     """
     memory = np.empty(nbytes + PAGE_BYTES, np.uint8)
     start = -memory.ctypes.data % PAGE_BYTES
@@ -60,5 +60,5 @@ def page_aligned(nbytes: int) -> NDArray[np.uint8]:
 
 
 def copy_blocks(destination: NDArray[np.uint8], source: NDArray[np.uint8]) -> None:
-    """Copies a batch in one call of numpy: what memcpy reaches with this block size."""
+    """Copies a batch in one call of numpy. Its speed is that of memcpy for this block size."""
     np.copyto(destination, source)

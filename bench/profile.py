@@ -1,7 +1,7 @@
-"""Profile of a store and a load (`python -m bench --profile`).
+"""Profile of a store and a load: how long each part takes (`python -m bench --profile`).
 
-A wrapper of the client's transport measures each effect (call, copy, stream). The server's
-histogram of call durations gives the time of its handlers.
+A wrapper of the client's transport measures each effect (call, copy, stream). The time of the
+server's handlers comes from its histogram of call durations.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ __all__ = ["SHARES", "Timings", "Watched", "measure_profile"]
 REGION_BYTES = 1 << 30
 ROUNDS = 25
 SHARES = ("rpc", "decision", "copy", "checksum", "wait", "client")
-"""The parts of the whole.
+"""The parts of a store or load.
 
-rpc: calls and streams without the other parts. decision: the server's handlers. copy: into or out
-of slots. checksum: hashing on one side, measured apart. wait: for a session. client: the rest,
-Python in the client.
+rpc: calls and streams, without the parts below. decision: the server's handlers. copy: copies to or
+from slots. checksum: hashing on one side, measured separately. wait: waiting for a session. client:
+the remaining time, which is Python code of the client.
 """
 
 
 @dataclass(slots=True)
 class Timings:
-    """Seconds by kind of effect."""
+    """Seconds of one store or load, by kind of effect."""
 
     calls: float = 0.0
     streams: float = 0.0
@@ -83,7 +83,7 @@ class Watched:
 
 
 def measure_profile(report: Report, directory: Path) -> None:
-    """Adds a row per part in microseconds, with its share of the whole."""
+    """Adds a row per part: microseconds, and the fraction of the total time."""
     source, target = Pool.allocate(seed=1), Pool.allocate(seed=None)
     metrics = f"127.0.0.1:{free_port()}"
     with Service(directory, REGION_BYTES, config=f'metrics = "{metrics}"') as service:

@@ -1,4 +1,4 @@
-"""LMDB without kvtier: the limit of the LMDB tier."""
+"""Bare LMDB database, without kvtier: the limit of the LMDB tier."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RawLmdb:
     def put(
         self, keys: Sequence[bytes], values: Sequence[memoryview], old: Sequence[bytes] = (), *, summed: bool = False
     ) -> None:
-        """Writes values in large transactions and deletes `old`; `summed` adds checksums."""
+        """Writes values in large transactions and deletes `old`; `summed`: with checksums."""
         per_transaction = max(1, WRITE_BYTES // values[0].nbytes)
         for start in range(0, len(keys), per_transaction):
             with self._env.begin(write=True) as transaction:
@@ -39,7 +39,7 @@ class RawLmdb:
                     transaction.put(keys[index], values[index])
 
     def get(self, keys: Sequence[bytes], destinations: Sequence[memoryview], *, summed: bool = False) -> None:
-        """Copies values out of the map; `summed` adds checksums."""
+        """Copies values out of the memory map; `summed`: with checksums."""
         per_transaction = max(1, READ_BYTES // destinations[0].nbytes)
         for start in range(0, len(keys), per_transaction):
             with self._env.begin(buffers=True) as transaction:

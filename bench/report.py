@@ -1,4 +1,4 @@
-"""Rows of the report, as a table and as JSON."""
+"""Report: rows of figures, printed as a table and written as JSON."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Row:
     value: float
     unit: str
     ratio: float | None = None
-    """Nearness to the limit, for rates and for times: 1 equals the limit."""
+    """Fraction of the limit that is reached, for rates and for times; 1 equals the limit."""
     limit: str | None = None
     """Name of the row to compare with."""
 
 
 class Report:
-    """Collects rows; add a limit before the rows that refer to it."""
+    """Rows of figures. Add a limit before the rows that refer to this limit."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []

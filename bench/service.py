@@ -1,4 +1,4 @@
-"""A real server in its own process."""
+"""Server process for the benchmarks: a real `kvtier serve`."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from kvtier.server.commands.admin_client import AdminClientError, ask_status
 __all__ = ["Service", "cpu_seconds_of", "memory_bytes_of"]
 
 PATIENCE = 60.0
-"""Most seconds for a start, for backing the region, and for the end."""
+"""Maximum seconds for each of start, allocation of the region, and end."""
 
 
 class Service:
     """`kvtier serve` on its own Unix socket and TCP port."""
 
     def __init__(self, directory: Path, region_bytes: int, *, lmdb_bytes: int | None = None, config: str = "") -> None:
-        """Prepares a server; without `lmdb_bytes` it has the CPU tier only.
+        """Prepares a server. Without `lmdb_bytes` the server has only the CPU tier.
 
         `config` is appended to the configuration. The caller removes `directory`.
         """
         self._directory = directory
-        # Paths of sockets must be short; `directory` may be long.
+        # Not in `directory`, whose path may be too long for a socket.
         self._sockets = Path(tempfile.mkdtemp(prefix="kvtier-bench-"))
         self.unix = f"unix:{self._sockets / 'kvtier.sock'}"
         self.tcp = f"127.0.0.1:{_free_port()}"
@@ -46,13 +46,13 @@ class Service:
             tiers = f'[[tiers]]\ntype = "lmdb"\nsize = {lmdb_bytes}\ndurability = "process"\neviction = "lru"\n'
         self._config.write_text(
             f"insecure = true\nlisten = {json.dumps([self.unix, self.tcp])}\nregion_size = {region_bytes}\n"
-            # Benchmarks send no requests: with lru the next load still finds its blocks.
+            # `lru`, because `forecast` would learn from requests and benchmarks send none.
             f'data_dir = {json.dumps(str(directory))}\ncpu = {{eviction = "lru"}}\n{config}\n{tiers}'
         )
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> float:
-        """Starts the server, waits for its region; returns the seconds until its first answer."""
+        """Starts the server and waits for its region; returns the seconds to the first answer."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
         started = time.perf_counter()
         with self.log.open("ab") as log:
@@ -62,14 +62,14 @@ class Service:
         answered = time.perf_counter() - started
         while status.tiers[0].available_bytes < self._region_bytes:
             if time.perf_counter() - started > PATIENCE:
-                raise RuntimeError(f"only {status.tiers[0].available_bytes} bytes of the region are there")
+                raise RuntimeError(f"only {status.tiers[0].available_bytes} bytes of the region are allocated")
             time.sleep(0.05)
             status = self.status()
         return answered
 
     @property
     def pid(self) -> int:
-        """Process id of the server, not of its children."""
+        """Process id of the server process; its children have others."""
         assert self._process is not None
         return self._process.pid
 
@@ -89,7 +89,7 @@ class Service:
         return ask_status(parse_endpoint(self.unix), 5.0)
 
     def memory_bytes(self) -> int:
-        """Returns the anonymous memory of the server's processes, without the region."""
+        """Returns the anonymous memory of the server's processes. The region does not count."""
         return memory_bytes_of(self.pid)
 
     def cpu_seconds(self) -> float:

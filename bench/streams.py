@@ -1,7 +1,7 @@
 """Benchmark of lookups while another client stores and loads over gRPC without pause.
 
-`python -m bench.streams ENDPOINT` is that client. It prints a line when it has begun, and ends with
-its standard input.
+`python -m bench.streams ENDPOINT` is the other client. It prints a line when it has begun, and ends
+when its standard input is closed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REGION_BYTES = 1 << 30
 BLOCK_BYTES = 2 << 20
 ROUNDS = 4
 CALLS = 250
-"""Per round. Rounds with and without load alternate."""
+"""Number of calls per round. Rounds with and without load alternate."""
 
 
 def measure_streams(report: Report, directory: Path) -> None:
@@ -56,7 +56,7 @@ def _lookup_of(client: Client) -> Callable[[], object]:
 
 
 class _Load:
-    """The client that moves bytes, as a child process."""
+    """Child process of the client that stores and loads."""
 
     def __init__(self, endpoint: str) -> None:
         command = [sys.executable, "-m", "bench.streams", endpoint]
@@ -65,7 +65,7 @@ class _Load:
     def __enter__(self) -> None:
         assert self._process.stdout is not None
         if not self._process.stdout.readline():
-            raise RuntimeError("the client that moves bytes has ended early")
+            raise RuntimeError("the client that stores and loads has ended early")
 
     def __exit__(self, *_: object) -> None:
         self._process.communicate(timeout=30)

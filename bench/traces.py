@@ -1,4 +1,4 @@
-"""Variants of a trace, and synthetic traces, to compare eviction policies."""
+"""Traces for the comparison of eviction policies: variants of a trace, and synthetic traces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 __all__ = ["MADE_UP", "Trace", "variants_of"]
 
 Trace = Sequence[Sequence[int]]
-"""Chained blocks per request: equal ids have equal prefixes."""
+"""Per request the ids of its chained blocks. Blocks with equal ids have equal prefixes."""
 
 
 def variants_of(trace: Trace) -> dict[str, Trace]:
@@ -27,7 +27,7 @@ def variants_of(trace: Trace) -> dict[str, Trace]:
 
 
 def _conversations(trace: Trace) -> list[int]:
-    """Numbers the conversations: requests that share more than the first block belong together."""
+    """Numbers the conversations. Requests that share more than the first block form one."""
     last: dict[int, int] = {}
     numbers: list[int] = []
     for request, blocks in enumerate(trace):
@@ -44,7 +44,7 @@ def _sampled(trace: Trace, share: float) -> Trace:
 
 
 def _shuffled(trace: Trace) -> Trace:
-    """Starts every conversation at a random time and keeps its pauses."""
+    """Moves each conversation to a random time. The pauses within it do not change."""
     rng = random.Random(2)
     starts = [rng.randrange(len(trace)) for _ in trace]
     order = [(starts[number] + request - number, request) for request, number in enumerate(_conversations(trace))]
@@ -80,7 +80,7 @@ def _agents() -> Trace:
 
 
 def _tools() -> Trace:
-    """400 slowly changing tool prompts (Zipf); a quarter of the calls have another turn."""
+    """400 slowly changing tool prompts (Zipf). A quarter of the calls have a second turn."""
     rng, ids = random.Random(4), _Ids()
     root = ids.take(1)
     prompts = [root + ids.take(rng.randint(2, 20)) for _ in range(400)]
@@ -101,7 +101,7 @@ def _tools() -> Trace:
 
 
 def _scans() -> Trace:
-    """2,000 documents (Zipf), and bursts of long prompts that come only once."""
+    """2,000 documents (Zipf), and bursts of long prompts that occur only once."""
     rng, ids = random.Random(5), _Ids()
     documents = [ids.take(rng.randint(3, 40)) for _ in range(2000)]
     weights = [(rank + 1) ** -0.9 for rank in range(2000)]
@@ -115,7 +115,7 @@ def _scans() -> Trace:
 
 
 def _loop() -> Trace:
-    """400 prompts in a cycle."""
+    """400 prompts, repeated in a cycle."""
     rng, ids = random.Random(6), _Ids()
     prompts = [ids.take(rng.randint(4, 30)) for _ in range(400)]
     return [prompts[number % 400] for number in range(8000)]

@@ -1,4 +1,4 @@
-"""Keys and connections of the measured clients."""
+"""Workload of the measured clients: keys, block sizes and connections."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZES = (64 << 10, 256 << 10, 2 << 20)
 
 
 class Keys:
-    """Keys that differ between series."""
+    """Source of new keys. Keys of different series differ."""
 
     def __init__(self, series: str) -> None:
         self._series = series
@@ -29,7 +29,7 @@ class Keys:
 
 
 def connect(endpoint: str, transport: Literal["shm", "tcp", "grpc"], block_bytes: int) -> Client:
-    """Returns a connected client with blocks of this size and only this transport."""
+    """Returns a connected client for blocks of this size, which uses only this transport."""
     group = Group(name="full", block_tokens=16, part_bytes=block_bytes)
     namespace = Namespace(
         model=f"bench-{block_bytes}", dtype="uint8", layout="bytes", hash_scheme="sha256", groups=(group,)

@@ -29,7 +29,7 @@ class CredentialsError(ValueError):
 
 
 class PemError(ValueError):
-    """A PEM file that cannot be used. The message does not contain the file's name; callers add it."""
+    """A PEM file that cannot be used. Callers add the file's name to the message."""
 
 
 class PairError(PemError):

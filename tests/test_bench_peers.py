@@ -80,13 +80,13 @@ def test_the_table_names_every_column_and_row(tmp_path: Path) -> None:
     text = shown(columns)
     assert all(row["name"] in text for row in as_json(columns, {})["rows"])
     assert "Dictionary" in text
-    assert "has not all figures" not in text
+    assert "figures are missing" not in text
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("Forgetful", "block 63 came back with other bytes"),
+        ("Forgetful", "block 63 differs from the stored bytes"),
         ("Liar", "8192 keys hit instead of 0"),
         ("Absent", "it is not installed"),
         ("Dying", "the process of Dying ended"),
@@ -101,7 +101,7 @@ def test_a_failed_peer_names_the_cause(tmp_path: Path, name: str, reason: str) -
     assert columns[1].absent is not None
     assert reason in columns[1].absent
     assert all(block_bytes in columns[2].movement for block_bytes, _ in SMALL.rounds)
-    assert f"{name} has not all figures: {columns[1].absent}" in shown(columns)
+    assert f"{name}: figures are missing: {columns[1].absent}" in shown(columns)
 
 
 def test_an_environment_that_is_not_installed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`python -m bench.engine`."""
+"""Command line of the benchmark of connectors: `python -m bench.engine`."""
 
 from __future__ import annotations
 
@@ -29,24 +29,26 @@ NAMES = [configuration.name for configuration in CONFIGURATIONS if configuration
 
 
 def main() -> None:
-    """Measures, prints tables, writes JSON; exits with 1 if something is wrong.
+    """Measures, prints tables and writes JSON. Exits with 1 if a result is wrong.
 
-    Wrong are: a configuration with wrong answers, no hits in kvtier, idle steps that are clearly
-    slower than the target.
+    A result is wrong if a configuration gives wrong answers, if kvtier has no hits, or if idle
+    steps are clearly slower than the target.
     """
     parser = argparse.ArgumentParser(prog="python -m bench.engine", description="Measure connectors in a real vLLM.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, too")
-    parser.add_argument("--quick", action="store_true", help="a short run, as a check")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run (all)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
+    parser.add_argument("--quick", action="store_true", help="do a short run that only tests the benchmark")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run (default: all)")
     parser.add_argument(
         "--configurations",
         nargs="+",
         choices=NAMES,
         default=NAMES,
         metavar="NAME",
-        help="configurations beside the engine alone",
+        help="configurations to compare with the engine alone",
     )
-    parser.add_argument("--directory", type=Path, help="directory for models and logs, which stay (a temporary one)")
+    parser.add_argument(
+        "--directory", type=Path, help="directory for models and logs, which are kept (default: a temporary directory)"
+    )
     options = parser.parse_args()
     if options.directory:
         options.directory.mkdir(parents=True, exist_ok=True)
@@ -60,7 +62,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> list[str]:
-    """Runs the chosen parts and prints their results; returns what was wrong."""
+    """Runs the chosen parts and prints their results; returns the wrong results as text."""
     header, started, load, report = facts(folder), time.perf_counter(), os.getloadavg()[0], Report()
     report.add("load of the minute before", load, "runnable")
     workload = QUICK if options.quick else FULL

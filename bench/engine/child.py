@@ -1,6 +1,6 @@
 """Process of one engine: `python -m bench.engine.child JOB OUT`.
 
-It imports only what an environment with vLLM has.
+It imports only packages that an environment with vLLM has.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ENGINE = {
     "skip_tokenizer_init": True,
     "seed": 0,
 }
-"""Settings of every engine here."""
+"""vLLM settings of all engines of the benchmark."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Configurations of one engine: alone, or with a connector and its server."""
+"""Configurations of the engine: alone, or with a connector and the connector's server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .workload import FULL
 __all__ = ["ALONE", "CONFIGURATIONS", "KVTIER", "Configuration", "kvtier_connector", "within"]
 
 HOST_BYTES = 512 << 20
-"""Memory of each outside the engine: enough for all conversations."""
+"""Memory of each connector's server: enough for all conversations."""
 
 Setting = Mapping[str, Any] | None
 Serve = Callable[[Path], AbstractContextManager[Setting]]
@@ -24,12 +24,12 @@ Serve = Callable[[Path], AbstractContextManager[Setting]]
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """A way to run the engine.
+    """Configuration of the engine.
 
     ``serve(directory)`` starts the connector's server and returns the engine's
     ``kv_transfer_config``. ``settings`` names the settings that are not defaults. A configuration
-    that does not run becomes a line of the report, or an error if it ``must_run``. ``python`` is
-    the interpreter of its environment, if it has its own.
+    that cannot run becomes a line of the report; if it ``must_run``, it is an error. ``python`` is
+    the interpreter, if the configuration needs a separate environment.
     """
 
     name: str
@@ -51,7 +51,7 @@ def kvtier_connector(endpoint: str, **extra: Any) -> dict[str, Any]:
 
 
 def within(setting: Setting) -> Serve:
-    """Serves a connector that needs no server."""
+    """Returns a `Serve` for a connector that needs no server."""
 
     @contextmanager
     def serve(_: Path) -> Iterator[Setting]:
@@ -111,5 +111,5 @@ CONFIGURATIONS = (
     _offloading("OffloadingConnector"),
     _offloading("SimpleCPUOffloadConnector"),
     _lmcache("LMCache server"),
-    _lmcache("LMCache server, small chunks", FULL.block_tokens),  # as kvtier's blocks
+    _lmcache("LMCache server, small chunks", FULL.block_tokens),  # equal to kvtier's block size
 )

@@ -1,8 +1,8 @@
-"""Decode steps of a whole engine with an idle connector (in the engine's process).
+"""Decode steps of a whole engine with an idle connector. Runs in the engine's process.
 
-Two engines, one with a connector and one without, include the connector's background threads and
-its session with the server, unlike the swap within one engine (steps.py). They also differ by all
-noise between two processes.
+The benchmark compares an engine with a connector and an engine without. Unlike the swap within one
+engine (steps.py), this includes the cost of the connector's background threads and session. But the
+result also contains the noise between two processes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ __all__ = ["BATCH", "decode_seconds", "steps_of_engine"]
 
 BATCH = 8
 PROMPT_TOKENS, ANSWER_TOKENS = 16, 15
-"""Together less than one block of the engine (32 tokens): nothing to find, load or save."""
+"""Prompt and answer together are less than one engine block (32 tokens). So the connector has
+nothing to find, load or save."""
 FIRST_STEPS = 4
-"""Not counted: some of these steps still compute prompts."""
+"""First steps that are not counted, because some of them still compute prompts."""
 
 
 def steps_of_engine(llm: Any, rounds: int) -> list[float]:
@@ -37,7 +38,7 @@ def steps_of_engine(llm: Any, rounds: int) -> list[float]:
 
 
 def decode_seconds(engine: Any) -> list[float]:
-    """Steps until no request is left; returns the seconds of the steps that decode all of them."""
+    """Runs all requests to their end; returns the seconds of the steps that decode all of them."""
     seconds, ended = [], False
     while engine.has_unfinished_requests():
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A connector for vLLM that does nothing. Imported in the engine's processes only."""
+"""vLLM connector that does nothing. Only the engine's processes import it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""LMCache's server for vLLM on the CPU.
+"""Process of LMCache's server, for vLLM on the CPU.
 
-LMCache within the engine does not work there: "No supported cpu connector found", and each lookup
-waits for 3 s.
+Without a server, LMCache does not work with vLLM on the CPU: it logs "No supported cpu connector
+found", and each lookup waits for 3 s.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from typing import Self
 __all__ = ["LmcacheServer", "server_settings"]
 
 PATIENCE = 60.0
-"""Most seconds for a start, and for the end."""
+"""Maximum seconds for the start of the server, and for its end."""
 
 
 def server_settings(host_bytes: int, chunk_tokens: int | None) -> list[str]:
-    """Returns the flags of the server; without ``chunk_tokens`` it keeps its default of 256.
+    """Returns the flags of the server. ``chunk_tokens`` None: the default of 256 tokens.
 
-    It allocates all memory at the start, as kvtier's server does. In mode `auto` the worker copies.
+    The server allocates all memory at the start, as kvtier's server does. In transfer mode `auto`
+    the engine's worker copies.
     """
     flags = ["--l1-size-gb", f"{host_bytes / 2**30}", "--no-l1-use-lazy", "--eviction-policy", "LRU"]
     flags += ["--supported-transfer-mode", "auto", "--disable-observability"]
@@ -34,7 +35,7 @@ def server_settings(host_bytes: int, chunk_tokens: int | None) -> list[str]:
 
 
 class LmcacheServer:
-    """`lmcache server` as a process; workers copy into its shared memory, as with kvtier."""
+    """`lmcache server` as a process. As with kvtier, workers copy into shared memory."""
 
     def __init__(self, command: Path, directory: Path, settings: Sequence[str]) -> None:
         self._log = directory / "lmcache.log"

@@ -1,4 +1,4 @@
-"""Model of the engines: that of the demo, 47 million random weights."""
+"""Model of the engines: the model of the demo, with 47 million random weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "model.py"
 
 
 def make_model(directory: Path) -> None:
-    """Saves the model, with weights scaled so that one wrong KV block changes the answer."""
+    """Saves the model. Its weights are scaled so that one wrong KV block changes the answer."""
     spec = importlib.util.spec_from_file_location("demo_model", SOURCE)
     assert spec is not None
     assert spec.loader is not None

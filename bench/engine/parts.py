@@ -1,4 +1,4 @@
-"""The parts of the benchmark: conversations per configuration, and idle steps with kvtier."""
+"""Parts of the benchmark: conversations per configuration, and idle steps with kvtier."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ __all__ = ["ABSENT", "SERVED", "Conversations", "engine_settings", "measure_idle
 
 SERVED, ABSENT = "server connected", "server absent"
 BLOCK_TOKENS = 128
-"""Of the idle engine. No block fills while steps are timed, so nothing is loaded or saved."""
+"""Block size of the idle engine. No block becomes full while steps are timed, so the connector
+loads and saves nothing."""
 PROMPT_TOKENS = 16
 BATCH = 8
 STRETCH = 8
-"""Steps on one side before the other side's turn."""
+"""Steps of one side before the next side's turn."""
 COMPARED = (ALONE, KVTIER)
-"""Configurations that make idle steps after their conversations, to compare whole engines."""
+"""Configurations whose engines also run idle steps, to compare whole engines."""
 PROCESS_ROUNDS = 30
 HOOK_TOKENS = 16
 """Tokens that each request decodes while hooks are timed."""
@@ -35,8 +36,8 @@ HOOK_TOKENS = 16
 class Conversations:
     """Results of the conversations.
 
-    ``found``: figures of each configuration, or why it did not run. ``wrong``: what is not allowed,
-    as text. ``steps``: seconds of idle steps per run, for the configurations in ``COMPARED``.
+    ``found``: figures of each configuration, or the reason why it did not run. ``wrong``: wrong
+    results, as text. ``steps``: seconds of idle steps per run, for configurations in ``COMPARED``.
     """
 
     found: dict[str, Runs | str] = field(default_factory=dict)
@@ -46,12 +47,12 @@ class Conversations:
 
     @property
     def processes(self) -> Processes | None:
-        """Whole engines compared; None if one side did not run."""
+        """Comparison of whole engines; None if one side did not run."""
         sides = [self.steps.get(name) for name in COMPARED]
         return Processes.of(*(side for side in sides if side)) if all(sides) else None
 
     def measure(self, configuration: Configuration, model: Path, folder: Path, workload: Workload) -> None:
-        """Runs the workload; the first configuration is the reference of the others.
+        """Runs the workload. The answers of the first configuration are the reference.
 
         Raises EngineFailed for a configuration that must run.
         """
@@ -72,7 +73,10 @@ class Conversations:
         if configuration.must_run and configuration.name != ALONE and not turns.external_hits:
             self.wrong.append(f"{configuration.name}: nothing was found outside of the engine")
         if ties:
-            print(f"{configuration.name}: {ties} answers differ from where two tokens tied", file=sys.stderr)
+            print(
+                f"{configuration.name}: {ties} answers differ from a token on that had a nearly equal alternative",
+                file=sys.stderr,
+            )
 
     def _job(self, configuration: Configuration, model: Path, workload: Workload) -> dict[str, Any]:
         job = _turns_job(model, workload, self._reference)
@@ -98,7 +102,7 @@ def engine_settings(workload: Workload) -> str:
 
 
 def wrong_steps(found: Mapping[str, IdleFound]) -> list[str]:
-    """Returns where kvtier's idle steps are slower than the target; undecided is not wrong."""
+    """Returns the cases in which kvtier's idle steps are clearly slower than the target."""
     return [
         f"{name}: idle steps take {of_name.kvtier.ratio_from:.4f} to {of_name.kvtier.ratio_to:.4f} times as long, not <= {TARGET}"
         for name, of_name in found.items()
@@ -109,9 +113,9 @@ def wrong_steps(found: Mapping[str, IdleFound]) -> list[str]:
 def measure_idle(
     model: Path, folder: Path, rounds: int, more_seconds: float, hook_batches: Sequence[int]
 ) -> dict[str, IdleFound]:
-    """Returns the cost of idle steps and of hooks by batch size, with and without a server.
+    """Returns the cost of idle steps, and of hooks by batch size, with and without a server.
 
-    Each of the two takes up to ``more_seconds`` more while its result is undecided.
+    While a result is undecided, the measurement continues for up to ``more_seconds``.
     """
     absent = kvtier_connector(f"unix:{folder / 'absent.sock'}")
     served = next(configuration for configuration in CONFIGURATIONS if configuration.name == KVTIER)
@@ -147,7 +151,7 @@ def _run(configuration: Configuration, job: dict[str, Any], folder: Path, **envi
 
 
 def _turns_job(model: Path, workload: Workload, reference: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """All configurations continue with the reference's answers, so that prompts are equal."""
+    """Returns a job whose prompts contain the reference's answers, so prompts are equal."""
     transcript: list[list[list[int]]] | None = [[] for _ in range(workload.conversations)] if reference else None
     for row in reference:
         assert transcript is not None

@@ -1,4 +1,4 @@
-"""Figures from the measurements of the engines."""
+"""Figures computed from the measurements of the engines."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ __all__ = [
 ]
 
 TIE = 1e-3
-"""Log-probabilities: float32 noise is 1e-5, one wrong block 1e-2."""
+"""Difference of log-probabilities below which two tokens tie. Noise of float32 is 1e-5; one wrong
+block changes log-probabilities by 1e-2."""
 RESAMPLES = 2000
 TARGET = 1.02
-"""Most that steps with an idle connector may take, relative to steps without."""
+"""Maximum duration of steps with an idle connector, relative to steps without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Runs:
 
     @property
     def middle(self) -> Turns:
-        """Each figure's median over the runs: with two, the mean."""
+        """Median of each figure over the runs. The median of two runs is their mean."""
         medians = {
             field.name: statistics.median(getattr(run, field.name) for run in self.runs) for field in fields(Turns)
         }
@@ -78,18 +79,21 @@ class Runs:
 
     @property
     def later_p50s(self) -> tuple[float, float]:
-        """Least and greatest median of the runs: first token, later turns, milliseconds."""
+        """Lowest and highest p50 of the runs: milliseconds to the first token of later turns."""
         found = [run.later_p50_ms for run in self.runs]
         return min(found), max(found)
 
     def faster(self, alone: Runs) -> tuple[float, float]:
-        """Speed-up over the engine alone: best run against its worst, and the opposite."""
+        """Returns the lowest and the highest speed-up over the engine alone."""
         (least, most), (alone_least, alone_most) = self.later_p50s, alone.later_p50s
         return alone_least / most, alone_most / least
 
 
 def compare(reference: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], int]:
-    """Returns the wrong answers, and the number of answers that differ only from a tie on."""
+    """Returns the wrong answers, and the number of answers that differ only after a tie.
+
+    A tie is a token with an alternative of nearly equal probability.
+    """
     wrong, ties = [], 0
     for right, row in zip(reference, rows, strict=True):
         differs = [a != b for a, b in zip(right["tokens"], row["tokens"], strict=True)]
@@ -104,7 +108,7 @@ def compare(reference: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, 
 
 
 class Verdict(Enum):
-    """Whether idle steps keep to the target; the value is the text of the report."""
+    """Whether idle steps meet the target. The value is the text for the report."""
 
     YES = "yes"
     NO = "no"
@@ -115,9 +119,9 @@ class Verdict(Enum):
 class Idle:
     """Steps with a connector, compared with steps without.
 
-    ``ratio``: the median over turns, each compared with itself; needs a quiet machine.
-    ``undisturbed``, ``added_us``: of the fastest tenth of the steps of each side, which a busy
-    machine changes less.
+    ``ratio``: the median over turns of the ratio within a turn; needs a quiet machine.
+    ``undisturbed`` and ``added_us``: ratio and difference of the fastest tenth of the steps of each
+    side, because other load affects these steps less.
     """
 
     without_ms: float
@@ -131,9 +135,9 @@ class Idle:
 
     @classmethod
     def of(cls, turns: Sequence[Mapping[str, Sequence[float]]], side: str = "with") -> Idle:
-        """Sums up the steps of a side ("with" kvtier's connector, or "empty").
+        """Computes the result of a side ("with": kvtier's connector, or "empty").
 
-        The ratio has an interval of 95 %.
+        `ratio_from` and `ratio_to` are the 95 % confidence interval of the ratio.
         """
         sides = [(statistics.median(turn[side]), statistics.median(turn["without"])) for turn in turns]
         ratios = [connected / alone for connected, alone in sides]
@@ -151,7 +155,7 @@ class Idle:
 
     @property
     def verdict(self) -> Verdict:
-        """Decided only if the whole interval is on one side of the target."""
+        """Verdict: decided only if the whole interval is on one side of the target."""
         if self.ratio_to <= TARGET:
             return Verdict.YES
         return Verdict.NO if self.ratio_from > TARGET else Verdict.OPEN
@@ -163,7 +167,7 @@ def _fast(turns: Sequence[Mapping[str, Sequence[float]]], side: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class IdleFound:
-    """``hooks``: by batch size, how often a step calls each hook, and its median seconds."""
+    """``hooks``: by batch size and hook, the calls per step and the median seconds of a call."""
 
     kvtier: Idle
     empty: Idle
@@ -177,35 +181,35 @@ class IdleFound:
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """Idle steps of whole engines: median per process in milliseconds, in the order of runs."""
+    """Idle steps of whole engines: median milliseconds per process, in the order of runs."""
 
     without_ms: tuple[float, ...]
     with_ms: tuple[float, ...]
 
     @classmethod
     def of(cls, without: Sequence[Sequence[float]], connected: Sequence[Sequence[float]]) -> Processes:
-        """Sums up the seconds of the steps; at least one process per side."""
+        """Computes the medians. Each side has at least one process."""
         alone, others = ([statistics.median(steps) * 1e3 for steps in runs] for runs in (without, connected))
         return cls(tuple(alone), tuple(others))
 
     @property
     def ratio(self) -> float:
-        """Ratio of the sides' medians."""
+        """Ratio of the medians of both sides."""
         return statistics.median(self.with_ms) / statistics.median(self.without_ms)
 
     @property
     def spread(self) -> tuple[float, float]:
-        """Least and greatest ratio of one process to one of the other side."""
+        """Lowest and highest ratio over all pairs of processes of different sides."""
         return min(self.with_ms) / max(self.without_ms), max(self.with_ms) / min(self.without_ms)
 
 
 def interval(values: Sequence[float], statistic: Callable[[Sequence[float]], float]) -> tuple[float, float]:
-    """Returns the 95 % interval of a statistic by resampling (bootstrap), reproducibly."""
+    """Returns the 95 % confidence interval of a statistic by bootstrap with a fixed seed."""
     source = random.Random(4)
     found = sorted(statistic(source.choices(values, k=len(values))) for _ in range(RESAMPLES))
     return found[round(0.025 * RESAMPLES)], found[round(0.975 * RESAMPLES) - 1]
 
 
 def hook_microseconds(hooks: Mapping[str, tuple[float, float]], half: str) -> float:
-    """Returns the time of one half's hooks ("scheduler" or "worker") in a step."""
+    """Returns the microseconds per step in the hooks of one half ("scheduler" or "worker")."""
     return sum(calls * seconds for name, (calls, seconds) in hooks.items() if name.startswith(half)) * 1e6

@@ -1,4 +1,4 @@
-"""Starts an engine in its own process, and finds the cause if it fails."""
+"""Runner of an engine in its own process. If the engine fails, the runner finds the cause."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ ENGINE_SECONDS = 600
 GRACE_SECONDS = 10
 ERROR = re.compile(r"(?:^|\s)((?:\w+\.)*(?:\w*Error|\w*Exception|SystemExit): .+)")
 ECHOES = ("See root cause above", "root cause")
-"""Phrases by which vLLM's processes refer to each other's errors."""
+"""Phrases with which a vLLM process refers to an error of another process."""
 
 
 class EngineFailed(Exception):
-    """An engine ended without a result; the text is its error."""
+    """An engine ended without a result; the message is the engine's error."""
 
 
 def run_engine(
     configuration: Configuration, job: Mapping[str, Any], folder: Path, environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Runs a job (see child.py) with the connector of a configuration; raises EngineFailed."""
+    """Runs a job (see child.py) with the connector of a configuration. Raises EngineFailed."""
     llm = dict(job["llm"])
     python = configuration.python or Path(sys.executable)
     if not python.exists():
-        raise EngineFailed(f"there is no {python}; `make bench-engine` makes it")
+        raise EngineFailed(f"there is no {python}; `make bench-engine` installs it")
     try:
         with configuration.serve(folder) as setting:
             if setting is not None:
@@ -55,7 +55,7 @@ def _run(python: Path, job: dict[str, Any], folder: Path, extra: Mapping[str, st
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": os.environ.get(
             "VLLM_CPU_OMP_THREADS_BIND", "0"
-        ),  # one core computes, the others serve
+        ),  # one core computes, the others are for the servers
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         **extra,
@@ -77,7 +77,7 @@ def _run(python: Path, job: dict[str, Any], folder: Path, extra: Mapping[str, st
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Ends the whole group: an engine's processes may outlive their parent."""
+    """Ends the whole process group, because an engine's processes may outlive their parent."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):

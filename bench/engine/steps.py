@@ -1,11 +1,12 @@
-"""Idle steps of one engine with kvtier's connector, without it, and with an empty one.
+"""Idle steps of one engine: with kvtier's connector, without a connector, with an empty connector.
 
-Runs in the engine's process. The connector is removed and restored between steps, so that noise of
-the machine affects all sides alike and differences of microseconds show. The empty connector shows
-vLLM's own share.
+Runs in the engine's process. It swaps the connector between steps. So noise of the machine affects
+all three sides equally, and differences of microseconds become visible. The side with the empty
+connector shows the cost of vLLM's own code for connectors.
 
-The connector's background threads (session, lookups, copies) run on all sides, so their cost does
-not show. It is included when whole engines are compared (decode.py), with more noise.
+The background threads of kvtier's connector (session, lookups, copies) run on all sides, so this
+measurement does not include their cost. The comparison of whole engines (decode.py) includes it,
+but has more noise.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ __all__ = ["gather", "run_steps"]
 
 SIDES = ("with", "without", "empty")
 SETTLING_STEPS = 1
-"""Steps that are not counted after each switch."""
+"""Steps after each swap that are not counted."""
 ROUNDS_MORE = 4
-"""Rounds between two checks of the verdict. Each check can err, so there are few."""
+"""Rounds between two checks of the verdict. There are few checks, because each can be wrong."""
 
 Turn = dict[str, list[float]]
 
 
 def run_steps(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Returns the seconds of all steps of each side in turns, and of the hooks by batch size."""
+    """Returns the seconds of all steps by turn and side, and of the hooks by batch size."""
     engine = _Engine(llm, job["prompt_tokens"])
     with engine.decoding(job["batch"], job["hook_tokens"]):
         pass  # warm-up
@@ -46,7 +47,7 @@ def run_steps(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
 def gather(
     compare: Callable[[], list[Turn]], rounds: int, more_seconds: float, clock: Callable[[], float] = time.perf_counter
 ) -> list[Turn]:
-    """Compares for ``rounds`` rounds, then continues while undecided and in time."""
+    """Compares for ``rounds`` rounds, and then for up to ``more_seconds`` while undecided."""
     turns = [turn for _ in range(rounds) for turn in compare()]
     deadline = clock() + more_seconds
     while Idle.of(turns).verdict is Verdict.OPEN and clock() < deadline:
@@ -55,7 +56,7 @@ def gather(
 
 
 class _Engine:
-    """An engine with its core in this process; its worker is another process."""
+    """Engine whose core is in this process and whose worker is in another process."""
 
     def __init__(self, llm: Any, prompt_tokens: int) -> None:
         self._llm = llm
@@ -71,7 +72,7 @@ class _Engine:
 
     @contextmanager
     def decoding(self, batch: int, tokens: int) -> Iterator[int]:
-        """Starts ``batch`` requests; yields the number of decode steps that they share."""
+        """Starts ``batch`` requests; yields the number of steps that decode all of them."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(max_tokens=tokens, temperature=0.0, detokenize=False, ignore_eos=True)
@@ -89,14 +90,14 @@ class _Engine:
         self._llm.llm_engine.step()
 
     def compare(self, batch: int, tokens: int, stretch: int) -> list[Turn]:
-        """Decodes once; returns turns with a stretch per side, sides in random order."""
+        """Decodes a batch; returns turns with ``stretch`` steps per side, in random order."""
         with self.decoding(batch, tokens) as steps:
             turns = [self._turn(stretch) for _ in range(steps // (len(SIDES) * (stretch + SETTLING_STEPS)))]
             self._switch("with")
         return turns
 
     def time_hooks(self, batch: int, tokens: int) -> dict[str, tuple[float, float]]:
-        """Decodes once; returns per hook its calls per step and its median seconds."""
+        """Decodes a batch; returns the calls per step and the median seconds of each hook."""
         clocks = HookClocks(self._core.scheduler.connector)
         with self.decoding(batch, tokens) as steps:
             clocks.start()
@@ -136,14 +137,14 @@ class _Engine:
 
 
 def empty_like(connector: Any) -> Any:
-    """Returns a connector that does nothing, in place of another."""
+    """Returns a connector that does nothing, with the interface of another connector."""
     from .empty import EmptyConnector
 
     return EmptyConnector(connector._vllm_config, connector.role, connector._kv_cache_config)
 
 
 class HookClocks:
-    """Measures the calls of a connector's hooks in the process of the connector."""
+    """Timer of a connector's hooks, in the process of the connector."""
 
     def __init__(self, connector: Any) -> None:
         self._connector = connector
@@ -152,12 +153,12 @@ class HookClocks:
         self._seconds: dict[str, list[float]] = {}
 
     def start(self) -> None:
-        """Wraps each hook with a clock."""
+        """Starts to measure: wraps each hook."""
         for name in self._names:
             setattr(self._connector, name, self._watched(name, getattr(self._connector, name)))
 
     def stop(self) -> dict[str, list[float]]:
-        """Removes the clocks; returns the seconds of each call per hook."""
+        """Removes the wrappers; returns the seconds of each call, by hook."""
         for name in self._names:
             delattr(self._connector, name)
         return self._seconds
@@ -172,14 +173,14 @@ class HookClocks:
         return watched
 
 
-# Called by vLLM in its worker's process, which keeps the state of this module.
+# vLLM calls these functions in its worker's process, which keeps the state of this module.
 
 _kept: dict[str, Any] = {}
 _clocks: dict[str, HookClocks] = {}
 
 
 def switch_worker(_worker: Any, side: str) -> None:
-    """Gives the worker the connector of a side, or none."""
+    """Sets the worker's connector to the one of a side, or to none."""
     from vllm.distributed.kv_transfer import kv_transfer_state
 
     state: Any = kv_transfer_state

@@ -1,4 +1,4 @@
-"""The results as tables and as rows."""
+"""Results as printed tables and as rows of the report."""
 
 from __future__ import annotations
 
@@ -24,16 +24,14 @@ __all__ = [
 ]
 
 BUSY_LOAD = 2.5
-"""Load of the last minute on two cores; above it other processes compute as well."""
+"""Load average (1 minute, two cores) above which other processes disturb the measurement."""
 
 
-UNSEEN = (
-    "Compared within one engine: the cost of the connector's background threads is in both columns and does not show."
-)
+UNSEEN = "Compared within one engine. The cost of the connector's background threads is in both columns, so the ratio omits it."
 
 
 def rows_of_turns(report: Report, found: Mapping[str, Runs | str]) -> None:
-    """Adds a row per figure; times and rates are compared with the engine alone."""
+    """Adds a row per figure. Times and rates have a ratio to the engine alone."""
     for name, runs in found.items():
         if isinstance(runs, str):
             continue
@@ -71,7 +69,7 @@ def rows_of_idle(report: Report, found: Mapping[str, IdleFound]) -> None:
 
 
 def rows_of_processes(report: Report, found: Processes) -> None:
-    """Adds a row per process, and the comparison."""
+    """Adds a row per process, and rows for the ratio of both sides."""
     for name, values in ((ALONE, found.without_ms), ("kvtier", found.with_ms)):
         for number, value in enumerate(values, 1):
             report.add(f"idle step, whole process {number}: {name}", value, "ms")
@@ -86,7 +84,7 @@ def show_load(console: Console, load: float) -> None:
 
 
 def show_turns(console: Console, found: Mapping[str, Runs | str]) -> None:
-    """Prints a line per configuration, its settings, and why one did not run."""
+    """Prints a line per configuration, its settings, and the reason if it did not run."""
     alone = found[ALONE]
     assert isinstance(alone, Runs)
     table = _table(
@@ -100,7 +98,7 @@ def show_turns(console: Console, found: Mapping[str, Runs | str]) -> None:
         if isinstance(runs, Runs):
             table.add_row(name, f"{len(runs.runs)}", *_cells(runs, alone))
     console.print(table)
-    console.print("of runs: least and greatest. A configuration with one run shows no spread but has as much.")
+    console.print("of runs: lowest and highest. With a single run the table cannot show the spread.")
     for configuration in CONFIGURATIONS:
         if configuration.name in found and configuration.settings:
             console.print(f"{configuration.name}: {configuration.settings}", markup=False, soft_wrap=True)
@@ -125,7 +123,7 @@ def _cells(runs: Runs, alone: Runs) -> Iterator[str]:
 
 
 def show_idle(console: Console, found: Mapping[str, IdleFound]) -> None:
-    """Prints a line per connector and per batch size, with and without a server."""
+    """Prints a line per connector and a line per batch size, with and without a server."""
     table = _table(
         (
             "idle steps",
@@ -166,7 +164,9 @@ def show_processes(console: Console, found: Processes) -> None:
     sides = (", ".join(f"{value:.2f}" for value in side) for side in (found.without_ms, found.with_ms))
     table.add_row("kvtier, shm, from its start", *sides, f"{found.ratio:.4f}", "{:.4f} - {:.4f}".format(*found.spread))
     console.print(table)
-    console.print("Includes background threads and the noise between processes; no verdict depends on it.")
+    console.print(
+        "These figures include background threads, and the noise between processes. No verdict depends on them."
+    )
 
 
 def _table(columns: tuple[str, ...]) -> Table:

@@ -1,4 +1,4 @@
-"""The conversations, timed by vLLM itself (in the engine's process)."""
+"""Run of the conversations in the engine's process. vLLM itself measures the times."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ __all__ = ["run_turns"]
 
 COUNTERS = {"external_hits": "vllm:external_prefix_cache_hits", "local_hits": "vllm:prefix_cache_hits"}
 LOGPROBS = 2
-"""The two best tokens: a near second one is a tie, not a wrong token."""
+"""Number of best tokens that vLLM returns. If their probabilities are nearly equal, they tie."""
 
 
 def run_turns(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Runs the workload with the answers of ``transcript``, or the engine's own if None.
+    """Runs the workload; returns rows, counters and seconds.
 
-    With ``idle_rounds``, ``steps`` are the seconds of idle steps of the same engine afterwards.
+    Prompts contain the answers of ``transcript``; without a transcript, the engine's own answers.
+    With ``idle_rounds``, ``steps`` has the seconds of idle steps after the workload.
     """
     workload = Workload(**job["workload"])
     transcript: list[list[list[int]]] | None = job["transcript"]

@@ -1,4 +1,4 @@
-"""Conversations: each turn sends everything said before, and something new."""
+"""Workload of conversations: a prompt contains all earlier turns and a new question."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 __all__ = ["FULL", "QUICK", "Workload"]
 
 FIRST_TOKEN, VOCABULARY = 4, 2048
-"""Token ids that the model has and that are not special."""
+"""Range of the model's token ids without special tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Sizes of the conversations, in tokens.
 
-    ``conversations`` take turns in a circle, ``at_once`` at a time. ``pool_blocks`` is the engine's
-    KV cache. It is too small for all conversations, so each has been evicted when its next turn
-    comes.
+    ``at_once`` conversations run at a time, in cyclic order. ``pool_blocks`` is the size of the
+    engine's KV cache. The cache is too small for all conversations. So the engine evicts the blocks
+    of each conversation before the next turn of that conversation.
     """
 
     conversations: int
@@ -33,7 +33,7 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """The tokens of a conversation at its end."""
+        """Number of tokens of a conversation at its end."""
         return self.opening + (self.turns - 1) * self.question + self.turns * self.answer
 
     def waves(self) -> Iterator[tuple[int, range]]:
@@ -43,12 +43,12 @@ class Workload:
                 yield turn, range(first, min(first + self.at_once, self.conversations))
 
     def said(self, conversation: int, turn: int) -> list[int]:
-        """Returns the user's part of a turn; always the same."""
+        """Returns the user's tokens of a turn. Equal arguments give equal tokens."""
         source = random.Random(f"{self.seed} {conversation} {turn}")
         return source.choices(range(FIRST_TOKEN, VOCABULARY), k=self.opening if turn == 1 else self.question)
 
     def prompt(self, conversation: int, turn: int, answers: Sequence[Sequence[int]]) -> list[int]:
-        """Returns the prompt; ``answers`` are those of earlier turns."""
+        """Returns the prompt. ``answers`` are the answers to earlier turns."""
         tokens: list[int] = []
         for number in range(1, turn):
             tokens += [*self.said(conversation, number), *answers[number - 1]]

@@ -1,1 +1,1 @@
-"""Benchmark of kvtier beside its peers, with equal work and every byte compared."""
+"""Benchmark of kvtier and its peers (LMCache, Mooncake, Valkey): equal work, all bytes compared."""

@@ -1,4 +1,4 @@
-"""`python -m bench.peers`."""
+"""Command line of the comparison with peers: `python -m bench.peers`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.peers", description="Measure kvtier beside its peers.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table to FILE, too")
+    parser = argparse.ArgumentParser(prog="python -m bench.peers", description="Measure kvtier and its peers in turns.")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table to FILE")
     names = [entry.name for entry in ENTRIES[KVTIER:]]
-    parser.add_argument("--only", nargs="*", choices=names, default=names, help="peers (all)")
-    parser.add_argument("--directory", type=Path, help="directory for the servers' files (a temporary one)")
+    parser.add_argument("--only", nargs="*", choices=names, default=names, help="peers (default: all)")
+    parser.add_argument(
+        "--directory", type=Path, help="directory for the servers' files (default: a temporary directory)"
+    )
     options = parser.parse_args()
     entries = [entry for entry in ENTRIES if entry in ENTRIES[:KVTIER] or entry.name in options.only]
     console = Console()

@@ -1,6 +1,7 @@
-"""Interface of a peer. A file per peer implements it; `child.py` runs it in its own environment.
+"""Interface of a peer. Each peer has a file that implements it, run by `child.py`.
 
-This file does not import kvtier, because the environments of most peers do not have it.
+Each peer runs in its own environment. This file does not import kvtier, because most of these
+environments do not have it.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from numpy.typing import NDArray
 __all__ = ["Blocks", "Peer", "PeerFailed", "PeerMissing", "end", "free_port", "spawn", "wait_until"]
 
 PATIENCE = 60.0
-"""Most seconds for a start, and for the end."""
+"""Maximum seconds for the start of a server, and for its end."""
 
 
 class PeerFailed(Exception):
-    """A peer did less than asked; the message says what."""
+    """A peer did not do all of its work; the message says what is missing."""
 
 
 class PeerMissing(Exception):
-    """Software of a peer is not installed; the message says what."""
+    """Software of a peer is not installed; the message names the software."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Memory of a batch, in every form that clients need."""
+    """Memory of a batch, in all forms that the clients need."""
 
     arrays: list[NDArray[np.uint8]]
     views: list[memoryview]
@@ -49,44 +50,44 @@ class Blocks:
 
 
 class Peer(Protocol):
-    """A server and a client to it. One thread calls the methods, in this order.
+    """A server and its client. One thread calls the methods, in this order.
 
-    `store`, `load` and `lookup` are timed, other methods are not. Each raises `PeerFailed` if it
-    did less than asked.
+    `store`, `load` and `lookup` are timed, the other methods are not. Each method raises
+    `PeerFailed` if it did not do all of its work.
     """
 
     def start(self, directory: Path, capacity_bytes: int) -> None:
         """Starts the server and returns when it answers. Raises `PeerMissing`.
 
-        Servers listen on loopback only; their files go to `directory`.
+        The server listens on loopback only. It writes its files to `directory`.
         """
 
     def processes(self) -> Sequence[int]:
-        """Returns the server's processes, without their children."""
+        """Returns the ids of the server's processes. Their children are not included."""
 
     def open(self, block_bytes: int, memory: Sequence[NDArray[np.uint8]]) -> None:
-        """Connects a client for blocks of this size in `memory`; an earlier client is closed."""
+        """Connects a client for blocks of this size in `memory`; closes an earlier client."""
 
     def names(self, keys: Sequence[bytes]) -> Any:
-        """Converts chained keys (32 bytes each) to the names that this client uses."""
+        """Converts chained keys (32 bytes each) to the names of blocks that this client uses."""
 
     def store(self, names: Any, blocks: Blocks) -> None:
-        """Stores a batch. It can be found on return or shortly after."""
+        """Stores a batch. Lookups find the batch when this returns, or shortly afterwards."""
 
     def load(self, names: Any, blocks: Blocks) -> None:
-        """Fills `blocks` with a stored batch, from its lookup to its release."""
+        """Fills `blocks` with a stored batch; includes the lookup and the release."""
 
     def lookup(self, names: Any) -> int:
         """Returns the number of leading keys that are present."""
 
     def settle(self) -> None:
-        """Releases what the last call holds, for example a lease."""
+        """Releases the pins of the last call, for example a lease."""
 
     def drop(self, names: Any) -> None:
-        """Tells the peer, if it needs to know, that a batch is not used again."""
+        """Reports that a batch is not used again; peers that evict by themselves ignore this."""
 
     def stop(self) -> None:
-        """Ends client and server, also after a failed `start`."""
+        """Ends client and server. Is also called after a failed `start`."""
 
 
 def free_port() -> int:
@@ -124,7 +125,7 @@ def end(process: subprocess.Popen[bytes] | None) -> None:
 
 
 def wait_until(ready: Callable[[], bool], process: subprocess.Popen[bytes], what: str) -> None:
-    """Polls `ready`. Raises `PeerFailed` if the process ends or time is up."""
+    """Polls `ready`. Raises `PeerFailed` if the process ends, or after `PATIENCE` seconds."""
     deadline = time.monotonic() + PATIENCE
     while not ready():
         if process.poll() is not None:

@@ -1,8 +1,8 @@
 """Driver of one peer in its own process: `python -m bench.peers.child MODULE:CLASS`.
 
-Commands are lines of JSON on standard input, answers lines on the original standard output. Output
-of the peer's libraries goes to standard error. At the end of its standard input the process ends
-everything that it started.
+Commands are lines of JSON on standard input. Answers are lines of JSON on the original standard
+output. Output of the peer's libraries goes to standard error. When its standard input is closed,
+the process ends all processes that it started.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ __all__ = ["Player", "main", "serve"]
 
 BATCH = 64
 PATIENCE = 5.0
-"""Seconds until a stored block must be found."""
+"""Maximum seconds until lookups find a stored block."""
 
 
 class Player:
-    """Each public method is a command of the parent."""
+    """Commands of the parent process: each public method is one."""
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
@@ -46,8 +46,9 @@ class Player:
     def start(self, directory: str, capacity_bytes: int, pool_bytes: int, apart_bytes: int) -> dict[str, Any]:
         """Returns the seconds until the server answered, and its processes.
 
-        Each of two pools has `pool_bytes`, of random bytes and of zeros. Between the store of a
-        batch and its load `apart_bytes` are stored. Both are larger than the caches.
+        The source pool has `pool_bytes` random bytes, the destination pool as many zeros. Between
+        the store of a batch and its load, other batches with `apart_bytes` in total are stored.
+        `pool_bytes` and `apart_bytes` are larger than the processor's caches.
         """
         self._source = np.random.default_rng(1).integers(0, 256, pool_bytes, np.uint8)
         self._target = np.full(pool_bytes, 0, np.uint8)
@@ -70,7 +71,7 @@ class Player:
         return {}
 
     def round(self) -> dict[str, Any]:
-        """Copies, stores and loads a batch; compares every byte; returns the seconds of each."""
+        """Copies, stores and loads a batch, and compares all bytes; returns the seconds."""
         copied = self._copy()
         stored = self._store()
         return {"memcpy": copied, "store": stored, "load": self._load_oldest(), "bytes": self._nbytes}
@@ -126,7 +127,7 @@ class Player:
         self._peer.settle()
         for place, (got, wanted) in enumerate(zip(blocks.arrays, expected.arrays, strict=True)):
             if not np.array_equal(got, wanted):
-                raise PeerFailed(f"block {place} came back with other bytes")
+                raise PeerFailed(f"block {place} differs from the stored bytes")
             got.fill(0)
         self._drop_oldest()
         return seconds
@@ -139,7 +140,7 @@ class Player:
         while (found := self._peer.lookup(names)) != count:
             self._peer.settle()
             if time.monotonic() > deadline:
-                raise PeerFailed(f"{found} of {count} keys are there")
+                raise PeerFailed(f"{found} of {count} keys were found")
         self._peer.settle()
 
     def _look_up(self, names: Any, expected: int) -> float:
@@ -153,7 +154,7 @@ class Player:
 
 
 def serve(player: Player, commands: TextIO, answers: TextIO) -> None:
-    """Answers commands until the end of input; an exception is an answer, too."""
+    """Answers commands until the input ends. An exception is sent as an answer."""
     for line in commands:
         command = json.loads(line)
         what: Callable[..., dict[str, Any]] = getattr(player, command.pop("do"))
@@ -185,7 +186,7 @@ def main() -> None:
     try:
         serve(Player(peer), sys.stdin, answers)
     finally:
-        # Threads of libraries must not keep the process alive.
+        # Ends the process even if threads of libraries still run.
         with contextlib.suppress(Exception):
             peer.stop()
 
@@ -201,7 +202,7 @@ def _keys(series: str, count: int) -> list[bytes]:
 
 
 def _batches(pool: NDArray[np.uint8], block_bytes: int) -> list[Blocks]:
-    """Returns batches of every second block, so that the blocks of a batch are not neighbours."""
+    """Returns batches of every second block, so that no two blocks of a batch are adjacent."""
     rows = pool.reshape(-1, block_bytes)
     pairs = len(rows) // (2 * BATCH)
     return [

@@ -1,7 +1,8 @@
-"""`python -m bench.peers.debian DIRECTORY [PACKAGE…]`: unpacks packages of Debian.
+"""Unpacks Debian packages: `python -m bench.peers.debian DIRECTORY [PACKAGE…]`.
 
-Installs nothing on the system. Without names it unpacks what the peers need. If a package is not
-available (another distribution, no network), the table names the peer without it.
+Installs nothing on the system. Without names it unpacks the packages that the peers need. If a
+package is not available (another distribution, no network), its peer is not measured, and the table
+of results says so.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ NEEDED = (
 
 
 def unpack(directory: Path, packages: Iterable[str] = NEEDED) -> list[str]:
-    """Unpacks packages without their dependencies; returns those that are not available."""
+    """Unpacks packages without their dependencies; returns the packages that are not available."""
     directory.mkdir(parents=True, exist_ok=True)
     missing = [name for name in packages if not _download(name, directory)]
     for file in sorted(directory.glob("*.deb")):

@@ -1,4 +1,4 @@
-"""The compared peers: a line per column, with its environment."""
+"""List of the compared peers and their environments: one entry per column of the table."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ DEBIAN = PEERS / "debian"
 class Entry:
     name: str
     peer: str
-    """MODULE:CLASS of its driver."""
+    """MODULE:CLASS of the peer's driver."""
     python: Path
     requirement: str
-    """The package that is installed for it; its dependencies are counted."""
+    """Package that is installed for the client. The table has the number of its dependencies."""
     imports: str
-    """The module of its client."""
+    """Module of the client, to time its import."""
     isolated: bool = False
-    """Whether its servers listen everywhere: then it runs in a network with loopback only."""
+    """Whether the peer runs in a network with loopback only, because its servers listen on every
+    address."""
 
     def environment(self) -> dict[str, str]:
-        """Returns the variables of its processes, with paths of drivers and of libraries."""
+        """Returns the environment variables of the peer's processes."""
         libraries = [str(path) for path in sorted(DEBIAN.glob("**/lib/*-linux-gnu"))]
         known = os.environ.get("LD_LIBRARY_PATH", "")
         paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
@@ -38,17 +39,17 @@ class Entry:
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "LD_LIBRARY_PATH": os.pathsep.join(filter(None, [*libraries, known])),
             "KVTIER_BENCH_DEBIAN": str(DEBIAN),
-            # Otherwise LMCache reports its usage.
+            # LMCache must not report its usage over the network.
             "LMCACHE_TRACK_USAGE": "false",
             "LMCACHE_DISABLE_BANNER": "1",
             "LMCACHE_LOG_LEVEL": "ERROR",
-            # In a network with loopback only it does not start otherwise.
+            # Without this Mooncake does not start in a network with loopback only.
             "MC_TCP_BIND_ADDRESS": "127.0.0.1",
         }
 
 
 def isolation() -> list[str] | None:
-    """Returns the command prefix for a network of its own; None if that is not allowed."""
+    """Returns the command prefix for a separate network; None if the system does not allow it."""
     for command in (["unshare", "--net"], ["unshare", "--map-root-user", "--net"]):
         try:
             subprocess.run([*command, "true"], check=True, capture_output=True)
@@ -80,4 +81,4 @@ ENTRIES = (
     ),
     Entry("Valkey", "bench.peers.valkey_peer:Valkey", PEERS / "bin" / "python", "redis", "redis"),
 )
-"""kvtier's come first: each of the others runs beside them."""
+"""Entries of kvtier are first, because each of the others runs in turns with them."""

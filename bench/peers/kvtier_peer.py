@@ -1,4 +1,4 @@
-"""kvtier through shared memory, plain TCP sockets and gRPC."""
+"""Drivers of kvtier: over shared memory, over plain TCP sockets and over gRPC."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .base import Blocks, PeerFailed
 __all__ = ["Grpc", "Shm", "Tcp"]
 
 _FOUND_SECONDS = 2.0
-"""Time for a client to find the bulk process, with a margin."""
+"""More than a client needs to find the bulk process."""
 
 
 class _Kvtier:
@@ -71,7 +71,7 @@ class _Kvtier:
             lease.release()
 
     def drop(self, names: list[bytes]) -> None:
-        """The server evicts by itself."""
+        """Does nothing, because the server evicts by itself."""
 
     def stop(self) -> None:
         if self._client is not None:
@@ -86,18 +86,18 @@ class _Kvtier:
 
 
 class Shm(_Kvtier):
-    """Bytes through the shared region, calls over a Unix socket."""
+    """Driver over shared memory; calls use a Unix socket."""
 
     transport = "shm"
 
 
 class Tcp(_Kvtier):
-    """Bytes over plain TCP sockets, calls over gRPC, as for clients on other hosts."""
+    """Driver over plain TCP sockets, as for clients on other hosts; calls use gRPC."""
 
     transport = "tcp"
 
 
 class Grpc(_Kvtier):
-    """Bytes and calls over gRPC."""
+    """Driver over gRPC: bytes and calls."""
 
     transport = "grpc"

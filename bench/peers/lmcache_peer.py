@@ -1,8 +1,9 @@
-"""LMCache's server through shared memory, with its own client classes.
+"""Driver of LMCache's server over shared memory, with LMCache's client classes.
 
-Its best case is timed: blocks are copied directly between the client and its slots, while an
-engine's worker gathers them from paged memory first. Its names are chained hashes of tokens that
-the server computes, so a key stands for 16 tokens.
+The benchmark times LMCache's best case: it copies blocks directly between the client's memory and
+the slots. An engine's worker would first gather each block from paged memory. The server names
+blocks by chained hashes of tokens, which it computes itself. So the driver converts each key to 16
+tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Tokens = tuple[int, ...]
 
 
 class LMCache:
-    """`lmcache server` over ZMQ, its default, which is faster than its gRPC."""
+    """`lmcache server` over ZMQ. ZMQ is its default and faster than its gRPC."""
 
     def __init__(self) -> None:
         self._server: LmcacheServer | None = None
@@ -53,8 +54,8 @@ class LMCache:
         self._since_pause = 0
 
     def start(self, directory: Path, capacity_bytes: int) -> None:
-        # It checks once per second for blocks to evict and refuses stores without space until then.
-        # So it has twice the space and evicts early. Loaded blocks are evicted after stored ones.
+        # The server looks for blocks to evict once per second, and refuses stores when it is full.
+        # So it gets twice the space and evicts early. It evicts stored blocks before loaded blocks.
         settings = [*server_settings(2 * capacity_bytes, CHUNK_TOKENS), "--eviction-trigger-watermark", "0.65"]
         settings += ["--eviction-ratio", "0.3"]
         self._breath = capacity_bytes // 8
@@ -86,7 +87,7 @@ class LMCache:
             engine_type=EngineType.VLLM,
         )
         if "Shm" not in type(self._transfer.engine_driven_context).__name__:
-            raise PeerFailed("the server offers no shared memory")
+            raise PeerFailed("the server does not offer shared memory")
 
     def names(self, keys: Sequence[bytes]) -> Tokens:
         return tuple(itertools.chain.from_iterable(struct.unpack("<16H", key) for key in keys))
@@ -109,7 +110,7 @@ class LMCache:
         key, slots = self._key(names, 0, self._request), self._transfer.engine_driven_context
         tensors = slots.prepare_retrieve(key, os.getpid())
         if tensors is None:
-            raise PeerFailed("what was looked up cannot be retrieved")
+            raise PeerFailed("a block that a lookup found cannot be retrieved")
         for tensor, array in zip(tensors, blocks.arrays, strict=True):
             np.copyto(array, _bytes_of(tensor))
         slots.commit_retrieve(key, os.getpid())
@@ -129,7 +130,7 @@ class LMCache:
         self._client.end_session(self._request).result(timeout=TIMEOUT)
 
     def drop(self, names: Tokens) -> None:
-        """Waits for the eviction; nothing is removed by name."""
+        """Waits for the eviction, because the server has no call to remove blocks."""
         if self._since_pause >= self._breath:
             self._since_pause = 0
             time.sleep(1.1)
@@ -143,7 +144,7 @@ class LMCache:
             self._server.__exit__(None, None, None)
 
     def _clear(self) -> None:
-        # The last stored blocks are published some milliseconds later.
+        # The server publishes the last stored blocks a few milliseconds later.
         time.sleep(0.2)
         self._client.clear(True).result(timeout=TIMEOUT)
 

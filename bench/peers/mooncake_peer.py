@@ -1,7 +1,7 @@
-"""Mooncake Store over TCP: a master, a node with the memory, and a client without memory.
+"""Driver of Mooncake Store over TCP: a master, a node with the memory, and a client.
 
-Its servers listen on every address of the host and have no setting for that. So everything runs in
-a network namespace with loopback only (`child.py --isolated`).
+Mooncake's servers always listen on every address of the host. So all processes run in a network
+namespace that has only loopback (`child.py --isolated`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ store.close()
 
 
 class Mooncake:
-    """Batches move to and from registered memory without a copy in Python."""
+    """Store and client. Python does not copy the blocks, because their memory is registered."""
 
     def __init__(self) -> None:
         self._master: subprocess.Popen[bytes] | None = None
@@ -91,7 +91,7 @@ class Mooncake:
         return answers.index(0) if 0 in answers else len(answers)
 
     def settle(self) -> None:
-        """A read lease expires by itself."""
+        """Does nothing, because a read lease expires by itself."""
 
     def drop(self, names: list[str]) -> None:
         self._store.batch_remove(names, True)

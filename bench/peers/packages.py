@@ -1,7 +1,7 @@
-"""`python -m bench.peers.packages REQUIREMENT`: number of its distributions, and its version.
+"""Counts the packages that a requirement installs: `python -m bench.peers.packages REQUIREMENT`.
 
-The count includes the requirement itself. A dependency that is not installed here counts as one, so
-the count is a lower bound.
+Prints the number, which includes the requirement itself, and the version. A dependency that is not
+installed here counts as one package, so the number is a lower bound.
 """
 
 from __future__ import annotations

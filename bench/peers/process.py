@@ -1,4 +1,4 @@
-"""Process of a peer, seen from the parent."""
+"""Process of a peer: starts `child.py` and sends commands to it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .entries import Entry, isolation
 __all__ = ["PeerProcess"]
 
 PATIENCE = 20.0
-"""Most seconds for a peer's process to end everything."""
+"""Maximum seconds until a peer's process has ended all its servers."""
 
 
 class PeerProcess:
-    """Runs `child.py`; a context manager that always ends everything.
+    """Context manager that runs `child.py` and ends all its processes.
 
-    The child and its servers are one process group, which a Ctrl-C at the terminal does not reach:
-    the parent ends it.
+    The child and its servers are a separate process group. So Ctrl-C at the terminal reaches only
+    the parent, which then ends the group.
     """
 
     def __init__(self, entry: Entry, directory: Path) -> None:
-        """Raises `PeerMissing`. Output goes to `directory`, which the caller removes."""
+        """Output goes to `directory`, which the caller removes. Raises `PeerMissing`."""
         self._name = entry.name
         self._log = directory / "child.log"
         command = [str(entry.python), "-m", "bench.peers.child", entry.peer]
@@ -101,7 +101,9 @@ class PeerProcess:
 def _isolated() -> list[str]:
     command = isolation()
     if command is None:
-        raise PeerMissing("its servers listen on every address, and no network of their own is allowed here (unshare)")
+        raise PeerMissing(
+            "its servers listen on every address, and this system does not allow a separate network (unshare)"
+        )
     return command
 
 

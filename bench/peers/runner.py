@@ -1,4 +1,4 @@
-"""Runs each peer beside kvtier in turns, so that other load affects both."""
+"""Runner of the comparison: each peer in turns with kvtier, so that other load affects both."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from .process import PeerProcess
 __all__ = ["Column", "Effort", "compare"]
 
 KVTIER = 2
-"""Number of entries at the start that are kvtier's."""
+"""Number of kvtier's entries, which are the first."""
 UNKNOWN_KEYS = 8192
 HIT_KEYS = (64, 1024)
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """Amount of work."""
+    """Amount of work: sizes and numbers of rounds."""
 
     capacity_bytes: int = 640 << 20
     pool_bytes: int = 256 << 20
     apart_bytes: int = 128 << 20
-    """As in `Player.start`."""
+    """See `Player.start`, also for `pool_bytes`."""
     rounds: tuple[tuple[int, int], ...] = ((64 << 10, 60), (256 << 10, 40), (2 << 20, 12))
-    """Block size and rounds: each copies, stores and loads 64 blocks."""
+    """Pairs of block size and number of rounds. Each round copies, stores and loads 64 blocks."""
     lookup_bytes: int = 4096
     lookup_rounds: int = 10
     lookups: int = 20
-    """Lookups of present keys in a round; a quarter as many of missing ones."""
+    """Lookups of present keys per round. There are a quarter as many lookups of missing keys."""
     imports: int = 3
     idle_seconds: float = 2.0
-    """Seconds for which an idle server is watched."""
+    """Seconds for which the processor time of an idle server is measured."""
 
 
 @dataclass(slots=True)
@@ -50,21 +50,21 @@ class Column:
 
     name: str
     absent: str | None = None
-    """Why figures are missing."""
+    """Reason why figures are missing; None if no figure is missing."""
     version: str = ""
     ready_seconds: float | None = None
     memory_bytes: int | None = None
     idle_share: float | None = None
-    """Share of one processor while idle."""
+    """Fraction of one processor that the idle server uses."""
     packages: int | None = None
     import_seconds: list[float] = field(default_factory=list)
     movement: dict[int, dict[str, list[float]]] = field(default_factory=dict)
-    """Seconds of memcpy, store and load by block size."""
+    """By block size: seconds of memcpy, store and load."""
     lookups: dict[str, list[float]] = field(default_factory=dict)
 
 
 def compare(directory: Path, effort: Effort, entries: Sequence[Entry] = ENTRIES, kvtier: int = KVTIER) -> list[Column]:
-    """Returns a column per entry; missing and failed peers say so in their column."""
+    """Returns a column per entry. The column of a missing or failed peer has the reason."""
     columns = [Column(entry.name) for entry in entries]
     with ExitStack() as running:
         own = list(zip(columns[:kvtier], entries[:kvtier], strict=True))

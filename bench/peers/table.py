@@ -1,4 +1,4 @@
-"""The results as a table and as JSON."""
+"""Results of the comparison as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .runner import Column
 __all__ = ["Line", "as_json", "lines", "show"]
 
 Line = tuple[str, str, list[tuple[float, float | None] | None]]
-"""Name, unit, and per column a value with its ratio to memcpy, if it has one."""
+"""Row of the table: name, unit, and per column a value and its ratio to memcpy, if any."""
 
 
 def lines(columns: Sequence[Column]) -> Iterator[Line]:
-    """Yields rates of the median round, then times, then the cost of an idle server."""
+    """Yields rows: rates of the median round, then times, then the cost of an idle server."""
     for block_bytes in sorted({size for column in columns for size in column.movement}):
         size = f"{block_bytes >> 20} MiB" if block_bytes >= 1 << 20 else f"{block_bytes >> 10} KiB"
         for what in ("memcpy", "store", "load"):
@@ -60,7 +60,7 @@ def as_json(columns: Sequence[Column], facts: Mapping[str, str]) -> dict[str, An
 
 
 def show(console: Console, columns: Sequence[Column]) -> None:
-    """Prints the table, and why figures are missing."""
+    """Prints the table, and the reasons of missing figures."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("what")
     table.add_column("unit")
@@ -69,10 +69,10 @@ def show(console: Console, columns: Sequence[Column]) -> None:
     for name, unit, cells in lines(columns):
         table.add_row(name, unit, *map(cell_text, cells))
     console.print(table)
-    console.print("In brackets: of memcpy by one thread of the same process, measured in turns with it.")
+    console.print("In brackets: ratio to memcpy by one thread of the same process, measured in turns.")
     for column in columns:
         if column.absent is not None:
-            console.print(f"{column.name} has not all figures: {column.absent}", markup=False, soft_wrap=True)
+            console.print(f"{column.name}: figures are missing: {column.absent}", markup=False, soft_wrap=True)
 
 
 def cell_text(cell: Sequence[float | None] | None) -> str:

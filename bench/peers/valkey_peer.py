@@ -1,7 +1,7 @@
-"""Valkey or Redis: a key-value server over TCP, driven by redis-py with hiredis.
+"""Driver of Valkey or Redis, a key-value server over TCP; the client is redis-py with hiredis.
 
-A batch is one command each way (MSET, MGET). A lookup is one call of a script that stops at the
-first missing key.
+One command stores a batch (MSET) and one loads it (MGET). A lookup is one call of a script that
+stops at the first missing key.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PREFIX = "for i, key in ipairs(KEYS) do if redis.call('EXISTS', key) == 0 then r
 
 
 class Valkey:
-    """Without persistence; with a memory limit it evicts the least recently used keys."""
+    """Server without persistence. At its memory limit it evicts the least recently used keys."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -65,7 +65,7 @@ class Valkey:
         values = self._client.mget(names)
         for value, view in zip(values, blocks.views, strict=True):
             if value is None:
-                raise PeerFailed("a block is not there")
+                raise PeerFailed("a block is missing")
             view[:] = value
 
     def lookup(self, names: list[bytes]) -> int:
@@ -73,10 +73,11 @@ class Valkey:
         return found
 
     def settle(self) -> None:
-        """Nothing is held."""
+        """Does nothing, because a load pins nothing."""
 
     def drop(self, names: list[bytes]) -> None:
-        # The bytes of a command count as used memory, and would evict blocks.
+        # The server counts the bytes of a store command as used memory. Without free space the next
+        # store would evict blocks that are still needed.
         self._client.unlink(*names)
 
     def stop(self) -> None:
@@ -94,7 +95,7 @@ class Valkey:
 def server_program() -> str:
     """Returns the path of `VALKEY_SERVER`, of valkey-server, or of redis-server.
 
-    Debian's packages are unpacked beside this environment (`debian.py`). Raises `PeerMissing`.
+    `debian.py` has unpacked Debian's packages beside this environment. Raises `PeerMissing`.
     """
     unpacked = Path(os.environ.get("KVTIER_BENCH_DEBIAN", "")) / "usr" / "bin"
     chosen = os.environ.get("VALKEY_SERVER")
