@@ -35,13 +35,13 @@ FACTS = ("date", "kvtier", "cpu", "memory", "huge pages", "kernel", "disk", "pyt
 SIZES = ("64 KiB", "256 KiB", "2 MiB")
 SUMMARY = """\
 On a machine with {cpu}, an engine stores blocks of 2 MiB through shared memory at {shm store, 64 x 2 MiB} GB/s and loads
-them at {shm load, 64 x 2 MiB} GB/s. One thread of memcpy reaches {memcpy, 64 x 2 MiB} GB/s there, and kvtier copies with
-two. Over loopback, TCP moves {tcp store, 64 x 2 MiB} and {tcp load, 64 x 2 MiB} GB/s, gRPC
-{grpc store, 64 x 2 MiB} and {grpc load, 64 x 2 MiB} GB/s. A lookup of 64 keys takes
-{lookup of hits, 64 keys, p50} ms (median), a bare gRPC call with as many keys {bare unary call, 64 keys, p50} ms. The server
-answers {server: start to first answer} s after its start. Its index takes
-{memory per key, CPU tier, 1,000,000 keys there} bytes per key in memory, with a million keys. Measured {date}; figures of
-another machine differ, so compare ratios.
+them at {shm load, 64 x 2 MiB} GB/s. For comparison, memcpy with one thread copies {memcpy, 64 x 2 MiB} GB/s; kvtier uses
+two threads. Over loopback, TCP stores at {tcp store, 64 x 2 MiB} GB/s and loads at {tcp load, 64 x 2 MiB} GB/s. gRPC
+stores at {grpc store, 64 x 2 MiB} GB/s and loads at {grpc load, 64 x 2 MiB} GB/s. A lookup of 64 keys takes
+{lookup of hits, 64 keys, p50} ms (median); a bare gRPC call with as many keys takes {bare unary call, 64 keys, p50} ms.
+The server answers its first call {server: start to first answer} s after its start. Its index needs
+{memory per key, CPU tier, 1,000,000 keys there} bytes of memory per key, if the CPU tier has a million keys. The figures
+were measured on {date}. Another machine has other figures, so compare ratios.
 """
 
 
@@ -103,7 +103,7 @@ def _peers(found: dict[str, Any]) -> Iterator[str]:
         yield f"| {row['name']} | {row['unit']} | {' | '.join(cells)} |"
     for one in found["columns"]:
         if one["absent"]:
-            yield f"\n{one['name']} has not all figures: {one['absent']}."
+            yield f"\n{one['name']}: figures are missing: {one['absent']}."
 
 
 def _facts(found: Any) -> Iterator[str]:
