@@ -14,7 +14,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 
-{{/* A quantity in Mi; values.schema.json allows no other units. */}}
+{{/* Converts a quantity to Mi. values.schema.json allows only Mi, Gi and Ti. */}}
 {{- define "kvtier.mebibytes" -}}
 {{- $number := regexFind "^[0-9]+" . | int64 -}}
 {{- if hasSuffix "Ti" . }}{{ mul $number 1048576 }}{{ else if hasSuffix "Gi" . }}{{ mul $number 1024 }}{{ else }}{{ $number }}{{ end }}
@@ -24,10 +24,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- $region := include "kvtier.mebibytes" .Values.regionSize | int64 -}}
 {{- $limit := include "kvtier.mebibytes" .Values.resources.limits.memory | int64 -}}
 {{- if lt $limit (add $region 1024) -}}
-{{- fail (printf "resources.limits.memory (%s) must exceed regionSize (%s) by 1Gi at least: the region counts against it" .Values.resources.limits.memory .Values.regionSize) -}}
+{{- fail (printf "resources.limits.memory (%s) must exceed regionSize (%s) by 1Gi or more, because the region counts against the limit" .Values.resources.limits.memory .Values.regionSize) -}}
 {{- end -}}
 {{- if and .Values.tcp.enabled (not .Values.tcp.insecure) (not (hasKey .Values.config "tls")) -}}
-{{- fail "tcp.enabled: without config.tls the port is unencrypted and open to every peer that reaches it; set tcp.insecure=true if that is intended" -}}
+{{- fail "tcp.enabled: without config.tls the port is unencrypted, and every peer that reaches the port may connect; set config.tls, or tcp.insecure=true if this is intended" -}}
 {{- end -}}
 {{- $auth := .Values.config.auth | default dict }}{{ $tls := .Values.config.tls | default dict -}}
 {{- if and .Values.tcp.enabled (not .Values.tcp.insecure) (not $auth.tokens) (not $tls.client_ca) -}}
@@ -37,7 +37,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- fail "probes.type=grpc needs tcp.enabled, because the kubelet cannot probe a Unix socket" -}}
 {{- end -}}
 {{- if and .Values.metrics.serviceMonitor.enabled $auth.metrics (not .Values.metrics.serviceMonitor.authorization) -}}
-{{- fail "config.auth.metrics: scrapes need a token; set metrics.serviceMonitor.authorization to its secret" -}}
+{{- fail "config.auth.metrics: scrapes need a token; set metrics.serviceMonitor.authorization to the token's secret" -}}
 {{- end -}}
 {{- if and (eq .Values.data.type "none") (hasKey .Values.config "tiers") -}}
 {{- fail "data.type=none cannot be combined with config.tiers, which need storage" -}}
@@ -75,8 +75,8 @@ exec:
 timeoutSeconds: 5
 {{- end }}
 
-{{/* A value as TOML with inline tables. toToml does not work: helm treats every number as a float,
-and kvtier does not accept 4096.0 as an integer. */}}
+{{/* Writes a value as TOML with inline tables. toToml does not work, because helm treats every number
+as a float, and kvtier does not accept 4096.0 as an integer. */}}
 {{- define "kvtier.toml" -}}
 {{- if kindIs "map" . -}}
 { {{- range $index, $key := keys . | sortAlpha }}{{ if $index }}, {{ end }}{{ $key | toJson }} = {{ include "kvtier.toml" (get $ $key) }}{{ end -}} }
