@@ -55,7 +55,7 @@ class Claim:
     """A claim of a hold's blocks after ``computed_tokens``.
 
     ``answer`` is None if nothing was granted. ``usable``: the blocks of the answer that have this
-    request's tokens. ``reach``: number of leading tokens of the request that these blocks provide.
+    request's tokens. ``reach``: number of leading tokens that the request has after their pull.
     """
 
     number: ClaimId
@@ -70,7 +70,7 @@ class Claim:
 
 @dataclass
 class HandoffState:
-    """State of one request.
+    """Hand-off state of one request.
 
     ``hold_at_end``: the request was scheduled, and its blocks are held when it ends (B2.8).
     ``ended``: the request has ended, but workers still write into its blocks.
@@ -113,7 +113,7 @@ def apply_threshold(count: int, params: TransferParams, options: HandoffOptions)
 def usable_blocks(
     geometry: CacheGeometry, request: HandoffRequest, remote: RemoteRequest, claimed: ClaimedBlocks
 ) -> Usable:
-    """Returns the claimed blocks whose keys equal this request's keys, so the tokens are equal."""
+    """Returns the claimed blocks whose keys, and so tokens, equal those of this request."""
     usable: Usable = {group.index: {} for group in geometry.groups}
     groups = {group.index: group for group in geometry.groups}
     for block in claimed.blocks:
@@ -140,10 +140,10 @@ def usable_tokens(geometry: CacheGeometry, usable: Usable, num_tokens: int, comp
 
 
 def needs_older_windows(geometry: CacheGeometry, start: int, end: int) -> bool:
-    """Whether a pull of [``start``, ``end``) needs window blocks before ``start`` that may be lost.
+    """Whether a pull of [``start``, ``end``) needs window blocks that the engine may have evicted.
 
-    An engine with state groups counts tokens as computed if it has their blocks of full attention,
-    even if it evicted their blocks of a sliding window.
+    An engine with state groups counts tokens before ``start`` as computed if it has their
+    full-attention blocks, even if it evicted their sliding-window blocks.
     """
     if not any(group.is_state for group in geometry.groups):
         return False
@@ -152,10 +152,10 @@ def needs_older_windows(geometry: CacheGeometry, start: int, end: int) -> bool:
 
 
 def needs_earlier_context(geometry: CacheGeometry, end: int) -> bool:
-    """Whether a hit on a whole prompt of ``end`` tokens lacks the context of its last token.
+    """Whether a hit on a whole prompt of ``end`` tokens lacks the context of the last token.
 
-    The engine always computes that token. A state after the whole prompt already contains the
-    token. A sliding window may need one earlier block.
+    The engine always computes the last token. A state after the whole prompt already contains that
+    token, and a sliding window may need one earlier block.
     """
     return any(g.is_state or g.first_needed_block(end - 1) < g.first_needed_block(end) for g in geometry.groups)
 
@@ -165,8 +165,8 @@ def plan_pull(
 ) -> list[BlockRead]:
     """Returns the read that fills all blocks allocated for [``start``, ``end``).
 
-    The engine treats every allocated block as loaded. So nothing is read if the claim lacks one of
-    them, or if ``start`` is inside a block.
+    The engine treats every allocated block as loaded. So the result is empty if the claim lacks one
+    of these blocks, or if ``start`` is inside a block.
     """
     read = BlockRead(lease_id)
     for group in geometry.groups:
@@ -206,13 +206,14 @@ class HeldBlocks:
 def hold_blocks(
     geometry: CacheGeometry, engine_id: str, request: HandoffRequest, tables: BlockTables, confirmed_tokens: int
 ) -> HeldBlocks:
-    """Returns the blocks to hold; none, of 0 tokens, if a needed block is missing (B2.17, B2.18).
+    """Returns the blocks to hold: none if the engine lacks one of them (B2.17, B2.18).
 
-    In a window group these are the blocks of the window at the end. If the window of the previous
-    token begins one block earlier and the engine still has that block, it is held too: a peer whose
-    prompt ends here computes the last token again. With state groups nothing is held, because
-    engines free the needed state before the request ends. The peer then loads the blocks that were
-    stored as usual.
+    In a window group these are the blocks of the last window. A peer whose prompt ends here
+    computes the last token again, and needs the window of the previous token. If that window begins
+    one block earlier and the engine still has this block, the block is held too.
+
+    If the model has state groups, nothing is held, because engines free the needed state before the
+    request ends. The peer then looks up the stored blocks, as for other requests.
     """
     nothing = HeldBlocks(0, positions=[[] for _ in geometry.groups])
     if any(group.is_state for group in geometry.groups):
@@ -243,7 +244,7 @@ def _first_held(geometry: CacheGeometry, group: CacheGroup, table: Sequence[int]
 def _block_key(
     request: HandoffRequest, engine_id: str, hold_name: str, group: CacheGroup, position: int, num_tokens: int
 ) -> bytes | None:
-    """Returns the content key of a full block. Other blocks get a key that only the hold uses."""
+    """Returns the content key of a full block. Other blocks get a key for this hold only."""
     is_full = (position + 1) * group.block_tokens <= num_tokens
     if is_full and position < request.final_blocks(group):
         return request.key(group, position)

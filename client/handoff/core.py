@@ -49,7 +49,7 @@ __all__ = ["BlockPull", "EngineIdentity", "FinishedRequest", "HandoffCore"]
 
 
 class EngineIdentity(NamedTuple):
-    """What peers learn about an engine: its id, its server's address, its tensor-parallel size."""
+    """An engine as peers see it: its id, address of its server and tensor-parallel size."""
 
     engine_id: str
     host: str
@@ -65,12 +65,12 @@ class BlockPull(NamedTuple):
 
 
 class FinishedRequest(NamedTuple):
-    """Result of a request's end.
+    """Result of ``HandoffCore.finished``.
 
-    ``params``: the parameters to return to the caller.
-    ``blocks``: all blocks of the hold, with keys. All must be stored, because a peer waits for
-    each.
-    ``drop_saves``: no further block of the request may be stored, because the content of its blocks
+    ``params``: the ``kv_transfer_params`` to return to the caller.
+    ``blocks``: all blocks of the hold, with keys. The engine must store each, because a peer waits
+    for all of them.
+    ``drop_saves``: the engine must not store further blocks of the request, because their content
     may be undefined (B2.16).
     """
 
@@ -103,7 +103,10 @@ class HandoffCore:
         return bool(self._pulls) or any(state.transfer is TransferState.PULLING for state in self._requests.values())
 
     def arrived(self, request: HandoffRequest) -> bool:
-        """Registers a new request; returns whether it may pull. The next step sends a heartbeat."""
+        """Registers a new request; returns whether the request may pull.
+
+        If so, the next ``heartbeat`` call renews the peer's hold.
+        """
         params = TransferParams.parse(request.kv_transfer_params)
         if params is None:
             return False
@@ -118,9 +121,10 @@ class HandoffCore:
     def match(self, request_id: str, computed_tokens: int, now: float, wall_time: float) -> int | None:
         """Returns how many tokens after ``computed_tokens`` can be pulled.
 
-        Returns None if the peer's server has not answered yet; the adapter asks again in the next
-        step. Returns 0 after the request's only transfer (B2.10), and if ``computed_tokens`` ends
-        inside a block. Called each time that the scheduler considers a waiting request.
+        The adapter calls this each time that the scheduler considers a waiting request. If the
+        peer's server has not answered yet, returns None; the adapter asks again in the next step.
+        Returns 0 after the request's only transfer (B2.10), and if ``computed_tokens`` is not a
+        multiple of ``step_tokens``.
         """
         state = self._requests.get(request_id)
         if state is None or state.transfer not in (TransferState.WANTED, TransferState.CLAIMED):
@@ -135,7 +139,7 @@ class HandoffCore:
             if now < claim.deadline:
                 return None
             self._server.warn(
-                f"{request_id}: the claim of {_describe(state.params.remote)} timed out; computed instead"
+                f"{request_id}: the claim of {_describe(state.params.remote)} timed out; the engine computes the request"
             )
             self._end_transfer(state)
             return 0
@@ -156,11 +160,11 @@ class HandoffCore:
             claim.reach = usable_tokens(self._geometry, claim.usable, claimed.num_tokens, claim.computed_tokens)
 
     def allocated(self, request_id: str, tables: BlockTables, external_tokens: int) -> None:
-        """The engine allocated blocks; it pulls ``external_tokens`` of the match: all, some, none.
+        """The engine allocated blocks to pull ``external_tokens`` of the match: all, some or none.
 
-        If it pulls any, the request waits for the pull, so ``take_pulls`` always returns one, even
-        an empty job. If it pulls none, the transfer ends and the core releases the peer's hold
-        (B2.11).
+        If there are tokens to pull, the request waits for the pull. So ``take_pulls`` then always
+        returns a pull, even one with an empty job. If there are none, the core ends the transfer
+        and releases the peer's hold (B2.11).
         """
         state = self._requests.get(request_id)
         if external_tokens > 0:
@@ -172,12 +176,12 @@ class HandoffCore:
         if state.transfer in (TransferState.WANTED, TransferState.CLAIMED):
             if params.remote is None:
                 self._server.warn(
-                    f"{request_id}: its kv_transfer_params name no complete peer to pull from; computed instead"
+                    f"{request_id}: kv_transfer_params do not fully name the peer; the engine computes the request"
                 )
             self._end_transfer(state)
 
     def pull_ended(self, request_id: str) -> None:
-        """Workers have ended a pull, successful or not: the request's only transfer."""
+        """Workers have ended the request's pull, successfully or not. This ends the transfer."""
         state = self._requests.get(request_id)
         if state is not None and state.transfer is TransferState.PULLING:
             self._end_transfer(state)
@@ -185,7 +189,7 @@ class HandoffCore:
                 del self._requests[request_id]
 
     def reset(self) -> None:
-        """The engine's cache was reset, for example for new weights: drops all claims (B4.13).
+        """Drops all claims: the engine's cache was reset, for example for new weights (B4.13).
 
         Pulls in flight continue, as running requests do. Waiting requests claim again.
         """
@@ -199,7 +203,7 @@ class HandoffCore:
         return pulls
 
     def heartbeat(self, now: float) -> None:
-        """Renews the holds to pull, six times per lease duration (B2.1). Called once per step."""
+        """Renews the holds to pull, six times per lease duration (B2.1). Call it once per step."""
         new_requests, self._without_heartbeat = self._without_heartbeat, []
         if now >= self._next_heartbeat_at:
             self._next_heartbeat_at = now + self._options.heartbeat_s
@@ -210,9 +214,9 @@ class HandoffCore:
     def finished(
         self, request_id: str, tables: BlockTables, confirmed_tokens: int, reason: FinishReason, wall_time: float
     ) -> FinishedRequest:
-        """The request has ended. Blocks of the result must be stored before the engine frees them.
+        """Ends a request. Returns the blocks that the engine must store before it frees them.
 
-        All other blocks may be freed at once.
+        The engine may free all other blocks at once.
         """
         state = self._requests.pop(request_id, None)
         if state is None:
@@ -245,7 +249,7 @@ class HandoffCore:
         # The hold has expired, or will expire before workers have read it (B2.19).
         if params.expiry_time is not None and params.expiry_time - EXPIRY_MARGIN_S <= wall_time:
             self._server.debug(
-                f"{request.request_id}: the hold of {_describe(params.remote)} has expired; computed instead"
+                f"{request.request_id}: the hold of {_describe(params.remote)} has expired; the engine computes the request"
             )
             return False
         offered = offered_tokens(params, request.prompt_tokens, computed_tokens, options)
@@ -298,7 +302,7 @@ class HandoffCore:
         if state is None or state.transfer not in (TransferState.WANTED, TransferState.CLAIMED):
             self._pulls.append(BlockPull(None, job))
             return
-        # Set first: if a line below raises, the pull counts as failed and no other is tried.
+        # Record the pull first. If planning raises, workers report the empty job as failed.
         state.transfer = TransferState.PULLING
         self._pulls.append(BlockPull(state.params.remote, job))
         claim, start = state.claim, state.offered_from

@@ -1,7 +1,7 @@
 """Interfaces of the hand-off core to the engine and to servers; options of the core.
 
-The core calls all methods of the interfaces on the scheduler's thread. The methods must not block.
-They must not raise because a server failed.
+The core calls all methods of the interfaces on the scheduler's thread. The methods must not block,
+and must not raise if a server fails.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class HandoffRequest(Protocol):
 
     @property
     def request_id(self) -> str:
-        """The engine's id, as in the calls of the core."""
+        """The engine's id of the request, as in calls of the core."""
         ...
 
     @property
@@ -170,14 +170,13 @@ class HandoffServer(Protocol):
 class HandoffOptions:
     """Settings of the core; times in seconds.
 
-    ``kv_recompute_threshold``: if a pull would have fewer tokens than this, a prefill engine
-        computes them instead; with 0 it always pulls.
-    ``bidirectional_kv_xfer``: whether decode engines hold their requests, and prefill engines pull
-        them.
+    ``kv_recompute_threshold``: if fewer tokens than this can be pulled, a prefill engine computes
+        these tokens. With 0 the engine always pulls.
+    ``bidirectional_kv_xfer``: whether decode engines hold finished requests for prefill engines.
     ``kv_lease_duration``: lifetime of a prefill engine's hold without a heartbeat.
     ``decoder_kv_blocks_ttl``: lifetime of a decode engine's hold.
-    ``claim_timeout_s``: maximum time that a request waits for its claim. Then the engine computes
-        the request.
+    ``claim_timeout_s``: maximum time that a request waits for its claim; after this time the engine
+        computes the request.
     ``claim_lifetime_s``: if a granted claim is not pulled within this time, the core claims again.
         Choose it shorter than the lease.
     """

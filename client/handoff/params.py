@@ -1,4 +1,4 @@
-"""Parses ``kv_transfer_params`` with vLLM's key names (B2.3, B2.18).
+"""Parser of ``kv_transfer_params`` with vLLM's key names (B2.3, B2.18).
 
 Invalid values count as absent, because the parameters come from other machines through a proxy.
 """
@@ -12,15 +12,15 @@ from typing import Any
 
 __all__ = ["RemoteRequest", "TransferParams"]
 
-# The server's limit. A heartbeat call carries the names of many requests; one longer name would
-# make the whole call fail.
+# The server's limit. A heartbeat call has the names of many requests; the server would refuse the
+# whole call because of one longer name.
 _MAX_NAME_LENGTH = 512
 _PEER_KEYS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
 
 @dataclass(frozen=True)
 class RemoteRequest:
-    """A request of another engine, and the server that holds it."""
+    """A request of another engine, and the address of the server that holds the request."""
 
     engine_id: str
     request_id: str
@@ -34,9 +34,9 @@ class TransferParams:
 
     ``remote``: the peer's request, if all four keys of the peer are given.
     ``has_blocks``: whether ``remote_block_ids`` names a block.
-    ``num_tokens``: number of tokens that the peer's blocks have.
+    ``num_tokens``: number of tokens for which the peer has blocks.
     ``expiry_time``: when the hold expires, in seconds since 1970; None if not given.
-    ``holds_nothing``: the peer lists its groups, but none has a block, so nothing can be pulled.
+    ``holds_nothing``: the peer lists groups without any block, so nothing can be pulled.
     ``has_no_peer``: all four keys of the peer are given, with the value None.
     """
 
@@ -92,7 +92,7 @@ def _groups(block_ids: object) -> list[Sequence[Any]]:
 
 
 def _number(value: object) -> float | None:
-    """Returns a finite number, also from text (a port may be text). For other values: None."""
+    """Returns a finite number, also from text such as a port; None for other values."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:

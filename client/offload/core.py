@@ -88,8 +88,8 @@ class OffloadCore:
         """Registers a new request; returns whether a lookup after ``engine_tokens`` was started.
 
         ``engine_tokens`` estimates the hit in the engine's own cache. If the estimate is too low,
-        the lookup asks for a few keys too many. If it is too high, a second lookup is needed. If it
-        is None, the lookup starts with the first ``match``.
+        the lookup asks for a few keys too many. If the estimate is too high, a second lookup is
+        needed. If the estimate is None, the lookup starts with the first ``match``.
         """
         state = self._requests[request.request_id] = OffloadRequest(request)
         if engine_tokens is None or not self._may_look_up(state):
@@ -99,9 +99,10 @@ class OffloadCore:
     def match(self, request_id: str, computed_tokens: int, now: float) -> int | None:
         """Returns how many tokens after ``computed_tokens`` can be loaded.
 
-        Returns None if the server has not answered yet; the adapter asks again in the next step.
-        Called each time that the scheduler considers a waiting request. The blocks of the hit stay
-        pinned until the load has ended, or until the request ends or is computed (B4.3).
+        The adapter calls this each time that the scheduler considers a waiting request. If the
+        server has not answered yet, returns None; the adapter asks again in the next step. The
+        blocks of the hit stay pinned until the load ends. Without a load they stay pinned until the
+        request ends or the engine computes it (B4.3).
         """
         state = self._requests.get(request_id)
         if state is None:
@@ -120,10 +121,10 @@ class OffloadCore:
         self._loads.answered(lookup, found, now)
 
     def allocated(self, request_id: str, tables: BlockTables, external_tokens: int) -> None:
-        """The engine allocated blocks; it loads ``external_tokens`` of the hit: all, some or none.
+        """The engine allocated blocks to load ``external_tokens`` of the hit: all, some or none.
 
-        If it loads any, the request waits for the load, so a ``LoadJob`` is always planned. If
-        nothing can be read, the job is empty and workers report it as failed.
+        If there are tokens to load, the request waits for the load. So a ``LoadJob`` is then always
+        planned. If nothing can be read, the job is empty and workers report the job as failed.
         """
         state = self._requests.get(request_id)
         if external_tokens > 0:
@@ -144,7 +145,7 @@ class OffloadCore:
         return state.sources if state is not None else {}
 
     def loads_ended(self, ended: Iterable[str], failed: Iterable[str]) -> None:
-        """All workers have ended these loads. If a load failed, the engine computes its blocks."""
+        """All workers have ended these loads. The engine computes the blocks of failed loads."""
         for request_id in failed:
             state = self._requests.get(request_id)
             if state is not None:
@@ -159,7 +160,7 @@ class OffloadCore:
     # ---- saves
 
     def plan_saves(self, computed: Iterable[ScheduledRequest], now: float) -> list[EndedSave]:
-        """Plans this step's saves; called once per step after scheduling. Returns expired jobs."""
+        """Plans this step's saves and returns expired jobs. Call this after each scheduling."""
         lost = self._saves.expire(now)
         self._saves_ended(lost, now)
         if self._reset is _Reset.NONE:
@@ -207,7 +208,7 @@ class OffloadCore:
     ) -> None:
         """The request has ended. Saves the blocks that the request's last step filled (B4.14).
 
-        ``held``: blocks that a peer waits for, with keys. Those not offered yet are saved too.
+        ``held``: blocks that a peer waits for, with keys. The core saves those not offered yet.
         """
         state = self._requests.get(request_id)
         if state is None:
@@ -235,10 +236,7 @@ class OffloadCore:
         return bool(self._loading or self._plan.loads or self._plan.saves) or self._saves.pending
 
     def frees_pending(self, now: float) -> bool:
-        """Whether a save will free blocks soon.
-
-        If so, the engine should wait instead of preempting a request.
-        """
+        """Whether to wait instead of preempting a request, because a save will free blocks soon."""
         return self._saves.pending and self._saves.blocks_awaiting_save_only(now)
 
     def reset(self) -> bool:
@@ -337,7 +335,7 @@ class OffloadCore:
         self._end_at_server(state)
 
     def _end_at_server(self, state: OffloadRequest) -> None:
-        """Ends an ended request at the server too, if no save of the request is in flight."""
+        """Reports the end of a request to the server, unless a save of the request is in flight."""
         if state.phase is RequestPhase.ENDED and not state.saves_in_flight:
             self._server.end_request(state.engine)
 

@@ -13,29 +13,28 @@ from .saves import EndedSave
 
 __all__ = ["EvictionLookahead"]
 
-# While the blocks of one step are allocated, those of the next one are copied.
+# While the engine allocates the blocks of one step, workers save the blocks of the next step.
 _STEPS_AHEAD = 2
 # A scan costs about 1 µs per block, so it does not run in every step.
 _MIN_COVERAGE = 0.75
 _STEPS_BETWEEN_SCANS = 16
-# The server does not report evictions. So a stored block counts as stored for one to two times this
-# time and is then offered again. If the server still has the block, this costs one key in a call.
+# The server does not report evictions. So a stored block counts as stored for one to two periods of
+# this length. Then the block is offered again, which costs one key in a call if it is still stored.
 _STORED_TTL_S = 60.0
 
 
 class EvictionLookahead:
-    """Chooses the blocks to store: those that the next steps may evict.
+    """Chooses blocks to store: blocks that the next steps may evict.
 
-    Scans the engine's free blocks, beginning with the next block to evict. Scans again after some
-    steps, because prefix hits also remove blocks from the middle. Scans earlier if many blocks of
-    the last scan are no longer free. After the store, a block is at its old place in the eviction
-    order.
+    Scans the engine's free blocks in eviction order. Scans again after some steps, because prefix
+    hits also remove blocks from the middle of this order. Scans earlier if many blocks of the last
+    scan are no longer free. After the store, a block is at its old place in the eviction order.
     """
 
     def __init__(self, geometry: CacheGeometry, batched_tokens: int, pool: BlockPool) -> None:
         self.target = _STEPS_AHEAD * sum(group.blocks_per_step(batched_tokens) for group in geometry.groups)
         self._pool = pool
-        # Blocks of the last scan that need no store, the next one to evict first.
+        # Blocks of the last scan that need no store, in eviction order.
         self._covered: deque[FreeBlock] = deque()
         self._in_flight: set[int] = set()
         self._steps_since_scan = 0
@@ -65,9 +64,9 @@ class EvictionLookahead:
         return chosen
 
     def ended(self, save: EndedSave, now: float) -> None:
-        """Records the result of a save. Puts its free blocks back into the eviction order.
+        """Records the result of a save. Puts blocks that were free back into the eviction order.
 
-        The result is ignored if the server has changed since.
+        The result is ignored if the server has changed since the save began.
         """
         job = save.job
         if save.was_free:

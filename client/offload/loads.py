@@ -50,7 +50,7 @@ class BlockPosition(NamedTuple):
 class PresenceQuery:
     """Asks which of ``blocks`` are stored.
 
-    With ``prefix`` the answer has only the stored blocks before the first missing one.
+    With ``prefix`` the answer has only the stored blocks before the first missing block.
     """
 
     blocks: Sequence[BlockPosition]
@@ -74,9 +74,9 @@ class RequestPhase(Enum):
     """Phase of a request.
 
     WAITING: the engine has not computed the request yet, or not since a preemption or load.
-    LOADING: workers write into its blocks.
-    RUNNING: the engine computes it.
-    ENDING: the request has ended, but workers still write into its blocks.
+    LOADING: workers write into the request's blocks.
+    RUNNING: the engine computes the request.
+    ENDING: the request has ended, but workers still write into the request's blocks.
     ENDED: at most saves of the request are still in flight.
     """
 
@@ -136,9 +136,9 @@ class LoadPlanner:
         self._next_lookup = 1
 
     def begin(self, state: OffloadRequest, start: int, now: float) -> Lookup | None:
-        """Starts a lookup of the tokens after ``start``.
+        """Starts a lookup of the full blocks after ``start``.
 
-        Returns None if there are no such tokens or no server is connected.
+        Returns None if there is no such block or no server is connected.
         """
         request, step = state.engine, self._geometry.step_tokens
         limit = usable_limit(request.total_tokens, step)
@@ -160,7 +160,7 @@ class LoadPlanner:
             lookup.found, lookup.answered_at = found, now
 
     def match(self, state: OffloadRequest, computed_tokens: int, now: float) -> int | None:
-        """Returns how many tokens after ``computed_tokens`` can be loaded; None: not known yet."""
+        """Returns how many tokens after ``computed_tokens`` can be loaded; None if unknown yet."""
         step = self._geometry.step_tokens
         if computed_tokens % step or usable_limit(state.engine.total_tokens, step) <= computed_tokens:
             return 0
@@ -195,7 +195,7 @@ class LoadPlanner:
         return job
 
     def failed(self, state: OffloadRequest) -> None:
-        """The load failed: the engine computes the blocks, and these are stored again."""
+        """The load failed. The engine computes its blocks, and the core offers them for storing."""
         state.compute_only = True
         state.progress.loaded = range(0)
         state.loading_blocks = []
@@ -252,13 +252,13 @@ def search_hit(
         if limit <= start:
             return start
     if geometry.drop_last_block:
-        # A draft model's KV of the last token of a block depends on the next token.
+        # A draft model's KV of a token depends on the next token, so the last block is unusable.
         limit -= step
     partial = [g for g in geometry.groups if g.kind is not CacheGroupKind.FULL]
     if not partial or limit <= start:
         return limit
-    # In most cases the windows at the end of the full hit are stored. Otherwise shorter hits are
-    # tried.
+    # In most cases all windows at the end of the full hit are stored, so the first query asks only
+    # for these.
     tails = [
         block for block in _positions(partial, start, limit) if block.position >= block.group.first_needed_block(limit)
     ]
@@ -278,7 +278,7 @@ def longest_hit(
 
     ``present[group.index]`` holds the positions of the stored blocks. The engine itself has the
     tokens before ``start`` in every group. ``start`` and ``limit`` are multiples of
-    ``step_tokens``; ``start`` is the result if there is no longer prefix.
+    ``step_tokens``. If no stored block extends the prefix, the result is ``start``.
     """
     runs = {group.index: _run_lengths(group, present.get(group.index, frozenset()), start, limit) for group in groups}
     for hit in range(limit, start, -step_tokens):

@@ -1,7 +1,7 @@
 """Interfaces of the offload core to the engine and the server; jobs and options of the core.
 
-The core calls all methods of the interfaces on the scheduler's thread. The methods must not block.
-They must not raise because a server failed.
+The core calls all methods of the interfaces on the scheduler's thread. The methods must not block,
+and must not raise if a server fails.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class EngineRequest(Protocol):
 
     @property
     def request_id(self) -> str:
-        """The engine's id, as in the calls of the core; unique among unfinished requests."""
+        """The engine's id, as in calls of the core. It is unique among unfinished requests."""
         ...
 
     @property
@@ -153,7 +153,7 @@ class EngineRequest(Protocol):
 
     @property
     def may_load(self) -> bool:
-        """Whether the request may use stored blocks. The core reads it before each lookup."""
+        """Whether the request may use stored blocks. The core asks before each lookup."""
         ...
 
     @property
@@ -327,13 +327,13 @@ class OffloadMode(Enum):
 class OffloadOptions:
     """Settings of the core; all times in seconds.
 
-    ``lookup_timeout_s``: maximum time that a request waits for its lookup. Then the engine computes
-    the request.
-    ``hit_lifetime_s``: if a hit is not loaded within this time, it is looked up again. Choose it
-    shorter than the lease of the lookup.
+    ``lookup_timeout_s``: maximum time that a request waits for its lookup; after this time the
+    engine computes the request.
+    ``hit_lifetime_s``: if a hit is not loaded within this time, the core looks it up again. Choose
+    a shorter time than the lease of the lookup.
     ``max_held_fraction``: maximum fraction of the engine's blocks that saves in flight may hold.
     ``save_lost_after_s``: after this time without a report a save counts as not stored. By then
-    workers must have stopped reading its blocks, and must not publish what they read (B5.6).
+    workers must have stopped reading the blocks, and must not store what they read (B5.6).
     ``batched_tokens``: maximum number of tokens per step; lazy mode looks two steps ahead.
     """
 

@@ -1,16 +1,16 @@
 """Saves of the offload core: chooses blocks to store and holds them until then (B4, B5).
 
-"Offer" means: add a block to a save job. A block is offered in the step that fills it, whether the
-engine computes prompt tokens, recomputes after a preemption or decodes. Workers copy the block
-after that step's compute. Until every worker has reported the copy, the core holds an additional
-reference to the block in the engine's block pool. So the engine does not overwrite the block, even
-if the request ends, is preempted or moves its sliding window. Alternatives are worse. Copying
-inside the step adds the copy and two round trips to every step. Delaying the end of requests does
-not protect blocks that are freed earlier.
+"Offer" means: add a block to a save job. A block is offered in the step that fills the block: in
+prefill, recomputation or decode. Workers copy the block after that step's compute. Until every
+worker has reported the copy, the core holds an additional reference to the block in the engine's
+block pool. So the engine does not overwrite the block, even if the request ends, is preempted or
+moves its sliding window. Alternatives are worse. Copying inside the step adds the copy and two
+round trips to every step. Delaying the end of requests does not protect blocks freed earlier.
 
 Blocks found in the engine's own prefix cache are offered too. The server answers "present" for
-blocks that it has. Blocks that it lost (eviction, restart) are stored again (B4.15). A block that a
-worker could not store is offered again at growing intervals, and when the request ends (B3.5).
+blocks that it has. If the server has lost a block (eviction, restart), the block is stored again
+(B4.15). A block that a worker could not store is offered again at growing intervals, and when the
+request ends (B3.5).
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class SaveProgress:
 class EndedSave(NamedTuple):
     """A save that all workers have reported, or that expired.
 
-    ``suspect``: the server has changed since the save began, so it may lack the blocks.
+    ``suspect``: the server has changed since the save began, so the server may lack the blocks.
     ``was_free``: the blocks were free before; the caller puts them back into the eviction order.
     """
 
@@ -128,7 +128,7 @@ class SavePlanner:
         self, geometry: CacheGeometry, world_size: int, max_held_fraction: float, lost_after_s: float, pool: BlockPool
     ) -> None:
         self._null_block = geometry.null_block
-        # If the hold budget is short, full attention waits: only its blocks stay for the next step.
+        # Full attention comes last: if the hold budget is short, its blocks are still there later.
         self._groups = sorted(geometry.groups, key=lambda group: group.kind is CacheGroupKind.FULL)
         self._state_sizes = {group.block_tokens for group in geometry.groups if group.is_state}
         self._world_size = world_size
@@ -151,7 +151,7 @@ class SavePlanner:
         return max(0, int(self._pool.num_blocks * self._max_held_fraction) - len(self._in_flight))
 
     def blocks_awaiting_save_only(self, now: float) -> bool:
-        """Whether some block is in use only by its save; False if the oldest save takes long."""
+        """Whether a block is in use only by its save, unless the oldest save takes long."""
         first = next(iter(self._jobs.values()), None)
         if first is None or now - first.sent_at > _SHORT_WAIT_S:
             return False
@@ -160,7 +160,7 @@ class SavePlanner:
     def step_ends(self, progress: SaveProgress, tokens: int) -> None:
         """Records that this step computes a request up to ``tokens``, without draft tokens."""
         if any(tokens % size == 0 for size in self._state_sizes):
-            # Older ends are dropped: an engine may have overwritten the state in their block.
+            # Drops older ends, because the engine may have overwritten the states in their blocks.
             progress.ends = {end for end in progress.ends if end + max(self._state_sizes) >= tokens} | {tokens}
 
     def plan(
@@ -266,7 +266,7 @@ class SavePlanner:
                 else:
                     progress.stored()
         if not state.was_free:
-            # Engines evict in the order of release, so the tail of a prefix goes before its head.
+            # Engines evict in the order of release: first the tail of a prefix, then the head.
             self._pool.release(job.block_ids[::-1])
         return EndedSave(job, frozenset(state.not_stored), state.suspect, state.was_free)
 

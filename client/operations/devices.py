@@ -130,9 +130,9 @@ class DeviceOperations(LookupOperations):
     def _register(self, session: ClientSession, wait: float = 0.0) -> Operation[_Registered]:
         """Returns the registration with the session's server, and registers if necessary.
 
-        `wait`: additional seconds for the start of the copy worker. If the start takes longer, raises
-        `DeadlineExceeded`. If `wait` is 0, raises `DeviceUnavailable` instead, so that the caller can
-        use another transport.
+        `wait`: additional seconds for the start of the copy worker. If the start takes longer,
+        raises `DeadlineExceeded`. If `wait` is 0, raises `DeviceUnavailable` instead, so that the
+        caller can use another transport.
         """
         registered, refused = self._registered, self._refused
         if registered is not None and registered.session is session:
