@@ -16,7 +16,7 @@ from .finding import CheckContext, CheckResult, fail, ok, warn
 __all__ = ["trust"]
 
 _SOON_SECONDS = 14 * 86400
-_NO_START = "a server cannot start; a running server keeps the previous contents in use"
+_NO_START = "the server does not start; a running server keeps the previous contents in use"
 _RENEW = "replace the file; a running server uses the new file from the next connection on"
 
 

@@ -187,7 +187,7 @@ def test_a_handoff_is_explained_on_both_sides(client: Client, reader: Client, tm
         "the hold was found",
         "1 blocks were not requested; the other blocks:",
         "blocks 0-1: hit in cpu",
-        "block 2: miss, pending: the blocks were still being stored",
+        "block 2: miss, pending: a store of the blocks was still running",
         "there was no hold",
     ):
         assert piece in claimed
