@@ -7,6 +7,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Callable, Coroutine
+from functools import partial
 
 from ..cuda.host.memory import tune_malloc
 from .config.machine import allow_descriptors
@@ -17,7 +18,7 @@ from .process.systemd import ServiceManager
 from .rpc.sessions import SessionRegistry
 from .runtime import TierRuntime
 from .services.admin import AdminService
-from .services.status_builder import StatusBuilder
+from .services.admin_messages import build_status
 from .startup import (
     Backend,
     StartError,
@@ -127,7 +128,7 @@ class Server:
         listeners = open_listeners(backend, tracing, sockets, closers)
 
         drain, loop_lag = Drain(runtime, sessions, self._end), LoopLag()
-        status = StatusBuilder(runtime, sessions, started, loop_lag)
+        status = partial(build_status, runtime, sessions, started, loop_lag)
         add_services(backend, listeners, AdminService(runtime, sessions, status, drain), closers)
         health = await register_health(listeners.grpc)
         self.ports = bind_endpoints(config, listeners.grpc, access)

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection
 from ..cuda.host.numa import choose_nodes, memory_nodes, read_placement
 from ..cuda.host.region import PAGE_BYTES, HostRegion, RegionError
 from ..protos.endpoint import Endpoint, default_endpoint
-from ..protos.v1 import admin_pb2_grpc, cache_pb2_grpc, handoff_pb2_grpc, session_pb2_grpc
+from ..protos.v1 import admin_pb2, admin_pb2_grpc, cache_pb2_grpc, handoff_pb2_grpc, session_pb2_grpc
 from ..tiers.base import TierError
 from .auth.authenticator import AccessControl, AccessError
 from .bulk.broker import BulkBroker
@@ -44,7 +44,6 @@ from .services.cache import CacheService
 from .services.devices import DeviceCopyCalls, add_device_calls
 from .services.handoff import HandoffService
 from .services.session import SessionService
-from .services.status_builder import StatusBuilder
 from .services.transfer import TransferService
 from .telemetry.health import Health
 from .telemetry.http import MetricsServer, MetricsServerError, on_loop
@@ -290,7 +289,9 @@ def bind_endpoints(config: Config, server: grpc.aio.Server, access: AccessContro
     return ports
 
 
-def start_metrics_server(backend: Backend, drain: Drain, status: StatusBuilder, closers: AsyncExitStack) -> int | None:
+def start_metrics_server(
+    backend: Backend, drain: Drain, status: Callable[[], admin_pb2.GetStatusResponse], closers: AsyncExitStack
+) -> int | None:
     """Serves metrics, health and status page over HTTP; returns the port, None if turned off."""
     config = backend.config.metrics
     if config is None:
@@ -299,7 +300,7 @@ def start_metrics_server(backend: Backend, drain: Drain, status: StatusBuilder, 
     # The health check fails if the server is ending or its event loop does not answer. A broken
     # tier or a drain does not fail the check, because a restart would not help.
     unhealthy = on_loop(loop, lambda: "draining" if drain.ending else None)
-    page = StatusPage(on_loop(loop, status.status))
+    page = StatusPage(on_loop(loop, status))
     with _start_errors():
         server = MetricsServer(config, backend.metrics.registry, unhealthy, backend.access.may_see_metrics, page=page)
     closers.push_async_callback(asyncio.to_thread, server.close)

@@ -156,11 +156,10 @@ class _Outcome:
             self._code = grpc.StatusCode.CANCELLED
         seconds = time.monotonic() - self._started
         tracing = self._interceptor.tracing
-        trace_id = tracing and tracing.call_ended(self._method, self._code.name, seconds, self._context)
-        if trace_id:
-            self._interceptor.observe(self._method, self._code.name, seconds, trace_id)
-        else:
-            self._interceptor.observe(self._method, self._code.name, seconds)
+        trace_id = (
+            None if tracing is None else tracing.call_ended(self._method, self._code.name, seconds, self._context)
+        )
+        self._interceptor.observe(self._method, self._code.name, seconds, trace_id)
         if self._interceptor.audit_log is not None:
             self._interceptor.audit_log.record_call(self._method, self._code.name)
 

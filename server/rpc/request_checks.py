@@ -15,7 +15,7 @@ from ...tiers.types import GROUP_INDEX_BYTES, NamespaceSpec
 from ..config.schema import HandoffConfig, LeaseConfig, LimitConfig, RetentionConfig
 from ..refused import Refused
 
-__all__ = ["RequestValidator"]
+__all__ = ["RequestValidator", "duration_seconds"]
 
 _MAX_REQUEST_ID_BYTES = 512
 
@@ -96,26 +96,27 @@ class RequestValidator:
 
     def wait(self, wait: Duration) -> float:
         """Returns the time that a call may wait; 0 if not given."""
-        return min(_seconds(wait, "wait"), self.limits.max_wait)
+        return min(duration_seconds(wait, "wait"), self.limits.max_wait)
 
     def lease(self, duration: Duration) -> float:
         """Returns the duration of a lease."""
-        return min(_seconds(duration, "lease_duration") or self.leases.default, self.leases.max)
+        return min(duration_seconds(duration, "lease_duration") or self.leases.default, self.leases.max)
 
     def retention(self, retain_for: Duration) -> float:
         """Returns the time for which blocks are exempt from eviction; 0 if not given."""
-        return min(_seconds(retain_for, "retain_for"), self._retention.max)
+        return min(duration_seconds(retain_for, "retain_for"), self._retention.max)
 
     def hold(self, duration: Duration) -> float:
         """Returns the duration of a hold."""
-        return min(_seconds(duration, "duration") or self._handoff.default, self._handoff.max)
+        return min(duration_seconds(duration, "duration") or self._handoff.default, self._handoff.max)
 
     def extension(self, extension: Duration) -> float | None:
         """Returns the requested remaining time of a hold; None if not given."""
-        return min(_seconds(extension, "extension"), self._handoff.max) or None
+        return min(duration_seconds(extension, "extension"), self._handoff.max) or None
 
 
-def _seconds(duration: Duration, name: str) -> float:
+def duration_seconds(duration: Duration, name: str) -> float:
+    """Converts the duration in the request field `name`. Raises `Refused` if it is negative."""
     seconds = duration.seconds + duration.nanos / 1e9
     if seconds < 0 or not math.isfinite(seconds):
         raise Refused("INVALID_ARGUMENT", f"{name} is negative")

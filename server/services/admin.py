@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 
@@ -17,6 +17,7 @@ from ...tiers.storage.fsck import NAMESPACE_BYTES
 from ..config.tenants import tenant_tag
 from ..drain import Drain
 from ..refused import Refused
+from ..rpc.request_checks import duration_seconds
 from ..rpc.sessions import SessionRegistry
 from ..runtime import TierRuntime
 from ..telemetry.logs import get_logger
@@ -29,7 +30,6 @@ from .admin_messages import (
     lease_status,
 )
 from .online_fsck import OnlineFsck
-from .status_builder import StatusBuilder
 
 __all__ = ["AdminService"]
 
@@ -46,7 +46,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self,
         runtime: TierRuntime,
         sessions: SessionRegistry,
-        status: StatusBuilder,
+        status: Callable[[], admin_pb2.GetStatusResponse],
         drain: Drain,
     ) -> None:
         self._runtime = runtime
@@ -59,7 +59,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def GetStatus(
         self, request: admin_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.GetStatusResponse:
-        return self._status.status()
+        return self._status()
 
     async def ListLeases(
         self, request: admin_pb2.ListLeasesRequest, context: grpc.aio.ServicerContext
@@ -170,9 +170,7 @@ def _eviction_request(request: admin_pb2.EvictRequest, tiers: list[str], now: fl
         raise Refused(
             "INVALID_ARGUMENT", f"namespace_id has {len(request.namespace_id)} bytes; it must have {NAMESPACE_BYTES}"
         )
-    unused_for = request.unused_for.seconds + request.unused_for.nanos / 1e9
-    if unused_for < 0:
-        raise Refused("INVALID_ARGUMENT", "unused_for is negative")
+    unused_for = duration_seconds(request.unused_for, "unused_for")
     return EvictionRequest(
         [number for number, name in enumerate(tiers) if name in request.tiers or not request.tiers],
         namespace=NamespaceId(request.namespace_id) if request.namespace_id else None,

@@ -1,13 +1,16 @@
-"""Builds AdminService messages from the core's records."""
+"""AdminService messages, built from the records of the core and the server."""
 
 from __future__ import annotations
 
+import os
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
+from ... import __version__
 from ...cuda.host.region import HostRegion
 from ...protos.v1 import admin_pb2, cache_pb2, handoff_pb2
 from ...tiers.base import OffloadPolicy
@@ -19,21 +22,21 @@ from ...tiers.stats.request_log import HoldRecord, LookupRecord, OutcomeRun, Req
 from ...tiers.stats.snapshots import HandoffStats, TierStats
 from ...tiers.storage.fsck import NAMESPACE_BYTES
 from ...tiers.types import HandoffDirection, MissReason, ShareStats
-from ..rpc.sessions import OpenSession
+from ..rpc.sessions import PROTOCOL_VERSIONS, OpenSession, SessionRegistry
+from ..runtime import TierRuntime
+from ..telemetry.loop_lag import LoopLag
 from .online_fsck import Progress
 
 __all__ = [
     "POLICIES",
+    "build_status",
+    "duration_of",
     "evict_step",
     "explain_answer",
     "fsck_step",
     "handoff_status",
     "handoff_totals",
     "lease_status",
-    "miss_counts",
-    "region_status",
-    "session_status",
-    "tier_status",
 ]
 
 POLICIES = {
@@ -42,7 +45,41 @@ POLICIES = {
 }
 
 
-def tier_status(tier: TierStats) -> admin_pb2.TierStatus:
+def build_status(
+    runtime: TierRuntime, sessions: SessionRegistry, ready_at: float, loop_lag: LoopLag
+) -> admin_pb2.GetStatusResponse:
+    """`ready_at` is in seconds on the runtime's clock."""
+    stats, now = runtime.stats(), runtime.now()
+    held: dict[bytes, list[BlockLease | Store]] = defaultdict(list)
+    for lease in runtime.core.leases():
+        held[lease.owner.session_id].append(lease)
+    for store in runtime.core.stores():
+        held[store.owner.session_id].append(store)
+    return admin_pb2.GetStatusResponse(
+        server_version=__version__,
+        epoch=sessions.epoch,
+        draining=sessions.draining,
+        tiers=map(_tier_status, stats.tiers),
+        sessions=[_session_status(session, held.get(session.core.id, ()), now) for session in sessions.all()],
+        leases=stats.leases,
+        stores=stats.stores,
+        quarantined_bytes=stats.quarantined_bytes,
+        namespaces=stats.namespaces,
+        holds=stats.holds,
+        held_bytes=stats.held_bytes,
+        handoffs=[handoff_totals(direction, totals) for direction, totals in stats.handoffs.items()],
+        pid=os.getpid(),
+        protocol_versions=PROTOCOL_VERSIONS,
+        region=_region_status(runtime.region),
+        lookup_keys=stats.lookup_keys,
+        lookup_misses=stats.lookup_misses,
+        misses=_miss_counts(stats.misses_by_reason),
+        uptime=duration_of(now - ready_at),
+        loop_lag=duration_of(loop_lag.worst),
+    )
+
+
+def _tier_status(tier: TierStats) -> admin_pb2.TierStatus:
     return admin_pb2.TierStatus(
         **_same_fields(admin_pb2.TierStatus, tier),
         trouble=tier.last_error,
@@ -53,7 +90,7 @@ def tier_status(tier: TierStats) -> admin_pb2.TierStatus:
     )
 
 
-def miss_counts(misses: Mapping[MissReason, int]) -> list[admin_pb2.MissCount]:
+def _miss_counts(misses: Mapping[MissReason, int]) -> list[admin_pb2.MissCount]:
     """Returns the number of missed keys by reason, the most frequent reason first."""
     return [
         admin_pb2.MissCount(reason=admin_pb2.MissReason.Name(reason.value), keys=keys)
@@ -62,7 +99,7 @@ def miss_counts(misses: Mapping[MissReason, int]) -> list[admin_pb2.MissCount]:
     ]
 
 
-def session_status(session: OpenSession, held: Sequence[BlockLease | Store], now: float) -> admin_pb2.SessionStatus:
+def _session_status(session: OpenSession, held: Sequence[BlockLease | Store], now: float) -> admin_pb2.SessionStatus:
     """`held` are the session's leases and stores."""
     leases = [each for each in held if isinstance(each, BlockLease)]
     stores = [each for each in held if isinstance(each, Store)]
@@ -76,19 +113,19 @@ def session_status(session: OpenSession, held: Sequence[BlockLease | Store], now
         attached=bool(session.attachments),
         groups=session.groups,
         world_size=session.core.namespace.world_size,
-        age=_duration(now - session.opened_at),
+        age=duration_of(now - session.opened_at),
         tenant=session.core.tenant,
         namespace_id=session.core.namespace.id,
         leases=len(leases),
         leased_blocks=sum(len(lease.items) - lease.items.count(None) for lease in leases),
         stores=len(stores),
         storing_bytes=sum(block.part_bytes for store in stores for block in store.blocks),
-        idle=_duration(now - (session.heard_at if session.calls else session.opened_at)),
+        idle=duration_of(now - (session.heard_at if session.calls else session.opened_at)),
         calls=session.calls,
     )
 
 
-def region_status(region: HostRegion) -> admin_pb2.RegionStatus:
+def _region_status(region: HostRegion) -> admin_pb2.RegionStatus:
     return admin_pb2.RegionStatus(
         size_bytes=region.size_bytes,
         backed_bytes=region.backed_bytes,
@@ -122,19 +159,19 @@ def lease_status(held: BlockLease | Store, session: OpenSession | None, now: flo
         lease_id=held.id,
         engine_id=held.owner.engine_id,
         request_id=held.owner.request_id,
-        remaining=_duration(held.expires_at - now),
+        remaining=duration_of(held.expires_at - now),
     )
     if session is not None:
         status.client_name, status.pid = session.client_name, session.pid
     if isinstance(held, BlockLease):
         blocks = [block for block in held.items if block is not None]
         status.kind = admin_pb2.LEASE_KIND_READ
-        status.age.CopyFrom(_duration(now - held.granted_at))
+        status.age.CopyFrom(duration_of(now - held.granted_at))
         status.blocks, status.bytes = len(blocks), sum(block.nbytes for block in blocks)
         status.pending_blocks = held.pending
     else:
         status.kind = admin_pb2.LEASE_KIND_WRITE
-        status.age.CopyFrom(_duration(now - held.begun_at))
+        status.age.CopyFrom(duration_of(now - held.begun_at))
         status.blocks, status.bytes = len(held.blocks), sum(block.part_bytes for block in held.blocks)
         status.pending_blocks = len(held.blocks)
     return status
@@ -151,8 +188,8 @@ def handoff_status(hold: Hold, now: float) -> admin_pb2.HandoffStatus:
         bytes=hold.nbytes,
         pending_blocks=hold.awaited,
         claims=hold.claims,
-        age=_duration(now - hold.published_at),
-        remaining=_duration(hold.expires_at - now),
+        age=duration_of(now - hold.published_at),
+        remaining=duration_of(hold.expires_at - now),
     )
 
 
@@ -160,7 +197,7 @@ def handoff_totals(direction: HandoffDirection, stats: HandoffStats) -> admin_pb
     return admin_pb2.HandoffTotals(
         **_same_fields(admin_pb2.HandoffTotals, stats),
         direction=handoff_pb2.HandoffDirection.Name(direction.value),
-        held_time=_duration(stats.held_seconds),
+        held_time=duration_of(stats.held_seconds),
     )
 
 
@@ -168,7 +205,7 @@ def explain_answer(record: RequestRecord, tiers: list[str], now: float) -> admin
     """`tiers` has the names of all tiers, in lookup order."""
     answer = admin_pb2.ExplainRequestResponse(
         engine_id=record.engine_id,
-        age=_duration(now - record.at),
+        age=duration_of(now - record.at),
         finished=record.finished,
         incomplete_blocks=record.incomplete,
         lookups=[_lookup(lookup, tiers, now) for lookup in record.lookups],
@@ -185,7 +222,7 @@ def explain_answer(record: RequestRecord, tiers: list[str], now: float) -> admin
 def _lookup(lookup: LookupRecord, tiers: list[str], now: float) -> admin_pb2.LookupExplained:
     claim = lookup.claim
     return admin_pb2.LookupExplained(
-        age=_duration(now - lookup.at),
+        age=duration_of(now - lookup.at),
         spans=[_span(span, tiers) for span in lookup.outcomes()],
         first_missed_key=lookup.first_miss or b"",
         hold=handoff_pb2.HoldRef(engine_id=claim.engine_id, request_id=claim.request_id) if claim else None,
@@ -196,7 +233,7 @@ def _lookup(lookup: LookupRecord, tiers: list[str], now: float) -> admin_pb2.Loo
 
 def _hold(hold: HoldRecord, now: float) -> admin_pb2.HoldExplained:
     return admin_pb2.HoldExplained(
-        age=_duration(now - hold.at),
+        age=duration_of(now - hold.at),
         direction=handoff_pb2.HandoffDirection.Name(hold.direction.value),
         status=handoff_pb2.PublishStatus.Name(hold.status.value),
         num_tokens=hold.num_tokens,
@@ -205,7 +242,7 @@ def _hold(hold: HoldRecord, now: float) -> admin_pb2.HoldExplained:
         claims=hold.claims,
         claimed_blocks=hold.hits,
         end=admin_pb2.HoldEnd.Name(hold.end.value) if hold.end else None,
-        end_age=_duration(now - hold.ended_at) if hold.end else None,
+        end_age=duration_of(now - hold.ended_at) if hold.end else None,
     )
 
 
@@ -223,7 +260,7 @@ def _same_fields(message: type[Message], stats: TierStats | ShareStats | Handoff
     return {name: getattr(stats, name) for name in scalars if hasattr(stats, name)}
 
 
-def _duration(seconds: float) -> Duration:
+def duration_of(seconds: float) -> Duration:
     duration = Duration()
     duration.FromNanoseconds(int(max(0.0, seconds) * 1e9))
     return duration

@@ -39,24 +39,20 @@ class _LookupOptions:
     retain_for: float
 
 
-async def _no_writers(_: int) -> None:
-    return
-
-
 class CacheService(cache_pb2_grpc.CacheServiceServicer):
     def __init__(
         self,
         runtime: TierRuntime,
         sessions: SessionRegistry,
         validator: RequestValidator,
-        end_writers: Callable[[int], Awaitable[None]] | None = None,
+        end_writers: Callable[[int], Awaitable[None]],
     ) -> None:
         """`end_writers` ends the streams that write to a store and waits for their end."""
         self._runtime = runtime
         self._core = runtime.core
         self._sessions = sessions
         self._validator = validator
-        self._end_writers = end_writers or _no_writers
+        self._end_writers = end_writers
 
     async def BeginRequest(
         self, request: cache_pb2.BeginRequestRequest, context: grpc.aio.ServicerContext
@@ -301,10 +297,6 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             with contextlib.suppress(CoreError):
                 self._core.release(session, lease.id)
             raise
-        return self._still_held(session, lease)
-
-    def _still_held(self, session: EngineSession, lease: BlockLease) -> BlockLease | None:
-        """Returns the lease, or None if it has ended or has no block left."""
         try:
             self._core.lease(session, lease.id)
         except CoreError:

@@ -16,6 +16,7 @@ from ..refused import Refused
 from ..rpc.request_checks import RequestValidator
 from ..rpc.sessions import SessionRegistry
 from ..runtime import TierRuntime
+from .admin_messages import duration_of
 
 __all__ = ["HandoffService"]
 
@@ -112,9 +113,7 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
             self._sessions.check(session)
 
     def _remaining(self, hold: Hold) -> Duration:
-        duration = Duration()
-        duration.FromNanoseconds(int(max(0.0, hold.expires_at - self._runtime.now()) * 1e9))
-        return duration
+        return duration_of(hold.expires_at - self._runtime.now())
 
     def _name(self, session: EngineSession, hold: handoff_pb2.HoldRef) -> HoldName:
         engine_id = self._required(hold.engine_id, "hold.engine_id")

@@ -17,6 +17,7 @@ from ..refused import Refused
 from ..rpc.sessions import PROTOCOL_VERSIONS, SessionRegistry
 from ..runtime import TierRuntime
 from ..telemetry.logs import get_logger
+from .admin_messages import duration_of
 
 __all__ = ["SessionService"]
 
@@ -51,6 +52,8 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
                 max_key_bytes=limits.max_key_bytes,
                 max_part_bytes=self._runtime.extent_bytes,
                 max_frame_bytes=limits.max_frame_bytes,
+                max_wait=duration_of(limits.max_wait),
+                max_lease=duration_of(self._config.leases.max),
             ),
             tiers=[tier.name for tier in self._runtime.core.stats().tiers],
             devices=self._devices,
@@ -60,8 +63,6 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             answer.region.attach_path = str(self._attach_path)
             answer.region.size_bytes = self._runtime.region.size_bytes
             answer.region.takes_calls = True
-        answer.limits.max_wait.FromNanoseconds(int(limits.max_wait * 1e9))
-        answer.limits.max_lease.FromNanoseconds(int(self._config.leases.max * 1e9))
         return answer
 
     async def Open(
@@ -71,8 +72,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         log = _log.bind(client=session.client_name, engine=session.core.engine_id, rank=session.core.rank)
         log.info("session opened", pid=session.pid, transport=session.transport, model=session.model)
         interval = self._config.sessions.heartbeat_interval
-        heartbeat = session_pb2.OpenResponse(session=session.ref)
-        heartbeat.heartbeat_interval.FromNanoseconds(int(interval * 1e9))
+        heartbeat = session_pb2.OpenResponse(session=session.ref, heartbeat_interval=duration_of(interval))
         try:
             while not self._sessions.ended.is_set():
                 if session.revoked:

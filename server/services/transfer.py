@@ -10,11 +10,12 @@ written only while its store is in flight, and the slot is not reused during the
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
 import grpc
 import xxhash
 
+from ...cuda.host.socket_io import checksum
 from ...protos.v1 import common_pb2, transfer_pb2
 from ...protos.wire.grpc_frames import decode_push_frame, encode_pull_frame
 from ...protos.wire.part_sequence import PartSequence
@@ -134,7 +135,7 @@ class TransferService:
             self._core.lease(session, lease_id)
             nbytes = min(self._validator.limits.max_frame_bytes, parts.total_bytes - offset)
             pieces = [self._memory[start : start + size] for start, size in parts.locate(offset, nbytes)]
-            yield encode_pull_frame(offset, _checksum(pieces), pieces)
+            yield encode_pull_frame(offset, checksum(pieces), pieces)
             offset += nbytes
             self._pulled.inc(nbytes)
             if limiter is not None:
@@ -152,12 +153,3 @@ class TransferService:
         return transfer_pb2.LocateResponse(
             port=port, socket_suffix=suffix, received_bytes=received, plain_port=tcp_port
         )
-
-
-def _checksum(pieces: Sequence[memoryview]) -> int:
-    if len(pieces) == 1:
-        return xxhash.xxh3_64_intdigest(pieces[0])
-    state = xxhash.xxh3_64()
-    for piece in pieces:
-        state.update(piece)
-    return state.intdigest()

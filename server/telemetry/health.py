@@ -11,7 +11,7 @@ this tier.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -48,20 +48,15 @@ class Health:
 
     async def update(self, stats: ManagerStats) -> None:
         """Publishes the current statuses, also to clients that watch a service."""
-        for service, serving in self._statuses(stats):
-            await self._set(service, _SERVING if serving else _NOT_SERVING)
+        # The server can serve calls before all bytes of the region have memory pages.
+        works = stats.tiers[0].available_bytes > 0
+        serving = dict.fromkeys(self._services, works) | {tier_service(tier.name): tier.healthy for tier in stats.tiers}
+        for service, is_serving in serving.items():
+            await self._set(service, _SERVING if is_serving else _NOT_SERVING)
 
     async def shut_down(self) -> None:
         """Reports NOT_SERVING permanently. Called before the server drains."""
         await self._servicer.enter_graceful_shutdown()
-
-    def _statuses(self, stats: ManagerStats) -> Iterator[tuple[str, bool]]:
-        # The server can serve calls before all bytes of the region have memory pages.
-        works = stats.tiers[0].available_bytes > 0
-        for service in self._services:
-            yield service, works
-        for tier in stats.tiers:
-            yield tier_service(tier.name), tier.healthy
 
     async def _set(self, service: str, status: int) -> None:
         if self._sent.get(service) != status:

@@ -8,8 +8,8 @@ objects that `labels` returns are cached, so an update costs 0.3 us instead of 1
 from __future__ import annotations
 
 from collections import Counter as CountOf
-from collections.abc import Iterable, Sequence
-from typing import Literal, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics
 
@@ -21,6 +21,9 @@ from .definitions import METRICS
 __all__ = ["Direction", "JobObserver", "Metrics", "ServerStats", "Snapshot"]
 
 Direction = Literal["in", "out"]
+
+JobObserver: TypeAlias = Callable[[str, str, float, int, Sequence[Outcome]], None]
+"""Called with tier, operation, seconds, bytes and outcomes of an ended job, on the job's thread."""
 
 _RPC_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1, 5, 30)
 _JOB_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 60)
@@ -127,10 +130,3 @@ class Metrics:
     def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
         row = METRICS[f"kvtier_{name}"]
         return Histogram(row.name, row.text, row.labels, buckets=buckets, registry=self.registry)
-
-
-class JobObserver(Protocol):
-    """Called for each ended job, on the thread that ran it."""
-
-    def __call__(self, tier: str, operation: str, seconds: float, nbytes: int, outcomes: Sequence[Outcome], /) -> None:
-        """Records a job."""

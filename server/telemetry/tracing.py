@@ -102,30 +102,29 @@ class Tracing:
         return self._trace.format_trace_id(span.get_span_context().trace_id)
 
     def with_spans(self, observer: JobObserver) -> JobObserver:
-        """Returns an observer of jobs that calls `observer` and creates a span."""
+        """Returns an observer of jobs that calls `observer` and creates the span of the job.
+
+        The span has no parent, because a job has blocks of many requests.
+        """
 
         def observe(tier: str, operation: str, seconds: float, nbytes: int, outcomes: Sequence[Outcome]) -> None:
             observer(tier, operation, seconds, nbytes, outcomes)
-            self.job_ended(tier, operation, seconds, nbytes, outcomes)
+            span = self._tracer.start_span(
+                f"{operation} {tier}",
+                kind=self._trace.SpanKind.INTERNAL,
+                start_time=time.time_ns() - int(seconds * 1e9),
+                attributes={
+                    "kvtier.tier": tier,
+                    "kvtier.bytes": nbytes,
+                    "kvtier.blocks": len(outcomes),
+                    "kvtier.blocks_done": list(outcomes).count(Outcome.DONE),
+                },
+            )
+            if not all(outcome is Outcome.DONE for outcome in outcomes):
+                span.set_status(self._trace.StatusCode.ERROR)
+            span.end()
 
         return observe
-
-    def job_ended(self, tier: str, job: str, seconds: float, nbytes: int, outcomes: Sequence[Outcome]) -> None:
-        """Creates the span of a job. It has no parent: a job has blocks of many requests."""
-        span = self._tracer.start_span(
-            f"{job} {tier}",
-            kind=self._trace.SpanKind.INTERNAL,
-            start_time=time.time_ns() - int(seconds * 1e9),
-            attributes={
-                "kvtier.tier": tier,
-                "kvtier.bytes": nbytes,
-                "kvtier.blocks": len(outcomes),
-                "kvtier.blocks_done": list(outcomes).count(Outcome.DONE),
-            },
-        )
-        if not all(outcome is Outcome.DONE for outcome in outcomes):
-            span.set_status(self._trace.StatusCode.ERROR)
-        span.end()
 
     def close(self) -> None:
         """Sends the remaining spans, for at most three seconds. Called once."""

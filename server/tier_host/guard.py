@@ -134,7 +134,22 @@ class CheckedTier(SecondaryTier):
 
     def entries(self) -> Iterator[Entry]:
         """Returns the valid entries that the tier lists. Of duplicates only the first is valid."""
-        return iter(self._valid_entries())
+        valid: dict[Name, Entry] = {}
+        bad: list[str] = []
+        try:
+            for entry in self._tier.entries():
+                problem = self._problem_of(entry) or (
+                    "is listed twice" if (entry.namespace, entry.key) in valid else ""
+                )
+                if problem:
+                    bad.append(f"{safe_repr(entry)} {problem}")
+                else:
+                    valid[entry.namespace, entry.key] = entry
+        except BaseException as error:  # noqa: BLE001 - the server starts with the entries so far
+            bad.append(f"listing them failed: {describe_error(error)}")
+        if bad:
+            self.report("entries", f"{len(bad)} of the listed blocks are invalid and ignored; the first: {bad[0]}")
+        return iter(valid.values())
 
     def lookup(self, keys: Sequence[Name]) -> list[bool]:
         """Returns which blocks the tier has; none if the lookup fails."""
@@ -198,24 +213,6 @@ class CheckedTier(SecondaryTier):
             return _abstain("its vote is invalid")
         self.report("on_new_request", None)
         return cast("Vote", vote)
-
-    def _valid_entries(self) -> list[Entry]:
-        valid: dict[Name, Entry] = {}
-        bad: list[str] = []
-        try:
-            for entry in self._tier.entries():
-                problem = self._problem_of(entry) or (
-                    "is listed twice" if (entry.namespace, entry.key) in valid else ""
-                )
-                if problem:
-                    bad.append(f"{safe_repr(entry)} {problem}")
-                else:
-                    valid[entry.namespace, entry.key] = entry
-        except BaseException as error:  # noqa: BLE001 - the server starts with the entries so far
-            bad.append(f"listing them failed: {describe_error(error)}")
-        if bad:
-            self.report("entries", f"{len(bad)} of the listed blocks are invalid and ignored; the first: {bad[0]}")
-        return list(valid.values())
 
     def _problem_of(self, entry: Any) -> str:
         """Returns what is wrong with an entry, or ""."""

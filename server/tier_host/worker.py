@@ -29,17 +29,13 @@ Finished = Callable[[Sequence[Outcome]], None]
 T = TypeVar("T")
 
 
-def _ignore_job(tier: str, operation: str, seconds: float, nbytes: int, outcomes: Sequence[Outcome], /) -> None:
-    """Default observer."""
-
-
 class TierWorker:
     """Submits the calls of one tier to its threads. Used on the event loop, except `close`."""
 
     def __init__(self, tier: SecondaryTier) -> None:
         self._threads = TierThreads(tier.name)
         self.tier = CheckedTier(tier, self._threads)
-        self.observe_job: JobObserver = _ignore_job
+        self.observe_job: JobObserver = lambda *_: None
         self.jobs = 0
         """Number of stores and loads whose end the runtime has not processed yet. The runtime
         decrements this number."""

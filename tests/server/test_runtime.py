@@ -124,9 +124,8 @@ def test_finished_jobs_are_processed_before_an_eviction() -> None:
     async def scenario(runtime: TierRuntime, tier: GatedTier) -> None:
         session = await store_beside_a_finished_job(runtime, tier)
         registry: Any = SimpleNamespace(refuse_if_draining=lambda: None, get=lambda _: session)
-        service = CacheService(
-            runtime, registry, RequestValidator(LimitConfig(), LeaseConfig(), RetentionConfig(), HandoffConfig())
-        )
+        validator = RequestValidator(LimitConfig(), LeaseConfig(), RetentionConfig(), HandoffConfig())
+        service = CacheService(runtime, registry, validator, end_writers=pytest.fail)
         answer = await service.PrepareStore(PrepareStoreRequest(keys=keys(200, 1)), SimpleNamespace())  # type: ignore[arg-type]
         assert answer.statuses == bytes([StoreStatus.GRANTED])
 

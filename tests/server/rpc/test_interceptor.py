@@ -105,7 +105,7 @@ async def test_a_stream_ends_with_its_client(answer_bytes: int, vanish: str) -> 
         await asyncio.wait_for(fallen.wait(), 60)
         assert time.monotonic() - began < SOON
         await asyncio.wait_for(observed.ended.wait(), 60)
-        assert [(method, code) for method, code, _ in observed] == [("/test/Stream", "CANCELLED")]
+        assert [(method, code) for method, code, *_ in observed] == [("/test/Stream", "CANCELLED")]
 
 
 async def test_a_lost_client_is_not_logged_as_an_error(caplog: pytest.LogCaptureFixture) -> None:
@@ -119,7 +119,7 @@ async def test_a_lost_client_is_not_logged_as_an_error(caplog: pytest.LogCapture
         program = _VANISHING.format(address=channel._channel.target.decode())
         client = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
         assert await client.wait() == 0
-    assert {code for _, code, _ in observed} == {"CANCELLED"}
+    assert {code for _, code, *_ in observed} == {"CANCELLED"}
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
