@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Waiting threads must not spin: on a busy machine the first token would take seconds.
+# OpenMP threads must not spin while they wait: on a busy machine this would take seconds.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
@@ -26,7 +26,7 @@ def say(event: str, **more: object) -> None:
 
 
 class FirstToken:
-    """A streamer that records the time of the first new token."""
+    """Streamer that records the time of the first new token."""
 
     def __init__(self) -> None:
         self.at: float | None = None
@@ -43,7 +43,7 @@ class FirstToken:
 
 
 class PrefillCounter:
-    """Counts the tokens that the model computes before its first output, measured at the model."""
+    """Counts the tokens that the model computes for its first output, with hooks on the model."""
 
     def __init__(self, model: Any) -> None:
         self.tokens = 0

@@ -1,7 +1,7 @@
 """Creates the demo's model: a small Llama with seeded random weights.
 
-The model has the same bytes on all machines of one kind. With the scale of the weights, attention
-concentrates on few tokens. One wrong or misplaced block of the cache would therefore change the
+The model has the same bytes on all machines of one kind. The weights are scaled so that attention
+concentrates on a few tokens. One wrong or misplaced block of the cache would therefore change the
 output.
 """
 
@@ -49,7 +49,7 @@ def make_model(directory: Path, seed: int = 1234) -> None:
 
 
 def make_prompt(tokens: int, seed: int = 7) -> list[int]:
-    """Returns a prompt of random token ids, none of them special."""
+    """Returns a prompt of random token ids without special tokens."""
     return random.Random(seed).choices(range(4, VOCABULARY), k=tokens)
 
 

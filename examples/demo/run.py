@@ -1,10 +1,11 @@
-"""Demo: one engine prefills a prompt, later engines load it, even after the server was killed.
+"""Demo: one engine computes the KV of a prompt; later engines load it, even after a server crash.
 
     python run.py [--engine transformers|vllm] [--tokens N]
 
-Three engine processes in turn get the same prompt. Between the second and the third, the server is
-killed with SIGKILL and restarted, so the third loads from LMDB. Exits 0 only if all outputs are
-identical and the second and third engine loaded the expected tokens. All files are temporary.
+Three engine processes get the same prompt, one after the other. Before the third process the server
+is killed with SIGKILL and restarted, so the third process loads from LMDB. The exit code is 0 only
+if all outputs are identical and the second and third engine loaded the expected tokens. All files
+are temporary.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Server:
             self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         while self.status() is None:
             if self._process.poll() is not None or time.perf_counter() - start > PATIENCE_SECONDS:
-                raise DemoError(f"the server does not come up:\n{self._log.read_text()}")
+                raise DemoError(f"the server did not start:\n{self._log.read_text()}")
         return time.perf_counter() - start
 
     def kill(self) -> None:
@@ -136,7 +137,7 @@ def run_engine(engine: str, directory: Path, job: dict[str, Any], label: str) ->
 
 
 def attributed(result: Result, before: dict[str, Any] | None, after: dict[str, Any] | None) -> Result:
-    """Adds the tier if the engine does not know it: the lowest tier with more hits than before."""
+    """Names the tier if the engine did not: the lowest tier with more hits than before."""
     unnamed = result.loaded.get("")
     if not unnamed or before is None or after is None:
         return result

@@ -1,4 +1,4 @@
-"""The ASGI application: routes, limits, and cancellation if a client disconnects."""
+"""ASGI application: routes, limits, and cancellation if a client disconnects."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ READ_TIMEOUT_S = 60.0
 """Seconds for a client to send its request."""
 
 _HANG_UP = {"connection": "close"}
-"""For responses before the whole body has arrived. Otherwise the server would wait for the rest."""
+"""Header of responses before the whole body has arrived: the server must not wait for the rest."""
 
 logger = logging.getLogger(__name__)
 
 
 class _RejectedError(Exception):
-    """The proxy rejects the request itself."""
+    """The proxy rejects the request without asking an engine."""
 
     def __init__(self, outcome: Outcome, answer: Answer) -> None:
         super().__init__(outcome.value)
@@ -126,7 +126,7 @@ class Completions:
 
 
 def make_app(settings: Settings, clock: Callable[[], float]) -> Starlette:
-    """Returns the application. During its lifespan it watches the engines."""
+    """Returns the application, which watches the engines during its lifespan."""
     prefill, decode = Fleet(settings.prefill_instances()), Fleet(settings.decode_instances())
     conversations = Conversations(settings.entry_ttl, settings.max_entries)
     metrics = Metrics((prefill, decode), conversations.__len__)

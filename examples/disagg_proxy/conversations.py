@@ -24,7 +24,7 @@ class Reuse(Enum):
 
 @dataclass(frozen=True)
 class Conversation:
-    """Key of a conversation. Equal names differ by `owner` (hash of the credential) and `model`."""
+    """Key of a conversation. `owner`: hash of the credential. `name`: given by the client."""
 
     owner: str
     model: str
@@ -46,7 +46,7 @@ class _Entry:
 
 
 class Conversations:
-    """Table of holds. Times are seconds on a monotonic clock.
+    """Table of the holds that a later turn can use. Times are seconds on a monotonic clock.
 
     `ttl_s` must be shorter than the lifetime of D's hold. If the table exceeds `max_entries` or
     `max_bytes`, the oldest entries are removed.
@@ -82,7 +82,7 @@ class Conversations:
         return TakeResult(Reuse.HIT, json.loads(entry.hold)) if now < entry.until else TakeResult(Reuse.EXPIRED)
 
     def evict(self, now: float) -> int:
-        """Removes expired entries. Returns how many."""
+        """Removes expired entries and returns their number."""
         stale = [conversation for conversation, entry in self._entries.items() if entry.until <= now]
         for conversation in stale:
             self._forget(conversation)

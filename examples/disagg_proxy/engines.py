@@ -105,7 +105,7 @@ class Engines:
             # One connection per request. An idle connection may be closed (by the engine after
             # 5 s, or by httpx) while the next request is sent, and that request would fail.
             headers={"connection": "close"},
-            trust_env=False,  # engines are not behind the proxy of the environment
+            trust_env=False,  # no proxy from the environment between this proxy and engines
             cookies=CookieJar(
                 DefaultCookiePolicy(allowed_domains=())
             ),  # no cookies, because all clients share this object
@@ -119,7 +119,7 @@ class Engines:
     async def open(
         self, instance: Instance, path: str, body: Mapping[str, Any] | None, headers: Mapping[str, str]
     ) -> AsyncIterator[httpx.Response]:
-        """Sends a request (GET without `body`) and yields the response when its head arrives."""
+        """Sends a request (GET without `body`) and yields the response when its headers arrive."""
         method, content = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
         work = 0 if body is None else 1
         instance.outstanding += work
@@ -144,7 +144,10 @@ class Engines:
         headers: Mapping[str, str],
         timeout_s: float | None = None,
     ) -> Answer:
-        """Returns a complete response. Raises for a 5xx. `timeout_s` limits the whole request."""
+        """Returns a complete response. Raises EngineFailedError on failure or a 5xx status.
+
+        `timeout_s` limits the whole request.
+        """
         try:
             async with asyncio.timeout(timeout_s), self.open(instance, path, body, headers) as response:
                 return await read_answer(response)
@@ -153,7 +156,7 @@ class Engines:
 
 
 async def read_answer(response: httpx.Response) -> Answer:
-    """Reads the rest of a response. For a 5xx raises EngineFailedError with the response."""
+    """Reads the rest of a response. For a 5xx status raises EngineFailedError with the response."""
     body = bytearray()
     async for chunk in response.aiter_bytes():
         body += chunk
@@ -179,7 +182,7 @@ def _named(headers: Mapping[str, str]) -> set[str]:
 
 
 def engine_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """Returns the client's headers for engines. All engines get the same request id."""
+    """Returns the headers for engines: those of the client, and one request id for all engines."""
     dropped = _NOT_PASSED_ON | _named(headers)
     passed = {name: value for name, value in headers.items() if name not in dropped and value.isascii()}
     return {

@@ -1,4 +1,4 @@
-"""Server-sent events of D. They are forwarded at once, and read for the next turn."""
+"""Reader of D's server-sent events. It finds D's hold while the proxy forwards the events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_EVENT_BYTES = 16 << 20
 _DONE = b"[DONE]"
 _END = re.compile(rb"\r?\n\r?\n")
 _KEPT_ENDINGS = {"stop", "length", "tool_calls", "function_call"}
-"""Finish reasons with which D holds its blocks (B2.16): not `abort`, `error`, `repetition`."""
+"""Finish reasons after which D holds its blocks (B2.16): not `abort`, `error`, `repetition`."""
 
 
 class EventTooLargeError(Exception):
@@ -45,7 +45,7 @@ class EventSplitter:
 
 
 class StreamReader:
-    """Reads one stream. `strip_usage`: remove the usage chunk, which the client did not ask for."""
+    """Reader of one stream. `strip_usage`: removes a usage chunk that only the proxy asked for."""
 
     def __init__(self, *, strip_usage: bool) -> None:
         self._strip_usage = strip_usage
@@ -56,7 +56,7 @@ class StreamReader:
         self.has_failed = False
 
     def read(self, event: bytes) -> bytes:
-        """Returns the event for the client: unchanged, without fields, or empty."""
+        """Returns the event for the client: unchanged, without `kv_transfer_params`, or empty."""
         data = _data(event)
         if data == _DONE:
             self.is_done = True
@@ -78,7 +78,7 @@ class StreamReader:
         return self._params
 
     def hold(self, engine: DecodeEngine | None, name: str | None) -> Params | None:
-        """Returns D's hold: the reported one, otherwise a hold under the name that D was given."""
+        """Returns D's hold as D reported it, or else under the name that the proxy chose."""
         if not self.is_done or self.has_failed:
             return None
         if self._params is not None:
@@ -106,7 +106,7 @@ def without_params(answer: dict[str, Any]) -> bytes:
 
 
 def _is_kept(choice: dict[str, Any]) -> bool:
-    """Whether D holds a request that ended so. For vLLM's engine a stop *string* is an abort."""
+    """Whether D holds a request with this end. vLLM treats a stop *string* as an abort."""
     return choice["finish_reason"] in _KEPT_ENDINGS and not isinstance(choice.get("stop_reason"), str)
 
 

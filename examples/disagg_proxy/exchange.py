@@ -1,6 +1,7 @@
 """Serves one request: prefill on P, decode on D, then records D's hold.
 
-The hold is recorded at the very end. A failure before the client's first byte is retried elsewhere.
+The hold is recorded only after D's complete answer. If an engine fails before the client gets the
+first byte, the proxy tries another engine.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Exchange:
         self._key = request.conversation.name if request.conversation is not None else None
 
     async def run(self) -> Outcome:
-        """Serves the request. If the client disconnects, this and the engines are cancelled."""
+        """Serves the request. If the client disconnects, the caller cancels this method."""
         taken = self._take()
         self._service.metrics.turns.labels(taken.reuse.value).inc()
         try:
@@ -72,7 +73,7 @@ class Exchange:
     # ---- P
 
     async def _prefill(self, hold: Params | None) -> Params | None:
-        """Returns D's parameters: P's answer. If no P could prefill, D is only asked to hold."""
+        """Returns D's parameters from P's answer. Without an answer, D only has to hold."""
         body = self._turn.prefill_body(first_turn() if hold is None else next_turn(hold))
         cause = "down"
         for instance in self._instances(self._service.prefill):
@@ -147,7 +148,7 @@ class Exchange:
         return Outcome.OK
 
     async def _stream(self, instance: Instance, params: Params | None) -> Outcome:
-        """Forwards events. D gets a name for the hold, because streams do not report it."""
+        """Forwards events. D gets a name for the hold, because streams do not report the hold."""
         name = uuid.uuid4().hex if self._request.conversation is not None and not self._turn.alone else None
         body = self._turn.decode_body(params, name)
         reader = StreamReader(strip_usage=name is not None and not self._turn.wants_usage)
@@ -159,7 +160,7 @@ class Exchange:
                     return await self._reply_whole(instance, await read_answer(response))
                 await self._relay(instance, response, reader, name)
         except EngineFailedError:
-            if not (reader.is_done and self._reply.has_begun):  # nothing is lost after the end
+            if not (reader.is_done and self._reply.has_begun):  # all events have arrived
                 raise
         await self._reply.end()
         return Outcome.BROKEN if reader.has_failed else Outcome.OK
@@ -195,7 +196,7 @@ class Exchange:
     # ---- P and D
 
     def _instances(self, fleet: Fleet, *, include_down: bool = False) -> Iterator[Instance]:
-        """Yields engines to try, each chosen on demand."""
+        """Yields the engines to try. Each is chosen after the previous one has failed."""
         tried: list[Instance] = []
         while len(tried) < TRIES:
             instance = fleet.choose(self._key, tried, include_down=include_down)

@@ -1,4 +1,4 @@
-"""The engines of one role: which are up, and which one gets the next request."""
+"""Engines of one role: their state, and the choice of the engine for the next request."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .transfer import Address, DecodeEngine
 __all__ = ["Fleet", "Instance", "Role"]
 
 SLACK = 4
-"""A conversation stays on its engine while this engine has fewer than this number of requests more
-than the idlest engine."""
+"""A request leaves its conversation's engine if that engine has at least this many requests more
+than the least loaded engine."""
 
 MAX_PAUSE_S = 30.0
 
@@ -27,10 +27,10 @@ class Role(Enum):
 
 @dataclass(eq=False)
 class Instance:
-    """One engine. `kvtier`: address of its kvtier server, if other hosts need another one (B2.22).
+    """One engine. `kvtier`: its kvtier server as other hosts reach it; None: as reported (B2.22).
 
     `engine`: identity of the engine if it holds requests, known since `engine_seen_at`.
-    `is_suspect`: a request failed, so the engine's health is checked at once. `failures`: number of
+    `is_suspect`: a request failed, so the next health check is due at once. `failures`: number of
     consecutive failures. `retry_at`: the engine is not used before this time. Times are seconds on
     the caller's clock.
     """
@@ -78,7 +78,7 @@ class Fleet:
     ) -> Instance | None:
         """Returns the engine for the next request of `key`, or None if none is left.
 
-        With `include_down`, an engine that is down is chosen if no engine that is up is left.
+        With `include_down`, an engine that is down may be chosen if no other engine is up.
         """
         left = [instance for instance in self.instances if instance not in tried]
         candidates = [instance for instance in left if instance.is_up] or (left if include_down else [])
@@ -92,5 +92,5 @@ class Fleet:
 
 
 def _weight(key: str, url: str) -> bytes:
-    """Rendezvous hashing: if an engine is removed, only its conversations move."""
+    """Rendezvous hashing: if an engine is removed, only that engine's conversations move."""
     return hashlib.blake2b(f"{url}\0{key}".encode("utf-8", "surrogatepass"), digest_size=8).digest()

@@ -32,7 +32,7 @@ class Outcome(Enum):
 
 
 class Metrics:
-    """The proxy's metrics. Values that exist elsewhere are read when Prometheus scrapes."""
+    """The proxy's metrics. Gauges read their values when Prometheus scrapes."""
 
     def __init__(self, fleets: Iterable[Fleet], entries: Callable[[], int]) -> None:
         self._registry = CollectorRegistry()

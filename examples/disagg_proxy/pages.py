@@ -22,7 +22,7 @@ class Pages:
         self._service = service
 
     async def health(self, _: HttpRequest) -> Response:
-        """Reports which engines are up, and removes expired holds (B2.24)."""
+        """Reports which engines are up, and removes expired entries (B2.24)."""
         service = self._service
         evicted = service.conversations.evict(service.clock())
         service.metrics.dropped.labels("expired").inc(evicted)
@@ -37,11 +37,11 @@ class Pages:
         return JSONResponse(answer, 200 if is_up else 503)
 
     async def metrics(self, _: HttpRequest) -> Response:
-        """Serves Prometheus."""
+        """Returns the metrics for Prometheus."""
         return Response(self._service.metrics.render(), headers={"content-type": CONTENT_TYPE})
 
     async def models(self, http: HttpRequest) -> Response:
-        """Returns a decode engine's answer."""
+        """Returns the models of a decode engine."""
         instance = self._service.decode.choose(None, include_down=True)
         answer = error_answer(502, "No engine could answer.")
         try:

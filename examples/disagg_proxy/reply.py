@@ -13,7 +13,7 @@ from .engines import Answer
 __all__ = ["ClientGoneError", "Reply", "error_answer", "error_event"]
 
 SEND_TIMEOUT_S = 60.0
-"""Seconds for a client to read buffered data."""
+"""Seconds within which a client must read buffered data."""
 
 _JSON = {"content-type": "application/json"}
 
@@ -51,11 +51,11 @@ class Reply:
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
     async def more(self, chunk: bytes) -> None:
-        """Sends a part. Waits while the client is slow."""
+        """Sends a chunk of the body. Waits while the client is slow."""
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def end(self, chunk: bytes = b"") -> None:
-        """Sends the last part."""
+        """Sends the last chunk of the body."""
         await self._send({"type": "http.response.body", "body": chunk, "more_body": False})
 
     async def _send(self, message: Message) -> None:

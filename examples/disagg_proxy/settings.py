@@ -15,7 +15,7 @@ __all__ = ["Decode", "Settings", "parse_arguments"]
 
 @dataclass(frozen=True)
 class Decode:
-    """A decode engine. `kvtier`: address of its kvtier server, if other hosts need another one."""
+    """A decode engine. `kvtier`: its kvtier server as P reaches it; None: as the engine reports."""
 
     url: str
     kvtier: Address | None = None
@@ -23,7 +23,7 @@ class Decode:
 
 @dataclass(frozen=True)
 class Settings:
-    """Times in seconds. README.md describes each setting."""
+    """Settings of the proxy; times in seconds. README.md describes each setting."""
 
     prefill: tuple[str, ...] = ()
     decode: tuple[Decode, ...] = ()
@@ -71,7 +71,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Settings:
         default=hidden,
         required=True,
         metavar="URL[,kvtier=ADDRESS]",
-        help="a decode engine, and the address at which other hosts reach its kvtier server; repeat for each engine",
+        help="a decode engine, and the address at which P reaches its kvtier server; repeat the option for each engine",
     )
     add("--host", metavar="ADDRESS", help="address to listen on")
     add("--port", type=int, help="port to listen on; 0 for any free port")
@@ -80,12 +80,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Settings:
         "--decode-timeout",
         type=_positive,
         metavar="SECONDS",
-        help="longest time without data from an engine; an answer without streaming arrives at its end",
+        help="maximum time without data from an engine; without streaming, for the whole answer",
     )
     add("--entry-ttl", type=_positive, metavar="SECONDS", help="lifetime of a turn's entry in the conversation table")
-    add("--max-entries", type=_count, metavar="N", help="most entries in the conversation table")
-    add("--max-requests", type=_count, metavar="N", help="most requests at the same time")
-    add("--max-body", type=_count, metavar="BYTES", help="most bytes of a request's body")
+    add("--max-entries", type=_count, metavar="N", help="maximum number of entries in the conversation table")
+    add("--max-requests", type=_count, metavar="N", help="maximum number of concurrent requests")
+    add("--max-body", type=_count, metavar="BYTES", help="maximum size of a request's body")
     add("--check-interval", type=_positive, metavar="SECONDS", help="time between two health checks of an engine")
     add(
         "--probe-interval",

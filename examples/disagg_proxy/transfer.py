@@ -1,4 +1,4 @@
-"""`kv_transfer_params`: tells an engine about blocks of another one (B2.18, B2.22, B2.24)."""
+"""`kv_transfer_params`: tell an engine about another engine's blocks (B2.18, B2.22, B2.24)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Address:
 
 @dataclass(frozen=True)
 class DecodeEngine:
-    """Identity that a decode engine reported. Gives the parameters of holds under known names."""
+    """Identity that a decode engine reported. Sufficient to refer to a hold with a known name."""
 
     engine_id: str
     host: str
@@ -80,7 +80,7 @@ class DecodeEngine:
     def named_hold(self, name: str, num_tokens: int) -> Params:
         """Returns the parameters of a request that this engine was told to hold as `name`.
 
-        The parameters do not list the blocks, because the claim returns the blocks.
+        `remote_block_ids` is a placeholder, because the claim returns the blocks.
         """
         return {
             "do_remote_prefill": False,
@@ -135,7 +135,7 @@ def own_params(given: object) -> Params:
 def for_engine(params: Params, own: Params, hold_as: str | None = None, *, holds: bool = True) -> Params:
     """Returns one engine's parameters: the proxy's, the client's own, and a name for the hold.
 
-    `holds`: whether the hold will be used. Without a conversation it is not used.
+    `holds`: whether a later turn can use the hold; False without a conversation.
     """
     merged, settings = {**own, **params}, own.get(_SETTINGS)
     ours: Params = {_HOLD_AS: hold_as} if hold_as is not None else {} if holds else {_HOLD: False}

@@ -44,11 +44,11 @@ class Turn:
             raise BadRequestError("The body must be a JSON object.")
         conversation_id = _conversation_id(body.pop("conversation_id", None))
         own = own_params(body.pop("kv_transfer_params", None))
-        # vLLM reads `kv_transfer_params` here too. A client must not name blocks to pull.
+        # vLLM also reads `kv_transfer_params` from here, and a client must not name blocks to pull.
         if isinstance(xargs := body.get("vllm_xargs"), dict):
             xargs.pop("kv_transfer_params", None)
         options, stream = body.get("stream_options"), body.get("stream")
-        if not isinstance(stream, bool | None):  # engines would accept 1 and "true"
+        if not isinstance(stream, bool | None):  # engines also accept 1 and "true" and would stream
             raise BadRequestError("stream must be true or false.")
         return cls(
             body,
@@ -73,7 +73,7 @@ class Turn:
         return body
 
     def decode_body(self, params: Params | None, hold_as: str | None = None) -> dict[str, Any]:
-        """Returns D's body. With `hold_as` it asks for the usage at the end of the stream."""
+        """Returns D's body. With `hold_as` the body asks for the number of tokens (usage)."""
         body = dict(self.body)
         given = for_engine(params or {}, self.own, hold_as, holds=not params or self.conversation_id is not None)
         if given:

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Watch:
-    """Watches one engine. `check_s`, `probe_s`: seconds between health checks, and probes."""
+    """Watches one engine. `check_s`, `probe_s`: seconds between two checks and two probes."""
 
     def __init__(
         self, instance: Instance, engines: Engines, clock: Callable[[], float], *, check_s: float, probe_s: float
@@ -72,7 +72,10 @@ class Watch:
             logger.warning("%s (%s) is %s", instance.url, instance.role.value, "up" if instance.is_up else "down")
 
     async def probe(self) -> None:
-        """Learns a decode engine's identity, if it holds requests, from a one-token request."""
+        """Asks a decode engine for one token, because the answer contains the engine's identity.
+
+        The identity is missing if the engine holds no requests.
+        """
         instance = self._instance
         if instance.role is not Role.DECODE or not instance.is_up or not self._is_probe_due():
             return
@@ -97,7 +100,7 @@ class Watch:
         instance.identified(engine, self._clock())
 
     def _note_refusal(self, status: int) -> None:
-        """Keeps the known identity, because a refusal has none. Asks again after the usual time."""
+        """Keeps the known identity. The next probe follows after the usual time."""
         instance = self._instance
         if not self._is_refused:
             logger.warning("%s refuses probes (status %d); is VLLM_API_KEY missing?", instance.url, status)

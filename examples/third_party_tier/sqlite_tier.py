@@ -1,4 +1,4 @@
-"""Example of a tier outside kvtier: blocks in one SQLite file.
+"""Example of a third-party secondary tier: blocks in one SQLite file.
 
     PYTHONPATH=examples/third_party_tier kvtier serve --config examples/third_party_tier/kvtier.toml
 
@@ -41,8 +41,8 @@ needs four or five pages of 16 KiB."""
 MAX_KEY_BYTES = 1024
 SLICE_BLOCKS = 64
 
-# `content` is the last column: SQLite reads a row's pages in order and needs the other columns more
-# often.
+# `content` is the last column, because SQLite reads a row's pages in order. A query for the other
+# columns then reads no pages of `content`.
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS blocks (
     id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never used twice, so that it names one content for good
@@ -106,7 +106,7 @@ class SQLiteTier(SecondaryTier):
             yield Entry(NamespaceId(name[:16]), name[16:], nbytes)
 
     def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
-        """Writes all blocks that can be stored in one transaction."""
+        """Writes the valid blocks in one transaction. Invalid blocks have the outcome FAILED."""
         storable = [
             len(block.namespace) == 16 and len(block.key) <= MAX_KEY_BYTES and block.nbytes > 0 for block in blocks
         ]
@@ -129,7 +129,7 @@ class SQLiteTier(SecondaryTier):
         return outcomes
 
     def remove(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> None:
-        """Removes blocks. If SQLite cannot remove them now, reports that in `last_error`."""
+        """Removes blocks. If SQLite fails, `last_error` reports the failure."""
         self._write("remove", "DELETE FROM blocks WHERE name = ?", [(namespace + key,) for namespace, key in keys])
 
     def blocks_to_check(self) -> int:
@@ -177,7 +177,7 @@ class SQLiteTier(SecondaryTier):
         """Returns this thread's connection, because a transaction belongs to one connection."""
         connection: sqlite3.Connection | None = getattr(self._mine, "connection", None)
         if connection is None:
-            # Another thread may close it, but no two threads use it at once.
+            # Another thread may close the connection, but only this thread uses it.
             connection = sqlite3.connect(self._path, timeout=60, isolation_level=None, check_same_thread=False)
             connection.execute(f"PRAGMA synchronous = {self._synchronous}")
             connection.execute(self._limit)  # a property of the connection, not of the file
@@ -196,7 +196,7 @@ class SQLiteTier(SecondaryTier):
                     connection.executemany(statement, rows)
                     connection.execute("COMMIT")
                 except BaseException:
-                    if connection.in_transaction:  # a full disk has ended it already
+                    if connection.in_transaction:  # on a full disk SQLite has rolled back already
                         connection.execute("ROLLBACK")
                     raise
         except sqlite3.Error as error:
@@ -221,7 +221,7 @@ class SQLiteTier(SecondaryTier):
                 view = view[part.nbytes :]
             if block_checksum(block.namespace, block.key, block.parts).to_bytes(8, "little") == checksum:
                 return Outcome.DONE
-        # By row number, because another block may have been stored under the name meanwhile.
+        # Deleted by row id, because a new block may have been stored under this name meanwhile.
         dropped = self._write("drop", "DELETE FROM blocks WHERE id = ?", [(number,)])
         return Outcome.CORRUPT if dropped is Outcome.DONE else Outcome.FAILED
 

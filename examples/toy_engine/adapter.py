@@ -1,4 +1,4 @@
-"""A complete adapter for a toy engine: names blocks, loads known ones, stores new ones.
+"""Complete adapter of a toy engine: names blocks, loads known blocks and stores new blocks.
 
 KVTIER_ENDPOINT=unix:… python examples/toy_engine/adapter.py
 """
@@ -26,10 +26,10 @@ _log = logging.getLogger(__name__)
 
 
 def namespace_of(weights: str) -> Namespace:
-    """Returns everything that must be equal for bytes to mean the same."""
+    """Returns the namespace: all properties that change the meaning of a block's bytes."""
     return Namespace(
         model="toy",
-        revision=weights,  # of a real model: a digest of the weights, or a fixed revision
+        revision=weights,  # for a real model: a digest of the weights, or a fixed revision
         dtype="uint8",
         layout="token,byte",
         hash_scheme=f"blake2b:{BLOCK_TOKENS}",
@@ -38,7 +38,7 @@ def namespace_of(weights: str) -> Namespace:
 
 
 def keys_of(tokens: Sequence[int]) -> list[bytes]:
-    """Returns the keys of the full blocks. Each hash covers all tokens before it, like the KV."""
+    """Returns the keys of the full blocks. A hash covers all tokens up to the end of its block."""
     keys, digest = [], b""
     for end in range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS):
         block = np.asarray(tokens[end - BLOCK_TOKENS : end], "<u8").tobytes()
@@ -48,7 +48,7 @@ def keys_of(tokens: Sequence[int]) -> list[bytes]:
 
 
 class CachedEngine:
-    """The engine with kvtier as its cache. If the cache fails, it answers like the bare engine."""
+    """Toy engine with kvtier as its cache. If the cache fails, the engine computes all tokens."""
 
     def __init__(self, engine: ToyEngine, client: Client) -> None:
         self._engine = engine
@@ -63,7 +63,7 @@ class CachedEngine:
         return self._engine.decode(kv)
 
     def _load(self, tokens: Sequence[int], request_id: str) -> Kv:
-        # At least one token is computed, because a real engine needs its logits.
+        # A real engine must compute at least the last token, because it needs the logits.
         keys = keys_of(tokens[:-1])
         buffers = np.empty((len(keys), BLOCK_TOKENS * TOKEN_BYTES), np.uint8)
         hits = 0
@@ -81,7 +81,7 @@ class CachedEngine:
         blocks = kv[: len(keys) * BLOCK_TOKENS].reshape(len(keys), -1)
         try:
             self._client.store(keys, list(blocks), request_id=request_id)
-        except KVTierError as error:  # a store that failed is a later miss
+        except KVTierError as error:  # a failed store is only a later miss
             self._complain("not stored", error)
 
     def _complain(self, what: str, error: KVTierError) -> None:

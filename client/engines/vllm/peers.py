@@ -56,8 +56,8 @@ class Peers:
     def endpoint_of(self, remote: RemoteRequest) -> str | None:
         """Returns the endpoint of the server that holds `remote`; None if no setting names it.
 
-        A Unix socket always means this engine's own server. A host has only one server, and the path
-        of its socket may differ between containers.
+        A Unix socket always means this engine's own server: a host has one server, and the path of
+        the server's socket may differ between containers.
         """
         address = (remote.host, remote.port)
         if address in self._own_addresses or remote.host.startswith("unix:"):
