@@ -72,7 +72,9 @@ def _add_shown(commands: Any) -> None:
     top.add_argument("--once", action="store_true", help="show one interval, like --count 1")
     add_endpoint(top)
     add_endpoint(
-        commands.add_parser("tiers", help="show fill, hits and queues of the tiers, tenants, and memory placement")
+        commands.add_parser(
+            "tiers", help="show the tiers: fill, hits, queues, shares of tenants, placement of the memory"
+        )
     )
     add_endpoint(commands.add_parser("sessions", help="list the connected engine processes"))
 
@@ -135,8 +137,8 @@ def _add_drain(commands: Any) -> None:
         "drain",
         help="make a server finish its work and end, or refuse new work",
         description="Drains the server. The server refuses new sessions, requests and stores. It finishes running work and writes "
-        "blocks of the CPU tier to the tiers below, for at most 20 s. Then it ends, as after SIGTERM. With --stay it does not "
-        "end, and serves lookups until --undo.",
+        "blocks of the CPU tier to the tiers below, for at most 20 s. Then it ends, as after SIGTERM. With --stay the "
+        "server does not end, and serves lookups until --undo.",
     )
     how = drain.add_mutually_exclusive_group()
     how.add_argument("--stay", action="store_true", help="do not end the server; it refuses new work until --undo")

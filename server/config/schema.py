@@ -309,7 +309,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     options: Annotated[
-        Mapping[str, Any], _setting('Options that are passed unchanged to a "module:Class" tier.', default="{}")
+        Mapping[str, Any], _setting('Keyword arguments for the class of a "module:Class" tier.', default="{}")
     ] = msgspec.field(default_factory=dict)
 
     @property

@@ -104,7 +104,10 @@ SECTIONS: dict[str, tuple[MetricDefinition, ...]] = {
         ),
         _counter("tier_not_retained", "blocks", "tier", "Blocks not retained in the tier because a limit was reached."),
         _histogram(
-            "tier_job_duration_seconds", "seconds", "tier operation", "Duration of jobs, without the time in the queue."
+            "tier_job_duration_seconds",
+            "seconds",
+            "tier operation",
+            "Duration of the tier's jobs, without the time in the queue.",
         ),
         _counter("tier_job_bytes", "bytes", "tier operation", "Bytes that jobs stored in or loaded from the tier."),
         _counter("tier_job_blocks", "blocks", "tier operation outcome", "Blocks of the tier's jobs, by outcome."),
@@ -112,7 +115,7 @@ SECTIONS: dict[str, tuple[MetricDefinition, ...]] = {
             "checksum_mismatches",
             "frames or blocks",
             "where",
-            "Checksum mismatches: of blocks of a tier, or of streamed frames (`grpc`).",
+            "Checksum mismatches of blocks (`where` is a tier) or of streamed frames (`where` is `grpc`).",
         ),
     ),
     "Tenants and namespaces": (
@@ -135,7 +138,7 @@ SECTIONS: dict[str, tuple[MetricDefinition, ...]] = {
             "tier tenant",
             "Bytes of the tenant in the tier that are retained, so that they cannot be evicted.",
         ),
-        _gauge("namespaces", "namespaces", "", "Namespaces seen since start."),
+        _gauge("namespaces", "namespaces", "", "Namespaces seen since the start of the server."),
         _info("namespace", "", "namespace tenant model", "Namespaces with their tenant and model."),
         _gauge("namespace_blocks", "blocks", "tier namespace tenant", "Blocks of the namespace that the tier holds."),
         _counter("namespace_hits", "keys", "tier namespace tenant", "Keys of the namespace found in the tier."),
@@ -165,13 +168,13 @@ SECTIONS: dict[str, tuple[MetricDefinition, ...]] = {
         _gauge("held_bytes", "bytes", "", "Bytes of the CPU tier that holds pin. A block counts once."),
         _counter("handoffs_published", "requests", "direction", "Requests published for another engine."),
         _counter("handoffs_declined", "requests", "direction", "Requests not held because a limit was reached."),
-        _counter("handoffs_claimed", "requests", "direction", "Claims that were granted at least one block."),
+        _counter("handoffs_claimed", "requests", "direction", "Claims that got at least one block."),
         _counter("handoffs_released", "requests", "direction", "Holds released by an engine."),
         _counter("handoffs_expired", "requests", "direction", "Holds that expired before they were released."),
         _counter(
             "handoffs_dropped", "requests", "direction", "Holds that ended because of a reset or a new publication."
         ),
-        _counter("handoffs_claimed_bytes", "bytes", "direction", "Bytes of the blocks that were granted to claims."),
+        _counter("handoffs_claimed_bytes", "bytes", "direction", "Bytes of the blocks that claims got."),
         _counter(
             "handoffs_held_seconds", "seconds", "direction", "Total time for which ended holds pinned their blocks."
         ),
