@@ -41,13 +41,7 @@ ANY_TENANT = "*"
 _PREFIX = "sha256:"
 _MAX_FILE_BYTES = 4 << 20
 _TOKEN_BYTES = 32
-_OF_TOML = {
-    "bool": "boolean",
-    "datetime": "date and time",
-    "int": "integer",
-    "object": "table",
-    "str": "string",
-}
+_TOML_TYPES = {"bool": "boolean", "datetime": "date and time", "int": "integer", "object": "table", "str": "string"}
 _TENANT_ROLES = {"engine", "reader"}
 
 
@@ -146,7 +140,8 @@ def read_token_file(path: Path) -> TokenFile:
     for entry in (*parsed.tokens, *parsed.certificates):
         if entry.tenant is None and _TENANT_ROLES & set(entry.roles):
             raise TokensError(f'{path}: {entry.name}: an engine or reader needs a tenant; write "*" for any')
-    tokens = {digest[:8]: _credential(entry, digest) for entry in parsed.tokens if (digest := _digest(entry))}
+    digests = [bytes.fromhex(entry.hash.removeprefix(_PREFIX)) for entry in parsed.tokens]
+    tokens = {digest[:8]: _credential(entry, digest) for entry, digest in zip(parsed.tokens, digests, strict=True)}
     certificates = {entry.name: _credential(entry, b"name:" + entry.name.encode()) for entry in parsed.certificates}
     if len(tokens) < len(parsed.tokens) or len(certificates) < len(parsed.certificates):
         raise TokensError(f"{path}: a token or a certificate is listed twice")
@@ -173,7 +168,7 @@ def _explain(problem: str) -> str:
     elif what.startswith("Invalid enum value"):
         what = f"{what}; valid roles are {', '.join(role.value for role in Role)}"
     elif what.startswith("Expected"):
-        what = re.sub(r"`(\w+)( \| null)?`", lambda found: f"`{_OF_TOML.get(found[1], found[1])}`", what)
+        what = re.sub(r"`(\w+)( \| null)?`", lambda found: f"`{_TOML_TYPES.get(found[1], found[1])}`", what)
     what = re.sub(r"^Object (contains )?", "", what)
     what = what[:1].lower() + what[1:]
     if not place:
@@ -181,10 +176,6 @@ def _explain(problem: str) -> str:
     table, number, key = place.groups()
     numbered = f", number {int(number) + 1}" if number else ""
     return f"{table}{numbered}: {key}{': ' if key else ''}{what}"
-
-
-def _digest(entry: _Token) -> bytes:
-    return bytes.fromhex(entry.hash.removeprefix(_PREFIX))
 
 
 def _credential(entry: _Entry, credential: bytes) -> _Credential:
