@@ -101,7 +101,6 @@ def _make_context(options: argparse.Namespace) -> CheckContext:
         problems=tuple(problems),
         warnings=tuple(warnings),
         endpoint=endpoint,
-        timeout=options.timeout,
         status=status,
         error=failure,
         reason=reason,

@@ -22,26 +22,24 @@ FIGURES = ("stores", "jobs", "queued_bytes", "sessions", "done", "complete")
 
 
 def run(options: argparse.Namespace) -> int:
-    mode = DrainMode.DRAIN_MODE_END
-    if options.stay or options.undo:
-        mode = DrainMode.DRAIN_MODE_STAY if options.stay else DrainMode.DRAIN_MODE_UNDO
+    name = "stay" if options.stay else "undo" if options.undo else "end"
     try:
         endpoint = client_endpoint(options.endpoint)
         epoch = ask_status(endpoint, options.timeout).epoch
-        last = _drain(endpoint, DrainRequest(mode=mode), options)
-        ended = options.wait and mode == DrainMode.DRAIN_MODE_END and _wait_for_end(endpoint, epoch)
+        last = _drain(endpoint, DrainRequest(mode=f"DRAIN_MODE_{name.upper()}"), options)
+        ended = options.wait and name == "end" and _wait_for_end(endpoint, epoch)
     except (EndpointError, AdminClientError) as error:
         return refuse_error(error)
     except KeyboardInterrupt:
         return refuse(["interrupted; the server continues to drain"], EXIT_FAILURE)
     if options.json:
         figures = {name: getattr(last, name) for name in FIGURES}
-        print_line(json.dumps({"mode": _word(options)} | figures | {"ended": ended}, indent=2))
+        print_line(json.dumps({"mode": name} | figures | {"ended": ended}, indent=2))
     else:
         print_line(_text(options, last, ended=ended))
     if not options.wait:
         return 0
-    return 0 if last.complete and (ended or mode != DrainMode.DRAIN_MODE_END) else EXIT_FAILURE
+    return 0 if last.complete and (ended or name != "end") else EXIT_FAILURE
 
 
 def _drain(endpoint: Endpoint, request: DrainRequest, options: argparse.Namespace) -> DrainResponse:
@@ -77,10 +75,6 @@ def _wait_for_end(endpoint: Endpoint, epoch: int) -> bool:
             pass
         time.sleep(_POLL_SECONDS)
     return False
-
-
-def _word(options: argparse.Namespace) -> str:
-    return "stay" if options.stay else "undo" if options.undo else "end"
 
 
 def _text(options: argparse.Namespace, last: DrainResponse, *, ended: bool) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 
-from ...protos.endpoint import Endpoint, EndpointError, client_endpoint
+from ...protos.endpoint import EndpointError, client_endpoint
 from ...protos.v1 import admin_pb2
 from ...tiers.storage.fsck import Finding
 from ..config.schema import Config, ConfigError
@@ -18,7 +18,7 @@ from .config import load
 from .console import EXIT_CONFIG, EXIT_UNREACHABLE, EXIT_USAGE, complain, print_line, refuse
 from .progress import progress_bar
 
-__all__ = ["check_by_server", "run"]
+__all__ = ["run"]
 
 _ONLY_OFFLINE = ("config", "data_dir")
 _ONLY_ONLINE = ("endpoint", "rate")
@@ -54,7 +54,7 @@ def _offline(config: Config, options: argparse.Namespace) -> int:
         if options.tier and tier.name not in options.tier:
             continue
         if others and tier.path.parent == config.data_dir and not tier.is_custom:
-            reports.append(offline_fsck.TierReport(tier.name, tier.type, tier.path, error=others))
+            reports.append(TierReport(tier.name, tier.type, tier.path, error=others))
         else:
             with progress_bar(tier.name) as progress:
                 reports.append(offline_fsck.check_offline(tier, repair=options.repair, progress=progress))
@@ -68,7 +68,7 @@ def _offline(config: Config, options: argparse.Namespace) -> int:
 
 
 def _online(options: argparse.Namespace) -> int:
-    reports: dict[str, offline_fsck.TierReport] = {}
+    reports: dict[str, TierReport] = {}
     try:
         _follow(options, reports)
     except (EndpointError, ValueError) as error:
@@ -87,18 +87,30 @@ def _online(options: argparse.Namespace) -> int:
     return offline_fsck.exit_code(list(reports.values()))
 
 
-def _follow(options: argparse.Namespace, reports: dict[str, offline_fsck.TierReport]) -> None:
-    """Adds the reports of a running check to `reports`, and prints each finding as it arrives."""
+def _follow(options: argparse.Namespace, reports: dict[str, TierReport]) -> None:
+    """Adds the reports of a running check to `reports`, and prints each finding as it arrives.
+
+    If the check ends early, the last report has an error. Raises `AdminClientError` if the server
+    refuses the check or does not answer.
+    """
     endpoint = client_endpoint(options.endpoint)
     rate = _read_rate(options.rate)
-    steps = check_by_server(endpoint, options.tier, repair=options.repair, rate=rate, timeout=options.timeout)
+    request = admin_pb2.FsckRequest(repair=options.repair, tiers=options.tier, max_rate_bytes=rate)
+    report = None
     with progress_bar("fsck") as progress:
-        for report, total, found in steps:
-            reports[report.name] = report
-            if progress:
-                progress(report.blocks, total)
-            if not options.json:
-                _print_all(offline_fsck.finding_lines(report.name, found))
+        try:
+            for step in follow(endpoint, "Fsck", request, options.timeout):
+                if report is None or report.name != step.tier:
+                    report = reports[step.tier] = TierReport(step.tier, step.tier_type)
+                found = _update(report, step)
+                if progress:
+                    progress(report.blocks, step.total_blocks)
+                if not options.json:
+                    _print_all(offline_fsck.finding_lines(report.name, found))
+        except AdminClientError as error:
+            if report is None:
+                raise
+            report.error = f"{error}"
 
 
 def _read_rate(text: str | None) -> int:
@@ -119,29 +131,6 @@ def _read_rate(text: str | None) -> int:
 def _print_all(lines: Iterable[str]) -> None:
     for line in lines:
         print_line(line)
-
-
-def check_by_server(
-    endpoint: Endpoint, tiers: Sequence[str], *, repair: bool, rate: int, timeout: float
-) -> Iterator[tuple[TierReport, int, list[Finding]]]:
-    """Yields after each step: the report of a tier, the tier's number of blocks, the new findings.
-
-    The server must first answer within `timeout` seconds. If the check ends early, the last report
-    has an error. Raises `AdminClientError` if the server refuses the check or does not answer.
-    """
-    request = admin_pb2.FsckRequest(repair=repair, tiers=tiers, max_rate_bytes=rate)
-    report = None
-    try:
-        for step in follow(endpoint, "Fsck", request, timeout):
-            if report is None or report.name != step.tier:
-                report = TierReport(step.tier, step.tier_type)
-            found = _update(report, step)
-            yield report, step.total_blocks, found
-    except AdminClientError as error:
-        if report is None:
-            raise
-        report.error = f"{error}"
-        yield report, 0, []
 
 
 def _update(report: TierReport, step: admin_pb2.FsckResponse) -> list[Finding]:

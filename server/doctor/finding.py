@@ -57,7 +57,6 @@ class CheckContext:
     warnings: tuple[str, ...]
     """Warnings about a valid configuration."""
     endpoint: Endpoint
-    timeout: float
     status: GetStatusResponse | None
     """Status of the server at the endpoint; None if it did not answer or refused."""
     error: str

@@ -46,11 +46,10 @@ def shared_memory(context: CheckContext) -> Iterator[CheckResult]:
             "ulimit -f unlimited; for systemd LimitFSIZE=infinity",
         )
     free = available_bytes()
-    has = context.status is not None and context.status.region.backed_bytes > 0
-    if has and context.status is not None:
-        region_ = context.status.region
-        seen = f"the server has {human_size(region_.backed_bytes)} of {human_size(region_.size_bytes)}"
-        if region_.backed_bytes < region_.size_bytes:
+    if context.status is not None and context.status.region.backed_bytes > 0:
+        backed = context.status.region
+        seen = f"the server has {human_size(backed.backed_bytes)} of {human_size(backed.size_bytes)}"
+        if backed.backed_bytes < backed.size_bytes:
             yield warn(
                 seen,
                 "the rest is not allocated yet, or memory is short; the server uses only the allocated part",
@@ -64,9 +63,7 @@ def shared_memory(context: CheckContext) -> Iterator[CheckResult]:
             "the server can allocate only a part of the region",
             "lower region_size, or free memory before the server starts",
         )
-    elif 0 <= most < size:
-        return
-    else:
+    elif not 0 <= most < size:
         yield ok(f"a region of {human_size(size)} fits into {human_size(limit)} of memory; /dev/shm is not used")
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ... import __version__
-from ...protos.endpoint import Endpoint, default_endpoint, parse_endpoint
+from ...protos.endpoint import default_endpoint, parse_endpoint
 from ...tiers.base import TierError
 from ..config.schema import TierConfig
 from ..config.units import human_age, human_size, seconds_of
@@ -171,7 +171,8 @@ def server(context: CheckContext) -> Iterator[CheckResult]:
         yield fail(context.error, why, _REMEDIES.get(context.reason, "see docs/troubleshooting.md, errors by reason"))
         return
     if status is None:
-        there = context.endpoint.path is None or _is_listening(context.endpoint)
+        path = context.endpoint.path
+        there = path is None or _connect(Path(path)) is None
         judge = fail if there else warn
         yield judge(context.error, "without a server engines recompute everything", _START)
         return
@@ -198,11 +199,6 @@ def server(context: CheckContext) -> Iterator[CheckResult]:
             "this memory is not reused, because processes whose stores have ended may still write to it",
             "end or resume processes that map the region without a session: grep -ls memfd:kvtier /proc/[0-9]*/maps",
         )
-
-
-def _is_listening(endpoint: Endpoint) -> bool:
-    path = Path(endpoint.path or "")
-    return path.is_socket() and _connect(path) is None
 
 
 def versions(context: CheckContext) -> Iterator[CheckResult]:

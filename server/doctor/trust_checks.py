@@ -45,8 +45,8 @@ def _tls(cert: Path, key: Path, client_ca: Path | None) -> Iterator[CheckResult]
         yield _certificate(cert, files)
         if client_ca is not None:
             yield _authorities(client_ca, files)
-    yield from _written_by_others(cert, "these users can make every client refuse the server")
-    yield from _written_by_others(key, "these users can make every client refuse the server")
+    for path in (cert, key):
+        yield from _written_by_others(path, "these users can make every client refuse the server")
     if client_ca is not None:
         yield from _written_by_others(client_ca, "these users can issue client certificates for themselves")
     if (mode := _mode(key)) & stat.S_IROTH:

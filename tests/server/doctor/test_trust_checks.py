@@ -38,7 +38,6 @@ def context_of(config: Config | None) -> CheckContext:
         problems=(),
         warnings=(),
         endpoint=parse_endpoint("unix:/nowhere"),
-        timeout=1.0,
         status=None,
         error="",
         reason="",
