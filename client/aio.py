@@ -84,8 +84,7 @@ class AsyncClient:
         """Starts to connect. Does not block, and does not raise if the server is down.
 
         Args:
-            endpoint: `unix:PATH` or `HOST:PORT`. Default: the environment variable
-                `KVTIER_ENDPOINT`; if it is not set, the user's socket.
+            endpoint: `unix:PATH` or `HOST:PORT`; default: `KVTIER_ENDPOINT`, else user's socket.
             namespace: identity of the blocks; clients with equal namespaces share blocks.
             name: client name for logs and `kvtier sessions`.
             engine_id: id of the engine; default: random. Clients of one engine share leases.
@@ -127,8 +126,7 @@ class AsyncClient:
     @property
     def transport(self) -> str | None:
         """Current transport of bytes: "shm", "tcp" or "grpc"; None while there is no session."""
-        session = self._transport.session
-        return session.transport if session is not None else None
+        return session.transport if (session := self._transport.session) else None
 
     async def wait_until_connected(self, timeout: float | None = None) -> None:
         """Waits for a session while the client tries to connect.
@@ -224,7 +222,7 @@ class AsyncClient:
         with ExitStack() as held:
             reading = await self._run(self._operations.begin_read(held, lease, items))
             yield reading.batch
-            await self._run(self._operations.end_read(reading))
+            await self._run(self._operations.end_read(reading.session, reading.lease_id))
 
     async def load(
         self, keys: Sequence[bytes], buffers: Sequence[HostBuffer], *, request_id: str = "", wait: float = 0.0

@@ -43,7 +43,7 @@ class KvBuffers:
             DeviceUnavailable: the memory cannot be shared; `reason` is a
                 `kvtier.cuda.device.device_errors.Cause`.
         """
-        self._driver = driver
+        self.driver = driver
         self._lock = threading.Lock()
         self._events: list[EventId] = []
         try:
@@ -63,8 +63,8 @@ class KvBuffers:
         with self._lock:
             index = self._free.popleft() if self._free else None
         try:
-            event = self._events[index] if index is not None else self._driver.create_event()
-            self._driver.record(event, stream)
+            event = self._events[index] if index is not None else self.driver.create_event()
+            self.driver.record(event, stream)
         except DeviceError as error:
             self._give_back(index)
             raise DeviceUnavailable(str(error), error.cause) from error
@@ -73,14 +73,8 @@ class KvBuffers:
     def close(self) -> None:
         """Destroys the events. Release all marks before this call."""
         for event in self._events:
-            self._driver.destroy_event(event)
+            self.driver.destroy_event(event)
         self._events.clear()
-
-    def _wait(self, event: EventId) -> None:
-        try:
-            self._driver.wait(event)
-        except DeviceError as error:
-            raise DeviceUnavailable(str(error), error.cause) from error
 
     def _give_back(self, index: int | None) -> None:
         if index is not None:
@@ -89,7 +83,7 @@ class KvBuffers:
 
     def _release(self, event: EventId, index: int | None) -> None:
         if index is None:
-            self._driver.destroy_event(event)
+            self.driver.destroy_event(event)
         self._give_back(index)
 
 
@@ -108,13 +102,16 @@ class Mark:
 
     def wait(self) -> None:
         """Waits, without the GIL, until the marked work has ended. Raises `DeviceUnavailable`."""
-        self._buffers._wait(self._event)  # noqa: SLF001 - part of KvBuffers
+        try:
+            self._buffers.driver.wait(self._event)
+        except DeviceError as error:
+            raise DeviceUnavailable(str(error), error.cause) from error
 
     def release(self) -> None:
         """Gives the event back for reuse. Further calls have no effect."""
         if not self._released:
             self._released = True
-            self._buffers._release(self._event, self.index)  # noqa: SLF001
+            self._buffers._release(self._event, self.index)  # noqa: SLF001 - part of KvBuffers
 
     def __enter__(self) -> Self:
         return self

@@ -96,13 +96,9 @@ class PartReceiver:
         """Whether the server has confirmed the load and released the lease."""
         self._addresses = addresses
         self._sizes = sizes
-        self._missing = list(range(len(sizes)))
-        self._begin()
-
-    @property
-    def missing(self) -> list[int]:
+        self.missing = list(range(len(sizes)))
         """Indices of the parts that have not arrived."""
-        return self._missing
+        self._begin()
 
     def take(self, message: bytes) -> None:
         """Copies a frame to its destination.
@@ -144,8 +140,10 @@ class PartReceiver:
             if start > end:
                 gaps.append((end, start))
             end = max(end, stop)
-        self._missing = [
-            number for number, span in zip(self._missing, self._spans, strict=True) if _overlaps(span, gaps)
+        self.missing = [
+            number
+            for number, (first, last) in zip(self.missing, self._spans, strict=True)
+            if any(start < last and first < stop for start, stop in gaps)
         ]
         self._begin()
 
@@ -158,15 +156,11 @@ class PartReceiver:
         return [place for place, _ in pieces], [size for _, size in pieces]
 
     def _begin(self) -> None:
-        sizes = [self._sizes[number] for number in self._missing]
-        self._parts = PartSequence([self._addresses[number] for number in self._missing], sizes)
+        sizes = [self._sizes[number] for number in self.missing]
+        self._parts = PartSequence([self._addresses[number] for number in self.missing], sizes)
         self._spans = []
         end = 0
         for size in sizes:
             self._spans.append((end, end + size))
             end += size
         self._arrived: list[tuple[int, int]] = []
-
-
-def _overlaps(span: tuple[int, int], gaps: Sequence[tuple[int, int]]) -> bool:
-    return any(start < span[1] and span[0] < stop for start, stop in gaps)

@@ -43,7 +43,7 @@ class StagingPool:
                 buffer = _Buffer(1 << (max(nbytes, _SMALLEST_BYTES) - 1).bit_length(), self._pin)
             if self._pin is not None and not buffer.pin():
                 self._pin = None  # the driver would refuse the next buffers too
-            yield buffer.view()
+            yield memoryview(buffer.memory)
         finally:
             if buffer is not None:
                 self._give_back(buffer)
@@ -85,8 +85,8 @@ class _Buffer:
     """Anonymous memory mapping, which Python unmaps after the last view is released."""
 
     def __init__(self, size_bytes: int, pin: Pin | None) -> None:
-        self._memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        pages = _Pages(*address_of(self._memory))
+        self.memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages = _Pages(*address_of(self.memory))
         self.size_bytes = pages.size_bytes
         self._pinning = pin(pages) if pin is not None else None
         self._unpinned = list(range(0, size_bytes, PIN_CHUNK_BYTES)) if pin is not None else []
@@ -95,9 +95,6 @@ class _Buffer:
             # Unpins the buffer even if the client is never closed. Otherwise pinning would fail for
             # the next mapping at this address.
             weakref.finalize(self, self._pinning.close).atexit = False
-
-    def view(self) -> memoryview:
-        return memoryview(self._memory)
 
     def pin(self) -> bool:
         """Pins the chunks that may be pinned now; returns False if the driver refuses."""

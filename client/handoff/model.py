@@ -94,9 +94,7 @@ class HandoffRequest(Protocol):
         ...
 
     @property
-    def prompt_tokens(self) -> int:
-        """Number of prompt tokens."""
-        ...
+    def prompt_tokens(self) -> int: ...
 
     @property
     def kv_transfer_params(self) -> object:

@@ -237,7 +237,7 @@ class OffloadCore:
 
     def frees_pending(self, now: float) -> bool:
         """Whether to wait instead of preempting a request, because a save will free blocks soon."""
-        return self._saves.pending and self._saves.blocks_awaiting_save_only(now)
+        return self._saves.blocks_awaiting_save_only(now)
 
     def reset(self) -> bool:
         """Starts a cache reset. Returns False if transfers are still in flight (B4.13).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -356,12 +357,10 @@ def lacks_blocks(geometry: CacheGeometry, pool: BlockPool, tables: BlockTables, 
 
 def _count_sources(geometry: CacheGeometry, found: PrefixHit, start: int, end: int) -> dict[str, int]:
     """Counts the tokens of [``start``, ``end``) by tier; the tier is "" if it is unknown."""
-    counts: dict[str, int] = {}
     block_tokens = geometry.leading_group.block_tokens
-    for position in range(start // block_tokens, end // block_tokens):
-        source = found.sources.get(position, "")
-        counts[source] = counts.get(source, 0) + block_tokens
-    return counts
+    positions = range(start // block_tokens, end // block_tokens)
+    blocks = Counter(found.sources.get(position, "") for position in positions)
+    return {source: count * block_tokens for source, count in blocks.items()}
 
 
 def _keyed_blocks(

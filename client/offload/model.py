@@ -207,9 +207,7 @@ class BlockPool(Protocol):
         evicted first.
         """
 
-    def references(self, block_id: int) -> int:
-        """Reference count of a block."""
-        ...
+    def references(self, block_id: int) -> int: ...
 
     def cached_key(self, block_id: int) -> bytes | None:
         """Key of the block in the engine's prefix cache at the end of this step, if any."""

@@ -62,9 +62,10 @@ class LoadOperations(LookupOperations):
         yield from self._pull(session, lease_id, items, [batch.address + offset for offset in batch.offsets], sizes)
         return Reading(session, lease_id, batch)
 
-    def end_read(self, reading: Reading, *, release: bool = False) -> Operation[None]:
+    def end_read(self, session: ClientSession, lease_id: int, *, release: bool = False) -> Operation[None]:
         """Raises unless the server confirms that the lease was valid during the whole load."""
-        yield from self._confirm(reading.session, reading.lease_id, release=release)
+        request = message(cache_pb2.CompleteLoadRequest, session=session.ref, lease_id=lease_id, release=release)
+        yield from self._call(session, "CacheService/CompleteLoad", request)
 
     def load(
         self, keys: Sequence[bytes], buffers: Sequence[HostBuffer], *, request_id: str, wait: float
@@ -94,17 +95,13 @@ class LoadOperations(LookupOperations):
                 raise ServerError(f"the server returned {len(batch.offsets)} slots for {len(sizes)} blocks")
             sources = [batch.address + offset for offset in batch.offsets]
             yield Copy(lambda: copy_batch(addresses, sources, batch.sizes))
-            yield from self.end_read(reading, release=True)
+            yield from self.end_read(reading.session, found.id, release=True)
 
     def _load_by_stream(self, found: LookupResult, addresses: Sequence[int], sizes: Sequence[int]) -> Operation[None]:
         session = found.session
         with session.using():
             if not (yield from self._pull(session, found.id, range(len(sizes)), addresses, sizes, complete=True)):
-                yield from self._confirm(session, found.id, release=True)
-
-    def _confirm(self, session: ClientSession, lease_id: int, *, release: bool) -> Operation[None]:
-        request = message(cache_pb2.CompleteLoadRequest, session=session.ref, lease_id=lease_id, release=release)
-        yield from self._call(session, "CacheService/CompleteLoad", request)
+                yield from self.end_read(session, found.id, release=True)
 
     def _pull(
         self,

@@ -177,7 +177,7 @@ class SessionConnection:
         if self._identity.transport in ("grpc", "tcp"):
             return "grpc"
         if not capabilities.HasField("region"):
-            if self._asked_for("shm"):
+            if self._identity.transport == "shm":
                 raise AccessDenied(f"transport shm: {_NOT_SHARED}")
             return "grpc"
         if os.path.exists(capabilities.region.attach_path):  # noqa: PTH110 - the path may be of another host
@@ -206,12 +206,12 @@ class SessionConnection:
             raise NotConnected("the server was restarted while a session was opened")
         if transport == "grpc":
             reason = "another host" if capabilities.HasField("region") else _NOT_SHARED
-            asked_for = self._asked_for("grpc") or self._asked_for("tcp")
+            asked_for = self._identity.transport in ("grpc", "tcp")
             return ClientSession(first.session, capabilities, None, "set by the client" if asked_for else reason)
         try:
             attachment = Attachment.connect(capabilities.region.attach_path, first.session, self._identity.pin)
         except AttachError as error:
-            if self._asked_for("shm"):
+            if self._identity.transport == "shm":
                 # Probably the server was killed a moment ago, so another attempt can succeed.
                 raise NotConnected(f"transport shm: {error}") from error
             return ClientSession(first.session, capabilities, None, f"shm failed: {error}")
@@ -224,9 +224,6 @@ class SessionConnection:
             arguments = (attachment.region, attachment.pinning, lambda: session.ended)
             threading.Thread(target=warm_up, args=arguments, name="kvtier-warmup", daemon=True).start()
         return session
-
-    def _asked_for(self, transport: str) -> bool:
-        return self._identity.transport == transport
 
     def _set_session(self, session: ClientSession) -> None:
         _log.info("kvtier: session open, transport %s (%s)", session.transport, session.transport_reason)

@@ -81,6 +81,7 @@ class ClientSession:
         tiers: names of the tiers; `LookupResult.source_indices` are indices in this tuple.
         packs_keys: whether the server accepts packed keys.
         calls: sockets for unary calls; None if unary calls use gRPC.
+        ended: whether the session has ended.
     """
 
     def __init__(
@@ -102,21 +103,17 @@ class ClientSession:
         self._attachment = attachment
         self._lock = threading.Lock()
         self._users = 0
-        self._ended = False
+        self.ended = False
         self._cancels: set[Callable[[], object]] = set()
 
     def use_calls(self, calls: SocketCalls) -> None:
         """Uses `calls` for unary calls from now on and closes the previous ones."""
         with self._lock:
-            unused = calls if self._ended else self.calls
-            if not self._ended:
+            unused = calls if self.ended else self.calls
+            if not self.ended:
                 self.calls = calls
         if unused is not None:
             unused.close()
-
-    @property
-    def ended(self) -> bool:
-        return self._ended
 
     @property
     def region(self) -> HostRegion | None:
@@ -131,7 +128,7 @@ class ClientSession:
             SessionLost: the session has ended already.
         """
         with self._lock:
-            if self._ended:
+            if self.ended:
                 raise SessionLost("the session has ended")
             self._users += 1
         try:
@@ -139,7 +136,7 @@ class ClientSession:
         finally:
             with self._lock:
                 self._users -= 1
-                close = self._ended and not self._users
+                close = self.ended and not self._users
             if close:
                 self._close()
 
@@ -147,7 +144,7 @@ class ClientSession:
     def cancelling(self, cancel: Callable[[], object]) -> Iterator[None]:
         """Calls `cancel`, on any thread, if the session ends within the `with` block."""
         with self._lock:
-            ended = self._ended
+            ended = self.ended
             self._cancels.add(cancel)
         if ended:
             cancel()
@@ -160,9 +157,9 @@ class ClientSession:
     def end(self) -> None:
         """Ends the session. The region is unmapped after the last `using` block."""
         with self._lock:
-            if self._ended:
+            if self.ended:
                 return
-            self._ended = True
+            self.ended = True
             close = not self._users
             cancels = list(self._cancels)
         for cancel in cancels:

@@ -80,7 +80,7 @@ class FakeServer:
         self._blocks: dict[BlockName, dict[int, bytes]] = {}
         self._world: dict[BlockName, int] = {}
         self._ids = itertools.count(1)
-        self._start()
+        self.restart()
 
     def client(self, namespace: Namespace, *, engine_id: str | None = None, rank: int | None = None) -> Client:
         """Returns a client of this server."""
@@ -89,7 +89,11 @@ class FakeServer:
 
     def restart(self) -> None:
         """Restarts the server: sessions, leases, stores and holds end; blocks stay."""
-        self._start()
+        self.epoch = secrets.randbits(62) + 1
+        self._sessions: dict[bytes, _Session] = {}
+        self._leases: dict[int, _Lease] = {}
+        self._stores: dict[int, _Store] = {}
+        self._holds = FakeHolds(self._ready, self._drop)
 
     def expire_holds(self) -> None:
         """Ends all holds as expired."""
@@ -103,13 +107,6 @@ class FakeServer:
         """Evicts all blocks that are not pinned by a lease or hold."""
         pinned = {name for lease in self._leases.values() for name in lease.names} | self._holds.pinned()
         self._blocks = {name: parts for name, parts in self._blocks.items() if name in pinned}
-
-    def _start(self) -> None:
-        self.epoch = secrets.randbits(62) + 1
-        self._sessions: dict[bytes, _Session] = {}
-        self._leases: dict[int, _Lease] = {}
-        self._stores: dict[int, _Store] = {}
-        self._holds = FakeHolds(self._ready, self._drop)
 
     def _drop(self, name: BlockName) -> None:
         self._blocks.pop(name, None)
