@@ -14,7 +14,6 @@ __all__ = [
     "GROUP_INDEX_BYTES",
     "HOLD_ONLY_KEY_PREFIX",
     "MAX_PART_SIZES",
-    "MAX_WORLD_SIZE",
     "REST",
     "SLOT_ALIGNMENT",
     "TENANT_TAG_BYTES",
@@ -178,9 +177,7 @@ class NamespaceSpec:
 
 
 JobId = NewType("JobId", int)
-
 LeaseId = NewType("LeaseId", int)
-
 StoreId = NewType("StoreId", int)
 
 HoldName = tuple[NamespaceId, str, str]

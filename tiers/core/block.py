@@ -53,6 +53,9 @@ class Block:
         "written",
     )
 
+    busy = False
+    """The CPU tier does not count pinned bytes."""
+
     def __init__(
         self,
         spec: NamespaceSpec,
@@ -100,11 +103,6 @@ class Block:
     def invalidated(self) -> bool:
         """Whether a reset or a stall removed it from the index. Its last unpin drops it."""
         return self.namespace_index.invalidated
-
-    @property
-    def busy(self) -> bool:
-        """Always False: the CPU tier does not count pinned bytes."""
-        return False
 
     @property
     def hold_only(self) -> bool:

@@ -81,7 +81,7 @@ class HandoffHandler:
         self._pins: dict[Block, int] = {}
         self._budgets = _budgets(list(cpu_tier.queues.shares), region_bytes, settings.held_part)
         self._ended: dict[HoldName, HoldEnd | PublishStatus] = {}
-        self._claims_missed: Counter[ClaimOutcome] = Counter()
+        self.claims_missed: Counter[ClaimOutcome] = Counter()
         self._stats = {direction: HandoffStats() for direction in HandoffDirection}
 
     def __len__(self) -> int:
@@ -100,10 +100,6 @@ class HandoffHandler:
         for hold in self._table:
             found[hold.direction].open += 1
         return found
-
-    @property
-    def claims_missed(self) -> dict[ClaimOutcome, int]:
-        return dict(self._claims_missed)
 
     def publish(
         self,
@@ -296,7 +292,7 @@ class HandoffHandler:
             del self._ended[next(iter(self._ended))]
 
     def _not_claimed(self, owner: Owner, name: HoldName, outcome: ClaimOutcome, now: float) -> None:
-        self._claims_missed[outcome] += 1
+        self.claims_missed[outcome] += 1
         self._log.not_claimed(owner, name, outcome, now)
 
     def _unpin_held(self, blocks: Sequence[Block]) -> None:

@@ -65,9 +65,6 @@ class RequestTable:
         self._requests: dict[tuple[EngineKey, str], Request] = {}
         self._waiting: dict[Block, list[Request]] = {}
 
-    def __len__(self) -> int:
-        return len(self._requests)
-
     def get(self, engine: EngineKey, request_id: str) -> Request | None:
         return self._requests.get((engine, request_id))
 

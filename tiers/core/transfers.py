@@ -336,9 +336,8 @@ class TransferScheduler:
         entry.loads -= 1
         secondary.catalog.recount(entry)
         if entry.state is EntryState.LOST:
-            if (
-                not entry.loads and secondary.catalog.get(block.namespace, block.key) is None
-            ):  # otherwise a new block of this name was stored
+            # If the catalog has a new block of this name, a removal would delete the new block.
+            if not entry.loads and secondary.catalog.get(block.namespace, block.key) is None:
                 secondary.pending_removals.append(entry)
                 self._advance(secondary)
             return

@@ -29,13 +29,9 @@ class Index:
         self._store = open_environment(directory, wanted, durability, DISK_STORE, mend=mend)
         self._env = self._store.env
         self._blocks = self._store.index
+        self.warning = self._store.warning
         self.size_bytes: int = self._env.info()["map_size"]
         self._max_pages = int(self.size_bytes / self._store.page_bytes * FILL)
-
-    @property
-    def warning(self) -> str | None:
-        """Damage found when the index was opened, for operators."""
-        return self._store.warning
 
     def __len__(self) -> int:
         with self._env.begin() as txn:

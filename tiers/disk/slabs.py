@@ -54,10 +54,6 @@ class Slabs:
             self.close()
             raise
 
-    @property
-    def direct(self) -> bool:
-        return all(file.direct for file in self._files.values())
-
     def holds(self, run: PageRun) -> bool:
         number, page = divmod(run.start, self._slab_pages)
         return run.pages > 0 and number in self._files and page + run.pages <= self._files[number].pages

@@ -8,7 +8,6 @@ no matter when the process is killed.
 from __future__ import annotations
 
 import errno
-import logging
 import math
 import threading
 import time
@@ -105,13 +104,10 @@ def _between(used: list[tuple[int, int]], extents: list[PageRun]) -> list[PageRu
     return free
 
 
-_log = logging.getLogger(__name__)
-
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors that mean that the disk is full."""
 
 MIN_SLAB_BYTES = 1 << 30
-
 MAX_SLABS = 64
 
 REFUSED_SECONDS = 1.0

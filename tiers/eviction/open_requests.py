@@ -40,9 +40,6 @@ class OpenRequests(Generic[V]):
         if request in self._open:
             self._over(self._open.pop(request))
 
-    def __len__(self) -> int:
-        return len(self._open)
-
 
 class LastRequest(Generic[T]):
     """The last request per item: several calls of one request count as one use."""

@@ -33,8 +33,6 @@ __all__ = [
     "DATABASES",
     "DATA_FILE",
     "FORMAT_VERSION",
-    "MAX_KEY_BYTES",
-    "MAX_PARTS",
     "PAGE_HEADER_BYTES",
     "TAILS_BYTES",
     "BlockRecord",

@@ -77,9 +77,6 @@ class ReuseDistanceSampler:
         """Per size the bytes of the generations that it has."""
         self._fit()
 
-    def __len__(self) -> int:
-        return len(self._blocks)
-
     def takes(self, key: bytes) -> bool:
         return self._hash_of(key) < self._limit
 

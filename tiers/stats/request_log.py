@@ -25,7 +25,6 @@ __all__ = [
 
 
 MAX_REQUESTS = 4096
-
 MAX_AGE_SECONDS = 900.0
 
 _MAX_LOOKUPS = 4
@@ -114,9 +113,6 @@ class RequestLog:
 
     def __init__(self) -> None:
         self._requests: OrderedDict[tuple[EngineKey, str], RequestRecord] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._requests)
 
     def open(self, engine: EngineKey, request_id: str, now: float) -> RequestRecord:
         """Returns the record of an unfinished request; creates a missing record."""

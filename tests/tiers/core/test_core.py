@@ -327,7 +327,7 @@ def test_unfinished_requests_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> No
     rig.core.finish_request(rig.session, "0")
     rig.core.begin_request(rig.session, RequestInfo("2", SPEC.id))
     rig.core.close_session(rig.session.id)
-    assert len(rig.core._requests) == 0
+    assert not rig.core._requests._requests
 
 
 def test_queued_stores_are_merged_into_one_job() -> None:

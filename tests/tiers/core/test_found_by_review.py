@@ -102,7 +102,7 @@ def test_requests_end_while_a_tier_hangs() -> None:
     rig.core.prepare_store(rig.session, keys(0), request_id="after", expires_at=60)
     assert rig.core.finish_request(rig.session, "after").settled
     assert hanging.finished == well.finished == ["before", "after"]
-    assert len(rig.core._requests) == 0
+    assert not rig.core._requests._requests
 
 
 def test_a_repeated_key_is_retained_once() -> None:

@@ -249,7 +249,7 @@ def test_tiers_see_the_end_once_and_last() -> None:
     settle(rig)
     assert eager.finished == ["r"]
     assert known == [True], "its state is dropped afterwards"
-    assert len(rig.core._requests) == 0
+    assert not rig.core._requests._requests
     rig.core.close_session(rig.session.id)
     assert eager.finished == ["r"]
     assert stores(rig) == []
@@ -296,7 +296,7 @@ def test_requests_of_an_ended_session_end() -> None:
     assert eager.finished == ["r"]
     assert answer.store_id is not None
     rig.core.complete_store(other, answer.store_id)
-    assert len(rig.core._requests) == 0
+    assert not rig.core._requests._requests
 
 
 def test_a_request_id_may_be_reused_before_it_has_settled() -> None:

@@ -145,7 +145,7 @@ def test_memory_is_bounded(policy: EvictionPolicy[Item]) -> None:
             assert len(value) <= 1200, value
         if isinstance(value, LastRequest):
             assert len(value._last) == len(policy)
-            assert len(value._open) <= MAX_OPEN
+            assert len(value._open._open) <= MAX_OPEN
 
 
 def test_frequently_used_items_survive(policy: EvictionPolicy[Item]) -> None:
@@ -259,7 +259,7 @@ def test_open_requests_are_bounded() -> None:
     assert open_requests.of(None) is not open_requests.of(None)
     for number in range(1, MAX_OPEN + 1):
         open_requests.of(number)
-    assert len(open_requests) == MAX_OPEN
+    assert len(open_requests._open) == MAX_OPEN
     assert open_requests.of(0) is not first
     assert over[0] is first
     last = open_requests.of(MAX_OPEN)

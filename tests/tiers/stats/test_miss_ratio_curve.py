@@ -90,7 +90,7 @@ class TestStack:
         assert stack.hits == [99_999, 2, 8]
         for block in range(8, 16):
             refer(stack, block, 1)
-        assert len(stack) == 8
+        assert len(stack._blocks) == 8
         refer(stack, 0, 1)
         assert stack.hits == [99_999, 2, 17]
 
@@ -102,7 +102,7 @@ class TestStack:
         stack = ReuseDistanceSampler(sizes, rate=1.0, most=1000, hash_of=hash_of)
         for block, nbytes in references:
             refer(stack, block, nbytes)
-        assert len(stack) <= 1000
+        assert len(stack._blocks) <= 1000
         assert stack.rate <= 1 / 4
         expected = len(references) * stack.rate
         more = expected - sum(stack.hits)  # frequently used keys, as in `MissRatioCurves.of`
@@ -118,7 +118,7 @@ class TestStack:
         stack = ReuseDistanceSampler([4 * BLOCK, 16 * BLOCK], rate=1.0)
         for block in range(1000):
             refer(stack, block, BLOCK)
-            assert len(stack) <= 16
+            assert len(stack._blocks) <= 16
         assert stack.hits == [0, 0, 1000]
 
 
@@ -274,7 +274,7 @@ class TestInTheCore:
         assert curves is not None
         [stack] = curves._samplers
         sampled = sum(len(chain) for chain in chains) * 32 / 256
-        assert sampled / 2 < len(stack) < sampled * 2
+        assert sampled / 2 < len(stack._blocks) < sampled * 2
         estimates = core.stats().tiers[0].estimates
         assert len(estimates) == len(SCALES)
         for estimate in estimates:
