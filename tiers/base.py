@@ -55,13 +55,13 @@ class Outcome(enum.Enum):
     """Result of a job for one block."""
 
     DONE = "done"
-    """Stored (as durable as the tier declares), or loaded with a verified checksum."""
+    """The block was stored, as durably as the tier declares, or loaded with a correct checksum."""
     MISSING = "missing"
     """The tier does not have the block."""
     CORRUPT = "corrupt"
     """The loaded bytes differ from the stored bytes. The tier no longer has the block."""
     NO_SPACE = "no_space"
-    """The storage is full before the capacity is used up, for example on a shared disk."""
+    """The storage is full before the tier's capacity is used up, for example on a shared disk."""
     FAILED = "failed"
     """The storage reported an error; see `SecondaryTier.last_error`."""
 
@@ -100,15 +100,14 @@ class SecondaryTier(ABC):
     Threads: the server calls `store`, `load`, `lookup` and `remove` on worker threads. At most one
     `store` or `remove` runs at a time, together with any number of `load`s and `lookup`s. Two jobs
     never use the same block at the same time. Exception: in a `shared` tier, an evicted block can
-    be loaded until it is removed. If storage is full, or a block is damaged or missing, these
-    methods return an `Outcome` and do not raise. The server calls all other methods on the event
-    loop, or while the event loop waits. So these other methods must not do I/O.
+    be loaded until it is removed. If the storage is full, or a block is damaged or missing, `store`
+    and `load` return an `Outcome` and do not raise. The server calls all other methods on the event
+    loop, or while the event loop waits. These methods must not do I/O.
 
     The server checks third-party tiers (`server/tier_host/guard.py`) and reports problems in
     `last_error`:
 
-    - The tier raises, or does not return one outcome per block: all blocks of the job count as
-      failed.
+    - The tier raises, or does not return one outcome per block: all blocks of the job fail.
     - A job takes longer than `limits.tier_stall` seconds: the server continues without the tier
       until the job returns. When the server stops, it waits a few seconds for the job. If the job
       still runs then, the server does not close the tier.
@@ -121,8 +120,8 @@ class SecondaryTier(ABC):
     - A load reports `DONE` but has written nothing at the beginning, middle or end of a part: the
       block counts as corrupt.
 
-    The server cannot detect wrong bytes of a loaded block, so verify the bytes with
-    `block_checksum`. The server cannot detect an endless `entries()` either.
+    The server cannot detect wrong bytes of a loaded block, so the tier must verify the bytes with
+    `block_checksum`. The server also cannot detect that `entries()` never ends.
     """
 
     type: ClassVar[str]
@@ -138,16 +137,15 @@ class SecondaryTier(ABC):
     """Whether the bytes are on this host. Lookups can exclude tiers on other hosts."""
 
     shared: ClassVar[bool] = False
-    """Whether other processes write to the storage. Then the server calls `lookup` for blocks that
-    the core does not know."""
+    """Whether other processes write to the storage. If so, the server calls `lookup` for blocks
+    that the core does not know."""
 
     def __init__(self, name: str, capacity_bytes: int) -> None:
         """`capacity_bytes` limits the sum of `Entry.nbytes` of all blocks in the tier."""
         self.name = name
         self.capacity_bytes = capacity_bytes
         self.last_error: str | None = None
-        """Current error for operators, or None. Set by the tier; shown by health, status and
-        metrics."""
+        """Current error, or None. The tier sets it; health, status and metrics show it."""
         self.rules: Sequence[Rule] = DEFAULT_RULES
         """Configured voting rules, for `negotiation.vote`."""
 
@@ -155,7 +153,7 @@ class SecondaryTier(ABC):
     def on_new_request(self, request: RequestInfo) -> Vote:
         """Votes on the offload policy of a request. Called once, before the request's first lookup.
 
-        Must not block: the engine and the event loop wait for it.
+        Must not block: the engine and the event loop wait for the vote.
         """
 
     def on_request_finished(self, request_id: str) -> None:  # noqa: B027 - the default does nothing
@@ -179,18 +177,16 @@ class SecondaryTier(ABC):
     def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
         """Writes blocks, and replaces stored blocks with the same keys.
 
-        Returns one outcome per block, in order.
-
-        After a crash during a store, the tier must have each block completely or not at all.
+        Returns one outcome per block, in order. After a crash during a store, the tier must have
+        each block completely or not at all.
         """
 
     @abstractmethod
     def load(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
         """Fills the parts of blocks and verifies checksums.
 
-        Returns one outcome per block, in order.
-
-        If a block's outcome is not `DONE`, the content of its parts is undefined.
+        Returns one outcome per block, in order. If a block's outcome is not `DONE`, the content of
+        its parts is undefined.
         """
 
     @abstractmethod

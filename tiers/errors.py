@@ -1,7 +1,7 @@
 """Errors of the core: `CoreError` and its subclasses, each with a stable reason.
 
-`reason` is the name of a `kvtier.v1.ErrorReason` without its prefix. The server maps the reason to
-a gRPC status.
+`reason` is a name of `kvtier.v1.ErrorReason` without the prefix `ERROR_REASON_`. The server maps
+each reason to a gRPC status.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class InvalidNamespace(CoreError):
 
 
 class InvalidItem(CoreError):
-    """An item number is out of range."""
+    """An argument is invalid, for example an item number out of range."""
 
     reason = "INVALID_ARGUMENT"
 
@@ -57,25 +57,25 @@ class UnknownSession(CoreError):
 
 
 class LeaseNotFound(CoreError):
-    """No lease has this id: released, expired, ended with its session, or never granted."""
+    """No lease has this id: it was released, expired, ended with its session or never began."""
 
     reason = "LEASE_NOT_FOUND"
 
 
 class StoreNotFound(CoreError):
-    """No store has this id: completed, expired, ended with its session, or never prepared."""
+    """No store has this id: it was completed, expired, ended with its session or never began."""
 
     reason = "STORE_NOT_FOUND"
 
 
 class HoldNotFound(CoreError):
-    """No hold has this name: released, dropped, or never published."""
+    """No hold has this name: it was released, dropped, or never published."""
 
     reason = "HOLD_NOT_FOUND"
 
 
 class HoldExpired(CoreError):
-    """The hold has expired, or is about to."""
+    """The hold has expired, or expires in a few seconds."""
 
     reason = "HOLD_EXPIRED"
 
@@ -87,6 +87,6 @@ class NotOwner(CoreError):
 
 
 class NotReady(CoreError):
-    """An item of the lease is not a hit, or not ready."""
+    """An item of the lease is a miss, or its block is not ready."""
 
     reason = "NOT_READY"

@@ -82,12 +82,12 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A vote for requests that match every condition. A condition of None matches all.
+    """A vote for requests that match every condition. A condition of None matches every request.
 
     Attributes:
         policy: the vote.
         why: the reason, for operators.
-        kv_transfer_params: required values of the request's parameters; True matches any true
+        kv_transfer_params: required values of the request's parameters; True matches any truthy
             value.
         tenant: required tenant.
         min_prompt_tokens: minimum length of the prompt.
@@ -115,7 +115,7 @@ class Rule:
 DEFAULT_RULES: tuple[Rule, ...] = (
     Rule(
         OffloadPolicy.REQUEST_LEVEL,
-        "do_remote_decode: another engine will decode it",
+        "do_remote_decode: another engine will decode the request",
         kv_transfer_params={"do_remote_decode": True},
     ),
     Rule(

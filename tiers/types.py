@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 EngineKey = tuple[NamespaceId, str]
-"""Identifies an engine: its namespace and the id that the engine chose. Engines of different
+"""Identity of an engine: the namespace id, and the id that the engine chose. Engines of different
 namespaces may choose the same id."""
 
 
@@ -67,8 +67,8 @@ class EngineSession:
     namespace: NamespaceSpec
     tenant: str = ""
     writers: set[int] = field(default_factory=set)
-    """Connections that keep the region mapped. While one exists, the engine's process may write to
-    the slots of the session."""
+    """Connections whose process maps the region. While one of them is open, its process may write
+    to the slots of the session."""
     requests: set[str] = field(default_factory=set)
 
     @property
@@ -77,7 +77,7 @@ class EngineSession:
         return self.namespace.id, self.engine_id
 
     def own_rank(self) -> int:
-        """Returns the rank of this session's parts. Raises InvalidItem if that is ambiguous."""
+        """Returns the rank of this session's parts. Raises InvalidItem if the rank is unknown."""
         if self.rank is not None:
             return self.rank
         if self.namespace.world_size > 1:
@@ -92,8 +92,8 @@ class StoreAnswer:
     Attributes:
         store_id: None if nothing was granted.
         statuses: a `StoreStatus` per key.
-        slots: offsets of the granted slots.
-        not_retained: blocks that could not be retained in the CPU tier.
+        slots: offsets of the granted slots in the region.
+        not_retained: number of blocks that could not be retained in the CPU tier.
     """
 
     store_id: StoreId | None
@@ -118,12 +118,12 @@ HOLD_ONLY_KEY_PREFIX = b"kvtier.hold."
 """
 
 SLOT_ALIGNMENT = 4096
-"""Slots start and end on pages, as direct I/O requires."""
+"""Slot offsets and sizes are multiples of this page size, because direct I/O requires it."""
 
 MAX_WORLD_SIZE = 4096
 
 MAX_PART_SIZES = 64
-"""Each size has a separate eviction queue; engines use only a few sizes."""
+"""Limit of part sizes per namespace, because each size needs a separate eviction queue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class NamespaceSpec:
     """A namespace as the core needs it.
 
     Attributes:
-        id: digest of everything that must be equal for blocks to be shared.
+        id: digest of all properties that must be equal for engines to share blocks.
         world_size: number of ranks, each with one part of every block.
         part_bytes: size of one rank's part, per KV cache group.
         no_slots: value of `Block.slots` for a new block; one tuple shared by all new blocks.
@@ -161,7 +161,7 @@ class NamespaceSpec:
         return self.part_bytes[group]
 
     def check(self, keys: Sequence[bytes]) -> None:
-        if len(keys) == 1:  # blocks of secondary tiers are looked up one by one
+        if len(keys) == 1:  # usual for blocks of secondary tiers, which are looked up one by one
             self.part_bytes_of(keys[0])
             return
         lengths = set(map(len, keys))
@@ -171,7 +171,7 @@ class NamespaceSpec:
             self.part_bytes_of(key)
 
     def groups_are_known(self, packed: bytes, length: int) -> bool:
-        """Whether all concatenated keys of this length pass `check`. Tests all keys at once."""
+        """Returns whether all keys of this length pass `check`. `packed`: the concatenated keys."""
         *high, low = (packed[length - place :: length] for place in range(GROUP_INDEX_BYTES, 0, -1))
         return not b"".join(high).strip(b"\0") and not low.translate(None, bytes(range(min(len(self.part_bytes), 256))))
 
@@ -181,7 +181,7 @@ LeaseId = NewType("LeaseId", int)
 StoreId = NewType("StoreId", int)
 
 HoldName = tuple[NamespaceId, str, str]
-"""A hold: namespace, engine that published it, and that engine's request id."""
+"""Name of a hold: namespace id, id of the publishing engine, and the engine's request id."""
 
 
 class HandoffDirection(enum.IntEnum):
@@ -205,7 +205,7 @@ class HoldEnd(enum.Enum):
     RELEASED = 1
     EXPIRED = 2
     REPLACED = 3
-    """Another hold of its name was published."""
+    """A later publication used the same name."""
     RESET = 4
 
 
@@ -220,7 +220,7 @@ class KeyStatus(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Owner of a lease: an engine's session, and the request or ""."""
+    """Owner of a lease or store: engine, session, and request id ("" if unknown)."""
 
     engine: EngineKey
     session_id: bytes
@@ -232,7 +232,7 @@ class Owner:
 
     @property
     def user(self) -> tuple[EngineKey, str] | None:
-        """Identifies the request for eviction policies; None if the client did not name it."""
+        """Identifies the request for eviction policies; None if the client named none."""
         return (self.engine, self.request_id) if self.request_id else None
 
 
@@ -248,27 +248,27 @@ class MissReason(enum.Enum):
     """Why a looked-up block was a miss. Numbers as in `kvtier.v1.MissReason`."""
 
     NEVER_STORED = 1
-    """It was never stored, or the eviction history no longer contains it."""
+    """The block was never stored, or the eviction history no longer contains it."""
     EVICTED = 2
-    """It was evicted to make room."""
+    """The block was evicted to make room."""
     STORE_FAILED = 3
-    """A store began and did not succeed: no slot, a lost writer, or a tier that was too busy."""
+    """A store failed: no slot was free, the client was lost, or a tier was too busy."""
     POLICY = 4
-    """The lookup excluded the tier that has it, or an admission filter rejected it."""
+    """The lookup excluded the tier with the block, or an admission filter rejected the block."""
     BELOW_THRESHOLD = 5
-    """It was present in a prefix shorter than the requested minimum."""
+    """The block was present, but the matching prefix was shorter than the requested minimum."""
     FORMAT_MISMATCH = 6
-    """It is present in another format (model revision, dtype, layout, parallelism)."""
+    """The block is present in another format (model revision, dtype, layout, parallelism)."""
     EXPIRED = 7
-    """Its time to live had passed."""
+    """The time to live of the block had passed."""
     LOAD_FAILED = 8
-    """A tier had it but could not load it: damaged, lost, or a storage error."""
+    """A tier had the block but could not load it: it was damaged or lost, or the storage failed."""
     NO_ROOM = 9
-    """A tier has it, but no slot of the CPU tier could be freed for it."""
+    """A tier has the block, but no slot of the CPU tier could be freed for it."""
     RESET = 10
-    """The CPU tier was emptied on demand, or is being emptied."""
+    """A reset dropped the block from the CPU tier, or a reset is running."""
     PENDING = 11
-    """It was not yet ready when a claim stopped waiting for it."""
+    """The block was not ready yet when a claim stopped waiting for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class Block:
     )
 
     busy = False
-    """The CPU tier does not count pinned bytes."""
+    """Always False, because the CPU tier does not count pinned bytes."""
 
     def __init__(
         self,
@@ -68,10 +68,10 @@ class Block:
         self.key = key
         self.part_bytes = part_bytes
         self.queue = queue
-        """Its eviction queue: one per size class and tenant share."""
+        """The eviction queue of the block's size class and tenant share."""
         self.policy_node: Any = None
         self.slots: tuple[int | None, ...] = spec.no_slots
-        """Per rank the offset of its slot in the region, or None."""
+        """Per rank, the offset of the part's slot in the region, or None."""
         self.written = 0
         """Bit r is set when rank r's part is complete."""
         self.ready = False
@@ -91,7 +91,7 @@ class Block:
         self.last_use = 0
         """Logical time of the last store or lookup."""
         self.retain_until = 0.0
-        """End of the requested retention, in seconds. The secondary tiers use it too."""
+        """End of the requested retention, in seconds, in the CPU tier and the secondary tiers."""
         self.retained = False
         """Whether the block is retained now. A retained block is in no eviction queue."""
 
@@ -101,12 +101,12 @@ class Block:
 
     @property
     def invalidated(self) -> bool:
-        """Whether a reset or a stall removed it from the index. Its last unpin drops it."""
+        """Whether a reset or a stall removed the block from the index. The last unpin drops it."""
         return self.namespace_index.invalidated
 
     @property
     def hold_only(self) -> bool:
-        """Whether its key is no content hash, so only holds refer to it. It is not written back."""
+        """Whether the key is no content hash. Only holds refer to the block; no tier stores it."""
         return self.key.startswith(HOLD_ONLY_KEY_PREFIX)
 
     @property
@@ -119,7 +119,7 @@ class Block:
 
     @property
     def allocated_bytes(self) -> int:
-        """Size of all its slots, allocated or not."""
+        """Size of all slots of the block, allocated or not."""
         return self.queue.size_class * len(self.slots)
 
     def part_written(self, rank: int) -> bool:

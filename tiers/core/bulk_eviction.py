@@ -1,9 +1,9 @@
 """Bulk eviction: removes blocks by an operator's conditions, with progress.
 
-Does not evict blocks that are pinned or in a job, nor retained blocks unless requested. Examines a
-tier in slices, one namespace after another. With `max_bytes`, a first pass counts bytes by age and
-finds the age from which on blocks are evicted. So the least recently used blocks are evicted first
-without sorting. Ages are in seconds, beyond an hour in minutes.
+A bulk eviction keeps blocks that are pinned or in a job, and retained blocks unless requested. It
+examines a tier in slices, one namespace after another. With `max_bytes`, a first pass counts the
+bytes per age and finds the lowest age at which blocks are evicted. So the least recently used
+blocks are evicted first, without sorting. Ages are in seconds; beyond an hour, in minutes.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class EvictionTask:
         left: int = 0,
         most: float = math.inf,
     ) -> Iterator[bool]:
-        """Evicts matching blocks that are older than `age`, and `left` bytes of blocks of that age.
+        """Evicts matching blocks that are older than `age`, and `left` bytes of blocks of this age.
 
         Stops at `most` bytes, because more blocks may match now than in the first pass.
         """
@@ -228,9 +228,9 @@ class EvictionTask:
 
 
 def _slices(source: EvictionSource, namespaces: Iterable[NamespaceId]) -> Iterator[list[Any]]:
-    """Yields all items in slices, newest first, because policies remove these fastest.
+    """Yields all items in slices, newest first, because policies remove the newest items fastest.
 
-    Copies the list of items first, which takes 10 ms per million.
+    The list of items is copied first, which takes 10 ms per million items.
     """
     for namespace in namespaces:
         items = list(source.all_of(namespace))

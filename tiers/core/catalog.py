@@ -20,13 +20,13 @@ from ..types import MissReason
 __all__ = ["Catalog", "CatalogEntry", "EntryState"]
 
 RUN = 16
-"""After a restart, this many blocks in store order count as one chain of blocks."""
+"""After a restart, this many blocks in store order count as one chain; real chains are unknown."""
 
 VICTIM_BUFFER = 256
 """Number of victims that are determined at once."""
 
 _TURNS = 1024
-"""How often the shares are compared while stores replace the whole content of the tier."""
+"""Number of comparisons of the shares while stores replace the whole content of the tier once."""
 
 UsedElsewhere = Callable[[NamespaceId, bytes], float | None]
 """Returns the last use of a block in the CPU tier, in seconds; None if it is not there."""
@@ -36,7 +36,7 @@ class EntryState(enum.Enum):
     STORING = enum.auto()
     HELD = enum.auto()
     LOST = enum.auto()
-    """Removed from the catalog because it is damaged. A load of it may still run."""
+    """Removed from the catalog because the block is damaged. A load of the block may still run."""
 
 
 class CatalogEntry:
@@ -63,10 +63,10 @@ class CatalogEntry:
         self.loads = 0
         """Running loads. An entry that is being loaded is not evicted."""
         self.busy = state is not EntryState.HELD
-        """Whether its store or a load runs; its share counts it as busy then (`recount`)."""
+        """Whether a store or load of the block runs. If so, the share counts it as busy."""
         self.used_at = used_at
-        """Last use in this tier, in seconds, at most a tick too early. A use in the CPU tier may be
-        later."""
+        """Last use in this tier, in seconds, at most a tick too early. The block may have a later
+        use in the CPU tier."""
 
     @property
     def name(self) -> tuple[NamespaceId, bytes]:
@@ -154,10 +154,10 @@ class Catalog:
         self.queues.finish(request)
 
     def begin_store(self, namespace: NamespaceId, key: bytes, nbytes: int) -> list[CatalogEntry] | None:
-        """Adds an entry in state STORING and evicts for it; the caller records the use (`use`).
+        """Adds an entry in state STORING, and evicts other entries to make room.
 
         Returns the victims, which the tier must remove, or None if there is no room. Entries that
-        are being stored or loaded are not evicted.
+        are being stored or loaded are not evicted. The caller must record the use (`use`).
         """
         queue = self._queue_of.get(namespace)
         if queue is None:
@@ -189,7 +189,7 @@ class Catalog:
         return entry.state is EntryState.HELD and not entry.loads and (retained or not entry.retained)
 
     def evict(self, entries: Iterable[CatalogEntry]) -> list[CatalogEntry]:
-        """Evicts entries one by one as the iterator yields them; returns them."""
+        """Evicts entries one by one as the iterator yields them; returns the evicted entries."""
         evicted = []
         for entry in entries:
             self._remove(entry, MissReason.EVICTED)
@@ -202,7 +202,7 @@ class Catalog:
         self.queues.remove(entry)
         self.used_bytes -= entry.nbytes
         entry.queue.share.used -= entry.nbytes
-        # `queues.remove` has ended the retention, so a busy entry counts as busy again.
+        # `queues.remove` has ended the retention, so the bytes of a busy entry count as busy again.
         entry.queue.share.busy -= entry.nbytes if entry.busy else 0
         self._count -= 1
 
@@ -288,7 +288,7 @@ class Catalog:
         return pick_victims(share, nbytes, queues, _nbytes)
 
     def _candidates(self, queue: EvictionQueue[CatalogEntry]) -> Iterator[CatalogEntry]:
-        """Yields evictable entries. The last one stays in the buffer: the caller may not use it."""
+        """Yields evictable entries. The last one stays in the buffer: the caller can reject it."""
         if not queue.share.evictable:  # avoids a walk over all pending stores
             queue.victim_buffer.clear()
             return

@@ -23,7 +23,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class StoreInTier:
-    """Store blocks in a tier, then call `TierManager.job_finished`. The slots stay valid."""
+    """Store blocks in a tier, then call `TierManager.job_finished`. Slots are valid until then."""
 
     job_id: JobId
     tier: int
@@ -50,7 +50,7 @@ class LookupInTier:
 
 @dataclass(frozen=True, slots=True)
 class RemoveFromTier:
-    """Remove blocks from a tier, before any later store. The core expects no result."""
+    """Remove blocks from a tier before any later store in it. The core expects no result."""
 
     tier: int
     keys: Sequence[tuple[NamespaceId, bytes]]
@@ -58,7 +58,7 @@ class RemoveFromTier:
 
 @dataclass(frozen=True, slots=True)
 class LeaseSettled:
-    """A lease has no pending block any more: a waiting client can be answered."""
+    """A lease has no pending block any more: the server can answer a client that waits for it."""
 
     lease_id: LeaseId
 

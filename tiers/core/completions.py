@@ -115,7 +115,7 @@ class CompletionHandler:
         self._cpu_tier.unpin([block for block, _ in finished.results])
 
     def tier_stalled(self, tier: int, *, stalled: bool) -> None:
-        """Called when a tier stalls or recovers. Blocks that a stalled tier loads are given up."""
+        """Called when a tier stalls or recovers. Gives up blocks that a stalled tier is loading."""
         change = self._transfers.stall(tier, stalled=stalled)
         for block in change.given_up:
             self._history.record(block.namespace, block.key, MissReason.LOAD_FAILED)

@@ -24,13 +24,13 @@ MAX_SPARE = 1024
 _FEW_SPARES = 8
 
 SLICE = 512
-"""Blocks of a reset that are dropped at a time: 1 ms, or 4 ms with a million blocks."""
+"""Number of blocks that one slice of a reset drops: 1 ms, or 4 ms with a million blocks."""
 
 _TICKS_PER_SECOND = 1e6
 
 
 class CpuTier:
-    """Index of the blocks in the host region. Does not copy bytes.
+    """Blocks in the host region, and their slots. Does not copy bytes.
 
     The used bytes of a tenant share include its quarantined slots.
     """
@@ -55,10 +55,11 @@ class CpuTier:
         self._under_pressure: set[int] = set()
         """Size classes that needed an eviction and have had no spare room since."""
         self._spare_demand: dict[int, int] = {}
-        """Per class in `_under_pressure` the slots of the last request, until slots are freed."""
+        """Per size class under pressure, the slots of the last store, until room is made in
+        advance."""
         self._clock = 0
-        """Logical time of the last use. Increases with each use and at least with the microseconds
-        of the clock."""
+        """Logical time of the last use. It grows with each use, and is at least the microseconds of
+        the clock at the last tick."""
 
     def __len__(self) -> int:
         return len(self._index)
@@ -78,10 +79,9 @@ class CpuTier:
     def find_or_add(self, spec: NamespaceSpec, keys: Sequence[bytes]) -> list[Block]:
         """Returns the blocks with these keys, and adds an empty block for each missing key.
 
-        The caller must pin the blocks, because `unpin` drops blocks without slots. The caller
-        records the use of blocks that stay (`use`).
-
-        Raises InvalidKey if a key names an unknown group; then nothing was added.
+        The caller must pin the blocks and unpin them later, because `unpin` drops empty blocks. The
+        caller must also record the use of the blocks that stay (`use`). Raises InvalidKey if a key
+        names an unknown group; then no block was added.
         """
         index = self._index.of(spec.id)
         blocks = index.blocks
@@ -117,7 +117,7 @@ class CpuTier:
         self.queues.finish(request)
 
     def used_at(self, namespace: NamespaceId, key: bytes) -> float | None:
-        """Returns the last use of a ready block, in seconds, at most 1 s too early; else None."""
+        """Returns the last use in seconds, up to 1 s too early; None if the block is not ready."""
         block = self._index.get(namespace, key)
         return block.last_use / _TICKS_PER_SECOND if block is not None and block.ready else None
 
@@ -137,8 +137,8 @@ class CpuTier:
     def reserve(self, blocks: Sequence[Block], rank: int | None = None) -> None:
         """Allocates missing slots: for all parts of each block, or for one rank's part.
 
-        Evicts if necessary. If no slot is free, the part keeps None. The blocks must be pinned, so
-        that none of them is evicted to make room for another.
+        Evicts blocks if necessary. If no slot can be freed, the part keeps None. The blocks must be
+        pinned, so that none of them is evicted to make room for another.
         """
         for queue, mine in by_queue(blocks):
             wanted = mine if rank is not None else [block for block in mine for slot in block.slots if slot is None]
@@ -153,7 +153,7 @@ class CpuTier:
                     block.put_slot(block.slots.index(None) if rank is None else rank, offset)
 
     def unpin(self, blocks: Iterable[Block]) -> None:
-        """Removes one pin of each block; drops unpinned blocks that are empty or must not stay."""
+        """Removes one pin per block; drops unpinned blocks that are empty or must be evicted."""
         for block in blocks:
             block.pins = pins = block.pins - 1
             if pins or (block.ready and not block.evict_on_unpin and not block.namespace_index.invalidated):
@@ -166,7 +166,7 @@ class CpuTier:
                 self.drop([block], MissReason.EXPIRED if block.evict_on_unpin else MissReason.RESET)
 
     def detach_slot(self, block: Block, rank: int) -> int:
-        """Removes the slot of an unwritten part from its block. `release` frees the slot later."""
+        """Removes the slot of an unwritten part from the block. `release` frees the slot later."""
         offset = block.slots[rank]
         if offset is None:
             raise ValueError(f"rank {rank} of {block!r} has no slot")
@@ -304,7 +304,7 @@ class CpuTier:
         """Evicts for one size class in advance, as if the next store were as large as the last.
 
         Returns whether another size class needs spare room. Does nothing if there are quotas: which
-        share must pay depends on the tenant of the next store.
+        share must free memory depends on the tenant of the next store.
         """
         if self.needs_spare_room:
             slot_bytes, count = self._spare_demand.popitem()

@@ -47,20 +47,20 @@ from .settings import TierSettings
 __all__ = ["EXPIRY_MARGIN_SECONDS", "HandoffHandler", "HandoffLog"]
 
 EXPIRY_MARGIN_SECONDS = 5.0
-"""A hold cannot be read during its last seconds (B2.19)."""
+"""A hold cannot be claimed during this time before its expiry (B2.19)."""
 
 EXTENSION_PART = 2 / 3
-"""A heartbeat extends a hold to at least now plus this fraction of its duration (B2.1)."""
+"""A heartbeat sets the expiry to at least now plus this fraction of the duration (B2.1)."""
 
 MAX_HELD_ITEMS = 4 << 20
 """Limit for the items of all holds of one tenant. A shared block counts once per hold."""
 
 _REMEMBERED = 4096
-"""Number of ended holds whose names are remembered. Claims of these holds do not wait."""
+"""Number of ended holds that the core remembers. A claim of such a hold does not wait."""
 
 
 class HandoffHandler:
-    """The open holds. A claim gets the time, so that it sees an expiry before the next tick."""
+    """Open holds. `find` and `claim` get the time, to detect an expiry before the next tick."""
 
     def __init__(
         self,
@@ -115,8 +115,8 @@ class HandoffHandler:
     ) -> Hold | PublishStatus:
         """Holds blocks for `duration` seconds; returns the hold, or the reason of a refusal.
 
-        An earlier hold of the same name ends in both cases. Raises InvalidKey if a key names an
-        unknown group, InvalidItem if the numbers of keys and positions differ.
+        An earlier hold of the same name ends, even after a refusal. Raises InvalidKey if a key
+        names an unknown group, InvalidItem if the numbers of keys and positions differ.
         """
         if len(keys) != len(positions):
             raise InvalidItem(f"{len(keys)} keys and {len(positions)} positions")
@@ -163,9 +163,10 @@ class HandoffHandler:
         return hold
 
     def may_come(self, name: HoldName) -> bool:
-        """Whether a missing hold may still be published.
+        """Returns whether a missing hold may still be published.
 
-        False if it was refused, has ended, or another namespace has a hold of this request.
+        False if the hold was refused or has ended, or if another namespace has a hold of this
+        request.
         """
         return name not in self._ended and not self._table.is_in_other_namespace(name)
 
@@ -179,9 +180,10 @@ class HandoffHandler:
         expires_at: float,
         now: float,
     ) -> HoldClaim:
-        """Leases the ready blocks of a hold, per group from its first position on (default: all).
+        """Leases the ready blocks of a hold.
 
-        Raises HoldNotFound, HoldExpired, or LimitExceeded if the session has too many leased items.
+        `first_positions`: per group, the first position to lease; empty for all blocks. Raises
+        HoldNotFound, HoldExpired, or LimitExceeded if the session has too many leased items.
         """
         owner = Owner(session.engine, session.id, request_id)
         try:
@@ -217,7 +219,7 @@ class HandoffHandler:
     def renew(self, name: HoldName, now: float, extension: float | None = None) -> bool:
         """Extends a hold to `extension` seconds from now; returns whether the hold is open.
 
-        None means an extension by a heartbeat (`EXTENSION_PART`).
+        `extension` is None for a heartbeat (`EXTENSION_PART`).
         """
         hold = self._table.get(name)
         if hold is None or hold.expires_at <= now:
@@ -235,7 +237,7 @@ class HandoffHandler:
         return True
 
     def tick(self, now: float) -> None:
-        """Ends expired holds. Checks all holds: the table is not sorted by expiry (B2.19)."""
+        """Ends expired holds. Checks all holds, because they are not sorted by expiry (B2.19)."""
         for hold in [hold for hold in self._table if hold.expires_at <= now]:
             self._stats[hold.direction].expired += 1
             self._end(hold, HoldEnd.EXPIRED, now)
@@ -247,7 +249,7 @@ class HandoffHandler:
             self._end(hold, HoldEnd.RESET, now)
 
     def engine_gone(self, engine: EngineKey) -> None:
-        """Called when an engine's last session ended. Its holds give up blocks without a writer."""
+        """Called when an engine's last session ended. Gives up held blocks without a writer."""
         for hold in self._table:
             if hold.engine == engine and hold.awaited:
                 self._table.orphan(hold)
@@ -286,7 +288,7 @@ class HandoffHandler:
         self._commands.append(HoldChanged(hold.name))
 
     def _remember_end(self, name: HoldName, why: HoldEnd | PublishStatus) -> None:
-        # `setdefault`: an expired hold stays expired if a later publication of its name is refused.
+        # `setdefault`: an expired hold stays expired, even if a publication of its name is refused.
         self._ended.setdefault(name, why)
         while len(self._ended) > _REMEMBERED:
             del self._ended[next(iter(self._ended))]

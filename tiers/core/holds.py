@@ -1,7 +1,7 @@
 """Hold table: named leases on a finished request's blocks, for another engine (B2.17, B2.19).
 
-A hold pins its blocks, including pending blocks, from the publication on. It continues after the
-end of the session that published it, and ends at its expiry.
+A hold pins its blocks, including pending blocks, from the publication until the release or expiry,
+even if the session that published the hold ends earlier.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Hold:
         num_tokens: number of tokens that the blocks cover.
         duration: as published, in seconds.
         awaited: number of items whose block is not ready.
-        orphaned: whether the engine has no session. Then blocks that no client writes are given up.
+        orphaned: whether the engine has no session any more. Such a hold gives up each block that
+            no client is writing.
         record: the publication in the request log.
     """
 
@@ -139,8 +140,8 @@ class HoldTable:
     def settle(self, block: Block) -> list[Hold]:
         """Called when a block's last writer has finished; returns the holds without pending blocks.
 
-        A block that is not ready stays in its holds, because another client may write it. The holds
-        give it up if it was unlinked from the index. A hold without an engine gives it up too.
+        A block that is not ready stays in its holds, because another client may write it.
+        Exceptions: the block was unlinked from the index, or the engine of the hold has no session.
         """
         waiting = self._waiting.get(block, {})
         hopeless = [hold for hold in waiting if block.ready or block.invalidated or hold.orphaned]
@@ -154,7 +155,7 @@ class HoldTable:
         return [hold for hold in hopeless if not hold.awaited]
 
     def orphan(self, hold: Hold) -> None:
-        """Marks a hold's engine as gone: blocks that no client is writing are given up."""
+        """Marks a hold as orphaned, and gives up its blocks that no client is writing."""
         hold.orphaned = True
         for block in dict.fromkeys(hold.items) if hold.awaited else ():
             waiting = self._waiting.get(block) if block is not None else None

@@ -31,7 +31,7 @@ class BlockLease:
     """A lease on the blocks that a lookup found.
 
     Attributes:
-        items: per key the pinned block, or None for a miss; misses at the end are omitted.
+        items: per key the pinned block, or None for a miss; trailing misses are omitted.
         keys: number of looked-up keys.
         sources: per key the position of the tier that had the block; undefined for misses.
         granted_at: time of the grant, in seconds of the core's clock.

@@ -1,4 +1,4 @@
-"""Lookup handler: pins hits, promotes blocks from secondary tiers, and records why keys missed."""
+"""Lookup handler: pins hits, promotes blocks from secondary tiers, records reasons of misses."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class _Match:
     """What a lookup found, block by block.
 
     Attributes:
-        items: per key the pinned block, or None; later keys were not examined.
-        sources: per item the position of the tier that has it.
+        items: per examined key the pinned block, or None.
+        sources: per item the position of the tier that has the block.
         promotions: position, tier and block of each promotion.
         retries: positions with an outstanding query to a shared tier.
         reasons: known reasons of misses, by position.
@@ -121,7 +121,7 @@ class LookupHandler:
     ) -> bool:
         """Queries shared tiers before a lookup; returns whether answers are outstanding (B3.17).
 
-        With `prefix` the scan ends at the first miss. An outstanding answer does not end it.
+        With `prefix` the scan ends at the first miss; an outstanding answer is not a miss.
         """
         if not self._residency.has_shared_tiers:
             return False
@@ -193,7 +193,7 @@ class LookupHandler:
         return list(dict.fromkeys(lease for lease, _ in waited if not lease.pending))
 
     def drop_promotion(self, block: Block) -> None:
-        """Frees all slots of a block that a tier could not load. Clients never write to them."""
+        """Frees all slots of a block that a tier could not load. No client can write to them."""
         block.promoting = False
         ranks = [rank for rank, slot in enumerate(block.slots) if slot is not None]
         block.written = 0
@@ -226,7 +226,7 @@ class LookupHandler:
         """Looks for a block in the secondary tiers; returns False if it is a miss."""
         secondary, presence = self._residency.find(namespace.id, key, excluded)
         position = len(match.items)
-        # Blocks behind an outstanding answer are promoted when the lookup is repeated.
+        # Blocks behind an outstanding answer are promoted when the client repeats the lookup.
         deferred = prefix and bool(match.retries)
         if presence is Presence.UNKNOWN or (secondary is not None and deferred):
             match.retries.append(position)
@@ -322,7 +322,7 @@ class LookupHandler:
     def _explain(
         self, session: EngineSession, keys: Sequence[bytes], match: _Match, *, prefix: bool
     ) -> tuple[tuple[OutcomeRun, ...], bytes | None]:
-        """Returns the outcomes and the first missing key. Later keys of a prefix get its reason."""
+        """Returns the outcomes and the first missing key."""
         if match.ready == len(keys):
             return ((OutcomeRun(len(keys), 0),) if keys else ()), None
         outcomes: list[LookupOutcome] = list(match.sources)
@@ -343,7 +343,7 @@ class LookupHandler:
     def _default_reason(
         self, session: EngineSession, keys: Sequence[bytes], match: _Match, missed: Sequence[int], *, prefix: bool
     ) -> MissReason:
-        """Returns the reason for misses without one: in a prefix that of the first miss."""
+        """Returns the reason of unexplained misses; in a prefix, the reason of the first miss."""
         broken_at = len(match.items)
         if prefix and broken_at < len(keys):
             return match.reasons.get(broken_at) or self._miss_reason(session, keys[broken_at])

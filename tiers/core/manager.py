@@ -1,9 +1,9 @@
 """Decision core of the tiered cache: events in, answers and commands out.
 
-An event is a method call. It returns its answer at once and appends commands for the server, which
-fetches them with `take_commands()`. The core does no I/O, reads no clock and uses no threads: `now`
-comes with the event, in seconds of a monotonic clock, and one caller at a time makes the calls. A
-refused event raises a `CoreError` and changes nothing.
+An event is a method call. The call returns its answer at once and appends commands for the server,
+which fetches them with `take_commands()`. The core does no I/O, reads no clock and uses no threads.
+Callers pass `now` in seconds of a monotonic clock, and must not call concurrently. A refused event
+raises a `CoreError` and changes nothing.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class TierManager:
         return session
 
     def close_session(self, session_id: bytes) -> None:
-        """Ends a session with all it owns. Slots that it may write to are quarantined."""
+        """Ends a session, its leases and stores; quarantines slots that the client may write to."""
         session = self.session(session_id)
         self._sliced_work.continue_if(self._lookups.end(self._lookups.leases.of_session(session_id)))
         for store in self._stores.table.owned_by(session_id):
@@ -197,7 +197,7 @@ class TierManager:
         self.session(session_id).writers.add(writer)
 
     def writer_gone(self, session_id: bytes, writer: int) -> None:
-        """Called when a writer connection has ended: its process can no longer write to slots."""
+        """Called when a writer connection has ended: the process can no longer write to slots."""
         session = self._sessions.get(session_id)
         if session is not None:
             session.writers.discard(writer)
@@ -226,7 +226,7 @@ class TierManager:
     def finish_request(self, session: EngineSession, request_id: str) -> Request:
         """Ends a request's leases. The tiers are notified when all its stores have ended.
 
-        A request that did not begin is begun first, so that tiers see both calls in order (B3.13).
+        A request that did not begin is begun first, so that every tier gets both calls (B3.13).
         """
         for lease in self._lookups.leases.of_request(session.engine, request_id):
             self._lookups.release(lease)
@@ -333,7 +333,7 @@ class TierManager:
     def tick(self, now: float) -> None:
         """Advances the time and ends everything that has expired. Called about once per second.
 
-        If the clock goes back, the last time stays in force until the clock has passed it.
+        If `now` is earlier than in the last call, the core keeps the later time.
         """
         now = self._now = max(now, self._now)
         self._request_log.tick(now)
@@ -364,11 +364,9 @@ class TierManager:
         """Drops a session's namespace from the CPU tier; secondary tiers keep their blocks (B3.19).
 
         Blocks are dropped in slices; a pinned block is dropped when its last pin ends. Until all
-        are dropped, every lookup of the namespace misses, and blocks of its stores are never
-        published (B4.13).
-
-        Returns the number of blocks that are not dropped yet. While a reset runs, another call only
-        returns this number.
+        are dropped, every lookup of the namespace misses. Pending stores of the namespace are never
+        published (B4.13). Returns the number of blocks that are not dropped yet. While a reset
+        runs, another call only returns this number.
         """
         if resetting := self.resetting(session):
             return resetting
@@ -380,7 +378,7 @@ class TierManager:
         return self._cpu_tier.pending_reset_blocks(session.namespace.id)
 
     def evict(self, wanted: EvictionRequest) -> EvictionTask:
-        """Starts an operator's eviction. It runs in slices, after earlier requests."""
+        """Starts an operator's eviction, in slices. It waits for evictions that began earlier."""
         return self._sliced_work.evict(wanted, self._now)
 
     def leases(self) -> list[BlockLease]:

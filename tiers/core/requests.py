@@ -29,7 +29,7 @@ class Request:
         request_level_tiers: positions of the tiers that voted REQUEST_LEVEL. Every block of the
             request is stored in these tiers (B3.3).
         stores: number of its stores in flight.
-        waiting: blocks that other clients are writing; `request_level_tiers` get them later (B3.9).
+        waiting: blocks that other clients write now; `request_level_tiers` store them later (B3.9).
         pending_stores: number of pending stores in `request_level_tiers`.
         incomplete: number of blocks that one of `request_level_tiers` did not get.
         finished: whether the engine has finished the request.
@@ -120,5 +120,6 @@ class RequestTable:
         request.ended = True
         self._on_end(request)
         key = (request.session.engine, request.id)
-        if self._requests.get(key) is request:  # the engine may have begun one with the same id
+        # The engine may have begun a new request with the same id.
+        if self._requests.get(key) is request:
             del self._requests[key]

@@ -36,7 +36,7 @@ class ResidencyIndex:
         unknown = tiers.names - {secondary.tier.name for secondary in self._secondaries}
         if unknown:
             names = ", ".join(secondary.tier.name for secondary in self._secondaries) or "none"
-            raise InvalidItem(f"there is no tier {min(unknown)!r} that could be left out; there are {names}")
+            raise InvalidItem(f"cannot exclude tier {min(unknown)!r}: unknown tier; the secondary tiers are: {names}")
         return frozenset(secondary.index for secondary in self._secondaries if secondary.matches(tiers))
 
     def find(
@@ -44,7 +44,7 @@ class ResidencyIndex:
     ) -> tuple[SecondaryTierState | None, Presence]:
         """Returns the first tier that can load a block, or None and the reason.
 
-        Counts a miss in each tier that was tried before.
+        Counts a miss in each earlier tier that could not load the block.
         """
         presence = Presence.ABSENT
         for secondary in self._secondaries:

@@ -22,7 +22,8 @@ __all__ = ["Name", "Presence", "PresenceCache", "SecondaryTierState"]
 Name = tuple[NamespaceId, bytes]
 
 VALID_SECONDS = 10.0
-"""How long an answer is valid, in seconds. If it is outdated, the load reports a missing block."""
+"""How long a cached answer is used, in seconds. The block may be gone; a load then finds it
+missing."""
 
 MAX_ANSWERS = 1 << 16
 
@@ -79,12 +80,12 @@ class Presence(enum.Enum):
     HELD = enum.auto()
     ABSENT = enum.auto()
     EXCLUDED = enum.auto()
-    """It is present, but the lookup excludes the tier."""
+    """The block is present, but the lookup excludes the tier."""
     UNKNOWN = enum.auto()
     """The tier must be queried first."""
     STALLED = enum.auto()
-    """It is present but cannot be loaded now. The tier is stalled, or it still runs an earlier load
-    into a block that was given up."""
+    """The block is present but cannot be loaded now: the tier is stalled, or still runs an earlier
+    load of the block that was given up."""
 
 
 class SecondaryTierState:

@@ -26,7 +26,8 @@ class TierSettings:
         ttl: seconds without use after which a block is dropped; default: never.
         tenants: tenants with a quota or a limit.
         retained_part: fraction of each quota and of the memory without quota that may be retained.
-        held_part: the same fraction for holds, in the CPU tier.
+        held_part: fraction of each quota and of the memory without quota in the CPU tier that holds
+            may pin.
         spare_part: largest fraction of the CPU tier that is freed in advance of a store.
         max_holds: limit for the holds of one tenant.
         estimates: whether to estimate the hit ratio of other tier sizes.

@@ -1,8 +1,8 @@
 """Slot allocator of the host region: extents that size classes claim and return.
 
 Blocks of several sizes share one region (groups of a hybrid model, or two models). A size class
-claims an extent and cuts it into equal slots. When all its slots are free again, the extent is
-returned and any class may claim it. So there is no fragmentation within a class.
+claims an extent and cuts it into equal slots. When all slots of an extent are free again, any class
+may claim the extent. So there is no fragmentation within a class.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class SlotAllocator:
         """Adds whole extents; a remainder at the end is not used."""
         fresh = [Extent(start) for start in range(offset, offset + nbytes - self.extent_bytes + 1, self.extent_bytes)]
         self._extents.update((extent.offset // self.extent_bytes, extent) for extent in fresh)
-        # Extents are claimed from the end of the list: low offsets first, which are backed first.
+        # Extents are claimed from the end of the list. Low offsets come last in it, because the
+        # region allocates their pages first.
         self._unclaimed[:0] = reversed(fresh)
         self.available_bytes += len(fresh) * self.extent_bytes
 

@@ -2,8 +2,8 @@
 
 To free slots, blocks of the same size class are evicted. Memory moves between classes as whole
 extents: class A gets an extent of class B if B's next victim has been idle for longer than A's.
-Otherwise blocks of an unloaded model would occupy the region forever. For a tenant within its
-quota, class A gets the extent without this condition.
+Without this rule, blocks of an unloaded model would occupy the region forever. If the tenant that
+needs the extent is within its quota, class A gets the extent without this condition.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class SlotReclaimer:
         """Returns blocks whose eviction frees some of `count` slots, or an extent; may be empty."""
         within = (share.quota - share.used) // slot_bytes
         if within > 0:
-            # These slots are within the share's quota: evict from shares above their quota, in any
-            # class.
+            # The share is within its quota for these slots: evict from shares above their quota, in
+            # any size class.
             others = self._chosen(share, slot_bytes, min(count, within), with_own=False)
             victims = others or self._idle_extent(share, slot_bytes, None, with_own=False)
             if victims:
@@ -95,7 +95,7 @@ class SlotReclaimer:
     def _blocks_of_extent(self, block: Block, share: TenantShare, blocked: set[int]) -> list[Block] | None:
         """Returns the blocks of an extent of `block` if all are evictable.
 
-        Adds extents with other blocks to `blocked`.
+        Adds each extent with a block that is not evictable to `blocked`.
         """
         for offset in block.slots:
             if offset is None:
@@ -129,7 +129,7 @@ def _freed_bytes(block: Block) -> int:
 
 
 def _all_evictable(blocks: Sequence[Block], taker: TenantShare) -> bool:
-    """Whether all shares except the taker's would still have their quota."""
+    """Returns whether every share except the taker keeps its quota after the eviction."""
     freed: dict[TenantShare, int] = {}
     for block in blocks:
         share = block.queue.share

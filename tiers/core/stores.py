@@ -30,7 +30,7 @@ class Store:
     request: Request | None = None
     """None if no request was begun."""
     begun_at: float = 0.0
-    """In the core's seconds."""
+    """In seconds of the core's clock."""
 
     def slots(self) -> list[int]:
         return [offset for block in self.blocks if (offset := block.slots[self.rank]) is not None]
@@ -162,7 +162,7 @@ class StoreHandler:
         blocks = self._cpu_tier.find_or_add(session.namespace, keys)
         found = list(dict.fromkeys(blocks))
         for block in found:
-            block.pins += 1  # so that no block of this store is evicted to make room for another
+            block.pins += 1  # no block of this store may be evicted to make room for another
         statuses, wanted = self._claim(blocks, rank)
         self._cpu_tier.reserve(list(wanted), rank)
         granted, slots = self._grant(wanted, rank)
@@ -222,7 +222,7 @@ class StoreHandler:
             offsets.append(self._cpu_tier.detach_slot(block, store.rank))
         self.table.quarantine(store, offsets, sum(block.part_bytes for block in store.blocks), writers)
         self._completions.settle(store.blocks)
-        # Unpinning removes empty blocks from their queue. Policies remove a chain's tail faster.
+        # Unpinning removes empty blocks from their queue, and policies remove a tail faster.
         self._cpu_tier.unpin(reversed(store.blocks))
         self._ended(store.request)
 

@@ -26,8 +26,7 @@ from .settings import TierSettings
 __all__ = ["FinishedJob", "JobKind", "StallChange", "TransferScheduler"]
 
 JOB_BYTES = 32 << 20
-"""Largest size of one job: large enough for efficient transactions, small enough for quick results.
-"""
+"""Size limit of a job: large enough for efficient transactions, small enough for quick results."""
 
 
 class JobKind(enum.Enum):
@@ -120,9 +119,7 @@ class TransferScheduler:
         return any(secondary.catalog.queues.overdue for secondary in self.secondaries)
 
     def cascade(self, blocks: Sequence[Block], user: Hashable, *, even_if_busy: bool = False) -> None:
-        """Writes ready blocks back to every tier that lacks them.
-
-        Skips a tier whose queue is full (B3.7, B3.10).
+        """Writes ready blocks back to every tier that lacks them; skips full queues (B3.7, B3.10).
 
         `user` identifies the request for eviction policies. A block that a tier's admission filter
         rejects may be written back at a later use (`used`).
@@ -229,7 +226,7 @@ class TransferScheduler:
             # Missing outcomes count as failures.
             outcome = outcomes[number] if number < len(outcomes) else Outcome.FAILED
             if job.kind is JobKind.LOAD and outcome is Outcome.DONE and entry.nbytes != block.nbytes:
-                # The tier listed the block with a size that differs from the loaded size.
+                # The entry that the tier had listed has another size than the loaded block.
                 outcome = Outcome.CORRUPT
                 job.secondary.pending_removals.append(entry)
             block.stalled = False
@@ -245,8 +242,8 @@ class TransferScheduler:
     def lost(self, tier: int, names: Iterable[Name]) -> None:
         """Drops entries of blocks that a tier has quarantined because they are damaged.
 
-        The tier must also remove them. If it has stored a block again after the quarantine, this
-        call drops the new entry, and the tier would keep a block that is in no catalog:
+        The tier must also remove the blocks, because a new block may be stored under such a name
+        before this call. The call then drops the entry of the new block, as in this sequence:
 
             check        quarantines K
             event loop   evicts K, stores K again: the catalog has it again
@@ -271,7 +268,7 @@ class TransferScheduler:
         """Called when a job of a tier takes too long, and when the tier has recovered.
 
         Blocks of running jobs stay pinned, because the tier may still access them. The write-back
-        queue is discarded. Otherwise its pinned blocks would soon fill the CPU tier.
+        queue is discarded, because its pinned blocks would soon fill the CPU tier.
         """
         secondary = self.secondaries[tier - 1]
         change = StallChange(is_back=secondary.stalled and not stalled)
@@ -324,11 +321,11 @@ class TransferScheduler:
         else:
             block.skip_reason = MissReason.STORE_FAILED
             secondary.catalog.drop(entry)
-            # The tier may have written some bytes. Remove them: the catalog does not count them.
+            # The tier must remove bytes that it may have written: the catalog does not count them.
             secondary.pending_removals.append(entry)
             if outcome is Outcome.NO_SPACE:
-                # The storage is smaller than its configured capacity, e.g. on a shared disk. Evict
-                # here: the catalog still sees free space and would not evict.
+                # The storage has less room than configured, e.g. on a shared disk. The catalog
+                # still sees free space and would not evict by itself.
                 secondary.pending_removals += secondary.catalog.make_room(entry.namespace, entry.nbytes)
         self._cpu_tier.unpin([block])
 
@@ -348,11 +345,7 @@ class TransferScheduler:
                 secondary.catalog.drop(entry)
 
     def _enqueue(self, secondary: SecondaryTierState, block: Block, limit: int | None) -> bool:
-        """Queues a block for write-back.
-
-        Returns False if the queue would exceed `limit` bytes, the tier has no room, or it is
-        stalled.
-        """
+        """Queues a block for write-back; False if queue or tier are full or the tier is stalled."""
         if secondary.stalled or (limit is not None and secondary.queued_bytes + block.nbytes > limit):
             return False
         victims = secondary.catalog.begin_store(block.namespace, block.key, block.nbytes)

@@ -29,7 +29,7 @@ def check_slice(store: DiskStore, after: bytes, *, repair: bool) -> Slice:
             suspects.append((name, packed, 0, "its index record is damaged"))
             continue
         if not all(map(store.slabs.holds, record.runs)):
-            suspects.append((name, packed, record.nbytes, "the slab file ends before it does"))
+            suspects.append((name, packed, record.nbytes, "its pages are beyond the end of the slab file"))
             continue
         whole.append((name, packed, record))
         nbytes += record.nbytes

@@ -48,7 +48,7 @@ class PageRun(NamedTuple):
 
 
 class PagePiece(NamedTuple):
-    """A piece of memory and the page where it is stored. Only the last page may be partly used."""
+    """A piece of memory and its first page in the slabs. Only the last page may be partly used."""
 
     page: int
     view: memoryview

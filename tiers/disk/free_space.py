@@ -1,8 +1,8 @@
 """Free-page allocator of the slabs: best fit, with coalescing.
 
-If no run is long enough, a block gets several runs. So every free page is usable for every block.
-Extents per size class, as in the region, would not work: the core counts bytes. In a full tier, a
-growing class could wait forever for an empty extent of another class
+If no run is long enough, a block gets several runs. So every block can use every free page. Extents
+per size class, as in the region, would not work, because the core evicts by bytes. In a full tier,
+a growing size class could wait forever until another class has an empty extent
 (docs/decisions/0007-disk-tier.md).
 """
 
@@ -17,7 +17,7 @@ __all__ = ["FreePages"]
 
 
 class FreePages:
-    """The free pages, as runs within one slab."""
+    """The free pages, as runs. A run does not cross the end of a slab."""
 
     def __init__(self, slab_pages: int) -> None:
         self.free_pages = 0
@@ -30,7 +30,7 @@ class FreePages:
         self._lengths: list[int] = []
 
     def take(self, pages: int) -> PageRun | None:
-        """Allocates the first pages of the shortest run that is long enough."""
+        """Allocates the start of the shortest run that is long enough; None if no run is."""
         at = bisect_left(self._lengths, pages)
         if at == len(self._lengths):
             return None

@@ -39,7 +39,7 @@ class Index:
         return count
 
     def slab_pages(self, default: int) -> int:
-        """Returns the pages per slab. For a new store, stores and returns `default`."""
+        """Returns the number of pages per slab. A new store records and returns `default`."""
         with self._env.begin() as txn:
             packed = txn.get(SLAB_PAGES_KEY, db=self._store.meta)
         if packed is None:
@@ -110,7 +110,7 @@ class Index:
 
 
 def _whole(name: bytes, packed: bytes | None) -> list[SlabRecord]:
-    """Returns the record, or nothing if it is damaged. Its pages are then free after a restart."""
+    """Returns the record, or [] if it is damaged. A restart frees the pages of the block."""
     if packed is None:
         return []
     try:

@@ -37,7 +37,7 @@ class SlabFile:
         self.pages = os.fstat(self._fd).st_size // PAGE_BYTES
 
     def grow(self, least: int, wanted: int, full: int) -> int:
-        """Preallocates `wanted` pages, or at least `least`. The file never exceeds `full` pages.
+        """Preallocates `wanted` pages, on a full disk fewer, down to `least`; never exceeds `full`.
 
         Returns the number of new pages. Raises `OSError`; then the file is unchanged.
         """
@@ -86,8 +86,8 @@ class SlabFile:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-        # Some file systems accept the flag, but then the I/O fails. Several threads may detect this
-        # at once.
+        # Some file systems accept O_DIRECT when the file is opened, but then refuse the I/O.
+        # Several threads may come here at once.
         fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
         if self.direct:
             self.direct = False
@@ -95,7 +95,7 @@ class SlabFile:
         return call(self._fd, buffers, offset)
 
     def _tell(self) -> None:
-        _log.info("%s goes through the page cache: its file system has no direct I/O", self._path)
+        _log.info("%s uses the page cache, because its file system does not support direct I/O", self._path)
 
 
 def _after(buffers: Sequence[memoryview], done: int) -> Sequence[memoryview]:

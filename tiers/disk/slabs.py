@@ -25,7 +25,7 @@ __all__ = ["Slabs"]
 _NAME = re.compile(r"slab-\d{5,}", re.ASCII)
 GROW_BYTES = 64 << 20
 CALL_BYTES = 4 << 20
-"""Largest size of one system call. Several calls run in parallel to use the disk fully."""
+"""Largest size of one read or write. Several calls run in parallel to use the disk fully."""
 CALL_PIECES = 400
 """Limit of pieces per system call. The kernel accepts 1024 buffers, and a piece needs up to two."""
 BOUNCE_BYTES = 1 << 20
@@ -81,7 +81,7 @@ class Slabs:
                 file.cut(full)
 
     def grow(self, pages: int) -> PageRun | None:
-        """Extends a file by at least `pages`, or to its limit; None if all are full."""
+        """Extends one file by `pages` or more, or up to its limit; None if all files are full."""
         for number in range(-(-self._pages // self._slab_pages)):
             file = self._files.get(number)
             have, full = file.pages if file else 0, self._full_pages(number)
@@ -183,7 +183,7 @@ class Slabs:
                 self._bounces.append(bounce)
 
     def _take_bounce(self) -> memoryview:
-        """Returns a page-aligned buffer for exclusive use. The caller must return it."""
+        """Returns a page-aligned buffer for exclusive use. The caller must put it back."""
         with contextlib.suppress(IndexError):
             return self._bounces.pop()
         return memoryview(mmap.mmap(-1, BOUNCE_BYTES))

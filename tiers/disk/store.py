@@ -76,7 +76,7 @@ def recover(index: Index, slabs: Slabs) -> Recovered:
 
 
 def _claimed_twice(claims: list[tuple[int, int, int, bytes]]) -> set[bytes]:
-    """If two blocks claim the same page (damaged index), returns the older block of each pair."""
+    """Returns the older block of each pair that claims the same page, due to a damaged index."""
     names: set[bytes] = set()
     last = (0, 0, 0, b"")
     for claim in claims:
@@ -111,11 +111,11 @@ MIN_SLAB_BYTES = 1 << 30
 MAX_SLABS = 64
 
 REFUSED_SECONDS = 1.0
-"""For this time after a failed growth, the store grows only if a block does not fit otherwise."""
+"""For this time after a failed growth, the store grows only if a block exceeds the free pages."""
 
 
 class DiskStore:
-    """An open store. Any thread may read `index` and `slabs`; to call a method, hold `writing`."""
+    """An open store. Any thread may use `index` and `slabs`. To call a method, hold `writing`."""
 
     def __init__(
         self, directory: Path, size_bytes: int, durability: Durability, *, mend: bool, slab_bytes: int | None
@@ -163,9 +163,9 @@ class DiskStore:
         return found
 
     def put(self, blocks: Sequence[BlockBytes]) -> list[bool]:
-        """Writes blocks and adds them to the index together; returns whether each block had room.
+        """Writes blocks and adds them to the index together; returns per block if there was room.
 
-        Raises `OSError`, `lmdb.Error`; then none of the blocks is present.
+        Raises `OSError`, `lmdb.Error`. If it raises, none of the blocks is present.
         """
         space = self._recovered()
         places = self._place(space, [pages_for([part.nbytes for part in block.parts]) for block in blocks])
@@ -186,8 +186,8 @@ class DiskStore:
                 self.slabs.sync()
             replaced = self.index.put(records)
         except (OSError, lmdb.Error) as error:
-            # After other errors the index may refer to the pages: do not reuse them until it is
-            # reopened.
+            # After another error the index may refer to the pages. They are not reused until the
+            # store is reopened.
             if isinstance(error, (OSError, lmdb.MapFullError)):
                 space.give_back(run for _, runs in placed for run in runs)
             raise

@@ -48,10 +48,9 @@ class DiskTier(SecondaryTier):
     ) -> None:
         """Opens or creates the store in `directory`; its files never grow beyond `size_bytes`.
 
-        If the size was reduced, blocks beyond it are dropped. With `mend`, a damaged index is moved
-        aside and reported in `last_error`. `slab_bytes` applies to a new store only.
-
-        Raises `TierOpenError`; without `mend` also for a damaged index.
+        If the size was reduced, blocks beyond the new size are dropped. With `mend`, a damaged
+        index is moved aside and reported in `last_error`. `slab_bytes` applies to a new store only.
+        Raises `TierOpenError`, without `mend` also for a damaged index.
         """
         self._store = DiskStore(directory, size_bytes, durability, mend=mend, slab_bytes=slab_bytes)
         super().__init__(name, int(self._store.payload_bytes * CAPACITY_SHARE))
@@ -69,7 +68,7 @@ class DiskTier(SecondaryTier):
             return
         for what, names in (
             ("index records are damaged and are dropped", found.damaged),
-            ("blocks are dropped: they are beyond the size, which was larger before", found.outside),
+            ("blocks are dropped, because the configured size was reduced", found.outside),
         ):
             if names:
                 _log.warning("tier %s: %d %s", self.name, len(names), what)
@@ -147,7 +146,7 @@ class DiskTier(SecondaryTier):
         return [Outcome.DONE if done else Outcome.NO_SPACE for done in stored]
 
     def _read(self, blocks: Sequence[BlockBytes], wanted: Sequence[tuple[int, bytes, SlabRecord]]) -> list[int]:
-        """Reads blocks, all at once if possible, else one by one; returns the unreadable blocks."""
+        """Reads blocks, all at once if possible, else singly; returns the unreadable ones."""
         moves = [(number, list(pieces(record.runs, blocks[number].parts))) for number, _, record in wanted]
         try:
             self._store.slabs.move([piece for _, block in moves for piece in block], write=False)
@@ -189,7 +188,7 @@ def _name(block: BlockBytes) -> bytes:
 
 
 def _record(block: BlockBytes, packed: bytes) -> SlabRecord | None:
-    """Returns the record if it is intact and has the part sizes of the block."""
+    """Returns the record if the record is intact and has the part sizes of the block."""
     try:
         record = SlabRecord.unpack(_name(block), packed)
     except DamagedRecordError:
@@ -198,7 +197,7 @@ def _record(block: BlockBytes, packed: bytes) -> SlabRecord | None:
 
 
 def _is_full(error: Exception) -> bool:
-    """Whether the storage is full. LMDB reports a short write as an I/O error."""
+    """Returns whether the storage is full. LMDB reports a short write as an I/O error."""
     if isinstance(error, OSError):
         return error.errno in FULL
     return isinstance(error, (lmdb.MapFullError, lmdb.DiskError)) or getattr(error, "code", 0) in FULL

@@ -15,8 +15,9 @@ __all__ = ["ARC"]
 class ARC(Generic[T]):
     """Two LRU lists: T1 for items used once, T2 for items used more often.
 
-    The ghosts of the lists (B1, B2) adapt the target size of T1. The capacity of the paper is the
-    current number of items, because victims are needed only when the tier is full.
+    The lists have ghosts (names of evicted items, B1 and B2), which adapt the target size of T1.
+    The capacity of the paper is the current number of items, because victims are needed only when
+    the tier is full.
     """
 
     def __init__(self) -> None:

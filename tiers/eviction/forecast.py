@@ -3,21 +3,22 @@
 The algorithm, for each use of blocks by a request:
 
 1. Split the used blocks into *runs*: consecutive blocks that the same earlier requests used
-   (`_split`). An evicted block may have left a *ghost* (its name), which identifies its run.
+   (`_split`). An evicted block may have left a *ghost*: its name, which identifies the run.
 2. Tell the reuse model that the reused runs had a hit at their age (`_count_reuse`).
-3. Determine the *turn* of the conversation: the request continues an earlier request if it matches
-   that request's chain up to its last block, which may have been partly filled (`_match_chain`).
+3. Determine the *turn* of the conversation: the request continues an earlier request if it uses
+   the earlier chain up to the last block, which may have been partly filled (`_match_chain`).
 4. Append the runs to the request's *chain*. New blocks form one run; the last block is another run,
    because a partly filled block is rarely used again (`_append`).
 5. Assign every run of the chain to a *kind* (`_classify`). "end" is the last block. "shared" is a
-   run used more often than its conversation has turns; the logarithm of its uses is part of the
-   kind. All other kinds are a pair: the turn, and the logarithm of the number of blocks added by
-   the request.
+   run used more often than its conversation has turns; the logarithm of the number of uses is part
+   of the kind. All other kinds are a pair: the turn, and the logarithm of the number of blocks that
+   the request added.
 6. Put the runs into the *bucket* of their kind and age bin. Age is counted in block uses.
 7. Move runs that have become too old for their bin to the next bin, and count a miss for each in
    the model (`_age_runs`).
-8. Fit the model (`reuse_model`) in small steps. It computes a value per kind and age bin: the
-   Gittins index, i.e. the best expected hits per block and unit of time. Buckets are ranked by it.
+8. Fit the model (`reuse_model`) in small steps. The model computes a value per kind and age bin:
+   the Gittins index, i.e. the best expected hits per block and unit of time. The value ranks the
+   buckets.
 
 Victims are taken from the bucket with the lowest value, tail before head within a run.
 """
@@ -40,12 +41,12 @@ __all__ = ["Forecast"]
 _MIN_GHOSTS = 1024
 _GHOST_EVERY = 8
 """Every eighth block of a chain leaves a ghost when it is evicted. The last two blocks of a chain
-always leave one, because the next turn of the conversation continues there."""
+always leave a ghost, because the next turn of the conversation continues there."""
 _MIN_LEARNING_PERIOD = 2048
 """Number of uses between two fits of the model, or half the number of items if that is larger."""
 _AGE_RESOLUTION = 16
-"""Bins that a run leaves before 1/16 of all items has been used share one update. This limits the
-work per use."""
+"""A run leaves a bin only when at least 1/16 as many uses as items have followed its last use.
+This limits the work per use."""
 _MAX_TURN = 5
 _MAX_GROWTH = 8
 _MAX_SHARED = 10
@@ -62,8 +63,8 @@ class Forecast(Generic[T]):
         self._ranked: list[tuple[tuple[float, int], RankBucket[T]]] = []
         """The non-empty buckets, by rank. Ranks are unique, so buckets are never compared."""
         self._due: defaultdict[int, deque[tuple[int, BlockRun[T]]]] = defaultdict(deque)
-        """Per bin its runs with the clock at which they leave the bin, in order. An entry is stale
-        if its time differs from `run.due`."""
+        """Per bin the runs, each with the clock at which the run leaves the bin, in order. An entry
+        is stale if this time differs from `run.due`."""
         self._clock = 0
         self._next_fit = _MIN_LEARNING_PERIOD
         self._fit: Iterator[Kind | None] | None = None
@@ -192,7 +193,7 @@ class Forecast(Generic[T]):
         self._forget_run(run)
 
     def _match_chain(self, chain: RequestChain[T], pieces: list[tuple[BlockRun[T] | None, list[T]]]) -> None:
-        """Sets the matched length, and the turn: that of the continued request plus one."""
+        """Sets the matched length, and the turn: the turn of the continued request plus one."""
         position = chain.length
         for old, piece in pieces:
             position += len(piece)
@@ -202,7 +203,7 @@ class Forecast(Generic[T]):
                 chain.turn = old.chain.turn + 1 if continues else 0
 
     def _merge_last_block(self, chain: RequestChain[T]) -> None:
-        """Merges the last block into the run of new blocks: the request continues after it."""
+        """Merges the last block into the run of new blocks, because the request continues."""
         last, chain.last_block = chain.last_block, None
         if last is None or not last.items or last.chain is not chain:
             return
@@ -217,7 +218,7 @@ class Forecast(Generic[T]):
         self._leave_bucket(last)
 
     def _append(self, chain: RequestChain[T], old: BlockRun[T] | None, piece: list[T], *, last: bool) -> None:
-        """Appends a piece to a request's chain. `last`: it is the last piece of this use."""
+        """Appends a piece to a chain. `last`: whether this is the last piece of the use."""
         position = chain.length
         chain.length += len(piece)
         if old is not None and old.items == piece:
@@ -309,7 +310,7 @@ class Forecast(Generic[T]):
                     self._rank(bucket)
 
     def _schedule(self, run: BlockRun[T]) -> None:
-        """Schedules when a run leaves its bin. For the youngest bins this is a common time."""
+        """Schedules when a run leaves its bin. Runs in the youngest bins leave at a common time."""
         due = run.chain.last_use + max(BIN_ENDS[run.bin], self._count // _AGE_RESOLUTION)
         if due != run.due:
             run.due = due
@@ -349,7 +350,7 @@ class Forecast(Generic[T]):
             self._forget_run(run)
 
     def _forget_run(self, run: BlockRun[T]) -> None:
-        """Removes a run without items and ghosts from the model: its reuse cannot be recognised."""
+        """Stops counting misses of a run without items and ghosts: its reuse cannot be detected."""
         if not run.items and not run.ghosts:
             run.at_risk = 0
 

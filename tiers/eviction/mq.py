@@ -33,8 +33,8 @@ class _State:
 class MQ(Generic[T]):
     """One queue per logarithm of the use count. An item that is unused for the lifetime moves down.
 
-    The lifetime is the reuse distance with the most reuse, as in the paper. A histogram by octave
-    determines it.
+    The lifetime is the reuse distance with the most reuse, as in the paper. It is taken from a
+    histogram of the distances by octave.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class MQ(Generic[T]):
                     self._enter(item, state, number - 1)
 
     def _review(self) -> None:
-        """Sets the lifetime to the octave above the one with the most reuse."""
+        """Sets the lifetime to the octave above the octave with the most reuse."""
         peak = max(range(len(self._distances)), key=self._distances.__getitem__)
         self._lifetime = max(2 << peak, len(self)) if self._distances[peak] else len(self)
         period = max(1024, len(self))

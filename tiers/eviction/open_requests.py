@@ -1,4 +1,4 @@
-"""Open requests of an eviction policy: they tell which uses belong to one request."""
+"""Open requests of an eviction policy: which uses belong to the same request."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class LastRequest(Generic[T]):
         self._last: dict[T, int] = {}
 
     def fresh(self, items: Sequence[T], request: Hashable) -> list[T]:
-        """Returns the items whose last use was by another request, and records this one."""
+        """Returns the items whose last use was by another request, and records this use."""
         number = self._open.of(request)
         fresh = [item for item in items if self._last.get(item) != number]
         self._last.update(dict.fromkeys(fresh, number))

@@ -1,4 +1,4 @@
-"""Interface of eviction policies: the order in which items are evicted.
+"""Interface of eviction policies, which decide the order in which items are evicted.
 
 A policy only orders items. The caller checks whether an item can be evicted, for example whether it
 is pinned. The caller reports each use with its request and its items in chain order. A policy has
@@ -21,7 +21,7 @@ class Item(Hashable, Protocol):
 
     @property
     def name(self) -> Hashable:
-        """Identifies the item across evictions; the policy stores ghosts under this name."""
+        """Identifies the item across evictions. The policy keeps the name as a ghost."""
         ...
 
 
@@ -41,7 +41,7 @@ class EvictionPolicy(Protocol[T]):
         Args:
             items: distinct, head first. They follow the request's earlier items in the chain;
                 repeated items are ignored.
-            request: the request; None if unknown: then each use counts as a separate request.
+            request: the request. If unknown (None), each call counts as a separate request.
         """
 
     def finish(self, request: Hashable) -> None:

@@ -1,7 +1,7 @@
 """Eviction queues: the items of a tier in eviction order, per tenant share and size class.
 
-Each queue has a separate eviction policy, so the search for a victim never examines the blocks of
-protected shares. Retained items are in no queue until their time has passed. Items that a hold
+Each queue has a separate eviction policy. So the search for a victim examines only items of shares
+that must free memory. Retained items are in no queue until their retention ends. Items that a hold
 protects are in no queue until the hold ends.
 """
 
@@ -93,7 +93,7 @@ class QueueItem(Item, Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether the item's share counts it as busy while it is not retained."""
+        """Whether the share counts the item's bytes as busy while the item is not retained."""
         ...
 
     @property
@@ -208,7 +208,7 @@ class EvictionQueues(Generic[L]):
             item.queue.policy.remove(item)
 
     def protect(self, items: Iterable[L]) -> None:
-        """Removes items, given head first, from their queues: they are pinned for minutes."""
+        """Removes items, given head first, from their queues while a hold pins them."""
         fresh = [item for item in dict.fromkeys(items) if item not in self._protected]
         for item in reversed(fresh):  # policies remove a tail faster
             if not item.retained:

@@ -1,9 +1,9 @@
 """Tenant quotas, and the fair-share choice of victims.
 
-A quota is a guarantee, not a limit: every tenant may use free space. To make room, items are
-evicted from the share that is furthest above its quota. This may be the share that needs the room.
-Other shares keep their quota. So a burst of stores evicts blocks of the same tenant. All tenants
-without a quota or limit use one default share ("rest") with quota 0.
+A quota is a guarantee, not a limit: every tenant may use free space. To make room, the tier evicts
+items of the share that is furthest above its quota. This can be the share that needs the room. A
+share within its quota loses nothing to other tenants. All tenants without a quota or limit use one
+default share ("rest") with quota 0.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RetentionBudget:
 
 
 class TenantShare:
-    """Bytes of one tier that a tenant uses, or all tenants without a quota or limit use."""
+    """Use of one tier, in bytes, by one tenant or by all tenants without a quota or limit."""
 
     __slots__ = ("budget", "busy", "limit", "name", "quota", "retained", "used")
 
@@ -152,7 +152,7 @@ def pick_victims(
         for item in queues[number][1]:
             nbytes = size(item)
             if is_other and spare[number] < nbytes:
-                break  # its share would fall below its quota
+                break  # the share would fall below its quota
             chosen.append(item)
             wanted -= nbytes
             spare[number] -= nbytes

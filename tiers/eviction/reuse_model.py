@@ -1,8 +1,9 @@
 """Reuse model of the `forecast` policy: the chance and the value of reuse, by kind and age.
 
-It is a discrete-time proportional hazards model. Age is the number of block uses since a block's
-last use, in bins of half an octave. Per kind and bin, the model counts the blocks that were reused
-at that age (hits) and the blocks that grew older without reuse (misses). The chance of reuse is
+The model is a discrete-time proportional hazards model. Age is the number of block uses since a
+block's last use, in bins of half an octave. Per kind and bin, the model counts the blocks that were
+reused at that age (hits) and the blocks that grew older without reuse (misses). The chance of reuse
+is
 
     hazard(kind, bin) = baseline(bin) · product of the factors of the kind's features,
 
@@ -10,8 +11,9 @@ with one baseline for all kinds and one factor per feature. A thousand requests 
 these few parameters.
 
 The value of a block is its Gittins index: the highest ratio of expected hits to expected time over
-all stopping ages. It does not depend on the size of the cache. If users think before the next turn,
-the value of their blocks rises until then. So a cache too small for all blocks keeps some of them.
+all stopping ages. The index does not depend on the size of the cache. If users think before the
+next turn, the value of their blocks rises until then. So a cache that is too small for all blocks
+keeps some of them.
 """
 
 from __future__ import annotations
@@ -108,7 +110,8 @@ class ReuseModel:
                 expected[number] += ratio * (hit + miss)
         deviation = 1.0
         for number, prior in enumerate(_PRIOR):
-            # A bin without observations deviates from the prior about as much as the one before it.
+            # Without observations, a bin deviates from the prior about as much as the bin before
+            # it.
             self._baseline[number] = (hits[number] + PRIOR_BLOCKS * prior * deviation) / expected[number]
             deviation = min(8.0, max(0.125, self._baseline[number] / prior)) ** 0.9
 

@@ -13,7 +13,7 @@ __all__ = ["BlockRun", "RankBucket", "RequestChain"]
 
 
 class RequestChain(Generic[T]):
-    """The blocks that one request used, as runs in chain order, and its conversation's turn."""
+    """The blocks of one request, as runs in chain order, and the turn of the conversation."""
 
     __slots__ = ("last_block", "last_use", "length", "matched_length", "new_run", "runs", "turn")
 
@@ -32,7 +32,7 @@ class RequestChain(Generic[T]):
         """A run of one block: the last block, which may be partly filled."""
 
     def close(self) -> None:
-        """Called when the request has ended. Drops the runs, to break reference cycles."""
+        """Drops the runs when the request has ended, to break reference cycles."""
         self.runs = []
         self.new_run = self.last_block = None
 

@@ -38,11 +38,11 @@ __all__ = [
 _PAGE_HEADER = struct.Struct("=QHHI")
 _OVERFLOW, _DIRTY = 0x04, 0x10
 _ENGINE_WITH_THIS_HEADER = 0
-"""LMDB 0.9; pages of 1.0 have another header."""
+"""Major version of LMDB 0.9. Pages of LMDB 1.0 have another header."""
 
 
 class WrongPagesError(Exception):
-    """The page headers of chunks are damaged."""
+    """A record, a chunk or the page header of a chunk is damaged."""
 
 
 def put_blocks(store: Environment, txn: Any, blocks: Sequence[BlockBytes], first_id: int) -> None:
@@ -60,13 +60,13 @@ def put_blocks(store: Environment, txn: Any, blocks: Sequence[BlockBytes], first
 
 
 def read_block(store: Environment, txn: Any, block: BlockBytes) -> Outcome:
-    """Fills and verifies the parts of a block. The transaction must use buffers."""
+    """Fills and verifies the parts of a block. The transaction must be open with `buffers=True`."""
     name, parts = block.namespace + block.key, block.parts
     packed = txn.get(name, None, store.index)
     if packed is None:
         return Outcome.MISSING
     try:
-        # The checksum of the block detects a damaged record.
+        # The checksum of the block also detects a damaged record, so the record is not verified.
         record_id, checksum, sizes, tails = BlockRecord.read(bytes(packed))
     except DamagedRecordError:
         return Outcome.CORRUPT
@@ -79,9 +79,9 @@ def read_block(store: Environment, txn: Any, block: BlockBytes) -> Outcome:
 
 
 def delete_block(store: Environment, txn: Any, index_key: bytes, cursor: Any) -> None:
-    """Removes a block's record and chunks. `clear_orphans` finds the chunks of damaged records.
+    """Removes a block's record and chunks; of a damaged record, `clear_orphans` removes the chunks.
 
-    `cursor` is a cursor of the data database. A transaction uses one cursor for all its blocks.
+    `cursor`: a cursor of `store.data`, the same one for all blocks of a transaction.
     """
     packed = txn.get(index_key, db=store.index)
     if packed is None:
@@ -99,7 +99,7 @@ def delete_blocks(store: Environment, txn: Any, names: Sequence[bytes]) -> None:
     """Removes blocks like `delete_block`, at half the cost.
 
     Does not read page headers, but compares the number of freed pages with the expected number.
-    Raises WrongPagesError if the numbers differ or a record is damaged. Then the caller must abort
+    Raises WrongPagesError if the numbers differ or a record is damaged. The caller must then abort
     the transaction, which undoes all changes.
     """
     before = txn.stat(store.data)["overflow_pages"]
@@ -152,13 +152,13 @@ def clear_orphans(store: Environment, txn: Any, live: set[int], damaged: Sequenc
 
 
 def last_record_id(store: Environment, txn: Any) -> int:
-    """Returns the highest record id: that of the last chunk. Every block has a chunk."""
+    """Returns the highest record id, or 0. It is in the last chunk, as every block has a chunk."""
     cursor = txn.cursor(db=store.data)
     return record_id_of(bytes(cursor.key())) if cursor.last() else 0
 
 
 def _cut(store: Environment, sizes: tuple[int, ...]) -> Cut:
-    """Returns the layout of a new block. Tails are in the record unless they are too long."""
+    """Returns the layout of a new block, with the tails in the record unless they are too long."""
     with_tails = cut(sizes, store.page_bytes, tails=True)
     return with_tails if with_tails.tail_bytes <= TAILS_BYTES else cut(sizes, store.page_bytes, tails=False)
 
@@ -170,7 +170,7 @@ def _sizes(parts: tuple[memoryview, ...]) -> tuple[int, ...]:
 def _chunks(
     store: Environment, blocks: Sequence[BlockBytes], record_id: int, records: list[tuple[bytes, bytes]]
 ) -> Iterator[tuple[bytes, memoryview]]:
-    """Yields the chunks of blocks; appends their names and records to `records`.
+    """Yields the chunks of blocks; appends the name and record of each block to `records`.
 
     Hashes each block just before the write, so that the write finds the bytes in the CPU cache.
     """
@@ -196,7 +196,7 @@ def _replace(store: Environment, txn: Any, records: Sequence[tuple[bytes, bytes]
 
 
 def _fill_tails(parts: Sequence[memoryview], where: Cut, tails: bytes) -> bool:
-    """Fills the ends of parts from a record; returns whether the record has the right length."""
+    """Fills the ends of parts from a record; returns whether `tails` has the right length."""
     if len(tails) != where.tail_bytes:
         return False
     at = 0
@@ -210,8 +210,8 @@ def _fill_tails(parts: Sequence[memoryview], where: Cut, tails: bytes) -> bool:
 def _fill(store: Environment, txn: Any, record_id: int, where: Cut, parts: Sequence[memoryview]) -> bool:
     """Fills parts from their chunks; returns whether all chunks are present.
 
-    `get` reads the pages without the GIL. The copy holds the GIL for at most 25 µs: to release and
-    reacquire the GIL next to a busy event loop can take longer.
+    `get` reads the pages without the GIL. The copy holds the GIL for at most 25 µs, because
+    releasing and reacquiring the GIL next to a busy event loop can take longer.
     """
     prefix, data = chunk_prefix(record_id), store.data
     for suffix, number, start, stop in where.chunks:
@@ -224,7 +224,7 @@ def _fill(store: Environment, txn: Any, record_id: int, where: Cut, parts: Seque
 
 def _delete_chunks(store: Environment, cursor: Any, record_id: int) -> None:
     prefix = chunk_prefix(record_id)
-    # The next block is often adjacent. Then the cursor already points to it.
+    # After the previous deletion, the cursor often points to the first chunk of this block already.
     more = bytes(cursor.key()[: len(prefix)]) == prefix or cursor.set_range(prefix)
     while more and bytes(cursor.key()[: len(prefix)]) == prefix:
         if _may_be_freed(store, cursor.value()):
@@ -235,7 +235,7 @@ def _delete_chunks(store: Environment, cursor: Any, record_id: int) -> None:
 
 
 def _may_be_freed(store: Environment, chunk: memoryview) -> bool:
-    """Whether the page header of a long chunk is intact.
+    """Returns whether the page header of a long chunk is intact.
 
     LMDB frees as many pages as the header says. A damaged header could free pages of other blocks.
     """

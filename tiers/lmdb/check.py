@@ -51,7 +51,7 @@ def _confirm(
         with store.env.begin() as txn:
             if txn.get(name, db=store.index) != packed:
                 return False
-            # The chunks of a damaged record are the chunks without a live record.
+            # The chunks of a damaged record are those that belong to no intact record.
             live = {record_id for record_id, _, _ in read_index(store, txn)[0]} if repair and damaged else set()
         if repair:
             with store.env.begin(write=True, buffers=True) as txn:

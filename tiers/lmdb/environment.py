@@ -1,6 +1,7 @@
-"""Opens an LMDB environment safely: damaged files are moved aside, and the store starts empty.
+"""Safe opening of an LMDB environment: a damaged file is moved aside, and the store starts empty.
 
-`probe` detects damage. If the check itself fails, the file is not opened and stays unchanged.
+`probe` checks the file for damage. If the check ends without a result, the file is not opened and
+stays unchanged.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ OWNER_FILE = "owner.lock"
 MAX_READERS = 512
 """Limit of concurrent read transactions; each running load needs one."""
 MAX_DAMAGED_FILES = 2
-"""How many damaged files are kept; the oldest are deleted. Each may be as large as the store."""
+"""Number of damaged files to keep. The limit saves space: each may be as large as the store."""
 
 Durability = Literal["process", "power"]
 """Which failures a stored block survives.
 
 `process`: the end of the server process, including SIGKILL. After a power failure the store may be
-empty. `power`: also a power failure. Then every transaction waits for the disk.
+empty. `power`: also a power failure. With `power`, every transaction waits for the disk.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Databases and format of an environment, and its name for messages."""
+    """Databases and format of an environment, and the name that messages use for it."""
 
     what: str
     databases: tuple[bytes, ...]
@@ -96,9 +97,9 @@ def open_environment(
 ) -> Environment:
     """Opens or creates the environment in `directory`, whose file may grow to `size_bytes`.
 
-    A longer file keeps its length. With `mend`, a damaged file is moved to `damaged-<n>`, and only
-    the newest damaged files are kept. Raises `TierOpenError` (without `mend` also for a damaged
-    file); then no file was moved.
+    A file that is already larger keeps its size. With `mend`, a damaged file is moved to
+    `damaged-<n>`, and only the newest damaged files are kept. Raises `TierOpenError`, without
+    `mend` also for a damaged file. If it raises, no file was moved.
     """
     owner_fd = _own(directory, layout)
     try:
@@ -147,7 +148,7 @@ def _move_aside(directory: Path, damage: str, layout: Layout) -> str:
     for name in (DATA_FILE, LOCK_FILE):
         with contextlib.suppress(FileNotFoundError):
             (directory / name).rename(aside / name)
-    warning = f"the {layout.what} in {directory} was damaged ({damage}); it was moved to {aside} and a new one begun"
+    warning = f"the {layout.what} in {directory} was damaged ({damage}); it was moved to {aside}, and an empty store was created"
     _log.error("%s", warning)
     for old in [*earlier, aside][:-MAX_DAMAGED_FILES]:
         _log.warning("removing %s: only the last %d damaged stores are kept", old, MAX_DAMAGED_FILES)
@@ -228,7 +229,7 @@ def _check_format(directory: Path, env: lmdb.Environment, layout: Layout) -> Non
 
 
 def _engine(env: lmdb.Environment) -> int:
-    # py-lmdb before 2.0 contains only one LMDB version
+    # py-lmdb before 2.0 has no `lib_version`, because it contains only one LMDB version.
     version: tuple[int, ...] = env.lib_version() if hasattr(env, "lib_version") else lmdb.version()
     return version[0]
 

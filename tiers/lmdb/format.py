@@ -6,12 +6,12 @@
 | `index` | namespace (16 bytes) + block key | a `BlockRecord` |
 | `data` | record id u64, part u16, chunk u32, all big-endian | the bytes of one chunk |
 
-Record ids only increase. So writes append to `data`, and its leaf pages stay full. The order of the
-ids is the order of the stores.
+Record ids only increase. So writes append to `data`, and the leaf pages of `data` stay full. The
+order of the ids is the order of the stores.
 
 If a value does not fit into a tree page, LMDB stores it in separate pages after a 16-byte header.
 The chunk length is chosen so that header and bytes fill whole pages. Most chunks have the same
-length, so freed pages fit new chunks. The short rest of a part (its tail) is stored in the record.
+length, so freed pages fit new chunks. The short rest of a part, the tail, is stored in the record.
 For example, a block of 64 KiB is one record and one chunk.
 """
 
@@ -100,7 +100,7 @@ class BlockRecord(NamedTuple):
     def read(cls, value: bytes) -> BlockRecord:
         """Parses a record without verifying its checksum, for readers that verify the block itself.
 
-        Raises `DamagedRecordError` if it cannot be a record.
+        Raises `DamagedRecordError` if `value` cannot be a record.
         """
         end = len(value) - _CHECK.size
         if end < _HEAD.size:
@@ -127,7 +127,7 @@ def is_storable(block: BlockBytes) -> bool:
 
 
 def entries_of(blocks: Iterable[tuple[int, bytes, int]]) -> Iterator[Entry]:
-    """Yields the entries of stored blocks: (number, name, size). Equal namespaces share an object."""
+    """Yields an entry per (number, name, size). All entries of a namespace share its id object."""
     namespaces: dict[bytes, NamespaceId] = {}
     for _, name, nbytes in blocks:
         namespace = name[:NAMESPACE_BYTES]
@@ -147,14 +147,14 @@ def record_id_of(key: bytes) -> int:
 
 @lru_cache(maxsize=256)
 def tail_bytes(nbytes: int, page_bytes: int) -> int:
-    """Returns the length of a part's tail: the bytes after its long chunks, or 0."""
+    """Returns the length of a part's tail: the bytes after the long chunks of the part, or 0."""
     runs = chunk_spans(nbytes, page_bytes)
     start, stop = runs[-1] if runs else (0, 0)
     return stop - start if start and stop - start < page_bytes - PAGE_HEADER_BYTES else 0
 
 
 class Cut(NamedTuple):
-    """Layout of blocks with certain part sizes."""
+    """Layout of a block, which depends only on the part sizes."""
 
     tails: tuple[tuple[int, int], ...]
     """Tails that are in the record, in order: (part, offset of the tail)."""
@@ -195,8 +195,8 @@ def chunk_spans(nbytes: int, page_bytes: int) -> tuple[tuple[int, int], ...]:
     """Returns the start and end of each chunk of a part.
 
     A part has as many chunks of `CHUNK_PAGES` as possible, then a chunk of whole pages, then a rest
-    of less than a page. LMDB stores a short rest in the tree. The rest of a 2 MiB part is 128
-    bytes, that of a 64 KiB part 16 bytes.
+    of less than a page. LMDB stores a short rest in the tree. The rest of a 2 MiB part has 128
+    bytes. The rest of a 64 KiB part has 16 bytes.
     """
     longest = CHUNK_PAGES * page_bytes - PAGE_HEADER_BYTES
     stops = list(range(longest, nbytes + 1, longest))

@@ -1,9 +1,9 @@
 """Checks an LMDB file in a child process before it is opened.
 
 LMDB maps its file and does not check the content. Some kinds of damage would end the server with
-SIGBUS, SIGSEGV or a failed assertion. So a child process reads the file first. The file is damaged
-if the child reports damage or crashes while it reads the file. If the child ends in another way
-(interrupted, killed, timed out, not started), the state of the file is unknown.
+SIGBUS, SIGSEGV or a failed assertion. So a child process reads the file first. The file counts as
+damaged if the child reports damage or crashes while it reads the file. If the child ends in another
+way (interrupted, killed, timed out, not started), the check has no result.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .format import CHUNK_PAGES, DATA_FILE, DATABASES
 __all__ = ["SILENCE_SECONDS", "UNWRITTEN_PAGES", "find_damage"]
 
 UNWRITTEN_PAGES = 2048
-"""An intact file may end this many pages before its last page number."""
+"""An intact file may lack up to this many pages at the end (see the comment below)."""
 SILENCE_SECONDS = 60.0
 """Time limit for the check of 10,000 records. A cold disk with 500 pages/s needs less than 1 s."""
 END_SECONDS = 5.0
@@ -34,11 +34,11 @@ END_SECONDS = 5.0
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 
 # The kernel kills the child when the thread that started it ends; this thread waits for the result.
-# The child reads the trees, but not the long values. Then it prepares a write, because this reads
-# the list of free pages. It aborts the write and holds no lock, so nothing changes. A file may end
-# before its last page number (1 of 25 files did, by up to 31 pages): a page that the same
-# transaction adds and frees is never written. The child extends such a file, because reading beyond
-# its end would cause SIGBUS.
+# The child reads the trees, but not the long values. Then the child begins a write, because LMDB
+# reads the list of free pages for a write. The child aborts the write, so the data does not change.
+# A file may end before the last page that LMDB has numbered: 1 of 25 files did, by up to 31 pages.
+# The reason is that LMDB does not write a page that one transaction both adds and frees. The child
+# extends such a file, because reading beyond the end would cause SIGBUS.
 _PROBE = rf"""
 import ctypes, os, sys
 parent, directory, size_bytes, path = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
@@ -62,8 +62,8 @@ def fill_in(env):
     fd = os.open(os.path.join(directory, "{DATA_FILE}"), os.O_RDWR)
     have = os.fstat(fd).st_size
     if have < need - {UNWRITTEN_PAGES} * page:
-        raise lmdb.CorruptedError(f"the file ends at {{have}} bytes, and {{need}} are in use")
-    if have < need:  # never to shrink it
+        raise lmdb.CorruptedError(f"the file has only {{have}} of the {{need}} bytes that LMDB uses")
+    if have < need:  # never shrink the file
         os.ftruncate(fd, need)
     os.close(fd)
 
@@ -73,8 +73,8 @@ def walk(txn, db):
     left = txn.stat(db)["entries"]
     while seen := sum(1 for _ in itertools.islice(records, 10_000)):
         left -= seen
-        if left < 0:  # a tree that leads back into itself
-            raise lmdb.CorruptedError("a tree has more records than it should")
+        if left < 0:  # a page refers back to an earlier page
+            raise lmdb.CorruptedError("a tree has more records than its header says")
         say("walking")
 
 
@@ -84,7 +84,7 @@ def look():
     with env.begin() as txn:
         names = set(txn.cursor().iternext(values=False))
     if names and not names & ours:
-        return "unfit", "it is another program's"
+        return "unfit", "it has no database of kvtier"
     dbs = [env.open_db(name, create=False) for name in names & ours]
     with env.begin(buffers=True) as txn:
         for db in dbs:
@@ -116,8 +116,8 @@ except (lmdb.Error, OSError) as error:
 def find_damage(directory: Path, size_bytes: int, databases: Sequence[bytes] = DATABASES) -> str | None:
     """Checks the file in `directory` in a child process; returns the damage, or None.
 
-    The caller must own the directory and not have opened the file. Blocks while the child makes
-    progress. Raises `TierOpenError` if there is no result; then the file is unchanged.
+    The caller must own the directory, and must not have opened the file. Blocks while the child
+    makes progress. Raises `TierOpenError` if the check has no result; the file is then unchanged.
     """
     status, said = _run(directory, size_bytes, databases)
     outcome, _, why = (said.splitlines() or [""])[-1].partition(" ")
@@ -137,7 +137,7 @@ def find_damage(directory: Path, size_bytes: int, databases: Sequence[bytes] = D
 def _run(directory: Path, size_bytes: int, databases: Sequence[bytes]) -> tuple[int, str]:
     packages = str(Path(lmdb.__file__).parent.parent)
     arguments = [str(os.getpid()), str(directory), str(size_bytes), packages, *map(os.fsdecode, databases)]
-    child = subprocess.Popen(  # noqa: S603 - our own text
+    child = subprocess.Popen(  # noqa: S603 - the program text is a constant
         [sys.executable, "-I", "-S", "-c", _PROBE, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -39,10 +39,10 @@ _log = logging.getLogger(__name__)
 _MIB = 1 << 20
 PAYLOAD_SHARE = 0.8
 """Fraction of the file that blocks may use. The rest is for trees, for gaps, and for pages that the
-last two transactions freed."""
+last two transactions freed and that LMDB cannot reuse yet."""
 WRITE_BYTES = 16 * _MIB
-"""Payload of one write transaction. In a small file it is less, because freed pages cannot be
-reused before two transactions later."""
+"""Largest payload of one write transaction. The limit is lower for a small file, because LMDB
+reuses freed pages only two transactions later."""
 RESERVE_PAGES = 32
 """A removal needs about a dozen pages (copies of tree paths) before it frees any."""
 READER_CHECK_EVERY = 1024
@@ -68,8 +68,8 @@ class LMDBTier(SecondaryTier):
     ) -> None:
         """Opens or creates the store in `directory`; its file never grows beyond `size_bytes`.
 
-        A larger file keeps its size. With `mend`, a damaged file is moved aside and reported in
-        `last_error`. Raises `TierOpenError`; without `mend` also for a damaged file.
+        A file that is already larger keeps its size. With `mend`, a damaged file is moved aside and
+        reported in `last_error`. Raises `TierOpenError`, without `mend` also for a damaged file.
         """
         super().__init__(name, int(size_bytes * PAYLOAD_SHARE))
         self._store = open_environment(directory, size_bytes, durability, mend=mend)
@@ -170,13 +170,13 @@ class LMDBTier(SecondaryTier):
         self._has_freed_pages = False
 
     def _is_full(self, error: lmdb.Error) -> bool:
-        """Whether the storage is full. LMDB reports a short write as an I/O error."""
+        """Returns whether the storage is full. LMDB reports a short write as an I/O error."""
         if isinstance(error, (lmdb.MapFullError, lmdb.DiskError)) or getattr(error, "code", 0) in _FULL:
             return True
         return shutil.disk_usage(self._store.directory).free < self._write_bytes
 
     def _keep_reserve(self, txn: Any) -> None:
-        """Raises `MapFullError` if the file has no room for the reserve: allocates and frees it."""
+        """Allocates and frees the reserve if the file is nearly full. Raises `MapFullError`."""
         info, page_bytes = self._store.env.info(), self._store.page_bytes
         if info["map_size"] - info["last_pgno"] * page_bytes > 4 * self._write_bytes + RESERVE_PAGES * page_bytes:
             return
@@ -187,7 +187,7 @@ class LMDBTier(SecondaryTier):
                 txn.put(key, page, db=self._store.meta) if put else txn.delete(key, db=self._store.meta)
 
     def _load_block(self, block: BlockBytes) -> Outcome:
-        """Loads in a separate transaction (0.2 µs): an open transaction prevents reuse of pages."""
+        """Loads in a separate transaction (0.2 µs), because an open one prevents reuse of pages."""
         if not is_name(block.namespace, block.key):
             return Outcome.MISSING
         try:
@@ -219,7 +219,7 @@ class LMDBTier(SecondaryTier):
         return True
 
     def _delete(self, index_keys: Sequence[bytes]) -> None:
-        """Removes blocks in one transaction. If one is damaged, retries and removes one by one."""
+        """Removes blocks in one transaction. If one is damaged, uses `delete_block` for each."""
         if HEADERS_ARE_BOUNDED:
             with contextlib.suppress(WrongPagesError, lmdb.CorruptedError):
                 with self._store.env.begin(write=True, buffers=True) as txn:
@@ -236,4 +236,4 @@ class LMDBTier(SecondaryTier):
             with self._writer, self._store.env.begin(write=True, buffers=True) as txn:
                 clear_orphans(self._store, txn, live, damaged)
         except (lmdb.Error, DamagedRecordError) as error:
-            self._health.report("clear", f"cannot clear away damaged records: {error!r}")
+            self._health.report("clear", f"cannot remove damaged records: {error!r}")

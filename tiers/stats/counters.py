@@ -20,7 +20,7 @@ limits the number of time series in a monitoring system."""
 
 @dataclass(slots=True, eq=False)
 class NamespaceCounters:
-    """Counters of one namespace. If `namespace` is None: of all later namespaces of a tenant."""
+    """Counters of one namespace, or, with `namespace` None, of all later namespaces of a tenant."""
 
     namespace: NamespaceId | None
     tenant: str

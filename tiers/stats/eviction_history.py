@@ -24,7 +24,7 @@ def history_size(region_bytes: int) -> int:
 
 
 class EvictionHistory:
-    """The reason per dropped block, for a limited number of blocks in two generations."""
+    """The reason per dropped block, in two generations: a full young one replaces the old one."""
 
     def __init__(self, most: int = MAX_REMEMBERED) -> None:
         self._most = most

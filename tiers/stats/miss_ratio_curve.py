@@ -1,12 +1,12 @@
 """Miss-ratio curves: estimate each tier's hit ratio for other sizes, from a sample of the keys.
 
-A request that uses a block also uses every block before it in the chain. So in LRU order a chain's
-head is never below its tail. If a cache of some size has a block, it also has the whole prefix of
-the block. So every counted hit is a hit of an unbroken prefix (`ReuseDistanceSampler`).
+A request that uses a block also uses all earlier blocks of the chain. So in LRU order the head of a
+chain is never below the tail. A cache that has a block therefore also has the whole prefix of the
+block, and every counted hit is a hit of an unbroken prefix (`ReuseDistanceSampler`).
 
-The tiers' policies are better than LRU, and tiers lose blocks for other reasons too. The measured
-hit ratio corrects the estimate. Assumption: of the hits that LRU loses for lack of space, a tier
-loses the same fraction at every size (docs/decisions/0021). At the tier's current size, the
+The tiers' policies are better than LRU, and tiers lose blocks for other reasons too. Therefore the
+measured hit ratio corrects the estimate. Assumption: of the hits that LRU loses for lack of space,
+a tier loses the same fraction at every size (docs/decisions/0021). At the tier's current size, the
 estimate is equal to the measured ratio.
 
 There is no clock: the weight of a lookup decreases with the number of keys looked up after it.
@@ -31,10 +31,11 @@ MAX_SAMPLES = 8192
 """Limit of sampled blocks, about 300 bytes each. Beyond it the sampling rate is halved."""
 
 _GENERATIONS = 32
-"""A generation has 1/32 of the smallest size, or one block. A size has whole generations only."""
+"""Blocks are grouped by last use into generations of 1/32 of the smallest cache size, or one block.
+A cache of any size has whole generations only."""
 
 _MAX_GAP = 1024
-"""Empty generations that are skipped one by one; a longer gap is skipped at once."""
+"""Up to this many empty generations are skipped one by one; a longer gap is skipped at once."""
 
 _HASHES = 1 << 64
 
@@ -42,7 +43,7 @@ Name = tuple[NamespaceId, bytes]
 
 
 class ReuseDistanceSampler:
-    """Sampled LRU stack (Mattson, SHARDS): counts references by the smallest size with the block.
+    """Sampled LRU stack (Mattson, SHARDS): counts references by the smallest cache with the block.
 
     All methods take constant time on average.
 
@@ -59,7 +60,7 @@ class ReuseDistanceSampler:
     ) -> None:
         self.rate = rate
         self._limit = _HASHES // 2
-        """Keys with a hash below it are in the sample."""
+        """Keys with a hash below this limit are in the sample."""
         self.hits = [0.0] * (len(sizes) + 1)
         """References by the smallest size with the block. The last entry counts references to
         blocks that no size has."""
@@ -72,16 +73,16 @@ class ReuseDistanceSampler:
         self._bytes_per_generation: dict[int, int] = {}
         """Bytes of the blocks last used in each generation."""
         self._size_marks = [0] * len(sizes)
-        """Per size the oldest generation that it has; descending."""
+        """Per cache size, the oldest generation in the cache; descending."""
         self._held = [0] * len(sizes)
-        """Per size the bytes of the generations that it has."""
+        """Per cache size, the bytes of the generations in the cache."""
         self._fit()
 
     def takes(self, key: bytes) -> bool:
         return self._hash_of(key) < self._limit
 
     def touch(self, name: Name) -> bool:
-        """Counts a reference to a block and moves it to the top; returns whether it is known."""
+        """Counts a reference to a block, which moves to the top; returns False if it is unknown."""
         known = self._blocks.get(name)
         if known is None:
             return False
@@ -103,7 +104,7 @@ class ReuseDistanceSampler:
         return True
 
     def miss(self, size: int | None) -> None:
-        """Counts a reference to an unknown block; `size`: smallest size that has it, or None."""
+        """Counts a reference to an unknown block. `size`: index of the smallest size with it."""
         self.hits[-1 if size is None else size] += 1
 
     def add(self, name: Name, nbytes: int) -> None:
@@ -119,7 +120,7 @@ class ReuseDistanceSampler:
         self.hits = [count / 2 for count in self.hits]
 
     def _put_on_top(self, name: Name, nbytes: int, sizes: int) -> None:
-        """Puts a block on top of the stack. The `sizes` smallest sizes did not have it."""
+        """Puts a block on top of the stack. The `sizes` smallest sizes did not have the block."""
         now = self._generation
         self._blocks[name] = now, nbytes
         bytes_per_generation = self._bytes_per_generation[now] = self._bytes_per_generation.get(now, 0) + nbytes
@@ -133,7 +134,7 @@ class ReuseDistanceSampler:
                     self._move_mark(number)
 
     def _move_mark(self, number: int) -> None:
-        """Moves a size mark until the size holds no more than its room."""
+        """Moves the mark of a size until the generations from the mark on fit into the size."""
         bytes_per_generation, held, mark = self._bytes_per_generation, self._held[number], self._size_marks[number]
         empty = 0
         while held > self._room[number]:
@@ -187,7 +188,7 @@ SCALES = (0.5, 1.0, 2.0, 4.0, 8.0)
 _OWN = SCALES.index(1.0)
 
 _STACK_DEPTH = 16.0
-"""Depth of the stack, relative to the tier's capacity. Blocks beyond it count as new."""
+"""Depth of the stack, relative to the tier's capacity. Deeper blocks count as new."""
 
 SAMPLED = 4
 """Initial sampling rate: this many of 256 keys."""
@@ -254,7 +255,8 @@ class MissRatioCurves:
         self._window = window
         self._hash_of = hash_of
         self._hash_keys = False
-        """Whether keys are hashed for sampling, because the keys of some engines are no hashes."""
+        """Whether keys are hashed for sampling, because some engines use keys that are no
+        hashes."""
         self._stored = self._sampled_keys = 0
         """Numbers of stored keys and of sampled keys since the last check of the distribution."""
         self._begin()
@@ -276,7 +278,10 @@ class MissRatioCurves:
         self._keys_until_decay = self._window
 
     def looked_up(self, namespace: NamespaceSpec, keys: Sequence[bytes], runs: Collection[OutcomeRun]) -> None:
-        """Records a lookup before missing blocks are stored. Ignores a lookup with RETRY keys."""
+        """Records a lookup; the missing blocks are not stored yet.
+
+        Ignores a lookup with RETRY keys.
+        """
         for run in runs:
             if run.outcome is None:
                 return
@@ -306,8 +311,8 @@ class MissRatioCurves:
         expected = self._keys * sampler.rate
         if expected < _MIN_SAMPLED:
             return ()
-        # A very frequent key that is not in the sample biases it. Such a key hits at every size, so
-        # the difference counts as hits.
+        # If a very frequent key is not in the sample, the sample has too few references. Such a key
+        # hits at every size, so the missing references count as hits.
         hits = list(accumulate(sampler.hits, initial=expected - sum(sampler.hits)))
         modelled = [min(1.0, max(0.0, count / expected)) for count in hits[1:-1]]
         measured = min(1.0, sum(self._answered[: tier + 1]) / self._keys)
@@ -323,12 +328,12 @@ class MissRatioCurves:
         if self._hash_keys:
             hash_of = self._hash_of
             return [key for key in keys if hash_of(key) % 256 < most]
-        # A key is a content hash and a group index. Testing a byte of the hash costs a third of
-        # `hash`.
+        # A key is a content hash and a group index. To test one byte of the content hash takes a
+        # third of the time of `hash`.
         return [key for key in keys if key[_SAMPLING_BYTE] < most]
 
     def _check_distribution(self, stored: int, chosen: int) -> None:
-        """Restarts the sampling with hashed keys if the sampling byte is not one of a hash."""
+        """Restarts the sampling with hashed keys if the sampling byte is distributed unevenly."""
         self._stored += stored
         self._sampled_keys += chosen
         if self._stored < _CHECK_EVERY:

@@ -28,7 +28,7 @@ MAX_REQUESTS = 4096
 MAX_AGE_SECONDS = 900.0
 
 _MAX_LOOKUPS = 4
-"""How many of the latest lookups are kept; an engine that polls repeats the same lookup."""
+"""Number of latest lookups that a record keeps. An engine that polls repeats the same lookup."""
 
 _MAX_HOLDS = 2
 
@@ -64,7 +64,7 @@ def outcome_runs(outcomes: Iterable[LookupOutcome]) -> tuple[OutcomeRun, ...]:
 
 @dataclass(slots=True, eq=False)
 class LookupRecord:
-    """One lookup: its time in the core's seconds, and the outcomes of its keys in order."""
+    """One lookup: time in seconds of the core's clock, and outcomes of the keys in order."""
 
     at: float
     found: tuple[OutcomeRun, ...]
@@ -72,7 +72,7 @@ class LookupRecord:
     failed: dict[int, MissReason] = field(default_factory=dict)
     """Pending keys, by position, whose transfer failed."""
     claim: ClaimRecord | None = None
-    """The claim, if a claim looked up the keys of a hold; None for a lookup."""
+    """The claim that looked up the keys of a hold; None for a normal lookup."""
 
     def outcomes(self) -> tuple[OutcomeRun, ...]:
         if not self.failed:
@@ -93,7 +93,7 @@ class RequestRecord:
     engine: EngineKey
     request_id: str
     at: float
-    """Last event, in the core's seconds."""
+    """Time of the last event, in seconds of the core's clock."""
     negotiation: Negotiation | None = None
     lookups: deque[LookupRecord] = field(default_factory=lambda: deque(maxlen=_MAX_LOOKUPS))
     asked: int = 0
@@ -127,7 +127,7 @@ class RequestLog:
         return record
 
     def latest(self, engine: EngineKey, request_id: str, now: float) -> RequestRecord:
-        """Returns the latest record of a request, even if finished: it may publish a hold later."""
+        """Returns the latest record, even of a finished request, which may still publish a hold."""
         record = self._requests.get((engine, request_id))
         if record is None:
             return self.open(engine, request_id, now)
@@ -164,7 +164,7 @@ class ClaimOutcome(enum.Enum):
 
     HELD = 1
     NOT_HELD = 2
-    """The hold was not published in time, or it has ended."""
+    """The hold was not published in time, or has ended."""
     EXPIRED = 3
     """The hold has expired, or expires in a few seconds."""
     OTHER_NAMESPACE = 4
@@ -183,7 +183,7 @@ class ClaimRecord:
 
 @dataclass(slots=True, eq=False)
 class HoldRecord:
-    """A publication; times in the core's seconds. It exists longer than its hold."""
+    """A publication of a hold; times in seconds of the core's clock. It outlives the hold."""
 
     at: float
     direction: HandoffDirection

@@ -29,7 +29,7 @@ class TierStats:
     """Type of the tier in the configuration, for example "cpu" or "lmdb"."""
     capacity_bytes: int
     available_bytes: int
-    """Usable capacity. It grows in the CPU tier until all pages of the region are backed."""
+    """Usable capacity. In the CPU tier it grows until all pages of the region are allocated."""
     used_bytes: int
     blocks: int = 0
     hits: int = 0
@@ -53,7 +53,7 @@ class TierStats:
     jobs: int = 0
     """Waiting and running jobs."""
     healthy: bool = True
-    """Whether the tier has no error; otherwise see `last_error`."""
+    """Whether the tier has no error; `last_error` has the error."""
     last_error: str = ""
     estimates: tuple[HitRatio, ...] = ()
     """Estimated hit ratios for other sizes; empty without enough data, or if disabled."""
@@ -109,7 +109,7 @@ class ManagerStats:
 
 @dataclass(slots=True)
 class HandoffStats:
-    """Numbers of holds of one direction since the start, and of open holds."""
+    """Numbers of holds of one direction: currently open ones, and counters since the start."""
 
     open: int = 0
     published: int = 0

@@ -9,12 +9,12 @@ from ..base import BlockBytes
 __all__ = ["BATCH_BLOCKS", "batches"]
 
 BATCH_BLOCKS = 512
-"""Limit of blocks per transaction, and so of the pages that a transaction adds and frees
+"""Limit of blocks per transaction. It also limits how many pages a transaction adds and frees
 (`lmdb.probe.UNWRITTEN_PAGES`)."""
 
 
 def batches(blocks: Sequence[BlockBytes], limit_bytes: int) -> Iterator[list[BlockBytes]]:
-    """Splits blocks, in order, into batches of limited size and number, with distinct names."""
+    """Splits blocks, in order, into batches of limited size. A batch has no name twice."""
     batch: list[BlockBytes] = []
     names: set[bytes] = set()
     nbytes = 0

@@ -1,6 +1,6 @@
 """Buffer addresses, and copies that release the GIL.
 
-Python's `view[...] = other` holds the GIL, for milliseconds if the view is large.
+An assignment `view[...] = other` in Python holds the GIL, for milliseconds if the view is large.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class _PyBuffer(ctypes.Structure):
     )
 
 
-# `pythonapi[...]` returns a private function object. An attribute of `pythonapi` would be shared:
-# other modules change its argument types.
+# `pythonapi[...]` returns a private function object. The attribute `pythonapi.PyObject_GetBuffer`
+# is shared, so other modules can change its argument types.
 _get_buffer = ctypes.pythonapi["PyObject_GetBuffer"]
 _get_buffer.argtypes = (ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int)
 _release_buffer = ctypes.pythonapi["PyBuffer_Release"]
@@ -38,7 +38,7 @@ _release_buffer.restype = None
 
 
 def writable_address_of(view: memoryview) -> int:
-    """Returns the address of a non-empty writable view; keep the view alive. Raises TypeError."""
+    """Returns the address of a non-empty writable view (see `address_of`). Raises TypeError."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 

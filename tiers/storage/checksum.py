@@ -1,7 +1,7 @@
 """Checksums of blocks: xxh3-64, seeded with the block's name.
 
-Because of the seed, intact bytes of another block have a wrong checksum. xxh3-64 is faster than
-memcpy (30 GB/s on one core), so no setting disables it.
+Because of the seed, the checksum also detects intact bytes of another block. xxh3-64 is faster than
+memcpy (30 GB/s on one core), so no setting disables the checksums.
 """
 
 from __future__ import annotations

@@ -24,10 +24,10 @@ SLICE_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A damaged block. The server never serves its bytes."""
+    """A damaged block. The server never serves it."""
 
     name: bytes
-    """Namespace (16 bytes) and key. In a damaged index these are the stored bytes, unchecked."""
+    """Namespace (16 bytes) and key. In a damaged index these are unchecked bytes."""
     nbytes: int
     """Size of all parts; 0 if unknown."""
     problem: str
@@ -68,15 +68,14 @@ class Checkable(Protocol):
 
 
 def check(tier: object, *, repair: bool) -> Iterator[Slice]:
-    """Yields slices. Between two slices the caller may use the tier, but must not close it.
+    """Checks a tier in slices and yields the result of each slice.
 
-    The server runs each step on a worker thread (`server/services/online_fsck.py`), and tells the
-    core which blocks a repair has removed.
-
-    Raises TierError if the tier cannot be checked.
+    The caller may use the tier between two slices, but must not close it. The server runs each
+    slice on a worker thread (`server/services/online_fsck.py`), and tells the core which blocks a
+    repair has removed. Raises TierError if the tier is not `Checkable`.
     """
     if not isinstance(tier, Checkable):
-        raise TierError(f"{type(tier).__name__} has no check of its own")
+        raise TierError(f"{type(tier).__name__} cannot be checked: it is not Checkable")
     return _slices(tier, repair=repair)
 
 

@@ -1,4 +1,4 @@
-"""Health of a tier: its current error per operation, in `SecondaryTier.last_error`."""
+"""Health of a tier: `SecondaryTier.last_error` has the current error of each operation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["TierHealth"]
 _log = logging.getLogger(__name__)
 
 _LOG_SECONDS = 10.0
-"""Minimum time between two log lines about one operation, because each job may have a new text."""
+"""Minimum time between two log lines about one operation: each job may report a new text."""
 
 
 class TierHealth:

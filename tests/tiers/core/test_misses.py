@@ -190,7 +190,7 @@ def test_explain_keeps_the_last_lookups_and_the_votes() -> None:
         rig.core.lookup(rig.session, keys(*range(number + 1)), prefix=True, request_id="r", expires_at=1e9)
     [record] = rig.core.explain("r")
     assert record.negotiation is not None
-    assert record.negotiation.votes[0][1].why == "do_remote_decode: another engine will decode it"
+    assert record.negotiation.votes[0][1].why == "do_remote_decode: another engine will decode the request"
     assert (record.asked, [lookup.outcomes()[0].count for lookup in record.lookups]) == (6, [3, 4, 5, 6])
     assert not record.finished
     rig.core.finish_request(rig.session, "r")

@@ -162,13 +162,13 @@ def test_blocks_of_a_truncated_slab_are_named(tmp_path: Path) -> None:
     with (tmp_path / "slab-00000").open("r+b") as file:
         file.truncate(2 * MIB)
     tier = DiskTier("disk", tmp_path, 64 * MIB, "process", mend=False)
-    assert [f.problem for f in findings_of(tier, repair=False)] == ["the slab file ends before it does"] * 2
+    assert [f.problem for f in findings_of(tier, repair=False)] == ["its pages are beyond the end of the slab file"] * 2
     tier.close()
 
 
 def test_a_tier_without_a_check_raises() -> None:
     """A tier class need not have a check."""
-    with pytest.raises(TierError, match="has no check"):
+    with pytest.raises(TierError, match="is not Checkable"):
         check(object(), repair=False)
 
 
