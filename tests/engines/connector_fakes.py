@@ -164,6 +164,12 @@ def start_lookup(
     return service._lookups[number] if started else None
 
 
+def reset_pending(side: SchedulerSide) -> bool:
+    """Whether the server may still have blocks from before a reset."""
+    resets = side._server.resets
+    return resets._done != resets._started
+
+
 class FakeClient:
     """Answers lookups from a set of keys, through hooks that tests replace."""
 

@@ -14,6 +14,7 @@ from connector_fakes import (
     close_when_idle,
     make_request,
     make_step,
+    reset_pending,
     scheduler_side,
     wait_for,
 )
@@ -238,6 +239,6 @@ def test_votes_and_resets_of_a_real_server(server: ServerProcess) -> None:
             assert registration.policy is policy
         assert [tier["blocks"] for tier in server.status()["tiers"] if tier["name"] == "cpu"] == [3]
         assert scheduler.reset()
-        wait_for(lambda: not scheduler._server.resets.pending)
+        wait_for(lambda: not reset_pending(scheduler))
         assert [tier["blocks"] for tier in server.status()["tiers"] if tier["name"] == "cpu"] == [0]
     server.kill()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection
 
-from ....protos.endpoint import Endpoint, client_endpoint
+from ....protos.endpoint import client_endpoint
 from ... import Client, KVTierError, Unavailable
 from ...handoff import RemoteRequest
 from .background import logger
@@ -26,7 +26,8 @@ _START_SECONDS = 2.0
 
 def address_of(endpoint: str | None, advertise: str | None = None) -> Address:
     """Returns the address at which peers reach the server. A Unix socket is `("unix:PATH", 0)`."""
-    return _address(client_endpoint(advertise or endpoint))
+    parsed = client_endpoint(advertise or endpoint)
+    return (parsed.host, parsed.port) if parsed.path is None else (f"unix:{parsed.path}", 0)
 
 
 def wait_for_server(client: Client) -> None:
@@ -48,7 +49,7 @@ class Peers:
         connect: Callable[[str], Client] | None = None,
     ) -> None:
         self._own_addresses = frozenset(own_addresses)
-        self._allowed = {_address(client_endpoint(endpoint)): endpoint for endpoint in allowed}
+        self._allowed = {address_of(endpoint): endpoint for endpoint in allowed}
         self._connect = connect
         self._lock = threading.Lock()
         self._clients = {OWN: own}
@@ -81,9 +82,3 @@ class Peers:
             self._clients = {OWN: self._clients[OWN]}
         for client in clients:
             client.close()
-
-
-def _address(endpoint: Endpoint) -> Address:
-    if endpoint.path is not None:
-        return f"unix:{endpoint.path}", 0
-    return endpoint.host, endpoint.port

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,13 +114,9 @@ def merge_stages(reported: Mapping[tuple[int, int], object], stages: int, tensor
                 f"the workers of pipeline stage {stage} did not report their layers, or their layers differ"
             )
         merged.append(first)
-    return _merge(merged)
-
-
-def _merge(stages: Sequence[Parts]) -> Parts:
-    if len(stages) == 1:
-        return stages[0]
-    digest = hashlib.sha256(json.dumps([stage.digest for stage in stages]).encode()).hexdigest()
-    copies = {stage.copies for stage in stages}
-    sizes = zip(*(stage.part_bytes for stage in stages), strict=True)
+    if stages == 1:
+        return merged[0]
+    digest = hashlib.sha256(json.dumps([parts.digest for parts in merged]).encode()).hexdigest()
+    copies = {parts.copies for parts in merged}
+    sizes = zip(*(parts.part_bytes for parts in merged), strict=True)
     return Parts(tuple(map(max, sizes)), digest, copies.pop() if len(copies) == 1 else 1)

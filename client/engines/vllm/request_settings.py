@@ -61,10 +61,10 @@ class RequestSettings:
         """Parses a request's `kv_transfer_params`. Calls `warn` once if any setting is invalid."""
         given = params.get(_KEY) if isinstance(params, Mapping) else None
         if given is None:
-            return _NO_SETTINGS
+            return cls()
         if not isinstance(given, Mapping):
             warn(f"kv_transfer_params[{_KEY!r}] of a request is ignored: it is {reprlib.repr(given)}, not a mapping")
-            return _NO_SETTINGS
+            return cls()
         values: dict[str, Any] = {}
         wrong: list[str] = []
         for name, value in given.items():
@@ -91,9 +91,6 @@ class RequestSettings:
             return params
         others = {name: value for name, value in params.items() if name != _KEY}
         return others if self.offload_policy is None else others | {"offload_policy": self.offload_policy}
-
-
-_NO_SETTINGS = RequestSettings()
 
 
 def _flag(value: object) -> bool:

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ...offload import CacheGeometry
 from .compat import KVConnectorPromMetrics, KVConnectorStats
 
-__all__ = ["METRICS", "ConnectorStats", "KVTierPromMetrics", "LookupMetrics", "Metric", "TransferCounters"]
+__all__ = ["METRICS", "ConnectorStats", "KVTierPromMetrics", "Metric", "TransferCounters"]
 
 Counts = dict[str, int | list[float]]
 """Counts, and observed seconds, by the names in `METRICS`."""
@@ -84,33 +83,6 @@ def _sum(left: int | list[float] | None, right: int | list[float]) -> int | list
     if isinstance(right, list):
         return [*left, *right] if isinstance(left, list) else list(right)
     return left + right if isinstance(left, int) else right
-
-
-class LookupMetrics:
-    """Counts each lookup once, by outcome. Thread-safe."""
-
-    def __init__(self, geometry: CacheGeometry, counters: TransferCounters) -> None:
-        # With a draft model the last block of a hit is always recomputed.
-        self._never_hit = geometry.step_tokens if geometry.drop_last_block else 0
-        self._counters = counters
-
-    def answered(self, start: int, limit: int, hit: int | None, seconds: float) -> None:
-        """Counts a lookup of the tokens from `start` to `limit` with a hit up to token `hit`.
-
-        `hit` is None if the server refused or failed.
-        """
-        if hit is None:
-            self.count("unavailable", seconds)
-        elif hit <= start:
-            self.count("miss", seconds)
-        else:
-            self.count("hit" if hit >= limit - self._never_hit else "partial", seconds)
-
-    def count(self, outcome: str, seconds: float | None = None) -> None:
-        """Counts a lookup. `seconds`: its duration; None if no call was made."""
-        self._counters.count(f"lookups:{outcome}")
-        if seconds is not None:
-            self._counters.observe("lookup_seconds", seconds)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ....cuda.host.copy import address_of
-from ... import Client, InvalidRequest, Namespace, OffloadPolicy, Timeouts
+from ... import Client, InvalidRequest, OffloadPolicy, Timeouts
 from ..vllm.background import BackgroundThreads, RateLimitedLog, leave_compute_cores, logger
 from ..vllm.config import ServerConfig
 from ..vllm.groups import Unsupported
@@ -107,7 +107,15 @@ class KVTierSecondaryTier(SecondaryTierManager):
         namespace = build_tier_namespace(
             config, engine_config, primary.row_bytes, tenant=settings.tenant, identity=settings.identity
         )
-        self._client = client = self._connect(config, namespace)
+        self._client = client = Client(
+            settings.endpoint,
+            namespace=namespace,
+            name="vllm-tiering",
+            engine_id=str(config.engine_id),
+            transport=settings.transport,
+            timeouts=Timeouts(transfer=_TRANSFER_SECONDS),
+            credentials=settings.credentials,
+        )
         wait_for_server(client)
         on_start = leave_compute_cores if compat.current_platform.is_cpu() else None
         threads = functools.partial(BackgroundThreads, log=self.log, on_start=on_start)
@@ -122,17 +130,6 @@ class KVTierSecondaryTier(SecondaryTierManager):
             namespace_digest(namespace),
             primary.row_bytes,
             client.transport,
-        )
-
-    def _connect(self, config: Any, namespace: Namespace) -> Client:
-        return Client(
-            self._settings.endpoint,
-            namespace=namespace,
-            name="vllm-tiering",
-            engine_id=str(config.engine_id),
-            transport=self._settings.transport,
-            timeouts=Timeouts(transfer=_TRANSFER_SECONDS),
-            credentials=self._settings.credentials,
         )
 
     # ---- requests

@@ -200,7 +200,7 @@ class HoldCalls:
         lease, outcome, begun_at = None, "unavailable", time.monotonic()
         try:
             # Checked again, because an earlier claim in the queue may have opened the circuit.
-            if self._is_open(number) and self._reachable(endpoint):
+            if number in self._open_claims and self._reachable(endpoint):
                 client = self._peers.client(endpoint)
                 if endpoint != OWN:
                     client.wait_until_connected(_CONNECT_WITHIN_S)
@@ -218,10 +218,6 @@ class HoldCalls:
             self._counters.count(f"claims:{outcome}")
             self._counters.observe("claim_seconds", time.monotonic() - begun_at)
             self._record_answer(number, lease)
-
-    def _is_open(self, number: ClaimId) -> bool:
-        with self._lock:
-            return number in self._open_claims
 
     def _record_answer(self, number: ClaimId, lease: Lease | None) -> None:
         with self._lock:

@@ -17,7 +17,7 @@ from enum import Enum
 from .... import Client, KeyStatus, KVTierError, Lease, make_key
 from ....offload import BlockPosition, CacheGeometry, EngineRequest, LookupId, PrefixHit, PresenceQuery, search_hit
 from ..background import BackgroundThreads, RateLimitedLog
-from ..stats import LookupMetrics, TransferCounters
+from ..stats import TransferCounters
 from .requests import RequestRegistration, VllmRequest
 from .server_calls import CacheReset, RequestCalls
 
@@ -68,7 +68,7 @@ class LookupService(RequestCalls):
     ) -> None:
         super().__init__(client, log)
         self.resets = CacheReset(client, log)
-        self._metrics = LookupMetrics(geometry, counters or TransferCounters())
+        self._counters = counters or TransferCounters()
         self._geometry = geometry
         self._timeout_s = timeout_s
         self._lookups: dict[LookupId, PendingLookup] = {}
@@ -107,7 +107,7 @@ class LookupService(RequestCalls):
         if not self.reachable():
             # vLLM asks again in every step while a request waits for free blocks.
             if not registration.counted_unavailable:
-                self._metrics.count("unavailable")
+                self._counters.count("lookups:unavailable")
             registration.counted_unavailable = True
             return False
         hashes = {
@@ -128,7 +128,7 @@ class LookupService(RequestCalls):
         """Drops a lookup that exceeded its timeout. Opens the circuit if the lookup was running."""
         given_up = self._lookups.pop(lookup)
         if not self._drop(given_up):
-            self._metrics.count("timeout", self._timeout_s)
+            self._count("timeout", self._timeout_s)
         if given_up.started:
             # A lookup that did not start only queued behind other lookups.
             self.open_circuit()
@@ -180,10 +180,20 @@ class LookupService(RequestCalls):
         if dropped or lookup.found.hit_tokens <= lookup.start:
             self._release(lookup)
         if not dropped:
-            seconds = lookup.done_at - lookup.deadline + self._timeout_s
-            self._metrics.answered(lookup.start, lookup.limit, hit, seconds)
+            self._count(self._outcome(lookup, hit), lookup.done_at - lookup.deadline + self._timeout_s)
             self._done_lookups.append(lookup)
         self.release(lookup.request)
+
+    def _count(self, outcome: str, seconds: float) -> None:
+        self._counters.count(f"lookups:{outcome}")
+        self._counters.observe("lookup_seconds", seconds)
+
+    def _outcome(self, lookup: PendingLookup, hit: int | None) -> str:
+        if hit is None:
+            return "unavailable"
+        # With a draft model the last block of a hit is always recomputed.
+        never_hit = self._geometry.step_tokens if self._geometry.drop_last_block else 0
+        return "miss" if hit <= lookup.start else "hit" if hit >= lookup.limit - never_hit else "partial"
 
     def _search(self, lookup: PendingLookup) -> int:
         """Returns the end of the hit in tokens. Fills in `found` and `leases`."""

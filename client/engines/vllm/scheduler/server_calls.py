@@ -160,11 +160,6 @@ class CacheReset:
         # Numbers of the latest resets. Only the background thread writes `_done`.
         self._started = self._done = self._taken = 0
 
-    @property
-    def pending(self) -> bool:
-        """Whether blocks that were stored before a reset may still exist."""
-        return self._done != self._started
-
     def start(self) -> None:
         """Starts a reset. This engine's own saves must have ended before."""
         self._started = number = self._started + 1
