@@ -81,17 +81,17 @@ class Client:
         """Starts to connect. Does not block, and does not raise if the server is down.
 
         Args:
-            endpoint: `unix:PATH` or `HOST:PORT`; default: `KVTIER_ENDPOINT`, else user's socket.
+            endpoint: `unix:PATH` or `HOST:PORT`; default: `KVTIER_ENDPOINT`, or the user's socket.
             namespace: identity of the blocks; clients with equal namespaces share blocks.
             name: client name for logs and `kvtier sessions`.
-            engine_id: id of the engine; default: random. Clients of one engine share leases.
-            rank: rank whose parts are read and written; None for a scheduler or world size 1.
-            transport: how bytes are moved. "shm": in shared memory. "tcp": raw sockets. "grpc":
+            engine_id: id of the engine; default: random. Clients with the same id share leases.
+            rank: rank whose parts this client transfers; None for a scheduler, or for world size 1.
+            transport: how the client transfers bytes. "shm": shared memory. "tcp": raw TCP. "grpc":
                 gRPC streams. "auto": "shm" if client and server share a host, otherwise "tcp".
                 "cuda_ipc": like "auto", for a client that calls `register_kv_buffers`.
             timeouts: deadlines of calls; see `Timeouts`.
             pin: pins the server's region and staging buffers; see `kvtier.cuda.host.pinning`.
-            credentials: certificates and token; default: `KVTIER_CA`, `KVTIER_CERT`,
+            credentials: certificates and token; default: from `KVTIER_CA`, `KVTIER_CERT`,
                 `KVTIER_KEY`, `KVTIER_TOKEN` and `KVTIER_TOKEN_FILE`.
             backend: for tests: replaces the connection to a server; see `kvtier.client.testing`.
 
@@ -117,7 +117,7 @@ class Client:
 
     @property
     def epoch(self) -> int | None:
-        """Random number of the server's current run; None while there is no session."""
+        """Random id of the current server process; None while there is no session."""
         return session.ref.epoch if (session := self._transport.session) else None
 
     @property

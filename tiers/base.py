@@ -95,14 +95,15 @@ class Entry:
 
 
 class SecondaryTier(ABC):
-    """A storage tier below the CPU tier.
+    """Base class of storage tiers below the CPU tier.
 
     Threads: the server calls `store`, `load`, `lookup` and `remove` on worker threads. At most one
     `store` or `remove` runs at a time, together with any number of `load`s and `lookup`s. Two jobs
     never use the same block at the same time. Exception: in a `shared` tier, an evicted block can
-    be loaded until it is removed. If the storage is full, or a block is damaged or missing, `store`
-    and `load` return an `Outcome` and do not raise. The server calls all other methods on the event
-    loop, or while the event loop waits. These methods must not do I/O.
+    be loaded until it is removed. If storage is full, or a block is damaged or missing, `store`
+    and `load` return an `Outcome` and do not raise. The server calls `entries` at its start and
+    `close` at its end. The event loop calls the other methods or waits for them, so these other
+    methods must not do I/O.
 
     The server checks third-party tiers (`server/tier_host/guard.py`) and reports problems in
     `last_error`:
