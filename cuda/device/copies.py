@@ -45,7 +45,7 @@ class CopyDirection(Enum):
 
 @dataclass(frozen=True)
 class Tuning:
-    """Limits of one batch. A cancelled transfer still ends its running batches (at most two)."""
+    """Limits of one batch. A cancelled transfer completes its running batches (at most two)."""
 
     batch_bytes: int = 64 << 20
     batch_copies: int = 4096
@@ -196,7 +196,7 @@ class EngineBlocks:
                 self._idle.notify_all()
 
     def _run(self, direction: CopyDirection, plan: Plan, is_cancelled: Callable[[], bool]) -> None:
-        """Copies a plan with two batches in flight. At the end no batch is in flight."""
+        """Copies a plan, with up to two batches in flight. Also waits for them after an error."""
         stream = self._streams[direction]
         in_flight: list[EventId] = []
         try:

@@ -58,7 +58,7 @@ class Allocation:
 class Driver(Protocol):
     """One device's driver.
 
-    Any thread may call. Calls for one stream take effect in the order they return.
+    Any thread may call. Calls for one stream take effect in the order in which they return.
 
     Calls raise DeviceError. `Cause.BROKEN` means that the device's context is lost: no call in this
     process can succeed any more, and the state of copies in flight is unknown.
@@ -108,7 +108,7 @@ class Driver(Protocol):
         """Destroys an event made or opened by this process. Other processes can still use it."""
 
     def record(self, event: EventId, stream: StreamId) -> None:
-        """Marks a point of the stream: the event is reached when all work before it is done.
+        """Marks a point of the stream: the event is reached when all earlier work is done.
 
         Raises CAPTURING.
         """

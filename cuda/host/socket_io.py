@@ -53,8 +53,8 @@ class Deadline:
         """Limits the next call to the time left, or up to 1/9 more.
 
         `option` is SO_RCVTIMEO or SO_SNDTIMEO. The kernel applies its limit to each single call,
-        and a slow peer causes many calls. So the limit must shrink. It is set again only when the
-        time left has shrunk by a tenth, because setting it costs as much as a call. Raises
+        and a slow peer causes many calls. So the limit must shrink. The limit is set again only
+        when the time left has shrunk by a tenth, because setting it costs as much as a call. Raises
         `BlockingIOError` after the deadline.
         """
         left = self.at - time.monotonic()

@@ -1,9 +1,10 @@
 """`HostDriver`: a device driver for tests without a GPU. Device memory is shared memory.
 
-It implements the whole contract of `Driver`, so all code that uses a driver can be tested without a
-GPU. Handles fail for the same reasons as on a GPU, memory remains valid after its exporter has
-ended, copies are in flight when a process ends, and a context can break. Threads make the copies.
-Only tests and benchmarks use this driver; an engine on the CPU copies directly into the slots.
+The class implements the whole contract of `Driver`, so all code that uses a driver can be tested
+without a GPU. Handles fail for the same reasons as on a GPU, memory remains valid after its
+exporter has ended, copies are in flight when a process ends, and a context can break. Threads make
+the copies. Only tests and benchmarks use this driver; an engine on the CPU copies directly into the
+slots.
 """
 
 from __future__ import annotations
@@ -293,7 +294,7 @@ class HostEvent:
         return bool(self._counters[1] >= self._counters[0])
 
     def close(self) -> None:
-        """Ends one use. The last one closes the memory."""
+        """Ends one use. The end of the last use closes the memory."""
         with self._lock:
             self._users -= 1
             if not self._users:

@@ -102,7 +102,7 @@ class Child:
 
     @property
     def running(self) -> bool:
-        """Whether the child has not ended, as far as the event loop knows."""
+        """True until the event loop has learned that the child has ended."""
         return not self._ended.done()
 
     def send(self, header: dict[str, Any], payload: bytes = b"") -> None:

@@ -80,7 +80,7 @@ class Channel:
 
 
 def connect(fd: int) -> Channel:
-    """Opens the socket inherited from `Child`, and makes the server's end kill this process."""
+    """Opens the socket inherited from `Child`. Makes this process end when the server ends."""
     # If the server ended before this line, the socket is closed, so the message loop ends at once.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # A terminal sends these signals to the whole process group. The child ignores them, because the

@@ -31,7 +31,7 @@ class ServiceManager:
         self._watchdog: asyncio.Task[None] | None = None
 
     def ready(self) -> None:
-        """Reports that the server accepts calls. Starts the watchdog messages if required."""
+        """Reports that the server accepts calls. Starts the watchdog messages if configured."""
         self._send("READY=1")
         if self.watchdog_seconds is not None and self._address is not None:
             self._watchdog = asyncio.get_running_loop().create_task(self._send_watchdog(self.watchdog_seconds / 2))

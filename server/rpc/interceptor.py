@@ -26,7 +26,7 @@ _log = get_logger(__name__)
 
 
 class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Answers a refusal with its status and reason; any other error with INTERNAL and a log entry.
+    """Maps a refusal to its status and reason, and any other error to INTERNAL and a log entry.
 
     When a call or stream has ended, the interceptor calls `observe(method, code, seconds)`. If the
     call was refused or has failed, the interceptor first calls `refused(method, reason)`.
@@ -87,8 +87,8 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         return call
 
     def _wrap_stream(self, method: str, behavior: Any) -> Any:
-        # `call` writes the answers itself instead of yielding them. If a call is cancelled while
-        # gRPC sends an answer, gRPC drops the generator without closing it. Then the generator's
+        # `call` writes the answers itself and is not a generator. If a call is cancelled while gRPC
+        # sends an answer, gRPC would drop a generator without closing it. Then the generator's
         # `finally` block, which ends the session, would run only at the next garbage collection.
         async def call(request: Any, context: grpc.aio.ServicerContext) -> None:
             with _Outcome(self, method, context) as outcome:

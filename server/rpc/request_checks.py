@@ -47,7 +47,7 @@ class RequestValidator:
         return keys
 
     def keys_of(self, request: _NamesKeys, namespace: NamespaceSpec) -> Sequence[bytes]:
-        """Checks and returns the keys of a request, packed or not; see `keys`."""
+        """Returns the keys of a request, packed or not, after the same checks as in `keys`."""
         packed, key_bytes = request.packed_keys.keys, request.packed_keys.key_bytes
         if not packed:
             return self.keys(request.keys, namespace)

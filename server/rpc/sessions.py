@@ -51,7 +51,7 @@ class OpenSession:
     """Transport of the last transfer; before that, the transport given in `OpenRequest`."""
     model: str
     groups: tuple[common_pb2.Group, ...] = ()
-    """The namespace's groups without names, for the status. Empty if they exceed the limit."""
+    """The namespace's groups without names, for the status. Empty if there are too many groups."""
     attachments: set[int] = field(default_factory=set)
     disconnects: set[Callable[[], object]] = field(default_factory=set)
     """Callbacks that close the session's connections for calls."""
@@ -225,7 +225,7 @@ class SessionRegistry:
         self._sessions[session.id].transport = transport
 
     def attach(self, session_id: bytes, epoch: int, connection: int) -> bool:
-        """Records that a connection maps the region for a session; False if it must not."""
+        """Records that a connection maps the region for a session. Returns False if refused."""
         session = self._find_valid(session_id, epoch)
         if session is None or not session.identity.shared_memory:
             return False

@@ -165,7 +165,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 def _eviction_request(request: admin_pb2.EvictRequest, tiers: list[str], now: float) -> EvictionRequest:
     unknown = [name for name in request.tiers if name not in tiers]
     if unknown:
-        raise Refused("INVALID_ARGUMENT", f"there is no tier {unknown[0]!r}; there are {', '.join(tiers)}")
+        raise Refused("INVALID_ARGUMENT", f"there is no tier {unknown[0]!r}; the tiers are {', '.join(tiers)}")
     if request.namespace_id and len(request.namespace_id) != NAMESPACE_BYTES:
         raise Refused(
             "INVALID_ARGUMENT", f"namespace_id has {len(request.namespace_id)} bytes; it must have {NAMESPACE_BYTES}"

@@ -293,7 +293,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         """
         try:
             await self._runtime.wait_for(lease.id, seconds)
-        except asyncio.CancelledError:  # the client will not receive the id of the lease
+        except asyncio.CancelledError:  # the client cannot release a lease without its id
             with contextlib.suppress(CoreError):
                 self._core.release(session, lease.id)
             raise

@@ -74,8 +74,8 @@ class OnlineFsck:
         known = {tier.name: number for number, tier in enumerate(self._runtime.tiers, start=1)}
         for name in names:
             if name not in known:
-                there_are = ", ".join(known) or "none below the CPU tier"
-                raise Refused("INVALID_ARGUMENT", f"there is no tier {name!r} to check; there are {there_are}")
+                checkable = ", ".join(known) or "none"
+                raise Refused("INVALID_ARGUMENT", f"there is no tier {name!r} to check; tiers to check: {checkable}")
         yield from (number for name, number in known.items() if name in names or not names)
 
     async def _check(self, number: int, *, repair: bool, rate: int) -> AsyncGenerator[Progress, None]:

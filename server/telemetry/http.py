@@ -117,8 +117,8 @@ def on_loop(loop: asyncio.AbstractEventLoop, read: Callable[[], T], timeout: flo
 class MetricsServer:
     """Serves metrics, health and the optional status page on its own threads until `close`.
 
-    `health` returns None if the server is healthy, otherwise the reason. It is called on HTTP
-    threads. Raises `MetricsServerError` if the address is not available.
+    `health` returns None if the server is healthy, otherwise the reason. HTTP threads call
+    `health`. Raises `MetricsServerError` if the address is not available.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class MetricsServer:
         except OSError as error:
             raise MetricsServerError(f"metrics = {address}: cannot listen: {error.strerror}") from None
         self.port: int = self._server.server_address[1]
-        """Port that the server listens on. If the address has port 0, the kernel has chosen it."""
+        """Port that the server listens on. If the address has port 0, the kernel chooses a port."""
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.1,), name="kvtier-metrics", daemon=True
         )

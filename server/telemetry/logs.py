@@ -127,7 +127,7 @@ class _QueueHandler(logging.Handler):
 
 
 def _dropped_record(lines: int) -> logging.LogRecord:
-    """Returns the log record about dropped lines; written directly, as the queue may be full."""
+    """Returns the log record about dropped lines. It bypasses the queue, which may be full."""
     event = {"event": "log lines dropped", "lines": lines}
     record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, event, None, None)
     record.__dict__.update(_logger=None, _name="warning")
@@ -137,8 +137,8 @@ def _dropped_record(lines: int) -> logging.LogRecord:
 def _writer_to(stream: TextIO) -> Callable[[str], object]:
     """Returns a function that writes text to a stream's descriptor, if the stream has one.
 
-    The function bypasses the stream. A thread that hangs in `stream.write` would hold the stream's
-    lock and block the exit of the process.
+    Otherwise returns `stream.write`, which holds a lock. A thread that hangs in `stream.write`
+    blocks the exit of the process, because the exit needs this lock.
     """
     try:
         descriptor = stream.fileno()

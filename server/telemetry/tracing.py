@@ -1,7 +1,7 @@
 """OpenTelemetry spans of calls and tier jobs, sent over OTLP/gRPC. Off by default.
 
-A call whose gRPC metadata has a `traceparent` (W3C Trace Context) continues that trace. Its span is
-recorded if the trace is recorded. All other calls and all jobs begin new traces; the setting
+A call whose gRPC metadata has a `traceparent` (W3C Trace Context) continues that trace. The call's
+span is recorded if the trace is. All other calls and all jobs begin new traces; the setting
 `tracing.ratio` is the fraction of these traces that is recorded. Calls over sockets have no
 metadata, so they begin new traces. A thread sends the spans. If the collector is slow or missing,
 spans are lost but no call is delayed.

@@ -17,7 +17,7 @@ _ATTRIBUTES = {"type": str, "durable": bool, "medium": Medium, "local": bool, "s
 
 
 def open_tiers(configs: Sequence[TierConfig]) -> list[SecondaryTier]:
-    """Opens all tiers in order. If one cannot be opened, closes the others.
+    """Opens all tiers in order. If one cannot be opened, closes those opened before.
 
     A custom class gets the keyword arguments `name`, `directory`, `size_bytes`, `durability` and
     the options of its configuration.

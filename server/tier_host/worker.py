@@ -53,7 +53,7 @@ class TierWorker:
         self._begin(WorkQueue.LOAD, self.tier.load, blocks, finished)
 
     def look_up(self, keys: Sequence[Name], answered: Callable[[Sequence[bool]], None]) -> None:
-        """Looks blocks up; calls `answered` once, on the worker thread, or with [] if it fails."""
+        """Looks blocks up and calls `answered` once, on the worker thread. An error gives []."""
 
         def run() -> None:
             there: Sequence[bool] = []

@@ -260,7 +260,7 @@ class TestEvict:
         ("flags", "code", "words"),
         [
             ((), 2, "or --all"),
-            (("--tier", "tape"), 1, "there is no tier 'tape'; there are cpu, lmdb"),
+            (("--tier", "tape"), 1, "there is no tier 'tape'; the tiers are cpu, lmdb"),
             (("--namespace", "xyz"), 2, "32 hexadecimal digits"),
             (("--namespace", "abcd"), 1, "namespace_id has 2 bytes; it must have 16"),
             (("--older-than", "soon"), 2, "not a duration"),

@@ -225,7 +225,7 @@ def test_sigterm_ends_a_running_check(server: ServerProcess, capsys: pytest.Capt
 def test_wrong_usage_is_refused(server: ServerProcess, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The error is one line, with the exit codes of the offline check."""
     assert fsck(server, "--tier", "nvme") == 4
-    assert "there is no tier 'nvme' to check; there are lmdb" in capsys.readouterr().err
+    assert "there is no tier 'nvme' to check; tiers to check: lmdb" in capsys.readouterr().err
     assert fsck(server, "--rate", "fast") == 2
     assert "--rate fast: not a size" in capsys.readouterr().err
     assert fsck(server, "--config", "x.toml") == 2
