@@ -177,7 +177,7 @@ class BulkConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DevicesConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Copies between the region and the engines' GPUs by the server (CUDA IPC)."""
+    """Copies by the server between the region and the engines' GPUs (CUDA IPC)."""
 
     driver: Annotated[
         str, _setting('GPU driver of the server: `auto` (CUDA if available), `off`, or "module:callable" for tests.')
