@@ -37,7 +37,7 @@ _GIL_HELD_BYTES = 4 << 20
 time of a thread."""
 
 _LONG_BYTES = 1 << 20
-"""Longest piece of a large block. The cost of releasing the GIL for a copy this long is small."""
+"""Longest piece of a large block. For such a copy the cost of releasing the GIL is small."""
 
 _PIECE_BYTES = 256 << 10
 """Size of the pieces into which a batch of small blocks is divided."""
@@ -187,8 +187,8 @@ class _GilContention:
     """Detects from late copies whether another thread of this process is busy with Python.
 
     If another thread is busy, a copy that releases the GIL for each block waits 5 ms for each
-    0.1 ms of copying. Then the copy holds the GIL, and releases it only when the interpreter asks
-    (every 5 ms), like other Python code.
+    0.1 ms of copying. Therefore copies then hold the GIL, and release it only when the interpreter
+    asks (every 5 ms), like other Python code.
     """
 
     def __init__(self) -> None:
@@ -291,7 +291,7 @@ class CopyHelper:
         return self._available
 
     def _enter(self, job: _Job[Any]) -> None:
-        """Starts a job. If it is the only one, the helper joins it. Otherwise the helper stops."""
+        """Starts a job. The helper joins a single job; with several jobs it helps none."""
         with self._lock:
             self._active.add(job)
             if len(self._active) == 1:

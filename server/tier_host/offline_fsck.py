@@ -110,18 +110,21 @@ def foreign_contents(data_dir: Path, tiers: Sequence[TierConfig]) -> str | None:
     if not others:
         return None
     named = ", ".join(others[:_MAX_NAMED]) + (", …" if len(others) > _MAX_NAMED else "")
-    return f"nothing in {data_dir} belongs to these tiers; it contains {named}"
+    return f"nothing in {data_dir} belongs to these tiers; the directory contains {named}"
 
 
 def _check_directory(config: TierConfig) -> None:
-    """Raises TierError if the path of a tier without files is wrong or its disk is not mounted."""
+    """Checks the path of a tier that has no files.
+
+    Raises TierError if the path is wrong or its disk is not mounted.
+    """
     if config.is_custom:
         return  # its files may be elsewhere
     if os.path.lexists(config.path):
         if not config.path.is_dir():
             raise TierError(f"{config.path} is not a directory")
     elif not config.path.parent.is_dir():
-        raise TierError(f"there is no directory {config.path.parent}; is it the data directory of the server?")
+        raise TierError(f"there is no directory {config.path.parent}; check the path of the server's data directory")
 
 
 @contextlib.contextmanager

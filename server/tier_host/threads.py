@@ -62,7 +62,7 @@ class TierThreads:
         run: Callable[[], object],
         abandoned: Callable[[], object] = lambda: None,
     ) -> None:
-        """Queues a call of `run`, which must not raise. If `abandon` removes it, calls `abandoned`.
+        """Queues `run`, which must not raise. If `abandon` removes it, `abandoned` runs instead.
 
         Raises:
             RuntimeError: no thread is available; the call is not queued.

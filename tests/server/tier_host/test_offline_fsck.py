@@ -155,7 +155,10 @@ def test_a_missing_data_directory_is_not_checked(
         file.write_text(f'data_dir = "{data}"' if given == "file" else f'data_dir = "{tmp_path}"\n{tier}')
         arguments += ["--config", str(file)]
     assert main(arguments) == offline_fsck.EXIT_UNCHECKED
-    assert f"not checked: there is no directory {data}; is it the data directory" in capsys.readouterr().out
+    assert (
+        f"not checked: there is no directory {data}; check the path of the server's data directory"
+        in capsys.readouterr().out
+    )
     assert not data.exists()
 
 
@@ -165,7 +168,7 @@ def test_a_directory_with_foreign_files_is_not_checked(config: Path, capsys: pyt
         assert run(config, "--data-dir", str(wrong)) == 4
         said = capsys.readouterr().out.splitlines()
         assert [line.partition(" not checked: ")[0] for line in said] == ["lmdb:", "disk:"]
-        assert all(f"nothing in {wrong} belongs to these tiers; it contains data" in line for line in said)
+        assert all(f"nothing in {wrong} belongs to these tiers; the directory contains data" in line for line in said)
     shutil.rmtree(config.parent / "data" / "lmdb")
     assert run(config) == 0
     assert "lmdb: nothing to check: no files" in capsys.readouterr().out
