@@ -1,10 +1,9 @@
-"""Checks the language of the repository: plain terms, no reference to the outside, prose at 100 columns.
+"""Style check of the prose: plain terms, no outside references, at most 100 columns.
 
     python tools/check_style.py [--summary] [--hints] [PATH...]
 
 Prints `file:line: finding` and exits with 1 if there is any. The rules are in CONTRIBUTING.md.
-`--hints` also prints phrases that are often, but not always, a marker of the old language; they do
-not count.
+`--hints` also prints doubtful phrases. These do not change the exit code.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ SCOPE = (
 GENERATED_PAGES = {
     f"docs/{name}.md" for name in ("api", "commands", "configuration", "metrics", "performance", "performance-tables")
 }
-"""Pages that a tool writes. Their lines are as long as the text that they are generated from."""
+"""Generated pages. Their lines may be longer than 100 columns."""
 GENERATED = re.compile(r"^(protos/v1/.*|bench/results/.*\.json|protos/baseline\.binpb)$")
-"""Files that no person edits."""
+"""Folders and files that are generated or downloaded."""
 
 EXCUSED_FILES = {
     "tools/check_style.py": "names the markers",
@@ -43,13 +42,13 @@ EXCUSED_FILES = {
 """Files that are not checked, each with the reason."""
 
 EXCUSED: dict[tuple[str, str], str] = {}
-"""(file, finding) -> reason. An entry without a finding is itself a finding."""
+"""(file, finding) -> reason. An entry that matches no finding is itself a finding."""
 
 PROSE_COLUMNS = 100
 
 _GAP = r"(?:[ \t]+|[ \t\"']*\n[ \t]*(?:#|//|\*|>|[frb]*[\"'])?[ \t]*)"
-"""What lies between two words of a phrase: blanks, or a line break with what a comment or a string
-begins with."""
+"""Gap between two words of a phrase: blanks, or a line break and the beginning of the next line of a
+comment or string."""
 
 _SUBJECT = r"(?:it|that|they|the|a|an|this|these|what|one|each|no)"
 
@@ -78,8 +77,8 @@ MARKERS = {
     "own words": r"(?i:(?:its|their) own words)",
     "where = if": r"(?i:where (?:there|none|nothing|nobody) (?:is|are|was|were|has|have|can|may))",
 }
-"""Phrases of the old language, as regular expressions between word boundaries; a blank is any gap
-between words."""
+"""Forbidden phrases, as regular expressions between word boundaries. A blank matches any gap between
+words."""
 
 REFERENCES = {
     "outside document": r"DESIGN(?: § ?\d+|\.md)|BEHAVIOUR(?: B\d+|\.md)|PEERS(?:\.md|'s)"
@@ -87,7 +86,7 @@ REFERENCES = {
     "outside path": r"\.\./shared|/work/\w+|/tmp/rf\b",
     "issue number": r"(?i:issues? #?\d+)|(?i:in #\d+)",
 }
-"""References to what is not in the repository."""
+"""References to things that are not in the repository."""
 
 HINTS = {
     "where = if?": rf"(?i:where {_SUBJECT}) ",
@@ -98,7 +97,7 @@ HINTS = {
     "has it done?": r"Has (?:a|an|the|it|what|them|each|all) ",
     "is to be?": r"(?i:(?:is|are) to (?:be|come))",
 }
-"""Phrases to look at; many of them are good English."""
+"""Doubtful phrases; many of them are good English."""
 
 _CITATION = re.compile(r"\bB\d+\.\d+\b")
 _LINK = re.compile(r"(?<!!)\[[^\]\n]+\]\(([^)\s]+)\)")
@@ -115,7 +114,7 @@ def _compile(patterns: dict[str, str]) -> dict[str, re.Pattern[str]]:
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """One line to change: `name` is the marker or the rule, `text` what was found."""
+    """One finding. `name` is the phrase or the rule, `text` the matching text."""
 
     path: str
     line: int
@@ -127,14 +126,14 @@ class Finding:
 
 
 def phrases(path: str, text: str, patterns: dict[str, re.Pattern[str]]) -> Iterator[Finding]:
-    """Yields each match of `patterns`, also if it runs over a line break."""
+    """Yields each match of `patterns`, also a match that spans a line break."""
     for name, pattern in patterns.items():
         for match in pattern.finditer(text):
             yield Finding(path, text.count("\n", 0, match.start()) + 1, name, " ".join(match[0].split())[:60])
 
 
 def prose_of_python(source: str) -> Iterator[tuple[int, str]]:
-    """Yields number and text of each line that has a comment or belongs to a docstring, pragmas excepted."""
+    """Yields number and text of each line in a comment or docstring, except pragmas."""
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
@@ -157,7 +156,7 @@ def prose_of_proto(source: str) -> Iterator[tuple[int, str]]:
 def prose_of_markdown(source: str) -> Iterator[tuple[int, str]]:
     """Yields number and text of each line outside of code blocks, tables, headings and HTML.
 
-    Code spans and link targets, which should not be wrapped, count as one word.
+    A code span or link target counts as one word, because it should not be wrapped.
     """
     blank = _FENCE.sub(lambda match: "\n" * match[0].count("\n"), source)
     for number, line in enumerate(blank.splitlines(), 1):
@@ -169,7 +168,7 @@ _PROSE = {".py": prose_of_python, ".proto": prose_of_proto, ".md": prose_of_mark
 
 
 def wide_prose(path: str, text: str) -> Iterator[Finding]:
-    """Yields prose beyond `PROSE_COLUMNS`, unless one unbreakable word (a link) makes it so."""
+    """Yields lines longer than `PROSE_COLUMNS`, unless they contain an unbreakable long word (link)."""
     prose = _PROSE.get(Path(path).suffix)
     if prose is None or path in GENERATED_PAGES:
         return
@@ -179,7 +178,7 @@ def wide_prose(path: str, text: str) -> Iterator[Finding]:
 
 
 def broken_links(path: str, text: str, root: Path) -> Iterator[Finding]:
-    """Yields relative links of a Markdown page that lead to no file of the repository."""
+    """Yields relative links of a Markdown page whose target is not a file of the repository."""
     if not path.endswith(".md"):
         return
     blank = _FENCE.sub(lambda match: "\n" * match[0].count("\n"), text)
@@ -204,7 +203,7 @@ def unknown_citations(path: str, text: str, root: Path) -> Iterator[Finding]:
 
 
 def files(root: Path, paths: Iterable[str]) -> list[str]:
-    """Returns the files that git tracks, or would track, under `paths`; relative to `root`."""
+    """Returns the files under `paths` that git does not ignore, relative to `root`."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *paths],
         cwd=root,
@@ -231,7 +230,7 @@ def check_file(path: str, root: Path, *, hints: bool = False) -> list[Finding]:
 
 
 def check(root: Path, paths: Iterable[str], *, hints: bool = False) -> list[Finding]:
-    """Returns what is not excused; an excuse that excuses nothing is a finding itself."""
+    """Returns the findings without an excuse, and a finding for each unused excuse."""
     chosen = [path for path in files(root, paths) if path not in EXCUSED_FILES]
     found = [finding for path in chosen for finding in check_file(path, root, hints=hints)]
     used = {(finding.path, finding.name) for finding in found}
@@ -255,10 +254,10 @@ def summary(found: Iterable[Finding]) -> Iterator[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code."""
-    parser = argparse.ArgumentParser(description="Checks the language of the repository.")
-    parser.add_argument("paths", nargs="*", help="files and folders (default: all that is in scope)")
-    parser.add_argument("--summary", action="store_true", help="print counts instead of lines")
-    parser.add_argument("--hints", action="store_true", help="print doubtful phrases as well")
+    parser = argparse.ArgumentParser(description="Checks the prose of the repository.")
+    parser.add_argument("paths", nargs="*", help="files and folders (default: the whole repository)")
+    parser.add_argument("--summary", action="store_true", help="print the number of findings instead of the findings")
+    parser.add_argument("--hints", action="store_true", help="also print doubtful phrases")
     options = parser.parse_args(arguments)
     scope = [str(Path(path).resolve().relative_to(ROOT)) for path in options.paths] or [
         path for path in SCOPE if (ROOT / path).exists()

@@ -1,7 +1,7 @@
-"""Unpacks Debian's Chromium, its driver and libraries: `python tools/chromium.py DIRECTORY`.
+"""Unpacks Debian's Chromium, its driver and its libraries: `python tools/chromium.py DIRECTORY`.
 
-Does not install anything on the system. If both are installed already, does nothing. If the
-packages are not available (another distribution, no network), ends with an error.
+Does not install anything on the system. If browser and driver are already installed, does nothing.
+If the packages are not available (another distribution, no network), ends with an error.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Hook of mkdocs (mkdocs.yml): replaces links to files of the repository, which the site lacks.
+"""Hook of mkdocs (mkdocs.yml): replaces links to files that are not part of the documentation site.
 
-On the site such a link becomes the name of the file. If the file does not exist, the build fails.
+The site shows the name of such a file without a link. If the file does not exist in the repository,
+the build fails.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]+)\]\((?P<target>(?!https?:|#|mailto:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Called by mkdocs with the source of a page; returns it without links that leave the site."""
+    """Called by mkdocs. Returns the source of a page without links to files outside the site."""
     here = posixpath.dirname(f"docs/{page.file.src_uri}")
     return _LINK.sub(lambda link: _replaced(link, here), markdown)
 
@@ -25,7 +26,7 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 def _replaced(link: re.Match[str], here: str) -> str:
     path = posixpath.normpath(posixpath.join(here, link["target"].partition("#")[0]))
     if (path.startswith("docs/") and path.endswith(".md")) or link["target"].startswith("#"):
-        return link[0]  # within the site: mkdocs checks it
+        return link[0]  # within the site: mkdocs checks such links
     if not (ROOT / path).exists():
         raise PluginError(f"{here}: {link[0]}: there is no {path}")
     text = link["text"]

@@ -28,7 +28,7 @@ SECTIONS = {
     "Credentials and deadlines": ("Credentials", "Timeouts"),
     "GPU buffers": ("KvBuffers", "Mark"),
 }
-"""Names in their order; other names of `kvtier.client` are under "Results" and "Errors"."""
+"""Documented names, in order. Other names of `kvtier.client` are under "Results" and "Errors"."""
 ASYNC = {"AsyncClient": "Client", "AsyncLease": "Lease"}
 WIDTH = 100
 _SECTION = re.compile(r"^(Args|Attributes|Raises|Returns|Yields):$", re.MULTILINE)
@@ -36,7 +36,7 @@ _ITEM = re.compile(r"^    (\*{0,2}\w+):[ \n]", re.MULTILINE)
 
 
 class _Code(str):
-    """Source text: in a signature it stands without quotes."""
+    """Source text that a signature shows without quotes."""
 
     __slots__ = ()
 
@@ -45,7 +45,7 @@ class _Code(str):
 
 
 def page() -> str:
-    """Returns the page."""
+    """Returns the text of docs/api.md."""
     names = {name: getattr(client, name) for name in client.__all__}
     parts = [HEAD]
     for title, chosen in SECTIONS.items():
@@ -101,7 +101,7 @@ def _entry(name: str, value: Any) -> Iterator[str]:
 
 
 def _same_calls(value: type, sync: str) -> Iterator[str]:
-    """Yields which members of an asynchronous class are coroutines; the rest is as in its twin."""
+    """Yields the text of an asynchronous class: a link to the sync class, and its coroutines."""
     coroutines = [each for each, function in _members(value) if inspect.iscoroutinefunction(function)]
     managers = [each for each, function in _members(value) if inspect.isasyncgenfunction(inspect.unwrap(function))]
     yield f"Members and arguments are those of [{sync}](#{sync.lower()}).\n"
@@ -112,7 +112,7 @@ def _same_calls(value: type, sync: str) -> Iterator[str]:
 
 
 def _members(value: type) -> Iterator[tuple[str, Any]]:
-    """Yields methods and properties, those of base classes too, that have a docstring."""
+    """Yields methods and properties with a docstring, including those of base classes."""
     seen: set[str] = set()
     for owner in value.__mro__:
         if not owner.__module__.startswith("kvtier."):
@@ -169,7 +169,7 @@ def _default(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """Returns a docstring as Markdown: its sections become lists."""
+    """Returns a docstring as Markdown. Sections such as Args become lists."""
     document = inspect.getdoc(value) or ""
     pieces = _SECTION.split(document.replace("``", "`"))
     text = pieces[0].strip() + "\n"

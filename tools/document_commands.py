@@ -77,7 +77,7 @@ def page() -> str:
 
 
 def json_fields() -> dict[str, list[str]]:
-    """Returns the paths of the JSON fields per command, from a complete example of each."""
+    """Returns the paths of the JSON fields of each command, from examples of its output."""
     answer = admin_pb2.GetStatusResponse(
         tiers=[admin_pb2.TierStatus(shares=[admin_pb2.ShareStatus()])],
         sessions=[admin_pb2.SessionStatus(groups=[common_pb2.Group()])],

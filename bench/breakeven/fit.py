@@ -31,7 +31,7 @@ class RegressionLine:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Threshold in tokens with its 90 % interval. 0: always transfer; None: never transfer."""
+    """Threshold in tokens with its 90 % interval. 0: always transfer. None: never."""
 
     threshold: int | None
     low: int | None
@@ -39,10 +39,10 @@ class Proposal:
 
 
 def fit(samples: Samples) -> RegressionLine:
-    """Returns the line through the medians with the least squares of relative errors.
+    """Returns the line through the medians that minimizes the squares of the relative errors.
 
-    Relative errors, because the noise of a timing grows with it. Otherwise the longest prompts
-    would dominate the fixed costs.
+    The errors are relative because the noise of a timing grows with the timing. With absolute
+    errors the longest prompts would determine the fixed costs.
 
     Raises:
         ValueError: there are fewer than two lengths.
@@ -92,8 +92,8 @@ def propose(transfer: Samples, compute: Samples | float, block_tokens: int, *, s
 def _least(transfer: Samples, compute: Samples | float) -> float:
     """Returns the minimum number of tokens that is worth a transfer, or infinity.
 
-    The fixed costs of a prompt (request, one step of the engine) arise in both cases, because an
-    engine that transfers most of a prompt computes the rest. So only the costs per token count.
+    A prompt has its fixed costs (request, one step of the engine) with and without a transfer,
+    because the engine always computes a part of the prompt. So only the costs per token count.
     """
     line = fit(transfer)
     gain = (fit(compute).per_token if isinstance(compute, Mapping) else compute) - line.per_token

@@ -39,12 +39,12 @@ class Geometry:
 
     @property
     def step_tokens(self) -> int:
-        """Number of tokens after which blocks of all groups end."""
+        """Step: number of tokens after which the blocks of all groups end."""
         return math.lcm(*(group.block_tokens for group in self.groups))
 
     @property
     def step_bytes(self) -> int:
-        """Bytes per step; state groups add none, because only their last block is transferred."""
+        """Bytes per step without state groups, of which only the last block is transferred."""
         return sum(count * self.groups[index].part_bytes for index, count in self.step_blocks())
 
     @property
@@ -54,13 +54,13 @@ class Geometry:
     def step_blocks(self) -> list[tuple[int, int]]:
         """Returns (group, blocks per step) for each group whose blocks grow with the tokens.
 
-        Sliding windows count in full, which is exact for prefixes that fit into the window.
+        All blocks of a sliding window count, which is exact only for prefixes within the window.
         """
         groups = enumerate(self.groups)
         return [(i, self.step_tokens // g.block_tokens) for i, g in groups if g.kind is not GroupKind.STATE]
 
     def states(self) -> list[int]:
-        """Returns the groups of which one block is transferred for any length."""
+        """Returns the state groups. For any length, one block of each is transferred."""
         return [index for index, group in enumerate(self.groups) if group.kind is GroupKind.STATE]
 
 

@@ -57,7 +57,7 @@ class MeasurementPlan:
 
 @dataclass(frozen=True, slots=True)
 class TransferTimes:
-    """Timings of transfers; `memcpy` is the limit of any, in bytes per second."""
+    """Timings of transfers. `memcpy` is the limit of any transfer, in bytes per second."""
 
     transport: str
     geometry: Geometry
@@ -68,13 +68,13 @@ class TransferTimes:
 
     @property
     def bytes_per_second(self) -> float | None:
-        """Rate without the fixed costs of a transfer; None if noise hides it."""
+        """Rate without the fixed costs of a transfer; None if the noise is too large."""
         return self.geometry.bytes_per_token / self.line.per_token if self.line.per_token > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
 class ComputeTimes:
-    """Timings of prompts; without samples if the engine's rate was given."""
+    """Timings of prompts. There are no samples if the engine's rate was given."""
 
     samples: Samples
     line: RegressionLine
@@ -91,7 +91,7 @@ class Report:
 
     @property
     def longest(self) -> int:
-        """Maximum length in tokens that both transfers and prompts were measured for."""
+        """Maximum length in tokens for which both transfers and prompts were measured."""
         lengths = [max(self.transferred.samples), *([max(self.computed.samples)] if self.computed.samples else [])]
         return min(lengths)
 

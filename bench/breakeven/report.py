@@ -27,7 +27,7 @@ _NOT_INCLUDED = (
 
 
 def to_json(report: Report) -> str:
-    """Returns JSON with durations in seconds. A threshold of null: a transfer is never faster."""
+    """Returns JSON with durations in seconds. Threshold null: no transfer is faster."""
     return json.dumps(
         {
             "kv_recompute_threshold": report.proposal.threshold,

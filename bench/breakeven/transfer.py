@@ -1,4 +1,4 @@
-"""Timing of the hand-over of a prefix, with blocks that are removed with their hold."""
+"""Timing of the hand-off of a prefix. The server removes its blocks with their hold."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class TransferRig:
         self._buffer = mmap.mmap(-1, max(self.nbytes, mmap.PAGESIZE))
 
     def read(self, tokens: int) -> float:
-        """Hands over a prefix; returns the seconds from the claim to the confirmed copy.
+        """Reads a prefix through a hold; returns the seconds from the claim to the confirmed copy.
 
         Publication and release are not included, because engines do them in the background.
 
@@ -105,7 +105,7 @@ class TransferRig:
         """
         count = tokens // self._geometry.step_tokens
         self._reads += 1
-        # A different piece each time, because a short one would stay in the processor's caches.
+        # Another piece in each call, because a short piece would stay in the processor's caches.
         start = self._reads * count % (len(self._steps) - count + 1)
         blocks = self._blocks(start, count)
         self._part = HoldName(self._client.engine_id, f"{tokens} tokens {self._reads}")
@@ -187,7 +187,7 @@ class TransferRig:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Always both: Ctrl-C may have interrupted a publication or a release.
+        # Release both holds, because Ctrl-C may have interrupted a publication or a release.
         self._release(self._base, self._part)
 
     def _release(self, *holds: HoldName) -> None:
