@@ -154,8 +154,7 @@ class AsyncClient:
         """Registers a request, negotiates its offload policy and looks up its keys.
 
         Call `finish_request` when the request ends. The result also has `policy` and `votes`.
-        `retain_for` applies to each block that the request uses or stores. For the other arguments
-        see `lookup`.
+        `retain_for` applies to all blocks that the request uses or stores. See also `lookup`.
         """
         return await self._lease(
             self._operations.begin_request(

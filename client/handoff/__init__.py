@@ -6,7 +6,6 @@ defines the interfaces through which the core uses the engine and the servers. (
 docs/behaviour.md.
 """
 
-from .claims import TransferState
 from .core import BlockPull, EngineIdentity, FinishedRequest, HandoffCore
 from .model import (
     EXPIRY_MARGIN_S,
@@ -37,5 +36,4 @@ __all__ = [
     "PlannedPublication",
     "RemoteRequest",
     "TransferParams",
-    "TransferState",
 ]

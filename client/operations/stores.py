@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from ...cuda.host.copy import HostBuffer, address_of, copy_batch
 from ...protos.v1 import cache_pb2, transfer_pb2
@@ -60,11 +61,8 @@ class StoreOperations(Base):
             wanted = [number for number, status in enumerate(statuses) if status == StoreStatus.GRANTED]
             sizes = self._sizes(keys[number] for number in wanted)
         if session.region is not None:
-            memory, address, offsets = (
-                session.region.memory[:],
-                session.region.address,
-                unpack_offsets(answer.slot_offsets),
-            )
+            memory, address = session.region.memory[:], session.region.address
+            offsets = unpack_offsets(answer.slot_offsets)
         else:
             memory = held.enter_context(self._staging.lend(sum(sizes))) if staged else memoryview(b"")
             address, offsets = address_of(memory)[0], consecutive(sizes)
@@ -162,15 +160,8 @@ class StoreOperations(Base):
         if start >= source.total_bytes:
             return False
         complete = complete and not start
-        answer = yield Push(
-            session,
-            lambda: source.frames(start, step, complete=complete),
-            self._timeouts.transfer,
-            source,
-            start,
-            step,
-            complete,
-        )
+        frames = partial(source.frames, start, step, complete=complete)
+        answer = yield Push(session, frames, self._timeouts.transfer, source, start, step, complete)
         if answer.received_bytes != source.total_bytes - start:
             raise ServerError(f"the server received {answer.received_bytes} of {source.total_bytes - start} bytes")
         completed: bool = answer.completed

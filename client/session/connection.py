@@ -116,7 +116,6 @@ class SessionConnection:
             heartbeats.cancel()
 
     def close(self) -> None:
-        """Ends the session and waits for the thread."""
         self._closing.set()
         with self._changed:
             self._changed.notify_all()

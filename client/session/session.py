@@ -62,7 +62,6 @@ class Attachment:
         return cls(region, connection, pin(region) if pin is not None else None)
 
     def close(self) -> None:
-        """Unpins and unmaps the region, and closes the connection."""
         if self.pinning is not None:
             self.pinning.close()
         self.region.close()

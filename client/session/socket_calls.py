@@ -101,7 +101,6 @@ class SocketCalls(SocketPool):
             callback()
 
     def make_socket(self) -> socket.socket:
-        """Returns a socket that is not connected yet."""
         connection = socket.socket(self.family, socket.SOCK_STREAM)
         if self.family != socket.AF_UNIX:
             enable_keepalive(connection)

@@ -36,7 +36,6 @@ class FakeHolds:
         self._expired: set[_Name] = set()
 
     def pinned(self) -> set[BlockName]:
-        """Returns the names of all held blocks."""
         return {name for hold in self._open.values() for name in hold.names}
 
     def end_all(self, *, expired: bool = False, prefix: bytes | None = None) -> None:

@@ -19,8 +19,8 @@ from kvtier.client.handoff import (
     HeldBlock,
     PlannedPublication,
     RemoteRequest,
-    TransferState,
 )
+from kvtier.client.handoff.claims import TransferState
 from kvtier.client.offload import BlockTables, CacheGeometry, CacheGroup
 
 BLOCK = 16

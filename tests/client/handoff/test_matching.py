@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from peers import BLOCK, FULL, PEER, REMOTE, STATE, WALL, WINDOW, Request, Rig, answered, held, prefilled
 
-from kvtier.client.handoff import ClaimedBlocks, HandoffOptions, HeldBlock, TransferParams, TransferState
-from kvtier.client.handoff.claims import apply_threshold, offered_tokens
+from kvtier.client.handoff import ClaimedBlocks, HandoffOptions, HeldBlock, TransferParams
+from kvtier.client.handoff.claims import TransferState, apply_threshold, offered_tokens
 from kvtier.client.offload import CacheGeometry, CacheGroup
 
 BOTH = {"bidirectional_kv_xfer": True}

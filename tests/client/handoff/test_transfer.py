@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from peers import PEER, REMOTE, Rig, answered, prefilled
 
-from kvtier.client.handoff import FinishReason, RemoteRequest, TransferState
+from kvtier.client.handoff import FinishReason, RemoteRequest
+from kvtier.client.handoff.claims import TransferState
 
 BOTH = {"bidirectional_kv_xfer": True}
 
