@@ -84,5 +84,6 @@ def require_role(method: str, identity: Identity) -> None:
     """Raises `Refused` if the identity has no role for an RPC (`service/method`)."""
     roles = RPC_ROLES.get(method, frozenset())
     if roles is not None and not roles & identity.roles:
-        wanted = " or ".join(sorted(role.value for role in roles)) or "that does not exist"
-        raise Refused("PERMISSION_DENIED", f"{identity.name} must not call {method}: the call needs the role {wanted}")
+        wanted = " or ".join(sorted(role.value for role in roles))
+        why = f"the call needs the role {wanted}" if roles else "there is no such call"
+        raise Refused("PERMISSION_DENIED", f"{identity.name} must not call {method}: {why}")
