@@ -96,10 +96,10 @@ class Server:
     """
 
     def __init__(self, config: Config, end: Callable[[], object] = lambda: None) -> None:
-        """The server calls `end` if an operator ends it. The caller must then call `stop`."""
+        """If an operator ends the server, it calls `end`. The caller must then call `stop`."""
         self.config = config
         self.ports: list[int] = []
-        """TCP ports that the server listens on. Port 0 of the configuration means a free port."""
+        """TCP ports that the server listens on. A configured port 0 appears as the chosen port."""
         self.metrics_port: int | None = None
         self._end = end
         self._runtime: TierRuntime | None = None
@@ -114,7 +114,7 @@ class Server:
         """Starts all components and begins to serve.
 
         Raises:
-            StartError: a resource is not available. Call `stop` to release what was opened.
+            StartError: a resource is not available. Call `stop` to release the others.
         """
         loop, config, closers = asyncio.get_running_loop(), self.config, self._closers
         started = loop.time()
@@ -158,7 +158,7 @@ class Server:
         )
 
     async def stop(self) -> None:
-        """Drains the server and releases everything. Also called after a failed `start`."""
+        """Drains the server and releases everything. Call it also after a failed `start`."""
         await self._closers.aclose()
         if self.left_behind:
             _log.error("stopped, but threads of tiers did not end", tiers=self.left_behind, exit_code=EXIT_LEFT_BEHIND)

@@ -56,7 +56,7 @@ class Drain:
         self._task = asyncio.get_running_loop().create_task(self._drain())
 
     def undo(self) -> None:
-        """Ends the drain, so that the server accepts new work. Raises `Refused` if it is ending."""
+        """Makes the server accept new work again. Raises `Refused` if the server is ending."""
         if self.ending or self._sessions.ended.is_set():
             raise Refused("DRAINING", "the server is shutting down, which cannot be undone")
         if self._task is not None:

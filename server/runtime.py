@@ -49,7 +49,10 @@ _WRITERS_SECONDS = 3.0
 _STALLED_SECONDS = 5.0
 """Maximum time that `drain` waits for tiers with a stalled job."""
 _LATE_SECONDS = 1.0
-"""If a tick is late by more than this, the process was paused. No stall is detected for a time."""
+"""A tick that is later than this shows that the process was paused, and its tier jobs with it.
+
+After such a tick no new stall is detected for `stall_seconds`.
+"""
 _RETRY_SECONDS = 1.0
 """Delay of the next slice of work after a slice that failed."""
 _BACKING_CHUNK_BYTES = 64 << 20
@@ -129,7 +132,7 @@ class TierRuntime:
         return time.monotonic()
 
     def run_commands(self) -> None:
-        """Executes the core's commands. Called after every event."""
+        """Executes the core's commands. Call it after every event."""
         commands = self.core.take_commands()
         while commands:
             for command in commands:
@@ -166,7 +169,7 @@ class TierRuntime:
                 self._waiting.pop(name, None)
 
     async def wait_for_change(self, seconds: float) -> None:
-        """Waits, at most `seconds`, until a job of a tier ends or a store fails."""
+        """Waits, at most `seconds`, for `notify_change`: after a job, a failed store or a tick."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), seconds)
 

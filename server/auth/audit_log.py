@@ -46,7 +46,7 @@ class AuditLog:
             self._log_limited(name, method, outcome)
 
     def record_refusal(self, method: str, context: Any, reason: str, who: str | None = None) -> None:
-        """Logs a refusal if its reason is in `_REFUSALS`. `who`: name of the caller, if known."""
+        """Logs a refusal if its reason is in `_REFUSALS`. `who`: the caller; default: `CALLER`."""
         if reason not in _REFUSALS:
             return
         if who is None:

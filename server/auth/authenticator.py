@@ -27,7 +27,7 @@ _MAX_TOKEN_CHARACTERS = 512
 
 
 def peer_credentials(context: grpc.ServicerContext) -> tuple[str | None, list[str], bool]:
-    """Returns the call's token, the client certificate's names, and whether the socket is Unix."""
+    """Returns a call's token and certificate names, and whether the call uses a Unix socket."""
     token = None
     for key, value in context.invocation_metadata() or ():
         if key == "authorization" and isinstance(value, str):

@@ -19,7 +19,7 @@ _BURST_SECONDS = 10.0
 _MAX_LIMITERS = 1024
 """Number of limiters at which idle limiters are dropped."""
 _MAX_OVERDRAFT = 1024
-"""Number of calls that release slots or pins and are accepted above the limit of calls."""
+"""Maximum number of calls above the limit that are accepted because they release slots or pins."""
 
 
 class _TokenBucket:

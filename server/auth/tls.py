@@ -41,7 +41,7 @@ class TlsFiles:
     cert_expires: float | None
     """Expiry of the certificate; None if it has expired or the date cannot be read."""
     client_ca_expires: float | None
-    """Latest expiry among the client CAs; None if there are none or the dates cannot be read."""
+    """Latest expiry of a client CA; None without client CAs, or if no date can be read."""
 
 
 def read_files(cert: str, key: str, client_ca: str | None) -> TlsFiles:

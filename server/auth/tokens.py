@@ -1,4 +1,4 @@
-"""File of tokens and client certificates, with the tenant and roles of each (TOML).
+"""Token file (TOML): tokens and client certificates, with the tenant and roles of each.
 
 Keys of each `[[tokens]]` table:
 
@@ -46,7 +46,7 @@ _TENANT_ROLES = {"engine", "reader"}
 
 
 class TokensError(Exception):
-    """The file cannot be used; the message is one line."""
+    """The token file cannot be used; the message is one line."""
 
 
 class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -81,7 +81,7 @@ class _Credential:
 
 @dataclass(frozen=True, slots=True)
 class TokenFile:
-    """Parsed contents of the file of tokens."""
+    """Parsed contents of a token file."""
 
     tokens: Mapping[bytes, _Credential] = field(default_factory=dict)
     certificates: Mapping[str, _Credential] = field(default_factory=dict)
@@ -118,12 +118,12 @@ def new_token() -> str:
 
 
 def token_hash(token: str) -> str:
-    """Returns the hash of a token as written in the file."""
+    """Returns the hash of a token as written in the token file."""
     return f"{_PREFIX}{hashlib.sha256(token.encode()).hexdigest()}"
 
 
 def read_token_file(path: Path) -> TokenFile:
-    """Reads the file. Raises `TokensError`."""
+    """Reads a token file. Raises `TokensError`."""
     try:
         with path.open("rb") as file:
             text = file.read(_MAX_FILE_BYTES + 1)
@@ -149,7 +149,7 @@ def read_token_file(path: Path) -> TokenFile:
 
 
 def format_entry(name: str, hashed: str, tenant: str | None, roles: Sequence[str], *, shared_memory: bool) -> str:
-    """Returns the file's entry for a token."""
+    """Returns the entry for a token in the token file."""
     lines = ["[[tokens]]", f"name = {toml_text(name)}", f"hash = {toml_text(hashed)}"]
     if tenant is not None:
         lines.append(f"tenant = {toml_text(tenant)}")

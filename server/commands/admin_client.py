@@ -106,7 +106,7 @@ def show_answer(
     to_json: Callable[[Any], str],
     show: Callable[[Any, Endpoint], None],
 ) -> int:
-    """Calls the server at `options.endpoint`; shows the answer, or prints it as JSON.
+    """Shows the answer of the server at `options.endpoint`, or prints the answer as JSON (--json).
 
     Returns the exit code.
     """

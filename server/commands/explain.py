@@ -42,7 +42,7 @@ _WHY = {
 
 _CLAIMED = {
     "held": "the hold was found",
-    "not_held": "there was no hold: not published in time, or ended; explain the claimed request for details",
+    "not_held": "there was no hold: it was not published in time, or had ended; run kvtier explain for the claimed request",
     "expired": "the hold had expired, or was about to expire",
     "other_namespace": "the hold is in another namespace (model, revision, dtype, layout, parallelism, tenant)",
 }

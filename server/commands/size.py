@@ -147,7 +147,7 @@ def read_shape(path: Path, dtype: str = "auto") -> KvShape:
 
 
 def _layer_kinds(config: dict[str, Any]) -> list[str]:
-    """Returns the kind of each layer with its own cache: not the last `num_kv_shared_layers`."""
+    """Returns the kinds of the layers with a cache. The last `num_kv_shared_layers` have none."""
     layers = _number(config, "num_hidden_layers", "n_layer")
     kinds = ["full_attention"] * layers
     if isinstance(listed := config.get("layer_types") or config.get("layers_block_type"), list):

@@ -1,7 +1,7 @@
 """Table of all settings, derived from the structs of `schema`, and conversion of single values.
 
 The key of a setting is its path in the file: `limits.max_keys` is `max_keys` in the table
-`[limits]`. Its environment variable is `KVTIER_LIMITS_MAX_KEYS`.
+`[limits]`. The environment variable of this setting is `KVTIER_LIMITS_MAX_KEYS`.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _settings_of(struct: type[msgspec.Struct], prefix: str = "") -> dict[str, Se
 
 
 SETTINGS: dict[str, Setting] = _settings_of(Config)
-"""All settings by key, in the order of the documentation. `tiers` is one setting, and `tenants`."""
+"""All settings by key, in the order of the documentation. Each of `LISTS` is one setting."""
 
 LISTS = ("tiers", "tenants")
 """Settings whose value is a list of tables or a table of tables."""

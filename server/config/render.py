@@ -17,7 +17,7 @@ __all__ = ["reference", "to_json", "to_toml"]
 
 
 def to_toml(loaded: Loaded) -> str:
-    """Returns text for `kvtier serve --config`; a comment names the origin of each value."""
+    """Returns a file for `kvtier serve --config`; a comment names the origin of each value."""
     lines = ["# The effective configuration. The comment after each value names its origin."]
     lines += _toml_settings(
         loaded, [setting for key, setting in SETTINGS.items() if "." not in key and key not in LISTS]

@@ -19,7 +19,7 @@ __all__ = ["quota_error_text", "read_tenants", "tenant_tag", "tier_settings"]
 
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
 _USABLE = {"lmdb": 0.8, "disk": 0.9}
-"""Estimated fraction of a tier's size that blocks can use. An open tier reports its capacity."""
+"""Estimated usable fraction of a tier's size, until the open tier reports its capacity."""
 
 
 def read_tenants(
@@ -94,7 +94,9 @@ def _read_amounts(key: str, value: object, tiers: Sequence[str]) -> dict[str, Am
     if isinstance(value, Mapping):
         for tier in value:
             if tier not in tiers:
-                raise TableError(f"{key}: there is no tier {tier}; there are {', '.join(tiers)}{nearest(tier, tiers)}")
+                raise TableError(
+                    f"{key}: there is no tier {tier}; the tiers are {', '.join(tiers)}{nearest(tier, tiers)}"
+                )
         return {tier: _read_amount(f"{key}.{tier}", amount) for tier, amount in value.items()}
     amount = _read_amount(key, value)
     if amount.part is None:
@@ -138,5 +140,5 @@ def _conflicts(tenants: Sequence[TenantConfig], capacities: Mapping[str, int]) -
 
 
 def tenant_tag(tenant: str) -> bytes:
-    """Returns the prefix of the tenant's namespace ids; it marks the tenant's stored blocks."""
+    """Returns the prefix of all namespace ids of a tenant. It shows which tenant owns a block."""
     return hashlib.blake2b(tenant.encode(), digest_size=TENANT_TAG_BYTES, person=b"kvtier.tenant").digest()

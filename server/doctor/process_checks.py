@@ -27,7 +27,9 @@ def descriptors(context: CheckContext) -> Iterator[CheckResult]:
     wanted = _BESIDES + sessions * _PER_SESSION
     more = "raise the hard limit: ulimit -Hn; for systemd LimitNOFILE=, for docker --ulimit nofile="
     if hard < _LEAST_DESCRIPTORS:
-        yield fail(f"{hard} open files are permitted", "a server needs dozens, and a few more per client", more)
+        yield fail(
+            f"{hard} open files are permitted", "a server needs dozens of open files, and a few more per client", more
+        )
     elif hard < wanted:
         yield warn(
             f"{hard} open files are permitted, limits.max_sessions is {sessions}",

@@ -135,7 +135,7 @@ def _not_listening(path: Path, trouble: OSError) -> CheckResult:
         )
     if _is_locked(path.with_name(f"{path.name}.lock")):
         return fail(
-            f"{path}: no server listens, but its lock is held",
+            f"{path}: no server listens, but the lock of the socket is held",
             "a server is starting or ending, or hangs",
             "check the server's log; the server should accept calls or end within a minute",
         )
@@ -195,7 +195,7 @@ def server(context: CheckContext) -> Iterator[CheckResult]:
             )
     if status.quarantined_bytes:
         yield warn(
-            f"{human_size(status.quarantined_bytes)} are in quarantine",
+            f"{human_size(status.quarantined_bytes)} is in quarantine",
             "this memory is not reused, because processes whose stores have ended may still write to it",
             "end or resume processes that map the region without a session: grep -ls memfd:kvtier /proc/[0-9]*/maps",
         )

@@ -64,16 +64,22 @@ def _certificate(path: Path, files: TlsFiles) -> CheckResult:
             f"{path}: {files.out_of_date}", "every client refuses the certificate", f"{_RENEW}; or set the clock"
         )
     if left is not None and left < _SOON_SECONDS:
-        return warn(f"{path} expires in {human_age(left)}", "then every client refuses the certificate", _RENEW)
+        return warn(
+            f"{path} expires in {human_age(left)}", "after this time every client refuses the certificate", _RENEW
+        )
     return ok(f"{path} and its key can be used{_for(left)}")
 
 
 def _authorities(path: Path, files: TlsFiles) -> CheckResult:
     left = _left(files.client_ca_expires)
     if left is not None and left <= 0:
-        return fail(f"{path}: all client CAs have expired", "every client is refused", _RENEW)
+        return fail(f"{path}: all client CAs have expired", "the server refuses every client", _RENEW)
     if left is not None and left < _SOON_SECONDS:
-        return warn(f"{path}: the last client CA expires in {human_age(left)}", "then every client is refused", _RENEW)
+        return warn(
+            f"{path}: the last client CA expires in {human_age(left)}",
+            "after this time the server refuses every client",
+            _RENEW,
+        )
     return ok(f"{path}: the client CAs can be used{_for(left)}")
 
 
@@ -103,7 +109,7 @@ def _tokens(path: Path) -> Iterator[CheckResult]:
             yield warn(
                 seen,
                 "no token or certificate is accepted",
-                f"kvtier token new --role engine --tenant NAME --file {path}: valid within seconds",
+                f"kvtier token new --role engine --tenant NAME --file {path}; a running server reads it within seconds",
             )
         else:
             yield ok(seen)
