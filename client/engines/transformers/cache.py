@@ -69,7 +69,7 @@ class Hit:
     tokens: int = 0
     """Number of leading tokens whose KV was loaded."""
     tiers: Mapping[str, int] = field(default_factory=dict)
-    """Number of these tokens by the tier that had them."""
+    """Number of these tokens per tier that had them."""
 
 
 class KVTierCache:
@@ -98,8 +98,8 @@ class KVTierCache:
         model's configuration are equal. Without `name` and `revision`, the weights are sampled
         instead (see `weights_digest`). `extra`: bytes that identify anything else that changes the
         KV, such as an adapter. `wait`: seconds to wait for the server at start, and for blocks of a
-        lower tier in each lookup. `connect`: function that creates the client; then `endpoint` is
-        not used. An example is a client of `kvtier.client.testing.fake_server.FakeServer`.
+        lower tier in each lookup. `connect`: function that creates the client instead of
+        `endpoint`, for example the method `client` of `kvtier.client.testing.FakeServer`.
 
         Raises `UnsupportedModelError` for a model whose cache is not full attention throughout.
         """
@@ -148,7 +148,7 @@ class KVTierCache:
         tokens = _sequence(input_ids)
         try:
             return self._save(tokens[: cache.get_seq_length()], cache)
-        except Exception as error:  # noqa: BLE001 - a save that failed is a later miss
+        except Exception as error:  # noqa: BLE001 - a failed save is only a later miss
             self._log_failure("blocks were not saved", error)
             return 0
 
@@ -156,7 +156,7 @@ class KVTierCache:
         """Restores the known prefix, calls `model.generate`, then stores prompt and output.
 
         Arguments and result are those of `model.generate`. kvtier is not used for batches, beams,
-        padding, inputs other than tokens, or if the caller passes a cache.
+        padding or inputs other than tokens, and not if the caller passes a cache.
         """
         self.last_hit = Hit()
         if not is_single_sequence(input_ids, options, self._model.generation_config):
@@ -169,7 +169,7 @@ class KVTierCache:
         return output if wants_dict else output.sequences
 
     def flush(self, input_ids: Any, *, wait: float = 10.0) -> int:
-        """Waits until a sequence's full blocks are durable. Returns how many of them are."""
+        """Waits until full blocks of a sequence are durable. Returns the number of these blocks."""
         keys = self.keys(input_ids)
         try:
             return self._client.flush(keys, wait=wait).count(DurableStatus.DURABLE) if keys else 0
@@ -223,7 +223,7 @@ class KVTierCache:
             return len(batch.wanted)
 
     def _log_failure(self, what: str, error: Exception) -> None:
-        """Warns of the first failure after a success; later ones are debug messages."""
+        """Logs the first failure after a success as a warning, further failures as debug texts."""
         _log.log(logging.DEBUG if self._failing else logging.WARNING, "kvtier: %s: %s", what, error)
         self._failing = True
 

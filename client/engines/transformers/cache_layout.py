@@ -31,7 +31,7 @@ class CacheLayout:
     """Positions of each layer's keys and values in a block. Created by `probe`."""
 
     def __init__(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], block_tokens: int) -> None:
-        """`layers`: keys and values `[1, heads, any, dim]`. Their values are not used."""
+        """`layers`: keys and values `[1, heads, any, dim]`; only shape, dtype and device matter."""
         first = layers[0][0]
         self.block_tokens = block_tokens
         self.dtype, self.device = first.dtype, first.device

@@ -111,7 +111,7 @@ def _is_state(spec: Any) -> bool:
     if type(spec) is not MambaSpec:
         return False
     if spec.mamba_cache_mode == "none":
-        raise Unsupported("state-space layers have states to reuse only with --mamba-cache-mode align (or all)")
+        raise Unsupported("states of state-space layers can be reused only with --mamba-cache-mode align (or all)")
     return True
 
 

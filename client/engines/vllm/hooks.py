@@ -68,7 +68,7 @@ def never_raises(
 class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     """KVTierConnector in the scheduler's process. If it is disabled, `_scheduler` is None.
 
-    `_unsent_loads`: ids of requests whose load the engine waits for and no worker has got yet.
+    `_unsent_loads`: ids of requests whose load the engine waits for, but no worker has received.
     """
 
     log: RateLimitedLog
@@ -122,8 +122,8 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         """Called once per step, after the other scheduler hooks, also in empty steps.
 
         Workers get exactly the loads for which the engine waits. A load that the scheduler lost is
-        sent as an empty job, so that it fails. A load left over from a failed step is not sent,
-        because it would be reported twice.
+        sent as an empty job, which workers report as failed. A load left over from a failed step is
+        not sent, because workers would report it twice.
         """
         step = self._build_step(scheduler_output)
         step.parts = self._all_parts

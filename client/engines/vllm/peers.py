@@ -35,7 +35,7 @@ def wait_for_server(client: Client) -> None:
     try:
         client.wait_until_connected(_START_SECONDS)
     except KVTierError as error:
-        logger.warning("kvtier: no server yet, the engine starts without: %s", error)
+        logger.warning("kvtier: no server is connected yet; the engine starts anyway: %s", error)
 
 
 class Peers:
@@ -66,7 +66,7 @@ class Peers:
         return self._allowed.get(address)
 
     def client(self, endpoint: str) -> Client:
-        """Returns the client of a server. Raises Unavailable if no other server is allowed."""
+        """Returns the client of a server. Raises Unavailable if only OWN is allowed."""
         with self._lock:
             client = self._clients.get(endpoint)
             if client is None:

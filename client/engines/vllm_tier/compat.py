@@ -1,8 +1,8 @@
 """Everything that the tier imports from vLLM, and the differences between versions.
 
 - 0.33 calls a tier under a lock, possibly on another thread, but never makes two calls at once.
-- After a reset, 0.33 delays promotions until its workers have flushed. Until then hits are misses
-  (B3.19).
+- After a reset, 0.33 delays promotions until the workers have flushed. Before that, hits count as
+  misses (B3.19).
 - Some versions use the names `BLOCK_LEVEL` and `block_ids` instead of `CHUNK_LEVEL` and `chunk_ids`
   (B3.1).
 """
@@ -53,7 +53,7 @@ def rows_of(job: Any) -> list[int]:
 
 
 def end_token(req_context: Any, key: Any) -> int:
-    """Returns the token at which the key's chunk ends in its request; 0 if vLLM does not say."""
+    """Returns the token at which the key's chunk ends in its request; 0 if unknown."""
     position = getattr(req_context, "get_offload_key_position", None)
     return (position(key) or 0) if position is not None else 0
 

@@ -177,7 +177,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
 
     @never_raises()
     def on_request_finished(self, req_context: Any) -> None:
-        """Called once at a request's end. No job is submitted afterwards; some may still run."""
+        """Called once at a request's end. No new job follows, but some jobs may still run."""
         request = self._requests.pop(req_context.req_id, None)
         if self._lookups is not None and request is not None:
             self._lookups.end(request)

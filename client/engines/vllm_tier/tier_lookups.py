@@ -169,7 +169,7 @@ class TierLookups(RequestCalls):
             self.mark_scheduled(request)
 
     def mark_scheduled(self, request: TierRequest) -> None:
-        """Records that the request runs. Releases its hits when no load reads them."""
+        """Records that the request runs. When no load is in flight, releases the hits."""
         request.scheduled = True
         request.waiting.clear()
         if request.loading == 0:
@@ -179,7 +179,7 @@ class TierLookups(RequestCalls):
             self.release_leases(leases)
 
     def end(self, request: TierRequest) -> None:
-        """Ends the request. After its last call the server is told, and releases its leases."""
+        """Ends the request. After the last call about it, the server releases its leases."""
         request.ended = True
         self.finish_request(request.registration)
 

@@ -202,7 +202,7 @@ class Transfers:
     def _copying(self, job: Job, sizes: Sequence[int]) -> Iterator[None]:
         """Context in which the rows belong to the job. Raises _Abandoned if the job has ended."""
         if any(size != self._primary.row_bytes for size in sizes):
-            raise ValueError(f"the size of a slot differs from a row, which has {self._primary.row_bytes} bytes")
+            raise ValueError(f"a slot does not have the size of a row ({self._primary.row_bytes} bytes)")
         with self._changed:
             if job.ended:
                 raise _Abandoned

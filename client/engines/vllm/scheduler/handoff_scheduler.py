@@ -66,7 +66,7 @@ class HandoffScheduler:
         return self._core.arrived(request)
 
     def match(self, request_id: str, computed_tokens: int) -> int | None:
-        """Returns how many tokens after `computed_tokens` can be pulled; None before the answer."""
+        """Returns how many tokens after `computed_tokens` can be pulled (None: not known yet)."""
         self._process_answers()
         hit = self._core.match(request_id, computed_tokens, time.monotonic(), time.time())
         if hit:

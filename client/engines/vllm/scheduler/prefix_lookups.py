@@ -105,7 +105,7 @@ class LookupService(RequestCalls):
         assert isinstance(request, VllmRequest)
         registration = request.registration
         if not self.reachable():
-            # vLLM asks again in every step while a request waits for free blocks.
+            # Counted once: vLLM asks again in every step while a request waits for free blocks.
             if not registration.counted_unavailable:
                 self._counters.count("lookups:unavailable")
             registration.counted_unavailable = True
@@ -144,7 +144,7 @@ class LookupService(RequestCalls):
     # ---- details
 
     def _drop(self, lookup: PendingLookup) -> bool:
-        """Releases the lookup's leases, now or when it ends. Returns whether it has ended."""
+        """Releases the leases of a lookup at its end. Returns whether the lookup has ended yet."""
         with self._lock:
             was_done = lookup.state is LookupState.DONE
             lookup.state = LookupState.DROPPED
@@ -171,7 +171,7 @@ class LookupService(RequestCalls):
             self._done(lookup, hit)
 
     def _done(self, lookup: PendingLookup, hit: int | None) -> None:
-        """Ends the lookup with a hit up to token `hit`, which is None if the lookup failed."""
+        """Ends the lookup. `hit`: end of the hit in tokens, or None if the lookup failed."""
         with self._lock:
             dropped = lookup.state is LookupState.DROPPED
             lookup.found.hit_tokens, lookup.done_at = hit or lookup.start, time.monotonic()

@@ -27,12 +27,12 @@ _MAX_PRIORITY = (1 << 31) - 1
 class RequestRegistration:
     """Registration of a request at the server: from its first lookup to its last store (B3.12).
 
-    `request_id`: name of the request at the server (`server_name`). `priority`: higher is more
-    urgent; the server's rules may use it. `settings`: the user's settings for the request.
+    `request_id`: name of the request at the server (`server_name`). `priority`: input for the
+    server's rules; a higher number is more urgent. `settings`: the user's settings for the request.
 
     `policy`: the offload policy for which the server's tiers voted; None before the vote. `voting`:
-    a registration without lookup is in flight, and the request's blocks are not offered until its
-    end. `counted_unavailable`: the metrics have counted one lookup as `unavailable`.
+    a registration without lookup is in flight. Until its end no block of the request is offered.
+    `counted_unavailable`: the metrics have counted a lookup of this request as `unavailable`.
     """
 
     request_id: str
@@ -163,7 +163,7 @@ class VllmBlockPool:
         self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
 
     def put_back(self, block_ids: Sequence[int], behind: Collection[int]) -> None:
-        """Keeps blocks without content first in the queue, because vLLM puts them there."""
+        """Keeps blocks without content at the front of the free queue, where vLLM has put them."""
         queue, blocks = self._pool.free_block_queue, [self._pool.blocks[block_id] for block_id in block_ids]
         self._pool.free_blocks(blocks)
         stay = itertools.takewhile(
@@ -200,7 +200,7 @@ class VllmBlockPool:
 
 
 def server_name(request_id: str) -> str:
-    """Returns the request's name at the server: its id. The end of a long id becomes a hash."""
+    """Returns the request's name at the server: its id; the end of a long id becomes a hash."""
     if len(request_id) <= _MAX_ID_CHARACTERS:
         return request_id
     digest = hashlib.sha256(request_id.encode(errors="surrogatepass")).hexdigest()

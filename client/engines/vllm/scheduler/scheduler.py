@@ -49,8 +49,8 @@ class KVEvents:
 
     The engine does not know which blocks the server evicts or loses in a restart, so the connector
     publishes no `BlockRemoved`. A reader must treat a stored block as likely, not certain. A reset
-    publishes `AllBlocksCleared`, which names no medium: vLLM clears its own cache in the same call.
-    Blocks that lower tiers keep after a reset are not announced.
+    publishes `AllBlocksCleared`. This event covers all media, because vLLM clears its own cache in
+    the same call. Blocks that lower tiers keep after a reset are not announced.
     """
 
     def __init__(self, groups: Iterable[CacheGroup], *, enabled: bool) -> None:
@@ -254,10 +254,8 @@ class SchedulerSide:
     def reset(self) -> bool:
         """Drops all lookups and empties the CPU tier.
 
-        Returns True if no transfer is in flight (B4.13).
-
-        Does not wait for the server. Until the CPU tier is empty, requests miss and nothing is
-        saved.
+        Does not wait for the server. Returns True if no transfer is in flight (B4.13). Until the
+        CPU tier is empty, requests miss and nothing is saved.
         """
         self._resetting = True
         self._events.cleared()

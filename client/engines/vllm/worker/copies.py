@@ -56,7 +56,7 @@ class BlockCopier(Protocol):
     device: torch.device
 
     def mark(self) -> Any:
-        """Marks the compute submitted so far. A copy with this mark as `after` waits for it.
+        """Marks the compute submitted so far. A copy whose `after` is this mark waits for it.
 
         Called on the engine's thread.
         """

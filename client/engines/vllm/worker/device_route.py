@@ -1,7 +1,7 @@
 """Copies by the server: a copy worker of the server copies between a GPU's KV tensors and slots.
 
-This needs CUDA IPC, a server with device support, and a running copy worker. If one of these is
-missing, the engine's worker copies the blocks itself. No GPU has run this code yet, see
+This route needs CUDA IPC, a server with device support, and a running copy worker. If one of these
+is missing, the engine's worker copies the blocks itself. No GPU has run this code yet, see
 docs/decisions/0013-cuda-ipc.md.
 """
 

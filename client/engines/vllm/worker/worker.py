@@ -183,7 +183,7 @@ class WorkerSide:
 
     def _mark(self, jobs: int) -> StepMark:
         assert self._copier is not None
-        # Not without jobs, because the last job releases the server's event.
+        # Marks only for jobs, because the last job releases the server's event.
         by_server = self._route.mark() if self._route is not None and jobs else None
         return StepMark(self._copier.mark(), by_server, jobs)
 
