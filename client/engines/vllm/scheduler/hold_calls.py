@@ -130,7 +130,7 @@ class HoldCalls:
         if endpoint is None:
             self._log.warn(
                 "peers",
-                f"nothing is pulled from {remote.host}:{remote.port}: this address is neither the engine's own server nor in `peers`",
+                f"nothing is pulled from {remote.host}:{remote.port}: this is neither the engine's own server nor in `peers`",
             )
         return endpoint
 
