@@ -134,7 +134,7 @@ class PartReceiver:
         self._arrived.append((head.offset, head.offset + head.nbytes))
 
     def end_stream(self) -> None:
-        """Updates `missing` after the end of a stream. The next stream must request these parts."""
+        """Updates `missing` after the end of a stream. The next stream requests these."""
         gaps, end = [], 0
         for start, stop in [*sorted(self._arrived), (self._parts.total_bytes, self._parts.total_bytes)]:
             if start > end:

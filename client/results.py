@@ -58,8 +58,8 @@ class StoreStatus(enum.IntEnum):
 class DurableStatus(enum.IntEnum):
     """Whether a block survives a restart of the server.
 
-    PENDING: the block is still being stored in a durable tier. VOLATILE: no durable tier has or
-    stores the block.
+    PENDING: the block is still being stored in a durable tier. VOLATILE: no durable tier has the
+    block or is storing it.
     """
 
     DURABLE = common_pb2.DURABLE_STATUS_DURABLE
@@ -75,9 +75,9 @@ class HandoffDirection(enum.IntEnum):
 
 
 class PublishStatus(enum.IntEnum):
-    """Status of a publication. Except for PUBLISHED, the server holds no block.
+    """Status of a publication. Only PUBLISHED means that the server holds the blocks.
 
-    NO_ROOM: holds may not pin more memory. TOO_MANY: the tenant may have no more holds.
+    NO_ROOM: holds already pin as much memory as allowed. TOO_MANY: the tenant has too many holds.
     """
 
     PUBLISHED = handoff_pb2.PUBLISH_STATUS_PUBLISHED
@@ -189,7 +189,7 @@ class LookupResult:
         prefix_hits: number of leading hits: those before the first key that is not a hit.
         request_id: request that owns the lease.
         keys: the keys that were looked up.
-        session: session that holds the lease.
+        session: session that owns the lease.
         source_indices: for each key, the index in `session.tiers` of the tier that had the block.
         slots: region offsets of this session's parts of the leading hits, if requested.
         policy: offload policy of the request; None unless the lookup was part of `begin_request`.

@@ -97,7 +97,7 @@ class _Buffer:
             weakref.finalize(self, self._pinning.close).atexit = False
 
     def pin(self) -> bool:
-        """Pins the chunks that may be pinned now; returns False if the driver refuses."""
+        """Pins the chunks that it may pin now; returns False if the driver refuses."""
         try:
             while self._pinning is not None and self._unpinned:
                 start = self._unpinned[-1]

@@ -322,7 +322,7 @@ class Client:
         self._run(self._operations.read_to_device(lease, items, blocks, after=after))
 
     def flush(self, keys: Sequence[bytes], *, wait: float = 10.0) -> bytes:
-        """Waits at most `wait` seconds for durable blocks. Returns a `DurableStatus` per key."""
+        """Waits until blocks are durable, up to `wait` s. Returns a `DurableStatus` per key."""
         return self._run(self._operations.flush(keys, wait=wait))
 
     def touch(self, *lease_ids: int, lease: float | None = None) -> list[int]:
@@ -372,7 +372,7 @@ class Client:
         wait: float = 0.0,
         lease: float | None = None,
     ) -> Lease:
-        """Leases the blocks of a hold, which continues. `hold` of the result describes the hold.
+        """Leases the blocks of a hold; the hold does not end. For its data see `LookupResult.hold`.
 
         Args:
             hold: name of the hold.

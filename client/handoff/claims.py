@@ -55,7 +55,7 @@ class Claim:
     """A claim of a hold's blocks after ``computed_tokens``.
 
     ``answer`` is None if nothing was granted. ``usable``: the blocks of the answer that have this
-    request's tokens. ``reach``: number of leading tokens that the request has after their pull.
+    request's tokens. ``reach``: number of leading tokens that a pull of these provides.
     """
 
     number: ClaimId

@@ -256,7 +256,9 @@ class HandoffCore:
         wanted = apply_threshold(offered, params, options)
         if offered and not wanted:
             threshold = options.kv_recompute_threshold
-            self._server.debug(f"{request.request_id}: {offered} tokens < threshold {threshold}; computed, not pulled")
+            self._server.debug(
+                f"{request.request_id}: {offered} tokens are below the threshold {threshold}; the engine computes them"
+            )
         return bool(wanted)
 
     def _offer(self, state: HandoffState, claim: Claim, computed_tokens: int) -> int:

@@ -146,7 +146,7 @@ class HandoffServer(Protocol):
         ...
 
     def drop_claim(self, claim: ClaimId) -> None:
-        """Cancels a claim, or releases its lease if it was granted. The core expects no result."""
+        """Cancels a claim. If the claim was granted, releases the lease. Reports no result."""
 
     def renew(self, remotes: Sequence[RemoteRequest]) -> None:
         """Sends heartbeats for holds that will be claimed or read."""
@@ -176,7 +176,7 @@ class HandoffOptions:
     ``claim_timeout_s``: maximum time that a request waits for its claim; after this time the engine
         computes the request.
     ``claim_lifetime_s``: if a granted claim is not pulled within this time, the core claims again.
-        Choose it shorter than the lease.
+        Choose a shorter time than the lease.
     """
 
     kv_recompute_threshold: int = 64

@@ -74,7 +74,7 @@ class PrefixHit:
 class RequestPhase(Enum):
     """Phase of a request.
 
-    WAITING: the engine has not computed the request yet, or not since a preemption or load.
+    WAITING: the engine has not computed the request yet, or not again after a preemption or load.
     LOADING: workers write into the request's blocks.
     RUNNING: the engine computes the request.
     ENDING: the request has ended, but workers still write into the request's blocks.
@@ -342,8 +342,8 @@ def lacks_blocks(geometry: CacheGeometry, pool: BlockPool, tables: BlockTables, 
     """Whether a sliding window lacks blocks before ``start`` that a hit up to ``end`` needs.
 
     An engine with state groups may count tokens as computed although it evicted their blocks of a
-    sliding window. It allocates these blocks again, without content. A lookup that began at
-    ``start`` did not ask for them.
+    sliding window. The engine allocates these blocks again, without content. A lookup that began at
+    ``start`` did not ask for these blocks.
     """
     if not any(group.is_state for group in geometry.groups):
         return False

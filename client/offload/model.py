@@ -82,7 +82,7 @@ class CacheGroup:
 
     @property
     def name(self) -> str:
-        """Readable name, with the window size. It is part of the namespace."""
+        """Readable name, with the window size. The name is part of the namespace."""
         kind = f"window_{self.retained_tokens}" if self.kind is CacheGroupKind.WINDOW else self.kind.value
         return f"{kind}.{self.index}"
 
@@ -213,7 +213,7 @@ class BlockPool(Protocol):
         """Key of the block in the engine's prefix cache at the end of this step, if any."""
 
     def free_block(self, block_id: int) -> FreeBlock | None:
-        """The block, or None if it has a reference."""
+        """The block; None if the block has a reference."""
 
     def free_blocks(self) -> Iterator[FreeBlock]:
         """The free blocks in eviction order."""
@@ -232,7 +232,7 @@ class OffloadServer(Protocol):
         ...
 
     def drop_lookup(self, lookup: LookupId) -> None:
-        """Cancels a lookup, or unpins its blocks if it has ended. The core expects no result."""
+        """Cancels a lookup. If the lookup has ended, unpins its blocks. Reports no result."""
 
     def give_up_lookup(self, lookup: LookupId) -> None:
         """Same as ``drop_lookup``, for a lookup that timed out."""
@@ -280,7 +280,7 @@ class LoadJob:
 
 @dataclass
 class SaveJob:
-    """Blocks to store together. The core holds them until every worker has reported ``job_id``.
+    """Blocks to store together. The core holds the blocks until all workers report ``job_id``.
 
     ``request_id``: the request's ``server_name``; empty for blocks that belong to no request
     (lazy mode).

@@ -1,4 +1,4 @@
-"""Saves of the offload core: chooses blocks to store and holds them until then (B4, B5).
+"""Saves of the offload core: chooses blocks to store, and holds them during the save (B4, B5).
 
 "Offer" means: add a block to a save job. A block is offered in the step that fills the block: in
 prefill, recomputation or decode. Workers copy the block after that step's compute. Until every

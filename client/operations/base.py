@@ -93,7 +93,7 @@ class Base:
             raise
 
     def _ignore_errors(self, operation: Operation[None]) -> Operation[None]:
-        """Runs an operation that cleans up after a failure, and ignores a `KVTierError` of it."""
+        """Runs an operation that cleans up after a failure. Ignores `KVTierError`."""
         try:
             yield from operation
         except KVTierError:
@@ -110,7 +110,7 @@ class Base:
     def _addresses_and_sizes(
         self, keys: Sequence[bytes], buffers: Sequence[HostBuffer], *, writable: bool
     ) -> tuple[list[int], list[int]]:
-        """Returns addresses and sizes; raises `InvalidRequest` if they do not fit the keys."""
+        """Returns addresses and sizes; raises `InvalidRequest` if the sizes do not fit the keys."""
         if len(keys) != len(buffers):
             raise InvalidRequest(f"{len(keys)} keys, but {len(buffers)} buffers")
         try:
@@ -136,7 +136,7 @@ def message(make: type[M], **fields: Any) -> M:
 
 
 def key_fields(session: ClientSession, keys: Sequence[bytes]) -> dict[str, Any]:
-    """Returns the key fields of a request: packed if the server accepts that and lengths match."""
+    """Returns the request fields for keys: packed if the server allows it and lengths match."""
     try:
         lengths = set(map(len, keys)) if session.packs_keys else set()
         if len(lengths) == 1 and (length := lengths.pop()):

@@ -272,7 +272,7 @@ class _Heartbeats:
         self._stream.cancel()
 
     def _next(self, seconds: float) -> session_pb2.OpenResponse | grpc.RpcError | None:
-        """Returns the next response or the error of the stream; None after `seconds` or its end."""
+        """Returns the next response or the stream's error; None after a time-out or the end."""
         with contextlib.suppress(Empty):
             return self._responses.get(timeout=seconds)
         return None

@@ -36,7 +36,7 @@ class Attachment:
 
     @classmethod
     def connect(cls, path: str, session: common_pb2.SessionRef, pin: Pin | None = None) -> Attachment:
-        """Receives the region's descriptor over the Unix socket at `path` and maps it.
+        """Receives the region's descriptor over the Unix socket at `path` and maps the region.
 
         Raises:
             AttachError: the socket does not exist, or the server or the kernel refused the request.
@@ -106,7 +106,7 @@ class ClientSession:
         self._cancels: set[Callable[[], object]] = set()
 
     def use_calls(self, calls: SocketCalls) -> None:
-        """Uses `calls` for unary calls from now on and closes the previous ones."""
+        """Uses `calls` for unary calls from now on and closes the previous sockets."""
         with self._lock:
             unused = calls if self.ended else self.calls
             if not self.ended:

@@ -27,7 +27,7 @@ __all__ = ["MAX_IDLE", "AnswerReader", "SocketCalls", "SocketPool", "enable_keep
 _CONNECT_SECONDS = 2.0
 _CHUNK_BYTES = 64 << 10
 _LATE_SECONDS = 0.01
-"""After a send that took less time the time-out stays the same; a call may be late by this time."""
+"""If sending took less time, the time-out is not reduced, so a call can be late by this time."""
 MAX_IDLE = 8
 """Maximum number of idle connections; each uses a file descriptor of the server."""
 
