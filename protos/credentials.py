@@ -11,6 +11,7 @@ import ssl
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final, Self
 
 import grpc
@@ -203,28 +204,12 @@ def _with(details: Any, value: str) -> Any:
     of_aio: Any = grpc.aio.ClientCallDetails
     if isinstance(details, of_aio):
         return details._replace(metadata=grpc.aio.Metadata(*metadata))
-    return _Details(
-        details.method,
-        details.timeout,
-        metadata,
-        details.credentials,
-        details.wait_for_ready,
-        getattr(details, "compression", None),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Details(grpc.ClientCallDetails):  # type: ignore[misc]  # grpc has no types
-    method: str
-    timeout: float | None
-    metadata: Any
-    credentials: Any
-    wait_for_ready: bool | None
-    compression: Any
+    unchanged = ("method", "timeout", "credentials", "wait_for_ready", "compression")
+    return SimpleNamespace(metadata=metadata, **{name: getattr(details, name, None) for name in unchanged})
 
 
 class _Bearer(
-    grpc.UnaryUnaryClientInterceptor,  # type: ignore[misc]  # as above
+    grpc.UnaryUnaryClientInterceptor,  # type: ignore[misc]  # grpc has no types
     grpc.UnaryStreamClientInterceptor,  # type: ignore[misc]
     grpc.StreamUnaryClientInterceptor,  # type: ignore[misc]
     grpc.StreamStreamClientInterceptor,  # type: ignore[misc]
