@@ -59,7 +59,7 @@ def test_below_the_threshold_is_computed() -> None:
     assert rig.match(32) == 0
     assert rig.server.claims == []
     (text,) = rig.server.debugged
-    assert "48 tokens < threshold 64" in text
+    assert "48 tokens are below the threshold 64" in text
 
 
 def test_at_the_threshold_is_pulled() -> None:
