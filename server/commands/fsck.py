@@ -59,7 +59,8 @@ def _offline(config: Config, options: argparse.Namespace) -> int:
             with progress_bar(tier.name) as progress:
                 reports.append(offline_fsck.check_offline(tier, repair=options.repair, progress=progress))
         if not options.json:
-            _print_all(offline_fsck.lines(reports[-1]))
+            _print_all(offline_fsck.finding_lines(tier.name, reports[-1].findings))
+            _print_all(offline_fsck.summary_lines(reports[-1]))
     if options.json:
         print_line(offline_fsck.to_json(reports))
     elif not tiers:

@@ -25,7 +25,6 @@ __all__ = [
     "exit_code",
     "finding_lines",
     "foreign_contents",
-    "lines",
     "summary_lines",
     "to_json",
 ]
@@ -151,12 +150,6 @@ def exit_code(reports: Sequence[TierReport]) -> int:
     if any(report.error for report in reports):
         return EXIT_UNCHECKED
     return EXIT_REPAIRED if any(report.findings or report.damage for report in reports) else EXIT_CLEAN
-
-
-def lines(report: TierReport) -> Iterator[str]:
-    """Yields the report as text: each damaged block, then the totals."""
-    yield from finding_lines(report.name, report.findings)
-    yield from summary_lines(report)
 
 
 def finding_lines(name: str, findings: Iterable[Finding]) -> Iterator[str]:
