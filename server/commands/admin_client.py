@@ -26,7 +26,6 @@ __all__ = [
     "UnreachableError",
     "ask",
     "ask_status",
-    "channel_to",
     "error_of",
     "follow",
     "json_values",
@@ -61,7 +60,7 @@ class UnreachableError(AdminClientError):
     """No server answered in time; the message is one line."""
 
 
-def channel_to(endpoint: Endpoint, options: Sequence[tuple[str, Any]] = _OPTIONS) -> grpc.Channel:
+def _channel_to(endpoint: Endpoint, options: Sequence[tuple[str, Any]] = _OPTIONS) -> grpc.Channel:
     """Returns a channel with the credentials of the environment. Raises `AdminClientError`."""
     try:
         return Credentials.from_environment().channel(endpoint, options)
@@ -69,11 +68,11 @@ def channel_to(endpoint: Endpoint, options: Sequence[tuple[str, Any]] = _OPTIONS
         raise AdminClientError(f"{error}") from None
 
 
-def ask(endpoint: Endpoint, method: str, request: Any, timeout: float) -> Any:
-    """Calls a method of a server's `AdminService`. Raises `AdminClientError`."""
-    with channel_to(endpoint) as channel:
+def ask(endpoint: Endpoint, method: str, request: Any, timeout: float, stub: type[Any] = AdminServiceStub) -> Any:
+    """Calls a method of a service of the server. Raises `AdminClientError`."""
+    with _channel_to(endpoint) as channel:
         try:
-            return getattr(AdminServiceStub(channel), method)(request, timeout=timeout)
+            return getattr(stub(channel), method)(request, timeout=timeout)
         except grpc.RpcError as error:
             raise error_of(error, endpoint, timeout) from None
 
@@ -90,7 +89,7 @@ def follow(endpoint: Endpoint, method: str, request: Any, timeout: float) -> Gen
     iterator, the streaming call is cancelled. Raises `AdminClientError`.
     """
     ask_status(endpoint, timeout)
-    with channel_to(endpoint, _STREAM_OPTIONS) as channel:
+    with _channel_to(endpoint, _STREAM_OPTIONS) as channel:
         call = getattr(AdminServiceStub(channel), method)(request)
         try:
             yield from call

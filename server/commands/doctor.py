@@ -7,17 +7,16 @@ import dataclasses
 import json
 import os
 
-import grpc
 from rich.console import Console
 from rich.text import Text
 
 from ...protos.endpoint import ENDPOINT_VARIABLE, Endpoint, EndpointError, client_endpoint
-from ...protos.v1.session_pb2 import CapabilitiesRequest, CapabilitiesResponse
+from ...protos.v1.session_pb2 import CapabilitiesRequest
 from ...protos.v1.session_pb2_grpc import SessionServiceStub
 from ..config.schema import Config, ConfigError
 from ..doctor import disk_checks, engine_checks, memory_checks, process_checks, server_checks, trust_checks
 from ..doctor.finding import Check, CheckContext, CheckResult, Verdict, fail
-from .admin_client import AdminClientError, ask_status, channel_to, error_of, plain_console
+from .admin_client import AdminClientError, ask, ask_status, plain_console
 from .config import load
 from .console import EXIT_FAILURE, EXIT_USAGE, print_line, refuse
 
@@ -92,7 +91,7 @@ def _make_context(options: argparse.Namespace) -> CheckContext:
     endpoint = _endpoint(options, config)
     status, failure, reason, capabilities = None, "", "", None
     try:
-        capabilities = _capabilities(endpoint, options.timeout)
+        capabilities = ask(endpoint, "Capabilities", CapabilitiesRequest(), options.timeout, SessionServiceStub)
         status = ask_status(endpoint, options.timeout)
     except AdminClientError as error:
         failure, reason = f"{error}", error.reason
@@ -117,21 +116,6 @@ def _endpoint(options: argparse.Namespace, config: Config | None) -> Endpoint:
     if config is None or options.endpoint or os.environ.get(ENDPOINT_VARIABLE):
         return client_endpoint(options.endpoint)
     return next((endpoint for endpoint in config.endpoints if endpoint.is_unix), config.endpoints[0])
-
-
-def _capabilities(endpoint: Endpoint, timeout: float) -> CapabilitiesResponse:
-    """Asks the server for its protocol versions, which every version answers.
-
-    Raises `AdminClientError`.
-    """
-    with channel_to(endpoint) as channel:
-        try:
-            answer: CapabilitiesResponse = SessionServiceStub(channel).Capabilities(
-                CapabilitiesRequest(), timeout=timeout
-            )
-        except grpc.RpcError as error:
-            raise error_of(error, endpoint, timeout) from None
-    return answer
 
 
 def _show(console: Console, name: str, finding: CheckResult) -> None:

@@ -102,7 +102,9 @@ def _show(answer: ExplainRequestResponse, request_id: str) -> None:
     if answer.total_lookups > len(answer.lookups):
         console.print(f"  the last {len(answer.lookups)} of {answer.total_lookups} lookups:")
     for lookup in answer.lookups:
-        console.print(f"  {_kind(lookup)} {human_age(seconds_of(lookup.age))} ago:", markup=False)
+        claimed = f"claim of request {lookup.hold.request_id} of engine {lookup.hold.engine_id}"
+        kind = claimed if lookup.claim_outcome else "lookup"
+        console.print(f"  {kind} {human_age(seconds_of(lookup.age))} ago:", markup=False)
         for line in _lines(lookup):
             console.print(f"    {line}", markup=False)
 
@@ -120,12 +122,6 @@ def _publication(hold: HoldExplained) -> str:
         name = enum_name(HoldEnd, "HOLD_END_", hold.end)
         end = f"{_ENDED.get(name, name)} {human_age(seconds_of(hold.end_age))} ago"
     return f"published {when} ({what}{pending}): {claims}, {end}"
-
-
-def _kind(lookup: LookupExplained) -> str:
-    if not lookup.claim_outcome:
-        return "lookup"
-    return f"claim of request {lookup.hold.request_id} of engine {lookup.hold.engine_id}"
 
 
 def _lines(lookup: LookupExplained) -> Iterator[str]:
@@ -169,20 +165,17 @@ def _lookup_values(lookup: LookupExplained) -> dict[str, Any]:
         elif kind == "miss_reason":
             met = {"miss_reason": enum_name(MissReason, "MISS_REASON_", span.miss_reason)}
         spans.append({"keys": span.keys} | met)
-    values = {
-        "age_seconds": seconds_of(lookup.age),
-        "spans": spans,
-        "first_missed_key": lookup.first_missed_key.hex() or None,
-    }
-    return values | {"claim": _claim_values(lookup) if lookup.claim_outcome else None}
-
-
-def _claim_values(lookup: LookupExplained) -> dict[str, Any]:
-    return {
+    claim = {
         "engine_id": lookup.hold.engine_id,
         "request_id": lookup.hold.request_id,
         "outcome": enum_name(ClaimOutcome, "CLAIM_OUTCOME_", lookup.claim_outcome),
         "unwanted_blocks": lookup.unwanted_blocks,
+    }
+    return {
+        "age_seconds": seconds_of(lookup.age),
+        "spans": spans,
+        "first_missed_key": lookup.first_missed_key.hex() or None,
+        "claim": claim if lookup.claim_outcome else None,
     }
 
 

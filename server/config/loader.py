@@ -164,8 +164,7 @@ def _read_environment(environ: Mapping[str, str], builder: _Builder) -> None:
             known = [variable.removeprefix(_PREFIX) for variable in (*_VARIABLES, *_OTHER_VARIABLES)]
             close = difflib.get_close_matches(name.removeprefix(_PREFIX), known, n=1, cutoff=0.7)
             if close:
-                message = f"{name}: no such environment variable; did you mean {_PREFIX}{close[0]}?"
-                builder.problems.append(message)
+                builder.problems.append(f"{name}: no such environment variable; did you mean {_PREFIX}{close[0]}?")
             else:
                 builder.warnings.append(f"{name}: no such setting of the server; ignored")
 

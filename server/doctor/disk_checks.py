@@ -120,11 +120,8 @@ def _write(descriptor: int) -> float:
         chunk.write(os.urandom(1 << 16) * (_CHUNK >> 16))
         began, written = time.perf_counter(), 0
         while written < _MAX_BYTES and time.perf_counter() - began < _MAX_SECONDS:
-            view = memoryview(chunk)
-            try:
+            with memoryview(chunk) as view:
                 written += os.write(descriptor, view)
-            finally:
-                view.release()
             os.fdatasync(descriptor)
         return written / (time.perf_counter() - began)
 
