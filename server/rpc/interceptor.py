@@ -38,7 +38,7 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         refused: Callable[[str, str], None] = lambda *_: None,
         tracing: Tracing | None = None,
         *,
-        authorize: Callable[[str, Any], None] = lambda *_: None,
+        authorize: Callable[[str, Any], None] | None = None,
         audit_log: AuditLog | None = None,
     ) -> None:
         """`authorize(method, context)` runs before each call and can raise `Refused`."""
@@ -76,7 +76,8 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
             with _Outcome(self, method, context) as outcome:
                 try:
-                    self._authorize(method, context)
+                    if self._authorize is not None:
+                        self._authorize(method, context)
                     answer = behavior(request, context)
                     return await answer if inspect.isawaitable(answer) else answer
                 except Exception as error:  # noqa: BLE001 - an error of one call must not end the server
@@ -92,7 +93,8 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         async def call(request: Any, context: grpc.aio.ServicerContext) -> None:
             with _Outcome(self, method, context) as outcome:
                 try:
-                    self._authorize(method, context)
+                    if self._authorize is not None:
+                        self._authorize(method, context)
                     answers = behavior(request, context)
                     # The health service writes its answers itself, so there is nothing to iterate.
                     if not hasattr(answers, "__anext__"):
