@@ -77,7 +77,9 @@ class CompletionHandler:
 
     def settle(self, blocks: Sequence[Block]) -> None:
         """Notifies leases, holds and requests if one of these blocks is no longer pending."""
-        for block in self._awaited(blocks):
+        waiters = (self._lookups.leases, self._handoffs, self._requests)
+        awaited = chain.from_iterable(waiter.awaited(blocks) for waiter in waiters)  # usually none
+        for block in dict.fromkeys(awaited):
             if block.pending:
                 continue
             for lease in self._lookups.settle(block):
@@ -89,11 +91,6 @@ class CompletionHandler:
                 else:
                     request.incomplete += 1
                 self._requests.end_if_settled(request)
-
-    def _awaited(self, blocks: Sequence[Block]) -> list[Block]:
-        """Returns the blocks that a lease, hold or request waits for; usually none."""
-        waiters = (self._lookups.leases, self._handoffs, self._requests)
-        return list(dict.fromkeys(chain.from_iterable(waiter.awaited(blocks) for waiter in waiters)))
 
     def job_finished(self, job_id: JobId, outcomes: Sequence[Outcome]) -> None:
         """Handles the result of a tier's job, one outcome per block. An unknown job is ignored."""

@@ -322,7 +322,7 @@ class CpuTier:
         The size classes under pressure share the spare part of the memory equally.
         """
         part = self._spare_part / max(1, len(self._under_pressure))
-        most = int(part * self.memory.total_bytes / slot_bytes)
+        most = int(part * self.memory.available_bytes / slot_bytes)
         return min(count, most, MAX_SPARE) if count <= _FEW_SPARES * most else 0
 
     def _within_limit(self, share: TenantShare, slot_bytes: int, count: int) -> int:

@@ -140,10 +140,10 @@ class HandoffHandler:
         self._lookups.fetch(session.namespace.id, blocks)
         self._cpu_tier.queues.protect(blocks)
         self._cpu_tier.use(list(dict.fromkeys(blocks)), None)
+        items: list[Block | None] = list(blocks)
         hold = Hold(
-            name, session.tenant, direction, keys, positions, list(blocks), num_tokens, duration, now, now + duration
+            name, session.tenant, direction, keys, positions, items, num_tokens, duration, now, now + duration, record
         )
-        hold.record = record
         self._table.add(hold)
         record.pending = hold.awaited
         self._ended.pop(name, None)
@@ -282,7 +282,7 @@ class HandoffHandler:
         self._table.remove(hold)
         if how is not HoldEnd.REPLACED:
             self._remember_end(hold.name, how)
-        self._log.ended(hold, how, now)
+        hold.record.end, hold.record.ended_at = how, now
         self._stats[hold.direction].held_seconds += max(0.0, now - hold.published_at)
         self._unpin_held([block for block in hold.items if block is not None])
         self._commands.append(HoldChanged(hold.name))
@@ -367,18 +367,13 @@ class HandoffLog:
         self._request_log.latest(name[:2], name[2], now).holds.append(record)
         return record
 
-    def ended(self, hold: Hold, how: HoldEnd, now: float) -> None:
-        if hold.record is not None:
-            hold.record.end, hold.record.ended_at = how, now
-
     def claimed(self, owner: Owner, hold: Hold, statuses: bytes, now: float) -> None:
         keys = [key for key, status in zip(hold.keys, statuses, strict=True) if status]
         met = [status for status in statuses if status]
         outcomes = self._verdicts(hold, keys, met)
         first = next((key for key, outcome in zip(keys, outcomes, strict=True) if outcome != _CPU_TIER), None)
-        if hold.record is not None:
-            hold.record.claims += 1
-            hold.record.hits += met.count(KeyStatus.HIT)
+        hold.record.claims += 1
+        hold.record.hits += met.count(KeyStatus.HIT)
         claim = ClaimRecord(hold.name[1], hold.name[2], ClaimOutcome.HELD, len(statuses) - len(met))
         record = LookupRecord(now, limit_runs(outcome_runs(outcomes)), first, claim=claim)
         self._request_log.record_lookup(owner.engine, owner.request_id, record)

@@ -28,10 +28,10 @@ class Hold:
         items: per key the pinned block; None if the block was given up.
         num_tokens: number of tokens that the blocks cover.
         duration: as published, in seconds.
+        record: the publication in the request log.
         awaited: number of items whose block is not ready.
         orphaned: whether the engine has no session any more. Such a hold gives up each block that
             no client is writing.
-        record: the publication in the request log.
     """
 
     name: HoldName
@@ -44,10 +44,10 @@ class Hold:
     duration: float
     published_at: float
     expires_at: float
+    record: HoldRecord
     awaited: int = 0
     claims: int = 0
     orphaned: bool = False
-    record: HoldRecord | None = None
 
     @property
     def engine(self) -> EngineKey:

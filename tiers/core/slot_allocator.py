@@ -84,10 +84,6 @@ class SlotAllocator:
     def extent_at(self, offset: int) -> Extent:
         return self._extents[offset // self.extent_bytes]
 
-    @property
-    def total_bytes(self) -> int:
-        return len(self._extents) * self.extent_bytes
-
     def free_slots(self, slot_bytes: int) -> int:
         """Returns how many slots a class can get without an eviction."""
         claimed = sum(len(extent.free) for extent in self._with_room.get(slot_bytes, ()))

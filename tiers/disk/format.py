@@ -99,10 +99,7 @@ def _fields(count: int) -> struct.Struct:
 
 
 def pages_for(sizes: Sequence[int]) -> int:
-    pages = 0
-    for size in sizes:
-        pages += -(-size // PAGE_BYTES)
-    return pages
+    return sum([-(-size // PAGE_BYTES) for size in sizes])
 
 
 def pieces(runs: Sequence[PageRun], parts: Sequence[memoryview]) -> Iterator[PagePiece]:

@@ -18,6 +18,7 @@ keeps some of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 __all__ = ["BINS", "BIN_ENDS", "Factor", "Kind", "ReuseModel"]
@@ -94,10 +95,7 @@ class ReuseModel:
             yield kind
 
     def _hazard_ratio(self, kind: Kind) -> float:
-        ratio = 1.0
-        for factor in kind.factors:
-            ratio *= self._factors[factor]
-        return ratio
+        return math.prod(self._factors[factor] for factor in kind.factors)
 
     def _fit_baseline(self, kinds: list[Kind]) -> None:
         hits, expected = [0.0] * BINS, [PRIOR_BLOCKS] * BINS

@@ -102,7 +102,12 @@ class LMDBTier(SecondaryTier):
     def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
         outcomes: list[Outcome] = []
         for batch in batches(blocks, self._write_bytes):
-            outcomes += self._store_batch(batch)
+            storable = list(map(is_storable, batch))
+            fit = [block for block, good in zip(batch, storable, strict=True) if good]
+            written = self._write(fit) if fit else Outcome.DONE
+            outcomes += [written if good else Outcome.FAILED for good in storable]
+            if not all(storable):
+                self._health.report("store", "was given a block without bytes, or with a key that is too long")
         return outcomes
 
     def load(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
@@ -127,15 +132,6 @@ class LMDBTier(SecondaryTier):
 
     def close(self) -> None:
         self._store.close()
-
-    def _store_batch(self, batch: Sequence[BlockBytes]) -> list[Outcome]:
-        fits = list(map(is_storable, batch))
-        if all(fits):
-            return [self._write(batch)] * len(batch)
-        fit = [block for block, fits_in in zip(batch, fits, strict=True) if fits_in]
-        written = self._write(fit) if fit else Outcome.DONE
-        self._health.report("store", "was given a block without bytes, or with a key that is too long")
-        return [written if fits_in else Outcome.FAILED for fits_in in fits]
 
     def _write(self, blocks: Sequence[BlockBytes]) -> Outcome:
         try:
