@@ -167,10 +167,8 @@ class SecondaryTier(ABC):
     def lookup(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> list[bool]:
         """Returns for each block whether it is present.
 
-        Called on a worker thread, only if the tier is `shared`. May do I/O.
-
-        Raises:
-            NotImplementedError: the tier is not shared.
+        Called on a worker thread, only if the tier is `shared`. May do I/O. Raises
+        NotImplementedError if the tier is not `shared`.
         """
         raise NotImplementedError(f"{self.type} is not a shared tier")
 

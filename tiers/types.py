@@ -67,7 +67,7 @@ class EngineSession:
     namespace: NamespaceSpec
     tenant: str = ""
     writers: set[int] = field(default_factory=set)
-    """Connections whose process maps the region. While one of them is open, its process may write
+    """Connections whose process maps the region. While one of them is open, the process may write
     to the slots of the session."""
     requests: set[str] = field(default_factory=set)
 

@@ -16,7 +16,7 @@ __all__ = ["Block", "NamespaceIndex"]
 
 
 class NamespaceIndex:
-    """Index of the blocks of one namespace by key. A reset invalidates it as a whole."""
+    """Index of the blocks of one namespace by key. A reset invalidates the whole index."""
 
     __slots__ = ("blocks", "invalidated")
 
@@ -29,7 +29,7 @@ class Block:
     """One block in the CPU tier: its slots, and which of them are written.
 
     Lookups find a block when the parts of all ranks are written (`ready`). Leases, stores, holds
-    and tier jobs pin it. A block without pins may be evicted, even if some parts are missing.
+    and tier jobs pin the block. Without pins it may be evicted, even if parts are missing.
     """
 
     __slots__ = (
@@ -101,7 +101,7 @@ class Block:
 
     @property
     def invalidated(self) -> bool:
-        """Whether a reset or a stall removed the block from the index. The last unpin drops it."""
+        """Whether a reset or a stall removed the index entry. The last unpin drops the block."""
         return self.namespace_index.invalidated
 
     @property

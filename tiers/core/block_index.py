@@ -45,7 +45,7 @@ class BlockIndex:
         return index.blocks.get(key) if index else None
 
     def invalidate(self, namespace: NamespaceId) -> None:
-        """Invalidates the index of a namespace: lookups no longer find its blocks."""
+        """Invalidates the index of a namespace: lookups no longer find the blocks."""
         index = self._by_namespace.pop(namespace, None)
         if index and index.blocks:
             index.invalidated = True
@@ -79,7 +79,7 @@ class BlockIndex:
         return waited + sum(not block.stalled for block in self._unlinked.get(namespace, ()))
 
     def unlink(self, block: Block) -> None:
-        """Removes a pinned block from its index. It is dropped when its last pin ends."""
+        """Removes a pinned block from the index. The block is dropped when its last pin ends."""
         del block.namespace_index.blocks[block.key]
         self._keep_unlinked(block)
 

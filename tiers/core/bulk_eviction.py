@@ -117,13 +117,10 @@ class EvictionProgress:
     """Progress of an eviction in one tier.
 
     Attributes:
-        tier: position in the lookup order.
         total: approximate number of blocks to examine.
         looked_at: blocks examined so far.
         blocks: blocks evicted so far, or counted in a dry run.
-        nbytes: size of the evicted blocks.
         kept_blocks: matching blocks that cannot be evicted: pinned, in a job, or retained.
-        kept_nbytes: size of the kept blocks.
     """
 
     tier: int

@@ -1,4 +1,4 @@
-"""Catalog of one secondary tier: which blocks it has, and which of them it evicts."""
+"""Catalog of one secondary tier: the blocks in the tier, and the choice of victims."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TURNS = 1024
 """Number of comparisons of the shares while stores replace the whole content of the tier once."""
 
 UsedElsewhere = Callable[[NamespaceId, bytes], float | None]
-"""Returns the last use of a block in the CPU tier, in seconds; None if it is not there."""
+"""Returns the last use of a block in the CPU tier, in seconds; None for a missing block."""
 
 
 class EntryState(enum.Enum):
@@ -63,14 +63,13 @@ class CatalogEntry:
         self.loads = 0
         """Running loads. An entry that is being loaded is not evicted."""
         self.busy = state is not EntryState.HELD
-        """Whether a store or load of the block runs. If so, the share counts it as busy."""
+        """Whether a store or load of the block runs. If so, the share counts the block as busy."""
         self.used_at = used_at
         """Last use in this tier, in seconds, at most a tick too early. The block may have a later
         use in the CPU tier."""
 
     @property
     def name(self) -> tuple[NamespaceId, bytes]:
-        """Identifies the block across evictions."""
         return self.namespace, self.key
 
     @property
@@ -91,8 +90,8 @@ class _Turn:
 class Catalog:
     """The blocks of one secondary tier, within its capacity.
 
-    An entry is added when its store is queued. So its space is reserved, and no block is stored
-    twice.
+    An entry is added when the store of the block is queued. This reserves the space, and prevents a
+    second store of the block.
     """
 
     def __init__(self, capacity_bytes: int, queues: EvictionQueues[CatalogEntry], history: EvictionHistory) -> None:
@@ -113,7 +112,7 @@ class Catalog:
         return ((namespace, len(entries)) for namespace, entries in self._entries.items() if entries)
 
     def recover(self, entries: Iterable[Entry]) -> list[CatalogEntry]:
-        """Adds the blocks of an earlier run, oldest first; returns those that no longer fit."""
+        """Adds the blocks of an earlier run, oldest first; returns entries that no longer fit."""
         held, queue_for = EntryState.HELD, self.queues.queue_for
         recovered = [
             self._add(each.namespace, each.key, each.nbytes, held, queue_for(each.namespace)) for each in entries

@@ -50,7 +50,7 @@ class LookupInTier:
 
 @dataclass(frozen=True, slots=True)
 class RemoveFromTier:
-    """Remove blocks from a tier before any later store in it. The core expects no result."""
+    """Remove blocks from a tier before any later store in the tier. The core expects no result."""
 
     tier: int
     keys: Sequence[tuple[NamespaceId, bytes]]

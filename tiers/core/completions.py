@@ -20,7 +20,7 @@ __all__ = ["CompletionHandler", "Durability"]
 
 
 class Durability:
-    """Tells which blocks are in a durable tier or being stored there; starts missing stores."""
+    """Tells which blocks a durable tier has or is storing; starts missing stores."""
 
     def __init__(self, cpu_tier: CpuTier, transfers: TransferScheduler) -> None:
         self._cpu_tier = cpu_tier

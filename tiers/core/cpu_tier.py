@@ -32,7 +32,7 @@ _TICKS_PER_SECOND = 1e6
 class CpuTier:
     """Blocks in the host region, and their slots. Does not copy bytes.
 
-    The used bytes of a tenant share include its quarantined slots.
+    The used bytes of a tenant share include quarantined slots.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class CpuTier:
         return offset
 
     def release(self, offsets: Iterable[int]) -> None:
-        """Frees detached slots. Call it only when no client can write to them any more."""
+        """Frees detached slots. Call this only when no client can write to them any more."""
         offsets = list(offsets)
         for offset in offsets:
             self._detached.pop(offset).used -= self.memory.extent_at(offset).slot_bytes
@@ -203,7 +203,7 @@ class CpuTier:
         return self._index.pending_reset_blocks(namespace)
 
     def unlink(self, block: Block) -> None:
-        """Removes a pinned block from the index. It is dropped when its last pin ends."""
+        """Removes a pinned block from the index. The block is dropped when its last pin ends."""
         self._index.unlink(block)
         self.queues.remove(block)
 
@@ -326,7 +326,7 @@ class CpuTier:
         return min(count, most, MAX_SPARE) if count <= _FEW_SPARES * most else 0
 
     def _within_limit(self, share: TenantShare, slot_bytes: int, count: int) -> int:
-        """Evicts a share's own blocks if it is at its limit; returns how many slots it may have."""
+        """Evicts blocks of a share at its limit; returns how many slots the share may have."""
         over = share.over_limit(slot_bytes * count)
         if share.limit is None or not over:
             return count

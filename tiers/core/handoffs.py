@@ -243,7 +243,7 @@ class HandoffHandler:
             self._end(hold, HoldEnd.EXPIRED, now)
 
     def reset(self, namespace: NamespaceId, now: float) -> None:
-        """Ends all holds of a namespace. Called before its blocks in the CPU tier are dropped."""
+        """Ends all holds of a namespace. Called before the CPU tier drops the blocks."""
         for hold in [hold for hold in self._table if hold.name[0] == namespace]:
             self._stats[hold.direction].dropped += 1
             self._end(hold, HoldEnd.RESET, now)
@@ -319,7 +319,7 @@ class HandoffHandler:
 
 
 def _budgets(shares: Sequence[TenantShare], capacity_bytes: int, part: float) -> dict[TenantShare, RetentionBudget]:
-    """Returns the hold budget per share: `part` of its quota, or of the memory without quota."""
+    """Returns the hold budget per share: `part` of the quota, or of the memory without quota."""
     common = RetentionBudget(int((capacity_bytes - sum(share.quota for share in shares)) * part))
     return {share: RetentionBudget(int(share.quota * part)) if share.quota else common for share in shares}
 

@@ -73,7 +73,7 @@ class HoldClaim:
 
 
 class HoldTable:
-    """The open holds by name, and which of them wait for which block."""
+    """The open holds by name, and the pending blocks that holds wait for."""
 
     def __init__(self, unpin: Callable[[Sequence[Block]], None]) -> None:
         """`unpin` removes the pins of blocks that an open hold gives up."""
@@ -118,7 +118,7 @@ class HoldTable:
         self._items[hold.tenant] += len(hold.keys)
 
     def remove(self, hold: Hold) -> None:
-        """Removes a hold; the caller must remove its pins."""
+        """Removes a hold; the caller must remove the pins of the hold."""
         del self._holds[hold.name]
         self._per_name[hold.name[1:]] -= 1
         if not self._per_name[hold.name[1:]]:

@@ -102,7 +102,7 @@ class LookupAnswer:
 
 
 class LeaseTable:
-    """The leases by id, and which of them wait for which block."""
+    """The leases by id, and the pending blocks that leases wait for."""
 
     def __init__(self, cpu_tier: CpuTier, first_id: int) -> None:
         self._cpu_tier = cpu_tier
@@ -158,7 +158,7 @@ class LeaseTable:
         self._cpu_tier.unpin(filter(None, lease.items))
 
     def end(self, lease: BlockLease) -> None:
-        """Ends a lease; `unpin_slice` removes its pins."""
+        """Ends a lease; `unpin_slice` removes the pins later."""
         self._forget(lease)
         self._pending_unpins.extend(filter(None, lease.items))
 

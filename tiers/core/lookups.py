@@ -193,7 +193,7 @@ class LookupHandler:
         return list(dict.fromkeys(lease for lease, _ in waited if not lease.pending))
 
     def drop_promotion(self, block: Block) -> None:
-        """Frees all slots of a block that a tier could not load. No client can write to them."""
+        """Frees all slots of a failed promotion. No client can write to such slots."""
         block.promoting = False
         ranks = [rank for rank, slot in enumerate(block.slots) if slot is not None]
         block.written = 0
@@ -223,7 +223,7 @@ class LookupHandler:
     def _match_below(
         self, namespace: NamespaceSpec, key: bytes, excluded: Collection[int], match: _Match, *, prefix: bool
     ) -> bool:
-        """Looks for a block in the secondary tiers; returns False if it is a miss."""
+        """Looks for a block in the secondary tiers; returns False for a miss."""
         secondary, presence = self._residency.find(namespace.id, key, excluded)
         position = len(match.items)
         # Blocks behind an outstanding answer are promoted when the client repeats the lookup.

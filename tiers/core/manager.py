@@ -160,7 +160,7 @@ class TierManager:
     def open_session(
         self, session_id: bytes, engine_id: str, rank: int | None, namespace: NamespaceSpec, *, tenant: str = ""
     ) -> EngineSession:
-        """Registers a client. Raises InvalidNamespace if its rank or a part is too large."""
+        """Registers a client. Raises InvalidNamespace if the rank or a part is too large."""
         largest, limit = max(namespace.part_bytes), self._cpu_tier.memory.extent_bytes
         if largest > limit:
             raise InvalidNamespace(f"a part of {largest} bytes exceeds this server's limit of {limit} bytes")
@@ -224,7 +224,7 @@ class TierManager:
         return request.retain_for if request is not None else 0.0
 
     def finish_request(self, session: EngineSession, request_id: str) -> Request:
-        """Ends a request's leases. The tiers are notified when all its stores have ended.
+        """Ends a request's leases. Tiers are notified when all stores of the request have ended.
 
         A request that did not begin is begun first, so that every tier gets both calls (B3.13).
         """
@@ -254,9 +254,8 @@ class TierManager:
 
         With `prefix`, every key after the first miss is a miss. If fewer than `min_hits` leading
         keys are hits, all keys are misses. `tiers` excludes tiers. `retain_until` protects the hits
-        from eviction in all tiers until that time, within the retention budget.
-
-        Raises LimitExceeded if the session has too many leases, InvalidItem for an unknown tier.
+        from eviction in all tiers until that time, within the retention budget. Raises
+        LimitExceeded if the session has too many leases, InvalidItem for an unknown tier.
         """
         return self._lookups.look_up(
             session,
@@ -327,7 +326,7 @@ class TierManager:
         self._stores.complete(session, store_id, failed)
 
     def writer_done(self, session: EngineSession, store_id: StoreId) -> None:
-        """Called when a store completes after it was ended: the client has stopped writing."""
+        """Called for the late completion of an ended store: the client has stopped writing."""
         self._stores.table.writer_done(store_id, session.engine)
 
     def tick(self, now: float) -> None:

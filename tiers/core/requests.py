@@ -102,7 +102,7 @@ class RequestTable:
         return requests
 
     def finish(self, request: Request, *, give_up: bool = False) -> None:
-        """Marks a request as finished. With `give_up` it stops waiting for other clients."""
+        """Marks a request as finished. With `give_up` it no longer waits for other clients."""
         request.finished = True
         request.session.requests.discard(request.id)
         if give_up:

@@ -75,7 +75,7 @@ class PresenceCache:
 
 
 class Presence(enum.Enum):
-    """Whether a tier, or all of them together, can load a block."""
+    """Whether a tier, or any of several tiers, can load a block."""
 
     HELD = enum.auto()
     ABSENT = enum.auto()
@@ -89,8 +89,6 @@ class Presence(enum.Enum):
 
 
 class SecondaryTierState:
-    """Catalog, write-back queue and counters of one secondary tier."""
-
     def __init__(
         self,
         *,
@@ -131,7 +129,7 @@ class SecondaryTierState:
         """Blocks that the tier lost because they were damaged."""
 
     def admits(self, block: Block, user: Hashable) -> bool:
-        """Returns whether the admission filter admits a block for this use; counts it if not."""
+        """Returns whether the admission filter admits a block for this use; counts rejections."""
         admitted = self.admission is None or self.admission.admits(block.name, user)
         self.declined += not admitted
         return admitted
@@ -170,7 +168,7 @@ class SecondaryTierState:
         return names
 
     def use(self, blocks: Iterable[Block], user: Hashable) -> None:
-        """Records that a request used blocks, head first, and retains them. Skips absent blocks."""
+        """Records a request's use of blocks, head first, and retains them. Skips absent blocks."""
         for retain_until, together in groupby(blocks, attrgetter("retain_until")):
             entries = (self.catalog.get(block.namespace, block.key) for block in together)
             self.catalog.use([entry for entry in entries if entry is not None], user, retain_until)

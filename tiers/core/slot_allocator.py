@@ -42,8 +42,8 @@ class SlotAllocator:
         """Adds whole extents; a remainder at the end is not used."""
         fresh = [Extent(start) for start in range(offset, offset + nbytes - self.extent_bytes + 1, self.extent_bytes)]
         self._extents.update((extent.offset // self.extent_bytes, extent) for extent in fresh)
-        # Extents are claimed from the end of the list. Low offsets come last in it, because the
-        # region allocates their pages first.
+        # Extents are claimed from the end of the list. Low offsets come last in the list, because
+        # the region allocates their pages first.
         self._unclaimed[:0] = reversed(fresh)
         self.available_bytes += len(fresh) * self.extent_bytes
 

@@ -38,7 +38,7 @@ class Store:
 
 @dataclass(slots=True)
 class _Quarantine:
-    """Slots of an ended store whose client may still write to them."""
+    """Slots of an ended store, to which the client may still write."""
 
     offsets: list[int]
     nbytes: int
@@ -222,7 +222,7 @@ class StoreHandler:
             offsets.append(self._cpu_tier.detach_slot(block, store.rank))
         self.table.quarantine(store, offsets, sum(block.part_bytes for block in store.blocks), writers)
         self._completions.settle(store.blocks)
-        # Unpinning removes empty blocks from their queue, and policies remove a tail faster.
+        # Tail first: unpinning removes empty blocks from policies, which remove a tail faster.
         self._cpu_tier.unpin(reversed(store.blocks))
         self._ended(store.request)
 
@@ -241,7 +241,7 @@ class StoreHandler:
 
     @staticmethod
     def _grant(wanted: Iterable[Block], rank: int) -> tuple[list[Block], list[int]]:
-        """Marks blocks with a slot as being written; returns them and their slots."""
+        """Marks blocks with a slot as being written; returns these blocks and their slots."""
         granted, slots = [], []
         for block in wanted:
             offset = block.slots[rank]

@@ -78,7 +78,7 @@ class TransferScheduler:
         history: EvictionHistory,
         commands: list[Command],
     ) -> None:
-        """`max_queued_bytes` limits each write-back queue: its blocks are pinned in the CPU tier.
+        """`max_queued_bytes` limits each write-back queue, because queued blocks are pinned.
 
         Raises ValueError if the quotas of a tier exceed its capacity.
         """
@@ -102,13 +102,13 @@ class TransferScheduler:
         self.residency = ResidencyIndex(self.secondaries, new_id=self._next_id, commands=commands)
 
     def recover(self) -> None:
-        """Adds the blocks that tiers kept from an earlier run; removes those that no longer fit."""
+        """Adds the blocks that tiers kept from an earlier run; removes those without room."""
         for secondary in self.secondaries:
             secondary.pending_removals += secondary.catalog.recover(secondary.tier.entries())
             self._advance(secondary)
 
     def sources(self, used_in_cpu: UsedElsewhere) -> list[SecondaryTierSource]:
-        """Returns, per tier in lookup order, the object that lists and evicts its blocks."""
+        """Returns, per tier in lookup order, the object that lists and evicts the tier's blocks."""
         return [SecondaryTierSource(secondary, used_in_cpu, self._advance) for secondary in self.secondaries]
 
     def tick(self, now: float, used_in_cpu: UsedElsewhere) -> bool:

@@ -100,7 +100,7 @@ class Index:
         return removed
 
     def _reclaim_freed_pages(self) -> None:
-        """Commits two tiny transactions, so that pages freed by the last two can be reused."""
+        """Commits two tiny transactions, so that LMDB can reuse all freed pages."""
         for turn in (b"0", b"1"):
             with self._env.begin(write=True) as txn:
                 txn.put(b"turn", turn, db=self._store.meta)

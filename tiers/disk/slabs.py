@@ -183,7 +183,7 @@ class Slabs:
                 self._bounces.append(bounce)
 
     def _take_bounce(self) -> memoryview:
-        """Returns a page-aligned buffer for exclusive use. The caller must put it back."""
+        """Returns a page-aligned buffer for exclusive use; after use, append it to `_bounces`."""
         with contextlib.suppress(IndexError):
             return self._bounces.pop()
         return memoryview(mmap.mmap(-1, BOUNCE_BYTES))

@@ -165,7 +165,7 @@ class DiskStore:
     def put(self, blocks: Sequence[BlockBytes]) -> list[bool]:
         """Writes blocks and adds them to the index together; returns per block if there was room.
 
-        Raises `OSError`, `lmdb.Error`. If it raises, none of the blocks is present.
+        Raises `OSError`, `lmdb.Error`. If the call raises, none of the blocks is present.
         """
         space = self._recovered()
         places = self._place(space, [pages_for([part.nbytes for part in block.parts]) for block in blocks])
@@ -200,9 +200,9 @@ class DiskStore:
         self._free(space, self.index.remove(names))
 
     def drop(self, name: bytes, packed: bytes, *, quarantine: bool) -> bool:
-        """Removes the block if its record still equals `packed`; returns whether it did.
+        """Removes a block if the record still equals `packed`; returns whether it was removed.
 
-        With `quarantine` its pages are not reused until the store is reopened.
+        With `quarantine` the pages are not reused until the store is reopened.
         """
         if self.index.get([name]) != [packed]:
             return False
@@ -229,7 +229,7 @@ class DiskStore:
         space.give_back(run for record in records for run in record.runs)
 
     def _place(self, space: FreePages, wanted: list[int]) -> list[list[PageRun] | None]:
-        """Allocates one run for all blocks if possible; otherwise allocates for each block."""
+        """Allocates one run for all blocks if possible, or else separate runs for each block."""
         run = self._take(space, sum(wanted))
         if run is None:
             return [self._place_one(space, pages) for pages in wanted]

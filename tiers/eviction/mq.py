@@ -33,8 +33,8 @@ class _State:
 class MQ(Generic[T]):
     """One queue per logarithm of the use count. An item that is unused for the lifetime moves down.
 
-    The lifetime is the reuse distance with the most reuse, as in the paper. It is taken from a
-    histogram of the distances by octave.
+    The lifetime is the reuse distance with the most reuse, as in the paper: the peak of a histogram
+    of the distances by octave.
     """
 
     def __init__(self) -> None:

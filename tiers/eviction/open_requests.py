@@ -13,7 +13,7 @@ __all__ = ["LastRequest", "OpenRequests"]
 V = TypeVar("V")
 
 MAX_OPEN = 1024
-"""Limit of open requests. Beyond it, the oldest request counts as finished."""
+"""Limit of open requests. Beyond this limit, the oldest request counts as finished."""
 
 
 class OpenRequests(Generic[V]):

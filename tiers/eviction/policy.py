@@ -1,8 +1,8 @@
 """Interface of eviction policies, which decide the order in which items are evicted.
 
 A policy only orders items. The caller checks whether an item can be evicted, for example whether it
-is pinned. The caller reports each use with its request and its items in chain order. A policy has
-no clock: it counts uses.
+is pinned. The caller reports each use with the request, and with the items in chain order. A
+policy has no clock: it counts uses.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class EvictionPolicy(Protocol[T]):
         """Records that a request used these items, and adds new ones.
 
         Args:
-            items: distinct, head first. They follow the request's earlier items in the chain;
-                repeated items are ignored.
+            items: distinct, head first; in the chain they follow the request's earlier items.
+                Repeated items are ignored.
             request: the request. If unknown (None), each call counts as a separate request.
         """
 

@@ -134,7 +134,7 @@ def by_queue(items: Sequence[L]) -> Iterable[tuple[EvictionQueue[L], Sequence[L]
 class EvictionQueues(Generic[L]):
     """The eviction queues of one tier, with retention and time to live.
 
-    An item enters its queue at its first use. The caller must remove it.
+    An item enters its queue at the first use, and stays until the caller removes it.
     """
 
     def __init__(

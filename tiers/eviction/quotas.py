@@ -134,7 +134,7 @@ def pick_victims(
     """Returns victims that free `wanted` bytes for a share, as far as possible.
 
     Args:
-        taker: the share that needs room; its use counts as if it had the wanted bytes already.
+        taker: the share that needs room; its use counts the wanted bytes as used.
         wanted: number of bytes to free.
         queues: evictable items per share, next victim first; at most one iterator per share.
         size: returns the bytes that an item frees.

@@ -63,7 +63,7 @@ class BlockRun(Generic[T]):
 
 
 class RankBucket(Generic[T]):
-    """Runs of one kind and one age bin, by their last use. All runs have the same value."""
+    """Runs of one kind and one age bin, ordered by last use. All runs have the same value."""
 
     __slots__ = ("bin", "kind", "rank", "runs")
 

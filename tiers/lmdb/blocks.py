@@ -152,7 +152,7 @@ def clear_orphans(store: Environment, txn: Any, live: set[int], damaged: Sequenc
 
 
 def last_record_id(store: Environment, txn: Any) -> int:
-    """Returns the highest record id, or 0. It is in the last chunk, as every block has a chunk."""
+    """Returns the highest record id, or 0. The last chunk has this id: every block has a chunk."""
     cursor = txn.cursor(db=store.data)
     return record_id_of(bytes(cursor.key())) if cursor.last() else 0
 

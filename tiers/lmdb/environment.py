@@ -47,7 +47,7 @@ class Layout:
 
     what: str
     databases: tuple[bytes, ...]
-    """Names of the databases. The first one has the metadata, including the format version."""
+    """Names of the databases. The first database has the metadata, including the format version."""
     format_key: bytes
     format_version: int
 
@@ -99,7 +99,7 @@ def open_environment(
 
     A file that is already larger keeps its size. With `mend`, a damaged file is moved to
     `damaged-<n>`, and only the newest damaged files are kept. Raises `TierOpenError`, without
-    `mend` also for a damaged file. If it raises, no file was moved.
+    `mend` also for a damaged file. If the call raises, no file was moved.
     """
     owner_fd = _own(directory, layout)
     try:

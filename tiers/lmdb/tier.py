@@ -44,7 +44,7 @@ WRITE_BYTES = 16 * _MIB
 """Largest payload of one write transaction. The limit is lower for a small file, because LMDB
 reuses freed pages only two transactions later."""
 RESERVE_PAGES = 32
-"""A removal needs about a dozen pages (copies of tree paths) before it frees any."""
+"""A removal needs about a dozen pages (copies of tree paths) before it frees pages."""
 READER_CHECK_EVERY = 1024
 
 HEADERS_ARE_BOUNDED = int(lmdb.__version__.partition(".")[0]) >= 3
@@ -160,7 +160,7 @@ class LMDBTier(SecondaryTier):
             self._store.env.reader_check()
 
     def _reclaim_freed_pages(self) -> None:
-        """Commits a tiny transaction, so that pages freed by the last one can be reused."""
+        """Commits a tiny transaction, so that LMDB can reuse pages freed by the last one."""
         with self._store.env.begin(write=True) as txn:
             txn.put(b"turn", self._record_id.to_bytes(8, "little"), db=self._store.meta)
         self._has_freed_pages = False
@@ -183,7 +183,7 @@ class LMDBTier(SecondaryTier):
                 txn.put(key, page, db=self._store.meta) if put else txn.delete(key, db=self._store.meta)
 
     def _load_block(self, block: BlockBytes) -> Outcome:
-        """Loads in a separate transaction (0.2 µs), because an open one prevents reuse of pages."""
+        """Loads in a short transaction (0.2 µs): open transactions prevent the reuse of pages."""
         if not is_name(block.namespace, block.key):
             return Outcome.MISSING
         try:

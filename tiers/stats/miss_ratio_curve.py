@@ -28,7 +28,7 @@ from .request_log import OutcomeRun
 __all__ = ["MAX_SAMPLES", "SCALES", "HitRatio", "MissRatioCurves", "Name", "ReuseDistanceSampler"]
 
 MAX_SAMPLES = 8192
-"""Limit of sampled blocks, about 300 bytes each. Beyond it the sampling rate is halved."""
+"""Limit of sampled blocks, about 300 bytes each. Beyond this limit the sampling rate is halved."""
 
 _GENERATIONS = 32
 """Blocks are grouped by last use into generations of 1/32 of the smallest cache size, or one block.
@@ -50,8 +50,8 @@ class ReuseDistanceSampler:
     Args:
         sizes: cache sizes in bytes, ascending; for all keys, not only for the sample.
         rate: initial sampling rate of the keys that the caller offers.
-        most: limit of sampled blocks. Beyond it the rate is halved; `takes` tells whether a key is
-            in the sample.
+        most: limit of sampled blocks. Beyond this limit the rate is halved; `takes` tells whether a
+            key is in the sample.
         hash_of: maps keys evenly to signed 64-bit integers.
     """
 
@@ -82,7 +82,7 @@ class ReuseDistanceSampler:
         return self._hash_of(key) < self._limit
 
     def touch(self, name: Name) -> bool:
-        """Counts a reference to a block, which moves to the top; returns False if it is unknown."""
+        """Counts a reference and moves the block to the top; returns False for an unknown block."""
         known = self._blocks.get(name)
         if known is None:
             return False
@@ -104,7 +104,7 @@ class ReuseDistanceSampler:
         return True
 
     def miss(self, size: int | None) -> None:
-        """Counts a reference to an unknown block. `size`: index of the smallest size with it."""
+        """Counts a reference to a new block. `size`: index of the smallest size with the block."""
         self.hits[-1 if size is None else size] += 1
 
     def add(self, name: Name, nbytes: int) -> None:

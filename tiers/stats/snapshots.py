@@ -1,11 +1,8 @@
 """Statistics snapshots of the core, for status, health and metrics.
 
 Counters start at 0 when the server starts and never decrease. Every looked-up key is counted once:
-as a hit of the tier that had it, or as a miss of all tiers. So in every snapshot
-
-    sum(tier.hits for tier in stats.tiers) + stats.lookup_misses == stats.lookup_keys
-
-is true.
+as a hit of the tier that had it, or as a miss of all tiers. So in every snapshot, the `hits` of all
+tiers plus `lookup_misses` equal `lookup_keys`.
 """
 
 from __future__ import annotations
