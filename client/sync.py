@@ -235,9 +235,8 @@ class Client:
     ) -> Iterator[WriteBatch]:
         """Gives memory to write blocks to. The exit stores the blocks.
 
-        After an exception in the `with` block nothing is stored. Write only the blocks of
-        `batch.wanted`. The other blocks are stored already, are being written, or found no room;
-        see `batch.statuses`. For `retain_for` see `lookup`.
+        After an exception nothing is stored. Write only the blocks of `batch.wanted`. For the other
+        blocks `batch.statuses` gives the reason. For `retain_for` see `lookup`.
         """
         with ExitStack() as held:
             writing = self._run(self._operations.begin_write(held, keys, request_id=request_id, retain_for=retain_for))
@@ -283,10 +282,9 @@ class Client:
         """Stores device block `blocks[i]` under `keys[i]`, from the tensors of the key's group.
 
         A block may occur once per group. `after` marks the compute that writes the blocks; None if
-        that compute has ended. For the other arguments see `store`.
-
-        Returns one `StoreStatus` per key. When the call returns or raises, the server no longer
-        reads the blocks, unless the connection to the server was lost.
+        that compute has ended. For the other arguments see `store`. Returns one `StoreStatus` per
+        key. When the call returns or raises, the server no longer reads the blocks, unless the
+        connection to the server was lost.
 
         Raises:
             DeviceUnavailable: the server cannot copy from this device now; other calls may work.
@@ -326,10 +324,7 @@ class Client:
         return self._run(self._operations.flush(keys, wait=wait))
 
     def touch(self, *lease_ids: int, lease: float | None = None) -> list[int]:
-        """Extends leases to `lease` seconds from now; returns the ids of leases that do not exist.
-
-        None means the server's default. A lease is never shortened.
-        """
+        """Extends leases to `lease` seconds from now. Returns the ids of unknown leases."""
         return self._run(self._operations.touch(lease_ids, lease=lease))
 
     def release(self, *lease_ids: int) -> None:
