@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from ..protos.v1 import cache_pb2, common_pb2, handoff_pb2
+from .handoff.model import HandoffDirection
 from .session.session import ClientSession
 
 __all__ = [
@@ -65,13 +66,6 @@ class DurableStatus(enum.IntEnum):
     DURABLE = common_pb2.DURABLE_STATUS_DURABLE
     PENDING = common_pb2.DURABLE_STATUS_PENDING
     VOLATILE = common_pb2.DURABLE_STATUS_VOLATILE
-
-
-class HandoffDirection(enum.IntEnum):
-    """Direction in which a request is handed over."""
-
-    PREFILL_TO_DECODE = handoff_pb2.HANDOFF_DIRECTION_PREFILL_TO_DECODE
-    DECODE_TO_PREFILL = handoff_pb2.HANDOFF_DIRECTION_DECODE_TO_PREFILL
 
 
 class PublishStatus(enum.IntEnum):

@@ -18,7 +18,6 @@ from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 from ..offload import BlockTables, CacheGeometry, FreeBlock, LoadJob
-from ..results import HandoffDirection
 from .claims import (
     Claim,
     HandoffState,
@@ -38,6 +37,7 @@ from .model import (
     ClaimedBlocks,
     ClaimId,
     FinishReason,
+    HandoffDirection,
     HandoffOptions,
     HandoffRequest,
     HandoffServer,

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import NewType, Protocol
 
 from ..offload import CacheGroup
-from ..results import HandoffDirection
 from .params import RemoteRequest, TransferParams
 
 __all__ = [
@@ -20,6 +19,7 @@ __all__ = [
     "ClaimId",
     "ClaimedBlocks",
     "FinishReason",
+    "HandoffDirection",
     "HandoffOptions",
     "HandoffRequest",
     "HandoffServer",
@@ -32,6 +32,13 @@ EXPIRY_MARGIN_S = 5.0
 """An engine does not claim or read a hold that expires within this time (B2.19)."""
 
 ClaimId = NewType("ClaimId", int)
+
+
+class HandoffDirection(IntEnum):
+    """Direction in which a request is handed over; the values of `kvtier.v1.HandoffDirection`."""
+
+    PREFILL_TO_DECODE = 1
+    DECODE_TO_PREFILL = 2
 
 
 class FinishReason(Enum):
