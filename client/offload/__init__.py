@@ -1,8 +1,8 @@
 """Engine-independent offloading: which KV blocks a scheduler loads and saves, and when.
 
 ``core`` is the state machine that engine adapters drive; it uses ``loads``, ``saves`` and ``lazy``.
-``model`` defines the interfaces through which the core uses the engine and the server. (B4.3) cites
-docs/behaviour.md.
+``model`` defines the interfaces through which the core uses the engine and the server. References
+such as (B4.3) cite docs/behaviour.md.
 """
 
 from .core import OffloadCore, ScheduledRequest

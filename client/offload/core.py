@@ -2,15 +2,15 @@
 
 The core is a state machine without I/O, clock or threads, for any engine. The adapter reports
 events of the engine, the workers and the server as method calls. ``now`` is in seconds of a
-monotonic clock. Once per step the adapter takes all loads and saves as one ``StepPlan``. The core
-sends requests to the server through ``OffloadServer``. Calls for one request:
+monotonic clock. Once per step the adapter fetches all new loads and saves as one ``StepPlan``. The
+core sends requests to the server through ``OffloadServer``. Calls for one request:
 
-    arrived -> match (until not None) -> allocated -> [loads_ended] -> plan_saves (every step)
-    -> take_plan (every step) -> finished
+    arrived -> match (repeated while it returns None) -> allocated -> [loads_ended]
+    -> plan_saves (every step) -> take_plan (every step) -> finished
 
 Other events: ``lookup_ended``, ``saves_ended``, ``preempted``, ``server_changed``, ``reset`` and
-``emptied``. If the core does not know a request (no ``arrived``), it loads and saves nothing of the
-request; the engine computes the request.
+``emptied``. For a request without a call of ``arrived`` the core loads and saves nothing; the
+engine computes the request.
 """
 
 from __future__ import annotations
@@ -41,12 +41,16 @@ __all__ = ["OffloadCore", "ScheduledRequest"]
 
 
 class ScheduledRequest(NamedTuple):
-    """A request that the step computes, with the request's tokens and blocks after the step."""
+    """A request that the engine computes in this step.
+
+    ``tokens``: number of its computed tokens after the step.
+    ``read_table``: returns its blocks after the step; None if they are not known.
+    """
 
     request_id: str
     tokens: int
     read_table: Callable[[], BlockTables | None]
-    drafts: bool = False  # some of the tokens may be rejected
+    drafts: bool = False  # some of the tokens are drafts, which the engine may reject
 
 
 class _Reset(Enum):
@@ -74,7 +78,7 @@ class OffloadCore:
             self._lookahead = EvictionLookahead(geometry, options.batched_tokens, pool)
         self._requests: dict[str, OffloadRequest] = {}
         self._loading: set[str] = set()
-        # Requests whose preemption `match` saw in this step, before `preempted` was called.
+        # Requests whose preemption `match` has handled in this step. `preempted` skips them.
         self._restarted: set[str] = set()
         # The request of each save job in flight, by job id. The core reports a request's end to the
         # server after the request's last save job.
@@ -87,9 +91,9 @@ class OffloadCore:
     def arrived(self, request: EngineRequest, engine_tokens: int | None, now: float) -> bool:
         """Registers a new request; returns whether a lookup after ``engine_tokens`` was started.
 
-        ``engine_tokens`` estimates the hit in the engine's own cache. If the estimate is too low,
-        the lookup asks for a few keys too many. If the estimate is too high, a second lookup is
-        needed. If the estimate is None, the lookup starts with the first ``match``.
+        ``engine_tokens``: estimated number of the request's leading tokens in the engine's own
+        prefix cache. If the estimate is too low, the lookup asks for a few keys too many. If it is
+        too high, ``match`` needs a second lookup. If it is None, ``match`` starts the lookup.
         """
         state = self._requests[request.request_id] = OffloadRequest(request)
         if engine_tokens is None or not self._may_look_up(state):
@@ -101,8 +105,8 @@ class OffloadCore:
 
         The adapter calls this each time that the scheduler considers a waiting request. If the
         server has not answered yet, returns None; the adapter asks again in the next step. The
-        blocks of the hit stay pinned until the load ends. Without a load they stay pinned until the
-        request ends or the engine computes it (B4.3).
+        blocks of the hit stay pinned until the load ends. If the engine does not load the hit, they
+        stay pinned until it starts to compute the request or the request ends (B4.3).
         """
         state = self._requests.get(request_id)
         if state is None:
@@ -123,8 +127,9 @@ class OffloadCore:
     def allocated(self, request_id: str, tables: BlockTables, external_tokens: int) -> None:
         """The engine allocated blocks to load ``external_tokens`` of the hit: all, some or none.
 
-        If there are tokens to load, the request waits for the load. So a ``LoadJob`` is then always
-        planned. If nothing can be read, the job is empty and workers report the job as failed.
+        If ``external_tokens`` is above 0, the engine lets the request wait for a load. Therefore
+        the core always plans a ``LoadJob`` for it. If nothing can be read, this job is empty;
+        workers report it as failed, and the engine computes the request.
         """
         state = self._requests.get(request_id)
         if external_tokens > 0:
@@ -140,12 +145,16 @@ class OffloadCore:
             self._loads.drop(state)
 
     def sources(self, request_id: str) -> Mapping[str, int]:
-        """Returns the number of tokens of the request's last load from each tier."""
+        """Returns how many tokens of the request's latest load came from each tier."""
         state = self._requests.get(request_id)
         return state.sources if state is not None else {}
 
     def loads_ended(self, ended: Iterable[str], failed: Iterable[str]) -> None:
-        """All workers have ended these loads. The engine computes the blocks of failed loads."""
+        """Records ended loads, by request id.
+
+        ``ended``: loads that all workers have ended. ``failed``: loads that failed in some worker;
+        the engine computes their blocks.
+        """
         for request_id in failed:
             state = self._requests.get(request_id)
             if state is not None:
@@ -160,7 +169,10 @@ class OffloadCore:
     # ---- saves
 
     def plan_saves(self, computed: Iterable[ScheduledRequest], now: float) -> list[EndedSave]:
-        """Plans this step's saves and returns expired jobs. Call this after each scheduling."""
+        """Plans this step's saves. Returns the saves without a report for ``save_lost_after_s``.
+
+        The adapter calls this once per step, after the engine has scheduled the step.
+        """
         lost = self._saves.expire(now)
         self._saves_ended(lost, now)
         if self._reset is _Reset.NONE:
@@ -179,9 +191,9 @@ class OffloadCore:
     ) -> list[EndedSave]:
         """Records workers' reports. Returns the jobs that all workers have ended.
 
-        ``ended``: how many workers reported each job. ``not_stored``: per job, the indices of the
-        keys that some worker could not store. A block counts as stored only if every worker stored
-        its part (B4.5).
+        ``ended``: per job id, how many workers have reported the job since the last call.
+        ``not_stored``: per job id, the indices of the keys that some worker could not store. A
+        block counts as stored only if every worker stored its part (B4.5).
         """
         complete = self._saves.report(ended, not_stored, now)
         self._saves_ended(complete, now)
@@ -208,7 +220,8 @@ class OffloadCore:
     ) -> None:
         """The request has ended. Saves the blocks that the request's last step filled (B4.14).
 
-        ``held``: blocks that a peer waits for, with keys. The core saves those not offered yet.
+        ``confirmed_tokens``: number of computed tokens without draft tokens.
+        ``held``: blocks that a peer waits for. The core also saves those that it has not offered.
         """
         state = self._requests.get(request_id)
         if state is None:
@@ -251,13 +264,16 @@ class OffloadCore:
         return self._empty_when_drained()
 
     def emptied(self) -> None:
-        """The server has emptied its CPU tier; running requests are stored again (B3.19)."""
+        """Ends the reset: the server has emptied its CPU tier.
+
+        The core stores all blocks of running requests again (B3.19).
+        """
         if self._reset is _Reset.EMPTYING:
             self._reset = _Reset.NONE
             self._store_again()
 
     def server_changed(self) -> None:
-        """The server was restarted or replaced, and may lack blocks that were stored or found.
+        """The server was restarted or replaced, and may lack blocks that it stored or found before.
 
         Each request is looked up again at its next ``match``. All blocks of running requests are
         stored again, so that no stored prefix has a gap (B4.15). Blocks of saves in flight do not
@@ -342,7 +358,8 @@ class OffloadCore:
     def _empty_when_drained(self) -> bool:
         """Returns True if no transfer is in flight.
 
-        If a reset was waiting for this, the core asks the server to empty its CPU tier.
+        If a reset waits for the end of the transfers, the core then asks the server to empty its
+        CPU tier.
         """
         if self.pending:
             return False

@@ -15,38 +15,40 @@ __all__ = ["EvictionLookahead"]
 
 # While the engine allocates the blocks of one step, workers save the blocks of the next step.
 _STEPS_AHEAD = 2
-# A scan costs about 1 µs per block, so it does not run in every step.
+# A scan costs about 1 µs per block. So a scan runs only if less than this fraction of the target
+# is stored or being stored, or after this number of steps.
 _MIN_COVERAGE = 0.75
 _STEPS_BETWEEN_SCANS = 16
-# The server does not report evictions. So a stored block counts as stored for one to two periods of
-# this length. Then the block is offered again, which costs one key in a call if it is still stored.
+# The server does not report evictions. So a block counts as stored only for one to two periods of
+# this length. Then it is offered again. If the server still has the block, this costs only one key
+# in a call.
 _STORED_TTL_S = 60.0
 
 
 class EvictionLookahead:
-    """Chooses blocks to store: blocks that the next steps may evict.
+    """Chooses blocks to store: free blocks that the engine may evict in the next two steps.
 
     Scans the engine's free blocks in eviction order. Scans again after some steps, because prefix
     hits also remove blocks from the middle of this order. Scans earlier if many blocks of the last
-    scan are no longer free. After the store, a block is at its old place in the eviction order.
+    scan are no longer free. When a save ends, its blocks return to the head of the eviction order.
     """
 
     def __init__(self, geometry: CacheGeometry, batched_tokens: int, pool: BlockPool) -> None:
         self.target = _STEPS_AHEAD * sum(group.blocks_per_step(batched_tokens) for group in geometry.groups)
         self._pool = pool
-        # Blocks of the last scan that need no store, in eviction order.
+        # Free blocks that are stored or cannot be stored, in eviction order.
         self._covered: deque[FreeBlock] = deque()
         self._in_flight: set[int] = set()
         self._steps_since_scan = 0
-        # Key of each stored block by block id, in this period and in the one before. The key shows
-        # whether the engine has reused the block for other content.
+        # By block id, the key under which a block was stored, in this period and in the previous
+        # one. If the block has another key now, the engine has reused it for other content.
         self._stored: dict[int, bytes] = {}
         self._stored_before: dict[int, bytes] = {}
         self._next_aging_at = 0.0
         self._backoff = Backoff()
 
     def choose(self, limit: int, now: float) -> list[FreeBlock]:
-        """Returns at most ``limit`` blocks to store now; none during the backoff."""
+        """Returns at most ``limit`` blocks to store now; none while the backoff waits."""
         if not self._backoff.is_over(now) or self._is_covered():
             return []
         self._age(now)
@@ -64,9 +66,9 @@ class EvictionLookahead:
         return chosen
 
     def ended(self, save: EndedSave, now: float) -> None:
-        """Records the result of a save. Puts blocks that were free back into the eviction order.
+        """Records the result of a save. If its blocks were free, frees them again.
 
-        The result is ignored if the server has changed since the save began.
+        If the server has changed since the save began, the result is ignored.
         """
         job = save.job
         if save.was_free:
@@ -82,11 +84,11 @@ class EvictionLookahead:
             self._backoff.reset()
 
     def loaded(self, blocks: Iterable[tuple[int, bytes]]) -> None:
-        """Records (block id, key) of loaded blocks as stored."""
+        """Records loaded blocks as stored. ``blocks``: (block id, key) of each."""
         self._stored.update(blocks)
 
     def restart(self) -> None:
-        """The server was emptied or replaced: no block counts as stored."""
+        """No block counts as stored any more: the server was emptied or replaced."""
         self._stored.clear()
         self._stored_before.clear()
         self._covered.clear()

@@ -63,7 +63,7 @@ class PrefixHit:
     """Result of a lookup: the first ``hit_tokens`` tokens of the request are stored.
 
     ``items[group.index][position]``: (lease id, index in the lease) of each stored block.
-    ``sources[position]``: the tier that had the leading group's block.
+    ``sources[position]``: the tier that had the block of ``CacheGeometry.leading_group``.
     """
 
     hit_tokens: int
@@ -74,11 +74,12 @@ class PrefixHit:
 class RequestPhase(Enum):
     """Phase of a request.
 
-    WAITING: the engine has not computed the request yet, or not again after a preemption or load.
+    WAITING: the request is new, was preempted, or its load has ended. The engine does not compute
+    the request yet.
     LOADING: workers write into the request's blocks.
     RUNNING: the engine computes the request.
     ENDING: the request has ended, but workers still write into the request's blocks.
-    ENDED: at most saves of the request are still in flight.
+    ENDED: the request has ended. Saves of its blocks may still be in flight.
     """
 
     WAITING = "waiting"
@@ -90,7 +91,7 @@ class RequestPhase(Enum):
 
 @dataclass
 class Lookup:
-    """Lookup of tokens [``start``, ``limit``). The blocks of ``found`` are pinned."""
+    """Lookup of tokens [``start``, ``limit``). ``found``: the answer, whose blocks are pinned."""
 
     number: LookupId
     start: int
@@ -108,7 +109,7 @@ class OffloadRequest:
     ``loading``: the lookup whose hit is being loaded.
     ``offered_from``: number of computed tokens when ``match`` last returned a hit.
     ``loading_blocks``: (block id, key) of the blocks that are being loaded.
-    ``compute_only``: a load failed or a lookup timed out; the request looks up nothing more.
+    ``compute_only``: a load failed or a lookup timed out, so the core starts no further lookup.
     """
 
     engine: EngineRequest
@@ -139,7 +140,7 @@ class LoadPlanner:
     def begin(self, state: OffloadRequest, start: int, now: float) -> Lookup | None:
         """Starts a lookup of the full blocks after ``start``.
 
-        Returns None if there is no such block or no server is connected.
+        Returns None if there is no full block after ``start``, or if no server is connected.
         """
         request, step = state.engine, self._geometry.step_tokens
         limit = usable_limit(request.total_tokens, step)
@@ -161,7 +162,7 @@ class LoadPlanner:
             lookup.found, lookup.answered_at = found, now
 
     def match(self, state: OffloadRequest, computed_tokens: int, now: float) -> int | None:
-        """Returns how many tokens after ``computed_tokens`` can be loaded; None if unknown yet."""
+        """Returns how many tokens after ``computed_tokens`` can be loaded; None: not known yet."""
         step = self._geometry.step_tokens
         if computed_tokens % step or usable_limit(state.engine.total_tokens, step) <= computed_tokens:
             return 0
@@ -179,7 +180,7 @@ class LoadPlanner:
         return max(0, lookup.found.hit_tokens - computed_tokens)
 
     def take(self, state: OffloadRequest, tables: BlockTables, external_tokens: int) -> LoadJob:
-        """Plans the load of ``external_tokens`` of the hit; an empty job if it is impossible."""
+        """Plans the load of ``external_tokens`` of the hit. If impossible, returns an empty job."""
         job = LoadJob(state.engine.request_id)
         lookup, state.lookup = state.lookup, None
         state.loading = lookup
@@ -196,13 +197,13 @@ class LoadPlanner:
         return job
 
     def failed(self, state: OffloadRequest) -> None:
-        """The load failed. The engine computes its blocks, and the core offers them for storing."""
+        """Records a failed load. The engine computes the blocks, and the core saves them."""
         state.compute_only = True
         state.progress.loaded = range(0)
         state.loading_blocks = []
 
     def ended(self, state: OffloadRequest) -> list[tuple[int, bytes]]:
-        """Unpins the blocks of a load that has ended; returns (block id, key) of those loaded."""
+        """Unpins the hit of a load that has ended. Returns (block id, key) of the loaded blocks."""
         lookup, state.loading = state.loading, None
         self._unpin(lookup)
         loaded, state.loading_blocks = state.loading_blocks, []
@@ -241,10 +242,10 @@ def usable_limit(num_tokens: int, step_tokens: int) -> int:
 def search_hit(
     geometry: CacheGeometry, start: int, limit: int
 ) -> Generator[PresenceQuery, AbstractSet[BlockPosition], int]:
-    """Finds the end of the hit that begins at ``start``, at most ``limit``, with a few queries.
+    """Finds the end of the hit that begins at ``start``; the end is at most ``limit``.
 
-    The caller sends the stored blocks of each query into the generator. ``start`` and ``limit`` are
-    multiples of ``geometry.step_tokens``.
+    The generator yields a few queries. The caller sends the set of stored blocks of each query.
+    ``start`` and ``limit`` are multiples of ``geometry.step_tokens``.
     """
     step = geometry.step_tokens
     for group in (g for g in geometry.groups if g.kind is CacheGroupKind.FULL):
@@ -258,8 +259,8 @@ def search_hit(
     partial = [g for g in geometry.groups if g.kind is not CacheGroupKind.FULL]
     if not partial or limit <= start:
         return limit
-    # In most cases all windows at the end of the full hit are stored, so the first query asks only
-    # for these.
+    # In most cases the server has all window and state blocks that a hit up to `limit` needs. So
+    # the first query asks only for these blocks.
     tails = [
         block for block in _positions(partial, start, limit) if block.position >= block.group.first_needed_block(limit)
     ]
@@ -317,9 +318,10 @@ def _serves(group: CacheGroup, runs: Sequence[int], start: int, hit: int) -> boo
 def plan_reads(geometry: CacheGeometry, found: PrefixHit, tables: BlockTables, start: int, end: int) -> list[BlockRead]:
     """Returns reads, one per lease, that fill every block allocated for [``start``, ``end``).
 
-    The engine treats every allocated block as loaded. So nothing is read if the lookup lacks one of
-    these blocks, or if ``start`` or ``end`` is inside a block. A block may be missing if the engine
-    accepted fewer tokens than were offered: a sliding window then needs other blocks.
+    The engine treats every allocated block as loaded. So the result is empty if the lookup did not
+    find one of these blocks, or if ``start`` or ``end`` is no multiple of ``step_tokens``. If the
+    engine accepted fewer tokens than the core offered, a sliding window may need blocks that the
+    lookup did not find.
     """
     if start % geometry.step_tokens or end % geometry.step_tokens:
         return []
@@ -341,9 +343,9 @@ def plan_reads(geometry: CacheGeometry, found: PrefixHit, tables: BlockTables, s
 def lacks_blocks(geometry: CacheGeometry, pool: BlockPool, tables: BlockTables, start: int, end: int) -> bool:
     """Whether a sliding window lacks blocks before ``start`` that a hit up to ``end`` needs.
 
-    An engine with state groups may count tokens as computed although it evicted their blocks of a
-    sliding window. The engine allocates these blocks again, without content. A lookup that began at
-    ``start`` did not ask for these blocks.
+    An engine with state groups may count tokens before ``start`` as computed although it evicted
+    their sliding-window blocks. The engine then allocates these blocks again, without content. The
+    lookup began at ``start``, so the core cannot load them.
     """
     if not any(group.is_state for group in geometry.groups):
         return False

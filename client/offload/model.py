@@ -1,4 +1,4 @@
-"""Interfaces of the offload core to the engine and the server; jobs and options of the core.
+"""Interfaces through which the offload core uses engine and server; jobs and options of the core.
 
 The core calls all methods of the interfaces on the scheduler's thread. The methods must not block,
 and must not raise if a server fails.
@@ -59,11 +59,12 @@ class CacheGroup:
     """One KV cache group.
 
     ``retained_tokens``: a hit needs only the blocks of its last ``retained_tokens`` tokens; None
-    (full attention): it needs all blocks.
+    (full attention) if a hit needs all blocks.
     ``page_bytes[i]``: bytes of one block of ``layers[i]`` on one rank, without padding.
     ``formats[i]``: data format of these bytes, if known.
     ``is_state``: the layers have a recurrent state (for example Mamba) that they update in place. A
-    hit needs only its last block. A block has the state at its end only if a step ended there.
+    hit needs only its last block. A block contains the state after its last token only if an engine
+    step ended exactly at this token.
     """
 
     index: int
@@ -112,9 +113,9 @@ class CacheGroup:
 class CacheGeometry:
     """Cache groups and block sizes.
 
-    ``step_tokens``: block size of the scheduler; hits are multiples of it.
+    ``step_tokens``: block size of the scheduler; the length of a hit is a multiple of it.
     ``hash_tokens``: number of tokens that one of the engine's block hashes covers.
-    ``drop_last_block``: the engine recomputes the last block of a hit.
+    ``drop_last_block``: whether the engine recomputes the last block of each hit.
     ``null_block``: the block id that stands for "no block".
     """
 
@@ -126,7 +127,7 @@ class CacheGeometry:
 
     @property
     def leading_group(self) -> CacheGroup:
-        """The group whose blocks are used to estimate and count tokens: full attention if any."""
+        """The group by whose blocks tokens are counted: the first full-attention group, if any."""
         return next((group for group in self.groups if group.kind is CacheGroupKind.FULL), self.groups[0])
 
 
@@ -138,12 +139,15 @@ class EngineRequest(Protocol):
 
     @property
     def request_id(self) -> str:
-        """The engine's id, as in calls of the core. It is unique among unfinished requests."""
+        """The engine's id of the request, unique among unfinished requests.
+
+        The adapter uses the same id when it calls the core.
+        """
         ...
 
     @property
     def server_name(self) -> str:
-        """The request's id at the server: ``request_id``, unless that is too long."""
+        """The request's id at the server: ``request_id``, shortened if the server requires it."""
         ...
 
     @property
@@ -161,7 +165,7 @@ class EngineRequest(Protocol):
 
     @property
     def request_level(self) -> bool:
-        """Whether a tier asks for every block of the request, loaded blocks included (B1.1)."""
+        """Whether a tier must receive every block of the request, also loaded blocks (B1.1)."""
         ...
 
     def final_blocks(self, group: CacheGroup) -> int:
@@ -177,7 +181,7 @@ class EngineRequest(Protocol):
 
 
 class FreeBlock(NamedTuple):
-    """A block and its key; ``key`` is None if the content cannot be stored."""
+    """An engine block and the key to store it under; ``key`` is None if it cannot be stored."""
 
     block_id: int
     group_index: int
@@ -185,7 +189,10 @@ class FreeBlock(NamedTuple):
 
 
 class BlockPool(Protocol):
-    """The engine's blocks and their reference counts; a free block may be overwritten."""
+    """The engine's blocks and their reference counts.
+
+    A block without a reference is free: the engine may evict its content and overwrite it.
+    """
 
     @property
     def num_blocks(self) -> int: ...
@@ -196,21 +203,22 @@ class BlockPool(Protocol):
     def release(self, block_ids: Sequence[int]) -> None:
         """Removes one reference from each block.
 
-        Blocks that become free are evicted in this order, after all free blocks with content.
+        Blocks with content that become free are put at the end of the eviction order, in the order
+        of ``block_ids``.
         """
 
     def put_back(self, block_ids: Sequence[int], behind: Collection[int]) -> None:
         """Removes one reference from each block.
 
-        Blocks that become free are evicted in this order, before all free blocks with content.
-        Exception: blocks of ``behind`` that are now at the head of the eviction order are still
-        evicted first.
+        Blocks that become free are put near the head of the eviction order, in the order of
+        ``block_ids``: before the free blocks with content, but behind the blocks in ``behind`` that
+        are already at the head.
         """
 
     def references(self, block_id: int) -> int: ...
 
     def cached_key(self, block_id: int) -> bytes | None:
-        """Key of the block in the engine's prefix cache at the end of this step, if any."""
+        """Key under which the engine's prefix cache will have the block after this step, if any."""
 
     def free_block(self, block_id: int) -> FreeBlock | None:
         """The block; None if the block has a reference."""
@@ -221,27 +229,34 @@ class BlockPool(Protocol):
 
 
 class OffloadServer(Protocol):
-    """Sends the core's requests to the server. The adapter reports results by calls of the core."""
+    """Sends the core's requests to the server. The adapter reports results by calling the core."""
 
     def start_lookup(self, lookup: LookupId, request: EngineRequest, start: int, limit: int) -> bool:
         """Looks up and pins the stored blocks of tokens [``start``, ``limit``) (B4.3).
 
-        The adapter reports the result by ``OffloadCore.lookup_ended``. Returns False, which counts
-        as a miss, if no server is connected.
+        The adapter passes the result to ``OffloadCore.lookup_ended``. Returns False if no server is
+        connected; the core then treats the lookup as a miss.
         """
         ...
 
     def drop_lookup(self, lookup: LookupId) -> None:
-        """Cancels a lookup. If the lookup has ended, unpins its blocks. Reports no result."""
+        """Cancels a lookup: the adapter reports no result and unpins the blocks that it found."""
 
     def give_up_lookup(self, lookup: LookupId) -> None:
-        """Same as ``drop_lookup``, for a lookup that timed out."""
+        """Cancels a lookup that timed out, in the same way as ``drop_lookup``."""
 
     def end_request(self, request: EngineRequest) -> None:
-        """Ends the request at the server (B3.12). Called once per request, after its last store."""
+        """Ends the request at the server (B3.12).
+
+        The core calls this once per request, after the last store of the request has ended.
+        """
 
     def empty(self) -> None:
-        """Empties the CPU tier. After the last call the adapter calls ``OffloadCore.emptied``."""
+        """Asks the server to empty the CPU tier; does not wait.
+
+        When the server has done so, the adapter calls ``OffloadCore.emptied``. If calls overlap,
+        the adapter calls ``emptied`` only once, when the server has done the last of them.
+        """
 
 
 # ---- jobs of the workers
@@ -249,7 +264,9 @@ class OffloadServer(Protocol):
 
 @dataclass
 class BlockRead:
-    """Blocks to load: key ``indices[i]`` of the lease into ``block_ids[i]`` of ``groups[i]``.
+    """Blocks to load from one lease.
+
+    Workers copy key ``indices[i]`` of the lease into block ``block_ids[i]`` of group ``groups[i]``.
 
     ``endpoint``: the server that granted the lease; empty for the engine's own server.
     """
@@ -268,7 +285,7 @@ class BlockRead:
 
 @dataclass
 class LoadJob:
-    """Load of one request. Workers report a job without ``reads`` as failed at once."""
+    """Load of one request. If ``reads`` is empty, workers report the job as failed at once."""
 
     request_id: str
     reads: list[BlockRead] = field(default_factory=list)
@@ -280,10 +297,11 @@ class LoadJob:
 
 @dataclass
 class SaveJob:
-    """Blocks to store together. The core holds the blocks until all workers report ``job_id``.
+    """Blocks to store together.
 
-    ``request_id``: the request's ``server_name``; empty for blocks that belong to no request
-    (lazy mode).
+    The core holds a reference to each block until every worker has reported ``job_id``, or the job
+    has expired. ``request_id``: the request's ``server_name``; empty in lazy mode and for blocks
+    that a peer will pull.
     """
 
     job_id: int
@@ -302,9 +320,9 @@ class SaveJob:
 class StepPlan:
     """Jobs of one step. Workers report each job separately.
 
-    Loads wait for the compute that may still read the blocks' old content. Saves wait for the
-    compute that writes the blocks. A worker needs one device event for all loads of a step, and
-    one for all saves (B4.4, B4.11).
+    Workers start the loads after the compute that may still read the old content of the blocks, and
+    the saves after the compute that writes the blocks. A worker needs one device event for all
+    loads of a step, and one for all saves (B4.4, B4.11).
     """
 
     loads: list[LoadJob] = field(default_factory=list)
@@ -315,7 +333,10 @@ class StepPlan:
 
 
 class OffloadMode(Enum):
-    """EAGER: stores a block when it is full (B4.6). LAZY: before the engine evicts it (B4.7)."""
+    """EAGER: the core stores a block when the block is full (B4.6).
+
+    LAZY: the core stores a block shortly before the engine evicts the block (B4.7).
+    """
 
     EAGER = "eager"
     LAZY = "lazy"
@@ -327,12 +348,15 @@ class OffloadOptions:
 
     ``lookup_timeout_s``: maximum time that a request waits for its lookup; after this time the
     engine computes the request.
-    ``hit_lifetime_s``: if a hit is not loaded within this time, the core looks it up again. Choose
-    a shorter time than the lease of the lookup.
-    ``max_held_fraction``: maximum fraction of the engine's blocks that saves in flight may hold.
-    ``save_lost_after_s``: after this time without a report a save counts as not stored. By then
-    workers must have stopped reading the blocks, and must not store what they read (B5.6).
-    ``batched_tokens``: maximum number of tokens per step; lazy mode looks two steps ahead.
+    ``hit_lifetime_s``: if a hit is not loaded within this time, the core looks it up again. This
+    time must be shorter than the lease of the lookup.
+    ``max_held_fraction``: maximum fraction of the engine's blocks that saves in flight may hold;
+    the core offers further blocks in later steps.
+    ``save_lost_after_s``: if no report of a save arrives within this time, the save counts as not
+    stored and the engine may reuse its blocks. Workers must have stopped reading the blocks within
+    this time, and must not store afterwards anything that they read from them (B5.6).
+    ``batched_tokens``: maximum number of tokens that the engine computes per step. Lazy mode uses
+    it to estimate how many blocks the engine will evict in the next two steps.
     """
 
     mode: OffloadMode = OffloadMode.EAGER
@@ -345,7 +369,7 @@ class OffloadOptions:
 
 @dataclass
 class Backoff:
-    """Growing intervals between attempts to store in a full server, in seconds."""
+    """Wait, in seconds, before blocks that could not be stored are offered again."""
 
     interval_s: float = _MIN_BACKOFF_S
     until: float = 0.0
@@ -354,14 +378,14 @@ class Backoff:
         return now >= self.until
 
     def start(self, now: float) -> None:
-        """A store was refused: the next attempt is after one interval."""
+        """Starts a wait of one interval."""
         self.until = now + self.interval_s
 
     def grow(self, now: float) -> None:
-        """A store is tried again: doubles the interval before the next attempt."""
+        """Doubles the interval (up to 30 s) and starts a wait of one interval."""
         self.interval_s = min(2 * self.interval_s, _MAX_BACKOFF_S)
         self.until = now + self.interval_s
 
     def reset(self) -> None:
-        """A store was accepted."""
+        """Ends the wait and resets the interval, because a store succeeded."""
         self.interval_s, self.until = _MIN_BACKOFF_S, 0.0

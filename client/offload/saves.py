@@ -4,8 +4,9 @@
 prefill, recomputation or decode. Workers copy the block after that step's compute. Until every
 worker has reported the copy, the core holds an additional reference to the block in the engine's
 block pool. So the engine does not overwrite the block, even if the request ends, is preempted or
-moves its sliding window. Alternatives are worse. Copying inside the step adds the copy and two
-round trips to every step. Delaying the end of requests does not protect blocks freed earlier.
+moves its sliding window. Two alternatives are worse. If each step waited for its copies, every step
+would take longer by the copy and two round trips. If the end of each request waited for its copies,
+blocks that the engine frees before the end of the request would not be protected.
 
 Blocks found in the engine's own prefix cache are offered too. The server answers "present" for
 blocks that it has. If the server has lost a block (eviction, restart), the block is stored again
@@ -44,9 +45,9 @@ class SaveProgress:
 
     ``next_position``: per group, the first position that was not offered.
     ``next_full_at``: number of computed tokens at which the next block is full.
-    ``loaded``: tokens loaded from the server, which are not offered. The range is empty if a tier
-    wants all blocks of the request (B1.1).
-    ``ends``: token counts at which steps ended, if a block of a state group ends there.
+    ``loaded``: tokens loaded from the server, whose blocks are not offered. The range is empty if a
+    tier must receive all blocks of the request (B1.1).
+    ``ends``: token counts at which both a step and a block of a state group ended.
     ``missed``: per group, positions that were offered but not stored. ``backoff`` says when to
     offer these again.
     """
@@ -70,7 +71,10 @@ class SaveProgress:
         return self.next_position.get(group_index, 0)
 
     def miss(self, group_index: int, position: int, now: float) -> None:
-        """Records a block that was not stored. Positions from the cursor on are offered anyway."""
+        """Records an offered block that was not stored, so that it is offered again.
+
+        Ignores positions from the cursor on, because they are offered anyway.
+        """
         if position >= self.cursor(group_index):
             return
         if not self.missed:
@@ -78,7 +82,7 @@ class SaveProgress:
         self.missed.setdefault(group_index, set()).add(position)
 
     def stored(self) -> None:
-        """Resets the backoff after a successful store."""
+        """Resets the backoff after a successful store, unless a missed block still waits for it."""
         if not self.missed:
             self.backoff.reset()
 
@@ -95,8 +99,10 @@ class SaveProgress:
 class EndedSave(NamedTuple):
     """A save that all workers have reported, or that expired.
 
+    ``not_stored``: indices of the keys in ``job.keys`` that were not stored.
     ``suspect``: the server has changed since the save began, so the server may lack the blocks.
-    ``was_free``: the blocks were free before; the caller puts them back into the eviction order.
+    ``was_free``: the blocks were free before the save. The planner has not released them; the
+    caller must call ``BlockPool.put_back``.
     """
 
     job: SaveJob
@@ -128,7 +134,8 @@ class SavePlanner:
         self, geometry: CacheGeometry, world_size: int, max_held_fraction: float, lost_after_s: float, pool: BlockPool
     ) -> None:
         self._null_block = geometry.null_block
-        # Full attention comes last: if the hold budget is short, its blocks are still there later.
+        # Full attention comes last. If the hold budget is exhausted, its blocks can be offered in a
+        # later step, because the engine keeps them until the request ends.
         self._groups = sorted(geometry.groups, key=lambda group: group.kind is CacheGroupKind.FULL)
         self._state_sizes = {group.block_tokens for group in geometry.groups if group.is_state}
         self._world_size = world_size
@@ -151,14 +158,17 @@ class SavePlanner:
         return max(0, int(self._pool.num_blocks * self._max_held_fraction) - len(self._in_flight))
 
     def blocks_awaiting_save_only(self, now: float) -> bool:
-        """Whether a block is in use only by its save, unless the oldest save takes long."""
+        """Whether the end of a save will free a block, because nothing else references the block.
+
+        False if the oldest save has been running for more than half a second.
+        """
         first = next(iter(self._jobs.values()), None)
         if first is None or now - first.sent_at > _SHORT_WAIT_S:
             return False
         return any(self._pool.references(block_id) == 1 for block_id, _ in self._in_flight)
 
     def step_ends(self, progress: SaveProgress, tokens: int) -> None:
-        """Records that this step computes a request up to ``tokens``, without draft tokens."""
+        """Records that this step has no draft tokens and computes a request up to ``tokens``."""
         if any(tokens % size == 0 for size in self._state_sizes):
             # Drops older ends, because the engine may have overwritten the states in their blocks.
             progress.ends = {end for end in progress.ends if end + max(self._state_sizes) >= tokens} | {tokens}
@@ -176,7 +186,8 @@ class SavePlanner:
         """Returns the job for full blocks that were not offered yet, or offered but not stored.
 
         ``read_table`` is called only if there is a block to offer. If the limit of held blocks is
-        reached, the other blocks are offered in a later step. ``last``: there is no later step.
+        reached, the other blocks are offered in a later step. ``last``: there is no later step, so
+        missed blocks are offered now, and blocks above the limit are never stored.
         """
         if (computed_tokens < progress.next_full_at and not progress.missed) or self.hold_budget <= 0:
             return None
@@ -221,7 +232,7 @@ class SavePlanner:
         return blocks
 
     def sent(self, jobs: Iterable[SaveJob], now: float) -> None:
-        """Records the time at which jobs are sent to the workers; ``expire`` counts from then."""
+        """Records when jobs are sent to the workers; ``expire`` measures from this time."""
         for job in jobs:
             self._jobs[job.job_id].sent_at = now
 
@@ -241,7 +252,7 @@ class SavePlanner:
         return [self._end(state, now) for state in complete]
 
     def expire(self, now: float) -> list[EndedSave]:
-        """Removes and returns the jobs with overdue reports; their blocks are not stored (B5.6)."""
+        """Removes and returns jobs with overdue reports. Their blocks count as not stored."""
         lost = []
         for state in self._jobs.values():
             if state.sent_at + self._lost_after_s > now:
@@ -252,7 +263,7 @@ class SavePlanner:
         return [self._end(state, now) for state in lost]
 
     def mark_suspect(self) -> None:
-        """The server has changed: all blocks of jobs in flight are offered again."""
+        """The server has changed: when a job in flight ends, all its blocks are offered again."""
         for state in self._jobs.values():
             state.suspect = True
 
@@ -266,7 +277,8 @@ class SavePlanner:
                 else:
                     progress.stored()
         if not state.was_free:
-            # Engines evict in the order of release: first the tail of a prefix, then the head.
+            # Engines evict blocks in the order of release. A head of a prefix without its tail is
+            # still useful, so the tail is released first.
             self._pool.release(job.block_ids[::-1])
         return EndedSave(job, frozenset(state.not_stored), state.suspect, state.was_free)
 
@@ -305,7 +317,7 @@ class SavePlanner:
     def _has_state(
         self, request: EngineRequest, progress: SaveProgress, group: CacheGroup, position: int, block_id: int
     ) -> bool:
-        """Whether the block holds the state at its own end, not that of another position."""
+        """Whether the block contains the state after its last token, not after another token."""
         end = (position + 1) * group.block_tokens
         return end in progress.ends or self._pool.cached_key(block_id) == request.key(group, position)
 
