@@ -96,7 +96,7 @@ class Server:
     """
 
     def __init__(self, config: Config, end: Callable[[], object] = lambda: None) -> None:
-        """If an operator ends the server, it calls `end`. The caller must then call `stop`."""
+        """`end` is called when `kvtier drain` ends the server. The caller must then call `stop`."""
         self.config = config
         self.ports: list[int] = []
         """TCP ports that the server listens on. A configured port 0 appears as the chosen port."""
@@ -114,7 +114,7 @@ class Server:
         """Starts all components and begins to serve.
 
         Raises:
-            StartError: a resource is not available. Call `stop` to release the others.
+            StartError: a resource is not available. Call `stop` to close what was opened before.
         """
         loop, config, closers = asyncio.get_running_loop(), self.config, self._closers
         started = loop.time()
@@ -134,7 +134,7 @@ class Server:
         self.ports = bind_endpoints(config, listeners.grpc, access)
         self.metrics_port = start_metrics_server(backend, drain, status, closers)
 
-        # Called after the tiers are open, because opening them creates many long-lived objects.
+        # Called after the tiers are open, so that the many objects of their indexes are exempt.
         disable_full_gc()
         await runtime.start()  # backs the first extent before the first call
         await listeners.grpc.start()
@@ -170,7 +170,7 @@ class Server:
 
 
 async def _watch(backend: Backend, health: Health) -> None:
-    """Every second reloads tokens, updates the health service, and collects garbage if due."""
+    """Every second reloads changed tokens, updates the health service, and runs `FullCollector`."""
     runtime, metrics = backend.runtime, backend.metrics
     collector = FullCollector(runtime.now())
     while True:

@@ -1,4 +1,4 @@
-"""Drain of a server: the server refuses new work, finishes running work, then ends or waits.
+"""Drain of a server: it refuses new work and finishes running work; then it ends, if requested.
 
 SIGTERM and SIGINT also drain the server, through `Server.stop`.
 """
@@ -27,7 +27,7 @@ class Drain:
     def __init__(self, runtime: TierRuntime, sessions: SessionRegistry, end: Callable[[], object]) -> None:
         """`end` must make the process end, as SIGTERM does."""
         self.ending = False
-        """Whether the server will end after the drain."""
+        """Whether the server is ending. A drain that only refuses new work leaves this False."""
         self.complete = True
         """Whether the last drain finished all running work within `DRAIN_SECONDS`."""
         self._runtime = runtime
@@ -41,7 +41,7 @@ class Drain:
         return self._sessions.ended.is_set() if self.ending else self._task is None
 
     def end(self) -> None:
-        """Makes the server drain and end."""
+        """Makes the server refuse new work and finish running work, then end."""
         _log.info("drain begins", then="end")
         self.ending = True
         self._sessions.drain_began.set()

@@ -49,9 +49,9 @@ _WRITERS_SECONDS = 3.0
 _STALLED_SECONDS = 5.0
 """Maximum time that `drain` waits for tiers with a stalled job."""
 _LATE_SECONDS = 1.0
-"""A tick that is later than this shows that the process was paused, and its tier jobs with it.
+"""If a tick is late by more than this, the process was paused, including its running tier jobs.
 
-After such a tick no new stall is detected for `stall_seconds`.
+For `stall_seconds` the runtime then detects no new stall: the pause made the jobs late, not a tier.
 """
 _RETRY_SECONDS = 1.0
 """Delay of the next slice of work after a slice that failed."""
@@ -82,9 +82,9 @@ class TierRuntime:
         *,
         stall_seconds: float = 10.0,
     ) -> None:
-        """Starts nothing; see `start`. `close` closes the region and the tiers.
+        """Takes ownership of the region and the tiers: `close` closes them. Starts nothing.
 
-        A tier whose job takes longer than `stall_seconds` gets no work until the job ends.
+        If a job takes longer than `stall_seconds`, its tier gets no other job until this job ends.
 
         Raises:
             ValueError: the settings contradict each other, or exceed what the tiers can hold.
@@ -169,7 +169,10 @@ class TierRuntime:
                 self._waiting.pop(name, None)
 
     async def wait_for_change(self, seconds: float) -> None:
-        """Waits, at most `seconds`, for `notify_change`: after a job, a failed store or a tick."""
+        """Waits, at most `seconds`, until `notify_change` is called.
+
+        Examples: a job or a session has ended, a store has failed, or a tick has run.
+        """
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), seconds)
 
@@ -181,8 +184,8 @@ class TierRuntime:
     async def drain(self, seconds: float) -> bool:
         """Waits, at most `seconds`, until stores in flight end and blocks are written to the tiers.
 
-        Returns whether all of this ended in time. The caller must refuse new stores. The least
-        recently used blocks are written last.
+        Returns whether all stores ended and all blocks were written in time. The least recently
+        used blocks are written last. The caller must refuse new stores before this call.
         """
         deadline = self.now() + seconds
         self.core.durability.store_skipped()
@@ -198,9 +201,9 @@ class TierRuntime:
         return sum(worker.jobs for worker in self._workers if not worker.stalled)
 
     async def _wait_for_stalled(self, deadline: float) -> bool:
-        """Waits for stalled tiers, then stores the blocks that these tiers skipped.
+        """Waits until no tier is stalled, then writes the blocks that the stalled tiers skipped.
 
-        Returns whether no tier is stalled at the end.
+        Both waits end at the latest at `deadline`. Returns whether no tier is stalled at the end.
         """
         stall_deadline = min(deadline, self.now() + _STALLED_SECONDS)
         stalled = [worker for worker in self._workers if worker.stalled]
@@ -248,7 +251,7 @@ class TierRuntime:
         self.notify_change()
 
     async def close(self) -> None:
-        """Ends the threads, closes the tiers and the region. Call it once, after all other calls.
+        """Ends the threads, then closes the tiers and the region. Must be the last call.
 
         If a thread of a tier does not end, the region stays mapped, because the thread may still
         access the region.

@@ -38,17 +38,17 @@ _UNLIMITED_WIDTH = 10_000
 _OPTIONS = (("grpc.enable_http_proxy", 0),)  # these calls must not go through an HTTP proxy
 _STREAM_OPTIONS = (
     *_OPTIONS,
-    # Detects a lost host during a call without a time limit.
+    # A streaming call has no time limit. These messages detect that the server's host is lost.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
 )
 
 
 class AdminClientError(Exception):
-    """The server refused the call or sent an unexpected answer; the message is one line.
+    """The call failed, for example because the server refused it; the message is one line.
 
-    `reason` is the server's `ErrorReason`, or "TLS" after a TLS error, or "TIMEOUT" if no answer
-    arrived, or empty.
+    `reason` is the server's `ErrorReason`; "TLS" after a TLS error; "TIMEOUT" if no answer arrived
+    in time; empty for all other errors.
     """
 
     def __init__(self, text: str, reason: str = "") -> None:

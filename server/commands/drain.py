@@ -1,4 +1,4 @@
-"""`kvtier drain`: makes a server finish its work and end, or refuse new work."""
+"""`kvtier drain`: makes a server refuse new work, finish running work, and end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _drain(endpoint: Endpoint, request: DrainRequest, options: argparse.Namespace) -> DrainResponse:
-    """Returns the last answer, or the first answer without --wait."""
+    """Returns the server's first answer; with --wait, the last answer."""
     last = DrainResponse()
     most = 0
     steps = follow(endpoint, "Drain", request, options.timeout)

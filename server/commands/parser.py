@@ -104,9 +104,9 @@ def _add_evict(commands: Any) -> None:
         "evict",
         help="evict blocks by tier, tenant, namespace, age or number of bytes",
         description="Evicts the blocks that meet all given conditions, while the server serves other calls. At least one condition "
-        "or --all is required. Keeps blocks that are pinned by a lease or hold, being stored or being loaded. Evicts retained "
-        "blocks only with --retained. Prints how many blocks and bytes were evicted and kept. Ctrl-C stops the eviction, not "
-        "the server.",
+        "or --all is required. Keeps blocks that a lease or hold pins, and blocks that are being stored or loaded. Evicts "
+        "retained blocks only with --retained. Prints how many blocks and bytes were evicted and kept. Ctrl-C stops the "
+        "eviction, not the server.",
     )
     what = evict.add_argument_group("conditions")
     what.add_argument("--all", action="store_true", help="evict all blocks, without a condition")
@@ -135,7 +135,7 @@ def _add_evict(commands: Any) -> None:
 def _add_drain(commands: Any) -> None:
     drain = commands.add_parser(
         "drain",
-        help="make a server finish its work and end, or refuse new work",
+        help="make a server refuse new work, finish running work, and end",
         description="Drains the server. The server refuses new sessions, requests and stores. It finishes running work and writes "
         "blocks of the CPU tier to the tiers below, for at most 20 s. Then it ends, as after SIGTERM. With --stay the "
         "server does not end, and serves lookups until --undo.",

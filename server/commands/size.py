@@ -1,4 +1,4 @@
-"""`kvtier size`: KV cache per token of a model, and the tokens that given sizes hold."""
+"""`kvtier size`: bytes of KV cache per token of a model, and how many tokens a tier holds."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class KvShape:
     context_tokens: int
 
     def token_bytes(self, ranks: int) -> int:
-        """Returns the bytes of a token on one rank. If ranks outnumber heads, some share a head."""
+        """Returns the bytes of a token on one rank; each rank has at least one KV head."""
         values = self.head_dim if self.latent else 2 * -(-self.kv_heads // ranks) * self.head_dim
         return self.layers * values * DTYPES[self.dtype]
 
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def figures(shape: KvShape, block_tokens: int, ranks: int, sizes: dict[str, int]) -> dict[str, Any]:
-    """Returns the figures. `sizes`: bytes of the region ("cpu") and of an lmdb tier ("disk")."""
+    """Returns the figures for JSON. `sizes`: bytes of the region ("cpu") and lmdb tier ("disk")."""
     parts = 1 if shape.latent else ranks  # with MLA all ranks have the same bytes, stored once
     part_bytes = shape.token_bytes(ranks) * block_tokens
     slot_bytes = -(-part_bytes // _SLOT_BYTES) * _SLOT_BYTES * parts
@@ -105,7 +105,10 @@ def _rows(shape: KvShape, found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if shape.window_layers:
         yield "windows", f"{shape.window_layers} of these layers have a sliding window; kvtier stores all their blocks"
     if shape.state_layers:
-        yield "states", f"{shape.state_layers} layers have a state instead of KV, which is not counted"
+        yield (
+            "states",
+            f"{shape.state_layers} layers have a state instead of KV; the figures do not include these states",
+        )
     yield "token", f"{found['bytes_per_token']:,} bytes; {found['bytes_per_token_of_a_rank']:,} on each rank"
     yield "block", f"{human_size(found['bytes_per_block'])} of {found['block_tokens']:,} tokens"
     for tier, name in (("cpu", "region"), ("disk", "lmdb tier")):
@@ -147,7 +150,7 @@ def read_shape(path: Path, dtype: str = "auto") -> KvShape:
 
 
 def _layer_kinds(config: dict[str, Any]) -> list[str]:
-    """Returns the kinds of the layers with a cache. The last `num_kv_shared_layers` have none."""
+    """Returns the kind of each layer, except the last layers that use the KV of other layers."""
     layers = _number(config, "num_hidden_layers", "n_layer")
     kinds = ["full_attention"] * layers
     if isinstance(listed := config.get("layer_types") or config.get("layers_block_type"), list):

@@ -51,7 +51,7 @@ class ResponsiveTable(Table):
         yield self._transposed(block, title)
 
     def _min_width(self, console: Console, options: ConsoleOptions) -> int:
-        """Returns the table's width if names are truncated."""
+        """Returns the width of the table with all names truncated to `_MIN_NAME_WIDTH`."""
         names = [column for column in self.columns if column.justify == "left"]
         widths = [_width(console, options, [column.header, *column.cells]) for column in names]
         return _width(console, options, [self]) - sum(max(0, width - _MIN_NAME_WIDTH) for width in widths)

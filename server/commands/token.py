@@ -67,8 +67,8 @@ def _append(path: Path, entry: str) -> None:
 def _locked(path: Path) -> Iterator[None]:
     """Locks the file against concurrent additions. Creates a missing file.
 
-    If the caller then fails, a file that was created is removed again. The lock is on the file
-    itself, so no lock file remains, and only users that can read the file can lock it.
+    If the `with` block raises, a file that this call created is removed again. The lock is on the
+    file itself, so no lock file remains, and only users that can read the file can lock it.
     """
     while True:
         descriptor, is_new = _open(path)

@@ -82,7 +82,7 @@ def _toml_tier(tier: TierConfig) -> Iterator[str]:
 
 
 def _amounts(tenant: TenantConfig) -> dict[str, dict[str, Any]]:
-    """Returns a tenant's settings. Sizes are text with a unit, other rates are plain numbers."""
+    """Returns a tenant's settings. Sizes, fractions and bytes per second are text."""
     given: dict[str, dict[str, Any]] = {
         key: {tier: str(amount) for tier, amount in getattr(tenant, key).items()}
         for key in TENANT_SETTINGS

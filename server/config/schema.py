@@ -89,7 +89,9 @@ class LeaseConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Duration of the leases that pin a lookup's hits."""
 
     default: Annotated[float, _duration("Lease duration if the client requests none.", 0.1, _DAY)] = 60.0
-    max: Annotated[float, _duration("Longest lease duration per grant or renewal.", 0.1, _DAY)] = 600.0
+    max: Annotated[
+        float, _duration("Longest lease duration per grant or renewal. Longer requests get this duration.", 0.1, _DAY)
+    ] = 600.0
 
 
 class SessionConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,8 +105,10 @@ class SessionConfig(msgspec.Struct, frozen=True, kw_only=True):
 class LimitConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limits per call, and limits of the whole server."""
 
-    max_keys: Annotated[int, _setting("Maximum number of keys per call.", ge=1, le=1 << 20)] = 65536
-    max_key_bytes: Annotated[int, _size("Maximum length of a key.", 5, KIB)] = 80
+    max_keys: Annotated[
+        int, _setting("Maximum number of keys per call. Calls with more keys are refused.", ge=1, le=1 << 20)
+    ] = 65536
+    max_key_bytes: Annotated[int, _size("Maximum length of a key. Calls with a longer key are refused.", 5, KIB)] = 80
     max_message_bytes: Annotated[
         int,
         _size(
@@ -116,17 +120,21 @@ class LimitConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_frame_bytes: Annotated[
         int, _size("Maximum payload of one frame of a Push or Pull stream.", 4 * KIB, 256 * MIB)
     ] = 2 * MIB
-    max_wait: Annotated[float, _duration("Longest wait that a call can request.", 0, 3600)] = 30.0
+    max_wait: Annotated[
+        float, _duration("Longest wait that a call can request. Longer waits are shortened.", 0, 3600)
+    ] = 30.0
     tier_stall: Annotated[
         float,
         _duration(
-            "Time after which a running job of a tier (at most 32 MiB) counts as stalled. A tier with a stalled job gets no "
-            "other jobs.",
+            "Time after which a running job of a tier (at most 32 MiB) counts as stalled. The tier then gets no other job "
+            "until this job ends.",
             0.1,
             3600,
         ),
     ] = 10.0
-    max_sessions: Annotated[int, _setting("Maximum number of open sessions.", ge=1, le=65536)] = 1024
+    max_sessions: Annotated[
+        int, _setting("Maximum number of open sessions. Further sessions are refused.", ge=1, le=65536)
+    ] = 1024
 
 
 class CpuConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,7 +147,9 @@ class CpuConfig(msgspec.Struct, frozen=True, kw_only=True):
 class RetentionConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of retention: a request can protect its blocks from eviction for a time."""
 
-    max: Annotated[float, _duration("Longest time for which a request can retain a block.", 0, _DAY)] = 3600.0
+    max: Annotated[
+        float, _duration("Longest time for which a request can retain a block. Longer requests get this time.", 0, _DAY)
+    ] = 3600.0
     part: Annotated[
         float,
         _setting("Fraction of each quota, and of the space without a quota, that retained blocks can use.", ge=0, le=1),
@@ -150,7 +160,10 @@ class HandoffConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of holds, which keep the blocks of a finished request for another engine."""
 
     default: Annotated[float, _duration("Hold duration if the engine requests none.", 0.1, _DAY)] = 30.0
-    max: Annotated[float, _duration("Longest hold duration per publication or renewal.", 0.1, _DAY)] = 600.0
+    max: Annotated[
+        float,
+        _duration("Longest hold duration per publication or renewal. Longer requests get this duration.", 0.1, _DAY),
+    ] = 600.0
     part: Annotated[
         float,
         _setting(
@@ -159,7 +172,9 @@ class HandoffConfig(msgspec.Struct, frozen=True, kw_only=True):
             le=1,
         ),
     ] = 0.25
-    max_holds: Annotated[int, _setting("Maximum number of holds per tenant.", ge=0, le=1 << 20)] = 4096
+    max_holds: Annotated[
+        int, _setting("Maximum number of holds per tenant. Further requests are not held.", ge=0, le=1 << 20)
+    ] = 4096
 
 
 class BulkConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -224,12 +239,20 @@ class RateConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Rate limits of each tenant, over all its sessions; `[tenants.NAME]` overrides them."""
 
     calls: Annotated[
-        float | None, _setting("Maximum calls per second of a tenant, averaged over 10 s.", ge=1, le=1e9)
+        float | None,
+        _setting("Maximum calls per second of a tenant, averaged over 10 s. Further calls are refused.", ge=1, le=1e9),
     ] = None
     bytes: Annotated[
-        int | None, _size("Maximum bytes per second in streams of a tenant, averaged over 10 s.", 1024)
+        int | None,
+        _size(
+            "Maximum bytes per second in streams of a tenant, averaged over 10 s. Above it, new streams are refused.",
+            1024,
+        ),
     ] = None
-    sessions: Annotated[int | None, _setting("Maximum number of open sessions of a tenant.", ge=1, le=65536)] = None
+    sessions: Annotated[
+        int | None,
+        _setting("Maximum number of open sessions of a tenant. Further sessions are refused.", ge=1, le=65536),
+    ] = None
 
 
 class TracingConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -241,8 +264,8 @@ class TracingConfig(msgspec.Struct, frozen=True, kw_only=True):
     ratio: Annotated[
         float,
         _setting(
-            "Fraction of the traces started by the server that are recorded. If a caller started the trace, the caller "
-            "decides.",
+            "Fraction of the traces started by the server that are recorded. A trace that a caller started is recorded if "
+            "the caller records it.",
             ge=0,
             le=1,
         ),

@@ -63,7 +63,7 @@ class CopyWorker:
         self._engines: dict[int, _Engine] = {}
 
     def serve(self) -> None:
-        """Returns when the server closes the channel."""
+        """Handles messages until the server closes the channel."""
         for header, payload in self._channel:
             number = header["buffers"]
             match header["op"]:

@@ -85,7 +85,7 @@ class CopyWorkerClient:
         return bool(answer["events"])
 
     async def copy(self, buffers: int, number: int, plan: CopyPlan) -> None:
-        """Executes a plan. After the call nothing accesses the plan's memory. Raises Refused."""
+        """Executes a plan. After the call no copy accesses the plan's memory. Raises Refused."""
         child = self._running_child()
         groups, payload = pack_plan(plan.groups)
         header = {

@@ -45,7 +45,10 @@ class Registration:
     worker: CopyWorkerClient
     export: DeviceExport
     events: int
-    """Number of shared events. If 0, the engine must wait for its compute before it calls."""
+    """Number of events that the engine shares with the server.
+
+    With 0, the engine must wait until the device has computed the blocks before it stores them.
+    """
 
     def num_blocks(self, group: int) -> int:
         layout = self.export.layouts.get(group)
@@ -164,7 +167,7 @@ class DeviceRegistry:
         return worker
 
     def _make_room(self) -> None:
-        """Removes the oldest device without a process. Raises Refused if all have a process."""
+        """Drops the client of a device without a process. Raises Refused if all have a process."""
         idle = next((device for device, worker in self._workers.items() if worker.idle), None)
         if idle is None:
             raise Refused("DEVICE_UNAVAILABLE", f"too_many: {_MAX_DEVICES} devices have a process")

@@ -118,7 +118,7 @@ def cuda_ipc(context: CheckContext) -> Iterator[CheckResult]:
     if reason:
         yield warn(
             reason,
-            "the server does not copy to and from GPUs; the engines copy more slowly themselves",
+            "the server does not copy to and from GPUs; each engine makes its own copies, which is slower",
             "remove the cause that the message names",
         )
         return

@@ -27,7 +27,7 @@ class CheckResult:
 
     verdict: Verdict
     seen: str
-    """What was found."""
+    """What the check found."""
     why: str = ""
     """Consequence; empty if the verdict is OK."""
     do: str = ""
@@ -48,10 +48,10 @@ def fail(seen: str, why: str, do: str) -> CheckResult:
 
 @dataclass(frozen=True, slots=True)
 class CheckContext:
-    """Input of all checks. A check reads other facts from the machine itself."""
+    """Input of all checks. Each check reads the facts about the machine directly."""
 
     config: Config | None
-    """Effective configuration of a server on this machine; None if it is invalid."""
+    """Configuration that a server started on this machine would use; None if it is invalid."""
     problems: tuple[str, ...]
     """Problems of an invalid configuration."""
     warnings: tuple[str, ...]

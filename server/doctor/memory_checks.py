@@ -117,7 +117,9 @@ def memlock(context: CheckContext) -> Iterator[CheckResult]:
             raise_it,
         )
     else:
-        beyond = "; this process may exceed it" if machine.has_capability(machine.CAP_IPC_LOCK) and soft >= 0 else ""
+        beyond = (
+            "; this process may exceed the limit" if machine.has_capability(machine.CAP_IPC_LOCK) and soft >= 0 else ""
+        )
         pinned = "" if machine.has_gpu() else "; nothing is pinned without a GPU"
         yield ok(f"the limit of locked memory is {text}{beyond}{pinned}")
 

@@ -21,7 +21,7 @@ _STA_UNSYNC = 0x40
 
 
 def descriptors(context: CheckContext) -> Iterator[CheckResult]:
-    """Checks the hard limit of file descriptors. A server raises the soft limit itself."""
+    """Checks the hard limit of file descriptors. A server raises its soft limit to this limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     sessions = context.config.limits.max_sessions if context.config else 0
     wanted = _BESIDES + sessions * _PER_SESSION
@@ -33,7 +33,7 @@ def descriptors(context: CheckContext) -> Iterator[CheckResult]:
     elif hard < wanted:
         yield warn(
             f"{hard} open files are permitted, limits.max_sessions is {sessions}",
-            f"{sessions} sessions need about {wanted} files: the last sessions are refused",
+            f"{sessions} sessions need about {wanted} files: when all files are in use, new connections fail",
             f"{more}; or lower limits.max_sessions",
         )
     else:

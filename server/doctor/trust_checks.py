@@ -123,7 +123,7 @@ def _written_by_others(path: Path, why: str) -> Iterator[CheckResult]:
 
 
 def _mode(path: Path) -> int:
-    """Returns a file's permissions; 0 if they cannot be read, which another check reports."""
+    """Returns a file's permissions; 0 if they cannot be read (another check reports this)."""
     try:
         return stat.S_IMODE(path.stat().st_mode)
     except OSError:

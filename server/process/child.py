@@ -1,8 +1,8 @@
 """Child processes of the server, for work that may crash or hold the GIL for long.
 
-A child runs a module of this package with the same interpreter. It has a socket to the server,
-inherits the given descriptors, and is killed when the server ends. The server logs the child's
-standard error.
+A child runs a module of this package with the same interpreter. It has a socket to the server and
+inherits the given descriptors. The server logs the child's standard error. The kernel kills the
+child when the server ends.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RestartBackoff:
     """Restart delay of a child: `first`, doubled after each short run up to `most`."""
 
     def __init__(self, first: float = 0.1, most: float = 30.0, good: float = 60.0) -> None:
-        """All values are seconds. A child that has run for `good` seconds resets the delay."""
+        """All values are seconds. After a run of at least `good` seconds the delay is `first`."""
         self._first, self._most, self._good = first, most, good
         self._pause = 0.0
         self._due = 0.0
@@ -57,7 +57,7 @@ class Child:
         self._process = process
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._reader: asyncio.StreamReader
-        self._writer: asyncio.StreamWriter  # kept: the garbage collector would close its transport
+        self._writer: asyncio.StreamWriter  # without this reference the transport would close
         self._transport: asyncio.WriteTransport
         self._hung_up: asyncio.Future[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -111,7 +111,7 @@ class Child:
             self._transport.write(pack(header, payload))
 
     async def messages(self) -> AsyncIterator[tuple[dict[str, Any], bytes]]:
-        """Yields the child's messages until it closes the socket or sends an invalid one."""
+        """Yields messages until the child closes the socket or sends an invalid message."""
         try:
             while True:
                 header_bytes, payload_bytes = read_sizes(await self._reader.readexactly(SIZES_BYTES))
@@ -139,7 +139,7 @@ class Child:
             self._process.kill()
 
     async def close(self, grace: float) -> None:
-        """Closes the socket, so that the child ends. Kills the child after `grace` seconds."""
+        """Closes the socket, so that the child ends. Kills it if it still runs after `grace` s."""
         self._transport.close()
         try:
             await asyncio.wait_for(self.ended(), grace)

@@ -38,10 +38,10 @@ def disable_full_gc() -> None:
 
 
 class FullCollector:
-    """Runs full collections: at most one per minute if the server is idle, else one per hour.
+    """Runs full collections: at most one per hour, or one per minute while no calls arrive.
 
-    Ended sessions and errors leave little garbage in the old generation. In a server that runs for
-    months, this garbage must be collected.
+    Ended sessions and errors leave little garbage in the old generation. Without full collections
+    this garbage would accumulate for months.
     """
 
     def __init__(self, now: float) -> None:
@@ -50,9 +50,9 @@ class FullCollector:
         self._calls = 0
 
     def tick(self, now: float, calls: int) -> bool:
-        """Runs a collection if one is due; returns whether it ran.
+        """Runs a collection if it is due; returns whether the collection ran.
 
-        `now` is in seconds; `calls` is the number of calls since the start.
+        `now` is in seconds; `calls` is the number of calls since the start of the server.
         """
         idle, self._calls = calls == self._calls, calls
         pause = max(_IDLE_SECONDS if idle else _BUSY_SECONDS, self._took * _SHARE)

@@ -47,7 +47,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         validator: RequestValidator,
         end_writers: Callable[[int], Awaitable[None]],
     ) -> None:
-        """`end_writers` ends the streams that write to a store and waits for their end."""
+        """`end_writers` ends all streams that write to a store. It returns when they have ended."""
         self._runtime = runtime
         self._core = runtime.core
         self._sessions = sessions
@@ -277,7 +277,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         return self._runtime.now() + seconds if seconds else 0.0
 
     async def _ask_tiers(self, session: EngineSession, options: _LookupOptions) -> None:
-        """Waits until all shared tiers have answered or the deadline has passed."""
+        """Asks the shared tiers which keys they have, and waits for the answers or the deadline."""
         while self._core.query_shared_tiers(session, options.keys, prefix=options.prefix, tiers=options.tiers):
             self._runtime.run_commands()
             remaining = options.deadline - self._runtime.now()
@@ -293,7 +293,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         """
         try:
             await self._runtime.wait_for(lease.id, seconds)
-        except asyncio.CancelledError:  # the client cannot release a lease without its id
+        except asyncio.CancelledError:  # the client never gets the lease's id to release it
             with contextlib.suppress(CoreError):
                 self._core.release(session, lease.id)
             raise

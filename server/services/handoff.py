@@ -100,9 +100,9 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         return handoff_pb2.ReleaseHoldsResponse()
 
     async def _wait_ready(self, session: EngineSession, name: HoldName, seconds: float) -> None:
-        """Waits, at most `seconds`, until a hold is published and complete.
+        """Waits, at most `seconds`, until a hold is published and all its blocks are stored.
 
-        Raises `HoldExpired`.
+        Returns early if the hold can no longer be published. Raises `HoldExpired`.
         """
         deadline = self._runtime.now() + seconds
         while (remaining := deadline - self._runtime.now()) > 0:

@@ -113,7 +113,7 @@ class OnlineFsck:
             await self._pause(step.nbytes / rate - (time.monotonic() - began) if rate else 0.0)
 
     async def _step(self, number: int, steps: Iterator[Slice]) -> Slice | None:
-        """Runs a step. Even if the call is cancelled, the step ends and its repairs are applied."""
+        """Runs a step. A cancelled call still completes the step and applies its repairs."""
 
         def apply_repairs(step: asyncio.Future[Slice | None]) -> None:
             found = None if step.exception() else step.result()

@@ -75,7 +75,12 @@ SECTIONS: dict[str, tuple[MetricDefinition, ...]] = {
         _counter("sessions_closed", "sessions", "", "Sessions that have ended, for any reason."),
     ),
     "Lookups": (
-        _counter("lookup_keys", "keys", "", "Keys looked up. Each key is a hit in one tier, or a miss."),
+        _counter(
+            "lookup_keys",
+            "keys",
+            "",
+            "Keys looked up. A key counts when it is known to be a hit in one tier or a miss.",
+        ),
         _counter("lookup_misses", "keys", "reason", "Keys looked up that were misses, by reason."),
         _gauge(
             "estimated_hit_ratio",
@@ -98,7 +103,12 @@ SECTIONS: dict[str, tuple[MetricDefinition, ...]] = {
         _counter("tier_evictions", "blocks", "tier", "Blocks evicted from the tier."),
         _counter("tier_damaged", "blocks", "tier", "Damaged blocks found and removed. Engines never get them."),
         _counter("tier_dropped", "blocks", "tier", "Blocks not stored because the tier or its queue was full."),
-        _counter("tier_declined", "blocks", "tier", "Blocks not stored because of the tier's `admission` setting."),
+        _counter(
+            "tier_declined",
+            "blocks",
+            "tier",
+            "Times that the tier's `admission` setting excluded a block. A block can count several times.",
+        ),
         _counter(
             "tier_expired", "blocks", "tier", "Blocks removed because they were not used within the tier's `ttl`."
         ),

@@ -112,7 +112,7 @@ class Metrics:
                 self.mismatches(tier).inc(blocks)
 
     def transfer(self, transport: str, direction: Direction) -> Counter:
-        """Returns the byte counter of a transport, into ("in") or out of ("out") the region."""
+        """Returns a transport's counter of bytes moved into ("in") or out of ("out") the region."""
         return self.transfer_bytes.labels(transport, direction)
 
     def mismatches(self, where: str) -> Counter:

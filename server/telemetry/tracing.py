@@ -1,10 +1,10 @@
 """OpenTelemetry spans of calls and tier jobs, sent over OTLP/gRPC. Off by default.
 
-A call whose gRPC metadata has a `traceparent` (W3C Trace Context) continues that trace. The call's
-span is recorded if the trace is. All other calls and all jobs begin new traces; the setting
-`tracing.ratio` is the fraction of these traces that is recorded. Calls over sockets have no
-metadata, so they begin new traces. A thread sends the spans. If the collector is slow or missing,
-spans are lost but no call is delayed.
+A call whose gRPC metadata has a `traceparent` (W3C Trace Context) continues the caller's trace. The
+server records the call's span if the caller records the trace. All other calls and all jobs begin
+new traces; the setting `tracing.ratio` is the fraction of these traces that is recorded. Calls over
+sockets have no metadata, so they begin new traces. A thread sends the spans. If the collector is
+slow or missing, spans are lost but no call is delayed.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Tracing:
             return None
         if request_id := _request_id.get():
             span.set_attribute("kvtier.request_id", request_id)
-        if code in ("INTERNAL", "UNKNOWN", "DATA_LOSS"):  # other codes are no server errors
+        if code in ("INTERNAL", "UNKNOWN", "DATA_LOSS"):  # other codes are not errors of the server
             span.set_status(self._trace.StatusCode.ERROR)
         span.end()
         return self._trace.format_trace_id(span.get_span_context().trace_id)

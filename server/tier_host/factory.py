@@ -17,7 +17,7 @@ _ATTRIBUTES = {"type": str, "durable": bool, "medium": Medium, "local": bool, "s
 
 
 def open_tiers(configs: Sequence[TierConfig]) -> list[SecondaryTier]:
-    """Opens all tiers in order. If one cannot be opened, closes those opened before.
+    """Opens all tiers in order. If a tier cannot be opened, closes the tiers that are open.
 
     A custom class gets the keyword arguments `name`, `directory`, `size_bytes`, `durability` and
     the options of its configuration.
@@ -36,7 +36,10 @@ def open_tiers(configs: Sequence[TierConfig]) -> list[SecondaryTier]:
 
 
 def open_tier(config: TierConfig, *, mend: bool = True) -> SecondaryTier:
-    """Opens a tier. Without `mend`, kvtier's own tiers raise `TierDamagedError` if damaged.
+    """Opens a tier. If a file of one of kvtier's own tiers is damaged, the tier moves it aside.
+
+    With `mend=False` the tier raises `TierDamagedError` instead. Classes outside kvtier do not get
+    `mend`.
 
     Raises:
         TierError: the tier cannot be opened; the message names it.

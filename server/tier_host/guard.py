@@ -34,7 +34,10 @@ __all__ = [
 
 CANARY_BYTES = 8
 VOTE_SECONDS = 0.05
-"""Maximum wait for a third-party tier's vote. After a late vote there is no wait for the next."""
+"""Maximum wait for a third-party tier's vote.
+
+After a late vote, the event loop does not wait for the tier's next vote.
+"""
 _MAX_KEY_BYTES = 1024
 _KVTIER = f"{SecondaryTier.__module__.partition('.')[0]}."
 _ATTRIBUTES = ("type", "durable", "medium", "local", "shared")
@@ -46,7 +49,7 @@ class CheckedTier(SecondaryTier):
     """Calls a tier and checks what it returns."""
 
     def __init__(self, tier: SecondaryTier, threads: TierThreads) -> None:
-        """Wraps a tier. Votes and loads are guarded only if the tier is not one of kvtier's own."""
+        """Wraps a tier. `threads` run the votes if the tier's class is not part of kvtier."""
         self._tier = tier
         self._last_error: str | None = None
         self._health = TierHealth(self)
@@ -82,7 +85,7 @@ class CheckedTier(SecondaryTier):
         return cast("Checkable", self._tier) if isinstance(self._tier, Checkable) else None
 
     def report(self, work: str, error: str | None) -> None:
-        """Records the error of one kind of work, or None if it succeeded. Thread-safe."""
+        """Records the result of a kind of work: an error text, None after success. Thread-safe."""
         self._health.report(work, error)
 
     def on_new_request(self, request: RequestInfo) -> Vote:
@@ -276,7 +279,7 @@ def safe_repr(thing: object) -> str:
 
 
 def copy_views(blocks: Sequence[BlockBytes]) -> list[BlockBytes]:
-    """Returns the blocks with new views, which a tier may release without effect on the others."""
+    """Returns the blocks with new views of the same memory. A tier may release these views."""
     return [BlockBytes(block.namespace, block.key, tuple(part[:] for part in block.parts)) for block in blocks]
 
 

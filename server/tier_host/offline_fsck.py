@@ -118,7 +118,7 @@ def _check_directory(config: TierConfig) -> None:
     Raises TierError if the path is wrong or its disk is not mounted.
     """
     if config.is_custom:
-        return  # its files may be elsewhere
+        return  # a custom tier may keep its files at another path
     if os.path.lexists(config.path):
         if not config.path.is_dir():
             raise TierError(f"{config.path} is not a directory")
@@ -128,7 +128,7 @@ def _check_directory(config: TierConfig) -> None:
 
 @contextlib.contextmanager
 def _open_or_repair(config: TierConfig, report: TierReport, *, repair: bool) -> Iterator[SecondaryTier | None]:
-    """Opens a tier. Yields None if the whole tier is damaged and not repaired."""
+    """Opens a tier; closes it after the `with` block. Yields None if damage is not repaired."""
     tier = None
     try:
         tier = open_tier(config, mend=False)

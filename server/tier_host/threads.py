@@ -45,7 +45,10 @@ class _Call:
 
 
 class TierThreads:
-    """Only the event loop calls `submit` and `abandon`; the other methods are thread-safe."""
+    """Queues of one tier's calls, and the threads that run them.
+
+    Only the event loop calls `submit` and `abandon`. The other methods are thread-safe.
+    """
 
     def __init__(self, name: str) -> None:
         """Starts no thread; `submit` starts threads when they are needed."""
@@ -92,9 +95,10 @@ class TierThreads:
             return {call.kind: call.operation for call in self._running if call.started <= since}
 
     def close(self, seconds: float) -> bool:
-        """Drops waiting calls except votes, and waits for running calls.
+        """Drops waiting calls except votes, and waits, at most `seconds`, for running calls.
 
-        Returns whether all threads have ended.
+        Returns whether all threads have ended. Dropped calls report nothing: neither `run` nor
+        `abandoned` runs.
         """
         deadline = time.monotonic() + seconds
         for kind, threads in self._threads.items():

@@ -21,7 +21,7 @@ __all__ = ["TierWorker", "close_all"]
 _log = get_logger(__name__)
 
 _CALLS_SECONDS = 3.0
-"""Time for calls that still run when `close` begins. The drain has already waited for jobs."""
+"""Maximum time that `close` waits for running calls. The drain has already waited for jobs."""
 _CLOSE_SECONDS = 15.0
 
 Finished = Callable[[Sequence[Outcome]], None]
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class TierWorker:
-    """Submits the calls of one tier to its threads. Used on the event loop, except `close`."""
+    """Runs the calls of one tier on its threads. Only `close` may run outside the event loop."""
 
     def __init__(self, tier: SecondaryTier) -> None:
         self._threads = TierThreads(tier.name)
@@ -53,7 +53,7 @@ class TierWorker:
         self._begin(WorkQueue.LOAD, self.tier.load, blocks, finished)
 
     def look_up(self, keys: Sequence[Name], answered: Callable[[Sequence[bool]], None]) -> None:
-        """Looks blocks up and calls `answered` once, on the worker thread. An error gives []."""
+        """Looks blocks up; calls `answered` once with the answers, or with [] after an error."""
 
         def run() -> None:
             there: Sequence[bool] = []
@@ -71,7 +71,7 @@ class TierWorker:
             answered([])
 
     def remove(self, keys: Sequence[Name]) -> None:
-        """Removes blocks before later stores. If this fails, the next server start removes them."""
+        """Removes blocks. Stores that are submitted later run after the removal."""
         with contextlib.suppress(RuntimeError):
             self._threads.submit(WorkQueue.STORE, "remove", lambda: self.tier.remove(keys))
 
@@ -122,8 +122,8 @@ class TierWorker:
     def close(self) -> bool:
         """Waits for running calls, then closes the tier. Returns whether that succeeded in time.
 
-        Called once, on any thread. A tier that is still busy is not closed. Then the server's next
-        start treats the tier like the tier of a killed server.
+        Called once, on any thread. If a call does not end in time, the tier is not closed. The next
+        start of the server then treats the tier like the tier of a killed server.
         """
         ended = self._threads.close(_CALLS_SECONDS)
         if ended:
@@ -189,7 +189,7 @@ class TierWorker:
 
 
 def close_all(workers: Sequence[TierWorker]) -> None:
-    """Closes all tiers in parallel and in bounded time. Sets `left_behind` of tiers still busy."""
+    """Closes all tiers in parallel and in bounded time. Busy tiers get a `left_behind` text."""
     closers = [threading.Thread(target=worker.close, daemon=True) for worker in workers]
     for closer in closers:
         closer.start()
