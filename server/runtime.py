@@ -132,7 +132,7 @@ class TierRuntime:
         return time.monotonic()
 
     def run_commands(self) -> None:
-        """Executes the core's commands. Call it after every event."""
+        """Executes the commands that the core has queued. Call it after each call of the core."""
         commands = self.core.take_commands()
         while commands:
             for command in commands:
@@ -140,7 +140,10 @@ class TierRuntime:
             commands = self.core.take_commands()
 
     def get_finished_jobs(self) -> None:
-        """Passes ended jobs to the core. Services call this too, before they allocate (B3.4)."""
+        """Passes the results of ended jobs to the core, which then unpins their blocks.
+
+        Services call this before they allocate slots, so that these blocks can be evicted (B3.4).
+        """
         if not self._finished:
             return
         while self._finished:

@@ -1,4 +1,4 @@
-"""`kvtier leases`: the leases that pin blocks, with owner and remaining time."""
+"""`kvtier leases`: leases and running stores, with owner and remaining time."""
 
 from __future__ import annotations
 

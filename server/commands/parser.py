@@ -125,7 +125,7 @@ def _add_evict(commands: Any) -> None:
     what.add_argument(
         "--bytes",
         metavar="SIZE",
-        help="at most this number of bytes in each tier, the least recently used blocks first",
+        help="evict at most this number of bytes in each tier, the least recently used blocks first",
     )
     what.add_argument("--retained", action="store_true", help="evict retained blocks too")
     evict.add_argument("--dry-run", action="store_true", help="only print how many blocks and bytes would be evicted")
@@ -227,7 +227,9 @@ def _add_token(commands: Any) -> None:
     new.add_argument("--role", choices=roles, action="append", required=True, help="role of the token; may be repeated")
     new.add_argument("--name", metavar="NAME", help="name of the caller in the log")
     new.add_argument(
-        "--shared-memory", action="store_true", help="permit mapping the shared memory, which holds all tenants' blocks"
+        "--shared-memory",
+        action="store_true",
+        help="permit the caller to map the shared memory, which holds all tenants' blocks",
     )
     new.add_argument(
         "--file", metavar="FILE", help="append the entry to this token file (auth.tokens) instead of printing it"
@@ -261,7 +263,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     add("--listen", "listen", "unix:PATH or HOST:PORT; may be repeated", metavar="ADDRESS", action="append")
     add("--region-size", "region_size", "size of the region (CPU tier), like 8GiB", metavar="SIZE")
     add("--data-dir", "data_dir", "parent directory of the tiers' files", metavar="DIR")
-    add("--cpu-only", "tiers", "no tiers below the CPU tier", action="store_const", const=())
+    add("--cpu-only", "tiers", "run without tiers below the CPU tier", action="store_const", const=())
     add("--metrics", "metrics", 'address of the HTTP endpoint for Prometheus, or "off"', metavar="HOST:PORT")
     add("--log-level", "log.level", "debug, info, warning or error", metavar="LEVEL")
     add("--log-format", "log.format", "auto, console or json", metavar="FORMAT")

@@ -178,7 +178,7 @@ def _settings_of(struct: type[msgspec.Struct], prefix: str = "") -> dict[str, Se
 
 
 SETTINGS: dict[str, Setting] = _settings_of(Config)
-"""All settings by key, in the order of the documentation. Each of `LISTS` is one setting."""
+"""All settings by key, in the order of the documentation. Each of `LISTS` counts once."""
 
 LISTS = ("tiers", "tenants")
 """Settings whose value is a list of tables or a table of tables."""

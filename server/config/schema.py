@@ -112,7 +112,7 @@ class LimitConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_message_bytes: Annotated[
         int,
         _size(
-            "Maximum size of a gRPC message. A call with `max_keys` keys must fit, and so must one frame.",
+            "Maximum size of a gRPC message; must be large enough for `max_keys` keys and for one frame.",
             64 * KIB,
             GIB,
         ),

@@ -205,7 +205,7 @@ class CopyWorkerClient:
     async def _request(
         self, child: Child, key: tuple[str, int], header: dict[str, Any], payload: bytes = b"", *, seconds: float
     ) -> dict[str, Any]:
-        """Sends a message before any other task runs, then waits for the answer.
+        """Sends a message at once (before any other task runs), then waits for the answer.
 
         Kills the worker if it has not answered after ``seconds``. Raises Refused if the process
         ends.

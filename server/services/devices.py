@@ -106,7 +106,8 @@ class DeviceCopyCalls:
         blocks = [block for item in items if (block := lease.items[item]) is not None]
         plan = self._plan(registration, request, blocks, slots, out=False)
         await self._devices.copy(registration, plan, None)
-        self._core.lease(session, lease.id)  # raises if the lease has ended: slots may be reused
+        # Raises if the lease has ended meanwhile, because then the copy may have read reused slots.
+        self._core.lease(session, lease.id)
         return transfer_pb2.LoadToDeviceResponse(moved_bytes=self._count(plan))
 
     def _count(self, plan: CopyPlan) -> int:

@@ -46,7 +46,7 @@ class ServerStats:
 Snapshot = Callable[[], ServerStats]
 
 Sample = tuple[Sequence[str], float]
-"""Label values in order, and the value."""
+"""Label values in the order of the metric's labels, and the value of the sample."""
 
 
 class SnapshotCollector(Collector):

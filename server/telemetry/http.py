@@ -25,7 +25,7 @@ from .status_page import SECURITY_HEADERS, StatusPage
 __all__ = ["BoundedHTTPServer", "MetricsServer", "MetricsServerError", "on_loop"]
 
 _CONNECTION_SECONDS = 30.0
-"""Maximum lifetime of a connection. A scrape takes less; a client can connect again."""
+"""Maximum lifetime of a connection; then the server closes it. A scrape takes less time."""
 _MAX_CONNECTIONS = 64
 
 

@@ -13,7 +13,7 @@ from .guard import describe_error, safe_repr
 __all__ = ["open_tier", "open_tiers", "tier_class"]
 
 _ATTRIBUTES = {"type": str, "durable": bool, "medium": Medium, "local": bool, "shared": bool}
-"""Attributes that a tier must have, besides name and capacity."""
+"""Types of the attributes that a tier must have besides `name` and `capacity_bytes`."""
 
 
 def open_tiers(configs: Sequence[TierConfig]) -> list[SecondaryTier]:

@@ -148,7 +148,7 @@ class CheckedTier(SecondaryTier):
                     bad.append(f"{safe_repr(entry)} {problem}")
                 else:
                     valid[entry.namespace, entry.key] = entry
-        except BaseException as error:  # noqa: BLE001 - the server starts with the entries so far
+        except BaseException as error:  # noqa: BLE001 - the server starts with the entries listed so far
             bad.append(f"listing them failed: {describe_error(error)}")
         if bad:
             self.report("entries", f"{len(bad)} of the listed blocks are invalid and ignored; the first: {bad[0]}")

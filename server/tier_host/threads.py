@@ -22,7 +22,7 @@ _log = get_logger(__name__)
 
 
 class WorkQueue(enum.Enum):
-    """Calls of one queue start in order; calls of different queues run in parallel."""
+    """Queue of calls. Its calls start in order; calls of different queues run in parallel."""
 
     STORE = "store"
     """Stores and removals, in submission order: one thread."""

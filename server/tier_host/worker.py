@@ -42,7 +42,7 @@ class TierWorker:
         self.left_behind = ""
         """Calls that were still running when `close` stopped waiting."""
         self.stalled = False
-        """Whether a store or load has been running for too long."""
+        """Whether `watch` has found a store or load that takes too long."""
 
     def store(self, blocks: Sequence[BlockBytes], finished: Finished) -> None:
         """Stores blocks; calls `finished` once with the outcomes, on the worker thread."""
@@ -59,7 +59,7 @@ class TierWorker:
             there: Sequence[bool] = []
             try:
                 there = self.tier.lookup(keys)
-            except BaseException as error:  # noqa: BLE001 - as in `_begin`
+            except BaseException as error:  # noqa: BLE001 - the core waits for the answer
                 self._note_failure("lookup", error)
             finally:
                 answered(there)
@@ -99,7 +99,7 @@ class TierWorker:
                 # awaits it.
                 proper = isinstance(failure, Exception) and not isinstance(failure, StopIteration)
                 error = failure if proper else TierError(describe_error(failure))
-            with contextlib.suppress(RuntimeError):  # as in `_begin`
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
                 loop.call_soon_threadsafe(settle, result, error)
 
         self._threads.submit(WorkQueue.CHECK, "check", run)
