@@ -127,7 +127,7 @@ def load_access_control(config: Config) -> AccessControl:
 
 
 def claim_sockets(config: Config, closers: AsyncExitStack) -> list[SocketClaim]:
-    """Locks the paths of the configured Unix sockets; if all endpoints are TCP, one default path.
+    """Locks the path of each configured Unix socket; with TCP only, locks one default path.
 
     The attach socket is created next to the first of these paths.
     """

@@ -1,9 +1,9 @@
 """Copy worker: child process that copies between the blocks of one device and the region.
 
 The server tells the copy worker where an engine's memory is and which blocks to copy to which
-slots. The copy worker knows neither keys nor sessions. If the device's context breaks, the copy
-worker exits. The exit ends all work of this process on the device, and a new process gets a new
-context.
+slots. The copy worker knows neither keys nor sessions. If the device's context is lost, the copy
+worker exits. The exit ends all work of this process on the device. The next registration starts a
+new process, which gets a new context.
 
 Messages from the server: `open`, `copy`, `cancel`, `close`. Messages to the server: first `ready`
 or `failed`, then `opened`, `done`, `closed`.
@@ -133,7 +133,7 @@ class CopyWorker:
         direction = CopyDirection.OUT if header["out"] else CopyDirection.IN
         for group, ids, offsets in unpack_plan(header["groups"], payload):
             blocks.copy(direction, group, ids, offsets, after, cancelled)
-            after = None  # the device has reached the event
+            after = None  # the copies of the first group have waited for the event
 
     def _close(self, number: int, engine: _Engine) -> None:
         if engine.blocks is not None:
@@ -174,7 +174,7 @@ def make_driver(setting: str, device: str) -> Driver:
 
 def main(arguments: list[str]) -> int:
     fd, region_fd, region_bytes, setting, device = arguments
-    sys.setswitchinterval(1e-4)  # see `app.serve`
+    sys.setswitchinterval(1e-4)  # shortens the wait for the GIL after each block
     channel = connect(int(fd))
     try:
         driver = make_driver(setting, device)

@@ -245,7 +245,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     async def _look_up(
         self, session: EngineSession, options: _LookupOptions, *, want_slots: bool = False
     ) -> cache_pb2.LookupResponse:
-        # `own_rank` may raise. It is called first, so that no lease is left without an owner.
+        # `own_rank` may raise. After the lookup, an error would leave a lease that no client knows.
         rank = session.own_rank() if want_slots else 0
         await self._ask_tiers(session, options)
         found = self._core.lookup(

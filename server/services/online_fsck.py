@@ -24,6 +24,8 @@ _log = get_logger(__name__)
 
 @dataclass(slots=True)
 class Progress:
+    """Progress of the check of one tier: `blocks` of `total` blocks are checked."""
+
     tier: CheckedTier
     total: int = 0
     blocks: int = 0
@@ -38,7 +40,7 @@ class Progress:
 
 
 class OnlineFsck:
-    """Runs at most one check at a time, on the event loop."""
+    """Online fsck of one server: runs at most one check at a time, on the event loop."""
 
     def __init__(self, runtime: TierRuntime, sessions: SessionRegistry) -> None:
         self._runtime = runtime

@@ -1,8 +1,8 @@
 """Structured logs on standard error that never block the caller.
 
 structlog and the standard library's `logging` share one queue; a thread formats and writes the
-lines. If the reader of standard error stalls and the queue is full, the logger drops and counts
-further lines.
+lines. If the reader of standard error stalls and the queue is full, further lines are dropped. When
+the reader continues, the thread writes how many lines were dropped.
 """
 
 from __future__ import annotations
