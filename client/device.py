@@ -1,4 +1,4 @@
-"""KV tensors in device memory for copies by a server, and marks in CUDA streams.
+"""KV tensors in device memory, which the server copies, and marks in CUDA streams.
 
 An engine describes its KV tensors once (`KvBuffers`). The client registers the tensors again with
 each new session. The server's copy worker copies between device blocks and slots of the region.
@@ -21,9 +21,10 @@ from .errors import DeviceUnavailable
 __all__ = ["KvBuffers", "Mark", "registration_of"]
 
 _EVENTS = 64
-"""Maximum number of unreleased marks on which the server can wait; the client waits for others.
+"""Number of events that the server can wait for; an engine uses a few marks per step.
 
-An engine uses a few marks per step.
+If all are in use by unreleased marks, a further mark has an event that only the client can wait
+for: the client then waits before it requests the copy.
 """
 
 

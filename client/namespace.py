@@ -25,7 +25,7 @@ class GroupKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """KV cache group: layers that share the keys of blocks and the block size.
+    """KV cache group: layers whose blocks have the same keys and the same number of tokens.
 
     Attributes:
         part_bytes: bytes of one rank's part of a block.
@@ -109,8 +109,8 @@ def make_hold_key(engine_id: str, request_id: str, group: int, position: int, co
     Only a claim of the hold finds the block. The block is not written to secondary tiers and is
     removed with the hold (`kvtier/v1/handoff.proto`). If both engines know the hash of the previous
     block and the tokens of this block, pass hash and tokens as `content`. Then equal keys prove
-    equal tokens. Without `content`, an engine must never reuse a pair of `engine_id` and
-    `request_id`.
+    equal tokens. If you pass no `content`, never reuse a pair of `engine_id` and `request_id`,
+    because two blocks with different tokens would then have the same key.
     """
     digest = hashlib.sha256()
     for part in (engine_id.encode(), request_id.encode(), position.to_bytes(8, "big"), content):

@@ -80,7 +80,10 @@ class PublishStatus(enum.IntEnum):
 
 
 class OffloadPolicy(enum.Enum):
-    """Offload policy of a request: tiers store new blocks only, or all blocks of the request."""
+    """Which blocks of a request the tiers receive.
+
+    BLOCK_LEVEL: only newly computed blocks. REQUEST_LEVEL: all blocks, also prefix hits.
+    """
 
     BLOCK_LEVEL = cache_pb2.OFFLOAD_POLICY_BLOCK_LEVEL
     REQUEST_LEVEL = cache_pb2.OFFLOAD_POLICY_REQUEST_LEVEL
@@ -96,7 +99,7 @@ class Medium(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TierFilter:
-    """Tiers, other than the CPU tier, that a lookup skips: those that match at least one attribute.
+    """Selects tiers that a lookup skips: secondary tiers that match at least one attribute.
 
     Attributes:
         names: names of tiers; an unknown name raises `InvalidRequest`.
@@ -179,7 +182,7 @@ class LookupResult:
 
     Attributes:
         id: id of the lease; 0 if there is no hit.
-        statuses: one `KeyStatus` per key.
+        statuses: one `KeyStatus` per key. In a claim, blocks before `first_positions` have 0.
         prefix_hits: number of leading hits: those before the first key that is not a hit.
         request_id: request that owns the lease.
         keys: the keys that were looked up.
@@ -188,9 +191,9 @@ class LookupResult:
         slots: region offsets of this session's parts of the leading hits, if requested.
         policy: offload policy of the request; None unless the lookup was part of `begin_request`.
         votes: votes of the tiers; empty unless the lookup was part of `begin_request`.
-        not_retained: number of hits that were not retained because of the server's limit.
-        hold: for a claim, the description of the hold; None for a lookup. In a claim, blocks before
-            `first_positions` have status 0.
+        not_retained: number of hits that the server does not retain for `retain_for`, because the
+            tenant has reached its limit.
+        hold: for a claim, the description of the hold; None for a lookup.
     """
 
     id: int
@@ -240,9 +243,10 @@ class WriteBatch:
     Attributes:
         statuses: one `StoreStatus` per key.
         wanted: positions of the keys that are GRANTED.
-        not_retained: number of blocks that were not retained because of the server's limit.
-        failed: the caller adds positions in `wanted` that it could not write. The server does not
-            store these blocks.
+        not_retained: number of blocks that the server does not retain for `retain_for`, because the
+            tenant has reached its limit.
+        failed: the caller adds the index i of each block `wanted[i]` that it could not write. The
+            server does not store these blocks.
     """
 
     statuses: bytes

@@ -60,8 +60,8 @@ class Client:
     """Client of one kvtier server, local or remote. Any thread may use it.
 
     The client connects in the background. After a server restart the client opens a new session.
-    The first calls wait for the first attempt to connect, up to `Timeouts.connect`. Later calls
-    without a session raise at once. All exceptions of calls derive from `KVTierError`.
+    During the first attempt to connect, calls wait for a session, up to `Timeouts.connect`. After
+    that, calls without a session raise at once. All exceptions derive from `KVTierError`.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Client:
         """Registers a request, negotiates its offload policy and looks up its keys.
 
         Call `finish_request` when the request ends. The result also has `policy` and `votes`.
-        `retain_for` applies to all blocks that the request uses or stores. See also `lookup`.
+        `retain_for`: for all blocks that the request uses or stores. Other arguments: see `lookup`.
         """
         return self._lease(
             self._operations.begin_request(
@@ -223,7 +223,7 @@ class Client:
     def load(
         self, keys: Sequence[bytes], buffers: Sequence[HostBuffer], *, request_id: str = "", wait: float = 0.0
     ) -> int:
-        """Copies the leading hits into the first buffers and returns the number of hits.
+        """Looks up `keys` and copies the leading hits into the first buffers; returns their number.
 
         The other buffers are unchanged. If `load` raises, the content of all buffers is undefined.
         """
@@ -233,10 +233,10 @@ class Client:
     def write(
         self, keys: Sequence[bytes], *, request_id: str = "", retain_for: float | None = None
     ) -> Iterator[WriteBatch]:
-        """Gives memory to write blocks to. The exit stores the blocks.
+        """Gives memory to write blocks to. The exit of the `with` statement stores the blocks.
 
-        After an exception nothing is stored. Write only the blocks of `batch.wanted`. For the other
-        blocks `batch.statuses` gives the reason. For `retain_for` see `lookup`.
+        If the body or the exit raises, nothing is stored. Write only the blocks of `batch.wanted`;
+        `batch.statuses` gives the reason for the other blocks. For `retain_for` see `lookup`.
         """
         with ExitStack() as held:
             writing = self._run(self._operations.begin_write(held, keys, request_id=request_id, retain_for=retain_for))
@@ -260,10 +260,10 @@ class Client:
         return self._run(self._operations.store(keys, buffers, request_id=request_id, retain_for=retain_for))
 
     def register_kv_buffers(self, buffers: KvBuffers) -> None:
-        """Registers device memory with the server now, and again with each later session.
+        """Registers device memory with the server now, and again in each new session.
 
-        This call may take seconds, because the server starts a process for the device. Other calls
-        work even if this call raises.
+        This call may take seconds, because the server starts a process for the device. If it
+        raises, calls that do not use the device still work.
 
         Raises:
             DeviceUnavailable: the server cannot copy to this device; the message gives the cause.
@@ -304,9 +304,9 @@ class Client:
     ) -> int:
         """Copies the leading hits of `keys` into device blocks and returns the number of hits.
 
-        The other blocks are unchanged. `after` marks the last compute that uses the old content.
-        When the call returns or raises, the server has stopped writing. If the call raises, the
-        content of the blocks is undefined.
+        The other blocks are unchanged. `after` marks the last compute that uses the old content of
+        the blocks; None if that compute has ended. When the call returns or raises, the server has
+        stopped writing. If the call raises, the content of the blocks is undefined.
 
         Raises:
             DeviceUnavailable: the server cannot copy to this device now; other calls may work.
@@ -341,7 +341,7 @@ class Client:
         direction: HandoffDirection = HandoffDirection.PREFILL_TO_DECODE,
         hold_for: float | None = None,
     ) -> Publication:
-        """Holds the blocks of a request for another engine; the hold outlives this client.
+        """Makes the server hold a request's blocks for another engine, even after this client ends.
 
         Args:
             request_id: this engine's id of the request; `engine_id` and this id name the hold.
@@ -367,7 +367,7 @@ class Client:
         wait: float = 0.0,
         lease: float | None = None,
     ) -> Lease:
-        """Leases the blocks of a hold; the hold does not end. For its data see `LookupResult.hold`.
+        """Leases the blocks of a hold and does not end the hold. `LookupResult.hold` describes it.
 
         Args:
             hold: name of the hold.
@@ -386,7 +386,7 @@ class Client:
     def renew_holds(self, *holds: HoldName, extension: float | None = None) -> list[HoldName]:
         """Extends holds to `extension` seconds from now; returns the holds that no longer exist.
 
-        None means two thirds of each hold's duration. A hold is never shortened.
+        If `extension` is None, it is two thirds of each hold's duration. A hold is never shortened.
         """
         return self._run(self._operations.renew_holds(holds, extension=extension))
 
@@ -401,8 +401,8 @@ class Client:
     def reset(self, *, wait: float = 0.0) -> int:
         """Removes the namespace from the CPU tier, for all engines. Secondary tiers are unchanged.
 
-        Blocks in use are removed after their last use; until then all lookups miss. Waits up to
-        `wait` seconds. Returns the number of blocks still in use; call again until the result is 0.
+        Blocks in use are removed when their use ends; until then all lookups miss. Waits for this,
+        up to `wait` seconds. Returns the number of blocks in use; call again until it is 0.
         """
         return self._run(self._operations.reset(wait=wait))
 

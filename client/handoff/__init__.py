@@ -2,8 +2,8 @@
 
 ``core`` is the state machine that engine adapters drive (B2). ``claims`` decides how much is
 pulled, into which blocks, and what is held. ``params`` parses ``kv_transfer_params``. ``model``
-defines the interfaces through which the core uses the engine and the servers. (B2) cites
-docs/behaviour.md.
+defines the interfaces through which the core uses the engine and the servers. References such as
+(B2) cite docs/behaviour.md.
 """
 
 from .core import BlockPull, EngineIdentity, FinishedRequest, HandoffCore

@@ -34,7 +34,9 @@ Usable = dict[int, dict[int, int]]
 
 
 class TransferState(Enum):
-    """State of a request's only transfer (B2.10). It changes only to a later state of this list.
+    """State of a request's transfer; a request has at most one (B2.10).
+
+    The state changes only to a later state of this list.
 
     NONE: the request pulls nothing from a peer.
     WANTED: the request may pull, and no claim was sent yet.
@@ -54,8 +56,9 @@ class TransferState(Enum):
 class Claim:
     """A claim of a hold's blocks after ``computed_tokens``.
 
-    ``answer`` is None if nothing was granted. ``usable``: the blocks of the answer that have this
-    request's tokens. ``reach``: number of leading tokens that a pull of these provides.
+    ``answer``: the granted blocks; None if the claim is not answered yet or was refused.
+    ``usable``: the blocks of the answer that have this request's tokens.
+    ``reach``: number of leading tokens that the engine has after it has pulled the usable blocks.
     """
 
     number: ClaimId
@@ -72,6 +75,7 @@ class Claim:
 class HandoffState:
     """Hand-off state of one request.
 
+    ``offered_from``: number of computed tokens when ``match`` last offered tokens.
     ``hold_at_end``: the request was scheduled, and its blocks are held when it ends (B2.8).
     ``ended``: the request has ended, but workers still write into its blocks.
     """
@@ -105,7 +109,10 @@ def offered_tokens(params: TransferParams, prompt_tokens: int, computed_tokens: 
 
 
 def apply_threshold(count: int, params: TransferParams, options: HandoffOptions) -> int:
-    """Returns ``count``, or 0 if a prefill engine computes these tokens faster (B2.4)."""
+    """Returns ``count``, or 0 if the engine computes so few tokens itself (B2.4).
+
+    Only prefill engines have this threshold (``kv_recompute_threshold``).
+    """
     too_few = not params.do_remote_prefill and count < options.kv_recompute_threshold
     return 0 if count <= 0 or too_few else count
 
@@ -130,7 +137,7 @@ def usable_blocks(
 def usable_tokens(geometry: CacheGeometry, usable: Usable, num_tokens: int, computed_tokens: int) -> int:
     """Number of leading tokens that the engine has after a pull of usable blocks.
 
-    ``computed_tokens`` is a multiple of ``step_tokens``.
+    ``computed_tokens``: tokens that the engine has before the pull; a multiple of ``step_tokens``.
     """
     if all(_is_complete(group, usable[group.index], num_tokens, computed_tokens) for group in geometry.groups):
         return num_tokens
@@ -152,10 +159,10 @@ def needs_older_windows(geometry: CacheGeometry, start: int, end: int) -> bool:
 
 
 def needs_earlier_context(geometry: CacheGeometry, end: int) -> bool:
-    """Whether a hit on a whole prompt of ``end`` tokens lacks the context of the last token.
+    """Whether the engine cannot compute the last prompt token after a pull of all ``end`` tokens.
 
-    The engine always computes the last token. A state after the whole prompt already contains that
-    token, and a sliding window may need one earlier block.
+    The engine always computes the last token of a prompt, from the context before this token. A
+    pulled state already contains this token. A sliding window may need one earlier block.
     """
     return any(g.is_state or g.first_needed_block(end - 1) < g.first_needed_block(end) for g in geometry.groups)
 
@@ -208,9 +215,9 @@ def hold_blocks(
 ) -> HeldBlocks:
     """Returns the blocks to hold: none if the engine lacks one of them (B2.17, B2.18).
 
-    In a window group these are the blocks of the last window. A peer whose prompt ends here
-    computes the last token again, and needs the window of the previous token. If that window begins
-    one block earlier and the engine still has this block, the block is held too.
+    In a window group these are the blocks of the last window. A peer whose prompt has exactly these
+    tokens computes the last token again, and needs the window of the token before it. If that
+    window begins one block earlier and the engine still has this block, the block is held too.
 
     If the model has state groups, nothing is held, because engines free the needed state before the
     request ends. The peer then looks up the stored blocks, as for other requests.
@@ -244,7 +251,10 @@ def _first_held(geometry: CacheGeometry, group: CacheGroup, table: Sequence[int]
 def _block_key(
     request: HandoffRequest, engine_id: str, hold_name: str, group: CacheGroup, position: int, num_tokens: int
 ) -> bytes | None:
-    """Returns the content key of a full block. Other blocks get a key for this hold only."""
+    """Returns the content key of a full block. For other blocks returns a key for this hold only.
+
+    None if the request does not have all tokens of the hold.
+    """
     is_full = (position + 1) * group.block_tokens <= num_tokens
     if is_full and position < request.final_blocks(group):
         return request.key(group, position)

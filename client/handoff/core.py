@@ -58,7 +58,7 @@ class EngineIdentity(NamedTuple):
 
 
 class BlockPull(NamedTuple):
-    """A load from the server of ``remote``. Workers report a job without reads as failed."""
+    """A load from the server of ``remote``. Workers report a job without ``reads`` as failed."""
 
     remote: RemoteRequest | None
     job: LoadJob
@@ -67,7 +67,7 @@ class BlockPull(NamedTuple):
 class FinishedRequest(NamedTuple):
     """Result of ``HandoffCore.finished``.
 
-    ``params``: the ``kv_transfer_params`` to return to the caller.
+    ``params``: the ``kv_transfer_params`` that the engine returns with the request's output.
     ``blocks``: all blocks of the hold, with keys. The engine must store each, because a peer waits
     for all of them.
     ``drop_saves``: the engine must not store further blocks of the request, because their content
@@ -105,7 +105,7 @@ class HandoffCore:
     def arrived(self, request: HandoffRequest) -> bool:
         """Registers a new request; returns whether the request may pull.
 
-        If so, the next ``heartbeat`` call renews the peer's hold.
+        If the request may pull, the next call of ``heartbeat`` renews the peer's hold.
         """
         params = TransferParams.parse(request.kv_transfer_params)
         if params is None:
@@ -123,8 +123,8 @@ class HandoffCore:
 
         The adapter calls this each time that the scheduler considers a waiting request. If the
         peer's server has not answered yet, returns None; the adapter asks again in the next step.
-        Returns 0 after the request's only transfer (B2.10), and if ``computed_tokens`` is not a
-        multiple of ``step_tokens``.
+        Returns 0 if the request has already had its only transfer (B2.10), or if
+        ``computed_tokens`` is not a multiple of ``step_tokens``.
         """
         state = self._requests.get(request_id)
         if state is None or state.transfer not in (TransferState.WANTED, TransferState.CLAIMED):
@@ -148,7 +148,7 @@ class HandoffCore:
     def claim_ended(self, number: ClaimId, claimed: ClaimedBlocks | None, now: float) -> None:
         """Records the result of ``start_claim``, unless the claim was dropped.
 
-        ``claimed`` is None if there is no such hold.
+        ``claimed`` is None if the server granted no lease.
         """
         state = self._claims.get(number)
         if state is None or state.claim is None or state.params.remote is None:
@@ -162,9 +162,9 @@ class HandoffCore:
     def allocated(self, request_id: str, tables: BlockTables, external_tokens: int) -> None:
         """The engine allocated blocks to pull ``external_tokens`` of the match: all, some or none.
 
-        If there are tokens to pull, the request waits for the pull. So ``take_pulls`` then always
-        returns a pull, even one with an empty job. If there are none, the core ends the transfer
-        and releases the peer's hold (B2.11).
+        If ``external_tokens`` is above 0, the engine lets the request wait for a pull. Therefore
+        ``take_pulls`` always returns a pull for it, if necessary with an empty job. If it is 0, the
+        core ends the transfer and releases the peer's hold (B2.11).
         """
         state = self._requests.get(request_id)
         if external_tokens > 0:
@@ -181,7 +181,7 @@ class HandoffCore:
             self._end_transfer(state)
 
     def pull_ended(self, request_id: str) -> None:
-        """Workers have ended the request's pull, successfully or not. This ends the transfer."""
+        """Ends the transfer: workers have ended the request's pull, successfully or not."""
         state = self._requests.get(request_id)
         if state is not None and state.transfer is TransferState.PULLING:
             self._end_transfer(state)
@@ -189,9 +189,9 @@ class HandoffCore:
                 del self._requests[request_id]
 
     def reset(self) -> None:
-        """Drops all claims: the engine's cache was reset, for example for new weights (B4.13).
+        """Drops all claims, because the engine's cache was reset (B4.13).
 
-        Pulls in flight continue, as running requests do. Waiting requests claim again.
+        Pulls in flight continue, as running requests do. Requests that still wait claim again.
         """
         for state in self._requests.values():
             if state.transfer is TransferState.CLAIMED:
@@ -203,7 +203,11 @@ class HandoffCore:
         return pulls
 
     def heartbeat(self, now: float) -> None:
-        """Renews the holds to pull, six times per lease duration (B2.1). Call it once per step."""
+        """Renews the peers' holds of all requests that have not ended their pull (B2.1).
+
+        The adapter calls this once per step. Only every ``heartbeat_s`` seconds the core sends a
+        heartbeat for all these requests; for a new request it sends one at once.
+        """
         new_requests, self._without_heartbeat = self._without_heartbeat, []
         if now >= self._next_heartbeat_at:
             self._next_heartbeat_at = now + self._options.heartbeat_s
@@ -262,7 +266,7 @@ class HandoffCore:
         return bool(wanted)
 
     def _offer(self, state: HandoffState, claim: Claim, computed_tokens: int) -> int:
-        """Returns how many tokens of an answered claim to pull; 0 below the threshold."""
+        """Returns how many tokens of an answered claim to pull; 0 if they are too few."""
         state.offered_from = computed_tokens
         reach = self._reach(claim, state.engine.prompt_tokens, computed_tokens)
         if needs_older_windows(self._geometry, computed_tokens, reach):
@@ -270,7 +274,7 @@ class HandoffCore:
         return apply_threshold(reach - computed_tokens, state.params, self._options)
 
     def _reach(self, claim: Claim, prompt_tokens: int, computed_tokens: int) -> int:
-        """Returns the number of leading tokens that the request has after pulling a claim."""
+        """Returns how many leading tokens the request has after a pull of the claimed blocks."""
         if claim.reach < prompt_tokens or claim.usable is None:
             return claim.reach
         limit = prompt_tokens

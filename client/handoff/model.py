@@ -1,4 +1,4 @@
-"""Interfaces of the hand-off core to the engine and to servers; options of the core.
+"""Interfaces through which the hand-off core uses engine and servers; options of the core.
 
 The core calls all methods of the interfaces on the scheduler's thread. The methods must not block,
 and must not raise if a server fails.
@@ -35,7 +35,7 @@ ClaimId = NewType("ClaimId", int)
 
 
 class HandoffDirection(IntEnum):
-    """Direction in which a request is handed over; the values of `kvtier.v1.HandoffDirection`."""
+    """Direction in which a request is handed over; same values as `kvtier.v1.HandoffDirection`."""
 
     PREFILL_TO_DECODE = 1
     DECODE_TO_PREFILL = 2
@@ -74,9 +74,9 @@ class ClaimedBlocks:
 
 @dataclass(frozen=True)
 class PlannedPublication:
-    """A finished engine request whose blocks the server shall hold for ``hold_for`` seconds.
+    """A finished request whose blocks the server must hold for ``hold_for`` seconds.
 
-    Stores of these blocks may still be in flight.
+    Stores of these blocks may still be in flight when the core publishes the hold.
     """
 
     request_id: str
@@ -92,7 +92,7 @@ class HandoffRequest(Protocol):
 
     @property
     def request_id(self) -> str:
-        """The engine's id of the request, as in calls of the core."""
+        """The engine's id of the request. The adapter uses the same id when it calls the core."""
         ...
 
     @property
@@ -105,7 +105,7 @@ class HandoffRequest(Protocol):
 
     @property
     def kv_transfer_params(self) -> object:
-        """The value that the caller sent; the core never changes it."""
+        """The value that the engine received with the request; the core never changes it."""
 
     @property
     def may_pull(self) -> bool:
@@ -133,13 +133,14 @@ class HandoffRequest(Protocol):
     ) -> bytes | None:
         """Key of a block without a content key, in a hold of ``num_tokens`` tokens.
 
-        The key is a hash of the hold's name and of the tokens up to ``num_tokens``. So the claiming
-        engine can check that its own tokens are equal. None if the request has fewer tokens.
+        The key is a hash of the hold's name and of the tokens up to ``num_tokens``. So a claiming
+        engine gets the same key only if its own request has the same tokens. None if the request
+        has fewer tokens.
         """
 
 
 class HandoffServer(Protocol):
-    """Sends the core's requests to servers. The adapter reports results by calls of the core."""
+    """Sends the core's requests to servers. The adapter reports results by calling the core."""
 
     def start_claim(
         self, claim: ClaimId, request: HandoffRequest, remote: RemoteRequest, first_positions: Sequence[int]
@@ -147,16 +148,16 @@ class HandoffServer(Protocol):
         """Starts a claim: leases the blocks of each group from ``first_positions[group]`` on.
 
         Returns at once. The claim waits in the background, for a limited time, until the peer has
-        published the hold. The adapter reports the result by ``HandoffCore.claim_ended``. Returns
-        False, which counts as a miss, if no server is connected.
+        published the hold. The adapter passes the result to ``HandoffCore.claim_ended``. Returns
+        False if the peer's server cannot be reached; the engine then computes the request.
         """
         ...
 
     def drop_claim(self, claim: ClaimId) -> None:
-        """Cancels a claim. If the claim was granted, releases the lease. Reports no result."""
+        """Cancels a claim: the adapter reports no result and releases the lease, if granted."""
 
     def renew(self, remotes: Sequence[RemoteRequest]) -> None:
-        """Sends heartbeats for holds that will be claimed or read."""
+        """Sends heartbeats, so that the holds of these requests do not expire before the pull."""
 
     def release(self, remote: RemoteRequest) -> None:
         """Releases the hold on the peer's server."""
@@ -183,7 +184,7 @@ class HandoffOptions:
     ``claim_timeout_s``: maximum time that a request waits for its claim; after this time the engine
         computes the request.
     ``claim_lifetime_s``: if a granted claim is not pulled within this time, the core claims again.
-        Choose a shorter time than the lease.
+        This time must be shorter than the lease of the claim.
     """
 
     kv_recompute_threshold: int = 64
@@ -201,5 +202,5 @@ class HandoffOptions:
 
     @property
     def heartbeat_s(self) -> float:
-        """Time between two heartbeats: a sixth of the lease."""
+        """Time between two heartbeats: a sixth of ``kv_lease_duration``."""
         return self.kv_lease_duration / 6

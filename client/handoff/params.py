@@ -12,8 +12,8 @@ from typing import Any
 
 __all__ = ["RemoteRequest", "TransferParams"]
 
-# The server's limit. A heartbeat call has the names of many requests; the server would refuse the
-# whole call because of one longer name.
+# The server's limit. Longer names count as absent: a heartbeat call contains the names of many
+# requests, and the server would refuse the whole call because of one name that is too long.
 _MAX_NAME_LENGTH = 512
 _PEER_KEYS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
@@ -31,6 +31,9 @@ class RemoteRequest:
 @dataclass(frozen=True)
 class TransferParams:
     """Parsed parameters of a request.
+
+    ``do_remote_prefill``: a peer has computed the prompt; this engine pulls the prompt's blocks.
+    ``do_remote_decode``: this engine computes the prompt and holds its blocks for a peer.
 
     ``remote``: the peer's request, if all four keys of the peer are given.
     ``has_blocks``: whether ``remote_block_ids`` names a block.
@@ -51,7 +54,7 @@ class TransferParams:
 
     @classmethod
     def parse(cls, raw: object) -> TransferParams | None:
-        """Parses the caller's value; None if it is not a mapping or is empty (B1.2, B2.13)."""
+        """Parses ``kv_transfer_params``. None if they are empty or no mapping (B1.2, B2.13)."""
         if not isinstance(raw, Mapping) or not raw:
             return None
         groups = _groups(raw.get("remote_block_ids"))

@@ -25,6 +25,7 @@ _RETRY_SECONDS = 10.0
 _SETTLE_SECONDS = 1.0
 """Time after the deadline in which the server ends copies in progress (at most two batches)."""
 _ANSWER_SECONDS = 2.0
+"""Additional time for the response to a copy request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class DeviceOperations(LookupOperations):
             )
             yield from self._move(session, "TransferService/StoreFromDevice", request)
         except BaseException:
-            complete.abort = True  # the server responds after its last copy has ended
+            complete.abort = True  # the server responds when all its copies have ended
             yield from self._ignore_errors(self._call_or_end_session(session, "CacheService/CompleteStore", complete))
             raise
         yield from self._call_or_end_session(session, "CacheService/CompleteStore", complete)
@@ -167,7 +168,10 @@ class DeviceOperations(LookupOperations):
         return _Registered(session, answer.buffers_id, answer.order == devices_pb2.DEVICE_ORDER_EVENTS)
 
     def _order(self, registered: _Registered, after: Mark | None) -> Operation[devices_pb2.DeviceAfter | None]:
-        """Returns the event to wait for. If the server cannot wait for `after`, waits here."""
+        """Returns the event that the server waits for before it copies.
+
+        If the server cannot wait for `after`, waits here and returns None.
+        """
         if after is None:
             return None
         if registered.sees_events and after.index is not None:

@@ -1,4 +1,4 @@
-"""Operations on holds: requests that one engine hands over to another."""
+"""Operations on holds: blocks of requests that one engine hands over to another."""
 
 from __future__ import annotations
 

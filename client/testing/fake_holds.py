@@ -1,4 +1,4 @@
-"""Holds of the fake server. They expire only on request, because the fake server has no clock."""
+"""Holds of the fake server. They expire only when a test ends them: the server has no clock."""
 
 from __future__ import annotations
 
