@@ -137,7 +137,7 @@ def run_engine(engine: str, directory: Path, job: dict[str, Any], label: str) ->
 
 
 def attributed(result: Result, before: dict[str, Any] | None, after: dict[str, Any] | None) -> Result:
-    """Names the tier if the engine did not: the lowest tier with more hits than before."""
+    """Names the lowest tier with new hits, if the engine named no tier for the loaded tokens."""
     unnamed = result.loaded.get("")
     if not unnamed or before is None or after is None:
         return result

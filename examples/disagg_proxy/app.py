@@ -33,7 +33,7 @@ __all__ = ["make_app"]
 _PATHS = ("/v1/completions", "/v1/chat/completions")
 
 READ_TIMEOUT_S = 60.0
-"""Seconds for a client to send its request."""
+"""Seconds for a client to send its request. After this time the proxy answers 408."""
 
 _HANG_UP = {"connection": "close"}
 """Header of responses before the whole body has arrived: the server must not wait for the rest."""

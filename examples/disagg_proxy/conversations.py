@@ -63,7 +63,7 @@ class Conversations:
         return len(self._entries)
 
     def put(self, conversation: Conversation, hold: Params, now: float) -> int:
-        """Records the latest turn. Returns how many other entries were evicted."""
+        """Records the latest turn. Returns how many entries were removed to make room."""
         self._forget(conversation)
         entry = _Entry(json.dumps(hold).encode(), now + self._ttl_s)
         self._entries[conversation] = entry

@@ -33,7 +33,7 @@ _HOP_BY_HOP = {
     "transfer-encoding",
     "upgrade",
 }
-"""Response headers that concern the engine's connection only."""
+"""Response headers that clients do not get: they concern the engine's connection only."""
 
 _NOT_PASSED_ON = {
     "accept-encoding",
@@ -53,7 +53,7 @@ _NOT_PASSED_ON = {
     "upgrade",
     "x-data-parallel-rank",
 }
-"""Request headers about the client's connection, the encoding, or the choice of an engine."""
+"""Request headers that engines do not get: about the connection, or the choice of an engine."""
 
 
 class Cause(Enum):

@@ -45,7 +45,7 @@ class EventSplitter:
 
 
 class StreamReader:
-    """Reader of one stream. `strip_usage`: removes a usage chunk that only the proxy asked for."""
+    """Reader of one stream. `strip_usage`: the client did not ask for a usage chunk."""
 
     def __init__(self, *, strip_usage: bool) -> None:
         self._strip_usage = strip_usage

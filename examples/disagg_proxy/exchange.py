@@ -73,7 +73,7 @@ class Exchange:
     # ---- P
 
     async def _prefill(self, hold: Params | None) -> Params | None:
-        """Returns D's parameters from P's answer. Without an answer, D only has to hold."""
+        """Returns D's parameters. If no P answers, they tell D to compute and hold the prompt."""
         body = self._turn.prefill_body(first_turn() if hold is None else next_turn(hold))
         cause = "down"
         for instance in self._instances(self._service.prefill):
@@ -82,7 +82,7 @@ class Exchange:
             except EngineFailedError as error:
                 self._note_failure(instance, error)
                 cause = error.cause.value
-                if error.cause is Cause.TIMEOUT:  # another engine would be as slow
+                if error.cause is Cause.TIMEOUT:  # another P would be as slow
                     break
                 continue
             if params:

@@ -27,7 +27,7 @@ class Role(Enum):
 
 @dataclass(eq=False)
 class Instance:
-    """One engine. `kvtier`: its kvtier server as other hosts reach it; None: as reported (B2.22).
+    """One engine. `kvtier`: address of its kvtier server; None: the reported address (B2.22).
 
     `engine`: identity of the engine if it holds requests, known since `engine_seen_at`.
     `is_suspect`: a request failed, so the next health check is due at once. `failures`: number of
@@ -76,7 +76,7 @@ class Fleet:
     def choose(
         self, key: str | None, tried: Collection[Instance] = (), *, include_down: bool = False
     ) -> Instance | None:
-        """Returns the engine for the next request of `key`, or None if none is left.
+        """Returns the engine for a request of conversation `key`, or None if none is left.
 
         With `include_down`, an engine that is down may be chosen if no other engine is up.
         """

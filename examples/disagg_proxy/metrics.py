@@ -39,7 +39,7 @@ class Metrics:
         self.requests = self._counter("requests", "Requests by outcome.", "route", "outcome")
         self.turns = self._counter("turns", "Turns, by use of D's hold of the previous turn.", "reuse")
         self.retries = self._counter(
-            "retries", "Failures of engines; most requests were retried elsewhere.", "role", "cause"
+            "retries", "Failures of engines. The proxy sent most of these requests to another engine.", "role", "cause"
         )
         self.fallbacks = self._counter("fallbacks", "Turns that D served without P, by cause.", "cause")
         self.dropped = self._counter("entries_evicted", "Entries removed before a turn used them, by reason.", "reason")

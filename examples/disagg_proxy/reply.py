@@ -13,7 +13,7 @@ from .engines import Answer
 __all__ = ["ClientGoneError", "Reply", "error_answer", "error_event"]
 
 SEND_TIMEOUT_S = 60.0
-"""Seconds within which a client must read buffered data."""
+"""If a client does not read buffered data for this time in seconds, its request ends."""
 
 _JSON = {"content-type": "application/json"}
 

@@ -15,7 +15,7 @@ __all__ = ["Decode", "Settings", "parse_arguments"]
 
 @dataclass(frozen=True)
 class Decode:
-    """A decode engine. `kvtier`: its kvtier server as P reaches it; None: as the engine reports."""
+    """A decode engine. `kvtier`: address at which P reaches its server; None: the reported one."""
 
     url: str
     kvtier: Address | None = None

@@ -120,7 +120,7 @@ def is_usable(params: object) -> bool:
 
 
 def own_params(given: object) -> Params:
-    """Returns the parameters that a client may set: no blocks to pull, no name for a hold."""
+    """Returns the client's parameters without those that only the proxy may set."""
     if not isinstance(given, Mapping):
         return {}
     own = {

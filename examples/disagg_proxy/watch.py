@@ -40,7 +40,7 @@ class Watch:
         self._hold_as = f"disagg_proxy.probe.{uuid.uuid4().hex}"
 
     async def run(self) -> None:
-        """Runs for ever."""
+        """Checks and probes the engine until cancelled."""
         await asyncio.gather(self._again_and_again(self.probe), self._again_and_again(self._check_if_due))
 
     async def _again_and_again(self, look: Callable[[], Awaitable[None]]) -> None:

@@ -45,7 +45,7 @@ SLICE_BLOCKS = 64
 # columns then reads no pages of `content`.
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS blocks (
-    id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never used twice, so that it names one content for good
+    id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never reused, so that an id always means the same content
     name BLOB NOT NULL UNIQUE,             -- namespace (16 bytes) and key
     nbytes INTEGER NOT NULL,
     sizes BLOB NOT NULL,                   -- of the parts, 8 bytes each
@@ -85,7 +85,7 @@ class SQLiteTier(SecondaryTier):
         self._limit = ""
         self._writing = threading.Lock()
         """Serializes writers: a load that drops a corrupt block also writes."""
-        # FULL waits for the disk at each commit. NORMAL survives the end of the process.
+        # With FULL, a commit survives a power failure; with NORMAL, only a crash of the process.
         self._synchronous = "FULL" if durability == "power" else "NORMAL"
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = _claim(directory)

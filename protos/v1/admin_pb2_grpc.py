@@ -142,9 +142,9 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Drains the server: it refuses new work, finishes running work, and stores blocks of the CPU
-        tier in durable tiers, as far as they fit. Afterwards it ends as on SIGTERM, or keeps running
-        until the drain is undone.
+        """Drains the server: the server refuses new work, finishes running work, and stores blocks of the
+        CPU tier in durable tiers, if these have room. Afterwards the server ends as on SIGTERM, or
+        keeps running until the drain is undone.
 
         The stream reports progress. It ends when the drain has ended. If the client disconnects, the
         drain continues.

@@ -111,8 +111,8 @@ class CacheServiceServicer(object):
     def BeginRequest(self, request, context):
         """Registers a request, negotiates its offload policy and looks up all its keys.
 
-        The client MUST end each request with FinishRequest. A second call for the same request keeps
-        the policy and looks the keys up again.
+        The client MUST end each request with FinishRequest. If the client calls BeginRequest again for
+        the same request, the server keeps the policy and looks the keys up again.
 
         Errors: INVALID_KEY, TOO_MANY_KEYS, LIMIT_EXCEEDED (release leases first), DRAINING.
         """
@@ -124,8 +124,8 @@ class CacheServiceServicer(object):
         """Looks up keys and leases the hits. Leased blocks are not evicted until the lease ends.
 
         A block that only a secondary tier has is HIT_PENDING, and the server starts to promote it.
-        With `wait` the call returns when each of these keys is a hit or a miss, or when the time has
-        passed.
+        Without `wait` the call returns at once. With `wait` it returns when each of these keys is a
+        hit or a miss, or when the time has passed.
 
         Errors: INVALID_KEY, TOO_MANY_KEYS, LIMIT_EXCEEDED (release leases first).
         """
@@ -197,7 +197,7 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FinishRequest(self, request, context):
-        """Ends a request: releases its leases, and notifies each tier once.
+        """Ends a request: releases the request's leases, and tells each tier once that it has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

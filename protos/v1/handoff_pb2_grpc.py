@@ -92,7 +92,7 @@ class HandoffServiceServicer(object):
         existing hold of the same name. If the server declines to hold the blocks, the call succeeds
         and the status has the reason. These blocks stay in the CPU tier and may be evicted.
 
-        Errors: INVALID_KEY, TOO_MANY_KEYS, DRAINING (retry elsewhere).
+        Errors: INVALID_KEY, TOO_MANY_KEYS, DRAINING (the server refuses new holds).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -95,11 +95,11 @@ class KVTierCache:
         """Probes the model with one token and samples its weights.
 
         Two processes share blocks if `name`, `revision`, `block_tokens`, `tenant`, `extra` and the
-        model's configuration are equal. Without `name` and `revision`, the weights are sampled
-        instead (see `weights_digest`). `extra`: bytes that identify anything else that changes the
-        KV, such as an adapter. `wait`: seconds to wait for the server at start, and for blocks of a
-        lower tier in each lookup. `connect`: function that creates the client instead of
-        `endpoint`, for example the method `client` of `kvtier.client.testing.FakeServer`.
+        model's configuration are equal. If `name` or `revision` is None, a digest of the weights
+        replaces `revision`. `extra`: bytes that identify anything else that changes the KV, such as
+        an adapter. `wait`: seconds to wait for the server at start, and for blocks of a lower tier
+        in each lookup. `connect`: function that creates the client instead of `endpoint`, for
+        example the method `client` of `kvtier.client.testing.FakeServer`.
 
         Raises `UnsupportedModelError` for a model whose cache is not full attention throughout.
         """
@@ -169,7 +169,7 @@ class KVTierCache:
         return output if wants_dict else output.sequences
 
     def flush(self, input_ids: Any, *, wait: float = 10.0) -> int:
-        """Waits until full blocks of a sequence are durable. Returns the number of these blocks."""
+        """Waits up to `wait` s until full blocks are durable. Returns how many are durable."""
         keys = self.keys(input_ids)
         try:
             return self._client.flush(keys, wait=wait).count(DurableStatus.DURABLE) if keys else 0

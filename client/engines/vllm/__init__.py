@@ -11,14 +11,14 @@ blocks. `config` contains an engine's settings, and `request_settings` contains 
 settings. "(B3.19)" and similar cite docs/behaviour.md.
 
 By default a block is stored as soon as it is full. With `lazy_offload` a block is stored when the
-engine is about to evict the block. Lazy mode needs fewer copies, but other engines do not find a
-block before it is stored, and unstored blocks are lost if the engine ends. For sliding windows and
-states, lazy mode stores only blocks for which vLLM itself keeps a hash. A hit of a hybrid model can
-therefore end only at the end of an earlier prompt or answer.
+engine is about to evict the block. Lazy mode copies fewer blocks than the default mode. However,
+other engines do not find a block before it is stored, and unstored blocks are lost if the engine
+ends. For sliding windows and states, lazy mode stores only blocks for which vLLM itself keeps a
+hash. A hit of a hybrid model can therefore end only at the end of an earlier prompt or answer.
 
-Prefill/decode disaggregation uses the same connector, without roles. The `kv_transfer_params` of
-each request decide what happens to the request's blocks. With `bidirectional_kv_xfer`, decode
-engines publish their blocks too. See `docs/handoffs.md`.
+Prefill and decode engines use the same connector. The `kv_transfer_params` of each request say
+whether the engine pulls the request's blocks from another engine, and whether the server holds them
+for another engine. See `docs/handoffs.md`.
 
 Limits that come from vLLM's connector interface:
 
@@ -30,8 +30,9 @@ Limits that come from vLLM's connector interface:
   because saves hold references to blocks. Repeat the call after a few milliseconds: the saves end
   in idle steps.
 - An engine in the caller's process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`) takes no steps between
-  calls, so the last saves end only with the next call. Until then a reset returns False and a sleep
-  is refused. Call `llm_engine.step()` until the saves have ended.
+  calls. Saves that are in flight at the end of a call therefore end only during the next call.
+  Until then a reset returns False and a sleep is refused. Call `llm_engine.step()` until the saves
+  have ended.
 - Requests with a LoRA adapter are neither loaded nor saved, because the name of an adapter does not
   identify its weights.
 """

@@ -17,7 +17,10 @@ logger = init_logger("vllm." + __name__)
 
 
 class RateLimitedLog:
-    """Logs each kind of warning at most once per `interval_s` and counts the rest. Thread-safe."""
+    """Logs each kind of warning at most once per `interval_s` seconds. Thread-safe.
+
+    The next warning of the kind says how many were not logged.
+    """
 
     def __init__(self, interval_s: float = 30.0) -> None:
         self._interval_s = interval_s
@@ -42,8 +45,8 @@ class RateLimitedLog:
 class BackgroundThreads:
     """FIFO job queue with daemon threads.
 
-    An executor would wait for its jobs at exit, so a job that waits for a hung server would delay
-    the exit of the engine. Daemon threads do not.
+    At the exit of the engine, Python waits for the jobs of an executor, so a job that waits for a
+    hung server would delay the exit. Python does not wait for daemon threads.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class BackgroundThreads:
         self._jobs.put(job)
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Waits for the queued jobs, at most `timeout_s` seconds for all of them."""
+        """Waits at most `timeout_s` seconds for all queued jobs. Later jobs are not run."""
         deadline = time.monotonic() + timeout_s
         for _ in self._threads:
             self._jobs.put(None)

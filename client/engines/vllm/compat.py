@@ -6,7 +6,8 @@ of the two releases. They differ as follows:
 - 0.33 renamed the third item of `yield_req_data`. The adapter does not use this function. It reads
   block tables from `scheduler_output.kv_connector_block_state`, which exists in both releases.
 - Only 0.33 calls `unregister_kv_caches` and `restore_kv_caches` for sleep and wake.
-- 0.33 asserts less about the null block in `BlockPool.touch`. The adapter never touches that block.
+- `BlockPool.touch` of 0.32 asserts more about the null block than that of 0.33. The adapter never
+  touches that block.
 
 With an older release, or a release that lacks an imported name, the import of this module raises
 ImportError. With a newer release the import logs a warning.

@@ -91,7 +91,8 @@ class ServerConfig:
 class ConnectorConfig(ServerConfig):
     """The connector's settings.
 
-    `max_held_fraction`: pending saves hold at most this fraction of the engine's KV blocks.
+    `max_held_fraction`: saves in flight hold at most this fraction of the engine's KV blocks. Until
+    these saves have ended, other blocks are not saved.
     `lazy_offload`: store blocks when the engine is about to evict them, not when they are full.
 
     Hand-offs between engines (`kv_transfer_params`, see `HandoffOptions`):

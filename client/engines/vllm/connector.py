@@ -119,9 +119,10 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
         )
 
     def _scheduler_config(self) -> ConnectorConfig:
-        """Returns the settings; without lazy mode if LoRA is on.
+        """Returns the settings, with lazy mode turned off if LoRA is on.
 
-        Lazy mode saves free blocks, and a free block does not show if its request had an adapter.
+        Lazy mode saves blocks that no request uses any more. Such a block does not show whether its
+        request had a LoRA adapter.
         """
         config = self._config
         if config.lazy_offload and getattr(self._vllm_config, "lora_config", None) is not None:

@@ -85,7 +85,7 @@ def _refuse_unsupported(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Non
 
 def _read_group(index: int, group: Any) -> CacheGroup:
     specs = _layer_specs(group)
-    # A pipeline stage may have no layer of a group. The spec of the group then stands for a layer.
+    # If a pipeline stage has no layer of the group, the spec of the group has the properties.
     kinds = {(_is_state(spec), _retained_tokens(spec)) for spec in specs or [group.kv_cache_spec]}
     if len(kinds) != 1:
         raise Unsupported(f"KV cache group {index} mixes attention windows")

@@ -68,7 +68,8 @@ def never_raises(
 class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     """KVTierConnector in the scheduler's process. If it is disabled, `_scheduler` is None.
 
-    `_unsent_loads`: ids of requests whose load the engine waits for, but no worker has received.
+    `_unsent_loads`: ids of the requests for which the engine waits for a load that was not yet sent
+    to the workers.
     """
 
     log: RateLimitedLog
@@ -92,16 +93,16 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
 
     @never_raises(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Match:
-        """Called each time a waiting request is considered; see SchedulerSide.matched_tokens."""
+        """Called each time vLLM tries to schedule a waiting request; see SchedulerSide."""
         if self._scheduler is None:
             return 0, False
         return self._scheduler.matched_tokens(request, num_computed_tokens)
 
     @never_raises()
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Called when blocks were allocated, and again, with 0 tokens, when the load has ended."""
+        """Called when vLLM has allocated blocks; again, with 0 tokens, when the load has ended."""
         if num_external_tokens > 0:
-            # First, because the engine waits for this load even if the code below fails.
+            # Recorded first, because the engine waits for the load even if the code below fails.
             self._unsent_loads.add(request.request_id)
         if self._scheduler is not None:
             self._scheduler.blocks_allocated(request, blocks.get_block_ids(), num_external_tokens)
@@ -121,9 +122,9 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Called once per step, after the other scheduler hooks, also in empty steps.
 
-        Workers get exactly the loads for which the engine waits. A load that the scheduler lost is
-        sent as an empty job, which workers report as failed. A load left over from a failed step is
-        not sent, because workers would report it twice.
+        Sends one job for each load that the engine waits for. If an exception lost the job, sends
+        an empty job, which workers report as failed. Does not send a job that is left over from a
+        failed step, because that load was already reported.
         """
         step = self._build_step(scheduler_output)
         step.parts = self._all_parts
@@ -182,7 +183,10 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
 
     @never_raises(lambda: False)
     def has_pending_block_frees(self) -> bool:
-        """Called when no block is free for a running request. True: the request may wait."""
+        """Called when no block is free for a running request.
+
+        True: a save will soon free blocks, so the request may wait instead of being preempted.
+        """
         return self._scheduler is not None and self._scheduler.has_pending_block_frees()
 
     @never_raises(lambda: False)
@@ -225,7 +229,7 @@ class WorkerHooks(KVConnectorBase_V1):
             self._worker.resume()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Called before blocks are overwritten. Nothing to do: saves hold references (B4.12)."""
+        """Called before blocks are overwritten. Nothing to do: saves hold references to blocks."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Called each step after the forward pass was submitted. Loads are always asynchronous."""
@@ -239,7 +243,7 @@ class WorkerHooks(KVConnectorBase_V1):
 
     @abstractmethod
     def _adopt_parts(self, parts: Parts) -> None:
-        """Sets up the worker with the parts of all workers, which each step contains."""
+        """Sets up the worker with the parts of all workers. Only the first call has an effect."""
 
     @never_raises(lambda: False)
     def _start_loads(self, step: StepMetadata) -> bool:
@@ -269,7 +273,7 @@ class WorkerHooks(KVConnectorBase_V1):
 
     @never_raises(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Called last in each step. Returns the loads that ended; some may have failed."""
+        """Called at the end of each step. Returns the loads that ended, and the failed ones."""
         step = self._connector_metadata
         return self._reports.take_results(idle=isinstance(step, StepMetadata) and step.idle)
 

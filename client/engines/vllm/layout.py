@@ -1,9 +1,9 @@
 """Byte layout of an engine's KV tensors: positions of a block's pages, and their order in a slot.
 
 A slot holds the pages of the group's layers in the group's order, without padding. vLLM usually
-allocates all layers of a group at equal distances in one storage. Such a block is one strided view
-and needs one copy. A state-space layer has one tensor or several (conv state, SSM state). Each
-tensor gives one page, and these pages are adjacent in the slot.
+allocates all layers of a group at equal distances in one storage. A block of such a group is one
+strided view and needs one copy. A state-space layer has one tensor or several (conv state, SSM
+state). Each tensor gives one page, and these pages are adjacent in the slot.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def address_of(endpoint: str | None, advertise: str | None = None) -> Address:
 
 
 def wait_for_server(client: Client) -> None:
-    """Waits briefly at the engine's start, so that the first requests find a connected server."""
+    """Waits up to 2 s at the engine's start, so that the first requests find a connected server."""
     try:
         client.wait_until_connected(_START_SECONDS)
     except KVTierError as error:
@@ -66,7 +66,7 @@ class Peers:
         return self._allowed.get(address)
 
     def client(self, endpoint: str) -> Client:
-        """Returns the client of a server. Raises Unavailable if only OWN is allowed."""
+        """Returns the client of a server. Raises Unavailable if this worker reads only from OWN."""
         with self._lock:
             client = self._clients.get(endpoint)
             if client is None:

@@ -51,7 +51,7 @@ class Ranks:
     def part(self, rank: int) -> int:
         """Returns the number of the part that a worker holds.
 
-        `rank` may be a global rank that continues across data parallel engines.
+        `rank` may be a global rank, counted over all data parallel engines.
         """
         stage, place = divmod(rank % self.workers, self.tensor)
         return stage * self.shards + place // self.copies
@@ -75,7 +75,7 @@ class Parts(KVConnectorHandshakeMetadata):
 
 
 def resolve_ranks(vllm_config: Any, parts: Parts) -> Ranks:
-    """Returns the engine's ranks. Raises Unsupported if the scheduler would miss reports."""
+    """Returns the engine's ranks. Raises Unsupported if the scheduler would not get all reports."""
     parallel = vllm_config.parallel_config
     tensor, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     if getattr(parallel, "distributed_executor_backend", None) == "external_launcher" and tensor * stages > 1:

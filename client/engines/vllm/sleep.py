@@ -1,8 +1,8 @@
 """Gate that prevents copies while vLLM's sleep mode has freed the memory of the KV tensors.
 
 Before a sleep vLLM aborts requests and waits for saves and loads to end. However, if the server
-hangs for minutes, the scheduler gives up a job whose copy still runs. Such a copy would access
-freed memory and crash.
+hangs for minutes, the scheduler gives up a save although its copy may still run. Without this gate,
+the copy would then access freed memory, and the worker would crash.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SleepGate:
                 self._changed.notify_all()
 
     def close(self, timeout_s: float) -> bool:
-        """Stops new copies and waits for running ones. Returns False after `timeout_s`."""
+        """Refuses new copies. Returns whether running copies have ended within `timeout_s`."""
         with self._changed:
             self._open = False
             return self._changed.wait_for(lambda: not self._copying, timeout_s)

@@ -1,8 +1,8 @@
 """Everything that the tier imports from vLLM, and the differences between versions.
 
 - 0.33 calls a tier under a lock, possibly on another thread, but never makes two calls at once.
-- After a reset, 0.33 delays promotions until the workers have flushed. Before that, hits count as
-  misses (B3.19).
+- After a reset, 0.33 delays promotions until the workers have flushed. Until then vLLM treats hits
+  as misses (B3.19).
 - Some versions use the names `BLOCK_LEVEL` and `block_ids` instead of `CHUNK_LEVEL` and `chunk_ids`
   (B3.1).
 """

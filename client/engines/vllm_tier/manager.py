@@ -85,7 +85,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self.locality = Locality(self._settings.locality) if self._settings.locality else None
         self._requests: dict[str, TierRequest] = {}
         self._to_send: dict[int, TierRequest] = {}
-        # Jobs that were refused before they began.
+        # Numbers of jobs that were refused before they began.
         self._refused: list[int] = []
         self._client: Client | None = None
         self._lookups: TierLookups | None = None
@@ -146,7 +146,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
 
     @never_raises(lambda: LookupResult.MISS)
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
-        """Called per key in each step that considers the request. RETRY: ask in the next step."""
+        """Called per key in each step that considers the request. After RETRY, vLLM asks again."""
         if self._lookups is None:
             return LookupResult.MISS
         request = self._request_of(req_context)
@@ -192,7 +192,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self._submit(job_metadata, load=False)
 
     def submit_load(self, job_metadata: Any) -> None:
-        """Called at the end of a step in which `lookup` answered HIT. The job owns the rows."""
+        """Called after `lookup` answered HIT. No other job uses the rows before the report."""
         self._submit(job_metadata, load=True)
 
     def _submit(self, metadata: Any, *, load: bool) -> None:
@@ -223,7 +223,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         return True
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Called once per step. A partly failed load lists the keys that were loaded (B3.18)."""
+        """Called once per step. Returns the ended jobs; for a partial load, the loaded keys."""
         refused, self._refused = self._refused, []
         results = [JobResult(number, success=False) for number in refused]
         for job in self._take_finished():
@@ -250,7 +250,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
 
     @never_raises()
     def drain_jobs(self) -> None:
-        """Called before the primary tier is emptied. Afterwards no job accesses the rows."""
+        """Called before vLLM empties the primary tier. After the call no job accesses rows."""
         if self._transfers is not None:
             self._transfers.drain(_DRAIN_SECONDS)
 

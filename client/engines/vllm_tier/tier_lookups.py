@@ -28,10 +28,10 @@ _GROUP_BYTES = 4
 _MAX_KINDS = 256
 _BY_VALUE = "offload_policy"
 _VALUE_CHARACTERS = 32
-# If the server had less than this share of the timeout for a key, the key was queued for long. The
-# server is then not considered slow.
+# If a key times out, the circuit opens only if the server had at least this share of the timeout
+# for the key. Otherwise the key has mostly waited in a queue, and the server is perhaps not slow.
 _LATE_SHARE = 0.5
-# Shorter than the server's lease (60 s by default). An older hit is looked up again.
+# Shorter than the server's lease (60 s by default). A hit older than this is looked up again.
 _PIN_SECONDS = 40.0
 
 
@@ -92,7 +92,7 @@ class TierLookups(RequestCalls):
     """
 
     def __init__(self, client: Client, timeout_s: float, log: RateLimitedLog, threads: BackgroundThreads) -> None:
-        """`threads` run the lookups. `close` closes them too."""
+        """`threads` run the lookups. `close` ends these threads."""
         super().__init__(client, log)
         self._timeout_s = timeout_s
         self._threads = threads
@@ -156,7 +156,7 @@ class TierLookups(RequestCalls):
         registration = request.registration
         registration.prompt_tokens = max(registration.prompt_tokens, *request.new.values())
         for keys in groups.values():
-            # For a prefix vLLM asks from the start; for windows and states from the end.
+            # vLLM asks for a prefix from its start, but for windows and states from the end.
             prefix = all(request.new[first] < request.new[second] for first, second in pairwise(keys))
             batch = _LookupBatch(request, keys, prefix, min(request.waiting[key] for key in keys))
             self.acquire(registration)
@@ -179,7 +179,7 @@ class TierLookups(RequestCalls):
             self.release_leases(leases)
 
     def end(self, request: TierRequest) -> None:
-        """Ends the request. After the last call about it, the server releases its leases."""
+        """Ends the request at the server, which then releases its leases, after its last call."""
         request.ended = True
         self.finish_request(request.registration)
 
@@ -219,7 +219,7 @@ class TierLookups(RequestCalls):
             self.open_circuit(error)
             self._log.warn("lookup", f"a lookup failed, so its request is computed: {error}")
         finally:
-            # Without an end of the lookup, the request would wait for the whole timeout.
+            # If the lookup did not end here, its request would wait for the whole timeout.
             for key in batch.keys:
                 batch.request.sent_at.pop(key, None)
             self._done.append(batch)

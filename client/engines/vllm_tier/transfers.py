@@ -102,7 +102,7 @@ class Transfers:
             self._loads.submit(lambda: self._run(job))
 
     def take_finished(self) -> list[Job]:
-        """Returns the jobs that ended since the last call. Abandons jobs that are too slow."""
+        """Returns the jobs that ended since the last call. Abandons jobs after 30 seconds."""
         late = time.monotonic() - _JOB_SECONDS
         with self._changed:
             for job in [job for job in self._running.values() if job.begun_at < late]:
@@ -111,7 +111,7 @@ class Transfers:
         return finished
 
     def drain(self, timeout_s: float) -> None:
-        """Waits for all jobs; abandons the rest after `timeout_s`. Afterwards no job uses rows."""
+        """Waits for all jobs; abandons the rest after `timeout_s`. Then no job uses rows."""
         with self._changed:
             self._changed.wait_for(lambda: not self._running, timeout_s)
             for job in list(self._running.values()):
@@ -125,7 +125,7 @@ class Transfers:
             threads.close(0.5)
 
     def _abandon(self, job: Job) -> None:
-        """Reports a job now. If it is copying, it is reported at the end of the copy."""
+        """Reports a job that has not ended: now, or at the end of a copy that is running."""
         if job.copying:
             job.ended = True
         else:

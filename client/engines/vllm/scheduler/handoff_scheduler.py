@@ -47,7 +47,7 @@ class HandoffScheduler:
         self._counters = counters
         self._calls = HoldCalls(peers, options.claim_timeout_s, log, counters)
         self._core = HandoffCore(geometry, identity, options, self._calls)
-        # Requests whose hit was offered to the engine.
+        # Ids of requests for which `match` has returned a hit, until `allocated`.
         self._offered: set[str] = set()
         # Number of blocks of each pull in flight, by request id.
         self._pulling: dict[str, int] = {}

@@ -38,7 +38,7 @@ _NOTIFY_WITHIN_S = 30.0
 
 @dataclass
 class _OpenClaim:
-    """A claim that was not dropped. `lease`: the granted lease, or None."""
+    """A claim that the core has not dropped. `lease`: the granted lease; None before the answer."""
 
     endpoint: str
     lease: Lease | None = None
@@ -47,7 +47,7 @@ class _OpenClaim:
 class HoldCalls:
     """Implements `HandoffServer`. Public methods run on the scheduler's thread and never block.
 
-    Threads start with the first hand-off, because most engines make no hand-offs.
+    The first hand-off starts the threads, because most engines make no hand-offs.
     """
 
     def __init__(self, peers: Peers, claim_timeout_s: float, log: RateLimitedLog, counters: TransferCounters) -> None:

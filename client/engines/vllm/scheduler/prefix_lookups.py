@@ -2,8 +2,9 @@
 
 The scheduler starts a lookup, a background thread runs it, and the scheduler reads the result. If
 the server fails, the lookup becomes a miss within a bounded time. Calls have deadlines, and a
-lookup that exceeds its timeout is abandoned. After a failure the circuit stays open for 2 seconds,
-and the server is not called. So a hung server does not delay each request by the whole timeout.
+lookup that exceeds its timeout is abandoned. After a failure the circuit is open for 2 seconds:
+the connector makes no calls to the server, and each lookup is a miss at once. So a hung server does
+not delay each request by the whole timeout.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _THREADS = 8  # a lookup mostly waits for promotions from lower tiers
 
 
 class LookupState(Enum):
-    """PENDING: still running. DONE: `found` is complete. DROPPED: the result is not wanted."""
+    """PENDING: not ended. DONE: `found` is complete. DROPPED: the core ignores the result."""
 
     PENDING = "pending"
     DONE = "done"
@@ -37,7 +38,7 @@ class LookupState(Enum):
 
 @dataclass
 class PendingLookup:
-    """Lookup of the blocks from `start` to `limit` tokens of one request.
+    """Lookup of one request's blocks from token `start` to token `limit`.
 
     Only the background thread uses `found` until the state is DONE, then only the scheduler.
     """
@@ -79,7 +80,7 @@ class LookupService(RequestCalls):
     def answers(self) -> Iterator[tuple[LookupId, PrefixHit, float]]:
         """Yields id, result and time of each lookup that ended since the last call.
 
-        A lookup among these may have been dropped meanwhile.
+        Some of these lookups may have been dropped meanwhile. The core ignores their results.
         """
         for _ in range(len(self._done_lookups)):
             lookup = self._done_lookups.popleft()
@@ -144,7 +145,7 @@ class LookupService(RequestCalls):
     # ---- details
 
     def _drop(self, lookup: PendingLookup) -> bool:
-        """Releases the leases of a lookup at its end. Returns whether the lookup has ended yet."""
+        """Releases the leases of a lookup, now or when it ends. Returns whether it has ended."""
         with self._lock:
             was_done = lookup.state is LookupState.DONE
             lookup.state = LookupState.DROPPED
@@ -167,7 +168,7 @@ class LookupService(RequestCalls):
             self.open_circuit(error)
             self._log.warn("lookup", f"a lookup failed, so its request is computed: {error}")
         finally:
-            # Without an end of the lookup, the request would wait for the whole timeout.
+            # If the lookup did not end here, its request would wait for the whole timeout.
             self._done(lookup, hit)
 
     def _done(self, lookup: PendingLookup, hit: int | None) -> None:

@@ -16,9 +16,9 @@ from ..request_settings import RequestSettings
 
 __all__ = ["RequestRegistration", "VllmBlockPool", "VllmRequest", "plain_params", "server_name"]
 
-# Limit of the name of a request. The server accepts 512 characters.
+# Maximum length of a request's name; `server_name` shortens longer ids. The server accepts 512.
 _MAX_ID_CHARACTERS = 256
-# Users choose the parameters. Tiers need only small flags to vote.
+# The server does not get longer parameters: users choose them, and tiers need only small flags.
 _MAX_PARAMS_CHARACTERS = 64 << 10
 _MAX_PRIORITY = (1 << 31) - 1
 
@@ -31,7 +31,7 @@ class RequestRegistration:
     server's rules; a higher number is more urgent. `settings`: the user's settings for the request.
 
     `policy`: the offload policy for which the server's tiers voted; None before the vote. `voting`:
-    a registration without lookup is in flight. Until its end no block of the request is offered.
+    a registration without lookup is in flight. Until it ends, no block of the request is saved.
     `counted_unavailable`: the metrics have counted a lookup of this request as `unavailable`.
     """
 
@@ -54,7 +54,7 @@ class RequestRegistration:
         return {} if tiers is None else {"exclude": tiers}
 
     def begin_options(self) -> dict[str, Any]:
-        """Options of the registration; `retain_for` applies to all later lookups and stores."""
+        """Options of the registration. `retain_for` then applies to all calls about the request."""
         options: dict[str, Any] = {}
         if self.settings.retain_for_s is not None:
             options["retain_for"] = self.settings.retain_for_s
@@ -114,7 +114,10 @@ class VllmRequest:
     def hold_key(
         self, engine_id: str, request_id: str, group: CacheGroup, position: int, num_tokens: int
     ) -> bytes | None:
-        """Hashes what vLLM hashes for a full block: previous hash, tokens and extra keys."""
+        """Returns the key of a partial block; None if its tokens or the previous hash are missing.
+
+        The key covers what vLLM hashes for a full block: previous hash, tokens and extra keys.
+        """
         start, hashes = position * group.block_tokens, self.hashes(group)
         tokens = self.request.all_token_ids[start:num_tokens]
         if start + len(tokens) < num_tokens or position > len(hashes):
@@ -163,7 +166,7 @@ class VllmBlockPool:
         self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
 
     def put_back(self, block_ids: Sequence[int], behind: Collection[int]) -> None:
-        """Keeps blocks without content at the front of the free queue, where vLLM has put them."""
+        """Moves freed blocks with content to the front, but behind blocks without content."""
         queue, blocks = self._pool.free_block_queue, [self._pool.blocks[block_id] for block_id in block_ids]
         self._pool.free_blocks(blocks)
         stay = itertools.takewhile(

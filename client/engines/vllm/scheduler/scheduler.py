@@ -80,7 +80,7 @@ class KVEvents:
         return events
 
     def _stored(self, key: bytes, group_index: int) -> KVCacheEvent:
-        # One event per block: in an event with several blocks, each is the parent of the next.
+        # One event per block: readers take a block of an event as the parent of the next block.
         return BlockStored(
             block_hashes=[maybe_convert_block_hash(key[:-_GROUP_BYTES])],
             parent_block_hash=None,
@@ -160,7 +160,7 @@ class SchedulerSide:
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """Returns how many tokens after `computed_tokens` can be loaded (None: not known yet).
 
-        The second value says that the load is asynchronous.
+        The second value is True if there is a hit: the load is asynchronous.
         """
         if request.request_id not in self._requests:
             self.new_request(request)
@@ -223,7 +223,7 @@ class SchedulerSide:
             self._count_saves(self._core.saves_ended(report.ended_saves, report.not_stored, time.monotonic()))
 
     def request_finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
-        """Offers the blocks that the request's last step filled (B4.14) and releases the rest.
+        """Ends the request. Blocks that its last step filled are still saved (B4.14).
 
         Returns the parameters for the engine that continues the request, or None.
         """
@@ -279,7 +279,7 @@ class SchedulerSide:
             self._resetting = False
 
     def _count_saves(self, ended: Iterable[EndedSave]) -> None:
-        """Counts ended saves. Announces their blocks unless a save may be older than a reset."""
+        """Counts ended saves, and publishes events unless a save may be older than a reset."""
         missed = 0
         for save in ended:
             missed += len(save.not_stored)

@@ -22,7 +22,7 @@ _RESET_RETRY_S = 1.0
 
 
 class RequestCalls:
-    """Registers requests at the server, and ends each request after its last call.
+    """Registers requests at the server, and ends each request when its last call has ended.
 
     Public methods run on the scheduler's thread, unless the docstring says "Thread-safe".
     """
@@ -62,7 +62,7 @@ class RequestCalls:
             self._control_thread.submit(lambda: self._register(request))
 
     def acquire(self, request: RequestRegistration) -> None:
-        """Records that a call about the request begins. `release` must follow."""
+        """Records that a call about the request begins. Call `release` when the call has ended."""
         with self._lock:
             request.pending += 1
 
@@ -75,7 +75,7 @@ class RequestCalls:
             self._submit_finish(request)
 
     def finish_request(self, request: RequestRegistration) -> None:
-        """Tells the server, after the last call about the request, that the request has ended."""
+        """Ends the request at the server as soon as no call about the request is in flight."""
         with self._lock:
             request.ended = True
             finish = request.pending == 0
@@ -157,7 +157,8 @@ class CacheReset:
         self._log = log
         self._threads = BackgroundThreads("reset", log)
         self._closed = threading.Event()
-        # Numbers of the latest resets. Only the background thread writes `_done`.
+        # Numbers of the latest reset: started, ended, reported by `take_done`. Only the background
+        # thread writes `_done`.
         self._started = self._done = self._taken = 0
 
     def start(self) -> None:

@@ -56,9 +56,9 @@ class BlockCopier(Protocol):
     device: torch.device
 
     def mark(self) -> Any:
-        """Marks the compute submitted so far. A copy whose `after` is this mark waits for it.
+        """Marks the compute that was submitted so far. Called on the engine's thread.
 
-        Called on the engine's thread.
+        A copy whose `after` is this mark waits until that compute has ended.
         """
 
     def copy_out(

@@ -40,7 +40,7 @@ class StepMark:
         self._lock = threading.Lock()
 
     def job_ended(self) -> None:
-        """Called once per job. The last call releases the server's event."""
+        """Called when a job ends. At the end of the last job, releases the server's event."""
         with self._lock:
             self._jobs -= 1
             over = not self._jobs
@@ -80,7 +80,7 @@ class DeviceRoute:
         self._client = client
 
     def mark(self) -> Mark | None:
-        """Marks the compute submitted so far. Returns None if the worker copies the blocks."""
+        """Marks the compute submitted so far. Returns None if the worker makes the copies."""
         if self._client is None:
             return None
         try:

@@ -26,7 +26,8 @@ SAVE_LOST_AFTER_S = 600.0
 SAVE_WITHIN_S = 300.0
 """Workers begin no copy of a save later than this time after the scheduler sent the save.
 
-A copy that began earlier must end before its grant expires.
+Blocks that are not copied by then are reported as not stored. A running copy must end before the
+server's grant of the slots expires.
 """
 
 

@@ -76,9 +76,9 @@ class WorkerSide:
         """Whether the engine has begun its first step. From then on it captures no CUDA graphs."""
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Creates views of the KV tensors and connects. Called again if the tensors are replaced.
+        """Creates views of the KV tensors. The first call also connects to the server.
 
-        Raises Unsupported if the layout is not supported.
+        Called again if the tensors are replaced. Raises Unsupported if the layout is not supported.
         """
         layouts = build_layouts(list(self._groups.values()), kv_caches, self._num_blocks)
         self.suspend()
@@ -102,7 +102,7 @@ class WorkerSide:
         self._register_route()
 
     def suspend(self) -> None:
-        """Refuses new copies and waits for running ones. Called before the KV tensors are freed."""
+        """Refuses new copies and waits up to 60 s for running ones. Called before a sleep."""
         if not self._gate.close(_SUSPEND_TIMEOUT_S):
             self._log.warn(
                 "sleep", f"a copy still runs after {_SUSPEND_TIMEOUT_S:g} s; the engine begins its sleep anyway"
@@ -183,7 +183,7 @@ class WorkerSide:
 
     def _mark(self, jobs: int) -> StepMark:
         assert self._copier is not None
-        # Marks only for jobs, because the last job releases the server's event.
+        # Only if there are jobs, because the end of the last job releases the server's event.
         by_server = self._route.mark() if self._route is not None and jobs else None
         return StepMark(self._copier.mark(), by_server, jobs)
 
@@ -220,7 +220,8 @@ class WorkerSide:
             self._log.warn("load", f"a load failed, so its blocks are computed: {error}")
         finally:
             after.job_ended()
-            # Counted before the report: after it the engine may take no step that collects counts.
+            # Counted before the report: only a step collects counts, and after the report the
+            # engine may take no step.
             self._counters.observe("load_seconds", time.monotonic() - queued_at)
             self._reports.load_ended(job.request_id, failed=failed)
 
