@@ -5,8 +5,9 @@ or raised, none of the call's copies is in progress, so the slots can be reused.
 exception is a broken context (`Cause.BROKEN`): copies may still be in progress, so the slots must
 not be reused until this process has ended.
 
-If an engine is killed during a copy, the engine's memory stays mapped in this process until the
-batches in flight are done. The other batches are cancelled, and then the memory is closed.
+If an engine is killed during a copy, its memory stays mapped in this process. The copy worker then
+calls `cancel` and `close`: no new batch starts, and `close` unmaps the memory after the batches in
+flight have ended.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class CopyDirection(Enum):
 
 @dataclass(frozen=True)
 class Tuning:
-    """Limits of one batch. A cancelled transfer completes its running batches (at most two)."""
+    """Limits of one batch. A cancelled `copy` ends when its running batches (at most two) end."""
 
     batch_bytes: int = 64 << 20
     batch_copies: int = 4096
@@ -55,7 +56,7 @@ class EngineBlocks:
     """The opened blocks of one engine process, with one stream per direction.
 
     Raises DeviceError if the blocks cannot be opened. Any thread may call. `copy` blocks the
-    calling thread without the GIL; several calls may run at a time.
+    calling thread but releases the GIL; several calls may run at a time.
     """
 
     def __init__(
@@ -122,8 +123,8 @@ class EngineBlocks:
     def after_event(self, index: int) -> Callable[[], bool]:
         """Returns a function that tells whether the engine's event with this index is reached.
 
-        The engine records the event again only after the copies that wait for the event have been
-        answered. Raises DeviceError (BAD_EXPORT) if there is no such event.
+        The engine must not record the event again until the copies that wait for the event have
+        ended. Raises DeviceError (BAD_EXPORT) if there is no such event.
         """
         if not 0 <= index < len(self._events):
             raise DeviceError(Cause.BAD_EXPORT, f"there is no event {index}: {len(self._events)} are shared")
@@ -145,7 +146,7 @@ class EngineBlocks:
         access the blocks.
 
         Raises CopyCancelled and DeviceError. Raises LayoutError for blocks or slots out of range,
-        and RegionError if the region is closed; then nothing is copied.
+        and RegionError if the region is closed; in these two cases nothing is copied.
         """
         if group not in self._planners:
             raise DeviceError(Cause.BAD_EXPORT, f"there is no group {group}")
@@ -216,7 +217,7 @@ class EngineBlocks:
         event = self._driver.create_event()
         try:
             self._driver.copy(stream, *ends, batch.sizes)
-        finally:  # also wait for the copies of a batch that failed half-way
+        finally:  # after an error, `_finish` must wait for the copies that the driver has started
             with self._lost_on_error():
                 self._driver.record(event, stream)
             in_flight.append(event)

@@ -39,7 +39,7 @@ class Plan(NamedTuple):
 
 
 class _Column(NamedTuple):
-    """Where the i-th piece of every block is on the device and in the slot, and its size."""
+    """One piece of every block: its place on the device and in the slot, and its size in bytes."""
 
     base: int
     block_stride: int
@@ -50,8 +50,8 @@ class _Column(NamedTuple):
 class Planner:
     """Makes plans for one layout, with buffers at ``addresses``, and one region.
 
-    The region is pinned in chunks of ``chunk_bytes``; no copy crosses a chunk boundary. Raises
-    LayoutError if ``addresses`` lacks a buffer of the layout. Any thread may call.
+    The region is pinned in chunks of ``chunk_bytes``; no copy of a plan crosses a chunk boundary.
+    Raises LayoutError if ``addresses`` lacks a buffer of the layout. Any thread may call.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ class CudaDriver:
         seen = {}
         for ordinal in range(self._cuda.call("cuDeviceGetCount")):
             number = self._cuda.call("cuDeviceGet", ordinal)
-            # Only _v2 returns a UUID per MIG instance. Newer bindings call _v2 cuDeviceGetUuid.
+            # Only _v2 returns a UUID per MIG instance. In newer bindings cuDeviceGetUuid is _v2.
             name = "cuDeviceGetUuid_v2" if hasattr(self._api, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
             device = str(uuid.UUID(bytes=bytes(self._cuda.call(name, number).bytes)))
             if wanted in (ordinal, device):
@@ -139,7 +139,10 @@ class CudaDriver:
             cuda.call("cuEventRecord", event, stream)
 
     def _require_no_capture(self, cuda: CudaLibrary, stream: StreamId) -> None:
-        """Raises CAPTURING during a capture: the event would be recorded at replays, not now."""
+        """Raises CAPTURING if the stream is being captured into a graph.
+
+        CUDA would then record the event at each replay of the graph, not now.
+        """
         status = cuda.call("cuStreamIsCapturing", stream)
         if status != self._api.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE:
             raise DeviceError(Cause.CAPTURING, status.name)

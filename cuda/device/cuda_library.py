@@ -39,7 +39,8 @@ def import_bindings(name: str) -> Any:
     try:
         return importlib.import_module(f"cuda.bindings.{name}")
     except ImportError as error:
-        # Without PYTHONSAFEPATH=1, `python -m` in this repository's root finds the folder `cuda`.
+        # `python -m` in this repository's root finds the repository's folder `cuda` instead of the
+        # package, unless PYTHONSAFEPATH=1 is set.
         raise DeviceError(Cause.NO_BINDINGS, str(error)) from error
 
 
@@ -61,7 +62,7 @@ class CudaLibrary:
         return results[0] if len(results) == 1 else tuple(results) or None
 
     def attempt(self, name: str, *arguments: object) -> tuple[str, Sequence[Any]]:
-        """Calls a function; returns the name of its code and, if CUDA_SUCCESS, its results."""
+        """Calls a function; returns its code name and, if the code is CUDA_SUCCESS, its results."""
         try:
             code, *results = getattr(self.api, name)(*arguments)
         except (RuntimeError, AttributeError) as error:  # libcuda or the bindings lack the function
@@ -77,7 +78,7 @@ class CudaLibrary:
         return DeviceError(Cause.REFUSED, f"{what}: {code}")
 
     def code_name(self, code: int) -> str:
-        """The name of a code that a call without the bindings has returned."""
+        """Returns the name of a result code, for calls that do not go through the bindings."""
         try:
             return str(self.api.CUresult(code).name)
         except ValueError:
@@ -96,7 +97,9 @@ class _Attributes(ctypes.Structure):
 
 
 class BatchCopy:
-    """`cuMemcpyBatchAsync`, called through ctypes, because the bindings need an object per address.
+    """`cuMemcpyBatchAsync`, called through ctypes with arrays of addresses.
+
+    The bindings need one Python object per address.
 
     Uses the function's version of CUDA 12.8, which returns the index of a failed copy. Newer
     drivers still have this version. Raises DeviceError (REFUSED) if the driver lacks the function.

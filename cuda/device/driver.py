@@ -63,9 +63,9 @@ class Driver(Protocol):
     Calls raise DeviceError. `Cause.BROKEN` means that the device's context is lost: no call in this
     process can succeed any more, and the state of copies in flight is unknown.
 
-    After an engine has allocated its KV tensors, its process calls `allocation_of`,
-    `export_memory`, `create_event(shared=True)` and `export_event`. Later it calls `record`. The
-    server's copy worker uses the other calls.
+    An engine's process calls `allocation_of`, `export_memory`, `create_event(shared=True)` and
+    `export_event` after it has allocated its KV tensors, and `record` before each copy request. The
+    server's copy worker makes most of the other calls.
     """
 
     @property
@@ -74,7 +74,10 @@ class Driver(Protocol):
         ...
 
     def allocation_of(self, address: int) -> Allocation:
-        """The allocation of an address, made or opened by this process. Raises UNKNOWN_MEMORY."""
+        """The allocation that contains an address; this process allocated or opened it.
+
+        Raises UNKNOWN_MEMORY.
+        """
         ...
 
     def export_memory(self, base: int) -> bytes:
@@ -90,10 +93,16 @@ class Driver(Protocol):
         ...
 
     def close_memory(self, address: int) -> None:
-        """Undoes one `open_memory`; the last call unmaps. No copy must still use the memory."""
+        """Undoes one `open_memory`; unmaps the memory if all are undone.
+
+        No copy must still use the memory.
+        """
 
     def create_event(self, *, shared: bool = False) -> EventId:
-        """Creates an event, which counts as reached until `record`. Export needs ``shared``."""
+        """Creates an event, which counts as reached until its first `record`.
+
+        Only a ``shared`` event can be exported.
+        """
         ...
 
     def export_event(self, event: EventId) -> bytes:
@@ -108,9 +117,9 @@ class Driver(Protocol):
         """Destroys an event made or opened by this process. Other processes can still use it."""
 
     def record(self, event: EventId, stream: StreamId) -> None:
-        """Marks a point of the stream: the event is reached when all earlier work is done.
+        """Marks a point of the stream: the event is reached when all work before it is done.
 
-        Raises CAPTURING.
+        Raises CAPTURING if the stream is being captured into a graph.
         """
 
     def reached(self, event: EventId) -> bool:
@@ -118,7 +127,7 @@ class Driver(Protocol):
         ...
 
     def wait(self, event: EventId) -> None:
-        """Returns when an event of this process is reached; waits without the GIL."""
+        """Waits, without the GIL, until an event that this process created is reached."""
 
     def create_stream(self) -> StreamId:
         """A stream of the lowest priority that waits for no other stream."""
@@ -142,4 +151,4 @@ class Driver(Protocol):
         """Undoes ``register(address, …)``. Never raises."""
 
     def close(self) -> None:
-        """Releases the device. The caller closes memory, events and streams before. Idempotent."""
+        """Releases the device. The caller closes memory, events and streams first. Idempotent."""

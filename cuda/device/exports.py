@@ -1,8 +1,9 @@
 """Export of an engine's KV tensors: handles, layouts and origin, for another process to open.
 
-The server sends the export of an engine to the copy worker as JSON. A tensor is an offset in an
-allocation, because a handle refers to a whole allocation and a caching allocator puts many tensors
-into one allocation. The export names the device by UUID, because ordinals differ between processes.
+The server sends the export of an engine to the copy worker as JSON. The export describes a tensor
+as an offset in an allocation: a handle refers to a whole allocation, and a caching allocator puts
+many tensors into one allocation. The export names the device by UUID, because ordinals differ
+between processes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ __all__ = ["DeviceExport", "ExportedAllocation", "Origin", "export_blocks", "lik
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SHM: Final = "/dev/shm"  # noqa: S108
 _MAX_PIECES: Final = 1 << 16
-"""Maximum number of pieces of one block. It limits the planner's tables and each plan."""
+"""Maximum number of pieces of one block. An export with more pieces is invalid, because the
+planner's tables and the plans would become too large."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,8 @@ class DeviceExport:
     """The blocks of one engine process on one device.
 
     ``layouts`` has the layout of each group; buffer i of a layout is ``allocations[i]``.
-    ``events`` are handles of events that the engine records; other calls name an event by its
-    index. Raises DeviceError (BAD_EXPORT) if blocks are outside of the allocations.
+    ``events`` are handles of events that the engine records; copy requests name an event by its
+    index in ``events``. Raises DeviceError (BAD_EXPORT) if blocks are outside of the allocations.
     """
 
     device: str

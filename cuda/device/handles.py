@@ -1,4 +1,6 @@
-"""Open allocations of engines, reference-counted: mapped once, closed after the last user.
+"""Open allocations of engines, with reference counts.
+
+A process maps each allocation only once, and closes it when its last user has closed it.
 
 Several users may share one allocation: groups that share tensors, or the old and the new session of
 an engine that registers again. As long as an allocation is open, its memory is not freed, even if

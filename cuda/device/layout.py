@@ -1,7 +1,8 @@
 """Layout of a block's bytes in an engine's KV tensors.
 
-A part is the bytes of a block that one rank has. A part consists of pieces in slot order, and
-pieces at equal distances form a run. vLLM's layouts have these pieces:
+A part is the bytes of a block that one rank has. A part consists of pieces: contiguous bytes of a
+tensor. A slot contains the pieces one after another. Pieces at equal distances in a buffer form a
+run. vLLM's layouts have these pieces:
 
 - one tensor per layer, K and V of a block adjacent: one piece per layer;
 - K and V apart: two pieces per layer, at a distance of half a tensor;

@@ -3,8 +3,8 @@
 A copy that releases the GIL may wait 5 ms to get the GIL back if another thread runs Python code. A
 copy that holds the GIL makes all other threads wait. Therefore a batch of at most 4 MiB (less than
 a millisecond) is copied with the GIL. A longer batch is copied without the GIL and with the help of
-a second thread. If such a copy ends late, another thread is busy with Python code; then the copies
-hold the GIL for a while. Measurements: `docs/decisions/0016-copies.md`.
+a second thread. If such a copy takes too long, another thread is busy with Python code. The copies
+of the next 0.2 seconds then hold the GIL. Measurements: `docs/decisions/0016-copies.md`.
 
 The copies check no addresses: the caller is responsible for addresses, sizes and lifetimes. Any
 thread may call.
@@ -37,13 +37,15 @@ _GIL_HELD_BYTES = 4 << 20
 time of a thread."""
 
 _LONG_BYTES = 1 << 20
-"""Longest piece of a large block. For such a copy the cost of releasing the GIL is small."""
+"""Larger blocks are copied in pieces of this size. For a piece of this size the cost of releasing
+the GIL is small."""
 
 _PIECE_BYTES = 256 << 10
 """Size of the pieces into which a batch of small blocks is divided."""
 
 _SLOWEST = 1e9
-"""Bytes per second of the slowest copy that no other thread delays: into memory without pages."""
+"""Lowest copy rate, in bytes per second, if no other thread delays the copy. The slowest copies
+write to memory whose pages are not allocated yet."""
 
 _BUSY_SECONDS = 0.2
 """How long another thread counts as busy after a late copy."""
@@ -262,7 +264,7 @@ class CopyHelper:
 
         Does nothing and returns False if the process has only one processor or the thread cannot
         start. Raises the first error of `work`, or an exception of a signal handler; then the
-        remaining pieces are skipped. At the end no piece is in progress.
+        remaining pieces are skipped. When the call returns or raises, no piece is in progress.
         """
         if not self._can_help():
             return False
@@ -369,7 +371,10 @@ class _Job(Generic[Piece]):
 
 
 def usable_cores() -> int:
-    """Processors this process can use, by its affinity and its cgroups' quotas (rounded down)."""
+    """Number of processors that this process can use.
+
+    Limits are the process's CPU affinity and the CPU quotas of its cgroups (rounded down).
+    """
     quotas = (_quota(version, group) for version, group in cgroup_directories("cpu"))
     bounds = [int(quota) for quota in quotas if quota is not None]
     return max(1, min([len(os.sched_getaffinity(0)), *bounds]))

@@ -32,7 +32,7 @@ _syscall.restype = ctypes.c_long
 def read_placement(text: str) -> tuple[int, ...] | None:
     """Parses the setting: None for "spread", () for "off", else nodes such as "1" or "0,2-3".
 
-    Raises `ValueError`; the caller puts "numa = x: " before the error text.
+    Raises `ValueError` for other text; the caller puts "numa = x: " before the error text.
     """
     if text == "spread":
         return None
@@ -58,9 +58,10 @@ def memory_nodes(sysfs: Path = _SYSFS) -> tuple[int, ...]:
 
 
 def choose_nodes(wanted: tuple[int, ...] | None, there: Sequence[int]) -> tuple[int, ...]:
-    """The nodes to spread the region over; empty if the kernel decides (only one node).
+    """The nodes over which the region is spread.
 
-    Raises `ValueError` for an unavailable node; the caller puts "numa = x: " before the error text.
+    Empty if the kernel decides, because ``wanted`` is empty or there is only one node. Raises
+    `ValueError` for an unavailable node; the caller puts "numa = x: " before the error text.
     """
     if missing := sorted(set(wanted or ()) - set(there)):
         numbers = ", ".join(map(str, there)) or "none"

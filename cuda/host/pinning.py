@@ -81,7 +81,7 @@ class Pinning:
         self._refused = True
 
     def close(self) -> None:
-        """Unpins everything. Call it when no copy uses the memory and before it is unmapped."""
+        """Unpins all chunks. Call this before the memory is unmapped, when no copy uses it."""
         with self._lock:
             self._closed = True
             for offset in self._pinned:

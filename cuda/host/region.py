@@ -2,7 +2,7 @@
 
 The server creates the region and passes its descriptor over a Unix socket; clients map the region.
 Copies need no system calls. The first write to a page costs most: copies run at 1-3 GB/s into new
-4 KiB pages, but at memcpy speed into huge pages that were backed in advance. Measurements:
+4 KiB pages, but at memcpy speed into huge pages that `back` has allocated in advance. Measurements:
 `docs/decisions/0002-host-region.md`.
 
 The region is mapped with `mmap(2)` and not with Python's module `mmap`, which cannot choose the

@@ -29,11 +29,11 @@ def warm_up(
 ) -> None:
     """Enters the region into this process's page table chunk by chunk, and pins it.
 
-    Then the first copies cause no page faults. A server that has just started is still backing its
-    region. If a chunk is not backed yet, it is tried again, until a minute has passed without
-    progress. A chunk is pinned only after it is backed. Otherwise pinning would allocate pages, and
-    the kernel would count them against this process's cgroup. Returns when all is done or
-    ``over()`` is true.
+    So the first copies cause no page faults. A server that has just started is still backing its
+    region. Chunks that are not backed yet are tried again every second. If a minute passes without
+    progress, the remaining chunks are left out. A chunk is pinned only after it is backed.
+    Otherwise pinning would allocate pages, and the kernel would count them against this process's
+    cgroup. Returns when all is done or ``over()`` is true.
     """
     unbacked = [
         (start, min(PIN_CHUNK_BYTES, region.size_bytes - start))

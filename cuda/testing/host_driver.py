@@ -1,10 +1,10 @@
 """`HostDriver`: a device driver for tests without a GPU. Device memory is shared memory.
 
 The class implements the whole contract of `Driver`, so all code that uses a driver can be tested
-without a GPU. Handles fail for the same reasons as on a GPU, memory remains valid after its
-exporter has ended, copies are in flight when a process ends, and a context can break. Threads make
-the copies. Only tests and benchmarks use this driver; an engine on the CPU copies directly into the
-slots.
+without a GPU. As on a GPU, handles fail for the same reasons, memory remains valid after its
+exporter has ended, copies may still be in flight when a process ends, and a context can break.
+Threads make the copies. Only tests and benchmarks use this driver; an engine on the CPU copies
+directly into the slots.
 """
 
 from __future__ import annotations
@@ -276,7 +276,8 @@ class HostEvent:
         self._users = 1
         """Number of uses: the owner, and each record not reached yet.
 
-        A stream writes to the counters even after `destroy_event`.
+        A stream writes to the counters even after `destroy_event`, so the memory stays open until
+        the last use has ended.
         """
 
     def record(self, stream: HostStream) -> None:
