@@ -12,8 +12,8 @@ from .transfer import Address, DecodeEngine
 __all__ = ["Fleet", "Instance", "Role"]
 
 SLACK = 4
-"""A request leaves its conversation's engine if that engine has at least this many requests more
-than the least loaded engine."""
+"""If a conversation's engine has at least this many requests more than the least loaded engine, the
+request goes to the least loaded engine."""
 
 MAX_PAUSE_S = 30.0
 

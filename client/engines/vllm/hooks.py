@@ -191,7 +191,10 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
 
     @never_raises(lambda: False)
     def reset_cache(self) -> bool:
-        """Called between steps for `reset_prefix_cache(reset_connector=True)` or a sleep."""
+        """Called between steps for `reset_prefix_cache(reset_connector=True)` or a sleep.
+
+        Returns False while a transfer is in flight; the caller then repeats the call.
+        """
         return self._scheduler.reset() if self._scheduler is not None else True
 
 

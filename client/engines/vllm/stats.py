@@ -102,7 +102,7 @@ METRICS = {
     ),
     "lookup_seconds": Metric("Seconds from the start of a lookup to its answer or timeout.", in_seconds=True),
     "load_blocks": Metric("KV blocks loaded, or computed because the load failed.", ("loaded", "failed")),
-    "load_bytes": Metric("Bytes copied from the store into KV blocks, by all ranks."),
+    "load_bytes": Metric("Bytes copied from the server into KV blocks, by all ranks."),
     "load_seconds": Metric("Seconds from queueing a request's load to its end, one per rank.", in_seconds=True),
     "claims": Metric(
         "Claims of requests that other engines hold. empty: the hold has no blocks; gone: not held, or about to expire; "
@@ -117,9 +117,9 @@ METRICS = {
         ("published", "no_room", "too_many"),
     ),
     "save_blocks": Metric(
-        "KV blocks offered to the store. stored: the store has the block afterwards.", ("stored", "not_stored")
+        "KV blocks that workers tried to store. stored: the server has the block afterwards.", ("stored", "not_stored")
     ),
-    "save_bytes": Metric("Bytes copied from KV blocks into the store, by all ranks."),
+    "save_bytes": Metric("Bytes copied from KV blocks into the server, by all ranks."),
     "save_seconds": Metric("Seconds from queueing a save to its end, one per rank.", in_seconds=True),
 }
 """By name, without `vllm:kvtier_`. Counters use NAME, or NAME:OUTCOME."""

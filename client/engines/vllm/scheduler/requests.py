@@ -166,7 +166,10 @@ class VllmBlockPool:
         self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
 
     def put_back(self, block_ids: Sequence[int], behind: Collection[int]) -> None:
-        """Moves freed blocks with content to the front, but behind blocks without content."""
+        """Removes one reference from each block, and moves freed blocks with content in the queue.
+
+        They move near the front: behind the blocks there without content or in `behind`.
+        """
         queue, blocks = self._pool.free_block_queue, [self._pool.blocks[block_id] for block_id in block_ids]
         self._pool.free_blocks(blocks)
         stay = itertools.takewhile(
