@@ -55,7 +55,8 @@ class Outcome(enum.Enum):
     """Result of a job for one block."""
 
     DONE = "done"
-    """The block was stored, as durably as the tier declares, or loaded with a correct checksum."""
+    """A store has written the block, as durably as `SecondaryTier.durable` says. Or a load has
+    filled the parts, and their checksum is correct."""
     MISSING = "missing"
     """The tier does not have the block."""
     CORRUPT = "corrupt"
@@ -99,11 +100,11 @@ class SecondaryTier(ABC):
 
     Threads: the server calls `store`, `load`, `lookup` and `remove` on worker threads. At most one
     `store` or `remove` runs at a time, together with any number of `load`s and `lookup`s. Two jobs
-    never use the same block at the same time. Exception: in a `shared` tier, an evicted block can
-    be loaded until it is removed. If storage is full, or a block is damaged or missing, `store`
-    and `load` return an `Outcome` and do not raise. The server calls `entries` at its start and
-    `close` at its end. The event loop calls the other methods or waits for them, so these other
-    methods must not do I/O.
+    never use the same block at the same time. Exception: the server may load a block from a
+    `shared` tier while it removes the same block. If storage is full, or a block is damaged or
+    missing, `store` and `load` return an `Outcome` and do not raise. The server calls `entries` at
+    its start and `close` at its end. The event loop calls all other methods or waits for them, so
+    those must not do I/O.
 
     The server checks third-party tiers (`server/tier_host/guard.py`) and reports problems in
     `last_error`:
@@ -122,7 +123,7 @@ class SecondaryTier(ABC):
       block counts as corrupt.
 
     The server cannot detect wrong bytes of a loaded block, so the tier must verify the bytes with
-    `block_checksum`. The server also cannot detect that `entries()` never ends.
+    `block_checksum`. If `entries()` never ends, the start of the server never ends either.
     """
 
     type: ClassVar[str]
@@ -132,10 +133,10 @@ class SecondaryTier(ABC):
     """Whether blocks survive a restart of the server."""
 
     medium: ClassVar[Medium] = Medium.DISK
-    """Where the bytes are stored. Lookups can exclude a medium."""
+    """Where the bytes are stored. A lookup can exclude all tiers of one medium."""
 
     local: ClassVar[bool] = True
-    """Whether the bytes are on this host. Lookups can exclude tiers on other hosts."""
+    """Whether the bytes are on this host. A lookup can exclude all tiers on other hosts."""
 
     shared: ClassVar[bool] = False
     """Whether other processes write to the storage. If so, the server calls `lookup` for blocks

@@ -75,7 +75,7 @@ class HoldNotFound(CoreError):
 
 
 class HoldExpired(CoreError):
-    """The hold has expired, or expires in a few seconds."""
+    """The hold can no longer be claimed: it has expired, or expires in less than 5 seconds."""
 
     reason = "HOLD_EXPIRED"
 
@@ -87,6 +87,6 @@ class NotOwner(CoreError):
 
 
 class NotReady(CoreError):
-    """An item of the lease is a miss, or its block is not ready."""
+    """The caller asked for the slot of an item that is a miss, or whose block is not ready."""
 
     reason = "NOT_READY"

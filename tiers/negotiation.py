@@ -20,11 +20,11 @@ __all__ = [
 ]
 
 NamespaceId = NewType("NamespaceId", bytes)
-"""Digest of everything that must be equal for blocks to be shared; 16 bytes."""
+"""Digest of all properties that must be equal for engines to share blocks; 16 bytes."""
 
 
 class OffloadPolicy(enum.IntEnum):
-    """Blocks of a request that tiers store. Numbers as in `kvtier.v1.OffloadPolicy`."""
+    """Which blocks of a request the tiers store. Numbers as in `kvtier.v1.OffloadPolicy`."""
 
     BLOCK_LEVEL = 1
     """Only newly computed blocks."""

@@ -93,7 +93,8 @@ class StoreAnswer:
         store_id: None if nothing was granted.
         statuses: a `StoreStatus` per key.
         slots: offsets of the granted slots in the region.
-        not_retained: number of blocks that could not be retained in the CPU tier.
+        not_retained: number of blocks that the CPU tier does not retain, because the retention
+            budget is used up.
     """
 
     store_id: StoreId | None
@@ -205,7 +206,7 @@ class HoldEnd(enum.Enum):
     RELEASED = 1
     EXPIRED = 2
     REPLACED = 3
-    """A later publication used the same name."""
+    """The engine published another hold with the same name."""
     RESET = 4
 
 
@@ -232,7 +233,7 @@ class Owner:
 
     @property
     def user(self) -> tuple[EngineKey, str] | None:
-        """Identifies the request for eviction policies; None if the client named none."""
+        """Identifies the request for eviction policies; None if the client sent no request id."""
         return (self.engine, self.request_id) if self.request_id else None
 
 
@@ -258,7 +259,7 @@ class MissReason(enum.Enum):
     BELOW_THRESHOLD = 5
     """The block was present, but the matching prefix was shorter than the requested minimum."""
     FORMAT_MISMATCH = 6
-    """The block is present in another format (model revision, dtype, layout, parallelism)."""
+    """The tenant has the block in another format (model revision, dtype, layout, parallelism)."""
     EXPIRED = 7
     """The time to live of the block had passed."""
     LOAD_FAILED = 8

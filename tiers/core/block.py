@@ -28,7 +28,7 @@ class NamespaceIndex:
 class Block:
     """One block in the CPU tier: its slots, and which of them are written.
 
-    Lookups find a block when the parts of all ranks are written (`ready`). Leases, stores, holds
+    A block is a hit when the parts of all ranks are written (`ready`). Leases, stores, holds
     and tier jobs pin the block. Without pins it may be evicted, even if parts are missing.
     """
 
@@ -91,7 +91,8 @@ class Block:
         self.last_use = 0
         """Logical time of the last store or lookup."""
         self.retain_until = 0.0
-        """End of the requested retention, in seconds, in the CPU tier and the secondary tiers."""
+        """Time until which clients want the block retained, in seconds of the core's clock. All
+        tiers use this time."""
         self.retained = False
         """Whether the block is retained now. A retained block is in no eviction queue."""
 
@@ -106,7 +107,7 @@ class Block:
 
     @property
     def hold_only(self) -> bool:
-        """Whether the key is no content hash. Only holds refer to the block; no tier stores it."""
+        """Whether the key is no content hash. Only holds use such blocks; no tier stores them."""
         return self.key.startswith(HOLD_ONLY_KEY_PREFIX)
 
     @property

@@ -1,7 +1,7 @@
 """Block index of the CPU tier: blocks by namespace and key, with invalidation for resets.
 
 A reset removes the index of a whole namespace in constant time, so lookups no longer find the
-blocks. The blocks are dropped afterwards in slices, because dropping a million takes seconds.
+blocks. The blocks are then dropped in slices, because dropping a million blocks takes seconds.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
 """Bulk eviction: removes blocks by an operator's conditions, with progress.
 
-A bulk eviction keeps blocks that are pinned or in a job, and retained blocks unless requested. It
-examines a tier in slices, one namespace after another. With `max_bytes`, a first pass counts the
-bytes per age and finds the lowest age at which blocks are evicted. So the least recently used
-blocks are evicted first, without sorting. Ages are in seconds; beyond an hour, in minutes.
+A bulk eviction keeps blocks that are pinned or in a job. It also keeps retained blocks, unless the
+operator requests their eviction. It examines a tier in slices, one namespace after another.
+
+With `max_bytes`, the least recently used blocks are evicted. To avoid sorting, a first pass counts
+the bytes of the blocks of each age, and computes an age limit. The second pass evicts all blocks
+that are older than the limit, and blocks of exactly this age until `max_bytes` are evicted.
+Ages are in seconds; beyond an hour, in minutes.
 """
 
 from __future__ import annotations
@@ -82,7 +85,7 @@ class SecondaryTierSource:
     def __init__(
         self, secondary: SecondaryTierState, used_in_cpu: UsedElsewhere, advance: Callable[[SecondaryTierState], None]
     ) -> None:
-        """`advance` sends the pending removals to the tier."""
+        """`advance` sends the tier's pending removals, unless the tier is storing or stalled."""
         self._secondary = secondary
         self._catalog = secondary.catalog
         self._used_in_cpu = used_in_cpu
@@ -189,7 +192,7 @@ class EvictionTask:
     ) -> Iterator[bool]:
         """Evicts matching blocks that are older than `age`, and `left` bytes of blocks of this age.
 
-        Stops at `most` bytes, because more blocks may match now than in the first pass.
+        Stops when `most` bytes are evicted. More blocks may match now than in the first pass.
         """
         for slice_ in _slices(source, namespaces):
             going, nbytes_going = [], 0
@@ -238,7 +241,7 @@ def _slices(source: EvictionSource, namespaces: Iterable[NamespaceId]) -> Iterat
 
 
 def _age_limit(ages: dict[int, int], wanted: int) -> tuple[int, int]:
-    """Returns the lowest age at which blocks are evicted, and how many bytes of that age."""
+    """Returns the lowest age of blocks to evict, and how many bytes of this age to evict."""
     for age in sorted(ages, reverse=True):
         if wanted <= ages[age]:
             return age, wanted

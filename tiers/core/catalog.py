@@ -20,16 +20,17 @@ from ..types import MissReason
 __all__ = ["Catalog", "CatalogEntry", "EntryState"]
 
 RUN = 16
-"""After a restart, this many blocks in store order count as one chain; real chains are unknown."""
+"""A restart loses the chains of the requests. After a restart, the catalog treats this many blocks
+in store order as one chain."""
 
 VICTIM_BUFFER = 256
-"""Number of victims that are determined at once."""
+"""Limit of victims that are taken from a policy at once and buffered."""
 
 _TURNS = 1024
-"""Number of comparisons of the shares while stores replace the whole content of the tier once."""
+"""The shares are compared again after 1/1024 of the capacity has been evicted."""
 
 UsedElsewhere = Callable[[NamespaceId, bytes], float | None]
-"""Returns the last use of a block in the CPU tier, in seconds; None for a missing block."""
+"""Returns the last use of a block in the CPU tier, in seconds; None if it lacks the block."""
 
 
 class EntryState(enum.Enum):
@@ -65,8 +66,8 @@ class CatalogEntry:
         self.busy = state is not EntryState.HELD
         """Whether a store or load of the block runs. If so, the share counts the block as busy."""
         self.used_at = used_at
-        """Last use in this tier, in seconds, at most a tick too early. The block may have a later
-        use in the CPU tier."""
+        """Last use in this tier, in seconds, at most a tick too early. The block may have been
+        used in the CPU tier since then."""
 
     @property
     def name(self) -> tuple[NamespaceId, bytes]:
@@ -112,7 +113,10 @@ class Catalog:
         return ((namespace, len(entries)) for namespace, entries in self._entries.items() if entries)
 
     def recover(self, entries: Iterable[Entry]) -> list[CatalogEntry]:
-        """Adds the blocks of an earlier run, oldest first; returns entries that no longer fit."""
+        """Adds the blocks of an earlier run, oldest first.
+
+        Returns the blocks that do not fit any more, which the caller must remove from the tier.
+        """
         held, queue_for = EntryState.HELD, self.queues.queue_for
         recovered = [
             self._add(each.namespace, each.key, each.nbytes, held, queue_for(each.namespace)) for each in entries
@@ -156,7 +160,7 @@ class Catalog:
         """Adds an entry in state STORING, and evicts other entries to make room.
 
         Returns the victims, which the tier must remove, or None if there is no room. Entries that
-        are being stored or loaded are not evicted. The caller must record the use (`use`).
+        are being stored or loaded are not evicted. The caller must call `use` afterwards.
         """
         queue = self._queue_of.get(namespace)
         if queue is None:
@@ -177,7 +181,7 @@ class Catalog:
                 entry.queue.share.busy += entry.nbytes if busy else -entry.nbytes
 
     def make_room(self, namespace: NamespaceId, nbytes: int) -> list[CatalogEntry]:
-        """Evicts about `nbytes` for a namespace if possible; returns the victims."""
+        """Evicts about `nbytes`, if possible, for a namespace; returns the evicted entries."""
         return self.evict(self._pick(self.queues.shares.of(namespace), nbytes))
 
     def all_of(self, namespace: NamespaceId) -> Collection[CatalogEntry]:
@@ -206,7 +210,10 @@ class Catalog:
         self._count -= 1
 
     def tick(self, now: float, used_elsewhere: UsedElsewhere) -> list[CatalogEntry]:
-        """Advances the time; returns the entries whose `ttl` has passed, which must be removed."""
+        """Advances the time and drops a limited number of expired entries.
+
+        Returns the dropped entries, which the caller must remove from the tier.
+        """
         expired = []
         for entry in self.queues.tick(now):
             used_at = used_elsewhere(entry.namespace, entry.key)
@@ -232,7 +239,7 @@ class Catalog:
         return entry
 
     def _victims(self, share: TenantShare, nbytes: int) -> list[CatalogEntry] | None:
-        """Returns the victims for `nbytes` of a share; None if too little can be evicted now."""
+        """Returns the entries to evict before a share adds `nbytes`; None if there are too few."""
         needed = self.used_bytes + nbytes - self.capacity_bytes
         over = share.over_limit(nbytes) if share.limit is not None else 0
         if needed <= 0 and not over:
@@ -240,12 +247,12 @@ class Catalog:
         if not over and (victims := self._victims_in_turn(share, needed)):
             return victims
         needed = max(needed, over)
-        # Avoid a search without a chance: the tier may be full of pending stores.
+        # Search only if enough bytes are evictable. The tier may be full of pending stores.
         enough = self._max_evictable(share, alone=over > 0) >= needed
         victims = self._pick(share, needed, alone=over > 0) if enough else []
         if sum(map(_nbytes, victims)) < needed:
             for queue in self.queues.all():
-                queue.victim_buffer.clear()  # the victims are not evicted
+                queue.victim_buffer.clear()  # it lacks the victims that are not evicted now
             return None
         if not over:
             alone = len(self.queues.shares) == 1
@@ -287,7 +294,11 @@ class Catalog:
         return pick_victims(share, nbytes, queues, _nbytes)
 
     def _candidates(self, queue: EvictionQueue[CatalogEntry]) -> Iterator[CatalogEntry]:
-        """Yields evictable entries. The last one stays in the buffer: the caller can reject it."""
+        """Yields evictable entries, next victim first.
+
+        An entry leaves the buffer when the caller asks for the next one. So the last entry, which
+        the caller may have rejected, stays in the buffer.
+        """
         if not queue.share.evictable:  # avoids a walk over all pending stores
             queue.victim_buffer.clear()
             return

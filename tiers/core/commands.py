@@ -1,4 +1,4 @@
-"""Commands from the core to the server. Results come back as events; the core never waits."""
+"""Commands from the core to the server, which reports results by calling `TierManager`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class LookupInTier:
 
 @dataclass(frozen=True, slots=True)
 class RemoveFromTier:
-    """Remove blocks from a tier before any later store in the tier. The core expects no result."""
+    """Remove blocks from a tier, before the stores of later commands; the core needs no result."""
 
     tier: int
     keys: Sequence[tuple[NamespaceId, bytes]]
@@ -65,14 +65,14 @@ class LeaseSettled:
 
 @dataclass(frozen=True, slots=True)
 class HoldChanged:
-    """A hold was published, has ended or has no pending block: waiting clients check again."""
+    """A hold was published, has ended or has no pending block: wake clients that wait for it."""
 
     name: tuple[NamespaceId, str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class ContinueWork:
-    """More work is left: call `TierManager.work` after other events have been handled."""
+    """Incremental work is left: call `TierManager.work` after other events have been handled."""
 
 
 Command = StoreInTier | LoadFromTier | LookupInTier | RemoveFromTier | LeaseSettled | HoldChanged | ContinueWork

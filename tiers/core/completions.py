@@ -39,10 +39,10 @@ class Durability:
         return bytes(self.of(namespace, key) for key in keys)
 
     def store_skipped(self) -> None:
-        """Starts storing the blocks that backpressure had skipped, most recently used first.
+        """Stores the blocks whose earlier store in a tier failed or found the queue full.
 
-        Other blocks are not stored, because a block that a tier has evicted must not displace the
-        current blocks of the tier.
+        The most recently used blocks are stored first. Blocks that a tier has evicted are not
+        stored again, because they would displace the current blocks of the tier.
         """
         self._transfers.cascade(self._cpu_tier.skipped_blocks(), None, even_if_busy=True)
 
@@ -112,7 +112,7 @@ class CompletionHandler:
         self._cpu_tier.unpin([block for block, _ in finished.results])
 
     def tier_stalled(self, tier: int, *, stalled: bool) -> None:
-        """Called when a tier stalls or recovers. Gives up blocks that a stalled tier is loading."""
+        """Called when a tier stalls or recovers. Clients do not wait for loads of a stalled one."""
         change = self._transfers.stall(tier, stalled=stalled)
         for block in change.given_up:
             self._history.record(block.namespace, block.key, MissReason.LOAD_FAILED)

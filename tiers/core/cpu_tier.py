@@ -53,10 +53,11 @@ class CpuTier:
         self._queue_of: dict[tuple[NamespaceId, int], EvictionQueue[Block]] = {}
         self._spare_part = spare_part
         self._under_pressure: set[int] = set()
-        """Size classes that needed an eviction and have had no spare room since."""
+        """Size classes for which a store found too few free slots. A class stays in the set until
+        more than twice the slots of its last store are free."""
         self._spare_demand: dict[int, int] = {}
-        """Per size class under pressure, the slots of the last store, until room is made in
-        advance."""
+        """Per size class under pressure, the number of slots that its last store needed.
+        `make_spare_room` removes the classes that it has handled."""
         self._clock = 0
         """Logical time of the last use. It grows with each use, and is at least the microseconds of
         the clock at the last tick."""
@@ -104,7 +105,7 @@ class CpuTier:
         return found  # type: ignore[return-value]
 
     def use(self, blocks: Sequence[Block], request: Hashable, retain_until: float = 0.0) -> int:
-        """Records that a request used distinct indexed blocks; see `EvictionQueues.use`."""
+        """Records a request's use of distinct indexed blocks; returns how many are not retained."""
         self._clock = now = self._clock + 1
         for block in blocks:
             block.last_use = now
@@ -122,7 +123,7 @@ class CpuTier:
         return block.last_use / _TICKS_PER_SECOND if block is not None and block.ready else None
 
     def tick(self, now: float) -> bool:
-        """Advances the time and drops expired blocks; returns whether there are more."""
+        """Advances the time, drops some expired blocks; returns whether expired blocks are left."""
         self._clock = max(self._clock, int(now * _TICKS_PER_SECOND))
         gone = []
         for block in self.queues.tick(now):
@@ -183,9 +184,9 @@ class CpuTier:
         self.memory.release(offsets)
 
     def reset(self, namespace: NamespaceId) -> bool:
-        """Starts to drop all blocks of a namespace; returns whether `reset_slice` must continue.
+        """Starts to drop all blocks of a namespace; returns whether `reset_slice` must be called.
 
-        From now on lookups do not find the blocks, and pending stores are never published (B4.13).
+        From now on, lookups do not find the blocks, and pending stores are never published (B4.13).
         """
         self._index.invalidate(namespace)
         return self.reset_slice()
@@ -208,7 +209,7 @@ class CpuTier:
         self.queues.remove(block)
 
     def drop(self, blocks: Sequence[Block], reason: MissReason = MissReason.EVICTED) -> None:
-        """Drops unpinned blocks and frees their slots. No other method removes a block."""
+        """Drops unpinned blocks and frees their slots. Evictions, expiries and resets call this."""
         remove = self._index.remove
         in_line: list[Block] = []
         gone: list[tuple[NamespaceId, MissReason, list[bytes]]] = []
@@ -297,7 +298,7 @@ class CpuTier:
 
     @property
     def needs_spare_room(self) -> bool:
-        """Whether the next store would have to evict blocks first (see `make_spare_room`)."""
+        """Whether to call `make_spare_room`, so that the next store need not evict blocks first."""
         return bool(self._spare_demand) and len(self.queues.shares) == 1
 
     def make_spare_room(self) -> bool:
@@ -317,7 +318,7 @@ class CpuTier:
         return self.needs_spare_room
 
     def _spare_slots(self, slot_bytes: int, count: int) -> int:
-        """Returns how many slots to keep free; 0 if `count` is too large to free in advance.
+        """Returns how many slots to free in advance for `count` slots; 0 if that is too many.
 
         The size classes under pressure share the spare part of the memory equally.
         """
@@ -326,7 +327,7 @@ class CpuTier:
         return min(count, most, MAX_SPARE) if count <= _FEW_SPARES * most else 0
 
     def _within_limit(self, share: TenantShare, slot_bytes: int, count: int) -> int:
-        """Evicts blocks of a share at its limit; returns how many slots the share may have."""
+        """Evicts from a share if `count` slots exceed its limit; returns how many it may get."""
         over = share.over_limit(slot_bytes * count)
         if share.limit is None or not over:
             return count
@@ -334,7 +335,7 @@ class CpuTier:
         return min(count, max(0, share.limit - share.used) // slot_bytes)
 
     def _make_room(self, share: TenantShare, slot_bytes: int, count: int) -> bool:
-        """Evicts for a share, or takes over an extent; returns whether anything was freed."""
+        """Evicts to free slots or an extent of another class; returns whether it freed any."""
         victims = self._reclaimer.victims(share, slot_bytes, count)
         if not victims and self.queues.end_retention():
             victims = self._reclaimer.victims(share, slot_bytes, count)

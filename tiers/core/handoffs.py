@@ -50,13 +50,16 @@ EXPIRY_MARGIN_SECONDS = 5.0
 """A hold cannot be claimed during this time before its expiry (B2.19)."""
 
 EXTENSION_PART = 2 / 3
-"""A heartbeat sets the expiry to at least now plus this fraction of the duration (B2.1)."""
+"""A heartbeat of the publishing engine extends a hold to this fraction of its duration, counted
+from now. It never shortens a hold (B2.1)."""
 
 MAX_HELD_ITEMS = 4 << 20
-"""Limit for the items of all holds of one tenant. A shared block counts once per hold."""
+"""Limit for the items of all holds of one tenant; a publication beyond it is refused. A shared
+block counts once per hold."""
 
 _REMEMBERED = 4096
-"""Number of ended holds that the core remembers. A claim of such a hold does not wait."""
+"""The core remembers this many ended and refused holds. A claim of one of them fails at once,
+and does not wait for a publication."""
 
 
 class HandoffHandler:
@@ -115,8 +118,8 @@ class HandoffHandler:
     ) -> Hold | PublishStatus:
         """Holds blocks for `duration` seconds; returns the hold, or the reason of a refusal.
 
-        An earlier hold of the same name ends, even after a refusal. Raises InvalidKey if a key
-        names an unknown group, InvalidItem if the numbers of keys and positions differ.
+        An earlier hold of the same name ends, even if the new one is refused. Raises InvalidKey
+        if a key names an unknown group, InvalidItem if the numbers of keys and positions differ.
         """
         if len(keys) != len(positions):
             raise InvalidItem(f"{len(keys)} keys and {len(positions)} positions")
@@ -152,7 +155,10 @@ class HandoffHandler:
         return hold
 
     def find(self, name: HoldName, now: float) -> Hold | None:
-        """Returns a readable hold, or None. Raises HoldExpired, also shortly before the expiry."""
+        """Returns the open hold of this name, or None.
+
+        Raises HoldExpired if the hold has expired or will expire within `EXPIRY_MARGIN_SECONDS`.
+        """
         hold = self._table.get(name)
         if self._ended.get(name) is HoldEnd.EXPIRED or (
             hold is not None and hold.expires_at - EXPIRY_MARGIN_SECONDS <= now
@@ -249,7 +255,7 @@ class HandoffHandler:
             self._end(hold, HoldEnd.RESET, now)
 
     def engine_gone(self, engine: EngineKey) -> None:
-        """Called when an engine's last session ended. Gives up held blocks without a writer."""
+        """Called when an engine's last session ended. Its holds give up blocks without a writer."""
         for hold in self._table:
             if hold.engine == engine and hold.awaited:
                 self._table.orphan(hold)

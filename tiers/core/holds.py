@@ -64,7 +64,7 @@ class HoldClaim:
 
     Attributes:
         lease: the lease on the hits; None if there are no hits.
-        statuses: a `KeyStatus` per key; 0 for keys that were not wanted.
+        statuses: a `KeyStatus` per key; 0 for keys that the claim did not request.
     """
 
     hold: Hold
@@ -138,10 +138,12 @@ class HoldTable:
         return [block for block in blocks if block in self._waiting] if self._waiting else []
 
     def settle(self, block: Block) -> list[Hold]:
-        """Called when a block's last writer has finished; returns the holds without pending blocks.
+        """Called when no client and no job writes a block any more.
 
-        A block that is not ready stays in its holds, because another client may write it.
-        Exceptions: the block was unlinked from the index, or the engine of the hold has no session.
+        Returns those of the block's holds that do not wait for any block any more.
+
+        If the block is not ready, its holds keep it, because another client may write it. A hold
+        gives the block up if the block was unlinked from the index, or if the hold is orphaned.
         """
         waiting = self._waiting.get(block, {})
         hopeless = [hold for hold in waiting if block.ready or block.invalidated or hold.orphaned]

@@ -83,7 +83,8 @@ class LookupAnswer:
         keys: number of looked-up keys.
         lease: the lease on the hits; None if there are no hits.
         retries: positions of keys with an outstanding query to a shared tier (B3.15).
-        not_retained: hits that could not be retained in the CPU tier.
+        not_retained: number of hits that the CPU tier does not retain, because the retention budget
+            is used up.
     """
 
     keys: int
@@ -158,12 +159,12 @@ class LeaseTable:
         self._cpu_tier.unpin(filter(None, lease.items))
 
     def end(self, lease: BlockLease) -> None:
-        """Ends a lease; `unpin_slice` removes the pins later."""
+        """Ends a lease, but keeps its pins until `unpin_slice` removes them."""
         self._forget(lease)
         self._pending_unpins.extend(filter(None, lease.items))
 
     def unpin_slice(self) -> bool:
-        """Removes a slice of the pins of ended leases; returns whether there are more."""
+        """Removes a slice of the pins of ended leases; returns whether pins are left."""
         pins = self._pending_unpins[-SLICE:]
         del self._pending_unpins[-SLICE:]
         self._cpu_tier.unpin(pins)

@@ -23,7 +23,7 @@ from .transfers import TransferScheduler
 __all__ = ["LookupHandler"]
 
 MAX_LEASED_ITEMS = 4 << 20
-"""Limit for the items of all leases of one session."""
+"""Limit for the items of all leases of one session. A lookup beyond it raises LimitExceeded."""
 
 _FORMATS = 16
 """How many namespaces of a tenant are searched for a missing block, to report FORMAT_MISMATCH."""
@@ -343,7 +343,7 @@ class LookupHandler:
     def _default_reason(
         self, session: EngineSession, keys: Sequence[bytes], match: _Match, missed: Sequence[int], *, prefix: bool
     ) -> MissReason:
-        """Returns the reason of unexplained misses; in a prefix, the reason of the first miss."""
+        """Returns the reason for misses that neither `match` nor the eviction history explains."""
         broken_at = len(match.items)
         if prefix and broken_at < len(keys):
             return match.reasons.get(broken_at) or self._miss_reason(session, keys[broken_at])

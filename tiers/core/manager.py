@@ -58,8 +58,8 @@ class TierManager:
             extent_bytes: unit in which size classes claim memory; also the largest part of a block.
             tiers: the secondary tiers, in lookup order.
             max_queued_bytes: limit of each write-back queue; default: a quarter of the region.
-            first_id: first id of leases and stores. The caller chooses it at random, so that ids
-                of an earlier run are unknown.
+            first_id: first id of leases and stores. The caller chooses it at random, so that the
+                core refuses ids of an earlier run.
             settings: policies, quotas and times per tier.
             now: the time, in seconds of the clock that `tick` uses.
 
@@ -204,7 +204,7 @@ class TierManager:
         self._stores.table.writer_gone(writer)
 
     def begin_request(self, session: EngineSession, request: RequestInfo) -> Negotiation:
-        """Asks every tier for its vote; the policy is REQUEST_LEVEL if one tier votes so (B3.3).
+        """Asks every tier for its vote; the policy is REQUEST_LEVEL if any tier votes so (B3.3).
 
         If the request has already begun, returns the first result again. Raises LimitExceeded if
         the session has too many unfinished requests.
@@ -322,11 +322,11 @@ class TierManager:
         return store
 
     def complete_store(self, session: EngineSession, store_id: StoreId, failed: Collection[int] = ()) -> None:
-        """Ends a store; `failed` numbers the blocks that were not written. Raises like `store`."""
+        """Ends a store; `failed`: positions of the blocks not written. Raises like `store`."""
         self._stores.complete(session, store_id, failed)
 
     def writer_done(self, session: EngineSession, store_id: StoreId) -> None:
-        """Called for the late completion of an ended store: the client has stopped writing."""
+        """Called when a client completes an ended store. Frees the store's quarantined slots."""
         self._stores.table.writer_done(store_id, session.engine)
 
     def tick(self, now: float) -> None:
@@ -348,7 +348,7 @@ class TierManager:
             self._stores.abandon(store, session.writers if session else set())
 
     def work(self) -> None:
-        """Runs the next slice of incremental work. Called once for each `ContinueWork`."""
+        """Runs the next slice of incremental work. Called once for each `ContinueWork` command."""
         self._sliced_work.work(self._now)
 
     def job_finished(self, job_id: JobId, outcomes: Sequence[Outcome]) -> None:
@@ -377,7 +377,7 @@ class TierManager:
         return self._cpu_tier.pending_reset_blocks(session.namespace.id)
 
     def evict(self, wanted: EvictionRequest) -> EvictionTask:
-        """Starts an operator's eviction, in slices. It waits for evictions that began earlier."""
+        """Queues an operator's eviction. It runs in slices, after all evictions queued earlier."""
         return self._sliced_work.evict(wanted, self._now)
 
     def leases(self) -> list[BlockLease]:
@@ -391,7 +391,7 @@ class TierManager:
         return self._request_log.find(request_id)
 
     def entries_lost(self, tier: int, names: Iterable[tuple[NamespaceId, bytes]]) -> None:
-        """Called when the tier at this position has quarantined damaged blocks."""
+        """Drops the entries of damaged blocks that the tier at this position has quarantined."""
         self._transfers.lost(tier, names)
 
     def tier_stalled(self, tier: int, *, stalled: bool) -> None:

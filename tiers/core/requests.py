@@ -59,7 +59,7 @@ class Request:
 
 class RequestTable:
     def __init__(self, *, tiers: Sequence[SecondaryTier], on_end: Callable[[Request], None]) -> None:
-        """`on_end` is called once per settled request, before its state is dropped (B3.11)."""
+        """`on_end` is called once per request, when the request has ended (B3.11)."""
         self._tiers = tiers
         self._on_end = on_end
         self._requests: dict[tuple[EngineKey, str], Request] = {}
@@ -95,14 +95,17 @@ class RequestTable:
         return [block for block in blocks if block in self._waiting] if self._waiting else []
 
     def settled(self, block: Block) -> list[Request]:
-        """Called when no client writes a block any more; returns the requests that waited."""
+        """Called when no client writes a block now; returns the requests that waited for it."""
         requests = self._waiting.pop(block, [])
         for request in requests:
             request.waiting.discard(block)
         return requests
 
     def finish(self, request: Request, *, give_up: bool = False) -> None:
-        """Marks a request as finished. With `give_up` it no longer waits for other clients."""
+        """Marks a request as finished.
+
+        With `give_up`, the request does not wait for blocks that other clients write now.
+        """
         request.finished = True
         request.session.requests.discard(request.id)
         if give_up:

@@ -42,7 +42,7 @@ class ResidencyIndex:
     def find(
         self, namespace: NamespaceId, key: bytes, excluded: Collection[int] = ()
     ) -> tuple[SecondaryTierState | None, Presence]:
-        """Returns the first tier that can load a block, or None and the reason.
+        """Returns the first tier that can load a block, or None and why no tier can.
 
         Counts a miss in each earlier tier that could not load the block.
         """

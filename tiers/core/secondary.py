@@ -22,14 +22,17 @@ __all__ = ["Name", "Presence", "PresenceCache", "SecondaryTierState"]
 Name = tuple[NamespaceId, bytes]
 
 VALID_SECONDS = 10.0
-"""How long a cached answer is used, in seconds. The block may be gone; a load then finds it
-missing."""
+"""How long a cached answer is used, in seconds. If another process removes the block during this
+time, a load reports the block as missing."""
 
 MAX_ANSWERS = 1 << 16
 
 
 class PresenceCache:
-    """Cached existence answers of one shared tier, whose contents other processes can change."""
+    """Answers of one shared tier to the question whether it has a block, kept for a short time.
+
+    Other processes can change the contents of the tier.
+    """
 
     def __init__(self) -> None:
         self._answers: dict[Name, tuple[bool, float]] = {}
@@ -82,7 +85,7 @@ class Presence(enum.Enum):
     EXCLUDED = enum.auto()
     """The block is present, but the lookup excludes the tier."""
     UNKNOWN = enum.auto()
-    """The tier must be queried first."""
+    """The core must first ask the shared tier whether it has the block."""
     STALLED = enum.auto()
     """The block is present but cannot be loaded now: the tier is stalled, or still runs an earlier
     load of the block that was given up."""
@@ -122,7 +125,7 @@ class SecondaryTierState:
         self.admission = new_admission() if new_admission else None
         """Admission filter; None admits every block."""
         self.declined = 0
-        """Uses of blocks that the filter did not admit."""
+        """How often the filter refused to admit a block."""
         self.dropped = 0
         """Blocks that were not written back because the queue or the tier was full."""
         self.damaged = 0
@@ -168,20 +171,23 @@ class SecondaryTierState:
         return names
 
     def use(self, blocks: Iterable[Block], user: Hashable) -> None:
-        """Records a request's use of blocks, head first, and retains them. Skips absent blocks."""
+        """Records a request's use of blocks, head first. Skips blocks that the tier lacks.
+
+        Retains each block until its `retain_until`.
+        """
         for retain_until, together in groupby(blocks, attrgetter("retain_until")):
             entries = (self.catalog.get(block.namespace, block.key) for block in together)
             self.catalog.use([entry for entry in entries if entry is not None], user, retain_until)
 
     def retain(self, blocks: Iterable[Block]) -> None:
-        """Retains blocks until the end of their requested retention. Skips absent blocks."""
+        """Retains each block until its `retain_until`. Skips blocks that the tier lacks."""
         for retain_until, together in groupby(blocks, attrgetter("retain_until")):
             if retain_until > self.catalog.queues.now:
                 entries = (self.catalog.get(block.namespace, block.key) for block in together)
                 self.catalog.queues.retain([entry for entry in entries if entry is not None], retain_until)
 
     def tick(self, now: float, used_in_cpu: UsedElsewhere) -> None:
-        """Advances the time; expired blocks become pending removals."""
+        """Advances the time; some expired blocks become pending removals."""
         self.presence_cache.tick(now)
         self.pending_removals += self.catalog.tick(now, used_in_cpu)
 

@@ -40,8 +40,8 @@ class IncrementalWork:
     def work(self, now: float) -> None:
         """Runs the next slice of every operation. Called once for each `ContinueWork`.
 
-        If one operation raises, the others still run and the next slice is requested. An operator
-        eviction that raises ends. The error is raised afterwards.
+        If one operation raises, the others still run, and the next slice is requested. Then the
+        error is raised. An operator eviction that raises has ended.
         """
         self._continue_requested = False
         slices = (
@@ -63,7 +63,7 @@ class IncrementalWork:
         self.continue_if(self._drop_expired(now))
 
     def evict(self, wanted: EvictionRequest, now: float) -> EvictionTask:
-        """Queues an operator's eviction behind the earlier ones."""
+        """Queues an operator's eviction. It runs when all earlier ones have ended."""
         sources: list[EvictionSource] = [self._cpu_tier, *self._transfers.sources(self._cpu_tier.used_at)]
         task = EvictionTask(wanted, sources, now)
         self._eviction_tasks.append(task)
@@ -77,13 +77,13 @@ class IncrementalWork:
         return bool(self._eviction_tasks)
 
     def _drop_expired(self, now: float) -> bool:
-        """Drops expired blocks, one slice per tier; returns whether there are more."""
+        """Drops expired blocks, one slice per tier; returns whether expired blocks are left."""
         more = [self._cpu_tier.tick(now), self._transfers.tick(now, self._cpu_tier.used_at)]
         return any(more)
 
 
 def _run(slice_: Callable[[], bool], errors: list[Exception]) -> bool:
-    """Runs a slice; returns whether there is more work. If the slice raises, returns True."""
+    """Runs a slice; returns whether work is left. If the slice raises, records the error: True."""
     try:
         return slice_()
     except Exception as error:  # noqa: BLE001 - the other operations must run

@@ -51,7 +51,7 @@ class SlotAllocator:
         return -(-part_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
     def allocate(self, slot_bytes: int, count: int) -> list[int]:
-        """Returns up to `count` free slots of a class, in ascending order so copies can merge."""
+        """Returns up to `count` free slots of a class, in ascending order."""
         taken: list[int] = []
         with_room = self._with_room.setdefault(slot_bytes, {})
         while len(taken) < count:

@@ -1,9 +1,10 @@
 """Victim selection in the host region: which blocks to evict to free slots or extents.
 
 To free slots, blocks of the same size class are evicted. Memory moves between classes as whole
-extents: class A gets an extent of class B if B's next victim has been idle for longer than A's.
-Without this rule, blocks of an unloaded model would occupy the region forever. If the tenant that
-needs the extent is within its quota, class A gets the extent without this condition.
+extents: class A gets an extent of class B if B's longest idle block has been idle for longer than
+A's. Without this rule, blocks of an unloaded model would occupy the region forever. Class A gets an
+extent without this condition if it has no victim, or if the tenant that needs the memory is within
+its quota.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class SlotReclaimer:
         """Returns blocks whose eviction frees some of `count` slots, or an extent; may be empty."""
         within = (share.quota - share.used) // slot_bytes
         if within > 0:
-            # The share is within its quota for these slots: evict from shares above their quota, in
-            # any size class.
+            # With `within` more slots the share does not exceed its quota. So evict from shares
+            # above their quota, in any size class.
             others = self._chosen(share, slot_bytes, min(count, within), with_own=False)
             victims = others or self._idle_extent(share, slot_bytes, None, with_own=False)
             if victims:
@@ -93,7 +94,7 @@ class SlotReclaimer:
         return None
 
     def _blocks_of_extent(self, block: Block, share: TenantShare, blocked: set[int]) -> list[Block] | None:
-        """Returns the blocks of an extent of `block` if all are evictable.
+        """Returns all blocks of an extent that has a slot of `block`, if all are evictable.
 
         Adds each extent with a block that is not evictable to `blocked`.
         """

@@ -28,7 +28,7 @@ class Store:
     expires_at: float
     blocks: Sequence[Block]
     request: Request | None = None
-    """None if no request was begun."""
+    """None if the client has not begun the request."""
     begun_at: float = 0.0
     """In seconds of the core's clock."""
 
@@ -107,7 +107,7 @@ class InFlightStores:
             self._lift_if_free(store_id)
 
     def writer_done(self, store_id: StoreId, engine: EngineKey) -> None:
-        """Called for a late completion: the client has stopped writing."""
+        """Called when a client completes an ended store. Frees the store's quarantined slots."""
         entry = self._quarantine.get(store_id)
         if entry is not None and entry.engine == engine:
             entry.writers.clear()
@@ -256,7 +256,7 @@ class StoreHandler:
         self._history.record(block.namespace, block.key, reason)
 
     def _cascade_present(self, request: Request, blocks: Sequence[Block], own: Collection[Block]) -> None:
-        """Writes blocks back to the REQUEST_LEVEL tiers, pending blocks later (B3.6, B3.9)."""
+        """Stores ready blocks in the REQUEST_LEVEL tiers, pending ones when ready (B3.6, B3.9)."""
         self._transfers.cascade_for(request, [block for block in blocks if block.ready])
         for block in blocks:
             if block.pending and block not in own and not block.hold_only:

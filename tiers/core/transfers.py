@@ -102,7 +102,7 @@ class TransferScheduler:
         self.residency = ResidencyIndex(self.secondaries, new_id=self._next_id, commands=commands)
 
     def recover(self) -> None:
-        """Adds the blocks that tiers kept from an earlier run; removes those without room."""
+        """Adds the blocks that tiers kept from an earlier run; removes blocks that do not fit."""
         for secondary in self.secondaries:
             secondary.pending_removals += secondary.catalog.recover(secondary.tier.entries())
             self._advance(secondary)
@@ -112,17 +112,21 @@ class TransferScheduler:
         return [SecondaryTierSource(secondary, used_in_cpu, self._advance) for secondary in self.secondaries]
 
     def tick(self, now: float, used_in_cpu: UsedElsewhere) -> bool:
-        """Advances the time in the tiers; returns whether more entries have expired."""
+        """Advances the time in the tiers and handles a limited number of expired entries.
+
+        Returns whether expired entries are left for another call.
+        """
         for secondary in self.secondaries:
             secondary.tick(now, used_in_cpu)
             self._advance(secondary)
         return any(secondary.catalog.queues.overdue for secondary in self.secondaries)
 
     def cascade(self, blocks: Sequence[Block], user: Hashable, *, even_if_busy: bool = False) -> None:
-        """Writes ready blocks back to every tier that lacks them; skips full queues (B3.7, B3.10).
+        """Queues ready blocks for write-back to every tier that lacks them (B3.7, B3.10).
 
-        `user` identifies the request for eviction policies. A block that a tier's admission filter
-        rejects may be written back at a later use (`used`).
+        `user` identifies the request for eviction policies. A block that does not fit into a tier's
+        queue is not stored in this tier. A block that the tier's admission filter rejects may be
+        stored at its next use (`used`). With `even_if_busy`, there is no queue limit and no filter.
         """
         blocks = [block for block in blocks if not block.hold_only]
         for block in blocks:
@@ -161,10 +165,10 @@ class TransferScheduler:
             self._advance(secondary)
 
     def cascade_for(self, request: Request, blocks: Sequence[Block]) -> None:
-        """Stores ready blocks in the request's REQUEST_LEVEL tiers; counts pending stores (B3.6).
+        """Queues ready blocks for the request's REQUEST_LEVEL tiers, without a filter (B3.6).
 
-        The queue limit is twice the usual one. If a block does not fit, it is not stored, and the
-        request counts it as incomplete (B3.10).
+        The request waits for the end of these stores. The queue limit is twice the usual one. If a
+        block does not fit, it is not stored, and the request counts it as incomplete (B3.10).
         """
         blocks = [block for block in blocks if not block.hold_only]
         for secondary in self.secondaries:
@@ -242,8 +246,10 @@ class TransferScheduler:
     def lost(self, tier: int, names: Iterable[Name]) -> None:
         """Drops entries of blocks that a tier has quarantined because they are damaged.
 
-        The tier must also remove the blocks, because a new block may be stored under such a name
-        before this call. The call then drops the entry of the new block, as in this sequence:
+        The damage is reported late: the tier may already hold a new block of the same name when
+        this call runs. The call cannot tell the two blocks apart and drops the entry of the new
+        block, as in the sequence below. The tier must then remove the new block too; otherwise its
+        bytes would stay in the tier without an entry:
 
             check        quarantines K
             event loop   evicts K, stores K again: the catalog has it again
@@ -287,7 +293,7 @@ class TransferScheduler:
         return change
 
     def catch_up(self, tier: int, blocks: Sequence[Block]) -> None:
-        """Stores skipped blocks, most recently used first, until the tier's queue is full."""
+        """Queues blocks, given in this order, that the tier lacks, until its queue is full."""
         secondary = self.secondaries[tier - 1]
         for block in blocks:
             if secondary.catalog.get(block.namespace, block.key) is not None:

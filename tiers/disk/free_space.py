@@ -1,9 +1,9 @@
 """Free-page allocator of the slabs: best fit, with coalescing.
 
 If no run is long enough, a block gets several runs. So every block can use every free page. Extents
-per size class, as in the region, would not work, because the core evicts by bytes. In a full tier,
-a growing size class could wait forever until another class has an empty extent
-(docs/decisions/0007-disk-tier.md).
+per size class, as in the region, would not work. The core evicts blocks until enough bytes are
+free, but these bytes can be spread over many extents. In a full tier, a growing size class could
+wait forever until another class has an empty extent (docs/decisions/0007-disk-tier.md).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class FreePages:
         self._lengths: list[int] = []
 
     def take(self, pages: int) -> PageRun | None:
-        """Allocates the start of the shortest run that is long enough; None if no run is."""
+        """Allocates pages of the shortest run that is long enough; None if all are shorter."""
         at = bisect_left(self._lengths, pages)
         if at == len(self._lengths):
             return None

@@ -17,7 +17,8 @@ INDEX_SHARE = 64
 """The index gets 1/64 of the store's size. For blocks of 64 KiB a quarter of this is enough."""
 MIN_BYTES = 1 << 20
 FILL = 0.5
-"""Fraction of the file that the tree may use. The rest is for copies of pages that change."""
+"""Fraction of the file that the tree may use; beyond it, `put` raises `MapFullError`. The rest is
+for copies of pages that change."""
 
 
 class Index:
@@ -110,7 +111,7 @@ class Index:
 
 
 def _whole(name: bytes, packed: bytes | None) -> list[SlabRecord]:
-    """Returns the record, or [] if it is damaged. A restart frees the pages of the block."""
+    """Returns the record, or [] if it is damaged. Then only a restart frees the block's pages."""
     if packed is None:
         return []
     try:

@@ -37,9 +37,10 @@ class SlabFile:
         self.pages = os.fstat(self._fd).st_size // PAGE_BYTES
 
     def grow(self, least: int, wanted: int, full: int) -> int:
-        """Preallocates `wanted` pages, on a full disk fewer, down to `least`; never exceeds `full`.
+        """Adds `wanted` pages, or on a full disk fewer, but at least `least`.
 
-        Returns the number of new pages. Raises `OSError`; then the file is unchanged.
+        The file never exceeds `full` pages in all. Returns the number of new pages. Raises
+        `OSError`; then the file is unchanged.
         """
         pages = min(wanted, full - self.pages)
         while True:

@@ -198,7 +198,7 @@ class _Move(NamedTuple):
 
     @property
     def bounced_bytes(self) -> int:
-        """Buffer space for the other bytes, in whole pages."""
+        """Buffer space, in whole pages, for the bytes that cannot be transferred directly."""
         return -(-(self.view.nbytes - self.straight_bytes) // PAGE_BYTES) * PAGE_BYTES
 
 

@@ -41,7 +41,7 @@ class Recovered:
     lost: list[bytes]
     """Names of blocks whose pages are missing in the files."""
     outside: list[bytes]
-    """Names of blocks beyond the size limit, which was reduced."""
+    """Names of blocks with pages beyond the size limit, because the limit was reduced."""
     last_number: int
 
 
@@ -111,7 +111,8 @@ MIN_SLAB_BYTES = 1 << 30
 MAX_SLABS = 64
 
 REFUSED_SECONDS = 1.0
-"""For this time after a failed growth, the store grows only if a block exceeds the free pages."""
+"""If the files cannot grow, the store does not try again during this time, unless a block needs
+more pages than are free."""
 
 
 class DiskStore:
@@ -131,7 +132,7 @@ class DiskStore:
         self.quarantined_bytes = 0
         """Bytes of corrupt blocks. Their pages are not reused until the store is reopened."""
         self.refusal: OSError | None = None
-        """Error of the last attempt to grow."""
+        """Error of the last attempt to extend the files; None if it succeeded."""
         self._power = durability == "power"
         self._number = 0
         self._refused_at = -math.inf
@@ -186,8 +187,8 @@ class DiskStore:
                 self.slabs.sync()
             replaced = self.index.put(records)
         except (OSError, lmdb.Error) as error:
-            # After another error the index may refer to the pages. They are not reused until the
-            # store is reopened.
+            # After these two errors the index does not refer to the pages, so they are free. After
+            # other errors it may, so the pages are not reused until the store is reopened.
             if isinstance(error, (OSError, lmdb.MapFullError)):
                 space.give_back(run for _, runs in placed for run in runs)
             raise

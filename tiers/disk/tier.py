@@ -49,7 +49,8 @@ class DiskTier(SecondaryTier):
         """Opens or creates the store in `directory`; its files never grow beyond `size_bytes`.
 
         If the size was reduced, blocks beyond the new size are dropped. With `mend`, a damaged
-        index is moved aside and reported in `last_error`. `slab_bytes` applies to a new store only.
+        index is moved aside and reported in `last_error`. `slab_bytes` is the size of one slab file
+        of a new store; an existing store keeps its size.
         Raises `TierOpenError`, without `mend` also for a damaged index.
         """
         self._store = DiskStore(directory, size_bytes, durability, mend=mend, slab_bytes=slab_bytes)
@@ -146,7 +147,7 @@ class DiskTier(SecondaryTier):
         return [Outcome.DONE if done else Outcome.NO_SPACE for done in stored]
 
     def _read(self, blocks: Sequence[BlockBytes], wanted: Sequence[tuple[int, bytes, SlabRecord]]) -> list[int]:
-        """Reads blocks, all at once if possible, else singly; returns the unreadable ones."""
+        """Reads blocks, all at once if possible, else singly; returns the unreadable blocks."""
         moves = [(number, list(pieces(record.runs, blocks[number].parts))) for number, _, record in wanted]
         try:
             self._store.slabs.move([piece for _, block in moves for piece in block], write=False)

@@ -16,8 +16,8 @@ class ARC(Generic[T]):
     """Two LRU lists: T1 for items used once, T2 for items used more often.
 
     The lists have ghosts (names of evicted items, B1 and B2), which adapt the target size of T1.
-    The capacity of the paper is the current number of items, because victims are needed only when
-    the tier is full.
+    The policy does not know the capacity of the tier. As the paper's capacity it uses the current
+    number of items, because victims are needed only when the tier is full.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class ARC(Generic[T]):
         self._requests.forget(item)
 
     def victims(self) -> Iterator[T]:
-        """Yields from T1 while T1 is longer than its target, then from T2."""
+        """Yields from T1 while it is longer than its target, then T2, then the rest of T1."""
         recent, frequent = iter(self._recent), iter(self._frequent)
         for left in range(len(self._recent), -1, -1):
             if left <= self._target or left == 0:

@@ -5,14 +5,15 @@ The algorithm, for each use of blocks by a request:
 1. Split the used blocks into *runs*: consecutive blocks that the same earlier requests used
    (`_split`). An evicted block may have left a *ghost*: its name, which identifies the run.
 2. Tell the reuse model that the reused runs had a hit at their age (`_count_reuse`).
-3. Determine the *turn* of the conversation: the request continues an earlier request if it uses
-   the earlier chain up to the last block, which may have been partly filled (`_match_chain`).
-4. Append the runs to the request's *chain*. New blocks form one run; the last block is another run,
-   because a partly filled block is rarely used again (`_append`).
-5. Assign every run of the chain to a *kind* (`_classify`). "end" is the last block. "shared" is a
-   run used more often than its conversation has turns; the logarithm of the number of uses is part
-   of the kind. All other kinds are a pair: the turn, and the logarithm of the number of blocks that
-   the request added.
+3. Determine the *turn* of the conversation (`_match_chain`). The request continues an earlier
+   request if it uses all blocks of that request, or all except the last. The last block may have
+   been partly filled; then the continuing request has a different block in its place.
+4. Append the runs to the request's *chain* (`_append`). New blocks form one run, except the last
+   block. The last block is a separate run, because a partly filled block is rarely used again.
+5. Assign every run of the chain to a *kind* (`_classify`). The run of the last block has the kind
+   "end". A run that was used more often than its conversation has turns has the kind "shared" with
+   the logarithm of its number of uses. All other runs have a kind of two values: the turn, and the
+   logarithm of the number of blocks that the request added.
 6. Put the runs into the *bucket* of their kind and age bin. Age is counted in block uses.
 7. Move runs that have become too old for their bin to the next bin, and count a miss for each in
    the model (`_age_runs`).
@@ -43,10 +44,11 @@ _GHOST_EVERY = 8
 """Every eighth block of a chain leaves a ghost when it is evicted. The last two blocks of a chain
 always leave a ghost, because the next turn of the conversation continues there."""
 _MIN_LEARNING_PERIOD = 2048
-"""Number of uses between two fits of the model, or half the number of items if that is larger."""
+"""The model is fitted after this many block uses, or after half as many uses as there are items if
+that is more."""
 _AGE_RESOLUTION = 16
-"""A run leaves a bin only when at least 1/16 as many uses as items have followed its last use.
-This limits the work per use."""
+"""A run stays in its age bin until at least 1/16 as many block uses as there are items have
+followed its last use. This limits the work per use."""
 _MAX_TURN = 5
 _MAX_GROWTH = 8
 _MAX_SHARED = 10
@@ -203,7 +205,7 @@ class Forecast(Generic[T]):
                 chain.turn = old.chain.turn + 1 if continues else 0
 
     def _merge_last_block(self, chain: RequestChain[T]) -> None:
-        """Merges the last block into the run of new blocks, because the request continues."""
+        """Merges the earlier last block of a request into its run of new blocks."""
         last, chain.last_block = chain.last_block, None
         if last is None or not last.items or last.chain is not chain:
             return
@@ -310,7 +312,7 @@ class Forecast(Generic[T]):
                     self._rank(bucket)
 
     def _schedule(self, run: BlockRun[T]) -> None:
-        """Schedules when a run leaves its bin. Runs in the youngest bins leave at a common time."""
+        """Schedules when a run leaves its bin (see `_AGE_RESOLUTION`)."""
         due = run.chain.last_use + max(BIN_ENDS[run.bin], self._count // _AGE_RESOLUTION)
         if due != run.due:
             run.due = due

@@ -31,10 +31,10 @@ class _State:
 
 
 class MQ(Generic[T]):
-    """One queue per logarithm of the use count. An item that is unused for the lifetime moves down.
+    """One queue per logarithm of the use count. An item unused for a lifetime moves down one queue.
 
-    The lifetime is the reuse distance with the most reuse, as in the paper: the peak of a histogram
-    of the distances by octave.
+    The lifetime is adapted as in the paper: from the peak of a histogram of the reuse distances, by
+    octave.
     """
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ class OpenRequests(Generic[V]):
     """State of a policy per open request."""
 
     def __init__(self, new: Callable[[], V], over: Callable[[V], object] = lambda _: None) -> None:
-        """`over` is called once with the state of each ended request."""
+        """`new` creates the state of a request; `over` is called with it when the request ends."""
         self._new = new
         self._over = over
         self._open: OrderedDict[Hashable, V] = OrderedDict()

@@ -45,7 +45,7 @@ class EvictionPolicy(Protocol[T]):
         """
 
     def finish(self, request: Hashable) -> None:
-        """Ends a request; a later request may have the same id."""
+        """Ends a request. After this call, another request may have the same id."""
 
     def remove(self, item: T) -> None:
         """Removes an item, possibly leaving a ghost; ignores unknown items."""

@@ -26,7 +26,7 @@ H = TypeVar("H", bound=Hashable)
 
 
 class ExpiryWheel(Generic[H]):
-    """Timing wheel: items grouped by expiry time, rounded up to `width` seconds."""
+    """Timing wheel: items grouped by expiry time, rounded up to a multiple of `width` seconds."""
 
     def __init__(self, width: float = 1.0) -> None:
         self._width = width
@@ -38,7 +38,7 @@ class ExpiryWheel(Generic[H]):
         return len(self._slot_of)
 
     def put(self, items: Iterable[H], when: float) -> None:
-        """Sets the expiry time of items. Items of one slot expire in insertion order."""
+        """Sets the expiry time of items. Items of one rounded time expire in insertion order."""
         number = math.ceil(when / self._width)
         slot = self._slots.get(number)
         if slot is None:
@@ -117,8 +117,8 @@ class EvictionQueue(Generic[L]):
         self.size_class = size_class
         self.policy = policy
         self.victim_buffer: deque[L] = deque()
-        """Next victims, valid until the next use. Without this buffer every search would skip the
-        same unevictable items again."""
+        """Next victims, valid until the next use of an item of this queue. The buffer avoids that
+        every search skips the same unevictable items again."""
 
 
 def by_queue(items: Sequence[L]) -> Iterable[tuple[EvictionQueue[L], Sequence[L]]]:
@@ -222,14 +222,14 @@ class EvictionQueues(Generic[L]):
         self._tell_policies([item for item in back if not item.retained], None)
 
     def tick(self, now: float) -> list[L]:
-        """Advances the time; returns expired items, which the caller must drop or postpone."""
+        """Advances the time; returns some expired items, which the caller must drop or postpone."""
         self.now = now
         self.end_retention()
         return [] if self.ttl is None else self._unused.take(self.now, MAX_AT_ONCE)
 
     @property
     def overdue(self) -> bool:
-        """Whether some expired items are not handled yet."""
+        """Whether expired items are left for another `tick`."""
         return self._retained.has_due(self.now) or self._unused.has_due(self.now)
 
     def end_retention(self) -> bool:
@@ -258,7 +258,7 @@ class EvictionQueues(Generic[L]):
             queue.policy.use(mine, request)
 
     def retain(self, items: Iterable[L], until: float) -> list[L]:
-        """Retains items at least until a time; returns the items that exceed the budget."""
+        """Retains items at least until a time; returns items not retained for lack of budget."""
         keep: list[L] = []
         rest: list[L] = []
         for item in dict.fromkeys(items):  # a repeated item is charged once

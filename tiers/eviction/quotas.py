@@ -94,7 +94,7 @@ class Quotas:
     def __init__(
         self, tier: str, capacity_bytes: int, tenants: Iterable[Tenant] = (), *, retained_part: float = 0.5
     ) -> None:
-        """`retained_part`: fraction of each quota and of the memory without quota for retention.
+        """`retained_part`: how much may be retained, as a fraction of each quota and of the rest.
 
         Raises QuotaError if the quotas exceed the capacity, ValueError for an invalid limit or tag.
         """
@@ -134,7 +134,7 @@ def pick_victims(
     """Returns victims that free `wanted` bytes for a share, as far as possible.
 
     Args:
-        taker: the share that needs room; its use counts the wanted bytes as used.
+        taker: the share that needs room. The wanted bytes already count as used by this share.
         wanted: number of bytes to free.
         queues: evictable items per share, next victim first; at most one iterator per share.
         size: returns the bytes that an item frees.

@@ -12,8 +12,8 @@ these few parameters.
 
 The value of a block is its Gittins index: the highest ratio of expected hits to expected time over
 all stopping ages. The index does not depend on the size of the cache. If users think before the
-next turn, the value of their blocks rises until then. So a cache that is too small for all blocks
-keeps some of them.
+next turn, the value of their blocks rises until the next turn. So a cache that is too small for the
+blocks of all users evicts the youngest of these blocks and keeps the older ones.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ PRIOR_BLOCKS = 500.0
 PRIOR_HITS = 50.0
 """Weight of the prior of a factor, in hits."""
 DECAY = 0.98
-"""Weight of earlier observations after each fit. Observations count for about fifty fits."""
+"""Each fit multiplies the weight of earlier observations by this factor, so observations count for
+about fifty fits."""
 _ITERATIONS = 3
-"""Alternations between fitting the baseline and the factors."""
+"""How often one fit computes the baseline and the factors in turn."""
 _MAX_HAZARD = 0.98
 _MAX_BASELINE_RATIO = 30.0
 """Kinds with a higher hazard ratio, e.g. the first block of all prompts, do not contribute to the

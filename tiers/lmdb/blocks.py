@@ -79,7 +79,7 @@ def read_block(store: Environment, txn: Any, block: BlockBytes) -> Outcome:
 
 
 def delete_block(store: Environment, txn: Any, index_key: bytes, cursor: Any) -> None:
-    """Removes a block's record and chunks; of a damaged record, `clear_orphans` removes the chunks.
+    """Removes a block's record and chunks. The chunks of a damaged record stay (`clear_orphans`).
 
     `cursor`: a cursor of `store.data`, the same one for all blocks of a transaction.
     """
@@ -96,7 +96,7 @@ def delete_block(store: Environment, txn: Any, index_key: bytes, cursor: Any) ->
 
 
 def delete_blocks(store: Environment, txn: Any, names: Sequence[bytes]) -> None:
-    """Removes blocks like `delete_block`, at half the cost.
+    """Removes blocks at half the cost of `delete_block`.
 
     Does not read page headers, but compares the number of freed pages with the expected number.
     Raises WrongPagesError if the numbers differ or a record is damaged. The caller must then abort
@@ -142,7 +142,7 @@ def read_index(store: Environment, txn: Any) -> tuple[list[tuple[int, bytes, int
 
 
 def clear_orphans(store: Environment, txn: Any, live: set[int], damaged: Sequence[bytes]) -> None:
-    """Removes damaged records, and chunks without a record in `live`."""
+    """Removes the records of the keys `damaged`, and chunks whose record id is not in `live`."""
     for index_key in damaged:
         txn.delete(index_key, db=store.index)
     owners = {record_id_of(bytes(key)) for key in txn.cursor(db=store.data).iternext(values=False)}

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 LOCK_FILE = "lock.mdb"
 OWNER_FILE = "owner.lock"
 MAX_READERS = 512
-"""Limit of concurrent read transactions; each running load needs one."""
+"""Limit of concurrent read transactions. Each running load needs one; a load beyond it fails."""
 MAX_DAMAGED_FILES = 2
 """Number of damaged files to keep. The limit saves space: each may be as large as the store."""
 

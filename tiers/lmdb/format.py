@@ -58,7 +58,7 @@ MAX_PARTS = 0xFFFF
 PAGE_HEADER_BYTES = 16
 CHUNK_PAGES = 64
 TAILS_BYTES = 512
-"""Limit for the tails in a record."""
+"""Limit for all tails in a record together. If a block's tails are longer, they are chunks."""
 
 _HEAD = struct.Struct("<BxHQQ")
 _CHECK = struct.Struct("<Q")
@@ -82,7 +82,7 @@ class BlockRecord(NamedTuple):
     """The tails of the parts, concatenated; empty if they are stored as chunks."""
 
     def pack(self, index_key: bytes) -> bytes:
-        """Returns the stored form under `index_key`. A record without tails has format 1."""
+        """Returns the bytes to store under `index_key`. A record without tails has format 1."""
         parts = len(self.sizes)
         head = _HEAD.pack(2 if self.tails else 1, parts, self.record_id, self.checksum)
         body = head + _sizes(parts).pack(*self.sizes) + self.tails

@@ -27,13 +27,16 @@ __all__ = ["SILENCE_SECONDS", "UNWRITTEN_PAGES", "find_damage"]
 UNWRITTEN_PAGES = 2048
 """An intact file may lack up to this many pages at the end (see the comment below)."""
 SILENCE_SECONDS = 60.0
-"""Time limit for the check of 10,000 records. A cold disk with 500 pages/s needs less than 1 s."""
+"""Time limit for the check of 10,000 records; after it, the check has no result. A cold disk with
+500 pages/s needs less than 1 s."""
 END_SECONDS = 5.0
-"""How long to wait for the end of the child, which a slow disk may delay."""
+"""Time limit for the end of the child, which a slow disk may delay. After it, the check has
+no result."""
 
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 
-# The kernel kills the child when the thread that started it ends; this thread waits for the result.
+# The kernel kills the child when the thread that started the child ends. This thread waits for the
+# result, so it does not end before the child.
 # The child reads the trees, but not the long values. Then the child begins a write, because LMDB
 # reads the list of free pages for a write. The child aborts the write, so the data does not change.
 # A file may end before the last page that LMDB has numbered: 1 of 25 files did, by up to 31 pages.

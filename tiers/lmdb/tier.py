@@ -44,7 +44,8 @@ WRITE_BYTES = 16 * _MIB
 """Largest payload of one write transaction. The limit is lower for a small file, because LMDB
 reuses freed pages only two transactions later."""
 RESERVE_PAGES = 32
-"""A removal needs about a dozen pages (copies of tree paths) before it frees pages."""
+"""Stores leave this many pages free for removals. A removal needs about a dozen pages (copies of
+tree paths) before it frees pages."""
 READER_CHECK_EVERY = 1024
 
 HEADERS_ARE_BOUNDED = int(lmdb.__version__.partition(".")[0]) >= 3
@@ -160,7 +161,7 @@ class LMDBTier(SecondaryTier):
             self._store.env.reader_check()
 
     def _reclaim_freed_pages(self) -> None:
-        """Commits a tiny transaction, so that LMDB can reuse pages freed by the last one."""
+        """Commits a tiny transaction. Then LMDB can reuse the pages that the one before freed."""
         with self._store.env.begin(write=True) as txn:
             txn.put(b"turn", self._record_id.to_bytes(8, "little"), db=self._store.meta)
         self._has_freed_pages = False
@@ -172,7 +173,10 @@ class LMDBTier(SecondaryTier):
         return shutil.disk_usage(self._store.directory).free < self._write_bytes
 
     def _keep_reserve(self, txn: Any) -> None:
-        """Allocates and frees the reserve if the file is nearly full. Raises `MapFullError`."""
+        """Raises `MapFullError` if fewer than `RESERVE_PAGES` pages would be left for removals.
+
+        Allocates and frees these pages to find out, if the file is nearly full.
+        """
         info, page_bytes = self._store.env.info(), self._store.page_bytes
         if info["map_size"] - info["last_pgno"] * page_bytes > 4 * self._write_bytes + RESERVE_PAGES * page_bytes:
             return

@@ -14,13 +14,16 @@ from .snapshots import NamespaceStats
 __all__ = ["MAX_NAMESPACES", "HitCounters", "NamespaceCounters"]
 
 MAX_NAMESPACES = 64
-"""Limit of namespaces with separate counters. Later namespaces of a tenant share counters. This
-limits the number of time series in a monitoring system."""
+"""The first namespaces, up to this number, have separate counters. Of the other namespaces, all of
+one tenant share counters. This limits the number of time series in a monitoring system."""
 
 
 @dataclass(slots=True, eq=False)
 class NamespaceCounters:
-    """Counters of one namespace, or, with `namespace` None, of all later namespaces of a tenant."""
+    """Counters of one namespace, or the shared counters of a tenant's other namespaces.
+
+    `namespace` is None for shared counters (see `MAX_NAMESPACES`).
+    """
 
     namespace: NamespaceId | None
     tenant: str
@@ -33,8 +36,8 @@ class NamespaceCounters:
 class HitCounters:
     """Counts every looked-up key once its outcome is known: a hit of a tier, or a miss by reason.
 
-    A pending block counts when its transfer has ended. If a key needs a query to a shared tier, the
-    key counts when it is looked up again.
+    A key whose block is pending is counted when the transfer of the block has ended. A key that
+    needs a query to a shared tier is counted when the client looks it up again.
     """
 
     def __init__(self, tiers: int, tenants: Mapping[bytes, str] | None = None) -> None:
@@ -69,7 +72,7 @@ class HitCounters:
                 counters.hits[run.outcome] += run.count
 
     def hit(self, namespace: NamespaceId, tier: int, keys: int = 1) -> None:
-        """Counts hits. A negative number cancels hits whose transfer has not ended."""
+        """Counts hits. A negative number takes back hits of blocks that are still pending."""
         self.of(namespace).hits[tier] += keys
 
     def miss(self, namespace: NamespaceId, reason: MissReason, keys: int = 1) -> None:

@@ -11,7 +11,8 @@ from ..types import MissReason
 __all__ = ["EvictionHistory", "history_size"]
 
 MAX_REMEMBERED = 1 << 18
-"""Limit of remembered blocks, about 170 bytes each. Older blocks count as never stored."""
+"""Limit of blocks in the history, about 170 bytes each. A block that is not in the history counts
+as never stored."""
 
 MIN_REMEMBERED = 1 << 14
 
@@ -24,7 +25,10 @@ def history_size(region_bytes: int) -> int:
 
 
 class EvictionHistory:
-    """The reason per dropped block, in two generations: a full young one replaces the old one."""
+    """The reason per dropped block, in two generations.
+
+    When the young generation is full, it replaces the old one.
+    """
 
     def __init__(self, most: int = MAX_REMEMBERED) -> None:
         self._most = most

@@ -1,13 +1,14 @@
 """Miss-ratio curves: estimate each tier's hit ratio for other sizes, from a sample of the keys.
 
-A request that uses a block also uses all earlier blocks of the chain. So in LRU order the head of a
-chain is never below the tail. A cache that has a block therefore also has the whole prefix of the
-block, and every counted hit is a hit of an unbroken prefix (`ReuseDistanceSampler`).
+The estimate starts from a simulated LRU cache (`ReuseDistanceSampler`). A request that uses a block
+also uses all earlier blocks of the chain. So the last use of a block is never later than the last
+use of the blocks before it. An LRU cache that has a block therefore also has the whole prefix of
+the block, and every counted hit is a hit of an unbroken prefix.
 
-The tiers' policies are better than LRU, and tiers lose blocks for other reasons too. Therefore the
-measured hit ratio corrects the estimate. Assumption: of the hits that LRU loses for lack of space,
-a tier loses the same fraction at every size (docs/decisions/0021). At the tier's current size, the
-estimate is equal to the measured ratio.
+The tiers' policies have more hits than LRU, and tiers lose blocks for other reasons than lack of
+space too. Therefore the measured hit ratio corrects the estimate. Assumption: of the hits that LRU
+loses for lack of space, a tier loses the same fraction at every size (docs/decisions/0021). At the
+tier's current size, the estimate is equal to the measured ratio.
 
 There is no clock: the weight of a lookup decreases with the number of keys looked up after it.
 """
@@ -31,8 +32,8 @@ MAX_SAMPLES = 8192
 """Limit of sampled blocks, about 300 bytes each. Beyond this limit the sampling rate is halved."""
 
 _GENERATIONS = 32
-"""Blocks are grouped by last use into generations of 1/32 of the smallest cache size, or one block.
-A cache of any size has whole generations only."""
+"""Blocks are grouped by last use into generations of 1/32 of the smallest cache size, or of one
+larger block. A simulated cache of any size contains only whole generations."""
 
 _MAX_GAP = 1024
 """Up to this many empty generations are skipped one by one; a longer gap is skipped at once."""
@@ -43,12 +44,13 @@ Name = tuple[NamespaceId, bytes]
 
 
 class ReuseDistanceSampler:
-    """Sampled LRU stack (Mattson, SHARDS): counts references by the smallest cache with the block.
+    """Sampled LRU stack (Mattson, SHARDS): finds the smallest LRU cache that has each used block.
 
     All methods take constant time on average.
 
     Args:
-        sizes: cache sizes in bytes, ascending; for all keys, not only for the sample.
+        sizes: cache sizes in bytes, ascending. A size is for all keys; the sampler scales it to the
+            sample.
         rate: initial sampling rate of the keys that the caller offers.
         most: limit of sampled blocks. Beyond this limit the rate is halved; `takes` tells whether a
             key is in the sample.
@@ -62,8 +64,8 @@ class ReuseDistanceSampler:
         self._limit = _HASHES // 2
         """Keys with a hash below this limit are in the sample."""
         self.hits = [0.0] * (len(sizes) + 1)
-        """References by the smallest size with the block. The last entry counts references to
-        blocks that no size has."""
+        """Number of references per cache size. A reference counts at the smallest size whose cache
+        has the block. The last entry counts references to blocks that no cache has."""
         self._sizes = list(sizes)
         self._most = most
         self._hash_of = hash_of
@@ -104,7 +106,10 @@ class ReuseDistanceSampler:
         return True
 
     def miss(self, size: int | None) -> None:
-        """Counts a reference to a new block. `size`: index of the smallest size with the block."""
+        """Counts a reference to a block that is not in the stack.
+
+        `size`: index of the smallest size at which the reference counts as a hit; None for none.
+        """
         self.hits[-1 if size is None else size] += 1
 
     def add(self, name: Name, nbytes: int) -> None:
@@ -120,7 +125,7 @@ class ReuseDistanceSampler:
         self.hits = [count / 2 for count in self.hits]
 
     def _put_on_top(self, name: Name, nbytes: int, sizes: int) -> None:
-        """Puts a block on top of the stack. The `sizes` smallest sizes did not have the block."""
+        """Puts a block on top of the stack. The `sizes` smallest caches did not have the block."""
         now = self._generation
         self._blocks[name] = now, nbytes
         bytes_per_generation = self._bytes_per_generation[now] = self._bytes_per_generation.get(now, 0) + nbytes
@@ -188,7 +193,8 @@ SCALES = (0.5, 1.0, 2.0, 4.0, 8.0)
 _OWN = SCALES.index(1.0)
 
 _STACK_DEPTH = 16.0
-"""Depth of the stack, relative to the tier's capacity. Deeper blocks count as new."""
+"""Depth of the stack, relative to the tier's capacity. The stack forgets deeper blocks, so
+these count as new at their next use."""
 
 SAMPLED = 4
 """Initial sampling rate: this many of 256 keys."""
@@ -206,7 +212,7 @@ _CHECK_EVERY = 4096
 """The distribution of the sampling byte is checked after this many stored keys."""
 
 _NOISE = 0.01
-"""Smaller differences between ratios are noise."""
+"""Differences between two hit ratios below this value count as noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +240,8 @@ class MissRatioCurves:
     Args:
         capacities: capacity of each tier in bytes, in lookup order.
         where: returns the position of the tier that has a block, or None. Called for blocks that
-            were stored before the sampling began.
+            a stack does not contain, for example because they were stored before the sampling
+            began.
         sampled: initial sampling rate: this many of 256 keys.
         window: after this many looked-up keys, earlier keys count half.
         hash_of: maps keys evenly to signed 64-bit integers.
@@ -255,14 +262,15 @@ class MissRatioCurves:
         self._window = window
         self._hash_of = hash_of
         self._hash_keys = False
-        """Whether keys are hashed for sampling, because some engines use keys that are no
-        hashes."""
+        """Whether the sampling hashes the keys first. This is necessary if an engine uses keys that
+        are not hashes, because the sampling byte of such keys is distributed unevenly."""
         self._stored = self._sampled_keys = 0
         """Numbers of stored keys and of sampled keys since the last check of the distribution."""
         self._begin()
 
     def _begin(self) -> None:
-        # Earlier tiers are looked up first, so the stack of a tier also covers their capacity.
+        # Earlier tiers are looked up first, so the stack of a tier is at least as large as each of
+        # them.
         above = accumulate((0, *self._capacities), max)
         rate, hash_of = self._sampled / 256, self._hash_of
         self._samplers = [
@@ -278,9 +286,9 @@ class MissRatioCurves:
         self._keys_until_decay = self._window
 
     def looked_up(self, namespace: NamespaceSpec, keys: Sequence[bytes], runs: Collection[OutcomeRun]) -> None:
-        """Records a lookup; the missing blocks are not stored yet.
+        """Records a lookup. Call this before the missing blocks are stored.
 
-        Ignores a lookup with RETRY keys.
+        Ignores a lookup with RETRY keys, because the client will repeat it.
         """
         for run in runs:
             if run.outcome is None:

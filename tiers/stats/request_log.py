@@ -28,7 +28,7 @@ MAX_REQUESTS = 4096
 MAX_AGE_SECONDS = 900.0
 
 _MAX_LOOKUPS = 4
-"""Number of latest lookups that a record keeps. An engine that polls repeats the same lookup."""
+"""A record keeps only this many of its latest lookups: an engine that polls repeats its lookup."""
 
 _MAX_HOLDS = 2
 
@@ -45,11 +45,11 @@ class OutcomeRun:
 
 
 MAX_OUTCOME_RUNS = 256
-"""Limit of runs per lookup; the other runs are summed up per outcome."""
+"""Limit of runs per lookup. The runs after the limit are summed up per outcome."""
 
 
 def limit_runs(runs: tuple[OutcomeRun, ...]) -> tuple[OutcomeRun, ...]:
-    """Returns the first runs unchanged, and the other runs summed up per outcome."""
+    """Returns the first `MAX_OUTCOME_RUNS` runs unchanged, and the others summed up per outcome."""
     if len(runs) <= MAX_OUTCOME_RUNS:
         return runs
     rest: dict[LookupOutcome, int] = {}
@@ -70,7 +70,7 @@ class LookupRecord:
     found: tuple[OutcomeRun, ...]
     first_miss: bytes | None = None
     failed: dict[int, MissReason] = field(default_factory=dict)
-    """Pending keys, by position, whose transfer failed."""
+    """Reason per position of a key whose block was pending and whose transfer failed."""
     claim: ClaimRecord | None = None
     """The claim that looked up the keys of a hold; None for a normal lookup."""
 
@@ -83,7 +83,7 @@ class LookupRecord:
         return limit_runs(outcome_runs(outcomes))
 
     def fail(self, position: int, reason: MissReason) -> None:
-        """Records a failed transfer; only a limited number is kept."""
+        """Records the failed transfer of a key. Ignores failures beyond `MAX_OUTCOME_RUNS`."""
         if len(self.failed) < MAX_OUTCOME_RUNS:
             self.failed[position] = reason
 
@@ -101,7 +101,7 @@ class RequestRecord:
     holds: deque[HoldRecord] = field(default_factory=lambda: deque(maxlen=_MAX_HOLDS))
     finished: bool = False
     incomplete: int = 0
-    """Blocks that a REQUEST_LEVEL tier did not get; set at the end of the request."""
+    """Number of blocks that a REQUEST_LEVEL tier did not get; set at the end of the request."""
 
     @property
     def engine_id(self) -> str:
@@ -127,7 +127,7 @@ class RequestLog:
         return record
 
     def latest(self, engine: EngineKey, request_id: str, now: float) -> RequestRecord:
-        """Returns the latest record, even of a finished request, which may still publish a hold."""
+        """Like `open`, but also for a finished request, which may still publish a hold."""
         record = self._requests.get((engine, request_id))
         if record is None:
             return self.open(engine, request_id, now)
@@ -166,7 +166,7 @@ class ClaimOutcome(enum.Enum):
     NOT_HELD = 2
     """The hold was not published in time, or has ended."""
     EXPIRED = 3
-    """The hold has expired, or expires in a few seconds."""
+    """The hold has expired, or expires in less than 5 seconds."""
     OTHER_NAMESPACE = 4
     """An engine of another namespace holds the request."""
 

@@ -31,7 +31,7 @@ class TierStats:
     blocks: int = 0
     hits: int = 0
     misses: int = 0
-    """Keys that were looked up in the tier and not found. A later tier may have them."""
+    """Keys that were looked up in the tier and not found. The next tier may have them."""
     evictions: int = 0
     dropped: int = 0
     """Blocks that were not stored because the write-back queue or the tier was full."""
@@ -44,7 +44,8 @@ class TierStats:
     shares: tuple[ShareStats, ...] = ()
     """Use per tenant with a quota or limit; the default share is the first."""
     declined: int = 0
-    """Uses of blocks that the admission filter rejected."""
+    """How often the admission filter refused to admit a block. The filter is asked at each use of a
+    block, so a block can count several times."""
     queued_bytes: int = 0
     """Bytes of blocks that are queued or being stored."""
     jobs: int = 0
@@ -53,15 +54,16 @@ class TierStats:
     """Whether the tier has no error; `last_error` has the error."""
     last_error: str = ""
     estimates: tuple[HitRatio, ...] = ()
-    """Estimated hit ratios for other sizes; empty without enough data, or if disabled."""
+    """Estimated hit ratios for other sizes of the tier; empty without enough data, or if
+    disabled."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamespaceStats:
-    """One namespace, or the later namespaces of one tenant (see `HitCounters`)."""
+    """One of the first `MAX_NAMESPACES` namespaces, or the sum of a tenant's other namespaces."""
 
     namespace: NamespaceId | None
-    """Namespace id; None for several namespaces."""
+    """Namespace id; None for a sum of several namespaces."""
     tenant: str
     """Name of the tenant if the tenant has a quota, else empty."""
     blocks: tuple[int, ...]
@@ -89,19 +91,20 @@ class ManagerStats:
     sessions: int = 0
     namespaces: int = 0
     holds: int = 0
-    """Requests held for a hand-off."""
+    """Open holds: finished requests whose blocks are held for another engine."""
     held_bytes: int = 0
     """Bytes of the CPU tier pinned by holds; a shared block counts once."""
     handoffs: Mapping[HandoffDirection, HandoffStats] = field(default_factory=dict)
-    """Holds since the start, per direction."""
+    """Numbers of holds, per direction."""
     claims_missed: Mapping[ClaimOutcome, int] = field(default_factory=dict)
     """Failed claims since the start, by outcome."""
     lookup_keys: int = 0
-    """Keys with a known outcome."""
+    """Looked-up keys whose outcome (hit or miss) is known. A key that waits for a transfer is
+    counted when the transfer has ended."""
     lookup_misses: int = 0
     """Keys that no tier had. In PREFIX mode all keys after the first miss count too."""
     misses_by_reason: Mapping[MissReason, int] = field(default_factory=dict)
-    """Number of these keys by reason."""
+    """Number of missed keys, by reason; the sum is `lookup_misses`."""
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ __all__ = ["TierHealth"]
 _log = logging.getLogger(__name__)
 
 _LOG_SECONDS = 10.0
-"""Minimum time between two log lines about one operation: each job may report a new text."""
+"""Minimum time between two log lines about one operation. Each job may report a new text."""
 
 
 class TierHealth:
