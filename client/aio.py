@@ -408,8 +408,8 @@ class AsyncClient:
     async def reset(self, *, wait: float = 0.0) -> int:
         """Removes the namespace from the CPU tier, for all engines. Secondary tiers are unchanged.
 
-        Blocks in use are removed when their use ends; until then all lookups miss. Waits for this,
-        up to `wait` seconds. Returns the number of blocks in use; call again until it is 0.
+        Blocks in use are removed when their use ends; until then all lookups of the namespace miss.
+        Waits up to `wait` seconds. Returns the number of blocks in use; call again until it is 0.
         """
         return await self._run(self._operations.reset(wait=wait))
 

@@ -35,7 +35,7 @@ class StagingPool:
 
     @contextlib.contextmanager
     def lend(self, nbytes: int) -> Iterator[memoryview]:
-        """Lends a buffer of at least `nbytes` bytes. All copies must end before the exit."""
+        """Lends a buffer of at least `nbytes` bytes. On exit another caller may get the buffer."""
         buffer = self._take(nbytes)
         try:
             if buffer is None:

@@ -109,9 +109,9 @@ def offered_tokens(params: TransferParams, prompt_tokens: int, computed_tokens: 
 
 
 def apply_threshold(count: int, params: TransferParams, options: HandoffOptions) -> int:
-    """Returns ``count``, or 0 if the engine computes so few tokens itself (B2.4).
+    """Returns ``count``, or 0 if ``count`` is below the threshold of a prefill engine (B2.4).
 
-    Only prefill engines have this threshold (``kv_recompute_threshold``).
+    A prefill engine computes fewer than ``kv_recompute_threshold`` tokens itself.
     """
     too_few = not params.do_remote_prefill and count < options.kv_recompute_threshold
     return 0 if count <= 0 or too_few else count
@@ -162,7 +162,8 @@ def needs_earlier_context(geometry: CacheGeometry, end: int) -> bool:
     """Whether the engine cannot compute the last prompt token after a pull of all ``end`` tokens.
 
     The engine always computes the last token of a prompt, from the context before this token. A
-    pulled state already contains this token. A sliding window may need one earlier block.
+    pulled state already contains this token, so it is unusable. A sliding window may need an
+    earlier block, which this pull lacks.
     """
     return any(g.is_state or g.first_needed_block(end - 1) < g.first_needed_block(end) for g in geometry.groups)
 

@@ -5,7 +5,7 @@ together with the offload core, which stores the full blocks of each request. Th
 publishes holds of these blocks, assigns keys to blocks without a content key, and pulls the blocks
 that a peer holds. Calls for one request:
 
-    arrived -> match (until not None) -> allocated -> [pull_ended] -> finished
+    arrived -> match (repeated while it returns None) -> allocated -> [pull_ended] -> finished
 
 Other calls: ``claim_ended``, and ``heartbeat`` and ``take_pulls`` once per step. ``now`` is in
 seconds of a monotonic clock, ``wall_time`` in seconds since 1970. Requests without

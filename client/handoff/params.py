@@ -34,7 +34,6 @@ class TransferParams:
 
     ``do_remote_prefill``: a peer has computed the prompt; this engine pulls the prompt's blocks.
     ``do_remote_decode``: this engine computes the prompt and holds its blocks for a peer.
-
     ``remote``: the peer's request, if all four keys of the peer are given.
     ``has_blocks``: whether ``remote_block_ids`` names a block.
     ``num_tokens``: number of tokens for which the peer has blocks.

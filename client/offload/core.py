@@ -89,7 +89,7 @@ class OffloadCore:
     # ---- loads
 
     def arrived(self, request: EngineRequest, engine_tokens: int | None, now: float) -> bool:
-        """Registers a new request; returns whether a lookup after ``engine_tokens`` was started.
+        """Registers a new request. Returns whether the core has started a lookup for it.
 
         ``engine_tokens``: estimated number of the request's leading tokens in the engine's own
         prefix cache. If the estimate is too low, the lookup asks for a few keys too many. If it is
@@ -169,7 +169,7 @@ class OffloadCore:
     # ---- saves
 
     def plan_saves(self, computed: Iterable[ScheduledRequest], now: float) -> list[EndedSave]:
-        """Plans this step's saves. Returns the saves without a report for ``save_lost_after_s``.
+        """Plans this step's saves. Returns the saves that are lost (see ``save_lost_after_s``).
 
         The adapter calls this once per step, after the engine has scheduled the step.
         """
@@ -221,7 +221,7 @@ class OffloadCore:
         """The request has ended. Saves the blocks that the request's last step filled (B4.14).
 
         ``confirmed_tokens``: number of computed tokens without draft tokens.
-        ``held``: blocks that a peer waits for. The core also saves those that it has not offered.
+        ``held``: blocks that a peer will pull. The core also saves those that no save contained.
         """
         state = self._requests.get(request_id)
         if state is None:

@@ -16,7 +16,7 @@ __all__ = ["EvictionLookahead"]
 # While the engine allocates the blocks of one step, workers save the blocks of the next step.
 _STEPS_AHEAD = 2
 # A scan costs about 1 µs per block. So a scan runs only if less than this fraction of the target
-# is stored or being stored, or after this number of steps.
+# number of blocks is stored or being stored, or after this number of steps.
 _MIN_COVERAGE = 0.75
 _STEPS_BETWEEN_SCANS = 16
 # The server does not report evictions. So a block counts as stored only for one to two periods of
@@ -48,7 +48,7 @@ class EvictionLookahead:
         self._backoff = Backoff()
 
     def choose(self, limit: int, now: float) -> list[FreeBlock]:
-        """Returns at most ``limit`` blocks to store now; none while the backoff waits."""
+        """Returns at most ``limit`` blocks to store now; none soon after a failed store."""
         if not self._backoff.is_over(now) or self._is_covered():
             return []
         self._age(now)

@@ -197,7 +197,7 @@ class LoadPlanner:
         return job
 
     def failed(self, state: OffloadRequest) -> None:
-        """Records a failed load. The engine computes the blocks, and the core saves them."""
+        """Records a failed load. The engine computes the blocks, and the core then saves them."""
         state.compute_only = True
         state.progress.loaded = range(0)
         state.loading_blocks = []

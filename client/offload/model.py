@@ -353,8 +353,8 @@ class OffloadOptions:
     ``max_held_fraction``: maximum fraction of the engine's blocks that saves in flight may hold;
     the core offers further blocks in later steps.
     ``save_lost_after_s``: if no report of a save arrives within this time, the save counts as not
-    stored and the engine may reuse its blocks. Workers must have stopped reading the blocks within
-    this time, and must not store afterwards anything that they read from them (B5.6).
+    stored and the engine may reuse its blocks. Workers must stop reading the blocks within this
+    time, and must not store the bytes later (B5.6).
     ``batched_tokens``: maximum number of tokens that the engine computes per step. Lazy mode uses
     it to estimate how many blocks the engine will evict in the next two steps.
     """

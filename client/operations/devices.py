@@ -25,7 +25,7 @@ _RETRY_SECONDS = 10.0
 _SETTLE_SECONDS = 1.0
 """Time after the deadline in which the server ends copies in progress (at most two batches)."""
 _ANSWER_SECONDS = 2.0
-"""Additional time for the response to a copy request."""
+"""Time after the deadline of a copy request in which the server must respond."""
 
 
 @dataclass(frozen=True, slots=True)

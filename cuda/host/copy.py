@@ -3,7 +3,7 @@
 A copy that releases the GIL may wait 5 ms to get the GIL back if another thread runs Python code. A
 copy that holds the GIL makes all other threads wait. Therefore a batch of at most 4 MiB (less than
 a millisecond) is copied with the GIL. A longer batch is copied without the GIL and with the help of
-a second thread. If such a copy takes too long, another thread is busy with Python code. The copies
+a second thread. If such copies take too long, another thread is busy with Python code. The copies
 of the next 0.2 seconds then hold the GIL. Measurements: `docs/decisions/0016-copies.md`.
 
 The copies check no addresses: the caller is responsible for addresses, sizes and lifetimes. Any
@@ -91,8 +91,8 @@ class _PyBuffer(ctypes.Structure):
     )
 
 
-# `pythonapi["name"]` is a new object, so its `argtypes` can be set. Other libraries share
-# `pythonapi.name`.
+# `pythonapi["name"]` is a new object, so its `argtypes` can be set. The object `pythonapi.name` is
+# shared with other libraries.
 _get_buffer = ctypes.pythonapi["PyObject_GetBuffer"]
 _get_buffer.argtypes = [ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int]
 _release_buffer = ctypes.pythonapi["PyBuffer_Release"]

@@ -16,8 +16,8 @@ __all__ = ["assemble", "scatter"]
 
 _CHECKSUM_BYTES = 8
 
-# `pythonapi["name"]` is a new object, so its `argtypes` can be set. Other libraries share
-# `pythonapi.name`.
+# `pythonapi["name"]` is a new object, so its `argtypes` can be set. The object `pythonapi.name` is
+# shared with other libraries.
 _new_bytes = ctypes.pythonapi["PyBytes_FromStringAndSize"]
 _new_bytes.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t]
 _new_bytes.restype = ctypes.py_object
