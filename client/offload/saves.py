@@ -223,7 +223,7 @@ class SavePlanner:
         return self._hold(job, was_free=was_free)
 
     def offered(self, progress: SaveProgress, tables: BlockTables, confirmed_tokens: int) -> set[int]:
-        """Returns the ids of full, confirmed blocks that were loaded or offered and are not missed."""
+        """Returns ids of full, confirmed blocks that were loaded or offered and are not missed."""
         blocks: set[int] = set()
         for group in self._groups:
             end = min(progress.cursor(group.index), confirmed_tokens // group.block_tokens)
