@@ -158,7 +158,7 @@ class NamespaceSpec:
         """Returns the part size of a key's block. Raises InvalidKey for an unknown group."""
         group = int.from_bytes(key[-GROUP_INDEX_BYTES:], "big")
         if group >= len(self.part_bytes):
-            raise InvalidKey(f"key names group {group}, the namespace has {len(self.part_bytes)}")
+            raise InvalidKey(f"a key names group {group}, but the namespace has {len(self.part_bytes)} groups")
         return self.part_bytes[group]
 
     def check(self, keys: Sequence[bytes]) -> None:

@@ -76,7 +76,7 @@ class CompletionHandler:
         self._commands = commands
 
     def settle(self, blocks: Sequence[Block]) -> None:
-        """Notifies leases, holds and requests if one of these blocks is no longer pending."""
+        """Notifies leases, holds and requests that wait for those blocks that are not pending."""
         waiters = (self._lookups.leases, self._handoffs, self._requests)
         awaited = chain.from_iterable(waiter.awaited(blocks) for waiter in waiters)  # usually none
         for block in dict.fromkeys(awaited):

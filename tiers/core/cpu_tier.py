@@ -318,7 +318,7 @@ class CpuTier:
         return self.needs_spare_room
 
     def _spare_slots(self, slot_bytes: int, count: int) -> int:
-        """Returns how many slots to free in advance for `count` slots; 0 if that is too many.
+        """Returns the slots to keep free for a store of `count` slots; 0 if that is too many.
 
         The size classes under pressure share the spare part of the memory equally.
         """

@@ -255,7 +255,10 @@ class HandoffHandler:
             self._end(hold, HoldEnd.RESET, now)
 
     def engine_gone(self, engine: EngineKey) -> None:
-        """Called when an engine's last session ended. Its holds give up blocks without a writer."""
+        """Called when the last session of an engine has ended.
+
+        Its holds give up each block that is not ready and that no client is writing.
+        """
         for hold in self._table:
             if hold.engine == engine and hold.awaited:
                 self._table.orphan(hold)

@@ -71,7 +71,7 @@ class BlockLease:
 
     def _refusal(self, item: int) -> InvalidItem | NotReady:
         if item >= self.keys:
-            return InvalidItem(f"the lease has {self.keys} items, there is no item {item}")
+            return InvalidItem(f"the lease has {self.keys} items; there is no item {item}")
         return NotReady(f"item {item} of the lease is not a hit")
 
 

@@ -41,7 +41,7 @@ class IncrementalWork:
         """Runs the next slice of every operation. Called once for each `ContinueWork`.
 
         If one operation raises, the others still run, and the next slice is requested. Then the
-        error is raised. An operator eviction that raises has ended.
+        error is raised. If an operator eviction raised, it has ended.
         """
         self._continue_requested = False
         slices = (
@@ -83,7 +83,10 @@ class IncrementalWork:
 
 
 def _run(slice_: Callable[[], bool], errors: list[Exception]) -> bool:
-    """Runs a slice; returns whether work is left. If the slice raises, records the error: True."""
+    """Runs a slice; returns whether work is left.
+
+    If the slice raises, adds the exception to `errors` and returns True.
+    """
     try:
         return slice_()
     except Exception as error:  # noqa: BLE001 - the other operations must run

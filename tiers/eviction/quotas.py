@@ -26,7 +26,7 @@ class QuotaError(ValueError):
     """The quotas of a tier exceed its capacity."""
 
     def __init__(self, tier: str, quota_bytes: int, capacity_bytes: int) -> None:
-        super().__init__(f"tier {tier}: the quotas add up to {quota_bytes} bytes, it has {capacity_bytes}")
+        super().__init__(f"tier {tier}: the quotas add up to {quota_bytes} bytes, but the tier has {capacity_bytes}")
         self.tier = tier
         self.quota_bytes = quota_bytes
         self.capacity_bytes = capacity_bytes

@@ -147,7 +147,7 @@ def record_id_of(key: bytes) -> int:
 
 @lru_cache(maxsize=256)
 def tail_bytes(nbytes: int, page_bytes: int) -> int:
-    """Returns the length of a part's tail: the bytes after the long chunks of the part, or 0."""
+    """Returns the length of a part's tail: the bytes after its long chunks; 0 without tail."""
     runs = chunk_spans(nbytes, page_bytes)
     start, stop = runs[-1] if runs else (0, 0)
     return stop - start if start and stop - start < page_bytes - PAGE_HEADER_BYTES else 0

@@ -161,7 +161,7 @@ class LMDBTier(SecondaryTier):
             self._store.env.reader_check()
 
     def _reclaim_freed_pages(self) -> None:
-        """Commits a tiny transaction. Then LMDB can reuse the pages that the one before freed."""
+        """Commits a tiny transaction, so that LMDB can reuse pages that earlier ones freed."""
         with self._store.env.begin(write=True) as txn:
             txn.put(b"turn", self._record_id.to_bytes(8, "little"), db=self._store.meta)
         self._has_freed_pages = False

@@ -183,7 +183,7 @@ class ClaimRecord:
 
 @dataclass(slots=True, eq=False)
 class HoldRecord:
-    """A publication of a hold; times in seconds of the core's clock. Outlives the hold."""
+    """A publication of a hold; times in seconds of the core's clock. Kept after its end."""
 
     at: float
     direction: HandoffDirection

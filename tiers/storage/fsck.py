@@ -19,7 +19,7 @@ NAMESPACE_BYTES = 16
 
 SLICE_BLOCKS = 256
 SLICE_BYTES = 8 << 20
-"""Limits of one slice of a check."""
+"""A slice of a check ends when it has this many blocks or bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Finding:
 @dataclass(frozen=True, slots=True)
 class Slice:
     last: bytes | None
-    """The name to continue after; None at the end."""
+    """Name of the last verified block, where the next slice begins; None if no blocks are left."""
     blocks: int
     nbytes: int
     findings: tuple[Finding, ...]
@@ -58,11 +58,12 @@ class Checkable(Protocol):
         ...
 
     def check_slice(self, after: bytes, *, repair: bool) -> Slice:
-        """Verifies the next blocks in the order of their names, a few megabytes, in milliseconds.
+        """Verifies a few megabytes of blocks: those whose names follow `after`, in this order.
 
-        `after` is `b""` for the first slice. With `repair`, quarantines damaged blocks. Called on
-        any thread, while loads and one store or removal may run. Does not report a block that is
-        stored, replaced or removed during the check.
+        This takes milliseconds. `after` is `b""` for the first slice. With `repair`, removes
+        damaged blocks from the index and quarantines their space. Called on any thread, while loads
+        and one store or removal may run. Does not report a block that is stored, replaced or
+        removed during the check.
         """
         ...
 
