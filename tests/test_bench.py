@@ -15,6 +15,7 @@ from kvtier.tiers.eviction import DEFAULT_POLICY, POLICIES
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.mark.slow
 def test_rows_of_one_part(tmp_path: Path) -> None:
     """One part against a real server: each ratio refers to a limit of the same run."""
     path = tmp_path / "rows.json"

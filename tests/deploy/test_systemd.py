@@ -76,6 +76,7 @@ def test_sandbox_permits_all_features(systemd: Systemd, tmp_path: Path) -> None:
     assert "region backed" in _events(tmp_path)
 
 
+@pytest.mark.slow
 def test_watchdog_restarts_a_server_that_hangs(systemd: Systemd) -> None:
     """SIGSTOP stops the event loop, so the watchdog gets no more reports."""
     systemd.run("systemctl", "start", UNIT)

@@ -62,6 +62,7 @@ def test_every_block_has_a_known_language_and_mark() -> None:
     assert strange == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [block for block in _of("console") if block.mark not in NEEDS], ids=str)
 def test_console_block_runs(sandbox: DocSandbox, block: Block) -> None:
     """All commands of the block run in one shell and exit with 0."""

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .fork_server import run_command
+
 __all__ = ["json_output", "kvtier"]
 
 
@@ -16,23 +18,20 @@ def kvtier(
     *arguments: str,
     code: int = 0,
     environment: Mapping[str, str] | None = None,
-    interpreter: Sequence[str] = (sys.executable,),
+    interpreter: Sequence[str] = (),
     **more: Any,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command and checks its exit code and that it prints no traceback.
 
-    `interpreter` runs Python.
+    `interpreter` runs Python. Without it and without `more`, the command runs in a fork.
     """
     clean = {name: text for name, text in os.environ.items() if not name.startswith("KVTIER_")}
-    done = subprocess.run(
-        [*interpreter, "-m", "kvtier.server", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-        env=clean | dict(environment or {}),
-        **more,
-    )
+    clean |= environment or {}
+    if interpreter or more:
+        command = [*(interpreter or (sys.executable,)), "-m", "kvtier.server", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=clean, **more)
+    else:
+        done = run_command(arguments, environment=clean, timeout=60)
     assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
     assert "Traceback" not in done.stderr, done.stderr
     return done

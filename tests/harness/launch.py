@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from .fork_server import fork_command
 from .server_process import HEARTBEAT_INTERVAL
 
 __all__ = ["Launched", "launch", "refused_start"]
@@ -28,13 +27,13 @@ class Launched:
         environment["KVTIER_SESSIONS_HEARTBEAT_INTERVAL"] = HEARTBEAT_INTERVAL
         self._log_path = log_path
         self.started = time.monotonic()
-        with log_path.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "kvtier.server", "serve", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
+        with log_path.open("wb") as log, open(os.devnull) as null:  # noqa: PTH123
+            self.process = fork_command(
+                ["serve", *arguments],
+                environment=environment,
+                stdin=null.fileno(),
+                stdout=log.fileno(),
+                stderr=log.fileno(),
             )
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import resource
@@ -21,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvtier.client.transport.grpc_methods import CHANNEL_OPTIONS
 from kvtier.protos.v1 import admin_pb2, admin_pb2_grpc
 
+from .fork_server import ForkedProcess, fork_command
 from .ports import ReservedPort
 from .signals import stop
 
@@ -35,12 +35,6 @@ LEASE = "10m"
 HEARTBEAT_INTERVAL = "10s"
 """Clients tolerate a server that is silent for seconds, because the machine may pause."""
 
-# Imports everything, reports that, and serves on command, so a restart takes 0.1 s.
-_STANDBY = (
-    "import sys, kvtier.server.app, kvtier.tiers.lmdb.tier, kvtier.server.cli as cli;"
-    "sys.stdin.readline() or sys.exit(0); sys.exit(cli.main(sys.argv[1:]))"
-)
-
 
 class ServerProcess:
     """One server: a Unix socket, a data directory and a log that outlive each process.
@@ -50,9 +44,8 @@ class ServerProcess:
         region: size of the CPU tier in bytes.
         lmdb: size of the tier on disk in bytes.
         config: additions to the TOML file.
-        standby: keeps the next process ready, with everything imported, for quick restarts.
         tier: type of the tier on disk.
-        prefix: a command that runs the server's command.
+        prefix: a command that runs the server's command. Without it, the server is a fork.
         tier_config: additions to the tier's table.
         tcp: also listens on a TCP port of the loopback, whose address is `tcp`.
         insecure: allows unencrypted TCP.
@@ -65,7 +58,6 @@ class ServerProcess:
         region: int = 64 * MIB,
         lmdb: int = 256 * MIB,
         config: str = "",
-        standby: bool = False,
         tier: str = "lmdb",
         prefix: Sequence[str] = (),
         tier_config: str = "",
@@ -94,10 +86,8 @@ class ServerProcess:
             self._environment["KVTIER_SESSIONS_HEARTBEAT_INTERVAL"] = HEARTBEAT_INTERVAL
         if "[leases]" not in config:
             self._environment["KVTIER_LEASES_DEFAULT"] = LEASE
-        self._standby = standby
         self._prefix = prefix
-        self._spare: subprocess.Popen[bytes] | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ForkedProcess | subprocess.Popen[bytes] | None = None
         self._channel = grpc.insecure_channel(self.endpoint, options=CHANNEL_OPTIONS)
         self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
@@ -119,15 +109,18 @@ class ServerProcess:
     def start(self, *, backed: bool = True) -> Self:
         """Starts a process and waits until it serves; with `backed` until its region is backed."""
         assert not self.alive
-        if self._standby:
-            process = self._spare or self._spawn(standby=True)
-            assert process.stdin is not None
-            process.stdin.write(b"\n")
-            process.stdin.close()
-            self._process = process
-            self._spare = self._spawn(standby=True)
-        else:
-            self._process = self._spawn(standby=False)
+        with self.log_path.open("ab") as log, open(os.devnull) as null:  # noqa: PTH123
+            if self._prefix:
+                command = [*self._prefix, sys.executable, "-m", "kvtier.server", *self._arguments]
+                self._process = subprocess.Popen(command, stdin=null, stdout=log, stderr=log, env=self._environment)
+            else:
+                self._process = fork_command(
+                    self._arguments,
+                    environment=self._environment,
+                    stdin=null.fileno(),
+                    stdout=log.fileno(),
+                    stderr=log.fileno(),
+                )
         self.wait_ready(backed=backed)
         return self
 
@@ -201,14 +194,9 @@ class ServerProcess:
         return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
 
     def close(self) -> None:
-        """Ends the running processes. Files of a killed process stay in the directory."""
-        for process in (self._process, self._spare):
-            if process is not None and process.poll() is None:
-                process.kill()
-                process.wait(END_SECONDS)
-            if process is not None and process.stdin is not None:
-                with contextlib.suppress(OSError):
-                    process.stdin.close()
+        """Ends the running process. Files of a killed process stay in the directory."""
+        if self.alive:
+            self.kill()
         self._channel.close()
         if self._port is not None:
             self._port.close()
@@ -220,17 +208,6 @@ class ServerProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _spawn(self, *, standby: bool) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-c", _STANDBY] if standby else [sys.executable, "-m", "kvtier.server"]
-        with self.log_path.open("ab") as log:
-            return subprocess.Popen(
-                [*self._prefix, *command, *self._arguments],
-                stdin=subprocess.PIPE if standby else subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=self._environment,
-            )
 
     def _is_ready(self, *, backed: bool) -> bool:
         try:

@@ -164,6 +164,7 @@ def test_a_store_of_an_ended_session_cannot_be_completed(server: ServerProcess) 
         assert found.lease_id == 0
 
 
+@pytest.mark.slow
 def test_a_stopped_writer_loses_its_store(tmp_path: Path) -> None:
     """The store expires, and its slots wait until the client reports again.
 
@@ -193,6 +194,7 @@ def test_a_stopped_writer_loses_its_store(tmp_path: Path) -> None:
         assert statuses_of(other, KEYS[8:]) == {KeyStatus.MISS}
 
 
+@pytest.mark.slow
 def test_a_stopped_reader_loses_its_lease(server: ServerProcess) -> None:
     """Its blocks may be evicted (B4.9), and the client discards what it read meanwhile."""
     with (

@@ -118,9 +118,16 @@ def seed_of(default: int) -> int:
     return seed
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("tier", "kills"), [("lmdb", 50), ("disk", 20)])
+@pytest.mark.parametrize(
+    ("tier", "kills"),
+    [
+        ("lmdb", 4),
+        ("disk", 4),
+        pytest.param("lmdb", 50, marks=pytest.mark.slow),
+        pytest.param("disk", 20, marks=pytest.mark.slow),
+    ],
+)
 def test_sigkill_loses_no_block_that_flush_acknowledged(tmp_path: Path, tier: str, kills: int) -> None:
     """After each of many SIGKILLs every flushed block reads back bit-identical; no read is wrong.
 
@@ -128,7 +135,7 @@ def test_sigkill_loses_no_block_that_flush_acknowledged(tmp_path: Path, tier: st
     """
     seed = seed_of(0)
     rng = random.Random(seed)
-    with ServerProcess(tmp_path, region=16 * MIB, lmdb=512 * MIB, standby=True, tier=tier) as server:
+    with ServerProcess(tmp_path, region=16 * MIB, lmdb=512 * MIB, tier=tier) as server:
         load = Load(server.endpoint, seed, fresh_per_life=24)
         began = time.monotonic()
         server.start()
@@ -162,7 +169,7 @@ def test_no_wrong_bytes_while_a_small_durable_tier_evicts(tmp_path: Path, tier: 
     seed, kills = seed_of(0), 8
     rng = random.Random(seed)
     evictions = 0
-    with ServerProcess(tmp_path, region=16 * MIB, lmdb=16 * MIB, standby=True, tier=tier) as server:
+    with ServerProcess(tmp_path, region=16 * MIB, lmdb=16 * MIB, tier=tier) as server:
         load = Load(server.endpoint, seed, fresh_per_life=3000)
         server.start()
         with under(load, clients=3):

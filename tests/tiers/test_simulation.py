@@ -14,7 +14,9 @@ HERE = Path(__file__).parent
 SEEDS = 200
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, 50))
+@pytest.mark.parametrize(
+    "first", [pytest.param(first, marks=[pytest.mark.slow] if first >= 100 else []) for first in range(0, SEEDS, 50)]
+)
 def test_invariants_hold_in_random_runs(first: int) -> None:
     """B3.8 B4.5 B4.9: each `simulation.model.Invariant` holds for random clients and tiers."""
     tally = run_seeds(range(first, first + 50))
@@ -30,6 +32,7 @@ def digests(seeds: range, hash_seed: str) -> list[str]:
     return subprocess.run(command, cwd=HERE, env=environment, capture_output=True, check=True, text=True).stdout.split()
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_run() -> None:
     """Hash seeds and addresses of objects do not matter, so a failing seed can be replayed."""
     seeds = range(1000, 1030)

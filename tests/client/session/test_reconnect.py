@@ -26,7 +26,7 @@ NAMESPACE = namespace_of(PART_BYTES)
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server that restarts quickly, shared by the tests."""
-    with ServerProcess(tmp_path_factory.mktemp("reconnect"), standby=True) as process:
+    with ServerProcess(tmp_path_factory.mktemp("reconnect")) as process:
         yield process.start()
 
 
@@ -153,6 +153,7 @@ def test_write_across_a_restart_is_refused_and_not_published(
         assert (status.leases, status.stores, status.quarantined_bytes) == (0, 0, 0)
 
 
+@pytest.mark.slow
 def test_a_server_with_a_slow_handshake(server: ServerProcess, keys: list[bytes], blocks: list[np.ndarray]) -> None:
     """The handshake takes longer than a call may: a client that retried would never connect.
 
@@ -166,6 +167,7 @@ def test_a_server_with_a_slow_handshake(server: ServerProcess, keys: list[bytes]
             assert_serves(client, keys)
 
 
+@pytest.mark.slow
 def test_calls_end_in_time_while_the_server_hangs(
     server: ServerProcess, keys: list[bytes], blocks: list[np.ndarray]
 ) -> None:

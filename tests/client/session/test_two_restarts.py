@@ -73,7 +73,7 @@ with long_timeouts(), Client(sys.argv[2], namespace=namespace_of(64 << 10), tran
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server that restarts quickly, with a heartbeat interval longer than both restarts."""
     folder = tmp_path_factory.mktemp("twice")
-    with ServerProcess(folder, standby=True, config="[sessions]\nheartbeat_interval = 5.0") as process:
+    with ServerProcess(folder, config="[sessions]\nheartbeat_interval = 5.0") as process:
         yield process.start()
 
 

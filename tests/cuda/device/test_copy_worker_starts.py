@@ -31,6 +31,7 @@ KEYS = keys_of(BLOCKS)
 GRANTED = bytes([StoreStatus.GRANTED]) * BLOCKS
 
 
+@pytest.mark.slow
 def test_a_copy_worker_that_starts_slowly(tmp_path: Path) -> None:
     """After a server restart, calls use another transport at first, and the copy worker later."""
     service = Service(tmp_path, driver="devices.gated_driver:make_late")

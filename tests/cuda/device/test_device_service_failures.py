@@ -231,6 +231,7 @@ def test_a_client_that_gives_up(service: Service, call: str) -> None:
         assert engine.client.store_from_device(keys_of(BLOCKS, "later"), range(BLOCKS)) == GRANTED
 
 
+@pytest.mark.slow
 def test_a_copy_that_takes_too_long(service: Service, executor: ThreadPoolExecutor) -> None:
     """The call ends although its batch hangs; slots stay in quarantine until the batch ends."""
     with Engine(service.server.endpoint, device=2).register() as engine:

@@ -390,6 +390,7 @@ async def test_a_restarted_d_has_a_new_identity(site: Site) -> None:
     assert told == [None, "d0", None, "d0-again"]
 
 
+@pytest.mark.slow
 async def test_many_conversations_at_once(site: Site) -> None:
     """Each turn continues from D's hold of its own conversation."""
     p, d = site.prefill[0], site.decode[0]

@@ -150,6 +150,7 @@ def test_the_end_of_the_publisher_ends_the_wait(prefill: Client, decode: Client,
     assert server.status().holds == 1
 
 
+@pytest.mark.slow
 def test_the_end_of_the_hold_ends_the_wait(prefill: Client, decode: Client, server: ServerProcess) -> None:
     """Shortly before its end the claim is told so; after a reset the hold does not exist."""
     published(prefill, [key_of(99)], hold_for=8)

@@ -38,7 +38,7 @@ SLOWLY = 8 * MIB
 @pytest.fixture(params=["lmdb", "disk"])
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServerProcess]:
     """Yields a server whose secondary tier has all keys, and whose CPU tier is empty."""
-    with ServerProcess(tmp_path, tier=request.param, standby=True) as server:
+    with ServerProcess(tmp_path, tier=request.param) as server:
         server.start()
         with connected(server) as client:
             client.store(KEYS, [payload(key, PART) for key in KEYS])
@@ -162,6 +162,7 @@ def test_json_is_one_document(server: ServerProcess, capsys: pytest.CaptureFixtu
     ]
 
 
+@pytest.mark.slow
 def test_the_server_serves_during_a_check(server: ServerProcess) -> None:
     """Loads and stores continue, and only damaged blocks are found."""
     damage(server, 79)

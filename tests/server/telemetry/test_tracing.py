@@ -117,6 +117,7 @@ def test_an_exemplar_names_the_trace(tmp_path: Path) -> None:
     assert [trace for labels, trace in exemplars if "CacheService/Lookup" in labels] == [TRACE]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refuses", [True, False], ids=["refuses", "is silent"])
 def test_a_missing_collector_does_no_harm(tmp_path: Path, *, refuses: bool) -> None:
     """Calls are answered, the server ends in time, and logs the error once."""

@@ -111,6 +111,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
             yield world
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", ["store", "load", "remove"])
 def test_a_hanging_tier_does_not_stop_engines(world: World, work: str) -> None:
     """Engines store and load as before, and the next tier serves the blocks.
@@ -146,6 +147,7 @@ def test_a_hanging_tier_does_not_stop_engines(world: World, work: str) -> None:
     assert world.server.terminate() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", ["store", "load", "remove", "on_new_request", "on_request_finished", "close"])
 def test_sigterm_ends_a_server_with_a_hanging_tier(world: World, work: str) -> None:
     """The time is bounded; log and exit code name the tier, and LMDB keeps its blocks."""
@@ -236,6 +238,7 @@ def test_invalid_entries_of_a_tier_are_ignored(world: World) -> None:
     assert world.server.terminate() == 0
 
 
+@pytest.mark.slow
 def test_no_call_fails_or_waits_while_a_tier_hangs(world: World) -> None:
     """Several engines store and load concurrently."""
     world.start()

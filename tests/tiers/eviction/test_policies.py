@@ -269,6 +269,7 @@ def test_open_requests_are_bounded() -> None:
     assert len(over) == 3
 
 
+@pytest.mark.slow
 def test_unfinished_requests_are_forgotten() -> None:
     """The forecast frees their state without the garbage collector, also if their engine died."""
     rng = random.Random(1)
@@ -351,6 +352,7 @@ def test_forecast_separates_a_shared_prompt_from_a_conversation() -> None:
     assert run.kind.factors == (("shared", 4),)
 
 
+@pytest.mark.slow
 def test_forecast_keeps_consistent_counts() -> None:
     """Every run with items is in the cell of its kind and bin; every ghost counts for its run."""
     rng = random.Random(11)

@@ -271,6 +271,7 @@ def test_a_crash_during_the_check_means_damage(sound: Path, monkeypatch: pytest.
     assert damaged_stores(sound) == ["damaged-1"]
 
 
+@pytest.mark.slow
 def test_a_stalled_check_does_not_count_as_damage(sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hanging disk is refused.
 

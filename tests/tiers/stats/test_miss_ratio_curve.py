@@ -256,6 +256,7 @@ class TestInTheCore:
             other = replay(int(2000 * estimate.scale), requests).stats()
             assert estimate.hit_ratio == pytest.approx(other.tiers[0].hits / other.lookup_keys, abs=0.03)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("zeros", [0, 4], ids=["digits", "zeros"])
     def test_keys_that_are_not_hashes(self, zeros: int, monkeypatch: pytest.MonkeyPatch) -> None:
         """For any names of blocks, the sample soon has the intended rate."""
