@@ -197,7 +197,10 @@ def obstacle(exporter: Origin, opener: Origin) -> DeviceError | None:
 
 
 def likely_cause(error: DeviceError, exporter: Origin, opener: Origin) -> DeviceError:
-    """Returns an error with the likely cause of CANNOT_OPEN; `error` itself if none is found."""
+    """Returns an error with a more specific cause than CANNOT_OPEN.
+
+    Returns `error` itself if it has another cause, or if no more specific cause is found.
+    """
     if error.cause is not Cause.CANNOT_OPEN:
         return error
     if exporter.is_gone(opener):

@@ -128,7 +128,9 @@ def _show_tiers(answer: GetStatusResponse, _: Endpoint) -> None:
 
 def _queues(answer: GetStatusResponse) -> ResponsiveTable:
     numbers = ("jobs", "queued", "dropped", "declined", "expired", "not retained")
-    table = ResponsiveTable("tier", numbers=numbers, title="queues, and blocks that were not stored or retained")
+    table = ResponsiveTable(
+        "tier", numbers=numbers, title="queues, and blocks that were refused, expired or not retained"
+    )
     for tier in answer.tiers:
         counts = (tier.dropped_blocks, tier.declined, tier.expired, tier.not_retained)
         table.add_plain_row(tier.name, f"{tier.jobs:,}", human_size(tier.queued_bytes), *(f"{n:,}" for n in counts))
@@ -140,9 +142,9 @@ def _placement(answer: GetStatusResponse) -> str:
     region = answer.region
     huge = region.huge_bytes / region.backed_bytes if region.backed_bytes else 0
     nodes = ", ".join(map(str, region.memory_nodes))
-    where = f"spread over memory nodes {nodes}" if nodes else "on one memory node, or as the kernel chooses"
+    where = f"spread over memory nodes {nodes}" if nodes else "not spread (one memory node, or numa = off)"
     if region.misplaced:
-        where = f"as the kernel chooses: {region.misplaced}"
+        where = f"placed by the kernel, because the request for memory nodes failed: {region.misplaced}"
     backed = f"{human_size(region.backed_bytes)} of {human_size(region.size_bytes)} backed"
     return f"memory: {backed}, {huge:.0%} of it on huge pages, {where}{_quarantined('; ', answer)}"
 

@@ -31,7 +31,7 @@ class Hold:
         record: the publication in the request log.
         awaited: number of items whose block is not ready.
         orphaned: whether the engine has no session any more. Such a hold gives up each block that
-            no client is writing.
+            is not ready and that neither a client nor a job is writing. It keeps its ready blocks.
     """
 
     name: HoldName
@@ -140,10 +140,11 @@ class HoldTable:
     def settle(self, block: Block) -> list[Hold]:
         """Called when no client and no job writes a block any more.
 
-        Returns those of the block's holds that do not wait for any block any more.
+        Returns those of the block's holds that now wait for no block.
 
-        If the block is not ready, its holds keep it, because another client may write it. A hold
-        gives the block up if the block was unlinked from the index, or if the hold is orphaned.
+        If the block is not ready, its holds normally keep it, because another client may write it
+        later. But a hold gives up such a block if a reset or a stall removed the block from the
+        index, or if the hold is orphaned.
         """
         waiting = self._waiting.get(block, {})
         hopeless = [hold for hold in waiting if block.ready or block.invalidated or hold.orphaned]
@@ -157,7 +158,10 @@ class HoldTable:
         return [hold for hold in hopeless if not hold.awaited]
 
     def orphan(self, hold: Hold) -> None:
-        """Marks a hold as orphaned, and gives up its blocks that no client is writing."""
+        """Marks a hold as orphaned.
+
+        Gives up its blocks that are not ready and that neither a client nor a job is writing.
+        """
         hold.orphaned = True
         for block in dict.fromkeys(hold.items) if hold.awaited else ():
             waiting = self._waiting.get(block) if block is not None else None

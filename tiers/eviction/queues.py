@@ -38,7 +38,10 @@ class ExpiryWheel(Generic[H]):
         return len(self._slot_of)
 
     def put(self, items: Iterable[H], when: float) -> None:
-        """Sets the expiry time of items. Items of one rounded time expire in insertion order."""
+        """Sets the expiry time of items.
+
+        Items whose times round up to the same value expire in insertion order.
+        """
         number = math.ceil(when / self._width)
         slot = self._slots.get(number)
         if slot is None:
@@ -93,7 +96,10 @@ class QueueItem(Item, Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether the share counts the item's bytes as busy while the item is not retained."""
+        """Whether a store or load of the item is running, so that it cannot be evicted.
+
+        If the item is not retained, its bytes count in `share.busy`. Always False in the CPU tier.
+        """
         ...
 
     @property
@@ -117,8 +123,8 @@ class EvictionQueue(Generic[L]):
         self.size_class = size_class
         self.policy = policy
         self.victim_buffer: deque[L] = deque()
-        """Next victims, valid until the next use of an item of this queue. The buffer avoids that
-        every search skips the same unevictable items again."""
+        """Next victims, valid until the next use of an item of this queue. Without the buffer,
+        every search would walk over the same unevictable items again."""
 
 
 def by_queue(items: Sequence[L]) -> Iterable[tuple[EvictionQueue[L], Sequence[L]]]:
@@ -134,7 +140,8 @@ def by_queue(items: Sequence[L]) -> Iterable[tuple[EvictionQueue[L], Sequence[L]
 class EvictionQueues(Generic[L]):
     """The eviction queues of one tier, with retention and time to live.
 
-    An item enters its queue at the first use, and stays until the caller removes it.
+    An item enters its queue at its first use, and is known until the caller removes it. While it
+    is retained or protected by a hold, it is in no queue.
     """
 
     def __init__(
@@ -170,7 +177,11 @@ class EvictionQueues(Generic[L]):
         return self._of_class[size_class]
 
     def use(self, items: Sequence[L], request: Hashable, retain_until: float = 0.0) -> int:
-        """Records a use of distinct items, head first; returns how many were not retained."""
+        """Records a use of distinct items, in chain order (first block of the prompt first).
+
+        If `retain_until` is in the future, retains the items, and returns how many of them exceeded
+        the retention budget and so were not retained. Otherwise returns 0.
+        """
         if self.ttl is not None:
             self._unused.put(items, self.now + self.ttl)
         if retain_until > self.now:
@@ -208,7 +219,7 @@ class EvictionQueues(Generic[L]):
             item.queue.policy.remove(item)
 
     def protect(self, items: Iterable[L]) -> None:
-        """Removes items, given head first, from their queues while a hold pins them."""
+        """Removes items from their queues until `unprotect`. `items` must be in chain order."""
         fresh = [item for item in dict.fromkeys(items) if item not in self._protected]
         for item in reversed(fresh):  # policies remove a tail faster
             if not item.retained:
@@ -216,24 +227,33 @@ class EvictionQueues(Generic[L]):
         self._protected.update(fresh)
 
     def unprotect(self, items: Iterable[L]) -> None:
-        """Returns protected items to their queues as if used now, given head first."""
+        """Returns protected items to their queues, as if they were used now.
+
+        `items` must be in chain order.
+        """
         back = [item for item in dict.fromkeys(items) if item in self._protected]
         self._protected.difference_update(back)
         self._tell_policies([item for item in back if not item.retained], None)
 
     def tick(self, now: float) -> list[L]:
-        """Advances the time; returns some expired items, which the caller must drop or postpone."""
+        """Advances the time. Returns at most `MAX_AT_ONCE` items whose `ttl` has ended.
+
+        The caller must remove or postpone each returned item.
+        """
         self.now = now
         self.end_retention()
         return [] if self.ttl is None else self._unused.take(self.now, MAX_AT_ONCE)
 
     @property
     def overdue(self) -> bool:
-        """Whether expired items are left for another `tick`."""
+        """Whether another `tick` is needed: items are left whose `ttl` or retention has ended."""
         return self._retained.has_due(self.now) or self._unused.has_due(self.now)
 
     def end_retention(self) -> bool:
-        """Moves items whose retention ended back to their queues; returns whether any did."""
+        """Returns items whose retention has ended to their queues, at most `MAX_AT_ONCE`.
+
+        Returns whether there were such items.
+        """
         items = self._retained.take(self.now, MAX_AT_ONCE)
         for item in items:
             self._free(item)
@@ -258,7 +278,10 @@ class EvictionQueues(Generic[L]):
             queue.policy.use(mine, request)
 
     def retain(self, items: Iterable[L], until: float) -> list[L]:
-        """Retains items at least until a time; returns items not retained for lack of budget."""
+        """Retains items at least until `until`.
+
+        Returns the items that were not retained because the retention budget was used up.
+        """
         keep: list[L] = []
         rest: list[L] = []
         for item in dict.fromkeys(items):  # a repeated item is charged once

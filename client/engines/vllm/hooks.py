@@ -123,8 +123,9 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         """Called once per step, after the other scheduler hooks, also in empty steps.
 
         Sends one job for each load that the engine waits for. If an exception lost the job, sends
-        an empty job, which workers report as failed. Does not send a job that is left over from a
-        failed step, because that load was already reported.
+        an empty job, which workers report as failed. If `_build_step` failed in the step before, it
+        may return the jobs of that step now. These jobs are not sent, because the workers already
+        got empty jobs for them and reported the loads as failed.
         """
         step = self._build_step(scheduler_output)
         step.parts = self._all_parts
@@ -164,7 +165,11 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
 
     @never_raises(lambda: (False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> Finish:
-        """Called once at a request's end if the engine has no KV cache groups."""
+        """Called instead of request_finished_all_groups in some engines with a MultiConnector.
+
+        These are the engines in which another connector in the MultiConnector does not support HMA.
+        Such an engine has one KV cache group.
+        """
         return self.request_finished_all_groups(request, (block_ids,))
 
     @never_raises(lambda: (False, None))
@@ -235,7 +240,11 @@ class WorkerHooks(KVConnectorBase_V1):
         """Called before blocks are overwritten. Nothing to do: saves hold references to blocks."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Called each step after the forward pass was submitted. Loads are always asynchronous."""
+        """Called each step.
+
+        vLLM calls it after the submission of the forward pass, not before, because all loads of
+        this connector are asynchronous.
+        """
         step = self._connector_metadata
         if isinstance(step, StepMetadata) and step.parts is not None:
             self._adopt_parts(step.parts)
@@ -246,7 +255,10 @@ class WorkerHooks(KVConnectorBase_V1):
 
     @abstractmethod
     def _adopt_parts(self, parts: Parts) -> None:
-        """Sets up the worker with the parts of all workers. Only the first call has an effect."""
+        """Sets up the worker with part sizes and a layer digest (`parts`).
+
+        The scheduler merged them from all workers' reports. Only the first call has an effect.
+        """
 
     @never_raises(lambda: False)
     def _start_loads(self, step: StepMetadata) -> bool:
