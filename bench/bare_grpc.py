@@ -3,8 +3,8 @@
 `push` and `pull` repeat one frame, which stays in the processor's caches. `push_memory` and
 `pull_memory` read each frame from memory and write it to memory. Frames have no checksums.
 
-`python -m bench.bare_grpc ADDRESS` is the server. It prints its port. It ends when its standard
-input is closed.
+`python -m bench.bare_grpc ADDRESS [CERT KEY]` is the server. It prints its port. It ends when its
+standard input is closed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,7 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.cuda.host.memory import tune_malloc
-from kvtier.protos.wire.grpc_frames import FRAME_BYTES
+from kvtier.protos.wire.part_sequence import FRAME_BYTES
+
+from .certificate import Certificate
 
 __all__ = ["BareGrpc"]
 
@@ -57,14 +60,19 @@ class _Memory:
 class BareGrpc:
     """Client of the gRPC server, which it starts as a child process."""
 
-    def __init__(self, address: str) -> None:
-        command = [sys.executable, "-m", "bench.bare_grpc", address]
+    def __init__(self, address: str, certificate: Certificate | None = None) -> None:
+        files = [] if certificate is None else [certificate.cert, certificate.key]
+        command = [sys.executable, "-m", "bench.bare_grpc", address, *files]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         stdout = self._process.stdout
         assert stdout is not None
         port = stdout.readline().strip()
         target = address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
-        self._channel = grpc.insecure_channel(target, OPTIONS)
+        if certificate is None:
+            self._channel = grpc.insecure_channel(target, OPTIONS)
+        else:
+            roots = grpc.ssl_channel_credentials(Path(certificate.cert).read_bytes())
+            self._channel = grpc.secure_channel(target, roots, OPTIONS)
         self._push = self._channel.stream_unary("/bare/Push")
         self._pull = self._channel.unary_stream("/bare/Pull")
         self._echo = self._channel.unary_unary("/bare/Echo")
@@ -112,7 +120,7 @@ class BareGrpc:
         self._process.communicate(timeout=10)
 
 
-def _serve(address: str) -> None:
+def _serve(address: str, *files: str) -> None:
     frame = bytes(FRAME_BYTES)
     memory = _Memory()
 
@@ -142,7 +150,11 @@ def _serve(address: str) -> None:
     }
     server = grpc.server(ThreadPoolExecutor(4), options=OPTIONS)
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("bare", handlers)])
-    port = server.add_insecure_port(address)
+    if files:
+        cert, key = (Path(file).read_bytes() for file in files)
+        port = server.add_secure_port(address, grpc.ssl_server_credentials([(key, cert)]))
+    else:
+        port = server.add_insecure_port(address)
     server.start()
     print(port, flush=True)
     sys.stdin.read()
@@ -151,4 +163,4 @@ def _serve(address: str) -> None:
 
 if __name__ == "__main__":
     tune_malloc()
-    _serve(sys.argv[1])
+    _serve(*sys.argv[1:])

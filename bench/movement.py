@@ -10,10 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtier.client import Client, StoreStatus
 
 from .bare_grpc import BareGrpc
+from .bare_sockets import BareSockets
+from .certificate import Certificate
 from .measure import interleave, rate, timed
 from .pool import Pool, copy_blocks
 from .report import Report
@@ -45,21 +48,14 @@ def measure_movement(report: Report, directory: Path) -> None:
         with connect(service.unix, "shm", SIZES[0]) as client:
             pools = (Pool(memory, SIZES[0], MANY_BLOCKS) for memory in (source, target))
             _shared_memory(report, _Batches(client, *pools, series="many"), callers=1)
-        with BareGrpc("127.0.0.1:0") as bare:
-            for block_bytes in SIZES:
-                pools = Pool(source, block_bytes), Pool(target, block_bytes)
-                with (
-                    connect(service.tcp, "grpc", block_bytes) as grpc_client,
-                    connect(service.tcp, "tcp", block_bytes) as tcp_client,
-                ):
-                    # The two clients share the CPU tier, so each has half of the working set.
-                    ways = {
-                        way: _Batches(client, *pools, series=way, part=2)
-                        for way, client in (("grpc", grpc_client), ("tcp", tcp_client))
-                    }
-                    _over_a_network(report, ways, bare)
+        _network(report, service, source, target)
         report.add("server: start to first answer", ready, "s")
         report.add("server: memory of its own", service.memory_bytes() / 2**20, "MiB")
+    certificate = Certificate.write(directory)
+    (directory / "tls").mkdir()
+    with Service(directory / "tls", REGION_BYTES, certificate=certificate) as service:
+        service.start()
+        _network(report, service, source, target, certificate)
 
 
 class _Batches:
@@ -206,24 +202,62 @@ def _shared_memory(report: Report, batches: _Batches, callers: int = 2) -> None:
         report.add(row, rate(batches.nbytes, seconds[name]), "GB/s", memcpy)
 
 
-def _over_a_network(report: Report, ways: dict[str, _Batches], bare: BareGrpc) -> None:
-    nbytes, block_bytes = ways["grpc"].nbytes, ways["grpc"].block_bytes
-    actions: dict[str, Callable[[int], float]] = {
-        "bare grpc push": lambda _: timed(bare.push, nbytes),
-        "bare grpc push of memory": lambda _: timed(bare.push_memory, nbytes),
+def _network(
+    report: Report,
+    service: Service,
+    source: NDArray[np.uint8],
+    target: NDArray[np.uint8],
+    certificate: Certificate | None = None,
+) -> None:
+    """Adds the rows of gRPC and of the socket protocol; with a certificate both use TLS."""
+    credentials = certificate.credentials if certificate is not None else None
+    suffix = "" if certificate is None else "+tls"
+    with BareGrpc("127.0.0.1:0", certificate) as bare_grpc, BareSockets(certificate) as bare_sockets:
+        for block_bytes in SIZES:
+            pools = Pool(source, block_bytes), Pool(target, block_bytes)
+            with (
+                connect(service.tcp, "grpc", block_bytes, credentials) as grpc_client,
+                connect(service.tcp, "tcp", block_bytes, credentials) as tcp_client,
+            ):
+                # Both have their working sets in one CPU tier.
+                ways = {
+                    f"{way}{suffix}": _Batches(client, *pools, series=way, part=2)
+                    for way, client in (("grpc", grpc_client), ("tcp", tcp_client))
+                }
+                _interleave_ways(report, ways, suffix, bare_grpc, bare_sockets)
+
+
+def _interleave_ways(
+    report: Report, ways: dict[str, _Batches], suffix: str, bare_grpc: BareGrpc, bare_sockets: BareSockets
+) -> None:
+    batches = next(iter(ways.values()))
+    nbytes, block_bytes = batches.nbytes, batches.block_bytes
+    rows: dict[str, dict[str, Callable[[int], float]]] = {
+        "store": {
+            f"bare grpc{suffix} push": lambda _: timed(bare_grpc.push, nbytes),
+            f"bare grpc{suffix} push of memory": lambda _: timed(bare_grpc.push_memory, nbytes),
+            f"bare sockets{suffix} push of memory": lambda _: timed(bare_sockets.push, nbytes),
+        }
+        | {f"{way} store": batches.store for way, batches in ways.items()},
+        "load": {
+            f"bare grpc{suffix} pull": lambda _: timed(bare_grpc.pull, nbytes),
+            f"bare grpc{suffix} pull of memory": lambda _: timed(bare_grpc.pull_memory, nbytes),
+            f"bare sockets{suffix} pull of memory": lambda _: timed(bare_sockets.pull, nbytes),
+        }
+        | {f"{way} load": batches.load for way, batches in ways.items()},
     }
-    actions |= {f"{way} store": batches.store for way, batches in ways.items()}
-    actions["bare grpc pull"] = lambda _: timed(bare.pull, nbytes)
-    actions["bare grpc pull of memory"] = lambda _: timed(bare.pull_memory, nbytes)
-    actions |= {f"{way} load": batches.load for way, batches in ways.items()}
-    for batches in ways.values():
-        batches.warm_up(0)
+    for each in ways.values():
+        each.warm_up(0)
     time.sleep(_FOUND_SECONDS)
+    actions = rows["store"] | rows["load"]
     for action in actions.values():
         action(0)
-    seconds = interleave(ways["grpc"].rounds(GRPC_BYTES), actions)
-    for what, limit in (("store", "bare grpc push"), ("load", "bare grpc pull")):
-        base = batch_name(limit, block_bytes)
-        report.add(base, rate(nbytes, seconds[limit]), "GB/s", batch_name("memcpy", block_bytes))
-        for name in (f"{limit} of memory", *(f"{way} {what}" for way in ways)):
-            report.add(batch_name(name, block_bytes), rate(nbytes, seconds[name]), "GB/s", base)
+    seconds = interleave(batches.rounds(GRPC_BYTES), actions)
+    for names in rows.values():
+        grpc_row, _, sockets_row, *_ = (batch_name(name, block_bytes) for name in names)
+        for name in names:
+            row = batch_name(name, block_bytes)
+            limit = batch_name("memcpy", block_bytes) if row == grpc_row else grpc_row
+            if name.startswith("tcp"):
+                limit = sockets_row
+            report.add(row, rate(nbytes, seconds[name]), "GB/s", limit)

@@ -19,6 +19,8 @@ from kvtier.protos.endpoint import parse_endpoint
 from kvtier.protos.v1.admin_pb2 import GetStatusResponse
 from kvtier.server.commands.admin_client import AdminClientError, ask_status
 
+from .certificate import Certificate
+
 __all__ = ["Service", "cpu_seconds_of", "memory_bytes_of"]
 
 PATIENCE = 60.0
@@ -28,10 +30,19 @@ PATIENCE = 60.0
 class Service:
     """`kvtier serve` on its own Unix socket and TCP port."""
 
-    def __init__(self, directory: Path, region_bytes: int, *, lmdb_bytes: int | None = None, config: str = "") -> None:
-        """Prepares a server. Without `lmdb_bytes` the server has only the CPU tier.
+    def __init__(
+        self,
+        directory: Path,
+        region_bytes: int,
+        *,
+        lmdb_bytes: int | None = None,
+        config: str = "",
+        certificate: Certificate | None = None,
+    ) -> None:
+        """Prepares a server; without `lmdb_bytes` it has the CPU tier only.
 
-        `config` is appended to the configuration. The caller removes `directory`.
+        With `certificate` TCP uses TLS, and clients need that certificate. `config` is appended to
+        the configuration. The caller removes `directory`.
         """
         self._directory = directory
         # Not in `directory`, whose path may be too long for a socket.
@@ -45,9 +56,11 @@ class Service:
         if lmdb_bytes is not None:
             tiers = f'[[tiers]]\ntype = "lmdb"\nsize = {lmdb_bytes}\ndurability = "process"\neviction = "lru"\n'
         self._config.write_text(
-            f"insecure = true\nlisten = {json.dumps([self.unix, self.tcp])}\nregion_size = {region_bytes}\n"
-            # `lru`, because `forecast` would learn from requests and benchmarks send none.
+            f"insecure = {json.dumps(certificate is None)}\n"
+            f"listen = {json.dumps([self.unix, self.tcp])}\nregion_size = {region_bytes}\n"
+            # Benchmarks send no requests: with lru the next load still finds its blocks.
             f'data_dir = {json.dumps(str(directory))}\ncpu = {{eviction = "lru"}}\n{config}\n{tiers}'
+            + (certificate.settings if certificate is not None else "")
         )
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Literal
 
-from kvtier.client import Client, Group, Namespace, make_key
+from kvtier.client import Client, Credentials, Group, Namespace, make_key
 
 from .pool import BATCH
 
@@ -28,13 +28,18 @@ class Keys:
         return [make_key(hashlib.sha256(f"{self._series} {number}".encode()).digest(), 0) for number in numbers]
 
 
-def connect(endpoint: str, transport: Literal["shm", "tcp", "grpc"], block_bytes: int) -> Client:
-    """Returns a connected client for blocks of this size, which uses only this transport."""
+def connect(
+    endpoint: str,
+    transport: Literal["shm", "tcp", "grpc"],
+    block_bytes: int,
+    credentials: Credentials | None = None,
+) -> Client:
+    """Returns a connected client with blocks of this size and only this transport."""
     group = Group(name="full", block_tokens=16, part_bytes=block_bytes)
     namespace = Namespace(
         model=f"bench-{block_bytes}", dtype="uint8", layout="bytes", hash_scheme="sha256", groups=(group,)
     )
-    client = Client(endpoint, namespace=namespace, transport=transport, name="bench", rank=0)
+    client = Client(endpoint, namespace=namespace, transport=transport, name="bench", rank=0, credentials=credentials)
     client.wait_until_connected(10.0)
     return client
 
