@@ -35,8 +35,8 @@ async def lookup(*_):
 CacheService.Lookup = lookup
 """
 PARSERS = """
-from kvtier.protos.wire import attach
-attach.unpack_request = lambda data: data[99]
+from kvtier.protos.wire import socket_frames
+socket_frames.unpack_hello = lambda data: data[99]
 """
 DISKS = """
 from kvtier.tiers.disk.tier import DiskTier

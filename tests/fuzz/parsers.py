@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import xxhash
 
-from kvtier.protos.v1 import transfer_pb2
-from kvtier.protos.wire import attach, call_frames, grpc_frames, packed_keys, tcp_frames
+from kvtier.protos.wire import packed_keys
+from kvtier.protos.wire import socket_frames as frames
 from kvtier.server.auth import tokens
 from kvtier.server.bulk import messages
 from kvtier.server.config.loader import load
@@ -33,15 +33,12 @@ class Parsers:
     def __init__(self, directory: Path) -> None:
         self._file = directory / "file.toml"
         self._parsers: list[tuple[Callable[[bytes], object], tuple[type[Exception], ...]]] = [
-            (grpc_frames.decode_push_frame, _BAD),
-            (grpc_frames.decode_pull_frame, _BAD),
-            (call_frames.unpack_call, _BAD),
-            (call_frames.unpack_answer, _BAD),
-            (attach.unpack_request, _BAD),
-            (attach.unpack_reply, _BAD),
-            (self._tcp_request, _BAD),
-            (self._tcp_frame, _BAD),
-            (tcp_frames.unpack_refusal, _BAD),
+            (self._hello, _BAD),
+            (self._head, _BAD),
+            (self._call, _BAD),
+            (self._answer, _BAD),
+            (self._data_head, _BAD),
+            (self._region_answer, _BAD),
             (packed_keys.unpack_offsets, _BAD),
             (lambda data: packed_keys.unpack_keys(data[1:], data[0] if data else 0), _BAD),
             (self._child, _BAD),
@@ -73,14 +70,46 @@ class Parsers:
     def close(self) -> None: ...
 
     @staticmethod
-    def _tcp_request(data: bytes) -> None:
-        if len(data) >= tcp_frames.REQUEST_BYTES:
-            tcp_frames.unpack_request(data[: tcp_frames.REQUEST_BYTES])
+    def _hello(data: bytes) -> None:
+        head, token = data[: frames.HELLO_BYTES], data[frames.HELLO_BYTES :].decode("ascii")
+        purpose = frames.purpose_of(head[:5])
+        hello = frames.unpack_hello(head)
+        assert purpose is hello.purpose
+        if hello.token_bytes == len(token):
+            assert frames.pack_hello(purpose, hello.session_id, hello.epoch, token) == data
 
     @staticmethod
-    def _tcp_frame(data: bytes) -> None:
-        if len(data) >= tcp_frames.FRAME_HEAD_BYTES:
-            tcp_frames.unpack_frame_head(data[: tcp_frames.FRAME_HEAD_BYTES])
+    def _head(data: bytes) -> None:
+        if len(data) >= frames.HEAD_BYTES:
+            frames.unpack_head(data)
+
+    @staticmethod
+    def _call(data: bytes) -> None:
+        packed = frames.pack_call(*frames.unpack_call(data))
+        assert packed[frames.HEAD_BYTES :] == data
+        assert frames.unpack_head(packed) == (len(data), frames.FrameKind.CALL)
+
+    @staticmethod
+    def _answer(data: bytes) -> None:
+        packed = frames.pack_answer(*frames.unpack_answer(data))
+        assert packed[frames.HEAD_BYTES :] == data
+        assert frames.unpack_head(packed) == (len(data), frames.FrameKind.ANSWER)
+
+    @staticmethod
+    def _data_head(data: bytes) -> None:
+        """Parses a head with a valid checksum and arbitrary fields, then one with any checksum."""
+        size = frames.DATA_HEAD_BYTES
+        if len(data) < size:
+            return
+        with contextlib.suppress(ValueError):  # the length is too small
+            head = data[: size - 4] + xxhash.xxh32_intdigest(data[: size - 4]).to_bytes(4, "little")
+            if frames.unpack_head(head)[1] is frames.FrameKind.DATA:
+                assert frames.pack_data_head(*frames.unpack_data_head(head)) == head
+        frames.unpack_data_head(data[:size])
+
+    @staticmethod
+    def _region_answer(data: bytes) -> None:
+        assert frames.pack_region_answer(frames.unpack_region_bytes(data))[frames.HEAD_BYTES + 1 :] == data
 
     @staticmethod
     def _child(data: bytes) -> None:
@@ -104,25 +133,21 @@ def _with_checksum(data: bytes) -> bytes:
 
 def seeds() -> Iterator[bytes]:
     """Valid input for each parser."""
-    push = transfer_pb2.PushRequest(store_id=1, offset_bytes=2, payload=b"abc").SerializeToString()
     entry = tokens.format_entry("n", tokens.token_hash("t"), "acme", ["engine", "reader"], shared_memory=True)
     tables = '[limits]\nmax_keys = 7\n[[tiers]]\ntype = "lmdb"\nsize = "1MiB"\n[tenants.a]\nquota = "5%"\n'
     config = f'region_size = "8MiB"\n{tables}'
     sound: list[bytes] = [
-        push,
-        push,
-        call_frames.pack_call(b"a/b", b"c")[4:],
-        call_frames.pack_answer(0, b"c")[4:],
-        attach.pack_request(bytes(16), 1),
-        attach.pack_reply(1, granted=True),
-        tcp_frames.pack_request(tcp_frames.Method.PUSH, b""),
-        tcp_frames.pack_frame_head(1, 2, 3),
-        tcp_frames.pack_refusal("INTERNAL", "x")[tcp_frames.ANSWER_BYTES :],
+        frames.pack_hello(frames.Purpose.CALLS, bytes(16), 1, "kvt_abc"),
+        frames.END,
+        frames.pack_call(b"a/b", b"c")[frames.HEAD_BYTES :],
+        frames.pack_answer(5, b"c")[frames.HEAD_BYTES :],
+        frames.pack_data_head(1, 2, 3),
+        frames.pack_region_answer(4096)[frames.HEAD_BYTES + 1 :],
         packed_keys.pack_offsets([1, 2]),
         byte(3) + b"onetwo",
         child_main.pack({"a": 1}, b"x"),
         messages.encode(messages.Granted(1, [0], [1])),
-        messages.encode(messages.Begin(1, True, bytes(16), 1, 2, "tcp")),
+        messages.encode(messages.Begin(1, messages.Caller(bytes(16), 2, None, [], is_local=True), True, 3, [0])),
         entry.encode(),
         config.encode(),
         bytes(64),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["Tape", "byte", "piece"]
+__all__ = ["Tape", "byte", "number", "piece"]
 
 
 class Tape:
@@ -37,6 +37,11 @@ def byte(value: int) -> bytes:
     return bytes([value])
 
 
+def number(value: int) -> bytes:
+    """Writes the value of `Tape.number`."""
+    return value.to_bytes(2, "little")
+
+
 def piece(data: bytes) -> bytes:
     """Writes the value of `Tape.piece`."""
-    return len(data).to_bytes(2, "little") + data
+    return number(len(data)) + data
