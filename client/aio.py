@@ -89,7 +89,7 @@ class AsyncClient:
             name: client name for logs and `kvtier sessions`.
             engine_id: id of the engine; default: random. Clients with the same id share leases.
             rank: rank whose parts this client transfers; None for a scheduler, or for world size 1.
-            transport: how the client transfers bytes. "shm": shared memory. "tcp": raw TCP. "grpc":
+            transport: how the client transfers bytes. "shm": shared memory. "tcp": sockets. "grpc":
                 gRPC streams. "auto": "shm" if client and server share a host, otherwise "tcp".
                 "cuda_ipc": like "auto", for a client that calls `register_kv_buffers`.
             timeouts: deadlines of calls; see `Timeouts`.

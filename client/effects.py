@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
+from ..protos.v1.transfer_pb2 import PullRequest, PushRequest
 from .part_streams import PartReceiver, PartSender
 from .session.session import ClientSession
 
@@ -43,26 +44,27 @@ class Push:
     """Send frames. The end of the session cancels the stream. Result: `PushResponse`."""
 
     session: ClientSession
-    frames: Callable[[], Iterator[bytes]]
-    timeout: float
     source: PartSender
     """Source of the frames, which begin at byte `start` and have at most `step` bytes each."""
     start: int
     step: int
     complete: bool
     """Whether the stream also completes the store."""
+    timeout: float
+
+    def frames(self) -> Iterator[PushRequest]:
+        """Yields the frames of a gRPC stream."""
+        return self.source.frames(self.start, self.step, complete=self.complete)
 
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Receive frames and pass each to `take`. The end of the session cancels the stream."""
+    """Receive frames into `sink`. The end of the session cancels the stream. Result: None."""
 
     session: ClientSession
-    request: Any
-    take: Callable[[bytes], None]
-    timeout: float
+    request: PullRequest
     sink: PartReceiver
-    """Owner of `take`."""
+    timeout: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,10 @@ from collections.abc import Iterator, Sequence
 
 import xxhash
 
-from ..cuda.host.message import assemble, scatter
-from ..cuda.host.socket_io import checksum, views_of
+from ..cuda.host.socket_io import views_of
 from ..protos.v1 import common_pb2, transfer_pb2
-from ..protos.wire.grpc_frames import decode_pull_frame, frame_head
 from ..protos.wire.part_sequence import PartSequence
-from ..protos.wire.tcp_frames import FrameHead
+from ..protos.wire.socket_frames import DataHead
 from .errors import ChecksumMismatch, KVTierError, LimitExceeded, NotConnected, ServerError, SessionLost
 from .session.session import ClientSession
 
@@ -53,34 +51,30 @@ class PartSender:
         self._closed = False
         self.total_bytes = self._parts.total_bytes
 
-    def frames(self, start: int, step: int, *, complete: bool) -> Iterator[bytes]:
-        """Yields the frames from byte `start` on, at most `step` bytes each."""
-        fields = self.request(complete=complete)
+    def frames(self, start: int, step: int, *, complete: bool) -> Iterator[transfer_pb2.PushRequest]:
+        """Yields the frames of a gRPC stream from byte `start` on, at most `step` bytes each."""
+        frame = self.request(complete=complete)
         for offset in range(start, self.total_bytes, step):
-            fields.offset_bytes = offset
-            nbytes = min(step, self.total_bytes - offset)
-            pieces = list(self._parts.locate(offset, nbytes))
-            head = frame_head(fields, nbytes)
+            pieces = list(self._parts.locate(offset, min(step, self.total_bytes - offset)))
             with self._touching:
                 if self._closed:
                     return
-                frame = assemble(
-                    head.data, head.checksum_at, [place for place, _ in pieces], [size for _, size in pieces]
-                )
+                views = views_of([place for place, _ in pieces], [size for _, size in pieces])
+                frame.payload = b"".join(views)
+            frame.offset_bytes = offset
+            frame.xxh3_64 = xxhash.xxh3_64_intdigest(frame.payload)
             yield frame
-            del frame
-            fields = transfer_pb2.PushRequest()
+            frame = transfer_pb2.PushRequest()
 
     def request(self, *, complete: bool) -> transfer_pb2.PushRequest:
         """Returns the fields of the stream's first message."""
         return transfer_pb2.PushRequest(session=self._ref, store_id=self._store_id, complete=complete)
 
-    def pieces(self, start: int, step: int) -> Iterator[tuple[int, int, list[memoryview]]]:
-        """Yields offset, xxh3-64 and memory of each frame. Unlike `frames`, ignores `close`."""
+    def pieces(self, start: int, step: int) -> Iterator[tuple[int, list[memoryview]]]:
+        """Yields offset and memory of each frame, for the thread that owns the memory."""
         for offset in range(start, self.total_bytes, step):
             pieces = list(self._parts.locate(offset, min(step, self.total_bytes - offset)))
-            views = views_of([place for place, _ in pieces], [size for _, size in pieces])
-            yield offset, checksum(views), views
+            yield offset, views_of([place for place, _ in pieces], [size for _, size in pieces])
 
     def close(self) -> None:
         """Ends all access of `frames` to the memory."""
@@ -100,24 +94,24 @@ class PartReceiver:
         """Indices of the parts that have not arrived."""
         self._begin()
 
-    def take(self, message: bytes) -> None:
-        """Copies a frame to its destination.
+    def take(self, frame: transfer_pb2.PullResponse) -> None:
+        """Copies a frame of a gRPC stream to its destination.
 
         Raises:
             ChecksumMismatch: the frame arrived damaged.
-            ServerError: the message is not a valid frame, or is outside the requested range.
+            ServerError: the frame is outside the requested range.
         """
-        try:
-            fields, payload = decode_pull_frame(message)
-        except ValueError as error:
-            raise ServerError(str(error)) from error
-        self.completed = self.completed or fields.completed
+        self.completed = self.completed or frame.completed
+        payload = memoryview(frame.payload)
         if not payload.nbytes:
             return
-        if xxhash.xxh3_64_intdigest(payload) != fields.xxh3_64:
-            raise ChecksumMismatch(f"the frame at byte {fields.offset_bytes} arrived damaged")
-        scatter(payload, *self._locate(fields.offset_bytes, payload.nbytes))
-        self._arrived.append((fields.offset_bytes, fields.offset_bytes + payload.nbytes))
+        views = self.views(frame.offset_bytes, payload.nbytes)
+        if xxhash.xxh3_64_intdigest(payload) != frame.xxh3_64:
+            raise ChecksumMismatch(f"the frame at byte {frame.offset_bytes} arrived damaged")
+        for view in views:
+            view[:] = payload[: view.nbytes]
+            payload = payload[view.nbytes :]
+        self._record(frame.offset_bytes, len(frame.payload))
 
     def views(self, offset: int, nbytes: int) -> list[memoryview]:
         """Returns the destination of a frame. Call `verify` after writing to it.
@@ -125,13 +119,20 @@ class PartReceiver:
         Raises:
             ServerError: the frame is outside the requested range.
         """
-        return views_of(*self._locate(offset, nbytes))
+        try:
+            pieces = list(self._parts.locate(offset, nbytes))
+        except ValueError as error:
+            raise ServerError(f"the server sent bytes outside the requested range: {error}") from error
+        return views_of([place for place, _ in pieces], [size for _, size in pieces])
 
-    def verify(self, head: FrameHead, views: Sequence[memoryview]) -> None:
-        """Verifies and records a frame received into `views`. Raises `ChecksumMismatch`."""
-        if checksum(views) != head.xxh3_64:
+    def verify(self, head: DataHead, checksum: int) -> None:
+        """Verifies and records a frame with this checksum. Raises `ChecksumMismatch`."""
+        if checksum != head.xxh3_64:
             raise ChecksumMismatch(f"the frame at byte {head.offset} arrived damaged")
-        self._arrived.append((head.offset, head.offset + head.nbytes))
+        self._record(head.offset, head.nbytes)
+
+    def _record(self, offset: int, nbytes: int) -> None:
+        self._arrived.append((offset, offset + nbytes))
 
     def end_stream(self) -> None:
         """Updates `missing` after the end of a stream. The next stream requests these."""
@@ -146,14 +147,6 @@ class PartReceiver:
             if any(start < last and first < stop for start, stop in gaps)
         ]
         self._begin()
-
-    def _locate(self, offset: int, nbytes: int) -> tuple[list[int], list[int]]:
-        """Returns addresses and sizes of the memory for a frame."""
-        try:
-            pieces = list(self._parts.locate(offset, nbytes))
-        except ValueError as error:
-            raise ServerError(f"the server sent bytes outside the requested range: {error}") from error
-        return [place for place, _ in pieces], [size for _, size in pieces]
 
     def _begin(self) -> None:
         sizes = [self._sizes[number] for number in self.missing]

@@ -99,6 +99,25 @@ class Credentials:
             return grpc.aio.insecure_channel(endpoint.target, list(options), interceptors=interceptors)
         return grpc.aio.secure_channel(endpoint.target, tls, list(options), interceptors=interceptors)
 
+    def socket_context(self, protocol: str) -> ssl.SSLContext:
+        """Returns the TLS 1.3 context of a connection of the socket protocol (`socket_frames`).
+
+        `protocol` is the name of its application protocol (ALPN). Raises CredentialsError.
+        """
+        try:
+            context = ssl.create_default_context(cafile=None if self.ca == _SYSTEM else _expanded(self.ca))
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            context.set_alpn_protocols([protocol])
+            if self.cert is not None:
+                context.load_cert_chain(_expanded(self.cert) or "", _expanded(self.key))
+        except (OSError, ssl.SSLError) as error:
+            raise CredentialsError(f"TLS: {_describe(error, 'the files cannot be used')}") from None
+        return context
+
+    def socket_token(self) -> str:
+        """Returns the token for the socket protocol, "" without one. Raises CredentialsError."""
+        return self._bearer()().removeprefix("Bearer ") if self.has_token else ""
+
     def check(self, endpoint: Endpoint) -> None:
         """Raises CredentialsError if the credentials cannot be used with this endpoint."""
         if (self.cert is None) != (self.key is None):
@@ -152,6 +171,10 @@ class _TokenFile:
                 reason = error.strerror if isinstance(error, OSError) else error
                 raise CredentialsError(f"token_file {self._path}: {reason}") from None
         return self._value
+
+
+def _expanded(path: str | None) -> str | None:
+    return None if path is None else os.path.expanduser(path)  # noqa: PTH111 - accepts what gRPC's path accepts
 
 
 def _checked(token: str, what: str) -> str:

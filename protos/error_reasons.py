@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
-__all__ = ["DOMAIN", "STATUS_OF", "error_details", "reason_of", "reason_within", "status_within"]
+__all__ = ["DOMAIN", "STATUS_OF", "error_details", "reason_of", "reason_within", "status_of", "status_within"]
 
 DOMAIN = "kvtier.dev"
 _DETAILS_KEY = "grpc-status-details-bin"
@@ -52,8 +52,8 @@ STATUS_OF = MappingProxyType(
 """Status code of each reason in `kvtier.v1.ErrorReason`."""
 
 
-def error_details(reason: str, message: str, retry_after: float | None = None) -> tuple[tuple[str, bytes], ...]:
-    """Returns the trailing metadata of a refused call.
+def status_of(reason: str, message: str, retry_after: float | None = None) -> status_pb2.Status:
+    """Returns the status of a refused call.
 
     `retry_after`: number of seconds after which the client should retry; None if not known.
     """
@@ -64,7 +64,12 @@ def error_details(reason: str, message: str, retry_after: float | None = None) -
         hint = error_details_pb2.RetryInfo()
         hint.retry_delay.FromNanoseconds(int(retry_after * 1e9))
         status.details.add().Pack(hint)
-    return ((_DETAILS_KEY, status.SerializeToString()),)
+    return status
+
+
+def error_details(reason: str, message: str, retry_after: float | None = None) -> tuple[tuple[str, bytes], ...]:
+    """Returns the trailing metadata of a refused call; for the arguments see `status_of`."""
+    return ((_DETAILS_KEY, status_of(reason, message, retry_after).SerializeToString()),)
 
 
 def status_within(trailing_metadata: Iterable[Any] | None) -> status_pb2.Status | None:

@@ -31,7 +31,7 @@ from .config.schema import Config
 from .config.tenants import quota_error_text, tier_settings
 from .devices.registry import DeviceRegistry, unavailable_reason
 from .drain import Drain
-from .rpc.attach import AttachServer
+from .rpc.attach import SUFFIX, AttachServer
 from .rpc.interceptor import RefusalInterceptor
 from .rpc.request_checks import RequestValidator
 from .rpc.sessions import SessionRegistry
@@ -219,8 +219,8 @@ def open_listeners(
         metrics.observe_rpc, metrics.refused, tracing, authorize=access.authorize, audit_log=access.audit_log
     )
     socket_calls = SocketCallServer(interceptor, max_message_bytes)
-    attach_path = sockets[0].path.with_name(sockets[0].path.name + ".shm")
-    attach = AttachServer(attach_path, region.fd, region.size_bytes, backend.sessions, socket_calls)
+    attach_path = sockets[0].path.with_name(sockets[0].path.name + SUFFIX)
+    attach = AttachServer(attach_path, region, backend.sessions, socket_calls, access)
     with _start_errors():
         attach.start()
     closers.push_async_callback(attach.close)
@@ -244,6 +244,7 @@ def add_services(backend: Backend, listeners: Listeners, admin: AdminService, cl
     broker = BulkBroker(runtime, sessions, validator, metrics, writers, access.authenticator, access.audit_log)
     sessions.on_close.append(broker.end_streams_of_session)
     bulk = BulkProcess(runtime.region, config, broker, attach.adopt)
+    attach.serve_streams = bulk.serve_streams
     closers.push_async_callback(bulk.close)
 
     session = SessionService(config, runtime, sessions, attach.path, devices.capabilities)

@@ -130,7 +130,7 @@ class LoadOperations(LookupOperations):
                 complete=complete and attempt == 1,
             )
             try:
-                yield Pull(session, request, sink.take, self._timeouts.transfer, sink)
+                yield Pull(session, request, sink, self._timeouts.transfer)
             except KVTierError as error:
                 if attempt == ATTEMPTS or not is_retryable(error, session):
                     raise

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 
 from ...cuda.host.copy import HostBuffer, address_of, copy_batch
 from ...protos.v1 import cache_pb2, transfer_pb2
-from ...protos.wire.grpc_frames import FRAME_BYTES
 from ...protos.wire.packed_keys import unpack_offsets
+from ...protos.wire.part_sequence import FRAME_BYTES
 from ..effects import Connect, Copy, Operation, Push
 from ..errors import KVTierError, ServerError
 from ..part_streams import ATTEMPTS, PartSender, is_retryable
@@ -160,8 +159,7 @@ class StoreOperations(Base):
         if start >= source.total_bytes:
             return False
         complete = complete and not start
-        frames = partial(source.frames, start, step, complete=complete)
-        answer = yield Push(session, frames, self._timeouts.transfer, source, start, step, complete)
+        answer = yield Push(session, source, start, step, complete, self._timeouts.transfer)
         if answer.received_bytes != source.total_bytes - start:
             raise ServerError(f"the server received {answer.received_bytes} of {source.total_bytes - start} bytes")
         completed: bool = answer.completed

@@ -20,11 +20,13 @@ import grpc
 
 from ...cuda.host.pinning import Pin
 from ...cuda.host.warmup import warm_up
+from ...protos.credentials import Credentials
 from ...protos.v1 import session_pb2, session_pb2_grpc
+from ...protos.wire.socket_frames import Purpose
 from ..errors import AccessDenied, Draining, InvalidRequest, KVTierError, NotConnected, ServerError, error_from_status
 from ..namespace import Namespace
 from .session import AttachError, Attachment, ClientSession
-from .socket_calls import SocketCalls
+from .socket_calls import SocketCalls, SocketTarget
 
 __all__ = ["ClientIdentity", "SessionConnection", "TransportName"]
 
@@ -60,10 +62,13 @@ class ClientIdentity:
 class SessionConnection:
     """Keeps a session open. After a failure, opens a new session."""
 
-    def __init__(self, channel: grpc.Channel, identity: ClientIdentity, call_timeout: float) -> None:
+    def __init__(
+        self, channel: grpc.Channel, identity: ClientIdentity, call_timeout: float, credentials: Credentials
+    ) -> None:
         self._stub = session_pb2_grpc.SessionServiceStub(channel)
         self._identity = identity
         self._call_timeout = call_timeout
+        self._credentials = credentials
         self._changed = threading.Condition()
         self._session: ClientSession | None = None
         self._error: KVTierError | None = None
@@ -207,14 +212,16 @@ class SessionConnection:
             reason = "another host" if capabilities.HasField("region") else _NOT_SHARED
             asked_for = self._identity.transport in ("grpc", "tcp")
             return ClientSession(first.session, capabilities, None, "set by the client" if asked_for else reason)
+        path = capabilities.region.attach_path
+        target = SocketTarget(path, first.session, self._credentials)
         try:
-            attachment = Attachment.connect(capabilities.region.attach_path, first.session, self._identity.pin)
+            attachment = Attachment.connect(path, target.hello(Purpose.REGION), self._identity.pin)
         except AttachError as error:
             if self._identity.transport == "shm":
                 # Probably the server was killed a moment ago, so another attempt can succeed.
                 raise NotConnected(f"transport shm: {error}") from error
             return ClientSession(first.session, capabilities, None, f"shm failed: {error}")
-        calls = SocketCalls(capabilities.region.attach_path, first.session) if capabilities.region.takes_calls else None
+        calls = SocketCalls(target) if capabilities.region.takes_calls else None
         if calls is not None and not calls.prepare():
             calls = None
         session = ClientSession(first.session, capabilities, attachment, "same host", calls)

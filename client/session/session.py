@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from ...cuda.host.pinning import Pin, Pinning
 from ...cuda.host.region import HostRegion, RegionError
 from ...protos.v1 import common_pb2, session_pb2
-from ...protos.wire.attach import REPLY_BYTES, pack_request, unpack_reply
-from ..errors import SessionLost
-from .socket_calls import SocketCalls
+from ...protos.wire.socket_frames import HEAD_BYTES, REGION_ANSWER_BYTES, unpack_region_bytes
+from ..errors import KVTierError, SessionLost
+from .socket_calls import SocketCalls, message_of
 
 __all__ = ["AttachError", "Attachment", "ClientSession"]
 
@@ -35,8 +35,8 @@ class Attachment:
         self._connection = connection
 
     @classmethod
-    def connect(cls, path: str, session: common_pb2.SessionRef, pin: Pin | None = None) -> Attachment:
-        """Receives the region's descriptor over the Unix socket at `path` and maps the region.
+    def connect(cls, path: str, hello: bytes, pin: Pin | None = None) -> Attachment:
+        """Receives the region's descriptor over the Unix socket at `path` and maps it.
 
         Raises:
             AttachError: the socket does not exist, or the server or the kernel refused the request.
@@ -45,17 +45,17 @@ class Attachment:
         try:
             connection.settimeout(_ATTACH_SECONDS)
             connection.connect(path)
-            connection.sendall(pack_request(session.session_id, session.epoch))
-            reply, descriptors, _, _ = socket.recv_fds(connection, REPLY_BYTES, 1)
+            connection.sendall(hello)
+            answer, descriptors, _, _ = socket.recv_fds(connection, REGION_ANSWER_BYTES, 1)
             try:
-                size_bytes = unpack_reply(reply)
-                if size_bytes is None or not descriptors:
+                if len(answer) != REGION_ANSWER_BYTES or not descriptors:
                     raise RegionError("the server refused to send its region")
+                size_bytes = unpack_region_bytes(message_of(answer[HEAD_BYTES:]))
                 region = HostRegion.attach(descriptors[0], size_bytes)
             finally:
                 for descriptor in descriptors:
                     socket.close(descriptor)
-        except (OSError, ValueError, RegionError) as error:
+        except (OSError, ValueError, RegionError, KVTierError) as error:
             connection.close()
             raise AttachError(f"{path}: {error}") from error
         connection.settimeout(None)

@@ -1,76 +1,164 @@
-"""Unary calls over a socket instead of gRPC, for the synchronous client.
+"""Connections of the socket protocol (`docs/wire.md`), and unary calls over them.
 
 The socket is the Unix socket of a local server, or the TCP port of a remote server's bulk process.
-For the format of the messages see `protos/wire/call_frames.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import socket
+import ssl
 import threading
-import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
+from ...cuda.host.socket_io import Connection, TlsConnection
+from ...protos.credentials import Credentials
 from ...protos.error_reasons import reason_within
 from ...protos.v1 import common_pb2
-from ...protos.wire.attach import REPLY_BYTES, Purpose, pack_request, unpack_reply
-from ...protos.wire.call_frames import LENGTH_BYTES, STATUS_OF_CODE, pack_call, unpack_answer, unpack_length
-from ..errors import DeadlineExceeded, ServerError, SessionLost, error_from
+from ...protos.wire.socket_frames import (
+    CALLS_PROTOCOL,
+    HEAD_BYTES,
+    MAX_ANSWER_BYTES,
+    STATUS_OF_CODE,
+    STREAMS_PROTOCOL,
+    FrameKind,
+    Purpose,
+    pack_call,
+    pack_hello,
+    unpack_answer,
+    unpack_head,
+)
+from ..errors import DeadlineExceeded, KVTierError, ServerError, SessionLost, error_from
 
-__all__ = ["MAX_IDLE", "AnswerReader", "SocketCalls", "SocketPool", "enable_keepalive", "message_of"]
+__all__ = ["MAX_IDLE", "SocketCalls", "SocketPool", "SocketTarget", "answer_length", "enable_keepalive", "message_of"]
 
 _CONNECT_SECONDS = 2.0
-_CHUNK_BYTES = 64 << 10
-_LATE_SECONDS = 0.01
-"""If sending took less time, the time-out is not reduced, so a call can be late by this time."""
 MAX_IDLE = 8
 """Maximum number of idle connections; each uses a file descriptor of the server."""
+
+
+@dataclass(frozen=True, slots=True)
+class SocketTarget:
+    """Socket of a server, and the session for which a client connects to it."""
+
+    address: str | tuple[str, int]
+    """Path of a Unix socket, or host and TCP port."""
+    session: common_pb2.SessionRef
+    credentials: Credentials
+    tls_hostname: str = ""
+    """Name that the server's certificate must have; "" if the connection does not use TLS."""
+
+    def hello(self, purpose: Purpose) -> bytes:
+        """Returns the first message of a connection. Raises `CredentialsError`."""
+        return pack_hello(purpose, self.session.session_id, self.session.epoch, self.credentials.socket_token())
+
+    def tls_context(self, purpose: Purpose) -> ssl.SSLContext | None:
+        """Returns the context for a connection; None without TLS. Raises `CredentialsError`."""
+        protocol = CALLS_PROTOCOL if purpose is Purpose.CALLS else STREAMS_PROTOCOL
+        return self.credentials.socket_context(protocol) if self.tls_hostname else None
+
+    def connect(
+        self, purpose: Purpose, seconds: float, on_open: Callable[[Connection], object] = lambda _: None
+    ) -> Connection:
+        """Returns a connection that the server has accepted. `on_open` gets it before the hello.
+
+        Raises:
+            OSError: the server cannot be reached, or TLS failed; after `seconds` `TimeoutError` or
+                `BlockingIOError`.
+            KVTierError: the server refused the connection.
+            ValueError: the server speaks another protocol, or the credentials cannot be used.
+        """
+        context = self.tls_context(purpose)
+        sock = _connected_socket(self.address, seconds)
+        try:
+            connection = Connection(sock)
+            connection.set_deadline(seconds)
+            if context is not None:
+                connection = secure = TlsConnection(sock, context, server_hostname=self.tls_hostname)
+                on_open(secure)
+                secure.set_deadline(seconds)
+                secure.handshake()
+            else:
+                on_open(connection)
+            connection.send([self.hello(purpose)])
+            message_of(connection.read(answer_length(connection.read(HEAD_BYTES))))
+        except BaseException:
+            sock.close()
+            raise
+        return connection
 
 
 class SocketPool:
     """Connections of one session. Each carries one call at a time. Any thread may use the pool."""
 
-    def __init__(self) -> None:
-        self._idle: list[socket.socket] = []
-        self._busy: set[socket.socket] = set()
-        """Connections with a call in progress, and connections being established."""
+    def __init__(self, target: SocketTarget, purpose: Purpose) -> None:
+        """Does not connect."""
+        self.target = target
+        self._purpose = purpose
+        self._idle: list[Connection] = []
+        self._busy: set[Connection] = set()
+        self._connecting: set[Connection] = set()
+        """Connections whose hello the server has not answered yet."""
         self._lock = threading.Lock()
         self._closed = False
 
     def close(self) -> None:
-        """Closes the connections; calls in progress end with `SessionLost`."""
+        """Closes the idle connections and ends attempts to connect.
+
+        A busy connection is closed after its call.
+        """
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
-            for connection in self._busy:
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+            for connection in self._connecting:
+                connection.shutdown()
         for connection in idle:
             connection.close()
 
-    def _take(self) -> socket.socket | None:
-        with self._lock:
-            if not self._idle:
-                return None
-            connection = self._idle.pop()
-            self._busy.add(connection)
-            return connection
+    def take(self, seconds: float) -> Connection:
+        """Returns a connection; the caller returns it with `put`. Raises what `connect` raises."""
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise SessionLost("the session has ended")
+                connection = self._idle.pop() if self._idle else None
+                if connection is not None:
+                    self._busy.add(connection)
+            if connection is None:
+                return self._connect(min(seconds, _CONNECT_SECONDS))
+            # An idle connection is readable only if the server has closed it.
+            if not connection.is_readable():
+                return connection
+            self.put(connection, intact=False)
 
-    def _add(self, connection: socket.socket) -> None:
-        """Adds a busy connection. Raises `SessionLost` if the pool is closed."""
-        with self._lock:
-            self._busy.add(connection)
-            closed = self._closed
+    def _connect(self, seconds: float) -> Connection:
+        opened: list[Connection] = []
+
+        def on_open(connection: Connection) -> None:
+            opened.append(connection)
+            with self._lock:
+                self._connecting.add(connection)
+                if self._closed:
+                    raise SessionLost("the session has ended")
+
+        try:
+            connection = self.target.connect(self._purpose, seconds, on_open)
+            with self._lock:
+                self._busy.add(connection)
+                closed = self._closed
+        finally:
+            with self._lock:
+                self._connecting.difference_update(opened)
         if closed:
+            self.put(connection, intact=False)
             raise SessionLost("the session has ended")
+        return connection
 
-    def _put(self, connection: socket.socket, *, intact: bool) -> None:
-        """Returns a connection to the pool. `intact`: its last response was read completely."""
+    def put(self, connection: Connection, *, intact: bool) -> None:
+        """Returns a connection to the pool. `intact`: its last answer was read completely."""
         with self._lock:
             self._busy.discard(connection)
             if intact and not self._closed and len(self._idle) < MAX_IDLE:
@@ -82,144 +170,109 @@ class SocketPool:
 class SocketCalls(SocketPool):
     """Blocking calls of one session. Any thread may call."""
 
-    def __init__(
-        self, address: str | tuple[Any, ...], session: common_pb2.SessionRef, family: int = socket.AF_UNIX
-    ) -> None:
+    def __init__(self, target: SocketTarget) -> None:
         """Does not connect; see `prepare`."""
-        super().__init__()
-        self.address = address
-        self.family = family
-        self.hello = pack_request(session.session_id, session.epoch, Purpose.CALLS)
+        super().__init__(target, Purpose.CALLS)
         self._close_callbacks: list[Callable[[], object]] = []
 
     def on_close(self, callback: Callable[[], object]) -> None:
-        """Registers a callback that `close` runs. If already closed, runs the callback at once."""
+        """Registers a callback that `close` runs. If this is closed already, runs it at once."""
         with self._lock:
             closed = self._closed
             self._close_callbacks.append(callback)
         if closed:
             callback()
 
-    def make_socket(self) -> socket.socket:
-        connection = socket.socket(self.family, socket.SOCK_STREAM)
-        if self.family != socket.AF_UNIX:
-            enable_keepalive(connection)
-        return connection
-
     def prepare(self) -> bool:
-        """Opens a connection for the first call; returns whether the server accepted it."""
+        """Connects for the first call; returns whether the server accepts calls here."""
         try:
-            connection = self._connect(_CONNECT_SECONDS)
-        except TimeoutError:
+            self.put(self.take(_CONNECT_SECONDS), intact=True)
+        except (OSError, ValueError, KVTierError):
             return False
-        if connection is not None:
-            self._put(connection, intact=True)
-        return connection is not None
+        return True
 
     def call(self, name: str, message: bytes, timeout: float) -> bytes | None:
-        """Calls a method and returns its response.
-
-        Returns None if no connection is possible. The caller then uses gRPC.
+        """Calls a method and returns its response. Returns None if no connection is possible.
 
         Raises:
             KVTierError: the call was refused or failed, or the response did not arrive in time.
         """
-        began = time.monotonic()
-        deadline = began + timeout
         try:
-            connection = self._take() or self._connect(timeout)
-            if connection is None:
-                if self._closed:  # None would make the caller use gRPC
-                    raise SessionLost("the session has ended")
-                return None
-            intact = False
-            try:
-                connection.settimeout(timeout)
-                connection.sendall(pack_call(name.encode(), message))
-                if time.monotonic() - began > _LATE_SECONDS:
-                    _set_deadline(connection, deadline)
-                answer = AnswerReader()
-                while not answer.feed(connection.recv(_CHUNK_BYTES)):
-                    _set_deadline(connection, deadline)
-                intact = True
-            finally:
-                self._put(connection, intact=intact)
-        except TimeoutError:
+            connection = self.take(timeout)
+        except (OSError, ValueError, KVTierError) as error:
+            if isinstance(error, TimeoutError | BlockingIOError) and timeout <= _CONNECT_SECONDS:
+                raise DeadlineExceeded(f"{name}: no answer within {timeout:g} s") from None
+            if self._closed:  # None would make the caller use gRPC
+                raise SessionLost("the session has ended") from None
+            return None
+        intact = False
+        try:
+            connection.set_deadline(timeout)
+            connection.send([pack_call(name.encode(), message)])
+            body = connection.read(answer_length(connection.read(HEAD_BYTES)))
+            intact = True
+        except BlockingIOError:
             raise DeadlineExceeded(f"{name}: no answer within {timeout:g} s") from None
         except OSError as error:  # the server closes the connection when the session ends
             raise SessionLost(f"{name}: {error}") from None
-        return message_of(answer.body)
+        finally:
+            self.put(connection, intact=intact)
+        return message_of(body)
 
     def close(self) -> None:
+        """Closes all connections; calls in progress end with `SessionLost`."""
         super().close()
         with self._lock:
+            busy = list(self._busy)
             callbacks, self._close_callbacks = self._close_callbacks, []
+        for connection in busy:
+            connection.shutdown()
         for callback in callbacks:
             callback()
 
-    def _connect(self, timeout: float) -> socket.socket | None:
-        """Returns a new connection, marked as busy; None if the server does not accept it.
 
-        Raises:
-            TimeoutError: the server does not respond.
-            SessionLost: the pool is closed.
-        """
-        connection = None
-        granted = False
+def _connected_socket(address: str | tuple[str, int], seconds: float) -> socket.socket:
+    """Connects within `seconds`; the socket itself has no time-out. Raises OSError."""
+    if isinstance(address, str):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            connection = self.make_socket()
-            connection.settimeout(timeout)
-            self._add(connection)
-            connection.connect(self.address)
-            self._add(connection)  # `close` cannot shut down an unconnected socket
-            connection.sendall(self.hello)
-            granted = unpack_reply(connection.recv(REPLY_BYTES, socket.MSG_WAITALL)) is not None
-        except TimeoutError:
+            sock.settimeout(seconds)
+            sock.connect(address)
+        except BaseException:
+            sock.close()
             raise
-        except (OSError, ValueError):
-            return None
-        finally:
-            if connection is not None and not granted:
-                self._put(connection, intact=False)
-        return connection if granted else None
+    else:
+        sock = socket.create_connection(address, seconds)
+        enable_keepalive(sock)
+    sock.settimeout(None)
+    return sock
 
 
-class AnswerReader:
-    """Assembles one response from the pieces that a socket delivers."""
-
-    def __init__(self) -> None:
-        self._received = bytearray()
-        self._end = LENGTH_BYTES
-
-    def feed(self, piece: bytes) -> bool:
-        """Adds a piece; returns whether the response is complete."""
-        if not piece:
-            raise ConnectionError("the server closed the connection")
-        self._received += piece
-        if self._end == LENGTH_BYTES <= len(self._received):
-            self._end += unpack_length(self._received)
-        return len(self._received) >= self._end
-
-    @property
-    def body(self) -> bytes:
-        """The response without its length."""
-        return bytes(self._received[LENGTH_BYTES:])
-
-
-def enable_keepalive(connection: socket.socket) -> None:
+def enable_keepalive(sock: socket.socket) -> None:
     """Disables Nagle's algorithm. Enables keepalive probes, which detect a dead host within 15 s.
 
     The intervals equal those of the gRPC channel, so firewalls treat both connections alike.
     """
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 15_000)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 15_000)
+
+
+def answer_length(head: bytes) -> int:
+    """Returns the length of what follows the head of an answer. Raises `ServerError`."""
+    try:
+        length, kind = unpack_head(head)
+    except ValueError:
+        length, kind = 0, None
+    if kind is not FrameKind.ANSWER or length > MAX_ANSWER_BYTES:
+        raise ServerError("the server does not send an answer of the socket protocol")
+    return length
 
 
 def message_of(body: bytes) -> bytes:
-    """Returns the message of a response, or raises the `KVTierError` that the response carries."""
+    """Returns the message of an answer, or raises the `KVTierError` that the answer carries."""
     try:
         code, message = unpack_answer(body)
         if not code:
@@ -228,7 +281,3 @@ def message_of(body: bytes) -> bytes:
     except (ValueError, DecodeError) as error:
         raise ServerError(f"not an answer of kvtier: {error}") from None
     raise error_from(STATUS_OF_CODE[code], status.message, reason_within(status))
-
-
-def _set_deadline(connection: socket.socket, deadline: float) -> None:
-    connection.settimeout(max(0.001, deadline - time.monotonic()))

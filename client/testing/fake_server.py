@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import xxhash
 
 from ...protos.v1 import admin_pb2, cache_pb2, common_pb2, handoff_pb2, session_pb2, transfer_pb2
-from ...protos.wire.grpc_frames import decode_push_frame, encode_pull_frame
 from ...protos.wire.packed_keys import pack_offsets
 from ..effects import Call, Connect, Copy, Effect, Pull, Push
 from ..errors import DeadlineExceeded, KVTierError, NotConnected, error_for
 from ..namespace import Namespace
+from ..part_streams import PartReceiver
 from ..results import DurableStatus, KeyStatus, OffloadPolicy, StoreStatus
 from ..session.session import ClientSession
 from ..sync import Client
@@ -367,24 +367,24 @@ class FakeServer:
             server_version="fake", epoch=self.epoch, tiers=[tier], leases=len(self._leases), stores=len(self._stores)
         )
 
-    def _push(self, frames: Sequence[bytes]) -> transfer_pb2.PushResponse:
+    def _push(self, frames: Iterable[transfer_pb2.PushRequest]) -> transfer_pb2.PushResponse:
         received = 0
         store: _Store | None = None
         for frame in frames:
-            fields, payload = decode_push_frame(frame)
-            store = store or self._store(self._session(fields.session), fields.store_id)
-            end = fields.offset_bytes + payload.nbytes
+            store = store or self._store(self._session(frame.session), frame.store_id)
+            end = frame.offset_bytes + len(frame.payload)
             if end > len(store.staged):
                 raise error_for("WRONG_SIZE", f"{end} bytes for a store of {len(store.staged)}")
-            store.staged[fields.offset_bytes : end] = payload
-            received += payload.nbytes
+            store.staged[frame.offset_bytes : end] = frame.payload
+            received += len(frame.payload)
         return transfer_pb2.PushResponse(received_bytes=received)
 
-    def _pull(self, request: transfer_pb2.PullRequest, take: Callable[[bytes], None]) -> None:
+    def _pull(self, request: transfer_pb2.PullRequest, sink: PartReceiver) -> None:
         data = b"".join(self._parts(self._session(request.session), request.lease_id, request.items))
         for start in range(0, len(data), _MAX_FRAME_BYTES):
             payload = data[start : start + _MAX_FRAME_BYTES]
-            take(encode_pull_frame(start, xxhash.xxh3_64_intdigest(payload), [payload]))
+            checksum = xxhash.xxh3_64_intdigest(payload)
+            sink.take(transfer_pb2.PullResponse(offset_bytes=start, xxh3_64=checksum, payload=payload))
 
 
 class _FakeTransport:
@@ -411,10 +411,10 @@ class _FakeTransport:
                 return self._connect()
             case Call(method, request, _):
                 return self._server._handle(method, request)  # noqa: SLF001 - part of FakeServer
-            case Push(_, frames, _):
-                return self._server._push(list(frames()))  # noqa: SLF001
-            case Pull(_, request, take, _):
-                self._server._pull(request, take)  # noqa: SLF001
+            case Push():
+                return self._server._push(effect.frames())  # noqa: SLF001
+            case Pull(_, request, sink):
+                self._server._pull(request, sink)  # noqa: SLF001
             case Copy(run):
                 run()
         return None

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import grpc
@@ -16,15 +14,15 @@ from google.protobuf.message import Message
 from ...cuda.host.memory import tune_malloc
 from ...protos.credentials import Credentials
 from ...protos.endpoint import client_endpoint
-from ...protos.v1 import transfer_pb2
 from ..effects import Call, Connect, Copy, Effect, Pull, Push
 from ..errors import InvalidRequest, KVTierError, NotConnected, SessionLost, error_from_status
 from ..session.connection import ClientIdentity, SessionConnection
 from ..session.session import ClientSession
 from ..timeouts import Timeouts
-from .bulk_connector import BulkConnector, BulkStreams
-from .grpc_methods import CHANNEL_OPTIONS, PULL, PUSH, RESPONSES, path_of, response_of, serialize
+from .grpc_methods import CHANNEL_OPTIONS, RESPONSES, path_of, response_of, serialize
 from .socket_calls_aio import AsyncSocketCalls
+from .socket_connector import GrpcStreams, SocketConnector
+from .socket_streams import SocketStreams
 
 __all__ = ["AsyncGrpcTransport"]
 
@@ -51,8 +49,10 @@ class AsyncGrpcTransport:
         tune_malloc()
         # Not the loop's default executor, because hanging streams would block the application.
         self._stream_threads = ThreadPoolExecutor(_MAX_STREAMS, "kvtier-stream")
-        self._bulk = BulkConnector(self._session_channel, server, credentials, tcp=identity.transport != "grpc")
-        self._connection = SessionConnection(self._session_channel, identity, timeouts.call)
+        self._sockets = SocketConnector(
+            self._session_channel, server, credentials, enabled=identity.transport != "grpc"
+        )
+        self._connection = SessionConnection(self._session_channel, identity, timeouts.call, credentials)
         self._channel = credentials.aio_channel(server, CHANNEL_OPTIONS)
         self._closed = False
         self._socket_calls: AsyncSocketCalls | None = None
@@ -60,8 +60,6 @@ class AsyncGrpcTransport:
             method: self._channel.unary_unary(path_of(method), serialize, response.FromString)
             for method, response in RESPONSES.items()
         }
-        self._push = self._channel.stream_unary(PUSH, None, transfer_pb2.PushResponse.FromString)
-        self._pull = self._channel.unary_stream(PULL, transfer_pb2.PullRequest.SerializeToString, None)
 
     @property
     def session(self) -> ClientSession | None:
@@ -83,16 +81,16 @@ class AsyncGrpcTransport:
             raise self._translated(SessionLost("the session has ended")) from None
         except grpc.aio.UsageError:
             raise NotConnected("the client is closed") from None
+        except ValueError:
+            if self._closed:  # raised by gRPC for a closed channel
+                raise NotConnected("the client is closed") from None
+            raise
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task and task.cancelling():
                 raise
-            # The caller was not cancelled. A closed channel cancels its calls, and the end of a
-            # session cancels the session's streams.
-            if self._closed:
+            if self._closed:  # the caller was not cancelled, but a closed channel cancels its calls
                 raise NotConnected("the client is closed") from None
-            if isinstance(effect, Push | Pull) and effect.session.ended:
-                raise SessionLost("the session has ended") from None
             raise
 
     def _translated(self, error: KVTierError) -> KVTierError:
@@ -103,23 +101,12 @@ class AsyncGrpcTransport:
         match effect:
             case Connect(timeout, patient):
                 return await self._connect(timeout, patient=patient)
-            case Push(session) if bulk := self._bulk.streams(session):
-                return await self._stream_on_thread(bulk, partial(bulk.push, effect))
-            case Pull(session) if bulk := self._bulk.streams(session):
-                return await self._stream_on_thread(bulk, partial(bulk.pull, effect))
             case Call(method, request, timeout):
                 return await self._call(method, request, timeout)
-            case Push(session, frames, timeout):
-                push = self._push(frames(), timeout=timeout)
-                with session.cancelling(_from_any_thread(push.cancel)):
-                    return await push
-            case Pull(session, request, take, timeout):
-                pull = self._pull(request, timeout=timeout)
-                with session.cancelling(_from_any_thread(pull.cancel)):
-                    # A cancellation while gRPC waits for a message leaks, in 1 of 100 cases, the
-                    # call and its next message until the deadline. So this code cancels the stream
-                    # and waits for its end.
-                    await _run_to_end(_receive_all(pull, take), pull.cancel)
+            case Push(session):
+                return await self._stream(session, lambda streams, on_start: streams.push(effect, on_start))
+            case Pull(session):
+                await self._stream(session, lambda streams, on_start: streams.pull(effect, on_start))
             case Copy(run):
                 await _run_to_end(asyncio.to_thread(run))
         return None
@@ -128,7 +115,7 @@ class AsyncGrpcTransport:
         session = self._connection.session
         if session is None:
             session = await asyncio.to_thread(self._connection.wait, timeout, patient=patient)
-        self._bulk.streams(session)  # starts the search for the bulk process
+        self._sockets.search(session)  # starts the search for the socket
         return session
 
     async def _call(self, method: str, request: Message, timeout: float) -> Any:
@@ -139,7 +126,10 @@ class AsyncGrpcTransport:
                 return response_of(method, answer)
         return await self._calls[method](request, timeout=timeout)
 
-    async def _stream_on_thread(self, bulk: BulkStreams, move: Callable[[Callable[[Any], object]], Any]) -> Any:
+    async def _stream(
+        self, session: ClientSession, move: Callable[[GrpcStreams | SocketStreams, Callable[[Any], object]], Any]
+    ) -> Any:
+        """Runs a stream on a thread. A cancellation of the caller cancels the stream."""
         calls: list[Any] = []
         cancelled = threading.Event()
 
@@ -148,17 +138,13 @@ class AsyncGrpcTransport:
             if cancelled.is_set():
                 call.cancel()
 
-        def run() -> Any:
-            with self._bulk.monitored(bulk):
-                return move(on_start)
-
         def on_cancel() -> None:
             cancelled.set()
-            moved.cancel()  # has an effect only if `run` has not started
+            moved.cancel()  # has an effect only if the stream has not started
             for call in calls:
                 call.cancel()
 
-        moved = self._stream_threads.submit(run)
+        moved = self._stream_threads.submit(self._sockets.stream, session, lambda streams: move(streams, on_start))
         await _run_to_end(asyncio.wrap_future(moved), on_cancel)
         return moved.result()
 
@@ -182,28 +168,12 @@ class AsyncGrpcTransport:
         with ThreadPoolExecutor(1, "kvtier-close") as closer:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(closer, self._connection.close)  # also ends the streams
-            await loop.run_in_executor(closer, self._bulk.close)
+            await loop.run_in_executor(closer, self._sockets.close)
             self._stream_threads.shutdown(wait=False)
         if self._socket_calls is not None:
             self._socket_calls.close()
         self._session_channel.close()
         await self._channel.close()
-
-
-def _from_any_thread(cancel: Callable[[], object]) -> Callable[[], object]:
-    """Wraps a callback of the running event loop so that any thread may call it."""
-    loop = asyncio.get_running_loop()
-
-    def call() -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed, so the call has ended
-            loop.call_soon_threadsafe(cancel)
-
-    return call
-
-
-async def _receive_all(pull: Any, take: Callable[[bytes], None]) -> None:
-    async for message in pull:
-        take(message)
 
 
 async def _run_to_end(work: Awaitable[object], on_cancel: Callable[[], object] = lambda: None) -> None:

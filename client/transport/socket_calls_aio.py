@@ -1,28 +1,38 @@
-"""Unary calls over a socket instead of gRPC, for the asyncio client."""
+"""Unary calls over the socket protocol, for the asyncio client."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
+from typing import NamedTuple
 
-from ...protos.wire.attach import REPLY_BYTES, unpack_reply
-from ...protos.wire.call_frames import pack_call
-from ..errors import DeadlineExceeded, SessionLost
-from ..session.socket_calls import AnswerReader, SocketCalls, SocketPool, message_of
+from ...protos.wire.socket_frames import HEAD_BYTES, Purpose, pack_call
+from ..errors import DeadlineExceeded, KVTierError, SessionLost
+from ..session.socket_calls import MAX_IDLE, SocketCalls, answer_length, enable_keepalive, message_of
 
 __all__ = ["AsyncSocketCalls"]
 
-_CHUNK_BYTES = 64 << 10
+
+class _Connection(NamedTuple):
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def answer(self) -> bytes:
+        """Returns what follows the head of the next answer."""
+        length = answer_length(await self.reader.readexactly(HEAD_BYTES))
+        return await self.reader.readexactly(length)
 
 
-class AsyncSocketCalls(SocketPool):
+class AsyncSocketCalls:
     """Calls of one session on one event loop, over separate connections."""
 
     def __init__(self, calls: SocketCalls) -> None:
-        super().__init__()
         self.calls = calls
         """Server address and session."""
+        self._idle: list[_Connection] = []
+        self._busy: set[_Connection] = set()
+        self._connecting: set[asyncio.Task[_Connection | None]] = set()
+        self._closed = False
         self._loop = asyncio.get_running_loop()
         calls.on_close(self._close_soon)
 
@@ -30,50 +40,80 @@ class AsyncSocketCalls(SocketPool):
         """See `SocketCalls.call`."""
         try:
             async with asyncio.timeout(timeout):
-                connection = self._take() or await self._connect()
+                connection = self._idle.pop() if self._idle else await self._connect()
                 if connection is None:
                     if self._closed:  # None would make the caller use gRPC
                         raise SessionLost("the session has ended")
                     return None
+                self._busy.add(connection)
                 intact = False
                 try:
-                    await self._loop.sock_sendall(connection, pack_call(name.encode(), message))
-                    answer = AnswerReader()
-                    while not answer.feed(await self._loop.sock_recv(connection, _CHUNK_BYTES)):
-                        pass
+                    connection.writer.write(pack_call(name.encode(), message))
+                    body = await connection.answer()
                     intact = True
                 finally:
                     self._put(connection, intact=intact)
         except TimeoutError:
             raise DeadlineExceeded(f"{name}: no answer within {timeout:g} s") from None
-        except OSError as error:  # the server closes the connection when the session ends
+        except (OSError, EOFError) as error:  # for example, the session has ended
             raise SessionLost(f"{name}: {error}") from None
-        return message_of(answer.body)
+        return message_of(body)
 
-    async def _connect(self) -> socket.socket | None:
-        """Returns a busy connection; None if the server does not accept it."""
-        connection = None
-        granted = False
+    def close(self) -> None:
+        """Closes all connections; calls in progress end with `SessionLost`."""
+        self._closed = True
+        for connection in [*self._idle, *self._busy]:
+            connection.writer.transport.abort()
+        self._idle.clear()
+        for task in self._connecting:
+            task.cancel()
+
+    async def _connect(self) -> _Connection | None:
+        """Returns a connection; None if the server does not accept it, or after `close`."""
+        if self._closed:
+            return None
+        task = asyncio.ensure_future(self._connected())
+        self._connecting.add(task)
         try:
-            connection = self.calls.make_socket()
-            connection.setblocking(False)
-            self._add(connection)
-            granted = await self._handshake(connection)
-        except (OSError, ValueError):
+            await asyncio.wait([task])
+        finally:
+            self._connecting.discard(task)
+            task.cancel()
+        return None if task.cancelled() else task.result()
+
+    async def _connected(self) -> _Connection | None:
+        writer = None
+        accepted = False
+        try:
+            connection = await self._open()
+            writer = connection.writer
+            writer.write(self.calls.target.hello(Purpose.CALLS))
+            message_of(await connection.answer())
+            accepted = not self._closed
+        except (OSError, EOFError, ValueError, KVTierError):
             return None
         finally:
-            if connection is not None and not granted:
-                self._put(connection, intact=False)
-        return connection if granted else None
+            if writer is not None and not accepted:
+                writer.transport.abort()
+        return connection if accepted else None
 
-    async def _handshake(self, connection: socket.socket) -> bool:
-        await self._loop.sock_connect(connection, self.calls.address)
-        self._add(connection)  # `close` cannot shut down a socket before it is connected
-        await self._loop.sock_sendall(connection, self.calls.hello)
-        reply = b""
-        while len(reply) < REPLY_BYTES and (piece := await self._loop.sock_recv(connection, REPLY_BYTES - len(reply))):
-            reply += piece
-        return unpack_reply(reply) is not None
+    async def _open(self) -> _Connection:
+        target = self.calls.target
+        if isinstance(target.address, str):
+            return _Connection(*await asyncio.open_unix_connection(target.address))
+        context = target.tls_context(Purpose.CALLS)
+        reader, writer = await asyncio.open_connection(
+            *target.address, ssl=context, server_hostname=target.tls_hostname or None
+        )
+        enable_keepalive(writer.get_extra_info("socket"))
+        return _Connection(reader, writer)
+
+    def _put(self, connection: _Connection, *, intact: bool) -> None:
+        self._busy.discard(connection)
+        if intact and not self._closed and len(self._idle) < MAX_IDLE:
+            self._idle.append(connection)
+        else:
+            connection.writer.transport.abort()
 
     def _close_soon(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed

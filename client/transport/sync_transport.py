@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -16,8 +15,8 @@ from ..errors import InvalidRequest, KVTierError, NotConnected, SessionLost, err
 from ..session.connection import ClientIdentity, SessionConnection
 from ..session.session import ClientSession
 from ..timeouts import Timeouts
-from .bulk_connector import BulkConnector, BulkStreams, GrpcStreams
 from .grpc_methods import CHANNEL_OPTIONS, RESPONSES, path_of, response_of, serialize
+from .socket_connector import SocketConnector
 
 __all__ = ["GrpcTransport"]
 
@@ -39,9 +38,8 @@ class GrpcTransport:
             method: self._channel.unary_unary(path_of(method), serialize, response.FromString)
             for method, response in RESPONSES.items()
         }
-        self._streams = GrpcStreams(self._channel)
-        self._bulk = BulkConnector(self._channel, server, credentials, tcp=identity.transport != "grpc")
-        self._connection = SessionConnection(self._channel, identity, timeouts.call)
+        self._sockets = SocketConnector(self._channel, server, credentials, enabled=identity.transport != "grpc")
+        self._connection = SessionConnection(self._channel, identity, timeouts.call, credentials)
         self._closed = False
 
     @property
@@ -75,14 +73,14 @@ class GrpcTransport:
         match effect:
             case Connect(timeout, patient):
                 session = self._connection.wait(timeout, patient=patient)
-                self._bulk.streams(session)  # starts the search for the bulk process
+                self._sockets.search(session)  # starts the search for the socket
                 return session
             case Call(method, request, timeout):
                 return self._call(method, request, timeout)
             case Push(session):
-                return self._stream(session, lambda streams: streams.push(effect))
+                return self._sockets.stream(session, lambda streams: streams.push(effect))
             case Pull(session):
-                self._stream(session, lambda streams: streams.pull(effect))
+                self._sockets.stream(session, lambda streams: streams.pull(effect))
             case Copy(run):
                 run()
         return None
@@ -95,15 +93,8 @@ class GrpcTransport:
                 return response_of(method, answer)
         return self._calls[method](request, timeout=timeout)
 
-    def _stream(self, session: ClientSession, move: Callable[[BulkStreams], Any]) -> Any:
-        bulk = self._bulk.streams(session)
-        if bulk is None:
-            return move(self._streams)
-        with self._bulk.monitored(bulk):
-            return move(bulk)
-
     def close(self) -> None:
         self._closed = True
         self._connection.close()
-        self._bulk.close()
+        self._sockets.close()
         self._channel.close()

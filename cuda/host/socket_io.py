@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
+import select
 import socket
+import ssl
 import struct
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import xxhash
 
-__all__ = ["Deadline", "checksum", "limit_waits", "receive", "send", "views_of"]
+__all__ = ["Connection", "TlsConnection", "checksum", "checksum_on", "views_of"]
 
 
 def views_of(addresses: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
     """Views of memory ranges. The caller keeps the memory mapped as long as a view is used."""
     return [_ADDRESS_SPACE[address : address + size] for address, size in zip(addresses, sizes, strict=True)]
+
+
+def checksum_on(connection: Connection, views: Sequence[memoryview]) -> int:
+    """Returns the checksum for a frame on a connection: 0 if the connection authenticates bytes."""
+    return 0 if connection.authenticates else checksum(views)
 
 
 def checksum(views: Sequence[memoryview]) -> int:
@@ -30,67 +39,191 @@ def checksum(views: Sequence[memoryview]) -> int:
     return state.intdigest()
 
 
-def limit_waits(connection: socket.socket, seconds: float) -> None:
-    """Sets a time-out for each call of a blocking socket. A late call raises `BlockingIOError`.
+class Connection:
+    """Blocking stream socket with an optional deadline. One thread uses it at a time.
 
-    `socket.settimeout` would make the socket non-blocking. Then each call would transfer only the
-    bytes that fit the socket's buffer.
+    Another thread may call `shutdown`, which ends a call that waits. All methods that send or
+    receive raise OSError: `BlockingIOError` after the deadline or the idle limit,
+    `ConnectionResetError` if the peer has closed the connection.
     """
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        _limit(connection, option, seconds)
 
+    authenticates = False
+    """Whether the connection detects bytes that were changed on the way."""
 
-class Deadline:
-    """Deadline of several calls on one blocking connection."""
-
-    def __init__(self, connection: socket.socket, seconds: float) -> None:
-        self.at = time.monotonic() + seconds
-        """Time of the monotonic clock, in seconds."""
-        self._connection = connection
+    def __init__(self, sock: socket.socket, idle_seconds: float | None = None) -> None:
+        """`idle_seconds` limits each wait of a connection without a deadline."""
+        self.socket = sock
+        self._idle_seconds = idle_seconds
+        self._deadline: float | None = None
         self._limits: dict[int, float] = {}
+        self.set_deadline(None)
 
-    def limit(self, option: int) -> None:
+    def set_deadline(self, seconds: float | None) -> None:
+        """Sets the time that all later calls may take together; None: the idle limit applies."""
+        self._limits.clear()
+        if seconds is not None:
+            self._deadline = time.monotonic() + seconds
+            return
+        self._deadline = None
+        # `settimeout` would make the socket non-blocking. Then each call would transfer only the
+        # bytes that fit the socket's buffer.
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            _limit(self.socket, option, self._idle_seconds or 0)  # 0 means no limit
+
+    def send(self, pieces: Sequence[bytes | memoryview]) -> None:
+        """Sends all bytes of all pieces."""
+        left = [memoryview(piece) for piece in pieces]
+        while left:
+            self._prepare_wait(socket.SO_SNDTIMEO)
+            sent = self.socket.sendmsg(left[:_MAX_PIECES])
+            while left and sent >= left[0].nbytes:
+                sent -= left.pop(0).nbytes
+            if sent:
+                left[0] = left[0][sent:]
+
+    def receive(self, views: Sequence[memoryview]) -> None:
+        """Fills all views."""
+        left = list(views)
+        while left:
+            self._prepare_wait(socket.SO_RCVTIMEO)
+            received = self.socket.recvmsg_into(left[:_MAX_PIECES], 0, socket.MSG_WAITALL)[0]
+            if not received:
+                raise ConnectionResetError("the peer has closed the connection")
+            while left and received >= left[0].nbytes:
+                received -= left.pop(0).nbytes
+            if received:
+                left[0] = left[0][received:]
+
+    def read(self, nbytes: int) -> bytes:
+        """Receives `nbytes`."""
+        data = bytearray(nbytes)
+        if nbytes:
+            self.receive([memoryview(data)])
+        return bytes(data)
+
+    def peek(self, nbytes: int) -> bytes:
+        """Returns the next bytes, which stay in the socket; fewer if the connection ends."""
+        self._prepare_wait(socket.SO_RCVTIMEO)
+        return self.socket.recv(nbytes, socket.MSG_PEEK | socket.MSG_WAITALL)
+
+    def is_readable(self) -> bool:
+        """Returns whether bytes, or the end of the connection, have arrived."""
+        # `select` would fail for descriptors above 1023, which engines reach.
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def shutdown(self) -> None:
+        """Ends the connection, and calls of other threads that wait for it."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def _prepare_wait(self, option: int) -> None:
         """Limits the next call to the time left, or up to 1/9 more.
 
-        `option` is SO_RCVTIMEO or SO_SNDTIMEO. The kernel applies its limit to each single call,
-        and a slow peer causes many calls. So the limit must shrink. The limit is set again only
-        when the time left has shrunk by a tenth, because setting it costs as much as a call. Raises
-        `BlockingIOError` after the deadline.
+        `option` is SO_RCVTIMEO or SO_SNDTIMEO. The kernel limits each call, and a slow peer causes
+        many calls. The limit is set again only when the time left has shrunk by a tenth, because
+        setting it costs as much as a call. Raises `BlockingIOError` after the deadline.
         """
-        left = self.at - time.monotonic()
+        if self._deadline is None:
+            return
+        left = self._deadline - time.monotonic()
         if left < _SHORTEST_SECONDS:  # zero microseconds mean no limit
             raise BlockingIOError("the deadline has passed")
         if left <= 0.9 * self._limits.get(option, math.inf):
-            _limit(self._connection, option, left)
+            _limit(self.socket, option, left)
             self._limits[option] = left
 
 
-def send(connection: socket.socket, pieces: Sequence[bytes | memoryview], deadline: Deadline | None = None) -> None:
-    """Sends all bytes. Raises OSError, after the deadline `BlockingIOError`."""
-    left = [memoryview(piece) for piece in pieces]
-    while left:
-        if deadline is not None:
-            deadline.limit(socket.SO_SNDTIMEO)
-        sent = connection.sendmsg(left[:_MAX_PIECES])
-        while left and sent >= left[0].nbytes:
-            sent -= left.pop(0).nbytes
-        if sent:
-            left[0] = left[0][sent:]
+class TlsConnection(Connection):
+    """Connection with TLS. `handshake` must be called first.
 
+    TLS records pass through memory buffers. So one system call transfers many records, where
+    `ssl.SSLSocket` makes one or two system calls for each record of 16 KiB.
+    """
 
-def receive(connection: socket.socket, views: Sequence[memoryview], deadline: Deadline | None = None) -> None:
-    """Fills all views. Raises what `send` raises, and ConnectionError if the peer has closed."""
-    left = list(views)
-    while left:
-        if deadline is not None:
-            deadline.limit(socket.SO_RCVTIMEO)
-        received = connection.recvmsg_into(left[:_MAX_PIECES], 0, socket.MSG_WAITALL)[0]
+    authenticates = True
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        context: ssl.SSLContext,
+        *,
+        server_hostname: str | None = None,
+        idle_seconds: float | None = None,
+    ) -> None:
+        """`server_hostname`: the name to verify, for a client; None for a server."""
+        super().__init__(sock, idle_seconds)
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(
+            self._incoming, self._outgoing, server_side=server_hostname is None, server_hostname=server_hostname
+        )
+        self._buffer = memoryview(bytearray(_TLS_CHUNK_BYTES))
+
+    def handshake(self) -> None:
+        """Performs the handshake. Raises OSError, for example `ssl.SSLError`.
+
+        The peer must agree on an application protocol (ALPN).
+        """
+        while True:
+            try:
+                self._tls.do_handshake()
+            except ssl.SSLWantReadError:
+                self._flush()
+                self._fill()
+            except ssl.SSLError:
+                self._flush()  # the alert tells the peer the cause
+                raise
+            else:
+                self._flush()
+                break
+        if self._tls.selected_alpn_protocol() is None:
+            raise ssl.SSLError("the peer does not offer the same application protocol")
+
+    @property
+    def peer_certificate(self) -> Mapping[str, Any]:
+        """The peer's verified certificate as `ssl.SSLSocket.getpeercert` returns it, or {}."""
+        return self._tls.getpeercert() or {}
+
+    def send(self, pieces: Sequence[bytes | memoryview]) -> None:
+        for piece in pieces:
+            left = memoryview(piece)
+            while left:
+                left = left[self._tls.write(left[:_TLS_CHUNK_BYTES]) :]
+                if self._outgoing.pending >= _TLS_CHUNK_BYTES:
+                    self._flush()
+        self._flush()
+
+    def receive(self, views: Sequence[memoryview]) -> None:
+        for view in views:
+            left = view
+            while left:
+                try:
+                    received: Any = self._tls.read(left.nbytes, left)  # the number of bytes
+                except ssl.SSLWantReadError:
+                    self._fill()
+                    continue
+                if not received:
+                    raise ConnectionResetError("the peer has closed the connection")
+                left = left[received:]
+
+    def is_readable(self) -> bool:
+        return bool(self._tls.pending() or self._incoming.pending) or super().is_readable()
+
+    def _flush(self) -> None:
+        if self._outgoing.pending:
+            super().send([self._outgoing.read()])
+
+    def _fill(self) -> None:
+        """Receives the bytes that have arrived; waits for the first of them."""
+        self._prepare_wait(socket.SO_RCVTIMEO)
+        received = self.socket.recv_into(self._buffer)
         if not received:
             raise ConnectionResetError("the peer has closed the connection")
-        while left and received >= left[0].nbytes:
-            received -= left.pop(0).nbytes
-        if received:
-            left[0] = left[0][received:]
+        self._incoming.write(self._buffer[:received])
 
 
 def _limit(connection: socket.socket, option: int, seconds: float) -> None:
@@ -102,3 +235,5 @@ _ADDRESS_SPACE = memoryview((ctypes.c_char * sys.maxsize).from_address(0)).cast(
 _SHORTEST_SECONDS = 1e-5
 _MAX_PIECES = 512
 """Maximum number of pieces per call. The kernel accepts at most 1024 (IOV_MAX)."""
+_TLS_CHUNK_BYTES = 64 << 10
+"""Bytes of TLS records per system call. Bounds what a peer can send before the handshake."""

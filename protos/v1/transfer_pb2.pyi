@@ -65,16 +65,20 @@ class LocateRequest(_message.Message):
     def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., store_id: _Optional[int] = ...) -> None: ...
 
 class LocateResponse(_message.Message):
-    __slots__ = ("port", "socket_suffix", "received_bytes", "plain_port")
+    __slots__ = ("port", "socket_suffix", "received_bytes", "plain_port", "socket_port", "unix_suffix")
     PORT_FIELD_NUMBER: _ClassVar[int]
     SOCKET_SUFFIX_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     PLAIN_PORT_FIELD_NUMBER: _ClassVar[int]
+    SOCKET_PORT_FIELD_NUMBER: _ClassVar[int]
+    UNIX_SUFFIX_FIELD_NUMBER: _ClassVar[int]
     port: int
     socket_suffix: str
     received_bytes: int
     plain_port: int
-    def __init__(self, port: _Optional[int] = ..., socket_suffix: _Optional[str] = ..., received_bytes: _Optional[int] = ..., plain_port: _Optional[int] = ...) -> None: ...
+    socket_port: int
+    unix_suffix: str
+    def __init__(self, port: _Optional[int] = ..., socket_suffix: _Optional[str] = ..., received_bytes: _Optional[int] = ..., plain_port: _Optional[int] = ..., socket_port: _Optional[int] = ..., unix_suffix: _Optional[str] = ...) -> None: ...
 
 class RegisterDeviceBuffersRequest(_message.Message):
     __slots__ = ("session", "device_uuid", "origin", "allocations", "groups", "event_handles")

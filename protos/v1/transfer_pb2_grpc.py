@@ -30,9 +30,8 @@ class TransferServiceStub(object):
 
     The parts of one store or load form one sequence of bytes: part after part, in the order of the
     items. A frame is a contiguous piece of that sequence. Frames MAY arrive in any order. A frame
-    MAY contain bytes of several parts. In every frame `payload` is the last field. So client and
-    server can send and receive the payload without a protobuf copy
-    (`kvtier/protos/wire/grpc_frames.py`).
+    MAY contain bytes of several parts. The socket protocol (`docs/wire.md`) serves Push and Pull
+    faster, with frames of its own.
     """
 
     def __init__(self, channel):
@@ -83,9 +82,8 @@ class TransferServiceServicer(object):
 
     The parts of one store or load form one sequence of bytes: part after part, in the order of the
     items. A frame is a contiguous piece of that sequence. Frames MAY arrive in any order. A frame
-    MAY contain bytes of several parts. In every frame `payload` is the last field. So client and
-    server can send and receive the payload without a protobuf copy
-    (`kvtier/protos/wire/grpc_frames.py`).
+    MAY contain bytes of several parts. The socket protocol (`docs/wire.md`) serves Push and Pull
+    faster, with frames of its own.
     """
 
     def Push(self, request_iterator, context):
@@ -110,13 +108,13 @@ class TransferServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Locate(self, request, context):
-        """Returns further addresses of Push and Pull, and how many bytes of a store the server has
-        received.
+        """Returns the addresses of the socket protocol, a faster path for calls, Push and Pull, and how
+        many bytes of a store the server has received.
 
-        The server may run Push and Pull in a separate process, the bulk process, so that other calls
-        do not wait for transfers. The first call of Locate starts the bulk process, so the first
-        response may have no address. Later responses may have another address. A client that cannot
-        reach the bulk process uses the server's own endpoint.
+        The bulk process, a separate process of the server, serves the streams of this protocol. So
+        other calls do not wait for transfers. The first call of Locate starts the bulk process, so the
+        first response may have no address. Later responses may have another address. A client that
+        cannot use these addresses uses the gRPC endpoint.
 
         Errors: STORE_NOT_FOUND, NOT_OWNER, UNKNOWN_SESSION, STALE_EPOCH. May be retried.
         """
@@ -228,9 +226,8 @@ class TransferService(object):
 
     The parts of one store or load form one sequence of bytes: part after part, in the order of the
     items. A frame is a contiguous piece of that sequence. Frames MAY arrive in any order. A frame
-    MAY contain bytes of several parts. In every frame `payload` is the last field. So client and
-    server can send and receive the payload without a protobuf copy
-    (`kvtier/protos/wire/grpc_frames.py`).
+    MAY contain bytes of several parts. The socket protocol (`docs/wire.md`) serves Push and Pull
+    faster, with frames of its own.
     """
 
     @staticmethod

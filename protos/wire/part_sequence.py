@@ -6,7 +6,10 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-__all__ = ["PartSequence"]
+__all__ = ["FRAME_BYTES", "PartSequence"]
+
+FRAME_BYTES = 1 << 20
+"""Default number of bytes in a frame. Its copies fit into the cache of a processor."""
 
 
 class PartSequence:

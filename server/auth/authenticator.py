@@ -9,13 +9,14 @@ from typing import Any
 
 import grpc
 
+from ...protos.wire.socket_frames import CALLS_PROTOCOL
 from ..config.schema import Config
 from ..refused import Refused
 from ..telemetry.logs import get_logger
 from .audit_log import AuditLog
 from .rate_limits import RateLimiters
 from .roles import CALLER, OWNER, Identity, is_public, require_role
-from .tls import TlsError, server_credentials
+from .tls import ServerContext, TlsError, server_credentials
 from .tokens import TokensError, read_token_file
 
 __all__ = ["AccessControl", "AccessError", "Authenticator", "peer_credentials"]
@@ -94,6 +95,8 @@ class Authenticator:
                 return
             token, names, is_local = peer_credentials(context)
             caller = self.identify(token, names, is_local=is_local)
+        elif not self.is_still_valid(caller):
+            raise Refused("UNAUTHENTICATED", "the token of the connection is no longer valid")
         CALLER.set(caller)
         require_role(method, caller)
 
@@ -138,7 +141,15 @@ class AccessControl:
                 if tls.cert is not None and tls.key is not None
                 else None
             )
+            """Credentials of the gRPC endpoints over TCP; None without TLS."""
             self.authenticator = Authenticator(config) if config.authenticates else None
+            self.tls: ServerContext | None = (
+                ServerContext(
+                    str(tls.cert), str(tls.key), str(tls.client_ca) if tls.client_ca else None, CALLS_PROTOCOL
+                )
+                if tls.cert is not None and tls.key is not None
+                else None
+            )
         except (TlsError, TokensError) as error:
             raise AccessError(str(error)) from None
         self.audit_log = AuditLog(logs_reads=self.authenticator is not None)

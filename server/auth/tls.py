@@ -19,7 +19,7 @@ import grpc
 
 from ...protos.credentials import PemError, check_certificates, check_pair
 
-__all__ = ["TlsError", "TlsFiles", "read_files", "server_credentials"]
+__all__ = ["ServerContext", "TlsError", "TlsFiles", "certificate_names", "read_files", "server_credentials"]
 
 _log = logging.getLogger(__name__)
 _DATES = (9, 10)  # OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and _HAS_EXPIRED
@@ -73,14 +73,62 @@ def server_credentials(cert: str, key: str, client_ca: str | None) -> grpc.Serve
     if key and certificate do not match.
     """
     files = _Files(cert, key, client_ca)
-    changed: Any = files.changed  # returns None for "unchanged", which grpc's types do not allow
+
+    def changed() -> Any:  # None for "unchanged", which grpc's types do not allow
+        loaded = files.load_changed()
+        return None if loaded is None else _grpc_configuration(loaded)
+
     return grpc.dynamic_ssl_server_credentials(
-        files.load(), changed, require_client_authentication=client_ca is not None
+        _grpc_configuration(files.load()), changed, require_client_authentication=client_ca is not None
     )
 
 
+def _grpc_configuration(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(files.key, files.cert)], root_certificates=files.client_ca)
+
+
+class ServerContext:
+    """TLS 1.3 context of the socket protocol. Thread-safe.
+
+    The context is built again when the PEM files change.
+    """
+
+    def __init__(self, cert: str, key: str, client_ca: str | None, protocol: str) -> None:
+        """`protocol`: the only application protocol (ALPN). Raises `TlsError`."""
+        self._paths = cert, key, client_ca
+        self._protocol = protocol
+        self._files = _Files(cert, key, client_ca)
+        self._files.load()
+        self._context = self._build()
+
+    def current(self) -> ssl.SSLContext:
+        if self._files.load_changed() is not None:
+            try:
+                self._context = self._build()
+            except (OSError, ssl.SSLError) as error:  # the files have changed again since the check
+                _log.warning("a new certificate cannot be used yet: %s", error)
+        return self._context
+
+    def _build(self) -> ssl.SSLContext:
+        cert, key, client_ca = self._paths
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.set_alpn_protocols([self._protocol])
+        context.load_cert_chain(cert, key)
+        if client_ca is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_verify_locations(client_ca)
+        return context
+
+
+def certificate_names(certificate: Mapping[str, Any]) -> list[str]:
+    """Returns the common name and the alternative names of a peer's certificate."""
+    names = [value for part in certificate.get("subject", ()) for kind, value in part if kind == "commonName"]
+    return names + [value for _, value in certificate.get("subjectAltName", ())]
+
+
 class _Files:
-    """Paths of the PEM files, and the version in use. gRPC calls `changed` on its own threads."""
+    """The files and their version in use. Thread-safe: gRPC calls `load_changed` on its threads."""
 
     def __init__(self, cert: str, key: str, client_ca: str | None) -> None:
         self._cert = cert
@@ -89,7 +137,7 @@ class _Files:
         self._lock = threading.Lock()
         self._loaded: Sequence[tuple[int, ...]] = ()
 
-    def load(self) -> grpc.ServerCertificateConfiguration:
+    def load(self) -> TlsFiles:
         try:
             self._loaded = self._versions()
         except OSError as error:
@@ -97,9 +145,9 @@ class _Files:
         read = read_files(self._cert, self._key, self._client_ca)
         if read.out_of_date:
             _log.warning("clients will refuse the certificate %s: %s", self._cert, read.out_of_date)
-        return grpc.ssl_server_certificate_configuration([(read.key, read.cert)], root_certificates=read.client_ca)
+        return read
 
-    def changed(self) -> grpc.ServerCertificateConfiguration | None:
+    def load_changed(self) -> TlsFiles | None:
         """Returns the contents if the files have changed and can be used, otherwise None."""
         with self._lock:
             try:

@@ -8,7 +8,6 @@ over a socket pair for the slots of a store or a lease. It reports progress and 
 | `messages` | both | messages between server and child |
 | `broker` | the server | grants slots to streams and tracks which streams may still write |
 | `supervisor` | the server | starts and restarts the child |
-| `main` | the child | entry point: listens until the server ends |
 | `broker_client` | the child | sends requests to the broker |
-| `grpc_streams`, `tcp_streams` | the child | Push and Pull |
+| `streams` | the child | entry point; Push and Pull over the socket protocol |
 """

@@ -28,7 +28,7 @@ from ..rpc.sessions import OpenSession, SessionRegistry
 from ..rpc.writers import Writers
 from ..runtime import TierRuntime
 from ..telemetry.metrics import Metrics
-from .messages import Begin, Committed, Damaged, Detached, End, Granted, Moved, Refusal, ToChild
+from .messages import Begin, Caller, Committed, Damaged, Detached, End, Granted, Greeting, Moved, Refusal, ToChild
 
 __all__ = ["BulkBroker", "ReceivedOffsets"]
 
@@ -69,7 +69,7 @@ class BulkBroker:
         authenticator: Authenticator | None = None,
         audit: AuditLog | None = None,
     ) -> None:
-        """`authenticator` checks the callers of gRPC streams; `audit` records refused streams."""
+        """`authenticator` checks the clients' credentials; `audit` records refused streams."""
         self.received = ReceivedOffsets(lambda: {store.id for store in runtime.core.stores()})
         self._runtime = runtime
         self._core = runtime.core
@@ -80,11 +80,7 @@ class BulkBroker:
         self.writers = writers
         self._observe = metrics.observe_rpc
         self._count_refused = metrics.refused
-        self._counters = {
-            (transport, push): metrics.transfer(transport, "in" if push else "out")
-            for transport in ("grpc-bulk", "tcp")
-            for push in (True, False)
-        }
+        self._counters = {push: metrics.transfer("tcp", "in" if push else "out") for push in (True, False)}
         self._damaged = metrics.mismatches("grpc")
         self._streams: dict[int, _Stream] = {}
         self._send: Callable[[ToChild], None] = lambda _: None
@@ -99,7 +95,10 @@ class BulkBroker:
             self._observe(_METHODS[stream.push], "UNAVAILABLE", self._runtime.now() - stream.began_at)
             self._remove(stream)
 
-    def handle(self, message: Begin | Moved | Damaged | Detached | End) -> None:
+    def handle(self, message: Greeting | Begin | Moved | Damaged | Detached | End) -> None:
+        if isinstance(message, Greeting):
+            self._greet(message)
+            return
         if isinstance(message, Begin):
             self._begin(message)
             return
@@ -128,39 +127,50 @@ class BulkBroker:
             if stream.ref.session_id == session_id:
                 self._refuse(stream, "UNKNOWN_SESSION", "the session has ended")
 
+    def _greet(self, message: Greeting) -> None:
+        try:
+            self._authenticate(message.caller)
+        except Refused as error:
+            self._record_refusal(_METHODS[True], message.caller, error)
+            self._send(Refusal(message.stream, error.reason, str(error)))
+        else:
+            self._send(Committed(message.stream, completed=True))
+
     def _begin(self, message: Begin) -> None:
-        ref = common_pb2.SessionRef(session_id=message.session_id, epoch=message.epoch)
-        moved = self._counters[message.transport, message.push]
+        caller = message.caller
+        ref = common_pb2.SessionRef(session_id=caller.session_id, epoch=caller.epoch)
+        moved = self._counters[message.push]
         stream = _Stream(message.stream, message.push, ref, message.target, self._runtime.now(), moved)
         self._streams[message.stream] = stream
         try:
-            opened = self._sessions.find(ref)
+            opened = self._authenticate(caller, _METHODS[message.push])
             stream.limiter = opened.limiter
-            session = self._admit(message, opened)
-            granted = self._grant_push(stream, session) if message.push else self._grant_pull(message, session)
+            self._sessions.count_call(opened)
+            if opened.limiter is not None:
+                opened.limiter.check_stream()
+            granted = self._grant_push(stream, opened.core) if message.push else self._grant_pull(message, opened.core)
         except (CoreError, Refused) as error:
-            if self._audit is not None:
-                client = self._sessions.name_of(message.session_id)
-                self._audit.record_refusal(_METHODS[message.push], None, error.reason, client)
+            self._record_refusal(_METHODS[message.push], caller, error)
             self._refuse(stream, error.reason, str(error))
             return
-        opened.transport = "grpc" if message.transport == "grpc-bulk" else message.transport
+        opened.transport = "tcp"
         self._send(granted)
 
-    def _admit(self, message: Begin, session: OpenSession) -> EngineSession:
-        """Checks role and tenant of the client, and the tenant's rate limit. Raises `Refused`."""
-        if self._authenticator is not None:
-            caller = session.identity
-            if message.transport == "grpc-bulk":
-                caller = self._authenticator.identify(message.token, message.names, is_local=message.is_local)
-                if caller.tenant not in (None, session.core.tenant):
-                    raise Refused("WRONG_TENANT", "the session is another tenant's")
-            require_role(_METHODS[message.push].lstrip("/"), caller)
-            require_role(_METHODS[message.push].lstrip("/"), session.identity)
-        self._sessions.count_call(session)
-        if session.limiter is not None:
-            session.limiter.check_stream()
-        return session.core
+    def _authenticate(self, caller: Caller, method: str = "") -> OpenSession:
+        """Checks session, credentials and tenant, and the roles for `method`. Raises `Refused`."""
+        ref = common_pb2.SessionRef(session_id=caller.session_id, epoch=caller.epoch)
+        if self._authenticator is None:
+            return self._sessions.find(ref)
+        identity = self._authenticator.identify(caller.token, caller.names, is_local=caller.is_local)
+        session = self._sessions.find(ref, identity)
+        if method:
+            require_role(method.lstrip("/"), identity)
+            require_role(method.lstrip("/"), session.identity)
+        return session
+
+    def _record_refusal(self, method: str, caller: Caller, error: CoreError | Refused) -> None:
+        if self._audit is not None:
+            self._audit.record_refusal(method, None, error.reason, self._sessions.name_of(caller.session_id))
 
     def _grant_push(self, stream: _Stream, session: EngineSession) -> Granted:
         store = self._core.renew_store(session, StoreId(stream.target), self._new_expiry())

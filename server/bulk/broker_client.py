@@ -14,17 +14,18 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from ...protos.v1 import common_pb2
 from ..process.child_main import Channel
 from ..refused import Refused
 from .messages import (
     Begin,
+    Caller,
     Committed,
     Damaged,
     Detached,
     End,
     FromChild,
     Granted,
+    Greeting,
     Listening,
     Moved,
     Refusal,
@@ -58,19 +59,15 @@ class Stream:
         self,
         broker: BrokerClient,
         number: int,
-        transport: str,
-        interrupt: Callable[[], object],
+        caller: Caller,
         abort: Callable[[], object],
     ) -> None:
-        """`interrupt` unblocks a thread that holds `touching`. `abort` ends the stream."""
+        """`abort` ends the stream's connection, and so unblocks a thread that holds `touching`."""
         self.number = number
-        self.transport = transport
         self.received = 0
         """Bytes of all frames so far; repeated bytes count again."""
         self.abort = abort
-        self.credentials: tuple[str | None, list[str], bool] = (None, [], True)
-        """Bearer token, certificate names, and whether the client came over a Unix socket."""
-        self._interrupt = interrupt
+        self._caller = caller
         self.slots: Sequence[int] = ()
         self.sizes: Sequence[int] = ()
         self.touching = threading.Lock()
@@ -94,21 +91,14 @@ class Stream:
         if self._refusal is not None:
             raise Refused(self._refusal.reason, self._refusal.text)
 
-    def begin(self, ref: common_pb2.SessionRef, target: int, items: Sequence[int] | None = None) -> None:
+    def greet(self) -> None:
+        """Asks the server to accept the connection. Raises `Refused`."""
+        self._broker.send(Greeting(self.number, self._caller))
+        self._wait()
+
+    def begin(self, target: int, items: Sequence[int] | None = None) -> None:
         """Requests the slots of a store, or of the `items` of a lease. Raises `Refused`."""
-        push = items is None
-        self._broker.send(
-            Begin(
-                self.number,
-                push,
-                ref.session_id,
-                ref.epoch,
-                target,
-                self.transport,
-                list(items or ()),
-                *self.credentials,
-            )
-        )
+        self._broker.send(Begin(self.number, self._caller, items is None, target, list(items or ())))
         answer = self._wait()
         if isinstance(answer, Granted):
             self.slots, self.sizes = answer.slots, answer.sizes
@@ -148,7 +138,7 @@ class Stream:
         if isinstance(message, Refusal):
             self._refusal = message
             if self.touching.locked():
-                self._interrupt()
+                self.abort()
             with self.touching:  # waits until the stream no longer accesses the region
                 pass
         with self._changed:
@@ -192,17 +182,15 @@ class BrokerClient:
                 return message
         os._exit(0)  # the server has ended
 
-    def start(self, port: int, tcp_port: int) -> None:
-        """Reports the ports, then starts the reading thread and one that ends slow streams."""
-        self.send(Listening(port, tcp_port))
+    def start(self, port: int) -> None:
+        """Reports the TCP port, then starts the reading thread and one that ends slow streams."""
+        self.send(Listening(port))
         threading.Thread(target=self._watch, name="kvtier-pace", daemon=True).start()
         threading.Thread(target=self._run, name="kvtier-broker", daemon=True).start()
 
-    def open(
-        self, transport: str, abort: Callable[[], object], interrupt: Callable[[], object] = lambda: None
-    ) -> Stream:
-        """Returns a new stream; call `close` when it has ended. See `Stream` for the callbacks."""
-        stream = Stream(self, next(self._numbers), transport, interrupt, abort)
+    def open(self, caller: Caller, abort: Callable[[], object]) -> Stream:
+        """Returns a new stream; call `close` when it has ended. For `abort` see `Stream`."""
+        stream = Stream(self, next(self._numbers), caller, abort)
         self._streams[stream.number] = stream
         return stream
 

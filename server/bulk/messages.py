@@ -8,12 +8,14 @@ import msgspec
 
 __all__ = [
     "Begin",
+    "Caller",
     "Committed",
     "Damaged",
     "Detached",
     "End",
     "FromChild",
     "Granted",
+    "Greeting",
     "Listening",
     "Moved",
     "Refusal",
@@ -30,26 +32,18 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Setup(_Message, frozen=True):
-    """First message of the server: endpoints and region."""
+    """First message of the server: listening addresses and region."""
 
     region_bytes: int
     hosts: tuple[str, ...]
-    """Hosts to listen on, all with one port."""
+    """Hosts to listen on, all with one port; empty without TCP."""
     port: int
-    """gRPC port to try first; 0 for any."""
+    """TCP port to try first; 0 for any."""
     any_port: bool
     """Whether another port may be used instead."""
-    tcp: bool
-    """Whether to serve raw TCP streams."""
-    tcp_port: int
-    """TCP port to try first; 0 for any."""
-    any_tcp_port: bool
-    paths: tuple[str, ...]
-    """Unix sockets to listen on."""
     max_frame_bytes: int
-    max_message_bytes: int
     tls: tuple[str, str, str] | None = None
-    """Files of certificate, key and client CA ("" for none); gRPC uses TLS if set."""
+    """Files of certificate, key and client CA ("" for none); TCP connections use TLS if set."""
 
 
 class Granted(_Message, frozen=True):
@@ -69,38 +63,45 @@ class Refusal(_Message, frozen=True):
 
 
 class Committed(_Message, frozen=True):
-    """Answer to an `End` with `complete`."""
+    """Positive answer to a `Greeting`, and answer to an `End` with `complete`."""
 
     stream: int
     completed: bool
 
 
 class Listening(_Message, frozen=True):
-    """First message of the child: its ports (0 for none)."""
+    """First message of the child: its TCP port (0 for none)."""
 
     port: int
-    """gRPC port."""
-    tcp_port: int
-    """Port of the raw TCP streams."""
+
+
+class Caller(msgspec.Struct, frozen=True, array_like=True):
+    """Session that a connection belongs to, and the credentials of its client."""
+
+    session_id: bytes
+    epoch: int
+    token: str | None
+    names: list[str]
+    """Names in the client's certificate."""
+    is_local: bool
+    """Whether the client came over a Unix socket."""
+
+
+class Greeting(_Message, frozen=True):
+    """Asks whether a new connection is accepted. The answer is Committed or Refusal."""
+
+    stream: int
+    caller: Caller
 
 
 class Begin(_Message, frozen=True):
     """Asks to write to a store, or to read items of a lease."""
 
     stream: int
+    caller: Caller
     push: bool
-    session_id: bytes
-    epoch: int
     target: int
-    transport: str
-    """Label of the transport in metrics."""
-    items: list[int] = []
-    token: str | None = None
-    """The client's token; None for raw TCP streams, which only the session id authorizes."""
-    names: list[str] = []
-    """Names in the client's certificate."""
-    is_local: bool = True
-    """Whether the client came over a Unix socket."""
+    items: list[int]
 
 
 class Moved(_Message, frozen=True):
@@ -139,7 +140,7 @@ class End(_Message, frozen=True):
 
 
 ToChild: TypeAlias = Setup | Granted | Refusal | Committed
-FromChild: TypeAlias = Listening | Begin | Moved | Damaged | Detached | End
+FromChild: TypeAlias = Listening | Greeting | Begin | Moved | Damaged | Detached | End
 
 _encoder = msgspec.msgpack.Encoder()
 _to_child = msgspec.msgpack.Decoder(ToChild)

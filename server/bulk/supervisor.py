@@ -3,70 +3,73 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from ...cuda.host.region import HostRegion
-from ...protos.wire.attach import REQUEST_BYTES
 from ..config.schema import Config
 from ..process.child import Child, RestartBackoff
 from ..telemetry.logs import get_logger
 from .broker import BulkBroker
 from .messages import Listening, Setup, ToChild, decode_from_child, encode
 
-__all__ = ["SOCKET_SUFFIX", "BulkProcess"]
-
-SOCKET_SUFFIX = ".bulk"
-"""The path of the child's Unix socket is the server's path with this suffix."""
+__all__ = ["BulkProcess"]
 
 _log = get_logger(__name__)
 
+_HANDOVER_BYTES = 16
 _END_SECONDS = 1.0
 """Half of a client's call timeout, so that `CompleteStore` succeeds even if the child hangs."""
-
-
-def _allows_tcp(config: Config) -> bool:
-    """Whether raw TCP is offered: not with TLS, because it is unencrypted and has no tokens."""
-    return config.bulk.tcp and config.tls.cert is None
 
 
 class BulkProcess:
     """The child process, if it runs. `close` ends it."""
 
     def __init__(
-        self, region: HostRegion, config: Config, broker: BulkBroker, take_calls: Callable[[socket.socket, bytes], None]
+        self, region: HostRegion, config: Config, broker: BulkBroker, take_calls: Callable[[socket.socket], None]
     ) -> None:
-        """`take_calls` gets connections to the child that are for calls, and their first bytes."""
+        """`take_calls` gets the connections for calls that the child has accepted."""
         self.received = broker.received
         self._region = region
-        self._limits = config.limits
+        self._frame_bytes = config.limits.max_frame_bytes
         self._settings = config.bulk
-        self._offers_tcp = _allows_tcp(config)
-        self._hosts = tuple(endpoint.host for endpoint in config.endpoints if not endpoint.is_unix)
-        self._paths = tuple(f"{endpoint.path}{SOCKET_SUFFIX}" for endpoint in config.endpoints if endpoint.is_unix)
+        self._hosts = tuple(each.host for each in config.endpoints if not each.is_unix and config.bulk.tcp)
         tls = config.tls
         self._tls = (str(tls.cert), str(tls.key), str(tls.client_ca or "")) if tls.cert is not None else None
         self._broker = broker
         self._take_calls = take_calls
         self._task: asyncio.Task[None] | None = None
         self._child: Child | None = None
-        self._listening = False
-        self._port = self._tcp_port = 0
+        self._handover: socket.socket | None = None
+        """Connected to the child while the child serves."""
+        self._port = 0
 
-    def endpoints(self) -> tuple[int, int, str]:
-        """Starts the child if needed; returns its ports for gRPC and TCP, and its socket suffix."""
+    def locate(self) -> int | None:
+        """Starts the child if needed. Returns its TCP port (0 for none); None until it is ready."""
         if self._task is None:
             # In an empty context, because the task does not belong to the call that starts it.
             self._task = asyncio.get_running_loop().create_task(self._run(), context=contextvars.Context())
-        suffix = SOCKET_SUFFIX if self._paths else ""
-        return (self._port, self._tcp_port, suffix) if self._listening else (0, 0, "")
+        return self._port if self._handover is not None else None
+
+    def serve_streams(self, connection: socket.socket, hello: bytes) -> bool:
+        """Passes a Unix connection for streams to the child; returns False if that is not possible.
+
+        The caller keeps and closes its own descriptor.
+        """
+        if self._handover is None:
+            return False
+        try:
+            socket.send_fds(self._handover, [hello], [connection.fileno()])
+        except OSError as error:  # such as a full buffer; the client then uses gRPC
+            _log.warning("cannot pass a connection to the bulk process", error=str(error))
+            return False
+        return True
 
     async def end_writers(self, store_id: int) -> None:
         """Ends streams that write to a store; kills the child if they do not end in a second."""
@@ -103,64 +106,52 @@ class BulkProcess:
             with theirs:
                 fds = [self._region.fd, theirs.fileno()]
                 self._child = child = await Child.start(
-                    "kvtier.server.bulk.main", [str(fd) for fd in fds], fds, self._take
+                    "kvtier.server.bulk.streams", [str(fd) for fd in fds], fds, partial(self._take, ours)
                 )
             ours.setblocking(False)
             loop.add_reader(ours, self._take_over, ours)
             try:
-                await self._serve(child)
+                await self._serve(child, ours)
             finally:
                 loop.remove_reader(ours)
 
-    async def _serve(self, child: Child) -> None:
+    async def _serve(self, child: Child, handover: socket.socket) -> None:
         try:
             self._send(self._setup())
             self._broker.connected(self._send)
             await child.hung_up()
         finally:
-            self._child = None
-            self._listening = False
+            self._child = self._handover = None
             # The child must have ended before the broker frees the slots for other stores.
             child.kill()
             await asyncio.shield(child.close(_END_SECONDS))
             self._broker.disconnected()
-            self._unlink()
 
     def _setup(self) -> Setup:
         return Setup(
             region_bytes=self._region.size_bytes,
             hosts=self._hosts,
-            port=self._settings.grpc_port or self._port,
-            any_port=not self._settings.grpc_port,
-            tcp=self._offers_tcp,
-            tcp_port=self._settings.tcp_port or self._tcp_port,
-            any_tcp_port=not self._settings.tcp_port,
-            paths=self._paths,
-            max_frame_bytes=self._limits.max_frame_bytes,
-            max_message_bytes=self._limits.max_message_bytes,
+            port=self._settings.tcp_port or self._port,
+            any_port=not self._settings.tcp_port,
+            max_frame_bytes=self._frame_bytes,
             tls=self._tls,
         )
 
-    def _unlink(self) -> None:
-        for path in self._paths:
-            with contextlib.suppress(OSError):
-                Path(path).unlink()
-
     def _take_over(self, handover: socket.socket) -> None:
         try:
-            request, descriptors, _, _ = socket.recv_fds(handover, REQUEST_BYTES, 1)
+            message, descriptors, _, _ = socket.recv_fds(handover, _HANDOVER_BYTES, 1)
         except OSError as error:  # such as too many open files; the client then uses gRPC
             _log.warning("cannot take over a connection", error=str(error))
             return
-        if not request:
+        if not message:
             asyncio.get_running_loop().remove_reader(handover)
         for descriptor in descriptors:
-            self._take_calls(socket.socket(fileno=descriptor), request)
+            self._take_calls(socket.socket(fileno=descriptor))
 
-    def _take(self, _: dict[str, Any], payload: bytes) -> None:
+    def _take(self, handover: socket.socket, _: dict[str, Any], payload: bytes) -> None:
         message = decode_from_child(payload)
         if isinstance(message, Listening):
-            self._port, self._tcp_port, self._listening = message.port, message.tcp_port, True
+            self._port, self._handover = message.port, handover
             _log.info("bulk process serves", pid=self._child and self._child.pid, port=message.port)
         else:
             self._broker.handle(message)

@@ -178,16 +178,13 @@ class HandoffConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BulkConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Ports of the bulk process, which transfers blocks for clients without shared memory."""
+    """Bulk process, which transfers blocks for clients without shared memory."""
 
-    tcp: Annotated[
-        bool, _setting("Whether to serve Push and Pull over raw TCP in addition to gRPC. No effect with TLS.")
-    ] = True
+    tcp: Annotated[bool, _setting("Whether to serve the socket protocol over TCP, with TLS if `tls.cert` is set.")] = (
+        True
+    )
     tcp_port: Annotated[
-        int, _setting("Port for raw TCP, on the hosts of `listen`; 0 means any free port.", ge=0, le=65535)
-    ] = 0
-    grpc_port: Annotated[
-        int, _setting("Port for gRPC, on the hosts of `listen`; 0 means any free port.", ge=0, le=65535)
+        int, _setting("TCP port for the socket protocol, on the hosts of `listen`; 0: any.", ge=0, le=65535)
     ] = 0
 
 

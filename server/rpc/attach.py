@@ -1,8 +1,11 @@
-"""Attach socket: passes the region's descriptor to clients on this host, and serves their calls.
+"""Unix socket of the socket protocol: passes the region to local clients, and serves their calls.
 
-A client process keeps its connection open while it can write to the region. When the
-client process ends, the kernel closes the connection, even if the client runs in another container.
-Then the server can reuse the slots of the client's session.
+A client process keeps its connection for the region open while it can write to the region. When the
+process dies, the kernel closes the connection, even if the process runs in another container. Then
+the server can reuse the slots of the session.
+
+Connections for streams go to the bulk process. The bulk process passes TCP connections for calls to
+`AttachServer.adopt`.
 """
 
 from __future__ import annotations
@@ -12,17 +15,37 @@ import itertools
 import os
 import socket
 import struct
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ...protos.wire.attach import REQUEST_BYTES, Purpose, pack_reply, unpack_request
+from ...cuda.host.region import HostRegion
+from ...protos.error_reasons import status_of
+from ...protos.v1 import common_pb2
+from ...protos.wire.socket_frames import (
+    HELLO_BYTES,
+    MAX_TOKEN_BYTES,
+    Hello,
+    Purpose,
+    pack_answer,
+    pack_error,
+    pack_region_answer,
+    unpack_hello,
+)
+from ..auth.authenticator import AccessControl
+from ..auth.roles import Identity
+from ..auth.tls import certificate_names
+from ..refused import Refused
 from ..telemetry.logs import get_logger
+from .new_connections import NewConnections
 from .sessions import SessionRegistry
 from .socket_calls import SocketCallServer
 
-__all__ = ["AttachServer"]
+__all__ = ["SUFFIX", "AttachServer"]
+
+SUFFIX = ".shm"
+"""The path of the socket is that of the first Unix socket for gRPC with this suffix."""
 
 _log = get_logger(__name__)
 
@@ -33,23 +56,28 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
 class AttachServer:
-    """Server of the attach socket. Accepts only processes of the same user or of root.
-
-    Runs on the event loop.
-    """
+    """Server of the Unix socket. Only its owner and root can connect. Runs on the event loop."""
 
     def __init__(
-        self, path: Path, region_fd: int, region_bytes: int, sessions: SessionRegistry, calls: SocketCallServer
+        self,
+        path: Path,
+        region: HostRegion,
+        sessions: SessionRegistry,
+        calls: SocketCallServer,
+        access: AccessControl,
     ) -> None:
         self.path = path
-        self._region_fd = region_fd
-        self._region_bytes = region_bytes
+        self.serve_streams: Callable[[socket.socket, bytes], bool] = lambda _, __: False
+        """Passes a connection for streams to the bulk process; returns whether it could."""
+        self._region = region
         self._sessions = sessions
         self._calls = calls
+        self._access = access
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
         self._listener: socket.socket | None = None
         self._handshakes = 0
+        self._new = NewConnections()
 
     def start(self) -> None:
         """Binds and listens. Replaces the socket of a killed server. Raises `OSError`."""
@@ -92,79 +120,151 @@ class AttachServer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def adopt(self, connection: socket.socket, request: bytes) -> None:
-        """Serves a connection that the bulk process has accepted for calls.
-
-        `request`: the bytes that the bulk process has read from the connection.
-        """
+    def adopt(self, connection: socket.socket) -> None:
+        """Serves a TCP connection for calls that the bulk process has accepted."""
         connection.setblocking(False)
-        self._spawn(self._serve_handed(connection, request))
+        self._spawn(self._serve_remote(connection))
 
-    async def _serve_handed(self, connection: socket.socket, request: bytes) -> None:
+    async def _serve_remote(self, connection: socket.socket) -> None:
         with connection:
             try:
-                purpose, session_id, epoch = unpack_request(request)
-            except ValueError as error:
-                _log.warning("attach refused", error=str(error))
-                return
-            if purpose is not Purpose.CALLS or not await self._serve_calls(connection, session_id, epoch, via_tcp=True):
-                self._refuse(connection)
+                with self._new.counting(connection.getpeername()[0]):
+                    async with asyncio.timeout(_HANDSHAKE_SECONDS):
+                        transport, hello, token = await self._greet(connection)
+            except (OSError, ValueError) as error:
+                _log.warning("a connection for calls was refused", error=str(error) or type(error).__name__)
+            else:
+                await self._serve_calls(transport, hello, token, via_tcp=True)
+
+    async def _greet(self, connection: socket.socket) -> tuple[asyncio.Transport, Hello, str | None]:
+        """Performs the TLS handshake, if TLS is configured, and returns hello and token."""
+        tls = self._access.tls.current() if self._access.tls is not None else None
+        transport, greeting = await asyncio.get_running_loop().connect_accepted_socket(_Greeting, connection, ssl=tls)
+        try:
+            hello, token = await greeting.received
+        except BaseException:
+            transport.abort()
+            raise
+        return transport, hello, token
+
+    def _identify(self, hello: Hello, token: str | None, transport: asyncio.Transport) -> Identity | None:
+        """Returns a remote client's identity, None without authentication. Raises `Refused`."""
+        if hello.purpose is not Purpose.CALLS:
+            raise Refused("INVALID_ARGUMENT", "a connection over TCP serves calls and streams only")
+        tls = transport.get_extra_info("ssl_object")
+        if tls is not None and tls.selected_alpn_protocol() is None:
+            raise Refused("INVALID_ARGUMENT", "the client does not offer the application protocol for calls")
+        if self._access.authenticator is None:
+            return None
+        names = certificate_names(transport.get_extra_info("peercert") or {})
+        caller = self._access.authenticator.identify(token, names, is_local=False)
+        self._sessions.find(common_pb2.SessionRef(session_id=hello.session_id, epoch=hello.epoch), caller)
+        return caller
 
     async def _serve(self, connection: socket.socket) -> None:
         with connection:
             try:
                 self._handshakes += 1
                 try:
-                    request = await asyncio.wait_for(_receive(connection, REQUEST_BYTES), _HANDSHAKE_SECONDS)
+                    hello, data = await asyncio.wait_for(_receive_hello(connection), _HANDSHAKE_SECONDS)
                 finally:
                     self._handshakes -= 1
-                purpose, session_id, epoch = unpack_request(request)
+                await self._serve_local(connection, hello, data)
+            except Refused as error:
+                with suppress(OSError):
+                    connection.send(pack_error(status_of(error.reason, str(error))))
             except (OSError, TimeoutError, ValueError) as error:
                 _log.warning("attach refused", error=str(error) or type(error).__name__)
-                return
-            if not _is_ours(connection):
-                _log.warning("attach refused", error="another user's process")
-                return
-            serve = self._serve_region if purpose is Purpose.REGION else self._serve_calls
-            if not await serve(connection, session_id, epoch):
-                self._refuse(connection)
 
-    def _refuse(self, connection: socket.socket) -> None:
-        with suppress(OSError):
-            connection.send(pack_reply(self._region_bytes, granted=False))
+    async def _serve_local(self, connection: socket.socket, hello: Hello, data: bytes) -> None:
+        """Serves a Unix connection after its hello (`data`). Raises `Refused`."""
+        if not _is_ours(connection):
+            raise Refused("PERMISSION_DENIED", "the client runs as another user than the server")
+        if hello.purpose is Purpose.REGION:
+            await self._serve_region(connection, hello)
+        elif hello.purpose is Purpose.CALLS:
+            transport, _ = await asyncio.get_running_loop().connect_accepted_socket(asyncio.Protocol, connection)
+            await self._serve_calls(transport, hello)
+        elif not self.serve_streams(connection, data):
+            raise Refused("NOT_READY", "the bulk process is not ready")
 
-    async def _serve_region(self, connection: socket.socket, session_id: bytes, epoch: int) -> bool:
-        """Sends the region's descriptor and waits for the connection's end. False if refused."""
+    async def _serve_region(self, connection: socket.socket, hello: Hello) -> None:
+        """Sends the region's descriptor and waits until the connection ends. Raises `Refused`."""
         number = next(self._numbers)
-        if not self._sessions.attach(session_id, epoch, number):
-            return False
+        if not self._sessions.attach(hello.session_id, hello.epoch, number):
+            raise Refused("UNKNOWN_SESSION", "the session has ended, or must not map the region")
         try:
-            socket.send_fds(connection, [pack_reply(self._region_bytes, granted=True)], [self._region_fd])
+            answer = pack_region_answer(self._region.size_bytes)
+            socket.send_fds(connection, [answer], [self._region.fd])
             await _wait_for_end(connection)
         except OSError as error:
             _log.debug("attached client is gone", error=str(error))
         finally:
-            self._sessions.detach(session_id, number)
-        return True
+            self._sessions.detach(hello.session_id, number)
 
     async def _serve_calls(
-        self, connection: socket.socket, session_id: bytes, epoch: int, *, via_tcp: bool = False
-    ) -> bool:
-        """Serves calls until the connection or the session ends. Returns False if refused."""
+        self, transport: asyncio.Transport, hello: Hello, token: str | None = None, *, via_tcp: bool = False
+    ) -> None:
+        """Serves calls until the connection or the session ends, then closes the connection.
+
+        Over a Unix socket the identity that opened the session makes the calls.
+        """
         serving = asyncio.current_task()
         assert serving is not None
         disconnect = serving.cancel
-        caller = self._sessions.connect(session_id, epoch, disconnect, via_tcp=via_tcp)
-        if caller is None:
-            return False
         try:
-            connection.send(pack_reply(self._region_bytes, granted=True))
-            await self._calls.serve(connection, caller)
-        except OSError as error:
-            _log.debug("client of socket calls is gone", error=str(error))
+            caller = self._identify(hello, token, transport) if via_tcp else None
+            opened_by = self._sessions.connect(hello.session_id, hello.epoch, disconnect, via_tcp=via_tcp)
+            transport.write(pack_answer(0))
+            await self._calls.serve(transport, hello.session_id, caller or opened_by)
+        except Refused as error:
+            transport.write(pack_error(status_of(error.reason, str(error))))
         finally:
-            self._sessions.disconnect(session_id, disconnect)
-        return True
+            # Before `connection` is closed: the event loop must not watch a closed descriptor.
+            transport.abort()
+            self._sessions.disconnect(hello.session_id, disconnect)
+
+
+class _Greeting(asyncio.BufferedProtocol):
+    """Reads the hello of a connection, also through TLS. Its buffer bounds what it accepts."""
+
+    def __init__(self) -> None:
+        self.received: asyncio.Future[tuple[Hello, str | None]] = asyncio.get_running_loop().create_future()
+        self._data = memoryview(bytearray(HELLO_BYTES + MAX_TOKEN_BYTES + 1))
+        self._end = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def get_buffer(self, _: int) -> memoryview:
+        return self._data[self._end :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._end += nbytes
+        try:
+            received = self._parsed()
+        except ValueError as error:
+            self._transport.pause_reading()
+            self.received.set_exception(error)
+        else:
+            if received is not None:
+                self._transport.pause_reading()  # until `SocketCallServer.serve` has the connection
+                self.received.set_result(received)
+
+    def _parsed(self) -> tuple[Hello, str | None] | None:
+        """Returns hello and token; None if bytes are missing. Raises ValueError."""
+        if self._end < HELLO_BYTES:
+            return None
+        hello = unpack_hello(self._data[:HELLO_BYTES])
+        end = HELLO_BYTES + hello.token_bytes
+        if self._end > end:
+            raise ValueError("the client sends more than a hello")
+        return (hello, str(self._data[HELLO_BYTES:end], "ascii") or None) if self._end == end else None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.received.done():
+            self.received.set_exception(exc or ConnectionResetError("the client has closed the connection"))
 
 
 def _is_ours(connection: socket.socket) -> bool:
@@ -173,13 +273,20 @@ def _is_ours(connection: socket.socket) -> bool:
     return uid in (0, os.getuid())
 
 
+async def _receive_hello(connection: socket.socket) -> tuple[Hello, bytes]:
+    """Returns the fields of a hello, and its bytes with the token. Raises ValueError or OSError."""
+    data = await _receive(connection, HELLO_BYTES)
+    hello = unpack_hello(data)
+    return hello, data + await _receive(connection, hello.token_bytes)
+
+
 async def _receive(connection: socket.socket, nbytes: int) -> bytes:
     loop = asyncio.get_running_loop()
     data = b""
     while len(data) < nbytes:
         piece = await loop.sock_recv(connection, nbytes - len(data))
         if not piece:
-            raise ValueError("the connection ended before the request was complete")
+            raise ValueError("the connection ended before the hello was complete")
         data += piece
     return data
 

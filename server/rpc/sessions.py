@@ -179,11 +179,11 @@ class SessionRegistry:
         if session.limiter is not None:
             session.limiter.count_call(is_release=is_release)
 
-    def find(self, ref: common_pb2.SessionRef) -> OpenSession:
+    def find(self, ref: common_pb2.SessionRef, caller: Identity | None = None) -> OpenSession:
         """Returns a session. Raises `Refused` if it is unknown or not usable by the caller."""
         session = self._sessions.get(ref.session_id)
         if session is not None and ref.epoch == self.epoch:
-            if CALLER.get().tenant not in (None, session.core.tenant):
+            if (caller or CALLER.get()).tenant not in (None, session.core.tenant):
                 raise Refused("WRONG_TENANT", "the session belongs to another tenant")
             if session.revoked:
                 raise Refused("UNKNOWN_SESSION", "the credentials of the session are no longer valid")
@@ -243,17 +243,19 @@ class SessionRegistry:
 
     def connect(
         self, session_id: bytes, epoch: int, disconnect: Callable[[], object], *, via_tcp: bool = False
-    ) -> Identity | None:
+    ) -> Identity:
         """Records a connection for calls; `disconnect` closes the connection.
 
-        Returns the caller that opened the session, or None if the connection is refused.
+        Returns the caller that opened the session. Raises `Refused`.
         """
         session = self._find_valid(session_id, epoch)
-        if session is None or len(session.disconnects) >= _MAX_CONNECTIONS:
-            return None
+        if session is None:
+            raise Refused("UNKNOWN_SESSION", "the session has ended, or belongs to another run of the server")
+        if len(session.disconnects) >= _MAX_CONNECTIONS:
+            raise Refused("LIMIT_EXCEEDED", f"the session has {_MAX_CONNECTIONS} connections for calls")
         session.disconnects.add(disconnect)
         if via_tcp:
-            session.transport = "tcp"  # a client that calls over raw TCP also streams over raw TCP
+            session.transport = "tcp"  # a client that calls over TCP also streams over TCP
         return session.identity
 
     def disconnect(self, session_id: bytes, disconnect: Callable[[], object]) -> None:

@@ -1,4 +1,4 @@
-"""Unary calls over the attach socket and the TCP port, framed by `protos/wire/call_frames.py`.
+"""Unary calls over the socket protocol (`docs/wire.md`).
 
 These calls use the handlers and the interceptor of the gRPC server. So refusals, metrics and logs
 are the same as for gRPC calls. A connection belongs to one session, carries one call at a time, and
@@ -8,8 +8,8 @@ ends with the session.
 from __future__ import annotations
 
 import asyncio
-import socket
 import sys
+from collections import Counter
 from collections.abc import Coroutine, Generator, Mapping
 from typing import Any, NoReturn
 
@@ -17,7 +17,7 @@ import grpc
 from google.rpc import status_pb2
 
 from ...protos.error_reasons import status_within
-from ...protos.wire.call_frames import LENGTH_BYTES, pack_answer, unpack_call, unpack_length
+from ...protos.wire.socket_frames import HEAD_BYTES, FrameKind, pack_answer, pack_error, unpack_call, unpack_head
 from ..auth.roles import OWNER, Identity
 from ..telemetry.logs import get_logger
 from .interceptor import RefusalInterceptor
@@ -29,6 +29,42 @@ _log = get_logger(__name__)
 _SERVICES = "kvtier.v1."
 _REQUEST_SECONDS = 30.0
 """Maximum time between the first and the last byte of a request."""
+_SMALL_BYTES = 64 << 10
+"""Largest request that the server receives without a reservation in its `MessageBudget`."""
+
+
+class MessageBudget:
+    """Memory for requests of more than 64 KiB, from their first byte to the end of their call.
+
+    A connection whose request does not fit waits: the server does not read from it. A session may
+    reserve an eighth of the budget, but at least one request.
+    """
+
+    def __init__(self, total_bytes: int) -> None:
+        self._free = total_bytes
+        self._per_session = total_bytes // 8
+        self._reserved: Counter[bytes] = Counter()
+        self._waiting: dict[_Connection, None] = {}
+
+    def reserve(self, session_id: bytes, nbytes: int, connection: _Connection) -> bool:
+        """Returns whether memory could be reserved. If not, calls `connection.resume` later."""
+        before = self._reserved[session_id]
+        if nbytes > self._free or (before and before + nbytes > self._per_session):
+            self._waiting[connection] = None
+            return False
+        self._waiting.pop(connection, None)
+        self._free -= nbytes
+        self._reserved[session_id] += nbytes
+        return True
+
+    def release(self, session_id: bytes, nbytes: int, connection: _Connection) -> None:
+        self._waiting.pop(connection, None)
+        self._free += nbytes
+        self._reserved[session_id] -= nbytes
+        if self._reserved[session_id] <= 0:
+            del self._reserved[session_id]
+        for each in self._waiting if nbytes else ():
+            asyncio.get_running_loop().call_soon(each.resume)
 
 
 class SocketCallServer:
@@ -41,6 +77,7 @@ class SocketCallServer:
     def __init__(self, interceptor: RefusalInterceptor, max_message_bytes: int) -> None:
         """The server refuses and discards a message of more than `max_message_bytes`."""
         self.max_message_bytes = max_message_bytes
+        self.budget = MessageBudget(16 * max_message_bytes)
         self._interceptor = interceptor
         self._handlers: dict[bytes, Any] = {}
 
@@ -54,10 +91,12 @@ class SocketCallServer:
     def add_generic_rpc_handlers(self, _: object) -> None:
         """Does nothing: `add_registered_method_handlers` gets the same methods."""
 
-    async def serve(self, connection: socket.socket, caller: Identity = OWNER) -> None:
-        """Serves a connection until its end. `caller` is the caller that opened the session."""
-        loop = asyncio.get_running_loop()
-        _, served = await loop.connect_accepted_socket(lambda: _Connection(self, caller), connection)
+    async def serve(self, transport: asyncio.Transport, session_id: bytes, caller: Identity = OWNER) -> None:
+        """Serves a connection of a session until it ends, then closes it."""
+        served = _Connection(self, session_id, caller)
+        transport.set_protocol(served)
+        served.connection_made(transport)
+        transport.resume_reading()
         try:
             await served.ended
         finally:
@@ -71,14 +110,13 @@ class SocketCallServer:
         try:
             answer = await handler.unary_unary(message, _CallContext(caller))
         except _Aborted as aborted:
-            return pack_answer(aborted.status.code, aborted.status.SerializeToString())
+            return pack_error(aborted.status)
         return pack_answer(0, handler.response_serializer(answer))
 
 
 def _refusal(code: grpc.StatusCode, message: str) -> bytes:
     """Returns a packed answer with this status, for a call that no handler gets."""
-    number: int = code.value[0]
-    return pack_answer(number, status_pb2.Status(code=number, message=message).SerializeToString())
+    return pack_error(status_pb2.Status(code=code.value[0], message=message))
 
 
 class _Aborted(grpc.aio.AbortError):  # type: ignore[misc]  # grpc has no types
@@ -108,13 +146,16 @@ class _CallContext:
 class _Connection(asyncio.Protocol):
     """One connection: reads a request, answers it, then reads the next."""
 
-    def __init__(self, calls: SocketCallServer, caller: Identity) -> None:
+    def __init__(self, calls: SocketCallServer, session_id: bytes, caller: Identity) -> None:
         self.ended = asyncio.get_running_loop().create_future()
         self._calls = calls
+        self._session_id = session_id
         self._caller = caller
         self._deadline: asyncio.TimerHandle | None = None
         """Closes the connection if the rest of a request does not arrive in time."""
         self._received = bytearray()
+        self._reserved = 0
+        """Number of bytes that are reserved for the request."""
         self._oversized = 0
         """Number of bytes of an oversized request that are still to be discarded."""
         self._task: asyncio.Task[None] | None = None
@@ -140,12 +181,13 @@ class _Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._write_paused = False
-        self._resume()
+        self.resume()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._task is not None:
             self._task.cancel()
         self._set_deadline(waiting=False)
+        self._release()
         if not self.ended.done():
             self.ended.set_result(None)
 
@@ -159,31 +201,54 @@ class _Connection(asyncio.Protocol):
             self._discard()
         if not self._buffer_is_full:
             self._transport.resume_reading()
-        if self._oversized or len(self._received) < LENGTH_BYTES:
+        if self._oversized or len(self._received) < HEAD_BYTES:
             self._set_deadline(waiting=bool(self._oversized or self._received))
             return
-        end = LENGTH_BYTES + unpack_length(self._received)
-        if end > LENGTH_BYTES + self._calls.max_message_bytes:
+        try:
+            length, kind = unpack_head(self._received)
+        except ValueError:
+            length, kind = 0, None
+        if kind is not FrameKind.CALL:
+            _log.warning("socket call refused", error="a frame is not a call")
+            self.close()
+            return
+        end = HEAD_BYTES + length
+        if length > self._calls.max_message_bytes:
             self._oversized = end
             self._next()
+        elif length > max(_SMALL_BYTES, self._reserved) and not self._reserve(length):
+            self._set_deadline(waiting=True)
         elif len(self._received) >= end:
-            body = bytes(memoryview(self._received)[LENGTH_BYTES:end])
+            body = bytes(memoryview(self._received)[HEAD_BYTES:end])
             del self._received[:end]
             self._set_deadline(waiting=False)
             self._task = _run_eagerly(self._answer(body))
             # Other connections get a turn before the next call of this connection.
             if self._task is None and self._received:
                 self._is_scheduled = True
-                asyncio.get_running_loop().call_soon(self._resume)
+                asyncio.get_running_loop().call_soon(self.resume)
         else:
             self._set_deadline(waiting=True)
 
     @property
     def _buffer_is_full(self) -> bool:
-        """Whether the buffer holds more than the largest request. Then reading is paused."""
-        return len(self._received) > LENGTH_BYTES + self._calls.max_message_bytes
+        """Whether the buffer holds more than the request may have. Then reading is paused."""
+        return len(self._received) > HEAD_BYTES + max(_SMALL_BYTES, self._reserved)
 
-    def _resume(self) -> None:
+    def _reserve(self, nbytes: int) -> bool:
+        """Reserves memory for a request and continues to read it, if there is memory."""
+        if not self._calls.budget.reserve(self._session_id, nbytes, self):
+            return False
+        self._reserved = nbytes
+        if not self._buffer_is_full:
+            self._transport.resume_reading()
+        return True
+
+    def _release(self) -> None:
+        reserved, self._reserved = self._reserved, 0
+        self._calls.budget.release(self._session_id, reserved, self)
+
+    def resume(self) -> None:
         """Starts the next call, unless a call is running or the client does not read answers."""
         self._is_scheduled = False
         if self._task is None and not self._write_paused and not self._transport.is_closing():
@@ -213,10 +278,12 @@ class _Connection(asyncio.Protocol):
             _log.warning("socket call refused", error=str(error), exc_info=None if type(error) is ValueError else error)
             self.close()
             return
+        if self._reserved:
+            self._release()
         waited, self._task = self._task is not None, None
         self._transport.write(answer)
         if waited:
-            self._resume()
+            self.resume()
 
 
 def _run_eagerly(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:

@@ -1,7 +1,7 @@
 """TransferService in the server process: Push and Pull of block bytes over gRPC.
 
-Clients prefer the bulk process (`bulk`), which serves the same streams. They use this service if
-the bulk process is unreachable or not running.
+Clients of this project prefer the socket protocol, which the bulk process (`bulk`) serves. They use
+this service if the bulk process is unreachable or not running.
 
 The event loop copies the frames, so the core can change nothing during a copy. Therefore a frame is
 written only while its store is in flight, and the slot is not reused during the copy. Each frame of
@@ -13,15 +13,15 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import grpc
-import xxhash
+from google.protobuf.message import DecodeError
 
 from ...cuda.host.socket_io import checksum
 from ...protos.v1 import common_pb2, transfer_pb2
-from ...protos.wire.grpc_frames import decode_push_frame, encode_pull_frame
 from ...protos.wire.part_sequence import PartSequence
 from ...tiers.types import EngineSession, LeaseId, StoreId
 from ..bulk.supervisor import BulkProcess
 from ..refused import Refused
+from ..rpc.attach import SUFFIX
 from ..rpc.request_checks import RequestValidator
 from ..rpc.sessions import SessionRegistry
 from ..rpc.socket_calls import SocketCallServer
@@ -64,7 +64,9 @@ class TransferService:
                 "Push": grpc.stream_unary_rpc_method_handler(
                     self.Push, None, transfer_pb2.PushResponse.SerializeToString
                 ),
-                "Pull": grpc.unary_stream_rpc_method_handler(self.Pull, transfer_pb2.PullRequest.FromString, None),
+                "Pull": grpc.unary_stream_rpc_method_handler(
+                    self.Pull, transfer_pb2.PullRequest.FromString, transfer_pb2.PullResponse.SerializeToString
+                ),
                 "Locate": self._locate,
             },
         )
@@ -81,29 +83,30 @@ class TransferService:
         limiter = None
         async for message in frames:
             try:
-                fields, payload = decode_push_frame(message)
-            except ValueError as error:
-                raise Refused("INVALID_ARGUMENT", str(error)) from error
+                frame = transfer_pb2.PushRequest.FromString(message)
+            except DecodeError as error:
+                raise Refused("INVALID_ARGUMENT", f"the message cannot be parsed: {error}") from error
             if session is None:
-                ref = fields.session
+                ref = frame.session
                 session = self._sessions.get(ref)
-                store_id = StoreId(fields.store_id)
+                store_id = StoreId(frame.store_id)
                 store = self._core.store(session, store_id)
                 limiter = self._sessions.limiter(session)
                 if limiter is not None:
                     limiter.check_stream()
                 self._sessions.set_transport(session, "grpc")
                 parts = PartSequence(store.slots(), [block.part_bytes for block in store.blocks])
-            if xxhash.xxh3_64_intdigest(payload) != fields.xxh3_64:
+            payload = memoryview(frame.payload)
+            if checksum([payload]) != frame.xxh3_64:
                 self._damaged.inc()
-                raise Refused("CHECKSUM_MISMATCH", f"the frame at byte {fields.offset_bytes} arrived damaged")
+                raise Refused("CHECKSUM_MISMATCH", f"the frame at byte {frame.offset_bytes} arrived damaged")
             # Checked for each frame: the store may have ended, or the token may have been revoked.
             self._sessions.find(ref)
             expires_at = self._runtime.now() + self._validator.leases.default
             self._core.renew_store(session, store_id, expires_at)
             taken = 0
             try:
-                for start, nbytes in parts.locate(fields.offset_bytes, payload.nbytes):
+                for start, nbytes in parts.locate(frame.offset_bytes, payload.nbytes):
                     self._memory[start : start + nbytes] = payload[taken : taken + nbytes]
                     taken += nbytes
             except ValueError as error:
@@ -112,12 +115,14 @@ class TransferService:
             self._pushed.inc(taken)
             if limiter is not None:
                 limiter.count_bytes(taken)
-            self._received.add(store_id, fields.offset_bytes, fields.offset_bytes + taken)
+            self._received.add(store_id, frame.offset_bytes, frame.offset_bytes + taken)
         if session is None:
             raise Refused("INVALID_ARGUMENT", "the stream ended before its first frame")
         return transfer_pb2.PushResponse(received_bytes=received)
 
-    async def Pull(self, request: transfer_pb2.PullRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+    async def Pull(
+        self, request: transfer_pb2.PullRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[transfer_pb2.PullResponse]:
         session = self._sessions.get(request.session)
         lease_id = LeaseId(request.lease_id)
         lease = self._core.lease(session, lease_id)
@@ -135,7 +140,7 @@ class TransferService:
             self._core.lease(session, lease_id)
             nbytes = min(self._validator.limits.max_frame_bytes, parts.total_bytes - offset)
             pieces = [self._memory[start : start + size] for start, size in parts.locate(offset, nbytes)]
-            yield encode_pull_frame(offset, checksum(pieces), pieces)
+            yield transfer_pb2.PullResponse(offset_bytes=offset, xxh3_64=checksum(pieces), payload=b"".join(pieces))
             offset += nbytes
             self._pulled.inc(nbytes)
             if limiter is not None:
@@ -148,8 +153,8 @@ class TransferService:
         session = self._sessions.get(request.session)
         if request.store_id:
             self._core.store(session, StoreId(request.store_id))
-        port, tcp_port, suffix = self._bulk.endpoints()
+        port = self._bulk.locate()
         received = self._received.of(request.store_id)
-        return transfer_pb2.LocateResponse(
-            port=port, socket_suffix=suffix, received_bytes=received, plain_port=tcp_port
-        )
+        if port is None:
+            return transfer_pb2.LocateResponse(received_bytes=received)
+        return transfer_pb2.LocateResponse(socket_port=port, unix_suffix=SUFFIX, received_bytes=received)

@@ -27,7 +27,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 class _OnRealServer(CacheClientContract):
     transport: str
     make: Callable[..., Any]
-    bulk = False
+    remote = False
 
     @pytest.fixture
     def connect(self, server: ServerProcess) -> Iterator[Callable[..., Any]]:
@@ -35,16 +35,13 @@ class _OnRealServer(CacheClientContract):
 
         def connect(namespace: Any, **kwargs: Any) -> Any:
             make = type(self).make
-            endpoint = server.tcp if self.transport == "tcp" else server.endpoint
+            endpoint = server.tcp if self.remote else server.endpoint
             client = make(endpoint, namespace=namespace, transport=self.transport, **kwargs)
             clients.append(client)
             client.wait_until_connected()
-            # TCP streams are discovered in the background.
-            assert client.transport in ({"grpc", "tcp"} if self.transport == "tcp" else {self.transport})
-            if self.bulk:
+            if self.transport == "tcp":  # sockets are discovered in the background
                 wait_for_bulk(getattr(client, "_client", client))
-            else:
-                self.stay_away(getattr(client, "_client", client))
+            assert client.transport == self.transport
             return client
 
         yield connect
@@ -55,12 +52,6 @@ class _OnRealServer(CacheClientContract):
         while (status := server.status()).sessions and time.monotonic() < deadline:
             time.sleep(0.01)
         assert (status.leases, status.stores, status.holds, len(status.sessions)) == (0, 0, 0, 0)
-
-    @staticmethod
-    def stay_away(client: Any) -> None:
-        """Keeps the streams of a client on the endpoint that its calls go to."""
-        route = client._transport._bulk
-        route.close()
 
 
 class TestSharedMemory(_OnRealServer):
@@ -77,20 +68,19 @@ class TestGrpc(_OnRealServer):
     make = Client
 
 
-class TestBulk(_OnRealServer):
-    """Blocks travel in gRPC streams to the bulk process."""
-
-    transport = "grpc"
-    make = Client
-    bulk = True
-
-
-class TestPlain(_OnRealServer):
-    """Blocks travel in TCP streams."""
+class TestUnixSocket(_OnRealServer):
+    """Blocks travel over the Unix socket to the bulk process."""
 
     transport = "tcp"
     make = Client
-    bulk = True
+
+
+class TestTcp(_OnRealServer):
+    """Blocks travel over TCP to the bulk process."""
+
+    transport = "tcp"
+    make = Client
+    remote = True
 
 
 class _Blocking:
@@ -177,20 +167,12 @@ class TestAsyncGrpc(_OnRealServer):
     make = _Blocking
 
 
-class TestAsyncBulk(_OnRealServer):
-    """The asyncio client over gRPC streams to the bulk process."""
-
-    transport = "grpc"
-    make = _Blocking
-    bulk = True
-
-
-class TestAsyncPlain(_OnRealServer):
-    """The asyncio client over TCP streams."""
+class TestAsyncTcp(_OnRealServer):
+    """The asyncio client over TCP to the bulk process."""
 
     transport = "tcp"
     make = _Blocking
-    bulk = True
+    remote = True
 
 
 def test_a_client_without_a_server_fails_at_once(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from harness.server_process import ServerProcess
 
 from kvtier.client import Client, Timeouts
 from kvtier.client.session import session, socket_calls
-from kvtier.client.transport import bulk_connector, tcp_streams
+from kvtier.client.transport import socket_connector, socket_streams
 
 NAMESPACE = namespace_of(4096)
 
@@ -48,10 +48,10 @@ def test_defaults() -> None:
         "device": 5.0,
     }
     assert {
-        (bulk_connector, "_CONNECT_SECONDS"): 5.0,
+        (socket_connector, "_LOCATE_SECONDS"): 5.0,
         (session, "_ATTACH_SECONDS"): 2.0,
         (socket_calls, "_CONNECT_SECONDS"): 2.0,
-        (tcp_streams, "_CONNECT_SECONDS"): 2.0,
+        (socket_streams, "_CONNECT_SECONDS"): 5.0,
     } == DEFAULTS
 
 

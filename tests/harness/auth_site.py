@@ -90,7 +90,16 @@ class Site:
         return [line for line in self.server.log.splitlines() if '"event": "audit"' in line]
 
 
-def make_site(directory: Path, *, config: str = "", tls: str = "", auth: str = "", heartbeat: float = 4.0) -> Site:
+def make_site(
+    directory: Path,
+    *,
+    config: str = "",
+    tls: str = "",
+    auth: str = "",
+    heartbeat: float = 4.0,
+    region: int = 16 * MIB,
+    lmdb: int = 32 * MIB,
+) -> Site:
     """A server that listens on TLS, not started; `tls` and `auth` are additions to their tables.
 
     A client tolerates five missing heartbeats, because a busy machine may be silent for that long.
@@ -110,7 +119,7 @@ def make_site(directory: Path, *, config: str = "", tls: str = "", auth: str = "
         f'{config}\n[tls]\ncert = "{pair.cert}"\nkey = "{pair.key}"\n{tls}\n'
         f'[auth]\ntokens = "{tokens.path}"\n{auth}\n[sessions]\nheartbeat_interval = {heartbeat}'
     )
-    server = ServerProcess(directory, region=16 * MIB, lmdb=32 * MIB, config=text, tcp=True, insecure=False)
+    server = ServerProcess(directory, region=region, lmdb=lmdb, config=text, tcp=True, insecure=False)
     return Site(server, authority, tokens)
 
 

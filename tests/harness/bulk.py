@@ -1,34 +1,67 @@
-"""The bulk process of a real server: its pid, and raw streams to it."""
+"""The bulk process of a real server, and raw streams to it."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import os
+import signal
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
+import xxhash
 
-from kvtier.client import Client
+from kvtier.client import Client, Credentials
+from kvtier.client.namespace import Namespace
 from kvtier.client.part_streams import PartSender
-from kvtier.client.transport.grpc_methods import CHANNEL_OPTIONS, LOCATE, PULL, PUSH, path_of, serialize
-from kvtier.protos.v1 import transfer_pb2
+from kvtier.client.transport.grpc_methods import LOCATE, path_of, serialize
+from kvtier.protos.v1 import cache_pb2, common_pb2, transfer_pb2
+from kvtier.protos.wire.socket_frames import (
+    CALLS_PROTOCOL,
+    END,
+    PULL,
+    PUSH,
+    STREAMS_PROTOCOL,
+    Purpose,
+    pack_call,
+    pack_data_head,
+)
 
+from .auth_site import Site, make_site
 from .long_timeouts import wait_until
-from .raw import RawSession
+from .raw import RawSession, RawSocket, hello_of
+from .server_process import ServerProcess
+from .signals import stop
 
-__all__ = ["bulk_pid", "bulk_streams", "locate", "wait_for_bulk", "wait_until_received"]
+__all__ = [
+    "ROUTES",
+    "Route",
+    "bulk_pid",
+    "data_frame",
+    "kill_bulk",
+    "locate",
+    "prepare",
+    "pull_call",
+    "push_call",
+    "serving",
+    "tls_route",
+    "wait_for_bulk",
+    "wait_until_received",
+]
+
+ROUTES = ("unix", "tcp", "tls")
 
 
 def wait_for_bulk(client: Any) -> None:
     """Waits until a client's streams use the bulk process."""
-    route = client._transport._bulk
+    route = client._transport._sockets
 
     def found() -> bool:
         with contextlib.suppress(AttributeError):
             session = client._transport.session
             if session is not None:
-                route.streams(session)
+                route.search(session)
         return bool(route.found)
 
     wait_until(found)
@@ -43,6 +76,17 @@ def bulk_pid(server_pid: int) -> int | None:
                     if b"kvtier.server.bulk" in Path(f"/proc/{child}/cmdline").read_bytes():
                         return child
     return None
+
+
+def kill_bulk(server: ServerProcess, number: int = signal.SIGKILL) -> int:
+    """Sends a signal to the bulk process; returns its pid."""
+    pid = bulk_pid(server.pid)
+    assert pid is not None
+    if number == signal.SIGSTOP:
+        stop(pid)
+    else:
+        os.kill(pid, number)
+    return pid
 
 
 def locate(session: RawSession, store_id: int = 0) -> transfer_pb2.LocateResponse:
@@ -62,15 +106,80 @@ def wait_until_received(client: Client, source: PartSender, nbytes: int) -> None
     wait_until(lambda: call(request, timeout=60).received_bytes >= nbytes)
 
 
-@contextlib.contextmanager
-def bulk_streams(session: RawSession, endpoint: str) -> Iterator[None]:
-    """Routes the streams of a raw session to the bulk process of the server at this Unix socket."""
-    suffix = wait_until(lambda: locate(session).socket_suffix)
-    before = session.push, session.pull
-    with grpc.insecure_channel(endpoint + suffix, options=CHANNEL_OPTIONS) as channel:
-        session.push = channel.stream_unary(PUSH, None, transfer_pb2.PushResponse.FromString)
-        session.pull = channel.unary_stream(PULL, transfer_pb2.PullRequest.SerializeToString, None)
+@dataclass(frozen=True)
+class Route:
+    """A running server, and one of the ways to its sockets."""
+
+    name: str
+    server: ServerProcess
+    endpoint: str
+    credentials: Credentials
+
+    def session(self, namespace: Namespace, engine_id: str) -> RawSession:
+        return RawSession(self.endpoint, namespace, engine_id=engine_id, credentials=self.credentials)
+
+    def client(self, namespace: Namespace, **more: Any) -> Client:
+        return Client(self.endpoint, namespace=namespace, transport="tcp", credentials=self.credentials, **more)
+
+    def address(self, session: RawSession) -> str | tuple[str, int]:
+        """The socket for calls and streams, once the bulk process serves."""
+        answer: Any = wait_until(lambda: (found := locate(session)).unix_suffix and found)
+        return ("127.0.0.1", answer.socket_port) if self.name != "unix" else f"{self.server.path}{answer.unix_suffix}"
+
+    def dial(self, session: RawSession, purpose: Purpose, ref: common_pb2.SessionRef | None = None) -> RawSocket:
+        """A connection that has sent its hello, for `ref` instead of the session if it is given."""
+        protocol = CALLS_PROTOCOL if purpose is Purpose.CALLS else STREAMS_PROTOCOL
+        context = self.credentials.socket_context(protocol) if self.name == "tls" else None
+        hello = hello_of(ref or session.ref, purpose, self.credentials.socket_token())
+        return RawSocket(self.address(session), hello, context)
+
+    def open(self, session: RawSession, purpose: Purpose = Purpose.STREAMS) -> RawSocket:
+        """A connection that the server has accepted."""
+        connection = self.dial(session, purpose)
         try:
-            yield
-        finally:
-            session.push, session.pull = before
+            assert connection.answer() == (0, b"")
+        except BaseException:
+            connection.socket.close()
+            raise
+        return connection
+
+
+def tls_route(site: Site, holder: str | None = "acme-far") -> Route:
+    """The route of a token's holder."""
+    return Route("tls", site.server, site.server.tcp, site.credentials(holder))
+
+
+@contextlib.contextmanager
+def serving(route: str, directory: Path, **options: Any) -> Iterator[Route]:
+    """Runs a server with TCP, or with TLS and tokens for the route "tls"."""
+    if route == "tls":
+        site = make_site(directory, **options)
+        with site.server.start():
+            yield tls_route(site)
+        return
+    with ServerProcess(directory, tcp=True, **options).start() as server:
+        yield Route(route, server, server.tcp if route == "tcp" else server.endpoint, Credentials())
+
+
+def prepare(session: RawSession, keys: list[bytes]) -> int:
+    """Prepares a store of these blocks; returns its id."""
+    request = cache_pb2.PrepareStoreRequest(session=session.ref, keys=keys)
+    store_id: int = session.cache.PrepareStore(request, timeout=60).store_id
+    assert store_id
+    return store_id
+
+
+def push_call(store_id: int, *frames: bytes, complete: bool = False) -> bytes:
+    """The frames of a whole Push if `frames` are given; otherwise its first frame."""
+    request = transfer_pb2.PushRequest(store_id=store_id, complete=complete).SerializeToString()
+    return b"".join((pack_call(PUSH, request), *frames, END if frames else b""))
+
+
+def pull_call(lease_id: int, items: Iterable[int]) -> bytes:
+    """The first frame of a Pull."""
+    return pack_call(PULL, transfer_pb2.PullRequest(lease_id=lease_id, items=items).SerializeToString())
+
+
+def data_frame(data: bytes, offset: int = 0, checksum: int | None = None) -> bytes:
+    checksum = xxhash.xxh3_64_intdigest(data) if checksum is None else checksum
+    return pack_data_head(offset, len(data), checksum) + data

@@ -1,8 +1,8 @@
 """Fork server: starts `kvtier` commands in copies of one process that has imported everything.
 
 An interpreter needs about a second of processor time for the imports of a server. A fork needs some
-milliseconds. The fork server itself has no thread and no object of gRPC. It runs in a process of its
-own, one for each process of pytest.
+milliseconds. The fork server itself has no thread and no object of gRPC. Each process of pytest has
+one fork server.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from unittest import mock
 
 from kvtier.client import Timeouts
 from kvtier.client.session import session, socket_calls
-from kvtier.client.transport import bulk_connector, tcp_streams
+from kvtier.client.transport import socket_connector, socket_streams
 
 __all__ = ["DEFAULTS", "LONG_TIMEOUT_SECONDS", "long_timeouts", "wait_until"]
 
@@ -21,10 +21,10 @@ T = TypeVar("T")
 
 LONG_TIMEOUT_SECONDS = 60.0
 _DEADLINES = (
-    (bulk_connector, "_CONNECT_SECONDS"),
+    (socket_connector, "_LOCATE_SECONDS"),
     (session, "_ATTACH_SECONDS"),
     (socket_calls, "_CONNECT_SECONDS"),
-    (tcp_streams, "_CONNECT_SECONDS"),
+    (socket_streams, "_CONNECT_SECONDS"),
 )
 DEFAULTS = {(module, name): getattr(module, name) for module, name in _DEADLINES}
 """The product's defaults, for tests of them."""

@@ -1,20 +1,23 @@
-"""Sessions with raw gRPC stubs and their own attach connection."""
+"""Sessions with raw gRPC stubs, and connections of the socket protocol without a client."""
 
 from __future__ import annotations
 
 import socket
+import ssl
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
 import grpc
+from google.protobuf.message import Message
+from google.rpc import status_pb2
 
 from kvtier.client.namespace import Namespace
 from kvtier.client.session.session import Attachment
 from kvtier.client.transport.grpc_methods import CHANNEL_OPTIONS, PULL, PUSH
 from kvtier.protos.credentials import Credentials
 from kvtier.protos.endpoint import parse_endpoint
-from kvtier.protos.error_reasons import reason_of
+from kvtier.protos.error_reasons import reason_of, reason_within
 from kvtier.protos.v1 import (
     cache_pb2_grpc,
     common_pb2,
@@ -23,9 +26,16 @@ from kvtier.protos.v1 import (
     session_pb2_grpc,
     transfer_pb2,
 )
-from kvtier.protos.wire.attach import REPLY_BYTES, pack_request, unpack_reply
+from kvtier.protos.wire import socket_frames as frames
 
-__all__ = ["RawSession", "attach_reply", "refusal_of"]
+__all__ = [
+    "RawSession",
+    "RawSocket",
+    "attach_reply",
+    "connected_socket",
+    "hello_of",
+    "refusal_of",
+]
 
 
 class RawSession:
@@ -69,7 +79,7 @@ class RawSession:
 
     def attach(self) -> Attachment:
         """Maps the region. The attachment outlives the session until it is closed."""
-        return Attachment.connect(self.capabilities.region.attach_path, self.ref)
+        return Attachment.connect(self.capabilities.region.attach_path, hello_of(self.ref, frames.Purpose.REGION))
 
     def end(self) -> None:
         """Ends the heartbeat stream, which ends the session."""
@@ -94,15 +104,87 @@ def refusal_of(error: grpc.RpcError) -> tuple[str, str | None]:
     return error.code().name, reason_of(error.trailing_metadata())
 
 
+def hello_of(ref: common_pb2.SessionRef, purpose: frames.Purpose, token: str = "") -> bytes:
+    """The hello of a session's connection."""
+    return frames.pack_hello(purpose, ref.session_id, ref.epoch, token)
+
+
 def attach_reply(path: str, ref: common_pb2.SessionRef) -> int | None:
     """Requests the region and closes the connection; returns its size, or None if refused."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(60)
-        connection.connect(path)
-        connection.sendall(pack_request(ref.session_id, ref.epoch))
-        reply, descriptors, _, _ = socket.recv_fds(connection, REPLY_BYTES, 1)
+    with connected_socket(path) as connection:
+        connection.sendall(hello_of(ref, frames.Purpose.REGION))
+        answer, descriptors, _, _ = socket.recv_fds(connection, frames.REGION_ANSWER_BYTES, 1)
         for descriptor in descriptors:
             socket.close(descriptor)
-        size = unpack_reply(reply)
-        assert (size is None) == (not descriptors)
-        return size
+        code, message = frames.unpack_answer(answer[frames.HEAD_BYTES :])
+        assert (code == 0) == bool(descriptors)
+        return frames.unpack_region_bytes(message) if code == 0 else None
+
+
+def connected_socket(address: str | tuple[str, int]) -> socket.socket:
+    """A socket that is connected to a path or to a TCP address, with a long time-out."""
+    if not isinstance(address, str):
+        return socket.create_connection(address, 60)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(60)
+    connection.connect(address)
+    return connection
+
+
+class RawSocket:
+    """A connection of the socket protocol that has sent some first bytes, usually a hello."""
+
+    def __init__(
+        self, address: str | tuple[str, int], first: bytes = b"", context: ssl.SSLContext | None = None
+    ) -> None:
+        self.socket = connected_socket(address)
+        try:
+            if context is not None:
+                self.socket = context.wrap_socket(self.socket, server_hostname="127.0.0.1")
+            self.socket.sendall(first)
+        except BaseException:
+            self.socket.close()
+            raise
+
+    def send(self, *pieces: bytes) -> None:
+        self.socket.sendall(b"".join(pieces))
+
+    def read(self, nbytes: int) -> bytes:
+        """Receives this many bytes. Raises EOFError if the connection ends before."""
+        data = bytearray()
+        while len(data) < nbytes:
+            piece = self.socket.recv(nbytes - len(data))
+            if not piece:
+                raise EOFError(f"{len(data)} of {nbytes} bytes")
+            data += piece
+        return bytes(data)
+
+    def answer(self) -> tuple[int, bytes]:
+        """Reads an answer; returns its status code and message."""
+        length, kind = frames.unpack_head(self.read(frames.HEAD_BYTES))
+        assert kind is frames.FrameKind.ANSWER
+        return frames.unpack_answer(self.read(length))
+
+    def refusal(self) -> tuple[str, str | None]:
+        """Reads an answer with an error; returns its status and reason."""
+        code, message = self.answer()
+        assert code, "the answer has no error"
+        return frames.STATUS_OF_CODE[code].name, reason_within(status_pb2.Status.FromString(message))
+
+    def call(self, name: str, message: Message) -> tuple[int, bytes]:
+        """Makes a call; returns status code and message of the answer."""
+        self.send(frames.pack_call(name.encode(), message.SerializeToString()))
+        return self.answer()
+
+    def is_ended(self) -> bool:
+        """Waits until the server has closed the connection; False if it sends bytes before."""
+        try:
+            return self.socket.recv(1) == b""
+        except ConnectionError:
+            return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()

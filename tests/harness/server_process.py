@@ -24,7 +24,7 @@ from .fork_server import ForkedProcess, fork_command
 from .ports import ReservedPort
 from .signals import stop
 
-__all__ = ["MIB", "ServerProcess"]
+__all__ = ["MIB", "ServerProcess", "own_bytes"]
 
 MIB = 1 << 20
 
@@ -34,6 +34,12 @@ LEASE = "10m"
 """Long enough that leases never expire during a test, unless the test sets its own."""
 HEARTBEAT_INTERVAL = "10s"
 """Clients tolerate a server that is silent for seconds, because the machine may pause."""
+
+
+def own_bytes(pid: int) -> int:
+    """The resident memory of a process without shared memory."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
 
 
 class ServerProcess:
@@ -184,10 +190,7 @@ class ServerProcess:
 
     def own_bytes(self) -> int:
         """Its resident memory without the shared region."""
-        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) << 10
-        raise AssertionError("no RssAnon")
+        return own_bytes(self.pid)
 
     def descriptors(self) -> int:
         """Number of its open descriptors."""

@@ -15,12 +15,11 @@ from harness.auth_site import KEYS, PART, Site, make_site, ready_line
 from harness.bulk import wait_for_bulk
 from harness.long_timeouts import wait_until
 from harness.payloads import assert_serves, namespace_of, payload
-from harness.raw import RawSession, refusal_of
+from harness.raw import RawSession, RawSocket, hello_of, refusal_of
 from prometheus_client import CollectorRegistry
 
 from kvtier.protos.v1 import cache_pb2
-from kvtier.protos.wire.attach import REPLY_BYTES, Purpose, pack_request
-from kvtier.protos.wire.call_frames import pack_call
+from kvtier.protos.wire.socket_frames import Purpose, pack_call
 from kvtier.server.rpc import socket_calls
 from kvtier.server.telemetry import http
 from kvtier.server.telemetry.http import MetricsServer
@@ -82,19 +81,6 @@ def test_stalled_tls_handshakes_are_closed(site: Site, said: bytes) -> None:
         dawdler.close()
 
 
-def test_attach_connections_without_a_request_are_closed(site: Site) -> None:
-    """Three hundred silent connections keep an engine from attaching for five seconds at most."""
-    path = f"{site.server.path}.shm"
-    dawdlers = [dial(path) for _ in range(100)]
-    for number, dawdler in enumerate(dawdlers):
-        dawdler.sendall(b"KVT1"[: number % 4])
-    with site.client("acme-engine", unix=True, transport="shm") as client:
-        client.wait_until_connected(60)
-    assert all(map(is_closed_by_server, dawdlers))
-    for dawdler in dawdlers:
-        dawdler.close()
-
-
 def test_an_incomplete_local_call_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its connection ends at the deadline, and its memory is freed."""
     # Executed at the start of the interpreter of the server process.
@@ -111,18 +97,17 @@ def test_an_incomplete_local_call_is_closed(tmp_path: Path, monkeypatch: pytest.
             b"CacheService/Lookup", cache_pb2.LookupRequest(session=session.ref, keys=KEYS).SerializeToString()
         )
         for cut in (1, 5, len(whole) - 1):
-            half = dial(path)
-            half.sendall(pack_request(session.ref.session_id, session.ref.epoch, Purpose.CALLS))
-            assert len(half.recv(REPLY_BYTES)) == REPLY_BYTES
-            half.sendall(whole)
-            assert half.recv(4096)
-            half.sendall(whole[:cut])
+            half = RawSocket(path, hello_of(session.ref, Purpose.CALLS))
+            assert half.answer()[0] == 0
+            half.send(whole)
+            assert half.answer()[0] == 0
+            half.send(whole[:cut])
             halves.append(half)
         began = time.monotonic()
-        assert all(map(is_closed_by_server, halves))
-        assert time.monotonic() - began < 25
         for half in halves:
-            half.close()
+            with half:
+                assert half.is_ended()
+        assert time.monotonic() - began < 25
 
 
 def test_stalled_scrapes_do_not_block_others(site: Site) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -219,29 +220,24 @@ def test_a_rate_limited_tenant_can_complete_its_stores(tmp_path: Path) -> None:
         assert client.connected
 
 
-def test_streams_are_limited_by_bytes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["grpc", "tcp"])
+def test_streams_are_limited_by_bytes(tmp_path: Path, transport: Any) -> None:
     """Server and bulk process refuse a stream beyond the limit and store nothing."""
     config = '[tenants.slow]\nrates = {bytes = "4KiB"}'
-    with ServerProcess(tmp_path, region=16 * MIB, config=config) as server:
-        server.start()
-        with Client(
-            server.endpoint, namespace=namespace_of(MIB // 2, tenant="slow"), transport="grpc", timeouts=TIMEOUTS
-        ) as client:
-            # more than the limit of several minutes
-            client.store([key_of(0)], [payload(key_of(0), MIB // 2)])
-            with pytest.raises(LimitExceeded) as refused:
-                client.store([key_of(1)], [payload(key_of(1), MIB // 2)])
-            assert refused.value.reason == "RATE_LIMITED"
+    namespace = namespace_of(MIB // 2, tenant="slow")
+    with (
+        ServerProcess(tmp_path, region=16 * MIB, config=config).start() as server,
+        Client(server.endpoint, namespace=namespace, transport=transport, timeouts=TIMEOUTS) as client,
+    ):
+        client.wait_until_connected(60)
+        if transport == "tcp":
             wait_for_bulk(client)  # finding the bulk process takes calls, too
-            before = calls_of(server)
-            with pytest.raises(LimitExceeded):
-                client.store([key_of(2)], [payload(key_of(2), MIB // 2)])
-            # PrepareStore, the stream and CompleteStore: a refused stream is not retried at once.
-            assert calls_of(server) - before <= 3
+        # more than the limit of several minutes
+        client.store([key_of(0)], [payload(key_of(0), MIB // 2)])
+        before = server.status().sessions[0].calls
+        with pytest.raises(LimitExceeded) as refused:
+            client.store([key_of(1)], [payload(key_of(1), MIB // 2)])
+        assert refused.value.reason == "RATE_LIMITED"
+        # PrepareStore, the stream and CompleteStore: a refused stream is not retried at once.
+        assert server.status().sessions[0].calls - before <= 3
         server.wait_for(lambda status: not status.stores)
-
-
-def calls_of(server: ServerProcess) -> int:
-    """Returns how many calls the one session has made."""
-    (session,) = server.status().sessions
-    return session.calls

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -32,7 +33,7 @@ from harness.auth_site import (
     refusal_error,
     status_of,
 )
-from harness.bulk import locate, wait_for_bulk
+from harness.bulk import push_call, tls_route, wait_for_bulk
 from harness.launch import launch
 from harness.long_timeouts import wait_until
 from harness.payloads import assert_serves, key_of, namespace_of, payload
@@ -41,7 +42,7 @@ from harness.raw import RawSession, attach_reply, refusal_of
 from kvtier.client import AccessDenied, Client, Credentials, SessionLost
 from kvtier.client.session import connection
 from kvtier.client.session.session import AttachError, Attachment
-from kvtier.client.session.socket_calls import SocketCalls
+from kvtier.client.session.socket_calls import SocketCalls, SocketTarget
 from kvtier.client.transport.grpc_methods import CHANNEL_OPTIONS, PULL, PUSH
 from kvtier.protos import v1
 from kvtier.protos.endpoint import parse_endpoint
@@ -55,6 +56,7 @@ from kvtier.protos.v1 import (
     session_pb2_grpc,
     transfer_pb2,
 )
+from kvtier.protos.wire.socket_frames import Purpose
 from kvtier.server.auth.roles import OWNER, RPC_ROLES, Role, require_role
 from kvtier.server.refused import Refused
 
@@ -156,13 +158,7 @@ class TestTenants:
 
     def test_another_tenants_ids_are_refused(self, site: Site) -> None:
         """Sessions, leases and stores of another tenant give no access on any socket."""
-        with (
-            raw(site, "acme-engine") as acme,
-            raw(site, "zeta-engine") as zeta,
-            site.client("acme-far") as streams,
-        ):
-            streams.wait_until_connected(60)
-            wait_for_bulk(streams)
+        with raw(site, "acme-engine") as acme, raw(site, "zeta-engine") as zeta:
             preparing = cache_pb2.PrepareStoreRequest(session=acme.ref, keys=[key_of(77)])
             store = acme.cache.PrepareStore(preparing, timeout=60)
             stolen = cache_pb2.CompleteStoreRequest(session=acme.ref, store_id=store.store_id)
@@ -172,10 +168,11 @@ class TestTenants:
             for ref, reason in ((acme.ref, "WRONG_TENANT"), (zeta.ref, "NOT_OWNER")):
                 frame = transfer_pb2.PushRequest(session=ref, store_id=store.store_id)
                 assert refused(lambda f=frame: zeta.push(iter([f.SerializeToString()]), timeout=60))[1] == reason  # type: ignore[misc]
-                endpoint = f"127.0.0.1:{locate(acme).port}"
-                with connected(site.credentials("zeta-engine").channel(parse_endpoint(endpoint))) as bulk:
-                    push = bulk.stream_unary(PUSH, None, transfer_pb2.PushResponse.FromString)
-                    assert refused(lambda f=frame, p=push: p(iter([f.SerializeToString()]), timeout=60))[1] == reason  # type: ignore[misc]
+                with tls_route(site, "zeta-engine").dial(acme, Purpose.STREAMS, ref) as stream:
+                    if ref is zeta.ref:
+                        assert stream.answer() == (0, b"")
+                        stream.send(push_call(store.store_id))
+                    assert stream.refusal()[1] == reason
             made_up = common_pb2.SessionRef(session_id=b"\0" * 16, epoch=acme.ref.epoch)
             lookup = cache_pb2.LookupRequest(session=made_up, keys=KEYS)
             assert refused(lambda: zeta.cache.Lookup(lookup, timeout=60)) == ("UNAUTHENTICATED", "UNKNOWN_SESSION")
@@ -216,10 +213,9 @@ class TestRoles:
             )
             frame = transfer_pb2.PushRequest(session=mine.ref, store_id=store.store_id).SerializeToString()
             assert refused(lambda: mine.push(iter([frame]), timeout=60)) == NOT_FOR_YOU
-            port = wait_until(lambda: locate(mine).port)
-            with connected(site.credentials("acme-reader").channel(parse_endpoint(f"127.0.0.1:{port}"))) as bulk:
-                push = bulk.stream_unary(PUSH, None, transfer_pb2.PushResponse.FromString)
-                assert refused(lambda: push(iter([frame]), timeout=60)) == NOT_FOR_YOU
+            with tls_route(site, "acme-reader").open(mine) as stream:
+                stream.send(push_call(store.store_id))
+                assert stream.refusal() == NOT_FOR_YOU
         # The log line is written a moment later.
         wait_until(
             lambda: any('"acme-reader"' in line and "TransferService/Push" in line for line in site.audit_lines())
@@ -259,7 +255,8 @@ class TestSharedMemory:
         with site.client("acme-engine", unix=True) as near, site.client("acme-far", unix=True) as far:
             near.wait_until_connected(60)
             far.wait_until_connected(60)
-            assert (near.transport, far.transport) == ("shm", "grpc")
+            wait_for_bulk(far)
+            assert (near.transport, far.transport) == ("shm", "tcp")
             far.store(KEYS, [payload(key, PART) for key in KEYS])
             assert_serves(near, KEYS)
             path = f"{site.server.path}.shm"
@@ -393,18 +390,21 @@ def test_removing_a_token_disconnects_a_client_that_ignores_heartbeats(tmp_path:
             )
             ref = next(iter(stream)).session
             path = capabilities.region.attach_path
-            calls = SocketCalls(path, ref)
+            target = SocketTarget(path, ref, credentials)
+            calls = SocketCalls(target)
             lookup = cache_pb2.LookupRequest(session=ref, keys=KEYS).SerializeToString()
             assert calls.prepare()
             assert calls.call("CacheService/Lookup", lookup, 60)
             time.sleep(1.0)  # five heartbeats, of which the client reads one
             site.tokens.remove("acme-engine")
             wait_until(lambda: "tokens read again" in site.server.log)
-            with pytest.raises(SessionLost):
-                calls.call("CacheService/Lookup", lookup, 60)
-            assert not SocketCalls(path, ref).prepare()
+            with contextlib.suppress(SessionLost):  # if the connection ends during the call
+                assert calls.call("CacheService/Lookup", lookup, 60) is None
+            over_grpc = channel.unary_unary("/kvtier.v1.CacheService/Lookup", None, None)
+            assert refused(lambda: over_grpc(lookup, timeout=60))[0] == "UNAUTHENTICATED"
+            assert not SocketCalls(target).prepare()
             with pytest.raises(AttachError):
-                Attachment.connect(path, ref)
+                Attachment.connect(path, target.hello(Purpose.REGION))
             calls.close()
             stream.cancel()
 

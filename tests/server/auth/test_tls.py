@@ -19,15 +19,17 @@ from harness.long_timeouts import wait_until
 from harness.payloads import assert_serves, namespace_of, payload
 
 from kvtier.client import AsyncClient, Client, Credentials, InvalidRequest, NotConnected
+from kvtier.cuda.host.socket_io import TlsConnection
+from kvtier.protos.wire.socket_frames import CALLS_PROTOCOL, STREAMS_PROTOCOL
 from kvtier.server.auth.tls import server_credentials
 from kvtier.server.auth.tokens import new_token
 
 
-def peer_serial(address: str, ca: str) -> int:
+def peer_serial(address: str, ca: str, protocol: str = "h2") -> int:
     """Returns the serial number of the server's certificate."""
     host, _, port = address.rpartition(":")
     context = ssl.create_default_context(cafile=ca)
-    context.set_alpn_protocols(["h2"])
+    context.set_alpn_protocols([protocol])
     with (
         socket.create_connection((host, int(port)), 5) as plain,
         context.wrap_socket(plain, server_hostname=host) as tls,
@@ -41,12 +43,12 @@ def test_blocks_travel_over_tls_through_the_bulk_process(site: Site) -> None:
     """A client with the CA and a token stores and loads; the bulk process uses TLS."""
     with site.client("acme-far") as client:
         client.wait_until_connected(60)
-        assert client.transport == "grpc"
         wait_for_bulk(client)
+        assert client.transport == "tcp"
         client.store(KEYS, [payload(key, PART) for key in KEYS])
         assert_serves(client, KEYS)
-        streams = client._transport._bulk._streams  # type: ignore[attr-defined]
-        assert type(streams).__name__ == "GrpcStreams"
+        streams = client._transport._sockets._streams  # type: ignore[attr-defined]
+        assert {type(connection) for connection in streams._idle} == {TlsConnection}
 
 
 async def test_the_asyncio_client_uses_tls(site: Site) -> None:
@@ -136,17 +138,25 @@ def test_a_new_certificate_is_in_use_without_a_restart(tmp_path: Path) -> None:
     with site.server.start(), site.client("acme-far") as early:
         early.wait_until_connected(60)
         wait_for_bulk(early)
-        bulk = early._transport._bulk._streams  # type: ignore[attr-defined]
-        assert bulk is not None
-        first = peer_serial(site.server.tcp, site.authority.ca)
+        port = early._transport._sockets._streams.target.address[1]  # type: ignore[attr-defined]
+
+        def serials() -> set[int]:
+            ports = (
+                (site.server.tcp, "h2"),
+                (f"127.0.0.1:{port}", CALLS_PROTOCOL),
+                (f"127.0.0.1:{port}", STREAMS_PROTOCOL),
+            )
+            return {peer_serial(address, site.authority.ca, protocol) for address, protocol in ports}
+
+        (first,) = serials()
         key = (tmp_path / "server.key").read_bytes()
         site.authority.issue("other")
         (tmp_path / "server.key").write_bytes((tmp_path / "other.key").read_bytes())
-        assert peer_serial(site.server.tcp, site.authority.ca) == first
+        assert serials() == {first}
         (tmp_path / "server.key").write_bytes(key)
         epoch = early.epoch
         site.authority.issue("server")
-        second = peer_serial(site.server.tcp, site.authority.ca)
+        (second,) = serials()
         assert second != first
         with site.client("acme-far") as late:
             late.wait_until_connected(60)
@@ -169,7 +179,7 @@ def test_a_client_continues_if_its_files_are_removed(
         wait_until(lambda: client.connected)
         ca.unlink()
         client.store(KEYS, [payload(key, PART) for key in KEYS])
-        wait_until(lambda: "streams do not use the bulk process" in caplog.text)
+        wait_until(lambda: "streams do not use the socket" in caplog.text)
         assert_serves(client, KEYS)
 
 
@@ -298,5 +308,5 @@ def test_tokens_identify_the_tenant_over_insecure_tcp(tmp_path: Path) -> None:
         with Client(site.server.tcp, namespace=namespace_of(PART), credentials=credentials) as client:
             client.wait_until_connected(60)
             client.store(KEYS, [payload(key, PART) for key in KEYS])
-            wait_until(lambda: client._transport._bulk.streams(client._transport.session))  # type: ignore[attr-defined]
+            wait_until(lambda: client._transport._sockets.search(client._transport.session))  # type: ignore[attr-defined]
             assert_serves(client, KEYS)

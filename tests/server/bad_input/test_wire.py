@@ -9,11 +9,10 @@ import time
 import grpc
 import pytest
 from harness.misbehaving import INVALID, TIMEOUT, WITH_SESSION, World, refuse
-from harness.raw import attach_reply
+from harness.raw import RawSocket, attach_reply, hello_of
 from harness.server_process import MIB
 
-from kvtier.protos.v1 import common_pb2
-from kvtier.protos.wire.attach import REQUEST_BYTES, pack_request
+from kvtier.protos.wire.socket_frames import HELLO_BYTES, Purpose
 from kvtier.server.rpc.attach import _HANDSHAKE_SECONDS
 
 
@@ -57,50 +56,20 @@ def attach_path(world: World) -> str:
     return path
 
 
-def test_attach_is_for_open_sessions_only(world: World) -> None:
-    """Only sessions of the current epoch get the region's descriptor."""
-    good = world.mine.ref
-    assert attach_reply(attach_path(world), good) == 64 * MIB
-    for session_id, epoch in ((bytes(16), good.epoch), (good.session_id, good.epoch ^ 1), (bytes(16), 0)):
-        ref = common_pb2.SessionRef(session_id=session_id, epoch=epoch)
-        assert attach_reply(attach_path(world), ref) is None
-
-
-@pytest.mark.parametrize("sent", [b"", b"KVT1", b"\xff" * REQUEST_BYTES, b"KVT2" + bytes(24), b"x" * 100_000])
-def test_an_invalid_attach_request_is_closed(world: World, sent: bytes) -> None:
-    """The client gets no descriptor."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(60)
-        connection.connect(attach_path(world))
-        try:
-            connection.sendall(sent)
-            connection.shutdown(socket.SHUT_WR)
-            data, descriptors, _, _ = socket.recv_fds(connection, 64, 1)
-        except (BrokenPipeError, ConnectionResetError):
-            return
-        assert (data, descriptors) == (b"", [])
-
-
 def test_incomplete_attach_requests_end_by_themselves(world: World) -> None:
     """They delay no other client."""
     before, began = world.server.descriptors(), time.monotonic()
-    connections = []
-    for number in range(100):
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.connect(attach_path(world))
-        connection.sendall(pack_request(world.mine.ref.session_id, world.mine.ref.epoch)[: number % REQUEST_BYTES])
-        connections.append(connection)
+    hello = hello_of(world.mine.ref, Purpose.REGION)
+    connections = [RawSocket(attach_path(world), hello[: number % HELLO_BYTES]) for number in range(100)]
     assert attach_reply(attach_path(world), world.mine.ref) == 64 * MIB
-    connections[0].setblocking(False)
+    connections[0].socket.setblocking(False)
     if time.monotonic() - began < _HANDSHAKE_SECONDS - 1:
         with pytest.raises(BlockingIOError):  # the connection is newer than those that were closed
-            connections[0].recv(1)
-    for connection in connections[50:]:
-        connection.close()
-    for connection in connections[:50]:
-        connection.settimeout(60)
-        assert connection.recv(1) == b""
-        connection.close()
+            connections[0].socket.recv(1)
+    connections[0].socket.settimeout(60)
+    for number, connection in enumerate(connections):
+        with connection:
+            assert number >= 50 or connection.is_ended()
     world.server.wait_for(lambda _: world.server.descriptors() <= before + 2)
 
 

@@ -1,4 +1,4 @@
-"""The bulk process: streams, slots and the server if it is killed, hangs or is unreachable."""
+"""The bulk process: clients and server if it is killed, hangs, is unreachable or full."""
 
 from __future__ import annotations
 
@@ -9,233 +9,164 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import grpc
 import pytest
-import xxhash
-from harness.bulk import bulk_pid, bulk_streams, locate, wait_for_bulk, wait_until_received
+from harness.bulk import (
+    Route,
+    bulk_pid,
+    data_frame,
+    kill_bulk,
+    locate,
+    prepare,
+    push_call,
+    serving,
+    wait_for_bulk,
+)
 from harness.delay_proxy import delay_proxy
 from harness.long_timeouts import DEFAULTS, wait_until
 from harness.payloads import assert_serves, filled, is_payload, key_of, namespace_of, payload
-from harness.push_frames import encode_push_frame
-from harness.raw import RawSession, refusal_of
+from harness.ports import ReservedPort
+from harness.raw import RawSession, RawSocket, hello_of
 from harness.server_process import MIB, ServerProcess
-from harness.signals import stop
 
-from kvtier.client import AsyncClient, Client, NotConnected, SessionLost, StoreStatus, Timeouts, part_streams
-from kvtier.client.transport import bulk_connector
-from kvtier.client.transport.bulk_connector import BulkConnector, BulkStreams, GrpcStreams
-from kvtier.protos.endpoint import parse_endpoint
-from kvtier.protos.v1 import cache_pb2, transfer_pb2
-from kvtier.protos.wire.grpc_frames import decode_pull_frame
-from kvtier.server.bulk import supervisor
+from kvtier.client import (
+    AsyncClient,
+    Client,
+    Credentials,
+    DeadlineExceeded,
+    NotConnected,
+    SessionLost,
+    StoreStatus,
+    Timeouts,
+    part_streams,
+)
+from kvtier.client.effects import Pull
+from kvtier.client.session import socket_calls
+from kvtier.client.session.session import ClientSession
+from kvtier.client.session.socket_calls import SocketTarget
+from kvtier.client.transport import socket_streams
+from kvtier.client.transport.socket_connector import SocketConnector
+from kvtier.client.transport.socket_streams import SocketStreams
+from kvtier.cuda.host.copy import address_of
+from kvtier.protos.v1 import cache_pb2, common_pb2, session_pb2, transfer_pb2
+from kvtier.protos.wire import socket_frames as frames
+from kvtier.server.bulk import broker_client, streams, supervisor
+from kvtier.server.bulk.broker_client import BrokerClient
+from kvtier.server.bulk.messages import Caller, Committed, Greeting, decode_from_child
+from kvtier.server.bulk.streams import StreamServer
 from kvtier.server.bulk.supervisor import BulkProcess
 from kvtier.server.config.schema import BulkConfig
 
 PART = 1 * MIB
 NAMESPACE = namespace_of(PART)
-KEYS = [key_of(number) for number in range(48)]
 TIMEOUT = 60.0
+REF = common_pb2.SessionRef(session_id=bytes(16), epoch=1)
+HELLO = hello_of(REF, frames.Purpose.STREAMS)
+
+
+@pytest.fixture(scope="module")
+def route(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Route]:
+    """Yields a Unix socket of a server whose region holds 128 blocks."""
+    with serving("unix", tmp_path_factory.mktemp("b"), region=128 * MIB, lmdb=16 * MIB) as route:
+        yield route
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    """Yields a server whose region holds 128 blocks."""
-    with ServerProcess(tmp_path, region=128 * MIB, lmdb=16 * MIB) as process:
-        yield process.start()
+def server(route: Route) -> Iterator[ServerProcess]:
+    """Yields the server, and checks that the test leaves nothing in use."""
+    yield route.server
+    route.server.wait_for(lambda status: not (status.leases or status.stores or status.quarantined_bytes))
 
 
 @pytest.fixture
-def client(server: ServerProcess) -> Iterator[Client]:
+def client(route: Route) -> Iterator[Client]:
     """Yields a client whose streams go to the bulk process."""
-    with Client(server.endpoint, namespace=NAMESPACE, transport="grpc") as client:
+    with route.client(NAMESPACE) as client:
         client.wait_until_connected(60)
         wait_for_bulk(client)
         yield client
 
 
-@pytest.fixture
-def session(server: ServerProcess) -> Iterator[RawSession]:
-    """Yields a session that calls RPCs directly; its streams go to the bulk process."""
-    with (
-        RawSession(server.endpoint, NAMESPACE, engine_id="raw") as session,
-        bulk_streams(session, server.endpoint),
-    ):
-        yield session
+@contextlib.asynccontextmanager
+async def async_client(server: ServerProcess, **more: Any) -> Any:
+    """Yields a client for asyncio whose streams go to the bulk process."""
+    async with AsyncClient(server.endpoint, namespace=NAMESPACE, transport="tcp", **more) as client:
+        await client.wait_until_connected(60)
+        await asyncio.to_thread(wait_for_bulk, client)
+        yield client
 
 
-def store_all(client: Client, keys: list[bytes] = KEYS) -> None:
+def fresh(salt: str, count: int = 24) -> list[bytes]:
+    """Returns keys that no other test uses."""
+    return [key_of(number, salt=salt) for number in range(count)]
+
+
+def store_all(client: Client, keys: list[bytes]) -> None:
     """Stores blocks with payloads that depend on the key."""
     assert set(client.store(keys, [payload(key, PART) for key in keys])) == {StoreStatus.GRANTED}
 
 
-def prepare(session: RawSession, keys: list[bytes] = KEYS) -> int:
-    """Prepares a store of these blocks; returns its id."""
-    request = cache_pb2.PrepareStoreRequest(session=session.ref, keys=keys)
-    store_id: int = session.cache.PrepareStore(request, timeout=TIMEOUT).store_id
-    assert store_id
-    return store_id
-
-
-def frame_of(session: RawSession, store_id: int, data: bytes, offset: int = 0) -> bytes:
-    """Returns one frame of a store."""
-    return encode_push_frame(offset, xxhash.xxh3_64_intdigest(data), [data], session=session.ref, store_id=store_id)
-
-
-@contextlib.contextmanager
-def pushing(session: RawSession, store_id: int) -> Iterator[Any]:
-    """Yields a stream that has sent one frame to a store, and sends more when `more` is called."""
-    go_on = threading.Event()
-
-    def frames() -> Iterator[bytes]:
-        for number in range(9):  # the server sees 8 MiB of them
-            yield frame_of(session, store_id, b"\xee" * PART, number * PART)
-        go_on.wait(TIMEOUT)
-        yield frame_of(session, store_id, b"\xee" * PART, 9 * PART)
-
-    call = session.push.future(frames(), timeout=TIMEOUT)  # type: ignore[attr-defined]
-    call.go_on = go_on.set
-    wait_until(lambda: locate(session, store_id).received_bytes)
-    assert not call.done()
-    try:
-        yield call
-    finally:
-        go_on.set()
-        call.cancel()
-
-
-def kill_bulk(server: ServerProcess, number: int = signal.SIGKILL) -> int:
-    """Sends a signal to the bulk process; returns its pid."""
-    pid = bulk_pid(server.pid)
-    assert pid is not None
-    if number == signal.SIGSTOP:
-        stop(pid)
-    else:
-        os.kill(pid, number)
-    return pid
-
-
-def cut_bulk(server: ServerProcess) -> None:
-    """Closes the connection between this process and the bulk process."""
-    cut = 0
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError, ValueError), socket.socket(fileno=os.dup(int(entry.name))) as connection:
-            if connection.getpeername() == f"{server.path}.bulk":
-                connection.shutdown(socket.SHUT_RDWR)
-                cut += 1
-    assert cut
-
-
-BREAKS: dict[str, Callable[[ServerProcess], object]] = {"process": kill_bulk, "connection": cut_bulk}
-
-
-def count_asked(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Returns a list that collects the items of every Pull."""
-    asked: list[list[int]] = []
-    original = GrpcStreams.pull
-
-    def pull(self: GrpcStreams, effect: Any, *rest: Any) -> None:
-        asked.append(list(effect.request.items))
-        original(self, effect, *rest)
-
-    monkeypatch.setattr(GrpcStreams, "pull", pull)
-    return asked
-
-
-@pytest.mark.parametrize("what", BREAKS)
-def test_an_interrupted_load_resumes(
-    server: ServerProcess, client: Client, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
-    """After process or connection end, only the missing blocks are requested again (B4)."""
-    store_all(client)
-    asked = count_asked(monkeypatch)
+async def test_an_interrupted_asynchronous_load_resumes(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = fresh("async load")
     taken: list[int] = []
-    original = part_streams.PartReceiver.take
+    original = part_streams.PartReceiver.verify
 
-    def take(sink: Any, message: bytes) -> None:
-        original(sink, message)
-        taken.append(len(message))
-        if len(taken) == 8:
-            BREAKS[what](server)
-
-    monkeypatch.setattr(part_streams.PartReceiver, "take", take)
-    buffers = filled(len(KEYS), PART)
-    assert client.load(KEYS, buffers) == len(KEYS)
-    assert all(is_payload(key, found) for key, found in zip(KEYS, buffers, strict=True))
-    assert asked[0] == [*range(len(KEYS))]
-    assert len(asked) == 2
-    assert 0 < len(asked[1]) <= len(KEYS) - 8
-    assert asked[1] == [*range(len(KEYS) - len(asked[1]), len(KEYS))]
-
-
-def test_an_interrupted_asynchronous_load_resumes(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[int] = []
-    original = part_streams.PartReceiver.take
-
-    def take(sink: Any, message: bytes) -> None:
-        original(sink, message)
-        taken.append(len(message))
+    def verify(sink: Any, head: Any, checksum: int) -> None:
+        original(sink, head, checksum)
+        taken.append(head.offset)
         if len(taken) == 8:
             kill_bulk(server)
 
-    async def run() -> None:
-        async with AsyncClient(server.endpoint, namespace=NAMESPACE, transport="grpc") as client:
-            await client.wait_until_connected(60)
-            await asyncio.to_thread(wait_for_bulk, client)
-            await client.store(KEYS, [payload(key, PART) for key in KEYS])
-            monkeypatch.setattr(part_streams.PartReceiver, "take", take)
-            buffers = filled(len(KEYS), PART)
-            assert await client.load(KEYS, buffers) == len(KEYS)
-            assert all(is_payload(key, found) for key, found in zip(KEYS, buffers, strict=True))
-
-    asyncio.run(run())
+    async with async_client(server) as client:
+        await client.store(keys, [payload(key, PART) for key in keys])
+        monkeypatch.setattr(part_streams.PartReceiver, "verify", verify)
+        buffers = filled(len(keys), PART)
+        assert await client.load(keys, buffers) == len(keys)
+        assert all(is_payload(key, found) for key, found in zip(keys, buffers, strict=True))
 
 
-def test_a_cancelled_asynchronous_store_is_not_retried(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancelled_asynchronous_store_is_not_retried(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its slots are returned at once."""
+    keys = fresh("cancelled")
     begun, sending = [], threading.Event()
-    original = part_streams.PartSender.frames
+    original = part_streams.PartSender.pieces
 
-    def frames(source: Any, start: int, step: int, *, complete: bool) -> Iterator[bytes]:
+    def pieces(source: Any, start: int, step: int) -> Iterator[Any]:
         begun.append(start)
-        for frame in original(source, start, step, complete=complete):
-            yield frame
+        for piece in original(source, start, step):
+            yield piece
             sending.set()
             time.sleep(0.05)
 
-    async def run() -> None:
-        async with AsyncClient(server.endpoint, namespace=NAMESPACE, transport="grpc") as client:
-            await client.wait_until_connected(60)
-            await asyncio.to_thread(wait_for_bulk, client)
-            store = asyncio.ensure_future(client.store(KEYS, [payload(key, PART) for key in KEYS]))
-            await asyncio.to_thread(sending.wait, TIMEOUT)
-            store.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await store
-            assert (await client.status()).stores == 0
-
-    monkeypatch.setattr(part_streams.PartSender, "frames", frames)
-    asyncio.run(run())
+    monkeypatch.setattr(part_streams.PartSender, "pieces", pieces)
+    async with async_client(server) as client:
+        store = asyncio.ensure_future(client.store(keys, [payload(key, PART) for key in keys]))
+        await asyncio.to_thread(sending.wait, TIMEOUT)
+        store.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await store
+        assert (await client.status()).stores == 0
     assert begun == [0]
 
 
-def test_hanging_streams_block_nothing_else(server: ServerProcess, client: Client) -> None:
+async def test_hanging_streams_block_nothing_else(
+    server: ServerProcess, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The loop's threads stay free, waiting streams can be cancelled, and `close` ends all."""
-    store_all(client)
-
-    async def run() -> None:
-        timeouts = Timeouts(connect=60, call=60, transfer=600)
-        other = AsyncClient(server.endpoint, namespace=NAMESPACE, transport="grpc", timeouts=timeouts)
-        await other.wait_until_connected(60)
-        await asyncio.to_thread(wait_for_bulk, other)
+    keys = fresh("hanging", 1)
+    store_all(client, keys)
+    name = "_CONNECT_SECONDS"
+    monkeypatch.setattr(socket_calls, name, DEFAULTS[socket_calls, name])
+    async with async_client(server, timeouts=Timeouts(connect=60, call=60, transfer=600)) as other:
         pid = kill_bulk(server, signal.SIGSTOP)
         try:
-            loads = [asyncio.ensure_future(other.load(KEYS[:1], filled(1, PART))) for _ in range(80)]
-            await asyncio.to_thread(wait_until, lambda: server.status().leases == len(loads))
+            loads = [asyncio.ensure_future(other.load(keys, filled(1, PART))) for _ in range(80)]
             await asyncio.wait_for(asyncio.to_thread(time.sleep, 0), 60)
             loads[-1].cancel()
             await asyncio.wait(loads[-1:], timeout=60)
@@ -244,272 +175,169 @@ def test_hanging_streams_block_nothing_else(server: ServerProcess, client: Clien
             outcomes = await asyncio.wait_for(asyncio.gather(*loads[:-1], return_exceptions=True), 60)
         finally:
             os.kill(pid, signal.SIGCONT)
-        assert {type(outcome) for outcome in outcomes} <= {NotConnected, SessionLost}
-
-    asyncio.run(run())
+    # A stream that finds no connection in two seconds uses gRPC, and may end before `close`.
+    assert {type(outcome) for outcome in outcomes} <= {NotConnected, SessionLost, int}
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_stream_on_an_abandoned_channel_takes_the_other_route(
+async def test_a_stream_that_begins_while_sockets_are_given_up_uses_grpc(
     server: ServerProcess, client: Client, monkeypatch: pytest.MonkeyPatch, *, asynchronous: bool
 ) -> None:
-    """The caller sees no error of gRPC."""
-    original = BulkConnector.monitored
+    """The caller sees no error."""
+    original = SocketConnector.search
+    given_up: list[SocketStreams] = []
 
-    @contextlib.contextmanager
-    def monitored(route: BulkConnector, streams: BulkStreams) -> Iterator[None]:
-        route._disconnect(streams)
-        with original(route, streams):
-            yield
+    def search(connector: SocketConnector, session: ClientSession) -> SocketStreams | None:
+        pool = original(connector, session)
+        if pool is not None and not given_up:
+            given_up.append(pool)
+            connector._disconnect(pool)
+        return pool
 
-    async def run() -> None:
-        async with AsyncClient(server.endpoint, namespace=NAMESPACE, transport="grpc") as other:
-            await other.wait_until_connected(60)
-            await asyncio.to_thread(wait_for_bulk, other)
-            monkeypatch.setattr(BulkConnector, "monitored", monitored)
-            assert await other.load(KEYS[:4], filled(4, PART)) == 4
+    keys = fresh(f"given up {asynchronous}", 4)
+    async with async_client(server) as other:
+        if asynchronous:
+            store_all(client, keys)
+        monkeypatch.setattr(SocketConnector, "search", search)
+        if asynchronous:
+            assert await other.load(keys, filled(4, PART)) == 4
+        else:
+            store_all(client, keys)
+    assert given_up
 
-    store_all(client)
-    if asynchronous:
-        asyncio.run(run())
-        return
-    monkeypatch.setattr(BulkConnector, "monitored", monitored)
-    keys = [key_of(number, salt="given up") for number in range(4)]
+
+def test_a_refused_hello_makes_a_stream_use_grpc(server: ServerProcess, client: Client) -> None:
+    """The client needs another connection while the server has no bulk process."""
+    keys = fresh("refused", 4)
+    pool = client._transport._sockets._streams  # type: ignore[attr-defined]
+    for connection in pool._idle:
+        connection.close()
+    pool._idle.clear()
+    with RawSession(server.endpoint, NAMESPACE, engine_id="raw") as session:
+        kill_bulk(server)
+        wait_until(lambda: not locate(session).unix_suffix)
     store_all(client, keys)
     assert_serves(client, keys)
 
 
-@pytest.mark.parametrize("what", BREAKS)
-def test_an_interrupted_store_resumes(
-    server: ServerProcess, client: Client, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
-    """After process or connection end, only frames that may be missing are sent again."""
-    starts: list[int] = []
-    original = part_streams.PartSender.frames
-
-    def frames(source: Any, start: int, step: int, *, complete: bool) -> Iterator[bytes]:
-        starts.append(start)
-        for number, frame in enumerate(original(source, start, step, complete=complete)):
-            if number == 30 and not start:
-                wait_until_received(client, source, 20 * MIB)
-                BREAKS[what](server)
-            yield frame
-
-    monkeypatch.setattr(part_streams.PartSender, "frames", frames)
-    store_all(client)
-    assert starts[0] == 0
-    assert len(starts) == 2
-    assert 20 * MIB <= starts[1] < 31 * MIB
-    monkeypatch.undo()
-    assert_serves(client, KEYS)
-
-
-def test_a_slow_handshake_with_the_bulk_process_succeeds(
-    server: ServerProcess, session: RawSession, monkeypatch: pytest.MonkeyPatch
+def test_a_slow_answer_to_the_first_hello_is_awaited(
+    route: Route, server: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client that retried too early would never reach a process that is short of processors."""
-    suffix = wait_until(lambda: locate(session).socket_suffix)
-    with delay_proxy(Path(f"{server.path}{suffix}"), delay=3.0) as address:
-        monkeypatch.setattr(bulk_connector, "_CONNECT_SECONDS", DEFAULTS[bulk_connector, "_CONNECT_SECONDS"])
-        monkeypatch.setattr(BulkConnector, "_endpoint_of", lambda *_: parse_endpoint(address))
-        with Client(server.endpoint, namespace=NAMESPACE, transport="grpc") as client:
+    keys = fresh("slow hello", 4)
+    with route.session(NAMESPACE, "raw") as session:
+        path = Path(str(route.address(session)))
+    with delay_proxy(path, delay=3.0) as address:
+        name = "_CONNECT_SECONDS"
+        monkeypatch.setattr(socket_streams, name, DEFAULTS[socket_streams, name])
+        host, _, port = address.partition(":")
+        monkeypatch.setattr(SocketConnector, "_address", lambda *_: (host, int(port)))
+        with Client(server.endpoint, namespace=NAMESPACE, transport="tcp") as client:
             client.wait_until_connected(60)
             wait_for_bulk(client)
-            store_all(client)
-            assert_serves(client, KEYS)
+            store_all(client, keys)
+            assert_serves(client, keys)
 
 
 def test_attempts_of_a_load_are_bounded(server: ServerProcess, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """A load whose frames always arrive damaged fails after a few attempts and leaves no lease."""
-    store_all(client)
-    asked = count_asked(monkeypatch)
-    monkeypatch.setattr(part_streams.xxhash, "xxh3_64_intdigest", lambda _: 0)
+    keys = fresh("damaged", 4)
+    store_all(client, keys)
+    asked = []
+    original = SocketStreams.pull
+    monkeypatch.setattr(SocketStreams, "pull", lambda *given: (asked.append(given), original(*given)))
+    monkeypatch.setattr(socket_streams, "checksum_on", lambda *_: 0)
     with pytest.raises(part_streams.ChecksumMismatch):
-        client.load(KEYS, filled(len(KEYS), PART))
+        client.load(keys, filled(len(keys), PART))
     assert len(asked) == part_streams.ATTEMPTS
     server.wait_for(lambda status: not status.leases)
 
 
-def test_a_killed_bulk_process_is_replaced(server: ServerProcess, client: Client) -> None:
-    """Clients find the new process, and stores in the meantime succeed."""
-    before = kill_bulk(server)
-    store_all(client)
-    wait_until(lambda: bulk_pid(server.pid) not in (None, before))
-    wait_for_bulk(client)
-    assert_serves(client, KEYS)
-    assert server.alive
-
-
-@pytest.mark.usefixtures("client")
-def test_the_bulk_process_ends_with_the_server(server: ServerProcess) -> None:
-    """Also if the server is killed, no process and no memory of it remains."""
-    pid = bulk_pid(server.pid)
-    server.kill()
-
-    def over() -> bool:
-        try:
-            return not list(Path(f"/proc/{pid}/fd").iterdir())
-        except OSError:  # its parent has collected the exit code
-            return True
-
-    wait_until(over)
-
-
-def test_the_bulk_process_ignores_sigterm(server: ServerProcess, client: Client) -> None:
-    """SIGTERM to all processes of the service lets the server drain; the child runs until then."""
-    pid = kill_bulk(server, signal.SIGTERM)
-    store_all(client)
-    assert bulk_pid(server.pid) == pid
-    assert server.terminate() == 0
-    assert not Path(f"{server.path}.bulk").exists()
-
-
-def test_slots_of_an_ended_session_are_reused_when_no_stream_can_write(
-    server: ServerProcess, session: RawSession
-) -> None:
-    """The slots stay reserved while a stream might still write to them, and no longer (B4.5)."""
-    store_id = prepare(session)
-    with pushing(session, store_id):
-        pid = kill_bulk(server, signal.SIGSTOP)
-        session.end()
-        server.wait_for(lambda status: status.quarantined_bytes == len(KEYS) * PART)
-        time.sleep(0.5)
-        assert server.status().quarantined_bytes == len(KEYS) * PART
-        os.kill(pid, signal.SIGCONT)
-        server.wait_for(lambda status: status.quarantined_bytes == 0)
-
-
-def test_slots_are_free_after_the_bulk_process_ends(server: ServerProcess, session: RawSession) -> None:
-    """All its writers have ended with it."""
-    store_id = prepare(session)
-    with pushing(session, store_id) as call:
-        pid = kill_bulk(server, signal.SIGSTOP)
-        session.end()
-        server.wait_for(lambda status: status.quarantined_bytes == len(KEYS) * PART)
-        os.kill(pid, signal.SIGKILL)
-        server.wait_for(lambda status: status.quarantined_bytes == 0)
-        assert refusal_of(call.exception())[0] == "UNAVAILABLE"
-
-
-def test_a_completion_waits_for_the_streams_of_its_store(session: RawSession) -> None:
-    """A late frame must not reach a slot that already belongs to another block."""
-    store_id = prepare(session)
-    with pushing(session, store_id) as call:
-        complete = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=store_id)
-        session.cache.CompleteStore(complete, timeout=TIMEOUT)
-        call.go_on()
-        assert refusal_of(call.exception()) == ("NOT_FOUND", "STORE_NOT_FOUND")
-    lookup = cache_pb2.LookupRequest(session=session.ref, keys=KEYS[:2], mode=cache_pb2.LOOKUP_MODE_EACH)
-    lease = session.cache.Lookup(lookup, timeout=TIMEOUT)
-    pull = transfer_pb2.PullRequest(session=session.ref, lease_id=lease.lease_id, items=[0])
-    found = b"".join(bytes(decode_pull_frame(frame)[1]) for frame in session.pull(pull, timeout=TIMEOUT))
-    assert found == b"\xee" * PART
-
-
-def test_repeated_bytes_do_not_complete_a_store(session: RawSession) -> None:
-    """A store that received one half twice is incomplete."""
-    store_id = prepare(session, KEYS[:2])
-    frame = transfer_pb2.PushRequest(complete=True).SerializeToString()
-    frame += frame_of(session, store_id, b"\xee" * PART)
-    answer = session.push(iter([frame, frame]), timeout=TIMEOUT)
-    assert (answer.received_bytes, answer.completed) == (2 * PART, False)
-
-
-def test_a_hanging_bulk_process_is_killed(server: ServerProcess, session: RawSession) -> None:
+def test_a_hanging_bulk_process_is_killed(route: Route, server: ServerProcess) -> None:
     """It delays the end of a store by less than a client's call timeout."""
-    store_id = prepare(session)
-    with pushing(session, store_id):
+    keys = fresh("killed", 12)
+    with route.session(NAMESPACE, "killer") as session, route.open(session) as connection:
+        store_id = prepare(session, keys)
+        connection.send(push_call(store_id), *(data_frame(bytes(PART), number * PART) for number in range(8)))
+        wait_until(lambda: locate(session, store_id).received_bytes)
         pid = kill_bulk(server, signal.SIGSTOP)
         abort = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=store_id, abort=True)
         session.cache.CompleteStore(abort, timeout=TIMEOUT / 2)
         assert Timeouts.__dataclass_fields__["call"].default / 2 >= supervisor._END_SECONDS
         assert bulk_pid(server.pid) != pid
-    assert server.status().quarantined_bytes == 0
-    prepare(session)
+        assert server.status().quarantined_bytes == 0
 
 
-def test_the_bulk_process_starts_once_threads_are_available(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_bulk_process_ends_with_the_server(tmp_path: Path, number: int) -> None:
+    """It ignores SIGTERM to all processes of the service, so that the server can drain.
+
+    If the server is killed, no process and no memory of it remains.
+    """
+    keys = fresh("end", 4)
+    with serving("unix", tmp_path) as route, route.client(NAMESPACE) as client:
+        client.wait_until_connected(60)
+        wait_for_bulk(client)
+        pid = kill_bulk(route.server, signal.SIGTERM)
+        store_all(client, keys)
+        assert bulk_pid(route.server.pid) == pid
+        if number == signal.SIGTERM:
+            assert route.server.terminate() == 0
+            assert not [*tmp_path.glob("s*")]
+        else:
+            route.server.kill()
+
+        def over() -> bool:
+            try:
+                return not list(Path(f"/proc/{pid}/fd").iterdir())
+            except OSError:  # its parent has collected the exit code
+                return True
+
+        wait_until(over)
+
+
+async def test_the_bulk_process_starts_once_threads_are_available(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the server cannot create a thread to watch its child, it tries again later."""
     lives: list[BulkProcess] = []
+    lived = asyncio.Event()
 
-    async def run() -> None:
-        lived = asyncio.Event()
+    async def live(process: BulkProcess) -> None:
+        lives.append(process)
+        if len(lives) == 1:
+            raise RuntimeError("can't start new thread")
+        lived.set()
+        await asyncio.Event().wait()
 
-        async def live(process: BulkProcess) -> None:
-            lives.append(process)
-            if len(lives) == 1:
-                raise RuntimeError("can't start new thread")
-            lived.set()
-            await asyncio.Event().wait()
-
-        monkeypatch.setattr(BulkProcess, "_run_once", live)
-        anything: Any = SimpleNamespace(
-            received=None, limits=None, endpoints=(), bulk=BulkConfig(), tls=SimpleNamespace(cert=None)
-        )
-        process = BulkProcess(anything, anything, anything, anything)
-        process.endpoints()
-        await asyncio.wait_for(lived.wait(), TIMEOUT)
-        await process.close()
-
-    asyncio.run(run())
+    monkeypatch.setattr(BulkProcess, "_run_once", live)
+    anything: Any = SimpleNamespace(
+        received=None,
+        limits=SimpleNamespace(max_frame_bytes=1),
+        endpoints=(),
+        bulk=BulkConfig(),
+        tls=SimpleNamespace(cert=None),
+    )
+    process = BulkProcess(anything, anything, anything, anything)
+    process.locate()
+    await asyncio.wait_for(lived.wait(), TIMEOUT)
+    await process.close()
 
 
 def test_a_slow_writer_keeps_its_store(tmp_path: Path) -> None:
     """A store lives as long as some of its bytes arrive now and then."""
     with (
-        ServerProcess(tmp_path, config="[leases]\ndefault = 2\n").start() as server,
-        RawSession(server.endpoint, NAMESPACE, engine_id="slow") as session,
-        bulk_streams(session, server.endpoint),
+        serving("unix", tmp_path, config="[leases]\ndefault = 2\n") as route,
+        route.session(NAMESPACE, "slow") as session,
+        route.open(session) as connection,
     ):
-        store_id = prepare(session, KEYS[:1])
-
-        def frames() -> Iterator[bytes]:
-            for number in range(16):
-                time.sleep(0.25)
-                yield frame_of(session, store_id, b"\xee" * (PART // 16), number * PART // 16)
-
-        assert session.push(frames(), timeout=TIMEOUT).received_bytes == PART
+        store_id = prepare(session, fresh("slow", 1))
+        connection.send(push_call(store_id))
+        for offset in range(0, PART, PART // 16):
+            time.sleep(0.25)
+            connection.send(data_frame(bytes(PART // 16), offset))
+        connection.send(frames.END)
+        assert transfer_pb2.PushResponse.FromString(connection.answer()[1]).received_bytes == PART
         complete = cache_pb2.CompleteStoreRequest(session=session.ref, store_id=store_id)
         session.cache.CompleteStore(complete, timeout=TIMEOUT)
-
-
-def test_a_slow_reader_needs_little_memory(server: ServerProcess, session: RawSession) -> None:
-    """Of 600 MiB that a client does not read, the process buffers a few frames.
-
-    Other clients are served.
-    """
-    with Client(server.endpoint, namespace=NAMESPACE) as writer:
-        writer.wait_until_connected(60)
-        store_all(writer)
-        lookup = cache_pb2.LookupRequest(session=session.ref, keys=KEYS)
-        lease = session.cache.Lookup(lookup, timeout=TIMEOUT)
-        items = [*range(len(KEYS))] * 12
-        pid = bulk_pid(server.pid)
-        before = own_bytes(pid)
-        request = transfer_pb2.PullRequest(session=session.ref, lease_id=lease.lease_id, items=items)
-        stalled = [session.pull(request, timeout=TIMEOUT) for _ in range(4)]
-        for stream in stalled:
-            next(stream)
-        time.sleep(1)
-        assert own_bytes(pid) < before + 100 * MIB
-        with Client(server.endpoint, namespace=NAMESPACE, transport="grpc") as reader:
-            reader.wait_until_connected(60)
-            wait_for_bulk(reader)
-            assert_serves(reader, KEYS)
-        for stream in stalled:
-            stream.cancel()
-
-
-def own_bytes(pid: int | None) -> int:
-    """Returns the anonymous resident memory of a process, in bytes."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
-
-
-def test_only_the_owner_can_connect(server: ServerProcess, session: RawSession) -> None:
-    """Its socket has the mode 0600, like the server's."""
-    assert Path(f"{server.path}.bulk").stat().st_mode & 0o777 == 0o600
-    assert locate(session).port == 0
 
 
 def test_streams_use_the_server_if_the_bulk_port_is_unreachable(tmp_path: Path) -> None:
@@ -517,21 +345,21 @@ def test_streams_use_the_server_if_the_bulk_port_is_unreachable(tmp_path: Path) 
 
     Others use the bulk process over TCP.
     """
-    with ServerProcess(tmp_path, region=128 * MIB, lmdb=16 * MIB, tcp=True).start() as server:
+    keys = fresh("firewall")
+    with serving("tcp", tmp_path, region=128 * MIB, lmdb=16 * MIB) as route:
         with (
-            delay_proxy(server.tcp, host="127.0.0.2") as through_a_firewall,
-            Client(through_a_firewall, namespace=NAMESPACE, transport="grpc") as far,
-            Client(server.tcp, namespace=NAMESPACE, transport="grpc") as near,
+            delay_proxy(route.endpoint, host="127.0.0.2") as through_a_firewall,
+            Client(through_a_firewall, namespace=NAMESPACE) as far,
+            route.client(NAMESPACE) as near,
         ):
             far.wait_until_connected(60)
             near.wait_until_connected(60)
             wait_for_bulk(near)
-            store_all(far)
-            assert not far._transport._bulk.found  # type: ignore[attr-defined]
-            assert_serves(far, KEYS)
-            assert_serves(near, KEYS)
-            assert not far._transport._bulk.found  # type: ignore[attr-defined]
-        listening = listeners(bulk_pid(server.pid))
+            store_all(far, keys)
+            assert_serves(far, keys)
+            assert_serves(near, keys)
+            assert not far._transport._sockets.found  # type: ignore[attr-defined]
+        listening = listeners(bulk_pid(route.server.pid))
         assert listening
         assert listening <= {"0100007F", "0000000000000000FFFF00000100007F"}, "127.0.0.1, plain or mapped to IPv6"
 
@@ -547,22 +375,180 @@ def listeners(pid: int | None) -> set[str]:
     return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in sockets}
 
 
-def test_streams_beyond_the_limit_are_refused(server: ServerProcess, session: RawSession) -> None:
-    """Stalled streams occupy all 64 threads; meanwhile clients stream through the server itself."""
-    store_ids = [prepare(session, [key_of(number, salt="many")]) for number in range(70)]
-    with contextlib.ExitStack() as stack, Client(server.endpoint, namespace=NAMESPACE, transport="grpc") as client:
+def test_a_configured_port_is_used(tmp_path: Path) -> None:
+    """The next bulk process uses it again."""
+    with (
+        ReservedPort() as reserved,
+        serving("tcp", tmp_path, config=f"[bulk]\ntcp_port = {reserved.number}") as route,
+        route.session(NAMESPACE, "raw") as session,
+    ):
+        for _ in range(2):
+            assert route.address(session) == ("127.0.0.1", reserved.number)
+            route.open(session).socket.close()  # fails if the port belongs to a dead process
+            pid = kill_bulk(route.server, 0)
+            assert os.getpriority(os.PRIO_PROCESS, pid) > os.getpriority(os.PRIO_PROCESS, route.server.pid)
+            kill_bulk(route.server)
+            # The server then names a port only once the new process listens.
+            wait_until(lambda: bulk_pid(route.server.pid) not in (None, pid))  # noqa: B023 - called here
+
+
+def test_a_used_port_is_not_replaced(tmp_path: Path) -> None:
+    """A firewall would not know another port."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        serving("tcp", tmp_path, config=f"[bulk]\ntcp_port = {taken.getsockname()[1]}") as route,
+        route.session(NAMESPACE, "raw") as session,
+    ):
+        assert route.address(session) == ("127.0.0.1", 0)
+
+
+def test_remote_clients_use_grpc_without_a_port(tmp_path: Path) -> None:
+    """A client that prefers sockets streams over gRPC, and its status says so."""
+    keys = fresh("no port", 4)
+    with serving("tcp", tmp_path, config="[bulk]\ntcp = false") as route, route.client(NAMESPACE) as client:
         client.wait_until_connected(60)
-        wait_for_bulk(client)
-        go_on = threading.Event()
+        with route.session(NAMESPACE, "raw") as session:
+            assert route.address(session) == ("127.0.0.1", 0)
+        store_all(client, keys)
+        assert_serves(client, keys)
+        assert client.transport == "grpc"
 
-        def frames(store_id: int) -> Iterator[bytes]:
-            yield frame_of(session, store_id, b"x")
-            go_on.wait(TIMEOUT)
 
-        calls = [session.push.future(frames(store_id), timeout=TIMEOUT) for store_id in store_ids]  # type: ignore[attr-defined]
-        stack.callback(lambda: [call.cancel() for call in calls])
-        stack.callback(go_on.set)
-        wait_until(lambda: sum(call.done() for call in calls) == 6)
-        assert {call.code() for call in calls if call.done()} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
-        store_all(client, KEYS[:8])
-        assert_serves(client, KEYS[:8])
+class _AcceptingServer:
+    """A server that accepts every hello and answers nothing else."""
+
+    def __init__(self) -> None:
+        self.broker: Any = None
+
+    def send(self, _: object, payload: bytes) -> None:
+        message = decode_from_child(payload)
+        if isinstance(message, Greeting):
+            threading.Thread(target=self.broker._take, args=(Committed(message.stream, completed=True),)).start()
+
+    def __iter__(self) -> Iterator[Any]:
+        threading.Event().wait()
+        yield
+
+
+def broker_client_of() -> BrokerClient:
+    channel: Any = _AcceptingServer()
+    channel.broker = BrokerClient(channel)
+    broker: BrokerClient = channel.broker
+    return broker
+
+
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:
+    """Returns a server of streams in this process, with two connections and short time-outs."""
+    monkeypatch.setattr(streams, "_MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(broker_client, "_FIRST_SECONDS", 0.3)
+    monkeypatch.setattr(broker_client, "_WATCH_SECONDS", 0.05)
+    broker = broker_client_of()
+    threading.Thread(target=broker._watch, daemon=True).start()
+    unused: Any = None
+    return "127.0.0.1", StreamServer(broker, unused, PART, unused).listen(("127.0.0.1",), 0)
+
+
+def test_idle_connections_make_room(address: tuple[str, int]) -> None:
+    """A connection beyond the limit replaces the one that was idle longest."""
+    with contextlib.ExitStack() as opened:
+        connections = [opened.enter_context(RawSocket(address, HELLO)) for _ in range(2)]
+        assert [each.answer() for each in connections] == [(0, b"")] * 2
+        connections.append(opened.enter_context(RawSocket(address, HELLO)))
+        assert connections[2].answer() == (0, b"")
+        ended = wait_until(lambda: [each for each in connections if is_readable(each)])
+        assert len(ended) == 1
+        assert ended[0] is not connections[2]
+        assert ended[0].is_ended()
+
+
+def is_readable(connection: RawSocket) -> bool:
+    """Returns whether bytes or the end of a connection have arrived."""
+    connection.socket.setblocking(False)
+    try:
+        connection.socket.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    finally:
+        connection.socket.settimeout(TIMEOUT)
+    return True
+
+
+def test_a_slow_request_is_closed(address: tuple[str, int]) -> None:
+    """An incomplete request occupies a thread briefly, even if some bytes arrive regularly."""
+    with RawSocket(address, HELLO) as connection:
+        assert connection.answer() == (0, b"")
+        connection.send(frames.pack_call(frames.PUSH, bytes(1000))[:20])
+        with pytest.raises(ConnectionError):  # noqa: PT012 - one of many sends
+            for _ in range(int(TIMEOUT / 0.1)):
+                connection.send(b"x")
+                time.sleep(0.1)
+
+
+def test_a_connection_without_a_thread_is_closed(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """If no thread can be created, the connection is closed; the next one is served normally."""
+    starts: list[threading.Thread] = []
+    original = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "kvtier-stream":
+            starts.append(thread)
+            if len(starts) < 4:
+                raise RuntimeError("can't start new thread")
+        original(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    for _ in range(3):
+        with RawSocket(address) as connection:
+            assert connection.is_ended()
+    with RawSocket(address, HELLO) as connection:
+        assert connection.answer() == (0, b"")
+
+
+def test_streams_without_progress_are_late() -> None:
+    """A long stream at a normal rate is not late; repeating the same bytes is not progress."""
+    stream = broker_client_of().open(Caller(b"", 1, None, [], is_local=True), lambda: None)
+    began = stream._began_at
+    assert not stream.is_too_slow(began + 9)
+    assert stream.is_too_slow(began + 11)
+    stream.sizes = [100 << 20]
+    assert not stream.is_too_slow(began + 29)
+    assert stream.is_too_slow(began + 31)
+    stream.received = 50 << 20
+    assert not stream.is_too_slow(began + 79)
+    assert stream.is_too_slow(began + 81)
+    stream.received = 1 << 40
+    assert stream.is_too_slow(began + 131)
+
+
+def test_slow_bytes_do_not_extend_the_deadline() -> None:
+    """A stream ends at its deadline, even if some bytes arrive regularly."""
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(frames.pack_answer(0))
+                while not ended.wait(0.1):
+                    connection.sendall(data_frame(b"x"))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        target = SocketTarget(("127.0.0.1", listener.getsockname()[1]), REF, Credentials())
+        pool = SocketStreams(target)
+        memory = bytearray(PART)
+        sink = part_streams.PartReceiver([address_of(memory)[0]], [PART])
+        session = ClientSession(REF, session_pb2.CapabilitiesResponse(), None, "")
+        pull = Pull(session, transfer_pb2.PullRequest(), sink, 1.0)
+        started = time.monotonic()
+        timer = threading.Timer(TIMEOUT, ended.set)
+        timer.start()
+        try:
+            with pytest.raises(DeadlineExceeded):
+                pool.pull(pull)
+        finally:
+            ended.set()
+            timer.cancel()
+            thread.join()
+        assert time.monotonic() - started < TIMEOUT / 2

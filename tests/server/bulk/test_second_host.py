@@ -25,14 +25,14 @@ from kvtier.client import Client, KVTierError, part_streams
 MIB = 1 << 20
 keys = [key_of(number, salt=sys.argv[3]) for number in range(16)]
 taken = []
-original = part_streams.PartReceiver.take
-def take(sink, message):
-    original(sink, message)
-    taken.append(len(message))
+original = part_streams.PartReceiver.verify
+def verify(sink, head, checksum):
+    original(sink, head, checksum)
+    taken.append(head.offset)
     if len(taken) == 4:
         print("loading now", flush=True)
-part_streams.PartReceiver.take = take
-with long_timeouts(), Client(sys.argv[2], namespace=namespace_of(MIB), name="far", transport="grpc") as client:
+part_streams.PartReceiver.verify = verify
+with long_timeouts(), Client(sys.argv[2], namespace=namespace_of(MIB), name="far", transport="tcp") as client:
     client.wait_until_connected(60)
     wait_for_bulk(client)
     try:

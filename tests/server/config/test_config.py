@@ -139,6 +139,7 @@ class TestRefusals:
         [
             ("regoin_size = 1", "{file}: regoin_size: no such setting; did you mean region_size?"),
             ("[limits]\nmax_kyes = 1", "{file}: [limits] max_kyes: no such setting; did you mean max_keys?"),
+            ("[bulk]\ngrpc_port = 1", "{file}: [bulk] grpc_port: no such setting; did you mean tcp_port?"),
             ("[limit]\nmax_keys = 1", "{file}: limit: no such setting; did you mean limits?"),
             ("zebra = 1", "{file}: zebra: no such setting"),
             ("limits = 3", "{file}: limits: must be a table, [limits]"),

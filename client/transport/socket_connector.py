@@ -1,0 +1,200 @@
+"""Connector to the server's sockets for streams and calls (`docs/wire.md`).
+
+A background thread finds the socket and connects to it before the first stream. It does so again if
+the connection is lost. While there is no connection (for example because of a firewall), streams
+use the gRPC channel of the unary calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import grpc
+
+from ...protos.credentials import Credentials, CredentialsError
+from ...protos.endpoint import Endpoint
+from ...protos.v1 import transfer_pb2
+from ..effects import Pull, Push
+from ..errors import KVTierError, NotConnected
+from ..session.session import ClientSession
+from ..session.socket_calls import SocketTarget
+from .grpc_methods import LOCATE, PULL, PUSH, path_of, serialize
+from .socket_streams import SocketStreams
+
+__all__ = ["GrpcStreams", "SocketConnector"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+_LOCATE_SECONDS = 5.0
+_FIRST_RETRY_SECONDS = 0.1
+_LAST_RETRY_SECONDS = 5.0
+
+
+class GrpcStreams:
+    """Push and Pull streams over one gRPC channel."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self._push = channel.stream_unary(PUSH, serialize, transfer_pb2.PushResponse.FromString)
+        self._pull = channel.unary_stream(PULL, serialize, transfer_pb2.PullResponse.FromString)
+
+    def push(self, effect: Push, on_start: Callable[[Any], object] = lambda _: None) -> Any:
+        """Sends frames; returns the response. `on_start` gets the call and may cancel it later."""
+        call = self._push.future(effect.frames(), timeout=effect.timeout)
+        on_start(call)
+        with effect.session.cancelling(call.cancel):
+            return call.result()
+
+    def pull(self, effect: Pull, on_start: Callable[[Any], object] = lambda _: None) -> None:
+        """Receives frames into `effect.sink`. For `on_start` see `push`."""
+        call = self._pull(effect.request, timeout=effect.timeout)
+        on_start(call)
+        with effect.session.cancelling(call.cancel):
+            try:
+                for message in call:
+                    effect.sink.take(message)
+            finally:
+                call.cancel()  # ends the stream if the sink raised
+
+
+class SocketConnector:
+    """Finds the socket of a server and stays connected to it. Any thread may call."""
+
+    def __init__(self, control: grpc.Channel, endpoint: Endpoint, credentials: Credentials, *, enabled: bool) -> None:
+        """`control`: a channel to the server, which must stay open until `close` has returned.
+
+        `enabled`: whether to use sockets at all.
+        """
+        self._endpoint = endpoint
+        self._credentials = credentials
+        self._enabled = enabled
+        self._grpc = GrpcStreams(control)
+        self._locate = control.unary_unary(path_of(LOCATE), serialize, transfer_pb2.LocateResponse.FromString)
+        self._lock = threading.Lock()
+        self._streams: SocketStreams | None = None
+        self._session: ClientSession | None = None
+        self._search: threading.Thread | None = None
+        self._call: Any = None
+        self._closing = threading.Event()
+
+    @property
+    def found(self) -> bool:
+        """Whether streams use the socket now."""
+        return self._streams is not None
+
+    def search(self, session: ClientSession) -> SocketStreams | None:
+        """Returns the connection to the socket; otherwise starts a search for it."""
+        if session.region is not None or not self._enabled:
+            return None
+        streams = self._streams
+        if streams is not None and self._session is session:
+            return streams
+        self._start_search(session)
+        return None
+
+    def stream(self, session: ClientSession, move: Callable[[GrpcStreams | SocketStreams], T]) -> T:
+        """Calls `move` with the streams of the socket, or with gRPC streams without a socket."""
+        streams = self.search(session)
+        if streams is None:
+            return move(self._grpc)
+        try:
+            return move(streams)
+        except NotConnected:  # the bulk process is gone
+            self._disconnect(streams)
+            raise
+
+    def _disconnect(self, streams: SocketStreams) -> None:
+        with self._lock:
+            if self._streams is not streams:
+                return
+            self._streams = None
+            if self._session is not None:
+                self._session.transport = "grpc"
+        streams.close()
+
+    def close(self) -> None:
+        """Closes the connection and waits for the end of a search."""
+        self._closing.set()
+        with self._lock:
+            call = self._call
+        if call is not None:
+            call.cancel()
+        search = self._search
+        if search is not None:
+            search.join()
+        with self._lock:
+            streams, self._streams = self._streams, None
+        if streams is not None:
+            streams.close()
+
+    def _start_search(self, session: ClientSession) -> None:
+        with self._lock:
+            if self._closing.is_set() or (self._search is not None and self._search.is_alive()):
+                return
+            old, self._streams = self._streams, None
+            thread = threading.Thread(target=self._run_search, args=(session,), name="kvtier-bulk", daemon=True)
+            with contextlib.suppress(RuntimeError):  # out of threads
+                thread.start()
+                self._search = thread
+        if old is not None:
+            old.close()
+
+    def _run_search(self, session: ClientSession) -> None:
+        """Retries until the bulk process is connected or the session has ended."""
+        delay = _FIRST_RETRY_SECONDS
+        while not session.ended:
+            answer, error = self._outcome(self._locate, transfer_pb2.LocateRequest(session=session.ref))
+            if error is not None and error.code() is grpc.StatusCode.UNIMPLEMENTED:  # old server
+                delay = _LAST_RETRY_SECONDS
+            if answer is not None and self._connect(session, answer):
+                return
+            if self._closing.wait(delay):
+                return
+            delay = min(2 * delay, _LAST_RETRY_SECONDS)
+
+    def _connect(self, session: ClientSession, answer: transfer_pb2.LocateResponse) -> bool:
+        """Connects to the socket that `answer` names; returns whether the search has ended."""
+        address = self._address(answer)
+        if address is None:
+            return False
+        hostname = self._endpoint.host if self._credentials.is_tls(self._endpoint) else ""
+        try:
+            streams = SocketStreams(SocketTarget(address, session.ref, self._credentials, hostname))
+        except CredentialsError as error:  # for example, a certificate file was deleted
+            _log.warning("kvtier: streams do not use the socket %s: %s", address, error)
+            return False
+        except (OSError, ValueError, KVTierError) as error:
+            _log.info("kvtier: streams do not use the socket %s: %s", address, error)
+            return False
+        streams.offer_calls(session)
+        with self._lock:
+            if not self._closing.is_set():
+                self._streams, self._session = streams, session
+                session.transport = "tcp"
+                _log.info("kvtier: streams use the socket %s", address)
+                return True
+        streams.close()
+        return True
+
+    def _address(self, answer: transfer_pb2.LocateResponse) -> str | tuple[str, int] | None:
+        if self._endpoint.path is not None:
+            return self._endpoint.path + answer.unix_suffix if answer.unix_suffix else None
+        return (self._endpoint.host, answer.socket_port) if answer.socket_port else None
+
+    def _outcome(self, method: Any, request: Any) -> tuple[Any, Any]:
+        """Performs a call that `close` can cancel; returns (response, None) or (None, error)."""
+        call = method.future(request, timeout=_LOCATE_SECONDS)
+        with self._lock:
+            self._call = call
+        if self._closing.is_set():
+            call.cancel()
+        try:
+            error = call.exception()
+            return (None, error) if error is not None else (call.result(), None)
+        except grpc.FutureCancelledError:
+            return None, call  # has `code()`, like an error

@@ -1,0 +1,117 @@
+"""Push and Pull over the socket protocol to the bulk process, without a copy in between."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ...cuda.host.socket_io import Connection, checksum_on
+from ...protos.v1 import transfer_pb2
+from ...protos.wire import socket_frames as frames
+from ..effects import Pull, Push
+from ..errors import DeadlineExceeded, KVTierError, NotConnected, SessionLost
+from ..session.session import ClientSession
+from ..session.socket_calls import SocketCalls, SocketPool, SocketTarget, answer_length, message_of
+
+__all__ = ["SocketStreams"]
+
+_CONNECT_SECONDS = 5.0
+"""For the first connection, which the connector's thread opens."""
+
+
+class SocketStreams(SocketPool):
+    """Push and Pull of one session. Any thread may call."""
+
+    def __init__(self, target: SocketTarget) -> None:
+        """Opens the first connection. Raises what `SocketTarget.connect` raises."""
+        super().__init__(target, frames.Purpose.STREAMS)
+        self.put(target.connect(frames.Purpose.STREAMS, _CONNECT_SECONDS), intact=True)
+
+    def push(self, effect: Push, on_start: Callable[[Any], object] = lambda _: None) -> transfer_pb2.PushResponse:
+        """Sends frames; returns the response. `on_start` gets the call and may cancel it later."""
+        source = effect.source
+        request = source.request(complete=effect.complete)
+        with self._connection(effect, on_start) as connection:
+            connection.send([frames.pack_call(frames.PUSH, request.SerializeToString())])
+            try:
+                for offset, views in source.pieces(effect.start, effect.step):
+                    nbytes = sum(view.nbytes for view in views)
+                    head = frames.pack_data_head(offset, nbytes, checksum_on(connection, views))
+                    connection.send([head, *views])
+                connection.send([frames.END])
+            except ConnectionError:
+                _read_answer(connection)  # raises if the server refused the stream
+                raise
+            return transfer_pb2.PushResponse.FromString(_read_answer(connection))
+
+    def pull(self, effect: Pull, on_start: Callable[[Any], object] = lambda _: None) -> None:
+        """Receives frames into `effect.sink`. For `on_start` see `push`."""
+        sink = effect.sink
+        with self._connection(effect, on_start) as connection:
+            connection.send([frames.pack_call(frames.PULL, effect.request.SerializeToString())])
+            while True:
+                head = connection.read(frames.HEAD_BYTES)
+                if frames.unpack_head(head)[1] is not frames.FrameKind.DATA:
+                    break
+                rest = connection.read(frames.DATA_HEAD_BYTES - frames.HEAD_BYTES)
+                data = frames.unpack_data_head(head + rest)
+                views = sink.views(data.offset, data.nbytes)
+                connection.receive(views)
+                sink.verify(data, checksum_on(connection, views))
+            answer = transfer_pb2.PullResponse.FromString(_read_answer(connection, head))
+            sink.completed = sink.completed or answer.completed
+
+    def offer_calls(self, session: ClientSession) -> None:
+        """Sends the session's unary calls to the same socket, if the server accepts them there."""
+        if session.calls is not None:  # applies to new connections; existing ones stay open
+            session.calls.target = self.target
+            return
+        calls = SocketCalls(self.target)
+        if calls.prepare():
+            session.use_calls(calls)
+
+    @contextlib.contextmanager
+    def _connection(self, effect: Push | Pull, on_start: Callable[[Any], object]) -> Iterator[Connection]:
+        """Lends a connection that is shut down on session end, cancellation or time-out."""
+        deadline = time.monotonic() + effect.timeout
+        call = None
+        intact = False
+        try:
+            try:
+                connection = self.take(effect.timeout)
+            except (OSError, KVTierError) as error:  # gRPC can try again
+                raise ConnectionError(str(error)) from None
+            try:
+                call = _StreamCall(connection)
+                on_start(call)
+                with effect.session.cancelling(call.cancel):
+                    connection.set_deadline(deadline - time.monotonic())
+                    yield connection
+                intact = True
+            finally:
+                self.put(connection, intact=intact)
+        except (OSError, ValueError) as error:
+            if effect.session.ended or (call is not None and call.cancelled and time.monotonic() < deadline):
+                raise SessionLost("the session has ended") from None
+            if time.monotonic() >= deadline or isinstance(error, BlockingIOError):
+                raise DeadlineExceeded("the stream did not end in time") from None
+            raise NotConnected(f"the connection of a stream failed: {error}") from None
+
+
+def _read_answer(connection: Connection, head: bytes | None = None) -> bytes:
+    """Returns the message of an answer. Raises `KVTierError` for a refusal."""
+    return message_of(connection.read(answer_length(head or connection.read(frames.HEAD_BYTES))))
+
+
+class _StreamCall:
+    """Handle that cancels a stream."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self._connection.shutdown()

@@ -1,0 +1,204 @@
+"""Frames of the socket protocol, the fast path for calls and for the bytes of blocks.
+
+`docs/wire.md` describes the protocol: sockets, TLS, states, limits and errors. A connection begins
+with a hello of the client, which the server answers. After that each call is one frame, with data
+frames after it for a Push and before its answer for a Pull. All numbers are little-endian.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+import grpc
+import xxhash
+from google.rpc import status_pb2
+
+__all__ = [
+    "CALLS_PROTOCOL",
+    "DATA_HEAD_BYTES",
+    "END",
+    "HEAD_BYTES",
+    "HELLO_BYTES",
+    "MAX_ANSWER_BYTES",
+    "MAX_TOKEN_BYTES",
+    "PULL",
+    "PUSH",
+    "REGION_ANSWER_BYTES",
+    "STATUS_OF_CODE",
+    "STREAMS_PROTOCOL",
+    "DataHead",
+    "FrameKind",
+    "Hello",
+    "Purpose",
+    "pack_answer",
+    "pack_call",
+    "pack_data_head",
+    "pack_error",
+    "pack_hello",
+    "pack_region_answer",
+    "purpose_of",
+    "unpack_answer",
+    "unpack_call",
+    "unpack_data_head",
+    "unpack_head",
+    "unpack_hello",
+    "unpack_region_bytes",
+]
+
+_MAGIC: Final = b"KVT2"
+_HELLO: Final = struct.Struct("<4sB16sQH")
+_HEAD: Final = struct.Struct("<IB")
+_DATA: Final = struct.Struct("<IBQQ")
+_CHECK: Final = struct.Struct("<I")
+_REGION: Final = struct.Struct("<Q")
+
+HELLO_BYTES: Final = _HELLO.size
+"""Bytes of a hello without its token."""
+HEAD_BYTES: Final = _HEAD.size
+DATA_HEAD_BYTES: Final = _DATA.size + _CHECK.size
+REGION_ANSWER_BYTES: Final = HEAD_BYTES + 1 + _REGION.size
+"""Bytes of the answer that carries the region's descriptor. An answer with an error is longer."""
+MAX_TOKEN_BYTES: Final = 512
+MAX_ANSWER_BYTES: Final = 1 << 30
+"""Largest answer that a client accepts."""
+
+CALLS_PROTOCOL: Final = "kvtier-calls/2"
+"""Name of `Purpose.CALLS` in a TLS handshake (ALPN)."""
+STREAMS_PROTOCOL: Final = "kvtier-streams/2"
+
+PUSH: Final = b"TransferService/Push"
+PULL: Final = b"TransferService/Pull"
+
+STATUS_OF_CODE = MappingProxyType({status.value[0]: status for status in grpc.StatusCode})
+
+
+class Purpose(enum.IntEnum):
+    """What the client uses a connection for."""
+
+    REGION = 1
+    """Only on a Unix socket. The answer to the hello carries the region's descriptor
+    (SCM_RIGHTS). While the connection is open, the client may write to the region."""
+    CALLS = 2
+    """Unary calls, one at a time."""
+    STREAMS = 3
+    """Push and Pull, one at a time."""
+
+
+class FrameKind(enum.IntEnum):
+    """FrameKind of a frame."""
+
+    CALL = 1
+    ANSWER = 2
+    DATA = 3
+    END = 4
+    """Follows the last data frame of a Push."""
+
+
+class Hello(NamedTuple):
+    """First message of a client. The token follows, `token_bytes` long."""
+
+    purpose: Purpose
+    session_id: bytes
+    epoch: int
+    token_bytes: int
+
+
+class DataHead(NamedTuple):
+    """Head of a data frame: offset in the sequence; length and xxh3-64 of its bytes."""
+
+    offset: int
+    nbytes: int
+    xxh3_64: int
+
+
+def pack_hello(purpose: Purpose, session_id: bytes, epoch: int, token: str = "") -> bytes:
+    return _HELLO.pack(_MAGIC, purpose, session_id, epoch, len(token)) + token.encode("ascii")
+
+
+def unpack_hello(data: bytes | bytearray | memoryview) -> Hello:
+    """Returns the fields of a hello. Raises ValueError if it is not one of this version."""
+    try:
+        magic, purpose, session_id, epoch, token_bytes = _HELLO.unpack(data)
+        if magic == _MAGIC and token_bytes <= MAX_TOKEN_BYTES:
+            return Hello(Purpose(purpose), session_id, epoch, token_bytes)
+    except (struct.error, ValueError):
+        pass
+    raise ValueError("the connection does not begin with a hello of this version")
+
+
+def purpose_of(start: bytes) -> Purpose | None:
+    """Returns the purpose from the first five bytes of a hello; None if they are not of one."""
+    try:
+        return Purpose(start[len(_MAGIC)]) if start.startswith(_MAGIC) else None
+    except (IndexError, ValueError):
+        return None
+
+
+def unpack_head(head: bytes | bytearray | memoryview) -> tuple[int, FrameKind]:
+    """Returns the length of the rest of a frame, and its kind. Raises ValueError."""
+    length, kind = _HEAD.unpack_from(head)
+    return int(length), FrameKind(kind)
+
+
+def pack_call(name: bytes, message: bytes) -> bytes:
+    """Returns the frame of a call. `name` is like b"CacheService/Lookup", at most 255 bytes."""
+    return b"".join((_HEAD.pack(1 + len(name) + len(message), FrameKind.CALL), bytes((len(name),)), name, message))
+
+
+def unpack_call(body: bytes) -> tuple[bytes, bytes]:
+    """Splits what follows the head of a call into name and message. Raises ValueError."""
+    end = 1 + body[0] if body else 0
+    if not 1 < end <= len(body):
+        raise ValueError("not a call")
+    return body[1:end], body[end:]
+
+
+def pack_answer(code: int, message: bytes = b"") -> bytes:
+    """Returns the frame of an answer. If `code` is not 0, `message` is a `google.rpc.Status`."""
+    return b"".join((_HEAD.pack(1 + len(message), FrameKind.ANSWER), bytes((code,)), message))
+
+
+def pack_error(status: status_pb2.Status) -> bytes:
+    """Returns the answer of a call that was refused or has failed."""
+    return pack_answer(status.code, status.SerializeToString())
+
+
+def unpack_answer(body: bytes) -> tuple[int, bytes]:
+    """Splits what follows the head of an answer into status code and message. Raises ValueError."""
+    if not body or body[0] not in STATUS_OF_CODE:
+        raise ValueError("not an answer")
+    return body[0], body[1:]
+
+
+def pack_region_answer(size_bytes: int) -> bytes:
+    """Returns the answer to a hello for the region. It is sent together with the descriptor."""
+    return pack_answer(0, _REGION.pack(size_bytes))
+
+
+def unpack_region_bytes(message: bytes) -> int:
+    """Returns the region's size from the message of the answer. Raises ValueError."""
+    if len(message) != _REGION.size:
+        raise ValueError("not the answer to a hello for the region")
+    return int(_REGION.unpack(message)[0])
+
+
+def pack_data_head(offset: int, nbytes: int, xxh3_64: int) -> bytes:
+    """Returns the head of a data frame, with a checksum of the head."""
+    head = _DATA.pack(DATA_HEAD_BYTES - HEAD_BYTES + nbytes, FrameKind.DATA, offset, xxh3_64)
+    return head + _CHECK.pack(xxhash.xxh32_intdigest(head))
+
+
+def unpack_data_head(head: bytes | bytearray) -> DataHead:
+    """Returns the fields of a whole head. Raises ValueError if its checksum does not match."""
+    fields, (check,) = bytes(head[: _DATA.size]), _CHECK.unpack(head[_DATA.size :])
+    length, _, offset, xxh3_64 = _DATA.unpack(fields)
+    nbytes = length - (DATA_HEAD_BYTES - HEAD_BYTES)
+    if xxhash.xxh32_intdigest(fields) != check or nbytes < 0:
+        raise ValueError("the head of a frame arrived damaged")
+    return DataHead(offset, nbytes, xxh3_64)
+
+
+END: Final = _HEAD.pack(0, FrameKind.END)

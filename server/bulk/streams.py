@@ -1,0 +1,358 @@
+"""Bulk process: serves Push and Pull over the socket protocol (`docs/wire.md`).
+
+`python -m kvtier.server.bulk.streams` with three inherited descriptors runs it. Bytes are copied
+directly between socket and slots.
+
+Each connection has a thread, which serves one call after the other. Shutting down the socket
+unblocks the thread and ends its stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import status_pb2
+
+from ...cuda.host.memory import tune_malloc
+from ...cuda.host.region import HostRegion
+from ...cuda.host.socket_io import Connection, TlsConnection, checksum_on
+from ...protos.error_reasons import STATUS_OF, status_of
+from ...protos.v1 import transfer_pb2
+from ...protos.wire import socket_frames as frames
+from ...protos.wire.part_sequence import FRAME_BYTES, PartSequence
+from ..auth.tls import ServerContext, certificate_names
+from ..process.child_main import connect
+from ..refused import Refused
+from ..rpc.new_connections import NewConnections
+from .broker_client import BrokerClient, Stream
+from .messages import Caller
+
+__all__ = ["StreamServer", "main"]
+
+_log = logging.getLogger(__name__)
+
+_MAX_CONNECTIONS = 128
+_MAX_MESSAGE_BYTES = 1 << 20
+"""Largest message of a call, from a client that the server has accepted."""
+_IDLE_SECONDS = 120.0
+"""Maximum time without progress on a connection, between two calls or within one."""
+_HELLO_SECONDS = 5.0
+"""Maximum time for the TLS handshake and the hello."""
+_ROOM_SECONDS = 1.0
+_NICE = 5
+"""Nice value 5 gives a third of the server's CPU weight, so busy streams do not delay calls."""
+_TLS_RECORD = b"\x16\x03"
+_TLS_RECORD_HEAD_BYTES = 5
+
+
+class StreamServer:
+    """Accepts connections, with one thread for each listener and each connection."""
+
+    def __init__(
+        self,
+        broker: BrokerClient,
+        region: HostRegion,
+        frame_bytes: int,
+        handover: socket.socket,
+        tls: ServerContext | None = None,
+    ) -> None:
+        """`handover`: TCP connections for calls go to the server, Unix ones for streams come."""
+        self._broker = broker
+        self._region = region
+        self._frame_bytes = frame_bytes
+        self._handover = handover
+        self._tls = tls
+        self._connections = threading.Semaphore(_MAX_CONNECTIONS)
+        self._lock = threading.Lock()
+        self._idle: dict[Connection, None] = {}
+        """Idle connections; the longest idle one is first."""
+        self._new = NewConnections()
+
+    def listen(self, hosts: tuple[str, ...], wanted: int, *, other: bool = True) -> int:
+        """Listens on all hosts at one port; returns the port, or 0 if no host can be bound.
+
+        The port is `wanted`, or with `other` any port if `wanted` is in use.
+        """
+        port = 0
+        for host in hosts:
+            for number in (port,) if port else (wanted, 0) if other else (wanted,):
+                try:
+                    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+                    listener = socket.create_server((host, number), family=family, backlog=128)
+                except OSError as error:
+                    _log.warning("sockets for streams are not served on %s port %d: %s", host, number, error)
+                    continue
+                port = listener.getsockname()[1]
+                threading.Thread(target=self._accept, args=(listener,), name="kvtier-accept", daemon=True).start()
+                break
+        return port
+
+    def receive_connections(self) -> None:
+        """Serves the Unix connections for streams that the server passes. Does not return."""
+        while True:
+            hello, descriptors, _, _ = socket.recv_fds(self._handover, 4096, 1)
+            if not hello:
+                return
+            for descriptor in descriptors:
+                sock = socket.socket(fileno=descriptor)
+                sock.setblocking(True)  # the server's event loop has made it non-blocking
+                self._start(sock, hello)
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError as error:  # such as too many open files
+                _log.warning("cannot accept a connection: %s", error)
+                threading.Event().wait(0.1)
+                continue
+            self._start(sock, None)
+
+    def _start(self, sock: socket.socket, hello: bytes | None) -> None:
+        """Starts the thread of a connection. `hello` has been received already if it is given."""
+        if not self._has_room():
+            sock.close()
+            return
+        try:
+            threading.Thread(target=self._serve, args=(sock, hello), name="kvtier-stream", daemon=True).start()
+        except RuntimeError as error:  # no thread available
+            _log.warning("cannot serve a connection: %s", error)
+            sock.close()
+            self._connections.release()
+
+    def _has_room(self) -> bool:
+        """Reserves a place for a connection; closes the longest idle one if all are used."""
+        if self._connections.acquire(blocking=False):
+            return True
+        with self._lock:
+            idlest = next(iter(self._idle), None)
+            if idlest is None:
+                return False
+            del self._idle[idlest]
+            idlest.shutdown()
+        return self._connections.acquire(timeout=_ROOM_SECONDS)
+
+    @contextlib.contextmanager
+    def _idling(self, connection: Connection) -> Iterator[None]:
+        """Marks a connection as idle, so that `_has_room` may close it."""
+        with self._lock:
+            self._idle[connection] = None
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._idle.pop(connection, None)
+
+    def _serve(self, sock: socket.socket, hello: bytes | None) -> None:
+        try:
+            with sock:
+                if hello is None:
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    with self._new.counting(sock.getpeername()[0]):
+                        accepted = self._accept_client(sock)
+                else:
+                    accepted = self._accept_local(Connection(sock, _IDLE_SECONDS), hello)
+                if accepted is not None:
+                    while self._serve_call(*accepted):
+                        pass
+        except (OSError, ValueError) as error:
+            _log.debug("a connection has ended: %s", error)
+        finally:
+            self._connections.release()
+
+    def _accept_client(self, sock: socket.socket) -> tuple[Connection, Caller] | None:
+        """Performs the handshakes. None: the connection went to the server, or was refused."""
+        deadline = time.monotonic() + _HELLO_SECONDS
+        connection = Connection(sock, _IDLE_SECONDS)
+        connection.set_deadline(_HELLO_SECONDS)
+        if _is_for_calls(connection, tls=self._tls is not None):
+            socket.send_fds(self._handover, [b"calls"], [sock.fileno()])
+            return None
+        names: list[str] = []
+        if self._tls is not None:
+            connection = secure = TlsConnection(sock, self._tls.current(), idle_seconds=_IDLE_SECONDS)
+            secure.set_deadline(deadline - time.monotonic())
+            secure.handshake()
+            names = certificate_names(secure.peer_certificate)
+        hello = connection.read(frames.HELLO_BYTES)
+        token = connection.read(frames.unpack_hello(hello).token_bytes)
+        return self._greet(connection, hello + token, names, is_local=False)
+
+    def _accept_local(self, connection: Connection, hello: bytes) -> tuple[Connection, Caller] | None:
+        return self._greet(connection, hello, [], is_local=True)
+
+    def _greet(
+        self, connection: Connection, hello: bytes, names: list[str], *, is_local: bool
+    ) -> tuple[Connection, Caller] | None:
+        """Asks the server to accept a client, and answers the hello. None: refused."""
+        fields = frames.unpack_hello(hello[: frames.HELLO_BYTES])
+        token = hello[frames.HELLO_BYTES :].decode("ascii") or None
+        caller = Caller(fields.session_id, fields.epoch, token, names, is_local)
+        if fields.purpose is not frames.Purpose.STREAMS:
+            return None
+        stream = self._broker.open(caller, connection.shutdown)
+        try:
+            stream.greet()
+        except Refused as error:
+            connection.send([_refusal(error)])
+            return None
+        finally:
+            self._broker.close(stream)
+        connection.send([frames.pack_answer(0)])
+        connection.set_deadline(None)
+        return connection, caller
+
+    def _serve_call(self, connection: Connection, caller: Caller) -> bool:
+        """Serves one call; returns whether another may follow."""
+        try:
+            with self._idling(connection):
+                head = connection.read(frames.HEAD_BYTES)
+        except ConnectionResetError:
+            return False
+        length, kind = frames.unpack_head(head)
+        if kind is not frames.FrameKind.CALL or length > _MAX_MESSAGE_BYTES:
+            raise ValueError(f"a frame of kind {kind.name} with {length} bytes instead of a call")
+        stream = self._broker.open(caller, connection.shutdown)
+        code = "CANCELLED"
+        ended = False
+        try:
+            method, message = frames.unpack_call(connection.read(length))
+            if method == frames.PUSH:
+                completes = self._push(connection, stream, message)
+            elif method == frames.PULL:
+                completes = self._pull(connection, stream, message)
+            else:
+                connection.send([_unimplemented(method)])
+                return False
+            ended = True
+            stream.end("OK", complete=completes)
+            completed = completes and stream.wait_committed()
+            connection.send([_answer(stream, method, completed=completed)])
+        except Refused as error:
+            code = STATUS_OF[error.reason].name
+            connection.send([_refusal(error)])
+            return False
+        finally:
+            if not ended:
+                stream.end(code)
+            self._broker.close(stream)
+        return True
+
+    def _push(self, connection: Connection, stream: Stream, message: bytes) -> bool:
+        request = _parsed(transfer_pb2.PushRequest, message)
+        stream.begin(request.store_id)
+        parts = PartSequence(stream.slots, stream.sizes)
+        while (head := _read_data_head(connection, stream)) is not None:
+            try:
+                views = self._views(parts, head.offset, head.nbytes)
+            except ValueError as error:
+                raise Refused("WRONG_SIZE", str(error)) from error
+            with stream.touching:
+                stream.check()
+                connection.receive(views)
+            if checksum_on(connection, views) != head.xxh3_64:
+                stream.damaged()
+                raise Refused("CHECKSUM_MISMATCH", f"the frame at byte {head.offset} arrived damaged")
+            stream.moved(head.offset, head.nbytes)
+        return bool(request.complete and stream.covers(parts.total_bytes))
+
+    def _pull(self, connection: Connection, stream: Stream, message: bytes) -> bool:
+        request = _parsed(transfer_pb2.PullRequest, message)
+        stream.begin(request.lease_id, request.items)
+        parts = PartSequence(stream.slots, stream.sizes)
+        for offset in range(0, parts.total_bytes, self._frame_bytes):
+            nbytes = min(self._frame_bytes, parts.total_bytes - offset)
+            views = self._views(parts, offset, nbytes)
+            with stream.touching:
+                stream.check()
+                connection.send([frames.pack_data_head(offset, nbytes, checksum_on(connection, views)), *views])
+            stream.moved(offset, nbytes)
+        return bool(request.complete and parts.total_bytes)
+
+    def _views(self, parts: PartSequence, offset: int, nbytes: int) -> list[memoryview]:
+        memory = self._region.memory
+        return [memory[start : start + size] for start, size in parts.locate(offset, nbytes)]
+
+
+def _is_for_calls(connection: Connection, *, tls: bool) -> bool:
+    """Returns whether a new connection is for calls. The received bytes stay in the socket.
+
+    With TLS the names of the application protocols in the ClientHello tell it. A wrong result does
+    no harm: the handshake then fails, because each process accepts only the name of its purpose.
+    """
+    start = connection.peek(_TLS_RECORD_HEAD_BYTES)
+    if not tls:
+        return frames.purpose_of(start) is frames.Purpose.CALLS
+    if not start.startswith(_TLS_RECORD):
+        raise ValueError("the connection does not begin with a TLS handshake")
+    length = int.from_bytes(start[-2:], "big")
+    return frames.CALLS_PROTOCOL.encode() in connection.peek(_TLS_RECORD_HEAD_BYTES + length)
+
+
+def _read_data_head(connection: Connection, stream: Stream) -> frames.DataHead | None:
+    """Reads the head of a data frame; None at the end of a Push. Raises `Refused`."""
+    head = connection.read(frames.HEAD_BYTES)
+    if head == frames.END:
+        return None
+    try:
+        return frames.unpack_data_head(head + connection.read(frames.DATA_HEAD_BYTES - frames.HEAD_BYTES))
+    except ValueError as error:
+        stream.damaged()
+        raise Refused("CHECKSUM_MISMATCH", str(error)) from error
+
+
+def _answer(stream: Stream, method: bytes, *, completed: bool) -> bytes:
+    if method == frames.PUSH:
+        pushed = transfer_pb2.PushResponse(received_bytes=stream.received, completed=completed)
+        return frames.pack_answer(0, pushed.SerializeToString())
+    return frames.pack_answer(0, transfer_pb2.PullResponse(completed=completed).SerializeToString())
+
+
+def _refusal(error: Refused) -> bytes:
+    return frames.pack_error(status_of(error.reason, str(error)))
+
+
+def _unimplemented(method: bytes) -> bytes:
+    code: int = grpc.StatusCode.UNIMPLEMENTED.value[0]
+    text = f"{method.decode(errors='replace')} is not served on this connection"
+    return frames.pack_error(status_pb2.Status(code=code, message=text))
+
+
+def _parsed(kind: Any, message: bytes) -> Any:
+    try:
+        return kind.FromString(message)
+    except DecodeError as error:
+        raise Refused("INVALID_ARGUMENT", f"the message cannot be parsed: {error}") from error
+
+
+def main(socket_fd: int, region_fd: int, handover_fd: int) -> None:
+    """Serves until the server has ended. Does not return."""
+    broker = BrokerClient(connect(socket_fd))
+    with contextlib.suppress(OSError):  # a sandbox may forbid it
+        os.nice(_NICE)  # before any thread starts, because threads inherit it
+    tune_malloc()
+    sys.setswitchinterval(1e-4)  # as in the server: see `serve`
+    setup = broker.setup()
+    region = HostRegion.attach(region_fd, setup.region_bytes)
+    os.close(region_fd)
+    tls = (
+        ServerContext(setup.tls[0], setup.tls[1], setup.tls[2] or None, frames.STREAMS_PROTOCOL) if setup.tls else None
+    )
+    frame_bytes = min(setup.max_frame_bytes, FRAME_BYTES)
+    server = StreamServer(broker, region, frame_bytes, socket.socket(fileno=handover_fd), tls)
+    broker.start(server.listen(setup.hosts, setup.port, other=setup.any_port))
+    server.receive_connections()
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:4]))

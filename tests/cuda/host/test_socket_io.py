@@ -1,0 +1,138 @@
+"""Blocking connections, with and without TLS: bytes, deadlines and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.certificates import Authority
+
+from kvtier.cuda.host.socket_io import Connection, TlsConnection, checksum
+
+Pair = tuple[Connection, Connection]
+
+
+def contexts(directory: Path, offered: str | None = "p") -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Returns contexts of a server with the application protocol "p", and of a client."""
+    authority = Authority(directory)
+    pair = authority.issue("server")
+    serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    serving.load_cert_chain(pair.cert, pair.key)
+    asking = ssl.create_default_context(cafile=authority.ca)
+    serving.set_alpn_protocols(["p"])
+    if offered is not None:
+        asking.set_alpn_protocols([offered])
+    return serving, asking
+
+
+@contextlib.contextmanager
+def connected(server: ssl.SSLContext | None, client: ssl.SSLContext | None) -> Iterator[Pair]:
+    """Yields both ends of a connection, before their handshake."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        if server is None or client is None:
+            yield Connection(ours), Connection(theirs)
+        else:
+            yield TlsConnection(ours, server), TlsConnection(theirs, client, server_hostname="127.0.0.1")
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """Runs calls on threads of their own; returns their results or errors."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        futures = [threads.submit(call) for call in calls]
+        return [future.exception() or future.result() for future in futures]
+
+
+@pytest.fixture(params=["plain", "tls"])
+def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """Yields both ends of an established connection."""
+    with connected(*(contexts(tmp_path) if request.param == "tls" else (None, None))) as pair:
+        if request.param == "tls":
+            assert together(*(end.handshake for end in pair)) == [None, None]  # type: ignore[attr-defined]
+        yield pair
+
+
+def test_pieces_and_views_of_any_size(pair: Pair) -> None:
+    """More pieces than one system call takes, with empty ones, arrive in order."""
+    data = random.Random(1).randbytes(3_000_000)
+    cuts = [0, 0, 1, *range(2, 3000, 2), 70_000, len(data)]
+    pieces = [data[start:end] for start, end in itertools.pairwise(cuts)]
+    found = bytearray(len(data))
+    views = [memoryview(found)[start : start + 999] for start in range(0, len(data), 999)]
+    assert together(lambda: pair[0].send(pieces), lambda: pair[1].receive(views)) == [None, None]
+    assert found == data
+    assert checksum(views) == checksum([memoryview(data)])
+
+
+def test_bytes_that_have_arrived_are_readable(pair: Pair) -> None:
+    reader, sender = pair
+    assert not reader.is_readable()
+    sender.send([b"abcdef"])
+    assert reader.read(2) == b"ab"
+    assert reader.is_readable()
+    assert reader.read(4) == b"cdef"
+    assert not reader.is_readable()
+
+
+def test_the_end_of_the_peer_is_an_error(pair: Pair) -> None:
+    pair[0].send([b"ab"])
+    pair[0].close()
+    with pytest.raises(ConnectionResetError):
+        pair[1].read(3)
+    assert pair[1].is_readable()
+
+
+def test_a_deadline_covers_all_calls(pair: Pair) -> None:
+    """Bytes that arrive regularly do not extend it; a connection without one waits."""
+    ended = threading.Event()
+
+    def drip() -> None:
+        while not ended.wait(0.05):
+            pair[0].send([b"x"])
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    began = time.monotonic()
+    pair[1].set_deadline(0.5)
+    try:
+        with pytest.raises(BlockingIOError):
+            pair[1].read(10_000)
+    finally:
+        ended.set()
+        thread.join()
+    assert 0.4 < time.monotonic() - began < 20
+    pair[1].set_deadline(0.2)
+    with pytest.raises(BlockingIOError):
+        pair[1].send([bytes(64 << 20)])
+
+
+def test_shutdown_ends_a_waiting_call(pair: Pair) -> None:
+    timer = threading.Timer(0.1, pair[1].shutdown)
+    timer.start()
+    with pytest.raises(ConnectionResetError):
+        pair[1].read(1)
+    timer.join()
+
+
+def test_peeked_bytes_stay() -> None:
+    with connected(None, None) as (ours, theirs):
+        ours.send([b"abc"])
+        assert (theirs.peek(2), theirs.peek(3), theirs.read(3)) == (b"ab", b"abc", b"abc")
+
+
+@pytest.mark.parametrize("offered", ["q", None])
+def test_a_handshake_needs_a_common_protocol(tmp_path: Path, offered: str | None) -> None:
+    server, client = contexts(tmp_path, offered)
+    with connected(server, client) as pair:
+        errors = together(*(end.handshake for end in pair))  # type: ignore[attr-defined]
+        assert [type(error) for error in errors] == [ssl.SSLError] * 2

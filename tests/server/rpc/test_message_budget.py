@@ -1,0 +1,86 @@
+"""Memory of requests that a client does not finish: bounded, and no harm to another session."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import time
+from collections.abc import Iterator
+
+import pytest
+from harness.payloads import namespace_of
+from harness.raw import RawSession, RawSocket
+from harness.server_process import MIB, ServerProcess
+
+from kvtier.protos.v1 import cache_pb2
+from kvtier.protos.wire.socket_frames import FrameKind, Purpose, pack_hello
+
+NAMESPACE = namespace_of(64 << 10)
+LIMIT = 16 * MIB
+"""`limits.max_message_bytes` by default."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with ServerProcess(tmp_path_factory.mktemp("budget"), region=16 * MIB) as process:
+        yield process.start()
+
+
+@pytest.fixture
+def session(server: ServerProcess) -> Iterator[RawSession]:
+    with RawSession(server.endpoint, NAMESPACE, engine_id="budget", rank=0) as session:
+        yield session
+
+
+def calls_of(session: RawSession) -> RawSocket:
+    """Returns a connection for calls that the server has accepted."""
+    hello = pack_hello(Purpose.CALLS, session.ref.session_id, session.ref.epoch)
+    connection = RawSocket(session.capabilities.region.attach_path, hello)
+    assert connection.answer()[0] == 0
+    return connection
+
+
+def begin_large_call(connection: RawSocket) -> None:
+    """Announces a request of 16 MiB, and sends what the socket accepts at once, except the end."""
+    connection.socket.setblocking(False)
+    rest = memoryview(struct.pack("<IB", LIMIT, FrameKind.CALL) + bytes(LIMIT - 1))
+    idle_since = time.monotonic()
+    while rest and time.monotonic() < idle_since + 0.05:
+        with contextlib.suppress(BlockingIOError):
+            rest = rest[connection.socket.send(rest) :]
+            idle_since = time.monotonic()
+
+
+def large_lookup(session: RawSession) -> cache_pb2.LookupRequest:
+    """Returns a request of more than 64 KiB."""
+    keys = [number.to_bytes(32, "little") + bytes(4) for number in range(4000)]
+    return cache_pb2.LookupRequest(session=session.ref, keys=keys)
+
+
+def test_unfinished_requests_hold_little_memory(server: ServerProcess, session: RawSession) -> None:
+    """60 connections announce 16 MiB each. Without a bound the server would hold 960 MiB."""
+    before = server.own_bytes()
+    with contextlib.ExitStack() as opened:
+        connections = [opened.enter_context(calls_of(session)) for _ in range(60)]
+        for connection in connections:
+            begin_large_call(connection)
+        assert server.own_bytes() - before < 128 * MIB
+        with RawSession(server.endpoint, NAMESPACE, engine_id="honest", rank=0) as other, calls_of(other) as honest:
+            assert honest.call("CacheService/Lookup", large_lookup(other))[0] == 0
+
+
+def test_a_waiting_request_is_received_when_another_ends(session: RawSession) -> None:
+    """A session can send large requests again after those that used its share have ended."""
+    with contextlib.ExitStack() as opened:
+        blockers = [opened.enter_context(calls_of(session)) for _ in range(3)]
+        for blocker in blockers:
+            begin_large_call(blocker)
+        with calls_of(session) as waiting:
+            request = large_lookup(session)
+            waiting.socket.settimeout(0.5)
+            with pytest.raises(TimeoutError):
+                waiting.call("CacheService/Lookup", request)
+            for blocker in blockers:
+                blocker.socket.close()
+            waiting.socket.settimeout(60)
+            assert waiting.answer()[0] == 0
