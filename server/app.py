@@ -111,11 +111,7 @@ class Server:
         return self._runtime.left_behind if self._runtime is not None else []
 
     async def start(self) -> None:
-        """Starts all components and begins to serve.
-
-        Raises:
-            StartError: a resource is not available. Call `stop` to close what was opened before.
-        """
+        """Starts all components. Raises `StartError` if a resource is not available."""
         loop, config, closers = asyncio.get_running_loop(), self.config, self._closers
         started = loop.time()
 

@@ -26,7 +26,6 @@ _OF_THE_SERVER = frozenset(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `kvtier` with these arguments (default: `sys.argv`); returns the exit code."""
     options = new_parser().parse_args(arguments)
     set_credentials(options)
     module = _MODULES.get(options.command, options.command)

@@ -16,7 +16,6 @@ from .telemetry.logs import get_logger
 __all__ = ["DRAIN_SECONDS", "Drain"]
 
 DRAIN_SECONDS = 20.0
-"""Maximum duration of a drain."""
 
 _log = get_logger(__name__)
 
@@ -37,7 +36,6 @@ class Drain:
 
     @property
     def done(self) -> bool:
-        """Whether no drain is in progress."""
         return self._sessions.ended.is_set() if self.ending else self._task is None
 
     def end(self) -> None:

@@ -85,9 +85,7 @@ class TierRuntime:
         """Takes ownership of the region and the tiers: `close` closes them. Starts nothing.
 
         If a job takes longer than `stall_seconds`, its tier gets no other job until this job ends.
-
-        Raises:
-            ValueError: the settings contradict each other, or exceed what the tiers can hold.
+        Raises `ValueError` if the settings contradict each other or exceed what the tiers can hold.
         """
         self.region = region
         self.extent_bytes = extent_bytes_for(region.size_bytes)
@@ -172,10 +170,7 @@ class TierRuntime:
                 self._waiting.pop(name, None)
 
     async def wait_for_change(self, seconds: float) -> None:
-        """Waits, at most `seconds`, until `notify_change` is called.
-
-        Examples: a job or a session has ended, a store has failed, or a tick has run.
-        """
+        """Waits, at most `seconds`, until `notify_change` is called, for example after a tick."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), seconds)
 

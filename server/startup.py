@@ -103,8 +103,6 @@ def _start_errors() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """Objects that all services use."""
-
     config: Config
     runtime: TierRuntime
     sessions: SessionRegistry
@@ -271,7 +269,6 @@ async def register_health(server: grpc.aio.Server) -> Health:
 
 
 def bind_endpoints(config: Config, server: grpc.aio.Server, access: AccessControl) -> list[int]:
-    """Binds all configured endpoints; returns the TCP ports."""
     ports = []
     for endpoint in config.endpoints:
         credentials = None if endpoint.is_unix else access.credentials

@@ -1,7 +1,4 @@
-"""Audit log: log lines with the event `audit` that name caller, call and outcome.
-
-An audit line never contains a token.
-"""
+"""Audit log: log lines with the event `audit` that name caller, call and outcome, but no token."""
 
 from __future__ import annotations
 
@@ -30,7 +27,6 @@ class AuditLog:
     """Writer of the audit log. All calls must come from the event loop."""
 
     def __init__(self, *, logs_reads: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        """`logs_reads`: whether to log admin calls that change nothing."""
         self._logs_reads = logs_reads
         self._clock = clock
         self._last: dict[tuple[str, ...], tuple[float, int]] = {}

@@ -163,10 +163,7 @@ class AccessControl:
         return not self._metrics_need_token or (authenticator is not None and authenticator.may_see_metrics(header))
 
     def refresh(self, revoke: Callable[[Callable[[Identity], bool]], None]) -> None:
-        """Reads the token file again if it has changed, and lets `revoke` end invalid sessions.
-
-        `revoke` gets a function that returns whether an identity is still valid.
-        """
+        """Reads a changed token file; `revoke` ends sessions whose identity is no longer valid."""
         if self.authenticator is not None:
             self.authenticator.refresh()
             revoke(self.authenticator.is_still_valid)

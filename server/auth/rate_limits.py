@@ -1,7 +1,4 @@
-"""Rate limits per tenant: calls per second, bytes per second and open sessions.
-
-All calls must come from the event loop.
-"""
+"""Rate limits per tenant: calls and bytes per second, open sessions. For the event loop only."""
 
 from __future__ import annotations
 
@@ -53,8 +50,6 @@ class _TokenBucket:
 
 
 class RateLimiter:
-    """Rate limiter of one tenant."""
-
     def __init__(self, tenant: str, rates: RateConfig, clock: Callable[[], float]) -> None:
         self.sessions = 0
         self._tenant = tenant
@@ -120,7 +115,6 @@ class RateLimiters:
         self._limiters: dict[str, RateLimiter] = {}
 
     def for_tenant(self, tenant: str) -> RateLimiter | None:
-        """Returns the tenant's limiter; None if the tenant has no limit."""
         rates = self._of_tenants.get(tenant, self._rates)
         if rates == RateConfig():
             return None

@@ -28,8 +28,6 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Authenticated caller."""
-
     name: str
     """Name for the log."""
     tenant: str | None
@@ -76,7 +74,6 @@ RPC_ROLES: Mapping[str, frozenset[Role] | None] = MappingProxyType(
 
 
 def is_public(method: str) -> bool:
-    """Returns whether an RPC (`service/method`) needs no credentials."""
     return RPC_ROLES.get(method, frozenset()) is None
 
 

@@ -88,10 +88,7 @@ def _grpc_configuration(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
 
 
 class ServerContext:
-    """TLS 1.3 context of the socket protocol. Thread-safe.
-
-    The context is built again when the PEM files change.
-    """
+    """TLS 1.3 context of the socket protocol, built again if the PEM files change. Thread-safe."""
 
     def __init__(self, cert: str, key: str, client_ca: str | None, protocol: str) -> None:
         """`protocol`: the only application protocol (ALPN). Raises `TlsError`."""

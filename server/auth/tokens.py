@@ -81,8 +81,6 @@ class _Credential:
 
 @dataclass(frozen=True, slots=True)
 class TokenFile:
-    """Parsed contents of a token file."""
-
     tokens: Mapping[bytes, _Credential] = field(default_factory=dict)
     certificates: Mapping[str, _Credential] = field(default_factory=dict)
 
@@ -118,7 +116,6 @@ def new_token() -> str:
 
 
 def token_hash(token: str) -> str:
-    """Returns the hash of a token as written in the token file."""
     return f"{_PREFIX}{hashlib.sha256(token.encode()).hexdigest()}"
 
 
@@ -149,7 +146,6 @@ def read_token_file(path: Path) -> TokenFile:
 
 
 def format_entry(name: str, hashed: str, tenant: str | None, roles: Sequence[str], *, shared_memory: bool) -> str:
-    """Returns the entry for a token in the token file."""
     lines = ["[[tokens]]", f"name = {toml_text(name)}", f"hash = {toml_text(hashed)}"]
     if tenant is not None:
         lines.append(f"tenant = {toml_text(tenant)}")

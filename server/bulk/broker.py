@@ -1,6 +1,4 @@
-"""Broker in the server for the streams of the bulk process: grants slots and tracks the streams.
-
-Lives on the event loop.
+"""Broker of the bulk process, on the server's event loop: grants slots and tracks the streams.
 
 While a Push stream runs, it counts as a writer of the session, like a process that maps the region.
 If the store ends first, the store's slots are not reused until the stream no longer accesses them.
@@ -48,7 +46,6 @@ class _Stream:
     refused: bool = False
     detached: asyncio.Event = field(default_factory=asyncio.Event)
     limiter: RateLimiter | None = None
-    """Rate limiter of the stream's tenant, if it has a limit."""
 
     def count(self, nbytes: int) -> None:
         self.moved.inc(nbytes)

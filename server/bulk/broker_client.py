@@ -81,7 +81,6 @@ class Stream:
         self._began_at = self._reported_at = time.monotonic()
 
     def is_too_slow(self, now: float) -> bool:
-        """Returns whether the stream is below the minimum rate."""
         bytes_due = min(self.received, sum(self.sizes))
         seconds = _GRACE_SECONDS + bytes_due / _SLOWEST_RATE if self.sizes else _FIRST_SECONDS
         return now > self._began_at + seconds
@@ -126,10 +125,7 @@ class Stream:
         self._broker.send(End(self.number, code, complete, *self._take_progress()))
 
     def wait_committed(self) -> bool:
-        """Waits until the server has completed the store or load. Raises `Refused`.
-
-        Returns False if another stream still writes to the store.
-        """
+        """Waits; returns False if another stream still writes to the store. Raises `Refused`."""
         answer = self._wait()
         return isinstance(answer, Committed) and answer.completed
 

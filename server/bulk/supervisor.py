@@ -58,10 +58,7 @@ class BulkProcess:
         return self._port if self._handover is not None else None
 
     def serve_streams(self, connection: socket.socket, hello: bytes) -> bool:
-        """Passes a Unix connection for streams to the child; returns False if that is not possible.
-
-        The caller keeps and closes its own descriptor.
-        """
+        """Passes a duplicate of a Unix connection to the child; returns whether this succeeded."""
         if self._handover is None:
             return False
         try:

@@ -105,10 +105,7 @@ def show_answer(
     to_json: Callable[[Any], str],
     show: Callable[[Any, Endpoint], None],
 ) -> int:
-    """Shows the answer of the server at `options.endpoint`, or prints the answer as JSON (--json).
-
-    Returns the exit code.
-    """
+    """Shows the server's answer, or prints it as JSON with --json; returns the exit code."""
     try:
         endpoint = client_endpoint(options.endpoint)
         answer = fetch(endpoint, options.timeout)
@@ -139,7 +136,6 @@ def json_values(message: Message, **names: Mapping[Any, str]) -> dict[str, Any]:
 
 
 def refuse_error(error: EndpointError | AdminClientError) -> int:
-    """Prints the error; returns the exit code."""
     if isinstance(error, EndpointError):
         return refuse([f"{error}"], EXIT_USAGE)
     return refuse([f"{error}"], EXIT_UNREACHABLE if isinstance(error, UnreachableError) else EXIT_FAILURE)
@@ -154,7 +150,6 @@ def plain_console() -> Console:
 
 
 def error_of(error: grpc.RpcError, endpoint: Endpoint, timeout: float) -> AdminClientError:
-    """Converts the error of a gRPC call to a one-line error."""
     code, details = error.code(), (error.details() or "").partition("\n")[0]
     if (reason := reason_of(error.trailing_metadata())) is not None:
         return AdminClientError(f"{endpoint}: {details}", reason)

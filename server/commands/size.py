@@ -60,7 +60,6 @@ class KvShape:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the figures; returns the exit code."""
     try:
         sizes = {tier: parse_size(text) for tier in _KEY_BYTES if (text := getattr(options, tier)) is not None}
     except ValueError as error:

@@ -20,7 +20,6 @@ __all__ = ["run", "show"]
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the view that `options.command` names; returns the exit code."""
     if options.command == "status":
         return show_answer(options, ask_status, status.to_json, show)
     if options.command == "tiers":
@@ -36,7 +35,6 @@ def _to_json(names: Sequence[str], answer: GetStatusResponse) -> str:
 
 
 def show(answer: GetStatusResponse, endpoint: Endpoint, console: Console | None = None) -> None:
-    """Prints the view `kvtier status`."""
     console = console or plain_console()
     state = "draining" if answer.draining else f"up {human_age(seconds_of(answer.uptime))}"
     console.print(f"kvtier {answer.server_version} at {endpoint}, {state}, epoch {answer.epoch:016x}", markup=False)
@@ -50,7 +48,6 @@ def show(answer: GetStatusResponse, endpoint: Endpoint, console: Console | None 
 
 
 def _print_troubles(answer: GetStatusResponse, console: Console) -> None:
-    """Prints the problem of each unhealthy tier."""
     for tier in answer.tiers:
         if not tier.healthy:
             console.print(f"{tier.name}: {tier.trouble or 'in trouble'}", style="red", markup=False)

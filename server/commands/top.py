@@ -106,11 +106,7 @@ def run(options: argparse.Namespace) -> int:
 def _samples(
     endpoint: Endpoint, options: argparse.Namespace, count: int, *, keep_on: bool
 ) -> Iterator[dict[str, Any] | str]:
-    """Yields the rates of each interval.
-
-    If no server answers and `keep_on` is set, yields the error text. Without `keep_on`, raises the
-    error.
-    """
+    """Yields the rates of each interval, or with `keep_on` the error text if no server answers."""
     before, at, shown = None, 0.0, 0
     while not count or shown < count:
         try:

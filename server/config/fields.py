@@ -38,8 +38,6 @@ class TableError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting: name, type, bounds, default and description."""
-
     key: str
     type: Any
     doc: str
@@ -51,7 +49,6 @@ class Setting:
 
     @property
     def variable(self) -> str:
-        """Name of the environment variable."""
         return f"KVTIER_{self.key.replace('.', '_').upper()}"
 
     @property
@@ -60,7 +57,6 @@ class Setting:
         return typing.get_args(self.type) if typing.get_origin(self.type) is typing.Literal else ()
 
     def show(self, value: Any) -> str:
-        """Formats a value with its unit."""
         if value is None:
             return "off"
         if self.unit == "bytes":
@@ -123,10 +119,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def read_table(table: Mapping[str, Any], settings: Mapping[str, Setting], prefix: str = "") -> dict[str, Any]:
-    """Returns the checked values of a table. `prefix` precedes each key in the message of an error.
-
-    Raises `TableError`.
-    """
+    """Returns the checked values. Raises `TableError`; `prefix` precedes the key in its message."""
     for key in table:
         if key not in settings:
             raise TableError(f"{prefix}{key}: no such setting{nearest(key, settings)}")

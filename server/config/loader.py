@@ -47,8 +47,6 @@ _NOT_OURS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The effective configuration."""
-
     config: Config
     origins: Mapping[str, str]
     """Origin of each setting's value by key, as text."""

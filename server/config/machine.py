@@ -30,10 +30,7 @@ def existing_directory(path: Path) -> Path:
 
 
 def disk_bytes(directory: Path) -> int:
-    """Returns the bytes that the files of a directory can occupy: present files and free space.
-
-    The directory and its parents may be missing.
-    """
+    """Returns the bytes of a directory's files plus the free space. The directory may not exist."""
     existing = existing_directory(directory)
     occupied = 0
     if existing == directory:

@@ -47,7 +47,6 @@ def to_json(loaded: Loaded) -> str:
 
 
 def reference() -> str:
-    """Returns the reference of all settings in Markdown."""
     lines = ["| setting | environment | default | meaning |", "|---|---|---|---|"]
     lines += [
         f"| `{setting.key}` | `{setting.variable}` | {_default_text(setting)} | {_meaning(setting)} |"

@@ -346,7 +346,6 @@ class Amount:
     part: float | None = None
 
     def of(self, capacity_bytes: int) -> int:
-        """Returns the amount in bytes."""
         return self.size if self.part is None else int(self.part * capacity_bytes)
 
     def __str__(self) -> str:

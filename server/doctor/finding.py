@@ -23,8 +23,6 @@ class Verdict(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """Result of one check."""
-
     verdict: Verdict
     seen: str
     """What the check found."""
