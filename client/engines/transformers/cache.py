@@ -223,7 +223,6 @@ class KVTierCache:
             return len(batch.wanted)
 
     def _log_failure(self, what: str, error: Exception) -> None:
-        """Logs the first failure after a success as a warning, further failures as debug texts."""
         _log.log(logging.DEBUG if self._failing else logging.WARNING, "kvtier: %s: %s", what, error)
         self._failing = True
 

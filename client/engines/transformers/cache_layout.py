@@ -71,7 +71,6 @@ class CacheLayout:
         return cls([(layer.keys, layer.values) for layer in layers], block_tokens)
 
     def describe(self) -> str:
-        """Returns the layout as text for the namespace."""
         shapes = [f"{tensor.heads}x{tensor.dim}" for tensor in self._tensors]
         runs = ",".join(shapes) if len(set(shapes)) > 1 else f"{len(shapes) // 2}*2*{shapes[0]}"
         return f"layers,kv,heads,tokens,dim:{runs}"
@@ -97,7 +96,6 @@ class CacheLayout:
         return copies
 
     def cache_of(self, copies: Sequence[torch.Tensor]) -> DynamicCache:
-        """Returns a cache that holds the result of `copy_in`."""
         cache = DynamicCache()
         for layer, (keys, values) in enumerate(zip(copies[::2], copies[1::2], strict=True)):
             cache.update(keys, values, layer)

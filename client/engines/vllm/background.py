@@ -84,9 +84,6 @@ class BackgroundThreads:
 
 
 def leave_compute_cores() -> None:
-    """Lets this thread run on every core.
-
-    A CPU engine pins its main thread to one core, and new threads inherit this affinity.
-    """
+    """Undoes the pinning to one core that new threads inherit from a CPU engine's main thread."""
     with suppress(OSError, AttributeError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))

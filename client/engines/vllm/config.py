@@ -55,10 +55,7 @@ class ServerConfig:
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any], warn: Callable[[str], None]) -> Self:
-        """Parses `extra`. Warns of each unknown key and suggests the nearest known key.
-
-        Called once per process while the engine starts. Raises ValueError for a wrong value.
-        """
+        """Parses `extra`. Raises ValueError for a wrong value, and warns of each unknown key."""
         known = [field.name for field in fields(cls)]
         for key in extra:
             if key not in known:

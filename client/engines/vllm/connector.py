@@ -40,10 +40,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Called while the engine starts, in the scheduler's process and in each worker.
-
-        Raises ValueError for invalid settings (also a malformed endpoint) and nothing else.
-        """
+        """Called while the engine starts. Raises only ValueError, for invalid settings."""
         super().__init__(vllm_config, role, kv_cache_config)
         self.log = RateLimitedLog()
         self._scheduler: SchedulerSide | None = None
@@ -54,7 +51,6 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
         self._geometry: CacheGeometry | None = None
         self._block_pool: Any = None
         self._kv_caches: dict[str, Any] = {}
-        # The parts of all workers, if the scheduler cannot compute them (see ranks.py).
         self._all_parts: Parts | None = None
         warn = logger.warning if role == KVConnectorRole.SCHEDULER else logger.debug
         self._config = ConnectorConfig.parse(vllm_config.kv_transfer_config.kv_connector_extra_config or {}, warn)
@@ -252,7 +248,6 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
         return KVTierPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """Called when the process ends, in the scheduler's process and in workers."""
         self._close_scheduler()
         self._close_worker()
 

@@ -32,10 +32,7 @@ class Unsupported(Exception):
 
 
 def resolve_geometry(vllm_config: Any, kv_cache_config: KVCacheConfig) -> CacheGeometry:
-    """Returns the engine's groups, with the layers of this process (see is_known_to_scheduler).
-
-    Raises Unsupported, with the reason, if the connector does not support the configuration.
-    """
+    """Returns the engine's groups, with the layers of this process only. Raises Unsupported."""
     _refuse_unsupported(vllm_config, kv_cache_config)
     step_tokens, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     groups = tuple(_read_group(index, spec) for index, spec in enumerate(kv_cache_config.kv_cache_groups))

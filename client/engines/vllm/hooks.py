@@ -165,11 +165,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
 
     @never_raises(lambda: (False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> Finish:
-        """Called instead of request_finished_all_groups in some engines with a MultiConnector.
-
-        These are the engines in which another connector in the MultiConnector does not support HMA.
-        Such an engine has one KV cache group.
-        """
+        """Called if another connector of a MultiConnector has no HMA. There is then one group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     @never_raises(lambda: (False, None))
@@ -188,10 +184,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
 
     @never_raises(lambda: False)
     def has_pending_block_frees(self) -> bool:
-        """Called when no block is free for a running request.
-
-        True: a save will soon free blocks, so the request may wait instead of being preempted.
-        """
+        """Called when no block is free for a running request; see SchedulerSide."""
         return self._scheduler is not None and self._scheduler.has_pending_block_frees()
 
     @never_raises(lambda: False)
@@ -240,11 +233,7 @@ class WorkerHooks(KVConnectorBase_V1):
         """Called before blocks are overwritten. Nothing to do: saves hold references to blocks."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Called each step.
-
-        vLLM calls it after the submission of the forward pass, not before, because all loads of
-        this connector are asynchronous.
-        """
+        """Called each step once the forward pass is submitted, because loads are asynchronous."""
         step = self._connector_metadata
         if isinstance(step, StepMetadata) and step.parts is not None:
             self._adopt_parts(step.parts)
@@ -255,10 +244,7 @@ class WorkerHooks(KVConnectorBase_V1):
 
     @abstractmethod
     def _adopt_parts(self, parts: Parts) -> None:
-        """Sets up the worker with part sizes and a layer digest (`parts`).
-
-        The scheduler merged them from all workers' reports. Only the first call has an effect.
-        """
+        """Sets up the worker with the parts of all workers. Only the first call has an effect."""
 
     @never_raises(lambda: False)
     def _start_loads(self, step: StepMetadata) -> bool:

@@ -89,10 +89,7 @@ def namespace_digest(namespace: Namespace) -> str:
 
 
 def model_attributes(vllm_config: Any) -> dict[str, str]:
-    """Returns attributes that identify the model, its weights and the page format.
-
-    Raises as build_namespace does.
-    """
+    """Returns attributes for the model, weights and page format. Raises as build_namespace does."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     speculative = vllm_config.speculative_config
     return {
@@ -113,10 +110,7 @@ def model_attributes(vllm_config: Any) -> dict[str, str]:
 
 
 def _weights_of(model: Any) -> str:
-    """Returns text that identifies the weights.
-
-    For a repository of a model hub: the commit if known, because a branch changes over time.
-    """
+    """Identifies the weights. For a model hub the commit is preferred, because a branch changes."""
     if Path(model.model).is_dir():
         return _model_fingerprint(Path(model.model))
     revision = str(model.revision or "")

@@ -49,15 +49,11 @@ class Ranks:
         return self.shards * self.stages
 
     def part(self, rank: int) -> int:
-        """Returns the number of the part that a worker holds.
-
-        `rank` may be a global rank, counted over all data parallel engines.
-        """
+        """Returns a worker's part number. `rank` may count over all data parallel engines."""
         stage, place = divmod(rank % self.workers, self.tensor)
         return stage * self.shards + place // self.copies
 
     def stores(self, rank: int) -> bool:
-        """Whether this worker stores its part."""
         return rank % self.tensor % self.copies == 0
 
 
@@ -89,10 +85,7 @@ def resolve_ranks(vllm_config: Any, parts: Parts) -> Ranks:
 
 
 def parts_of(geometry: CacheGeometry, kv_cache_config: Any) -> Parts:
-    """Returns the parts of a rank with these layers.
-
-    `copies` is vLLM's `kv_tp_replicas`: how many consecutive ranks hold the same KV in all layers.
-    """
+    """Returns the parts of a rank with these layers."""
     layers = [[list(group.layers), list(group.page_bytes), list(group.formats)] for group in geometry.groups]
     digest = hashlib.sha256(json.dumps(layers).encode()).hexdigest()
     copies = int(getattr(kv_cache_config, "kv_tp_replicas", 1))

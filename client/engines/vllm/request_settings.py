@@ -80,7 +80,6 @@ class RequestSettings:
 
     @property
     def tier_filter(self) -> TierFilter | None:
-        """The tiers that lookups exclude, or None."""
         if not (self.exclude or self.exclude_media or self.exclude_remote):
             return None
         return TierFilter(self.exclude, self.exclude_media, self.exclude_remote)

@@ -67,7 +67,6 @@ class TransferCounters:
         self._add(name, [seconds])
 
     def take(self) -> ConnectorStats | None:
-        """Returns the counts since the last call, or None if there are none."""
         if not self._counts:
             return None
         with self._lock:

@@ -74,10 +74,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         backpressure_detector: Any = None,
         **settings: Any,
     ) -> None:
-        """Called once, in the scheduler's process, while the engine starts.
-
-        Raises ValueError for invalid settings (also a malformed endpoint) and nothing else.
-        """
+        """Called while the engine starts. Raises only ValueError, for invalid settings."""
         given = {} if backpressure_detector is None else {"backpressure_detector": backpressure_detector}
         super().__init__(offloading_spec, primary_kv_view, tier_type, **given)
         self.log = RateLimitedLog()
@@ -85,7 +82,6 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self.locality = Locality(self._settings.locality) if self._settings.locality else None
         self._requests: dict[str, TierRequest] = {}
         self._to_send: dict[int, TierRequest] = {}
-        # Numbers of jobs that were refused before they began.
         self._refused: list[int] = []
         self._client: Client | None = None
         self._lookups: TierLookups | None = None

@@ -36,8 +36,6 @@ _PIN_SECONDS = 40.0
 
 
 class Answer(Enum):
-    """State of a key's lookup."""
-
     HIT = "hit"
     MISS = "miss"
     UNKNOWN = "unknown"
@@ -92,7 +90,6 @@ class TierLookups(RequestCalls):
     """
 
     def __init__(self, client: Client, timeout_s: float, log: RateLimitedLog, threads: BackgroundThreads) -> None:
-        """`threads` run the lookups. `close` ends these threads."""
         super().__init__(client, log)
         self._timeout_s = timeout_s
         self._threads = threads
@@ -254,7 +251,6 @@ class TierLookups(RequestCalls):
 
 
 def _kind(params: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
-    """Returns the kind of a request: which parameters are set, and the value of `_BY_VALUE`."""
     return frozenset(
         (str(name), str(value)[:_VALUE_CHARACTERS] if name == _BY_VALUE else str(bool(value)))
         for name, value in params.items()

@@ -119,7 +119,6 @@ class Transfers:
             self._changed.wait_for(lambda: not self._running)
 
     def close(self, timeout_s: float) -> None:
-        """Drains the jobs, then ends the threads."""
         self.drain(timeout_s)
         for threads in (self._loads, self._stores):
             threads.close(0.5)

@@ -58,7 +58,6 @@ class HandoffScheduler:
         return self._core.pending
 
     def holds_at_end(self, kv_transfer_params: object) -> bool:
-        """Whether a request with these parameters is held for another engine at its end."""
         return self._options.holds_at_end(TransferParams.parse(kv_transfer_params))
 
     def arrived(self, request: VllmRequest) -> bool:

@@ -65,10 +65,7 @@ class HoldCalls:
         self._notify_threads: dict[str, BackgroundThreads] = {}
 
     def answers(self) -> list[tuple[ClaimId, ClaimedBlocks | None, float]]:
-        """Returns id, blocks and time of each claim that ended since the last call.
-
-        The blocks are None if the claim failed or the hold has no blocks.
-        """
+        """Returns id, blocks (None: failed, or empty hold) and time of each newly ended claim."""
         return [self._answers.popleft() for _ in range(len(self._answers))]
 
     def close(self) -> None:

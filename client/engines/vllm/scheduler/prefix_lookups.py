@@ -78,10 +78,7 @@ class LookupService(RequestCalls):
         self._epoch: int | None = None
 
     def answers(self) -> Iterator[tuple[LookupId, PrefixHit, float]]:
-        """Yields id, result and time of each lookup that ended since the last call.
-
-        Some of these lookups may have been dropped meanwhile. The core ignores their results.
-        """
+        """Yields id, result and time of each newly ended lookup. The core ignores dropped ones."""
         for _ in range(len(self._done_lookups)):
             lookup = self._done_lookups.popleft()
             yield lookup.number, lookup.found, lookup.done_at
@@ -208,7 +205,6 @@ class LookupService(RequestCalls):
         return hit if hit - lookup.start >= lookup.request.settings.min_hit_tokens else lookup.start
 
     def _lookup_places(self, lookup: PendingLookup, query: PresenceQuery) -> set[BlockPosition]:
-        """Looks up blocks, in several calls if the server limits the keys of a call."""
         most = self._client.max_keys or max(1, len(query.blocks))
         found: set[BlockPosition] = set()
         for first in range(0, len(query.blocks), most):

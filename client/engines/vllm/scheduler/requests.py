@@ -49,7 +49,6 @@ class RequestRegistration:
     pending: int = 0
 
     def lookup_options(self) -> dict[str, Any]:
-        """Options of every lookup besides the keys."""
         tiers = self.settings.tier_filter
         return {} if tiers is None else {"exclude": tiers}
 
@@ -129,7 +128,6 @@ class VllmRequest:
         )
 
     def hashes(self, group: CacheGroup) -> Sequence[bytes]:
-        """Returns the hashes of the request's blocks of a group, as vLLM computed them."""
         hashes: Sequence[bytes] = resolve_block_hashes(
             self.request.block_hashes, self.geometry.hash_tokens, group.block_tokens
         )

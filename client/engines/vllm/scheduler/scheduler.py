@@ -73,7 +73,6 @@ class KVEvents:
             self._events = [AllBlocksCleared()]
 
     def take(self) -> Iterable[KVCacheEvent]:
-        """Returns the events since the last call."""
         if not self._events:
             return ()
         events, self._events = self._events, []
@@ -138,7 +137,6 @@ class SchedulerSide:
         self._requests: dict[str, VllmRequest] = {}
         # Number of blocks of each load in flight, by request id.
         self._loading: dict[str, int] = {}
-        # Whether a reset of the server is pending.
         self._resetting = False
 
     def bind_pool(self, block_pool: Any) -> None:
@@ -188,7 +186,6 @@ class SchedulerSide:
     # ---- once per step
 
     def build_step(self, scheduler_output: Any) -> StepMetadata:
-        """Returns the step's jobs for the workers."""
         self._process_answers()
         try:
             self._core.preempted(scheduler_output.preempted_req_ids or ())
@@ -218,7 +215,6 @@ class SchedulerSide:
         self._core.loads_ended(finished_loads, failed_loads)
 
     def saves_reported(self, report: object) -> None:
-        """Handles saves that workers have ended since the last step."""
         if isinstance(report, WorkerReport):
             self._count_saves(self._core.saves_ended(report.ended_saves, report.not_stored, time.monotonic()))
 
@@ -269,7 +265,6 @@ class SchedulerSide:
     # ---- details
 
     def _process_answers(self) -> None:
-        """Passes the server's answers, and a change of the server, to the core."""
         if self._server.has_changed():
             self._core.server_changed()
         for lookup, found, at in self._server.answers():

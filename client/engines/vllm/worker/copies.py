@@ -48,10 +48,7 @@ def _runs(block_ids: Sequence[int], offsets: Sequence[int]) -> Iterator[_BlockRu
 
 
 class BlockCopier(Protocol):
-    """Copies whole blocks of one group. A call returns when the copy is complete.
-
-    A copy raises only if the device fails. `device` is the device of the KV tensors.
-    """
+    """Copies blocks of one group. Calls wait for the copy, and raise only if the device fails."""
 
     device: torch.device
 
@@ -73,7 +70,6 @@ class BlockCopier(Protocol):
 
 
 def make_copier(layouts: Sequence[GroupLayout]) -> BlockCopier:
-    """Returns the copier for the device of the KV tensors."""
     device = next(segment.pages.device for layout in layouts for segment in layout.segments)
     return CpuCopier(layouts) if device.type == "cpu" else CudaCopier(layouts, device)
 

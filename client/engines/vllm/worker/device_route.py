@@ -65,10 +65,7 @@ class DeviceRoute:
         self._client: Client | None = None
 
     def register(self, client: Client) -> None:
-        """Shares the KV buffers with the client's server, which may take seconds.
-
-        Afterwards the server copies the blocks. If the server refuses, the worker copies them.
-        """
+        """Shares the KV buffers with the client's server, which may take seconds."""
         try:
             client.register_kv_buffers(self._buffers)
         except (DeviceUnavailable, InvalidRequest) as error:
@@ -135,10 +132,7 @@ def cuda_route(layouts: Sequence[GroupLayout], device: torch.device, limited_log
 
 
 def describe_layout(layout: GroupLayout) -> tuple[BlockLayout, list[int]]:
-    """Returns one run per segment, each in its own buffer, and the addresses of the buffers.
-
-    Raises LayoutError.
-    """
+    """Returns a run and a buffer per segment, and the buffers' addresses. Raises LayoutError."""
     runs = []
     for buffer, segment in enumerate(layout.segments):
         block_stride, layer_stride, _ = segment.pages.stride()

@@ -98,12 +98,10 @@ class WorkerReports:
             self._changed.notify_all()
 
     def refuse_loads(self, step: StepMetadata) -> None:
-        """Reports all loads of the step as failed."""
         for job in step.loads:
             self.load_ended(job.request_id, failed=True)
 
     def refuse_saves(self, step: StepMetadata) -> None:
-        """Reports all saves of the step as ended with nothing stored."""
         for job in step.saves:
             self.save_ended(job.job_id, range(len(job.keys)))
 
@@ -124,7 +122,6 @@ class WorkerReports:
         return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
 
     def take_report(self) -> WorkerReport | None:
-        """Returns the saves that ended since the last call."""
         if not self._ended_saves:
             return None
         with self._changed:

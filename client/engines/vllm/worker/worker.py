@@ -65,7 +65,6 @@ class WorkerSide:
         self._client: Client | None = None
         self._copier: BlockCopier | None = None
         self._threads: tuple[BackgroundThreads, BackgroundThreads] | None = None
-        # By endpoint, so that a slow peer does not delay loads from this engine's server.
         self._peer_load_threads: dict[str, BackgroundThreads] = {}
         self._on_start: Callable[[], None] | None = None
         self._saves_paused_until = 0.0
@@ -109,7 +108,6 @@ class WorkerSide:
             )
 
     def resume(self) -> None:
-        """Accepts copies again: the KV tensors have memory at the same addresses."""
         self._gate.open()
 
     def wait_for_server(self) -> None:
@@ -155,7 +153,6 @@ class WorkerSide:
             self._threads[1].submit(functools.partial(self._save, job, after, now, write_until))
 
     def close(self) -> None:
-        """Waits briefly for queued copies, then disconnects."""
         for threads in (*(self._threads or ()), *self._peer_load_threads.values()):
             threads.close(2.0)
         if self._peers is not None:
