@@ -53,7 +53,6 @@ class Push:
     timeout: float
 
     def frames(self) -> Iterator[PushRequest]:
-        """Yields the frames of a gRPC stream."""
         return self.source.frames(self.start, self.step, complete=self.complete)
 
 

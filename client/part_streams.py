@@ -67,7 +67,6 @@ class PartSender:
             frame = transfer_pb2.PushRequest()
 
     def request(self, *, complete: bool) -> transfer_pb2.PushRequest:
-        """Returns the fields of the stream's first message."""
         return transfer_pb2.PushRequest(session=self._ref, store_id=self._store_id, complete=complete)
 
     def pieces(self, start: int, step: int) -> Iterator[tuple[int, list[memoryview]]]:
@@ -77,7 +76,6 @@ class PartSender:
             yield offset, views_of([place for place, _ in pieces], [size for _, size in pieces])
 
     def close(self) -> None:
-        """Ends all access of `frames` to the memory."""
         with self._touching:
             self._closed = True
 
@@ -97,9 +95,7 @@ class PartReceiver:
     def take(self, frame: transfer_pb2.PullResponse) -> None:
         """Copies a frame of a gRPC stream to its destination.
 
-        Raises:
-            ChecksumMismatch: the frame arrived damaged.
-            ServerError: the frame is outside the requested range.
+        Raises `ChecksumMismatch` if the frame arrived damaged, and what `views` raises.
         """
         self.completed = self.completed or frame.completed
         payload = memoryview(frame.payload)
@@ -116,8 +112,7 @@ class PartReceiver:
     def views(self, offset: int, nbytes: int) -> list[memoryview]:
         """Returns the destination of a frame. Call `verify` after writing to it.
 
-        Raises:
-            ServerError: the frame is outside the requested range.
+        Raises `ServerError` if the frame is outside the requested range.
         """
         try:
             pieces = list(self._parts.locate(offset, nbytes))

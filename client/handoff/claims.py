@@ -109,10 +109,7 @@ def offered_tokens(params: TransferParams, prompt_tokens: int, computed_tokens: 
 
 
 def apply_threshold(count: int, params: TransferParams, options: HandoffOptions) -> int:
-    """Returns ``count``, or 0 if ``count`` is below the threshold of a prefill engine (B2.4).
-
-    A prefill engine computes fewer than ``kv_recompute_threshold`` tokens itself.
-    """
+    """Returns ``count``, or 0 if ``count`` is below the threshold of a prefill engine (B2.4)."""
     too_few = not params.do_remote_prefill and count < options.kv_recompute_threshold
     return 0 if count <= 0 or too_few else count
 

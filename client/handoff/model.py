@@ -118,14 +118,11 @@ class HandoffRequest(Protocol):
         ...
 
     def final_blocks(self, group: CacheGroup) -> int:
-        """Number of leading blocks of ``group`` that are full and have no draft tokens.
-
-        Only these blocks have a content key (a hash of their tokens).
-        """
+        """Number of leading full blocks without draft tokens. Only these have a content key."""
         ...
 
     def key(self, group: CacheGroup, position: int) -> bytes:
-        """Content key of a block; ``position`` is below ``final_blocks(group)``."""
+        """Content key (token hash) of a block; ``position`` is below ``final_blocks(group)``."""
         ...
 
     def hold_key(

@@ -264,10 +264,7 @@ class OffloadCore:
         return self._empty_when_drained()
 
     def emptied(self) -> None:
-        """Ends the reset: the server has emptied its CPU tier.
-
-        The core stores all blocks of running requests again (B3.19).
-        """
+        """Ends a reset: the CPU tier is empty. Stores running requests' blocks again (B3.19)."""
         if self._reset is _Reset.EMPTYING:
             self._reset = _Reset.NONE
             self._store_again()
@@ -358,8 +355,7 @@ class OffloadCore:
     def _empty_when_drained(self) -> bool:
         """Returns True if no transfer is in flight.
 
-        If a reset waits for the end of the transfers, the core then asks the server to empty its
-        CPU tier.
+        If a reset waits for this, the core then asks the server to empty its CPU tier.
         """
         if self.pending:
             return False

@@ -66,10 +66,7 @@ class EvictionLookahead:
         return chosen
 
     def ended(self, save: EndedSave, now: float) -> None:
-        """Records the result of a save. If its blocks were free, frees them again.
-
-        If the server has changed since the save began, the result is ignored.
-        """
+        """Records a save's result unless it is suspect. Frees the blocks that were free before."""
         job = save.job
         if save.was_free:
             self._put_back(job.block_ids)

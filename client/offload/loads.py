@@ -41,18 +41,13 @@ __all__ = [
 
 
 class BlockPosition(NamedTuple):
-    """The block of a request at one position of one group."""
-
     group: CacheGroup
     position: int
 
 
 @dataclass(frozen=True)
 class PresenceQuery:
-    """Asks which of ``blocks`` are stored.
-
-    With ``prefix`` the answer has only the stored blocks before the first missing block.
-    """
+    """Asks which blocks are stored; with ``prefix``, only those before the first missing block."""
 
     blocks: Sequence[BlockPosition]
     prefix: bool
@@ -125,8 +120,6 @@ class OffloadRequest:
 
 
 class LoadPlanner:
-    """Lookups and loads of all requests."""
-
     def __init__(
         self, geometry: CacheGeometry, options: OffloadOptions, pool: BlockPool, server: OffloadServer
     ) -> None:
@@ -210,7 +203,6 @@ class LoadPlanner:
         return loaded
 
     def drop(self, state: OffloadRequest) -> None:
-        """Drops the request's lookup and unpins its blocks."""
         lookup, state.lookup = state.lookup, None
         self._unpin(lookup)
 

@@ -93,7 +93,6 @@ class CacheGroup:
         return sum(self.page_bytes)
 
     def first_needed_block(self, hit_tokens: int) -> int:
-        """The first block position that a hit of ``hit_tokens`` needs."""
         if self.is_state:
             return max(0, hit_tokens - 1) // self.block_tokens
         if self.retained_tokens is None:
@@ -169,10 +168,7 @@ class EngineRequest(Protocol):
         ...
 
     def final_blocks(self, group: CacheGroup) -> int:
-        """Number of leading blocks of ``group`` that are full and have no draft tokens (B4.6).
-
-        Only these blocks have a key.
-        """
+        """Number of leading full blocks without draft tokens (B4.6). Only these have a key."""
         ...
 
     def key(self, group: CacheGroup, position: int) -> bytes:
@@ -267,7 +263,6 @@ class BlockRead:
     """Blocks to load from one lease.
 
     Workers copy key ``indices[i]`` of the lease into block ``block_ids[i]`` of group ``groups[i]``.
-
     ``endpoint``: the server that granted the lease; empty for the engine's own server.
     """
 
@@ -378,7 +373,6 @@ class Backoff:
         return now >= self.until
 
     def start(self, now: float) -> None:
-        """Starts a wait of one interval."""
         self.until = now + self.interval_s
 
     def grow(self, now: float) -> None:

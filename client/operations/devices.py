@@ -30,8 +30,6 @@ _ANSWER_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class _Registered:
-    """Registration of the buffers with the server of one session."""
-
     session: ClientSession
     id: int
     sees_events: bool

@@ -113,10 +113,7 @@ class LoadOperations(LookupOperations):
         *,
         complete: bool = False,
     ) -> Operation[bool]:
-        """Receives parts, with retries. Returns whether a stream also confirmed the load.
-
-        If so, the server has released the lease too.
-        """
+        """Receives parts, with retries. Returns `PartReceiver.completed`."""
         sink = PartReceiver(addresses, sizes)
         attempt = 0
         while sink.missing:

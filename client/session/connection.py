@@ -36,10 +36,7 @@ TransportName = Literal["auto", "shm", "tcp", "grpc", "cuda_ipc"]
 
 PROTOCOL_VERSION = 1
 _SILENT_INTERVALS = 5
-"""Number of missing heartbeats after which the client ends the session.
-
-A busy server may send no heartbeat for 1-2 s.
-"""
+"""Number of missing heartbeats that end a session. A busy server may send none for 1-2 s."""
 _NOT_SHARED = "the server does not share its memory with these credentials (shared_memory)"
 _FIRST_RETRY_SECONDS = 0.05
 _LAST_RETRY_SECONDS = 1.0
@@ -80,17 +77,14 @@ class SessionConnection:
 
     @property
     def session(self) -> ClientSession | None:
-        """The current session, if any."""
         session = self._session
         return None if session is None or session.ended else session
 
     def wait(self, seconds: float, *, patient: bool = False) -> ClientSession:
         """Returns the session. Waits at most `seconds` for the first attempt to connect.
 
-        If `patient`, waits for further attempts too.
-
-        Raises:
-            KVTierError: there is no session. If an attempt failed, the error of that attempt.
+        If `patient`, waits for further attempts too. If there is no session, raises `KVTierError`:
+        the error of the failed attempt, if an attempt failed.
         """
         session = self.session
         if session is not None:
@@ -206,7 +200,6 @@ class SessionConnection:
         self, first: session_pb2.OpenResponse, capabilities: session_pb2.CapabilitiesResponse, transport: str
     ) -> ClientSession:
         if first.session.epoch != capabilities.epoch:
-            # The server was restarted after it sent the capabilities.
             raise NotConnected("the server was restarted while a session was opened")
         if transport == "grpc":
             reason = "another host" if capabilities.HasField("region") else _NOT_SHARED
@@ -272,7 +265,6 @@ class _Heartbeats:
         raise response or TimeoutError
 
     def next_within(self, seconds: float) -> bool:
-        """Waits for the next heartbeat; returns whether it arrived."""
         return isinstance(self._next(seconds), session_pb2.OpenResponse)
 
     def cancel(self) -> None:

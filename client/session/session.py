@@ -36,11 +36,7 @@ class Attachment:
 
     @classmethod
     def connect(cls, path: str, hello: bytes, pin: Pin | None = None) -> Attachment:
-        """Receives the region's descriptor over the Unix socket at `path` and maps it.
-
-        Raises:
-            AttachError: the socket does not exist, or the server or the kernel refused the request.
-        """
+        """Receives the region over the Unix socket at `path` and maps it. Raises `AttachError`."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.settimeout(_ATTACH_SECONDS)
@@ -80,7 +76,6 @@ class ClientSession:
         tiers: names of the tiers; `LookupResult.source_indices` are indices in this tuple.
         packs_keys: whether the server accepts packed keys.
         calls: sockets for unary calls; None if unary calls use gRPC.
-        ended: whether the session has ended.
     """
 
     def __init__(
@@ -121,11 +116,7 @@ class ClientSession:
 
     @contextlib.contextmanager
     def using(self) -> Iterator[None]:
-        """Keeps the region mapped and the session's slots reserved during a copy.
-
-        Raises:
-            SessionLost: the session has ended already.
-        """
+        """Keeps the region mapped and the slots reserved during a copy. Raises `SessionLost`."""
         with self._lock:
             if self.ended:
                 raise SessionLost("the session has ended")

@@ -95,7 +95,6 @@ class SocketPool:
     """Connections of one session. Each carries one call at a time. Any thread may use the pool."""
 
     def __init__(self, target: SocketTarget, purpose: Purpose) -> None:
-        """Does not connect."""
         self.target = target
         self._purpose = purpose
         self._idle: list[Connection] = []
@@ -106,10 +105,7 @@ class SocketPool:
         self._closed = False
 
     def close(self) -> None:
-        """Closes the idle connections and ends attempts to connect.
-
-        A busy connection is closed after its call.
-        """
+        """Closes idle connections and ends attempts to connect. `put` closes the busy ones."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -194,8 +190,7 @@ class SocketCalls(SocketPool):
     def call(self, name: str, message: bytes, timeout: float) -> bytes | None:
         """Calls a method and returns its response. Returns None if no connection is possible.
 
-        Raises:
-            KVTierError: the call was refused or failed, or the response did not arrive in time.
+        Raises `KVTierError` if the call was refused or failed, or got no response in time.
         """
         try:
             connection = self.take(timeout)

@@ -39,7 +39,6 @@ class FakeHolds:
         return {name for hold in self._open.values() for name in hold.names}
 
     def end_all(self, *, expired: bool = False, prefix: bytes | None = None) -> None:
-        """Ends all holds, or those of the namespace `prefix`."""
         for name in [name for name in self._open if prefix in (None, name[0])]:
             self._end(name)
             if expired:

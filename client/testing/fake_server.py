@@ -314,7 +314,6 @@ class FakeServer:
         return cache_pb2.FinishRequestResponse(settled=True)
 
     def _reset(self, request: cache_pb2.ResetRequest) -> cache_pb2.ResetResponse:
-        """Empties the namespace at once and ends its leases, stores and holds."""
         prefix = self._session(request.session).prefix
         self._holds.end_all(prefix=prefix)
         for name in [name for name in self._blocks if name[0] == prefix]:
@@ -388,8 +387,6 @@ class FakeServer:
 
 
 class _FakeTransport:
-    """Performs the effects of one client on a fake server."""
-
     def __init__(self, server: FakeServer, namespace: Namespace, engine_id: str, rank: int) -> None:
         self.namespace = namespace
         self.engine_id = engine_id

@@ -60,7 +60,6 @@ def response_of(method: str, message: bytes) -> Message:
 
 
 def path_of(method: str) -> str:
-    """Returns the gRPC path of a method."""
     return f"/kvtier.v1.{method}"
 
 

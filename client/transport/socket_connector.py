@@ -66,10 +66,7 @@ class SocketConnector:
     """Finds the socket of a server and stays connected to it. Any thread may call."""
 
     def __init__(self, control: grpc.Channel, endpoint: Endpoint, credentials: Credentials, *, enabled: bool) -> None:
-        """`control`: a channel to the server, which must stay open until `close` has returned.
-
-        `enabled`: whether to use sockets at all.
-        """
+        """`control`: a channel to the server, which must stay open until `close` has returned."""
         self._endpoint = endpoint
         self._credentials = credentials
         self._enabled = enabled

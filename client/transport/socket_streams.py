@@ -22,7 +22,7 @@ _CONNECT_SECONDS = 5.0
 
 
 class SocketStreams(SocketPool):
-    """Push and Pull of one session. Any thread may call."""
+    """Push and Pull of one session; methods as in `GrpcStreams`. Any thread may call."""
 
     def __init__(self, target: SocketTarget) -> None:
         """Opens the first connection. Raises what `SocketTarget.connect` raises."""
@@ -30,7 +30,6 @@ class SocketStreams(SocketPool):
         self.put(target.connect(frames.Purpose.STREAMS, _CONNECT_SECONDS), intact=True)
 
     def push(self, effect: Push, on_start: Callable[[Any], object] = lambda _: None) -> transfer_pb2.PushResponse:
-        """Sends frames; returns the response. `on_start` gets the call and may cancel it later."""
         source = effect.source
         request = source.request(complete=effect.complete)
         with self._connection(effect, on_start) as connection:
@@ -47,7 +46,6 @@ class SocketStreams(SocketPool):
             return transfer_pb2.PushResponse.FromString(_read_answer(connection))
 
     def pull(self, effect: Pull, on_start: Callable[[Any], object] = lambda _: None) -> None:
-        """Receives frames into `effect.sink`. For `on_start` see `push`."""
         sink = effect.sink
         with self._connection(effect, on_start) as connection:
             connection.send([frames.pack_call(frames.PULL, effect.request.SerializeToString())])
@@ -106,8 +104,6 @@ def _read_answer(connection: Connection, head: bytes | None = None) -> bytes:
 
 
 class _StreamCall:
-    """Handle that cancels a stream."""
-
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.cancelled = False
