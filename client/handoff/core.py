@@ -103,7 +103,7 @@ class HandoffCore:
         return bool(self._pulls) or any(state.transfer is TransferState.PULLING for state in self._requests.values())
 
     def arrived(self, request: HandoffRequest) -> bool:
-        """Registers a request; returns whether it may pull. If so, ``heartbeat`` renews the hold."""
+        """Registers a request; returns whether it may pull. ``heartbeat`` then renews the hold."""
         params = TransferParams.parse(request.kv_transfer_params)
         if params is None:
             return False
