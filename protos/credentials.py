@@ -237,8 +237,6 @@ class _Bearer(
     grpc.StreamUnaryClientInterceptor,  # type: ignore[misc]
     grpc.StreamStreamClientInterceptor,  # type: ignore[misc]
 ):
-    """Adds the token to every call."""
-
     def __init__(self, value: Callable[[], str]) -> None:
         self._value = value
 

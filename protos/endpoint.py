@@ -108,10 +108,7 @@ def default_endpoint(environ: Mapping[str, str] = os.environ) -> Endpoint:
 
 
 def client_endpoint(text: str | None = None, environ: Mapping[str, str] = os.environ) -> Endpoint:
-    """Returns the endpoint from `text`, `KVTIER_ENDPOINT` or the default, in this order.
-
-    Raises `EndpointError`.
-    """
+    """Returns `text`, `KVTIER_ENDPOINT` or the default, in this order. Raises `EndpointError`."""
     if text:
         return parse_endpoint(text)
     if from_environment := environ.get(ENDPOINT_VARIABLE):

@@ -53,10 +53,7 @@ STATUS_OF = MappingProxyType(
 
 
 def status_of(reason: str, message: str, retry_after: float | None = None) -> status_pb2.Status:
-    """Returns the status of a refused call.
-
-    `retry_after`: number of seconds after which the client should retry; None if not known.
-    """
+    """Returns the status of a refused call. `retry_after`: seconds after which to retry."""
     code: int = STATUS_OF[reason].value[0]
     status = status_pb2.Status(code=code, message=message)
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN))

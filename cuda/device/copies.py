@@ -90,10 +90,7 @@ class EngineBlocks:
             self._undo = undo.pop_all()
 
     def _open_events(self, undo: contextlib.ExitStack, export: DeviceExport) -> list[EventId]:
-        """Opens all events of an engine; returns [] if one of them cannot be shared.
-
-        Without events, the engine must wait for its compute before it requests a copy.
-        """
+        """Opens all events of an engine; returns [] if one of them cannot be shared."""
         if not export.origin.shares_events_with(Origin.here()):
             return []
         events: list[EventId] = []

@@ -24,10 +24,7 @@ class Plan(NamedTuple):
     sizes: array[int]
 
     def split(self, max_copies: int, max_bytes: int) -> Iterator[Plan]:
-        """Yields plans of at most ``max_copies`` copies and ``max_bytes`` bytes.
-
-        A single copy of more bytes is a plan of its own.
-        """
+        """Yields plans within these limits. A single copy of more bytes is a plan of its own."""
         start, weight = 0, 0
         for end, size in enumerate(self.sizes):
             if end > start and (end - start >= max_copies or weight + size > max_bytes):

@@ -139,10 +139,7 @@ class CudaDriver:
             cuda.call("cuEventRecord", event, stream)
 
     def _require_no_capture(self, cuda: CudaLibrary, stream: StreamId) -> None:
-        """Raises CAPTURING if the stream is being captured into a graph.
-
-        CUDA would then record the event at each replay of the graph, not now.
-        """
+        """Raises CAPTURING in a graph capture, when CUDA records the event only at each replay."""
         status = cuda.call("cuStreamIsCapturing", stream)
         if status != self._api.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE:
             raise DeviceError(Cause.CAPTURING, status.name)

@@ -99,10 +99,9 @@ class _Attributes(ctypes.Structure):
 class BatchCopy:
     """`cuMemcpyBatchAsync`, called through ctypes with arrays of addresses.
 
-    The bindings need one Python object per address.
-
-    Uses the function's version of CUDA 12.8, which returns the index of a failed copy. Newer
-    drivers still have this version. Raises DeviceError (REFUSED) if the driver lacks the function.
+    The bindings need one Python object per address. The class uses the function's version of
+    CUDA 12.8, which returns the index of a failed copy. Newer drivers still have this version.
+    Raises DeviceError (REFUSED) if the driver lacks the function.
     """
 
     _VERSION = 12080

@@ -74,10 +74,7 @@ class Driver(Protocol):
         ...
 
     def allocation_of(self, address: int) -> Allocation:
-        """The allocation that contains an address; this process allocated or opened it.
-
-        Raises UNKNOWN_MEMORY.
-        """
+        """The allocation at an address; this process made or opened it. Raises UNKNOWN_MEMORY."""
         ...
 
     def export_memory(self, base: int) -> bytes:
@@ -93,10 +90,7 @@ class Driver(Protocol):
         ...
 
     def close_memory(self, address: int) -> None:
-        """Undoes one `open_memory`; unmaps the memory if all are undone.
-
-        No copy must still use the memory.
-        """
+        """Undoes one `open_memory`; the last call unmaps the memory, which no copy may then use."""
 
     def create_event(self, *, shared: bool = False) -> EventId:
         """Creates an event, which counts as reached until its first `record`.

@@ -110,7 +110,6 @@ class DeviceExport:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> DeviceExport:
-        """Parses the result of `to_bytes`."""
         fields = json.loads(data)
         return cls(
             device=fields["device"],
@@ -197,10 +196,7 @@ def obstacle(exporter: Origin, opener: Origin) -> DeviceError | None:
 
 
 def likely_cause(error: DeviceError, exporter: Origin, opener: Origin) -> DeviceError:
-    """Returns an error with a more specific cause than CANNOT_OPEN.
-
-    Returns `error` itself if it has another cause, or if no more specific cause is found.
-    """
+    """Returns an error with a more specific cause than CANNOT_OPEN, if known, else ``error``."""
     if error.cause is not Cause.CANNOT_OPEN:
         return error
     if exporter.is_gone(opener):

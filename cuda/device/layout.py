@@ -97,11 +97,7 @@ class BlockLayout:
         return max((run.end(self.num_blocks) for run in self.runs if run.buffer == buffer), default=0)
 
     def rebased(self, places: Sequence[tuple[int, int]]) -> BlockLayout:
-        """The same layout for other buffers.
-
-        Buffer i of this layout starts at offset ``places[i][1]`` of the new buffer
-        ``places[i][0]``.
-        """
+        """The layout with buffer i at offset ``places[i][1]`` of new buffer ``places[i][0]``."""
         runs = tuple(
             LayoutRun(buffer, run.offset + start, run.block_stride, run.piece_bytes, run.pieces, run.piece_stride)
             for run in self.runs

@@ -106,7 +106,6 @@ _size_of = attrgetter("nbytes")
 _memmove = ctypes.memmove
 """Copies without the GIL."""
 _memmove_holding_gil = ctypes.PyDLL(None)["memmove"]
-"""Copies with the GIL."""
 # c_void_p is the fastest type to convert.
 _memmove_holding_gil.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
 _memmove_holding_gil.restype = None
@@ -195,7 +194,6 @@ class _GilContention:
 
     def __init__(self) -> None:
         self._busy_until = 0.0
-        """Time until which another thread counts as busy."""
         self._suspected = False
         """Whether the next block is copied without the GIL to test for a busy thread. True after a
         late copy, and when the busy time has just ended."""
@@ -341,7 +339,6 @@ class _Job(Generic[Piece]):
         """Whether no piece is in progress any more."""
 
     def take_part(self) -> None:
-        """Works until no piece is left."""
         deque(map(self._work, self._pieces), 0)
 
     def help(self) -> None:
@@ -371,10 +368,7 @@ class _Job(Generic[Piece]):
 
 
 def usable_cores() -> int:
-    """Number of processors that this process can use.
-
-    Limits are the process's CPU affinity and the CPU quotas of its cgroups (rounded down).
-    """
+    """Number of usable processors: the CPU affinity and cgroup quotas (rounded down) limit it."""
     quotas = (_quota(version, group) for version, group in cgroup_directories("cpu"))
     bounds = [int(quota) for quota in quotas if quota is not None]
     return max(1, min([len(os.sched_getaffinity(0)), *bounds]))

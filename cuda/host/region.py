@@ -122,9 +122,7 @@ class HostRegion:
 
     @classmethod
     def attach(cls, fd: int, size_bytes: int) -> HostRegion:
-        """Maps a descriptor received from the server.
-
-        The caller still owns `fd` and may close it after the call.
+        """Maps a descriptor received from the server. The caller still owns `fd` and may close it.
 
         Raises `RegionError` if `fd` is not writable shared memory of exactly this size that is
         sealed against shrinking. Without the seal a peer could shrink the memory, and every access

@@ -95,7 +95,6 @@ class Connection:
                 left[0] = left[0][received:]
 
     def read(self, nbytes: int) -> bytes:
-        """Receives `nbytes`."""
         data = bytearray(nbytes)
         if nbytes:
             self.receive([memoryview(data)])
@@ -164,10 +163,7 @@ class TlsConnection(Connection):
         self._buffer = memoryview(bytearray(_TLS_CHUNK_BYTES))
 
     def handshake(self) -> None:
-        """Performs the handshake. Raises OSError, for example `ssl.SSLError`.
-
-        The peer must agree on an application protocol (ALPN).
-        """
+        """Performs the handshake, including ALPN. Raises OSError, for example `ssl.SSLError`."""
         while True:
             try:
                 self._tls.do_handshake()

@@ -21,10 +21,7 @@ class PartSequence:
         self.total_bytes = self._ends[-1] if self._ends else 0
 
     def locate(self, position: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Yields (memory offset, number of bytes) of each contiguous piece of a range.
-
-        Raises ValueError if the range exceeds the sequence.
-        """
+        """Yields (memory offset, bytes) of a range's pieces. Raises ValueError beyond the end."""
         if position + nbytes > self.total_bytes:
             raise ValueError(f"bytes {position} to {position + nbytes} exceed the sequence of {self.total_bytes} bytes")
         number = bisect_right(self._ends, position)

@@ -88,8 +88,6 @@ class Purpose(enum.IntEnum):
 
 
 class FrameKind(enum.IntEnum):
-    """FrameKind of a frame."""
-
     CALL = 1
     ANSWER = 2
     DATA = 3

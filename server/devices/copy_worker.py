@@ -53,8 +53,6 @@ class _Engine:
 
 
 class CopyWorker:
-    """Executes the requests in the server's messages on threads, and answers them."""
-
     def __init__(self, channel: Channel, driver: Driver, region: HostRegion) -> None:
         self._channel = channel
         self._driver = driver
@@ -63,7 +61,6 @@ class CopyWorker:
         self._engines: dict[int, _Engine] = {}
 
     def serve(self) -> None:
-        """Handles messages until the server closes the channel."""
         for header, payload in self._channel:
             number = header["buffers"]
             match header["op"]:
@@ -161,10 +158,7 @@ def _cause_of(error: Exception) -> str:
 
 
 def make_driver(setting: str, device: str) -> Driver:
-    """Returns the CUDA driver, or the result of the callable that `setting` names.
-
-    Such a setting has the form "module:callable". Raises DeviceError.
-    """
+    """Returns the CUDA driver, or the result of a setting "module:callable". Raises DeviceError."""
     if ":" not in setting:
         return CudaDriver(device)
     module, _, name = setting.partition(":")

@@ -46,10 +46,7 @@ class CopyPlan:
 
 
 class CopyWorkerClient:
-    """Client of one device's copy worker. ``ended`` is called after the process has ended.
-
-    All calls must come from the event loop.
-    """
+    """Calls ``ended`` after the process has ended. All calls must come from the event loop."""
 
     def __init__(self, device: str, driver: str, region: HostRegion, ended: Callable[[], None]) -> None:
         self.device = device
@@ -72,10 +69,7 @@ class CopyWorkerClient:
         return self._child is None and not self._start_waiters and (self._watch is None or self._watch.done())
 
     async def open(self, number: int, export: DeviceExport) -> bool:
-        """Opens an engine's blocks; returns whether copies can wait for the engine's events.
-
-        Raises Refused.
-        """
+        """Opens blocks; returns whether copies can wait for the engine's events. Raises Refused."""
         child = await self._ensure_running()
         header = {"op": "open", "buffers": number}
         answer = await self._request(child, ("opened", number), header, export.to_bytes(), seconds=_HANDLES_SECONDS)
@@ -116,7 +110,6 @@ class CopyWorkerClient:
                 await self._request(child, ("closed", number), header, seconds=_HANDLES_SECONDS)
 
     async def stop(self) -> None:
-        """Ends the process."""
         self._child = None
         if self._process is not None:
             await self._process.close(_CLOSE_SECONDS)
@@ -207,8 +200,7 @@ class CopyWorkerClient:
     ) -> dict[str, Any]:
         """Sends a message at once (before any other task runs), then waits for the answer.
 
-        Kills the worker if it has not answered after ``seconds``. Raises Refused if the process
-        ends.
+        Kills the worker if it has no answer after ``seconds``. Raises Refused if the process ends.
         """
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._answers[key] = answer

@@ -45,10 +45,7 @@ class Registration:
     worker: CopyWorkerClient
     export: DeviceExport
     events: int
-    """Number of events that the engine shares with the server.
-
-    With 0, the engine must wait until the device has computed the blocks before it stores them.
-    """
+    """Number of shared events. With 0, the engine must wait for its compute before a store."""
 
     def num_blocks(self, group: int) -> int:
         layout = self.export.layouts.get(group)
@@ -250,10 +247,7 @@ def _run_of(run: devices_pb2.DeviceRun) -> LayoutRun:
 
 
 def unavailable_reason(driver: str, devices: tuple[Path, ...] = _NVIDIA) -> str:
-    """Returns why the server offers no device copies, as "cause: text"; "" if it offers them.
-
-    ``driver`` is the setting `devices.driver`.
-    """
+    """Returns why the server offers no device copies, as "cause: text"; "" if it offers them."""
     if driver == "off":
         return 'switched_off: the setting devices.driver is "off"'
     if driver != "auto":

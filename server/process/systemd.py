@@ -41,7 +41,6 @@ class ServiceManager:
         self._send("STOPPING=1")
 
     def close(self) -> None:
-        """Ends the watchdog messages."""
         if self._watchdog is not None:
             self._watchdog.cancel()
 

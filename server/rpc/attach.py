@@ -205,10 +205,7 @@ class AttachServer:
     async def _serve_calls(
         self, transport: asyncio.Transport, hello: Hello, token: str | None = None, *, via_tcp: bool = False
     ) -> None:
-        """Serves calls until the connection or the session ends, then closes the connection.
-
-        Over a Unix socket the identity that opened the session makes the calls.
-        """
+        """Over a Unix socket the identity that opened the session makes the calls."""
         serving = asyncio.current_task()
         assert serving is not None
         disconnect = serving.cancel
@@ -268,7 +265,6 @@ class _Greeting(asyncio.BufferedProtocol):
 
 
 def _is_ours(connection: socket.socket) -> bool:
-    """Returns whether the peer runs as this user or as root."""
     _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return uid in (0, os.getuid())
 

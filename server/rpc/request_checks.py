@@ -34,10 +34,9 @@ class RequestValidator:
         self._handoff = handoff
 
     def keys(self, keys: Sequence[bytes], namespace: NamespaceSpec) -> Sequence[bytes]:
-        """Checks the number, the lengths and the groups of keys. An empty list is valid.
+        """Checks the number, lengths and groups of keys. An empty list is valid.
 
-        Raises `Refused` if there are too many keys or a key has a wrong length. Raises `InvalidKey`
-        if the namespace does not have the group of a key.
+        Raises `InvalidKey` if the namespace does not have the group of a key.
         """
         self._check_number(len(keys))
         keys = list(keys)  # each access to a protobuf field would create the bytes again
@@ -76,7 +75,6 @@ class RequestValidator:
             )
 
     def numbers(self, numbers: Sequence[int], name: str) -> Sequence[int]:
-        """Checks that the list `name` of a request has at most `max_keys` elements."""
         if len(numbers) > self.limits.max_keys:
             raise Refused("INVALID_ARGUMENT", f"{len(numbers)} {name} in one call; the limit is {self.limits.max_keys}")
         return numbers
@@ -87,7 +85,6 @@ class RequestValidator:
         return request_id
 
     def tiers(self, exclude: cache_pb2.TierFilter) -> TierFilter:
-        """Returns the tiers that a lookup excludes."""
         try:
             media = frozenset(map(Medium, exclude.media))
         except ValueError as error:
@@ -99,7 +96,6 @@ class RequestValidator:
         return min(duration_seconds(wait, "wait"), self.limits.max_wait)
 
     def lease(self, duration: Duration) -> float:
-        """Returns the duration of a lease."""
         return min(duration_seconds(duration, "lease_duration") or self.leases.default, self.leases.max)
 
     def retention(self, retain_for: Duration) -> float:

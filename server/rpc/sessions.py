@@ -61,7 +61,6 @@ class OpenSession:
     identity: Identity = OWNER
     """Caller that opened the session."""
     limiter: RateLimiter | None = None
-    """Rate limiter of the tenant, if the tenant has a limit."""
     revoked: bool = False
     """Whether the caller's credentials have become invalid. Then the server refuses all calls."""
 
@@ -79,7 +78,6 @@ class SessionRegistry:
         """Callbacks that get the id of an ended session after the core has closed the session."""
         self._runtime = runtime
         self.limit = max_sessions
-        """Maximum number of open sessions."""
         self.opened = 0
         """Number of sessions opened since the start of the server."""
         self.models: dict[NamespaceId, str] = {}
@@ -203,7 +201,6 @@ class SessionRegistry:
         return session.identity.name if session is not None else "unknown"
 
     def limiter(self, session: EngineSession) -> RateLimiter | None:
-        """Returns the rate limiter of an open session's tenant, if the tenant has a limit."""
         known = self._sessions.get(session.id)
         return known.limiter if known is not None else None
 
@@ -220,7 +217,6 @@ class SessionRegistry:
                     disconnect()
 
     def set_transport(self, session: EngineSession, transport: str) -> None:
-        """Records the transport of a session's transfers, for status and metrics."""
         self.check(session)
         self._sessions[session.id].transport = transport
 
@@ -244,10 +240,7 @@ class SessionRegistry:
     def connect(
         self, session_id: bytes, epoch: int, disconnect: Callable[[], object], *, via_tcp: bool = False
     ) -> Identity:
-        """Records a connection for calls; `disconnect` closes the connection.
-
-        Returns the caller that opened the session. Raises `Refused`.
-        """
+        """Records a connection for calls; returns the session's opener. Raises `Refused`."""
         session = self._find_valid(session_id, epoch)
         if session is None:
             raise Refused("UNKNOWN_SESSION", "the session has ended, or belongs to another run of the server")
@@ -269,7 +262,6 @@ class SessionRegistry:
         return None if session is None or epoch != self.epoch or session.revoked else session
 
     def refuse_if_draining(self) -> None:
-        """Raises `Refused` during a drain or a shutdown."""
         if self.draining:
             raise Refused("DRAINING", "the server refuses new work because it is shutting down or drained")
 

@@ -103,7 +103,6 @@ class SocketCallServer:
             served.close()
 
     async def call(self, name: bytes, message: bytes, caller: Identity = OWNER) -> bytes:
-        """Returns the packed answer to a call."""
         handler = self._handlers.get(name)
         if handler is None:
             return _refusal(grpc.StatusCode.UNIMPLEMENTED, "there is no such method")
@@ -144,8 +143,6 @@ class _CallContext:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection: reads a request, answers it, then reads the next."""
-
     def __init__(self, calls: SocketCallServer, session_id: bytes, caller: Identity) -> None:
         self.ended = asyncio.get_running_loop().create_future()
         self._calls = calls
@@ -155,7 +152,6 @@ class _Connection(asyncio.Protocol):
         """Closes the connection if the rest of a request does not arrive in time."""
         self._received = bytearray()
         self._reserved = 0
-        """Number of bytes that are reserved for the request."""
         self._oversized = 0
         """Number of bytes of an oversized request that are still to be discarded."""
         self._task: asyncio.Task[None] | None = None

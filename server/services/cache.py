@@ -288,10 +288,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             self._sessions.check(session)
 
     async def _wait_ready(self, session: EngineSession, lease: BlockLease, seconds: float) -> BlockLease | None:
-        """Waits, at most `seconds`, until no block of the lease is pending.
-
-        Returns None if the lease has ended or has no block left.
-        """
+        """Waits until no block is pending. Returns None if the lease ended or has no block left."""
         try:
             await self._runtime.wait_for(lease.id, seconds)
         except asyncio.CancelledError:  # the client never gets the lease's id to release it

@@ -28,8 +28,6 @@ _LONGEST_NANOSECONDS = 60 * 10**9
 
 
 class DeviceCopyCalls:
-    """The calls of `kvtier.v1.TransferService` that use device memory."""
-
     def __init__(
         self,
         runtime: TierRuntime,

@@ -51,10 +51,8 @@ class OnlineFsck:
         """Checks the tiers `names` (all if empty); yields the progress of a tier after each step.
 
         `rate` limits the bytes per second. With `repair`, a step removes damaged blocks from the
-        tier and the catalog before it is yielded. Close the generator to stop the check.
-
-        Raises:
-            Refused: a name is unknown, another check is running, or the server is ending.
+        tier and the catalog before it is yielded. Close the generator to stop the check. Raises
+        Refused if a name is unknown, another check is running, or the server is ending.
         """
         numbers = list(self._numbers(names))
         self._sessions.refuse_if_draining()

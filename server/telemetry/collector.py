@@ -40,7 +40,6 @@ class ServerStats:
     sessions_closed: int = 0
     namespaces: Sequence[NamespaceStats] = ()
     models: Mapping[NamespaceId, str] = field(default_factory=dict)
-    """Model names reported by the engines of each namespace."""
 
 
 Snapshot = Callable[[], ServerStats]

@@ -101,7 +101,6 @@ class _QueueHandler(logging.Handler):
             self._dropped += 1
 
     def drain(self) -> None:
-        """Waits until the lines queued so far are written, for at most two seconds."""
         written = threading.Event()
         deadline = time.monotonic() + _FLUSH_SECONDS
         try:
@@ -174,7 +173,6 @@ def _catch_exception(_logger: Any, _method: str, event: EventDict) -> EventDict:
 
 
 def _from_record(_logger: Any, _method: str, event: EventDict) -> EventDict:
-    """Adds timestamp, level and logger before the event."""
     record: logging.LogRecord = event["_record"]
     when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
     return {"timestamp": when, "level": record.levelname.lower(), "logger": record.name, "event": "", **event}

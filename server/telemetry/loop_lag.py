@@ -26,8 +26,6 @@ async def watch_loop(*observers: Callable[[float], object]) -> None:
 
 
 class LoopLag:
-    """Maximum lag of the last 5 seconds."""
-
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._seen: deque[tuple[float, float]] = deque()

@@ -33,7 +33,6 @@ _JOBS = ("store", "load")
 _WORK = ("tick", "slice", "watch")
 
 
-# Do not expose `_created` time series.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 

@@ -41,11 +41,7 @@ class TracingError(Exception):
 
 
 def open_tracing(config: TracingConfig, epoch: int) -> Tracing | None:
-    """Returns the tracing, or None if it is not configured. Imports OpenTelemetry only if needed.
-
-    Raises:
-        TracingError: OpenTelemetry is not installed.
-    """
+    """Returns None if tracing is not configured. Raises TracingError without OpenTelemetry."""
     if config.endpoint is None:
         return None
     try:
@@ -102,10 +98,7 @@ class Tracing:
         return self._trace.format_trace_id(span.get_span_context().trace_id)
 
     def with_spans(self, observer: JobObserver) -> JobObserver:
-        """Returns an observer of jobs that calls `observer` and creates the span of the job.
-
-        The span has no parent, because a job has blocks of many requests.
-        """
+        """Adds spans to an observer. They have no parent, as a job has blocks of many requests."""
 
         def observe(tier: str, operation: str, seconds: float, nbytes: int, outcomes: Sequence[Outcome]) -> None:
             observer(tier, operation, seconds, nbytes, outcomes)

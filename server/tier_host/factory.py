@@ -17,13 +17,10 @@ _ATTRIBUTES = {"type": str, "durable": bool, "medium": Medium, "local": bool, "s
 
 
 def open_tiers(configs: Sequence[TierConfig]) -> list[SecondaryTier]:
-    """Opens all tiers in order. If a tier cannot be opened, closes the tiers that are open.
+    """Opens all tiers in order. If one cannot be opened, closes the open ones and raises TierError.
 
     A custom class gets the keyword arguments `name`, `directory`, `size_bytes`, `durability` and
     the options of its configuration.
-
-    Raises:
-        TierError: a tier cannot be opened; the message names it.
     """
     tiers: list[SecondaryTier] = []
     try:
@@ -39,10 +36,7 @@ def open_tier(config: TierConfig, *, mend: bool = True) -> SecondaryTier:
     """Opens a tier. If a file of one of kvtier's own tiers is damaged, the tier moves it aside.
 
     With `mend=False` the tier raises `TierDamagedError` instead. Classes outside kvtier do not get
-    `mend`.
-
-    Raises:
-        TierError: the tier cannot be opened; the message names it.
+    `mend`. Raises TierError, which names the tier, if the tier cannot be opened.
     """
     leave: dict[str, Any] = {} if mend or config.is_custom else {"mend": False}
     try:
@@ -70,7 +64,6 @@ def open_tier(config: TierConfig, *, mend: bool = True) -> SecondaryTier:
 
 
 def _check(tier: SecondaryTier, config: TierConfig) -> None:
-    """Raises TierOpenError if an attribute of the tier is invalid."""
     name, capacity = getattr(tier, "name", None), getattr(tier, "capacity_bytes", None)
     if name != config.name:
         raise TierOpenError(f"its `name` is {safe_repr(name)}; has it called SecondaryTier.__init__?")

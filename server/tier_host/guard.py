@@ -46,8 +46,6 @@ _FAILED = object()
 
 
 class CheckedTier(SecondaryTier):
-    """Calls a tier and checks what it returns."""
-
     def __init__(self, tier: SecondaryTier, threads: TierThreads) -> None:
         """Wraps a tier. `threads` run the votes if the tier's class is not part of kvtier."""
         self._tier = tier
@@ -118,10 +116,7 @@ class CheckedTier(SecondaryTier):
             return _abstain("it did not answer in time")
 
     def on_request_finished(self, request_id: str) -> None:
-        """Informs the tier that a request has ended, if the tier was asked to vote on the request.
-
-        The tier gets this information after its vote.
-        """
+        """Informs the tier after its vote that a request has ended, if it was asked for a vote."""
 
         def finish() -> None:
             if self._try("on_request_finished", lambda: self._tier.on_request_finished(request_id)) is not _FAILED:

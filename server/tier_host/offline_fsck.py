@@ -113,10 +113,7 @@ def foreign_contents(data_dir: Path, tiers: Sequence[TierConfig]) -> str | None:
 
 
 def _check_directory(config: TierConfig) -> None:
-    """Checks the path of a tier that has no files.
-
-    Raises TierError if the path is wrong or its disk is not mounted.
-    """
+    """Raises TierError if the path of a tier without files is wrong or its disk is not mounted."""
     if config.is_custom:
         return  # a custom tier may keep its files at another path
     if os.path.lexists(config.path):

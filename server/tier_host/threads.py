@@ -67,8 +67,7 @@ class TierThreads:
     ) -> None:
         """Queues `run`, which must not raise. If `abandon` removes it, `abandoned` runs instead.
 
-        Raises:
-            RuntimeError: no thread is available; the call is not queued.
+        Raises RuntimeError if no thread is available; then the call is not queued.
         """
         threads = self._threads[kind]
         if len(threads) < _THREADS[kind]:

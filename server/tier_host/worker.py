@@ -49,7 +49,6 @@ class TierWorker:
         self._begin(WorkQueue.STORE, self.tier.store, blocks, finished)
 
     def load(self, blocks: Sequence[BlockBytes], finished: Finished) -> None:
-        """Loads blocks; `finished` as in `store`."""
         self._begin(WorkQueue.LOAD, self.tier.load, blocks, finished)
 
     def look_up(self, keys: Sequence[Name], answered: Callable[[Sequence[bool]], None]) -> None:
@@ -177,7 +176,6 @@ class TierWorker:
     def _run(
         self, operation: str, move: Callable[[Sequence[BlockBytes]], list[Outcome]], blocks: Sequence[BlockBytes]
     ) -> Sequence[Outcome]:
-        """Runs a job on a worker thread and reports it to the observer."""
         nbytes = sum(block.nbytes for block in blocks)  # before the tier releases its views
         started = time.monotonic()
         outcomes = move(blocks)
