@@ -93,8 +93,7 @@ class StoreAnswer:
         store_id: None if nothing was granted.
         statuses: a `StoreStatus` per key.
         slots: offsets of the granted slots in the region.
-        not_retained: number of blocks that the CPU tier does not retain, because the retention
-            budget is used up.
+        not_retained: number of blocks not retained, because the retention budget is used up.
     """
 
     store_id: StoreId | None
@@ -115,8 +114,7 @@ GROUP_INDEX_BYTES = 4
 """A key ends with the index of its KV cache group, big-endian."""
 
 HOLD_ONLY_KEY_PREFIX = b"kvtier.hold."
-"""Prefix of the keys of hold-only blocks, which have no content hash (`kvtier/v1/handoff.proto`).
-"""
+"""Key prefix of hold-only blocks, which have no content hash (`kvtier/v1/handoff.proto`)."""
 
 SLOT_ALIGNMENT = 4096
 """Slot offsets and sizes are multiples of this page size, because direct I/O requires it."""

@@ -75,7 +75,6 @@ class Block:
         self.written = 0
         """Bit r is set when rank r's part is complete."""
         self.ready = False
-        """Whether every part is written."""
         self.writers = 0
         """Number of parts that clients are writing now."""
         self.promoting = False
@@ -130,7 +129,6 @@ class Block:
         return self.ready
 
     def promoted(self) -> None:
-        """Records that all parts were loaded from a secondary tier."""
         self.written = (1 << len(self.slots)) - 1
         self.ready = True
         self.promoting = False

@@ -19,8 +19,6 @@ _UNLINKED = NamespaceIndex(invalidated=True)
 
 
 class BlockIndex:
-    """Blocks by namespace and key, and the invalidated blocks that are not dropped yet."""
-
     def __init__(self) -> None:
         self._by_namespace: dict[NamespaceId, NamespaceIndex] = defaultdict(NamespaceIndex)
         self._invalidated: dict[NamespaceId, deque[NamespaceIndex]] = {}
@@ -45,7 +43,6 @@ class BlockIndex:
         return index.blocks.get(key) if index else None
 
     def invalidate(self, namespace: NamespaceId) -> None:
-        """Invalidates the index of a namespace: lookups no longer find the blocks."""
         index = self._by_namespace.pop(namespace, None)
         if index and index.blocks:
             index.invalidated = True

@@ -136,8 +136,6 @@ class EvictionProgress:
 
 
 class EvictionTask:
-    """One bulk eviction, run in slices."""
-
     def __init__(self, request: EvictionRequest, sources: Sequence[EvictionSource], now: float) -> None:
         """`sources`: all tiers in lookup order; `now`: in seconds."""
         self.done = False

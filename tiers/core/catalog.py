@@ -188,7 +188,6 @@ class Catalog:
         return self._entries[namespace].values()
 
     def is_evictable(self, entry: CatalogEntry, *, retained: bool) -> bool:
-        """Returns whether an entry is in no job and, unless `retained`, not retained."""
         return entry.state is EntryState.HELD and not entry.loads and (retained or not entry.retained)
 
     def evict(self, entries: Iterable[CatalogEntry]) -> list[CatalogEntry]:
@@ -278,7 +277,6 @@ class Catalog:
         return victims
 
     def _max_evictable(self, share: TenantShare, *, alone: bool) -> int:
-        """Returns how many bytes can be evicted for a share at most."""
         if alone:
             return share.evictable
         others = (min(each.excess, each.evictable) for each in self.queues.shares if each is not share)
@@ -333,7 +331,6 @@ class Catalog:
         return (self.used_bytes > self.capacity_bytes and share.excess >= excess) or share.over_limit(0) > 0
 
     def _remove(self, entry: CatalogEntry, reason: MissReason) -> None:
-        """Drops an entry and records the reason in the eviction history."""
         self.drop(entry)
         self._history.record(entry.namespace, entry.key, reason)
 

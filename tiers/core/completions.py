@@ -93,7 +93,6 @@ class CompletionHandler:
                 self._requests.end_if_settled(request)
 
     def job_finished(self, job_id: JobId, outcomes: Sequence[Outcome]) -> None:
-        """Handles the result of a tier's job, one outcome per block. An unknown job is ignored."""
         finished = self._transfers.finish(job_id, outcomes)
         if finished is None:
             return

@@ -30,10 +30,7 @@ _TICKS_PER_SECOND = 1e6
 
 
 class CpuTier:
-    """Blocks in the host region, and their slots. Does not copy bytes.
-
-    The used bytes of a tenant share include quarantined slots.
-    """
+    """Blocks in the host region. The used bytes of a tenant share include quarantined slots."""
 
     def __init__(
         self, *, extent_bytes: int, queues: EvictionQueues[Block], history: EvictionHistory, spare_part: float
@@ -204,7 +201,6 @@ class CpuTier:
         return self._index.pending_reset_blocks(namespace)
 
     def unlink(self, block: Block) -> None:
-        """Removes a pinned block from the index. The block is dropped when its last pin ends."""
         self._index.unlink(block)
         self.queues.remove(block)
 
@@ -242,7 +238,6 @@ class CpuTier:
         return self._index.get(*block.name) is block
 
     def is_evictable(self, block: Block, *, retained: bool) -> bool:
-        """Returns whether a block is unpinned and, unless `retained`, not retained."""
         return not block.pins and (retained or not block.retained)
 
     @staticmethod

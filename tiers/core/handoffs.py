@@ -95,7 +95,6 @@ class HandoffHandler:
 
     @property
     def held_bytes(self) -> int:
-        """Size of the held blocks in bytes, with all parts. A shared block counts once."""
         return sum(budget.used for budget in set(self._budgets.values()))
 
     def stats(self) -> dict[HandoffDirection, HandoffStats]:
@@ -169,11 +168,7 @@ class HandoffHandler:
         return hold
 
     def may_come(self, name: HoldName) -> bool:
-        """Returns whether a missing hold may still be published.
-
-        False if the hold was refused or has ended, or if another namespace has a hold of this
-        request.
-        """
+        """Returns False if a hold was refused or ended, or another namespace holds the request."""
         return name not in self._ended and not self._table.is_in_other_namespace(name)
 
     def claim(
@@ -255,10 +250,7 @@ class HandoffHandler:
             self._end(hold, HoldEnd.RESET, now)
 
     def engine_gone(self, engine: EngineKey) -> None:
-        """Called when the last session of an engine has ended.
-
-        Its holds give up each block that is not ready and that no client is writing.
-        """
+        """Called when an engine's last session has ended. Orphans its holds with pending blocks."""
         for hold in self._table:
             if hold.engine == engine and hold.awaited:
                 self._table.orphan(hold)
@@ -356,8 +348,6 @@ _CPU_TIER = 0
 
 
 class HandoffLog:
-    """Records publications and claims in the request log."""
-
     def __init__(self, request_log: RequestLog, history: EvictionHistory) -> None:
         self._request_log = request_log
         self._history = history

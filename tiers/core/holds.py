@@ -60,12 +60,7 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class HoldClaim:
-    """Result of a claim.
-
-    Attributes:
-        lease: the lease on the hits; None if there are no hits.
-        statuses: a `KeyStatus` per key; 0 for keys that the claim did not request.
-    """
+    """Result of a claim: the lease on the hits, and a status per key (0 for keys not requested)."""
 
     hold: Hold
     lease: BlockLease | None
@@ -96,14 +91,12 @@ class HoldTable:
         return self._holds.get(name)
 
     def is_in_other_namespace(self, name: HoldName) -> bool:
-        """Returns whether another namespace has a hold of this engine and request."""
         return name not in self._holds and name[1:] in self._per_name
 
     def count(self, tenant: str) -> int:
         return self._per_tenant.get(tenant, 0)
 
     def items_of(self, tenant: str) -> int:
-        """Returns the number of items in a tenant's holds. A shared block counts once per hold."""
         return self._items.get(tenant, 0)
 
     def add(self, hold: Hold) -> None:
@@ -138,9 +131,7 @@ class HoldTable:
         return [block for block in blocks if block in self._waiting] if self._waiting else []
 
     def settle(self, block: Block) -> list[Hold]:
-        """Called when no client and no job writes a block any more.
-
-        Returns those of the block's holds that now wait for no block.
+        """Called when a block's writes have ended; returns its holds that now wait for no block.
 
         If the block is not ready, its holds normally keep it, because another client may write it
         later. But a hold gives up such a block if a reset or a stall removed the block from the
@@ -158,10 +149,7 @@ class HoldTable:
         return [hold for hold in hopeless if not hold.awaited]
 
     def orphan(self, hold: Hold) -> None:
-        """Marks a hold as orphaned.
-
-        Gives up its blocks that are not ready and that neither a client nor a job is writing.
-        """
+        """Marks a hold as orphaned and gives up blocks (see `Hold.orphaned`)."""
         hold.orphaned = True
         for block in dict.fromkeys(hold.items) if hold.awaited else ():
             waiting = self._waiting.get(block) if block is not None else None

@@ -83,8 +83,7 @@ class LookupAnswer:
         keys: number of looked-up keys.
         lease: the lease on the hits; None if there are no hits.
         retries: positions of keys with an outstanding query to a shared tier (B3.15).
-        not_retained: number of hits that the CPU tier does not retain, because the retention budget
-            is used up.
+        not_retained: number of hits that are not retained, because the retention budget is used up.
     """
 
     keys: int
@@ -146,7 +145,6 @@ class LeaseTable:
         return lease
 
     def get(self, lease_id: LeaseId, engine: EngineKey) -> BlockLease:
-        """Returns a lease of this engine. Raises LeaseNotFound, NotOwner."""
         lease = self._leases.get(lease_id)
         if lease is None:
             raise LeaseNotFound(f"there is no lease {lease_id}: it was released, expired or ended with its session")

@@ -74,7 +74,6 @@ class RequestTable:
             raise LimitExceeded(f"the session has {MAX_REQUESTS} requests that it has not finished")
 
     def negotiate(self, session: EngineSession, info: RequestInfo) -> Request:
-        """Registers a request and asks every tier for its vote."""
         votes = tuple((tier.name, tier.on_new_request(info)) for tier in self._tiers)
         policy = max((vote.policy for _, vote in votes), default=OffloadPolicy.BLOCK_LEVEL)
         request_level_tiers = frozenset(
@@ -102,10 +101,7 @@ class RequestTable:
         return requests
 
     def finish(self, request: Request, *, give_up: bool = False) -> None:
-        """Marks a request as finished.
-
-        With `give_up`, the request does not wait for blocks that other clients write now.
-        """
+        """With `give_up`, the request does not wait for blocks that other clients write now."""
         request.finished = True
         request.session.requests.discard(request.id)
         if give_up:

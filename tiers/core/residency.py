@@ -17,8 +17,6 @@ __all__ = ["ResidencyIndex"]
 
 
 class ResidencyIndex:
-    """Finds blocks in the secondary tiers, in lookup order."""
-
     def __init__(
         self, secondaries: Sequence[SecondaryTierState], *, new_id: Callable[[], JobId], commands: list[Command]
     ) -> None:
@@ -89,7 +87,6 @@ class ResidencyIndex:
                 self._commands.append(LookupInTier(job_id, secondary.index, names))
 
     def record_answers(self, job_id: JobId, answers: Sequence[bool], now: float) -> None:
-        """Records a shared tier's answers. An unknown job is ignored."""
         secondary, names = self._queries.pop(job_id, (None, ()))
         if secondary is not None:
             secondary.presence_cache.record_answers(names, answers, now)

@@ -29,10 +29,7 @@ MAX_ANSWERS = 1 << 16
 
 
 class PresenceCache:
-    """Answers of one shared tier to the question whether it has a block, kept for a short time.
-
-    Other processes can change the contents of the tier.
-    """
+    """Answers of one shared tier to the question whether it has a block, kept for a short time."""
 
     def __init__(self) -> None:
         self._answers: dict[Name, tuple[bool, float]] = {}
@@ -115,21 +112,16 @@ class SecondaryTierState:
         self.pending_stores: dict[tuple[NamespaceId, bytes], list[Request]] = {}
         """Per block that is queued or being stored: the REQUEST_LEVEL requests that wait for it."""
         self.queued_bytes = 0
-        """Bytes of blocks that are queued or being stored."""
         self.jobs = 0
         self.stalled = False
         """Whether a job of the tier takes too long. A stalled tier gets no new jobs."""
         self.presence_cache = PresenceCache()
         self.misses = 0
-        """Keys that were looked up in the tier and not found."""
         self.admission = new_admission() if new_admission else None
         """Admission filter; None admits every block."""
         self.declined = 0
-        """How often the filter refused to admit a block."""
         self.dropped = 0
-        """Blocks that were not written back because the queue or the tier was full."""
         self.damaged = 0
-        """Blocks that the tier lost because they were damaged."""
 
     def admits(self, block: Block, user: Hashable) -> bool:
         """Returns whether the admission filter admits a block for this use; counts rejections."""

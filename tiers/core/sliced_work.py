@@ -63,7 +63,6 @@ class IncrementalWork:
         self.continue_if(self._drop_expired(now))
 
     def evict(self, wanted: EvictionRequest, now: float) -> EvictionTask:
-        """Queues an operator's eviction. It runs when all earlier ones have ended."""
         sources: list[EvictionSource] = [self._cpu_tier, *self._transfers.sources(self._cpu_tier.used_at)]
         task = EvictionTask(wanted, sources, now)
         self._eviction_tasks.append(task)
@@ -83,10 +82,7 @@ class IncrementalWork:
 
 
 def _run(slice_: Callable[[], bool], errors: list[Exception]) -> bool:
-    """Runs a slice; returns whether work is left.
-
-    If the slice raises, adds the exception to `errors` and returns True.
-    """
+    """Returns whether a slice left work. Adds an exception to `errors` and then returns True."""
     try:
         return slice_()
     except Exception as error:  # noqa: BLE001 - the other operations must run

@@ -84,7 +84,6 @@ class InFlightStores:
         return store
 
     def get(self, store_id: StoreId, engine: EngineKey) -> Store:
-        """Returns a store of this engine. Raises StoreNotFound, NotOwner."""
         store = self._stores.get(store_id)
         if store is None:
             raise StoreNotFound(f"there is no store {store_id}: it was completed, expired or ended with its session")
@@ -107,7 +106,6 @@ class InFlightStores:
             self._lift_if_free(store_id)
 
     def writer_done(self, store_id: StoreId, engine: EngineKey) -> None:
-        """Called when a client completes an ended store. Frees the store's quarantined slots."""
         entry = self._quarantine.get(store_id)
         if entry is not None and entry.engine == engine:
             entry.writers.clear()
@@ -157,7 +155,6 @@ class StoreHandler:
         now: float,
         retain_until: float = 0.0,
     ) -> StoreAnswer:
-        """See `TierManager.prepare_store`."""
         rank = session.own_rank()
         blocks = self._cpu_tier.find_or_add(session.namespace, keys)
         found = list(dict.fromkeys(blocks))

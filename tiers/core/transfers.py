@@ -112,10 +112,7 @@ class TransferScheduler:
         return [SecondaryTierSource(secondary, used_in_cpu, self._advance) for secondary in self.secondaries]
 
     def tick(self, now: float, used_in_cpu: UsedElsewhere) -> bool:
-        """Advances the time in the tiers and handles a limited number of expired entries.
-
-        Returns whether expired entries are left for another call.
-        """
+        """Advances the time, handles some expired entries; returns whether any are left."""
         for secondary in self.secondaries:
             secondary.tick(now, used_in_cpu)
             self._advance(secondary)
@@ -206,7 +203,6 @@ class TransferScheduler:
                 secondary.use(batch, user)
 
     def retain(self, blocks: Sequence[Block]) -> None:
-        """Retains blocks in the tiers that have them, until each block's `retain_until`."""
         for secondary in self.secondaries:
             secondary.retain(blocks)
 
@@ -248,12 +244,8 @@ class TransferScheduler:
 
         The damage is reported late: the tier may already hold a new block of the same name when
         this call runs. The call cannot tell the two blocks apart and drops the entry of the new
-        block, as in the sequence below. The tier must then remove the new block too; otherwise its
-        bytes would stay in the tier without an entry:
-
-            check        quarantines K
-            event loop   evicts K, stores K again: the catalog has it again
-            event loop   learns that K is lost, and drops the new entry of K
+        block. The tier must then remove the new block too; otherwise its bytes would stay in the
+        tier without an entry.
         """
         secondary = self.secondaries[tier - 1]
         for name in names:

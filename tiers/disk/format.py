@@ -68,7 +68,6 @@ class SlabRecord(NamedTuple):
         return sum(self.sizes)
 
     def pack(self, name: bytes) -> bytes:
-        """Returns the stored form under `name`."""
         head = _HEAD.pack(FORMAT_VERSION, len(self.sizes), len(self.runs), self.number, self.checksum)
         fields = [*self.sizes, *(field for run in self.runs for field in run)]
         body = head + _fields(len(fields)).pack(*fields)
@@ -103,7 +102,6 @@ def pages_for(sizes: Sequence[int]) -> int:
 
 
 def pieces(runs: Sequence[PageRun], parts: Sequence[memoryview]) -> Iterator[PagePiece]:
-    """Yields the pieces of a block's parts with their pages, in order."""
     left = iter(runs)
     page, room = next(left, PageRun(0, 0))
     for part in parts:

@@ -121,10 +121,7 @@ class DiskStore:
     def __init__(
         self, directory: Path, size_bytes: int, durability: Durability, *, mend: bool, slab_bytes: int | None
     ) -> None:
-        """Opens or creates the store in `directory`; its files may grow to `size_bytes`.
-
-        Raises `TierOpenError`.
-        """
+        """Opens or creates a store of up to `size_bytes` in `directory`. Raises `TierOpenError`."""
         self.writing = threading.Lock()
         self.index = Index(directory, size_bytes, durability, mend=mend)
         self.payload_bytes = max(0, size_bytes - self.index.size_bytes) // PAGE_BYTES * PAGE_BYTES
@@ -201,10 +198,7 @@ class DiskStore:
         self._free(space, self.index.remove(names))
 
     def drop(self, name: bytes, packed: bytes, *, quarantine: bool) -> bool:
-        """Removes a block if the record still equals `packed`; returns whether it was removed.
-
-        With `quarantine` the pages are not reused until the store is reopened.
-        """
+        """Removes a block if the record still equals `packed`; returns whether it was removed."""
         if self.index.get([name]) != [packed]:
             return False
         removed = self.index.remove([name])

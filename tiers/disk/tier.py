@@ -50,8 +50,7 @@ class DiskTier(SecondaryTier):
 
         If the size was reduced, blocks beyond the new size are dropped. With `mend`, a damaged
         index is moved aside and reported in `last_error`. `slab_bytes` is the size of one slab file
-        of a new store; an existing store keeps its size.
-        Raises `TierOpenError`, without `mend` also for a damaged index.
+        of a new store. Raises `TierOpenError`, without `mend` also for a damaged index.
         """
         self._store = DiskStore(directory, size_bytes, durability, mend=mend, slab_bytes=slab_bytes)
         super().__init__(name, int(self._store.payload_bytes * CAPACITY_SHARE))

@@ -1,7 +1,4 @@
-"""Eviction policies, by the names that the configuration uses.
-
-Numbers like (B4.9) cite docs/behaviour.md.
-"""
+"""Eviction policies, by the names that the configuration uses."""
 
 from __future__ import annotations
 

@@ -358,10 +358,7 @@ class Forecast(Generic[T]):
 
 
 def _end_of_whole_run(items: Sequence[T], start: int, run: BlockRun[T] | None) -> int:
-    """Returns the end of `run` in `items` if `items` has all of it, in order, from `start` on.
-
-    Otherwise returns 0.
-    """
+    """Returns where `run` ends in `items` if `items` has all of it from `start` on; otherwise 0."""
     if run is None or not run.items:
         return 0
     end = start + len(run.items)

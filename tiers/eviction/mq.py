@@ -33,8 +33,7 @@ class _State:
 class MQ(Generic[T]):
     """One queue per logarithm of the use count. An item unused for a lifetime moves down one queue.
 
-    The lifetime is adapted as in the paper: from the peak of a histogram of the reuse distances, by
-    octave.
+    The lifetime is adapted as in the paper: from the peak of a histogram of reuse distances.
     """
 
     def __init__(self) -> None:

@@ -17,8 +17,6 @@ MAX_OPEN = 1024
 
 
 class OpenRequests(Generic[V]):
-    """State of a policy per open request."""
-
     def __init__(self, new: Callable[[], V], over: Callable[[V], object] = lambda _: None) -> None:
         """`new` creates the state of a request; `over` is called with it when the request ends."""
         self._new = new

@@ -38,10 +38,7 @@ class ExpiryWheel(Generic[H]):
         return len(self._slot_of)
 
     def put(self, items: Iterable[H], when: float) -> None:
-        """Sets the expiry time of items.
-
-        Items whose times round up to the same value expire in insertion order.
-        """
+        """Sets the expiry time. Items with equal rounded times expire in insertion order."""
         number = math.ceil(when / self._width)
         slot = self._slots.get(number)
         if slot is None:
@@ -153,7 +150,6 @@ class EvictionQueues(Generic[L]):
         self.now = now
         self.expired = 0
         self.not_retained = 0
-        """Number of items that were not retained because the retention budget was used up."""
         self._new_policy = new_policy
         self._queues: dict[tuple[TenantShare, int], EvictionQueue[L]] = {}
         self._of_class: dict[int, list[EvictionQueue[L]]] = defaultdict(list)
@@ -227,19 +223,13 @@ class EvictionQueues(Generic[L]):
         self._protected.update(fresh)
 
     def unprotect(self, items: Iterable[L]) -> None:
-        """Returns protected items to their queues, as if they were used now.
-
-        `items` must be in chain order.
-        """
+        """Returns protected items, in chain order, to their queues, as if they were used now."""
         back = [item for item in dict.fromkeys(items) if item in self._protected]
         self._protected.difference_update(back)
         self._tell_policies([item for item in back if not item.retained], None)
 
     def tick(self, now: float) -> list[L]:
-        """Advances the time. Returns at most `MAX_AT_ONCE` items whose `ttl` has ended.
-
-        The caller must remove or postpone each returned item.
-        """
+        """Returns up to `MAX_AT_ONCE` expired items, which the caller must remove or postpone."""
         self.now = now
         self.end_retention()
         return [] if self.ttl is None else self._unused.take(self.now, MAX_AT_ONCE)
@@ -278,10 +268,7 @@ class EvictionQueues(Generic[L]):
             queue.policy.use(mine, request)
 
     def retain(self, items: Iterable[L], until: float) -> list[L]:
-        """Retains items at least until `until`.
-
-        Returns the items that were not retained because the retention budget was used up.
-        """
+        """Retains items at least until `until`; returns the items beyond the retention budget."""
         keep: list[L] = []
         rest: list[L] = []
         for item in dict.fromkeys(items):  # a repeated item is charged once

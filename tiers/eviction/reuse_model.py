@@ -109,8 +109,7 @@ class ReuseModel:
                 expected[number] += ratio * (hit + miss)
         deviation = 1.0
         for number, prior in enumerate(_PRIOR):
-            # Without observations, a bin deviates from the prior about as much as the bin before
-            # it.
+            # Without observations, a bin deviates from the prior about as much as its predecessor.
             self._baseline[number] = (hits[number] + PRIOR_BLOCKS * prior * deviation) / expected[number]
             deviation = min(8.0, max(0.125, self._baseline[number] / prior)) ** 0.9
 

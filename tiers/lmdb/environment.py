@@ -162,7 +162,6 @@ def _damaged(directory: Path) -> list[Path]:
 
 
 def _number_of(path: Path) -> int:
-    """Returns the n of `damaged-<n>`, or 0."""
     match = re.fullmatch(r"damaged-([1-9]\d*)", path.name, re.ASCII)
     return int(match[1]) if match else 0
 

@@ -118,7 +118,6 @@ def _sizes(parts: int) -> struct.Struct:
 
 
 def is_name(namespace: bytes, key: bytes) -> bool:
-    """Returns whether a block can have this name."""
     return len(namespace) == NAMESPACE_BYTES and len(key) <= MAX_KEY_BYTES
 
 

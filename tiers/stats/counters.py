@@ -20,14 +20,10 @@ one tenant share counters. This limits the number of time series in a monitoring
 
 @dataclass(slots=True, eq=False)
 class NamespaceCounters:
-    """Counters of one namespace, or the shared counters of a tenant's other namespaces.
-
-    `namespace` is None for shared counters (see `MAX_NAMESPACES`).
-    """
+    """Counters of one namespace, or of a tenant's other namespaces; then `namespace` is None."""
 
     namespace: NamespaceId | None
     tenant: str
-    """Name of the tenant if the tenant has a quota, else empty."""
     hits: list[int]
     """Per tier; the CPU tier is the first."""
     misses: Counter[MissReason] = field(default_factory=Counter)
@@ -56,7 +52,6 @@ class HitCounters:
 
     @property
     def hits(self) -> list[int]:
-        """Hits per tier; the CPU tier is the first."""
         return [sum(counters.hits[tier] for counters in self.all()) for tier in range(self._tiers)]
 
     @property

@@ -25,10 +25,7 @@ def history_size(region_bytes: int) -> int:
 
 
 class EvictionHistory:
-    """The reason per dropped block, in two generations.
-
-    When the young generation is full, it replaces the old one.
-    """
+    """Reason per dropped block, in two generations; a full young generation replaces the old."""
 
     def __init__(self, most: int = MAX_REMEMBERED) -> None:
         self._most = most

@@ -49,11 +49,9 @@ class ReuseDistanceSampler:
     All methods take constant time on average.
 
     Args:
-        sizes: cache sizes in bytes, ascending. A size is for all keys; the sampler scales it to the
-            sample.
+        sizes: cache sizes in bytes, ascending, for all keys; the sampler scales them to its sample.
         rate: initial sampling rate of the keys that the caller offers.
-        most: limit of sampled blocks. Beyond this limit the rate is halved; `takes` tells whether a
-            key is in the sample.
+        most: limit of sampled blocks. Beyond this limit the rate is halved.
         hash_of: maps keys evenly to signed 64-bit integers.
     """
 
@@ -240,8 +238,7 @@ class MissRatioCurves:
     Args:
         capacities: capacity of each tier in bytes, in lookup order.
         where: returns the position of the tier that has a block, or None. Called for blocks that
-            a stack does not contain, for example because they were stored before the sampling
-            began.
+            a stack does not contain, for example blocks stored before the sampling began.
         sampled: initial sampling rate: this many of 256 keys.
         window: after this many looked-up keys, earlier keys count half.
         hash_of: maps keys evenly to signed 64-bit integers.
@@ -269,8 +266,7 @@ class MissRatioCurves:
         self._begin()
 
     def _begin(self) -> None:
-        # Earlier tiers are looked up first, so the stack of a tier is at least as large as each of
-        # them.
+        # Earlier tiers are looked up first, so a tier's stack is at least as large as each of them.
         above = accumulate((0, *self._capacities), max)
         rate, hash_of = self._sampled / 256, self._hash_of
         self._samplers = [
@@ -336,8 +332,7 @@ class MissRatioCurves:
         if self._hash_keys:
             hash_of = self._hash_of
             return [key for key in keys if hash_of(key) % 256 < most]
-        # A key is a content hash and a group index. To test one byte of the content hash takes a
-        # third of the time of `hash`.
+        # To test one byte of the content hash takes a third of the time of `hash`.
         return [key for key in keys if key[_SAMPLING_BYTE] < most]
 
     def _check_distribution(self, stored: int, chosen: int) -> None:

@@ -21,7 +21,6 @@ __all__ = ["HandoffStats", "ManagerStats", "NamespaceStats", "TierStats"]
 @dataclass(frozen=True, slots=True)
 class TierStats:
     name: str
-    """Name of the tier; also a metric label."""
     type: str
     """Type of the tier in the configuration, for example "cpu" or "lmdb"."""
     capacity_bytes: int
@@ -51,11 +50,9 @@ class TierStats:
     jobs: int = 0
     """Waiting and running jobs."""
     healthy: bool = True
-    """Whether the tier has no error; `last_error` has the error."""
     last_error: str = ""
     estimates: tuple[HitRatio, ...] = ()
-    """Estimated hit ratios for other sizes of the tier; empty without enough data, or if
-    disabled."""
+    """Estimated hit ratios for other tier sizes; empty if disabled or without enough data."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,8 +49,6 @@ class Slice:
 
 @runtime_checkable
 class Checkable(Protocol):
-    """A tier whose blocks can be verified."""
-
     name: str
 
     def blocks_to_check(self) -> int:
