@@ -46,10 +46,10 @@ demo-vllm: $(VLLM)/.stamp  ## Run the demo with vLLM on the CPU (installs it in 
 	$(VLLM)/bin/python examples/demo/run.py --engine vllm
 
 test: $(VENV)/.stamp  ## Run the tests that need no LLM engine, without those of test-long (4 to 5 minutes on 2 cores)
-	$(VENV)/bin/python -m pytest --numprocesses 2 --dist worksteal -m 'not slow' $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses 3 --dist worksteal -m 'not slow' $(ARGS)
 
-test-long: $(VENV)/.stamp  ## Run the tests that need no LLM engine and take long: many kills, curves, hangs, documentation (5 minutes on 2 cores)
-	$(VENV)/bin/python -m pytest --numprocesses 2 --dist worksteal -m slow $(ARGS)
+test-long: $(VENV)/.stamp  ## Run the tests that need no LLM engine and take long: many kills, curves, hangs, documentation (3 to 4 minutes on 2 cores)
+	$(VENV)/bin/python -m pytest --numprocesses 3 --dist worksteal -m slow $(ARGS)
 
 test-engines: $(VLLM)/.stamp  ## Run the tests with real engines (installs vLLM in build/vllm: 3.5 GB; about 20 minutes on 2 idle cores)
 	$(VLLM)/bin/python -m pytest -W default -m engines tests/engines $(ARGS)

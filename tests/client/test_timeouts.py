@@ -80,6 +80,7 @@ def test_a_client_is_closed_while_it_connects(tmp_path: Path) -> None:
         assert time.monotonic() - began < 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
 def test_silence_is_noticed(tmp_path: Path, transport: str) -> None:
     """An idle client notices a hanging server by its missing heartbeats."""

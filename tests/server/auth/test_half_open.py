@@ -67,6 +67,7 @@ def metrics_port(site: Site) -> int:
     return int(ready_line(site.server)["metrics_port"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("said", [b"", b"\x16\x03", b"GET / HTTP/1.1\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"])
 def test_stalled_tls_handshakes_are_closed(site: Site, said: bytes) -> None:
     """The server closes thirty stalled handshakes and serves calls meanwhile."""
@@ -110,6 +111,7 @@ def test_an_incomplete_local_call_is_closed(tmp_path: Path, monkeypatch: pytest.
         assert time.monotonic() - began < 25
 
 
+@pytest.mark.slow
 def test_stalled_scrapes_do_not_block_others(site: Site) -> None:
     """Connection number 65 ends the oldest one, so scrapes and probes are served."""
     port = metrics_port(site)

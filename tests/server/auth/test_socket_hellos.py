@@ -247,6 +247,7 @@ def is_closed(connection: RawSocket, seconds: float = 60.0) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_connections_without_a_hello_are_closed(route: Route, session: RawSession) -> None:
     """The server closes them after five seconds and serves its clients meanwhile."""
     address = route.address(session)
@@ -263,6 +264,7 @@ def test_connections_without_a_hello_are_closed(route: Route, session: RawSessio
         assert connection.call("CacheService/Lookup", cache_pb2.LookupRequest(session=session.ref))[0] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("purpose", PURPOSES)
 def test_new_connections_are_limited_per_address(route: Route, session: RawSession, purpose: Purpose) -> None:
     """Of forty clients without a hello eight are closed at once; accepted ones go on."""

@@ -62,6 +62,7 @@ async def test_the_asyncio_client_uses_tls(site: Site) -> None:
         assert all((found == payload(key, PART)).all() for key, found in zip(KEYS, buffers, strict=True))
 
 
+@pytest.mark.slow
 def test_a_client_with_another_ca_does_not_connect(site: Site, tmp_path: Path) -> None:
     """The client verifies the server's certificate and refuses a connection in the clear."""
     other = Authority(tmp_path, "other")
@@ -227,6 +228,7 @@ class TestMutual:
         with self.connect(mutual, pair, "zeta-engine") as client:
             client.wait_until_connected(60)
 
+    @pytest.mark.slow
     def test_missing_expired_or_foreign_certificates_are_refused(self, mutual: Site, tmp_path: Path) -> None:
         """The handshake fails, and connected clients are not affected."""
         late = mutual.authority.issue("late", days=(-2, -1))

@@ -56,6 +56,7 @@ def attach_path(world: World) -> str:
     return path
 
 
+@pytest.mark.slow
 def test_incomplete_attach_requests_end_by_themselves(world: World) -> None:
     """They delay no other client."""
     before, began = world.server.descriptors(), time.monotonic()

@@ -220,6 +220,7 @@ def test_a_refused_hello_makes_a_stream_use_grpc(server: ServerProcess, client: 
     assert_serves(client, keys)
 
 
+@pytest.mark.slow
 def test_a_slow_answer_to_the_first_hello_is_awaited(
     route: Route, server: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,6 +323,7 @@ async def test_the_bulk_process_starts_once_threads_are_available(monkeypatch: p
     await process.close()
 
 
+@pytest.mark.slow
 def test_a_slow_writer_keeps_its_store(tmp_path: Path) -> None:
     """A store lives as long as some of its bytes arrive now and then."""
     with (

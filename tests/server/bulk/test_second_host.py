@@ -99,6 +99,7 @@ def test_blocks_arrive_whole_over_a_slow_link(
     assert server.alive
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(SECONDS)
 def test_a_link_outage_costs_time_or_a_miss(link: LossyNetwork, server: ServerProcess) -> None:
     """The link is down for two seconds during a load; the server continues (B4)."""

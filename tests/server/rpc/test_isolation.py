@@ -175,6 +175,7 @@ def test_unusual_retention_times(server: ServerProcess, retain_for: float) -> No
             assert_serves(bob, keys)
 
 
+@pytest.mark.slow
 def test_unused_blocks_expire(tmp_path: Path) -> None:
     """Each tier has its TTL, and the misses name the reason."""
     with ServerProcess(

@@ -316,6 +316,7 @@ def test_more_threads_than_connections(tmp_path: Path) -> None:
             assert [call.result().prefix_hits for call in calls] == [0] * 100
 
 
+@pytest.mark.slow
 def test_a_late_answer_is_discarded(tmp_path: Path) -> None:
     """After a call that ended at its deadline, the next one gets its own answer."""
     with ServerProcess(tmp_path).start() as server:
