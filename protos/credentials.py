@@ -6,6 +6,7 @@ call. It sends the token over TCP without TLS only if `insecure` is set.
 
 from __future__ import annotations
 
+import functools
 import os
 import ssl
 from collections.abc import Callable, Mapping, Sequence
@@ -106,6 +107,9 @@ class Credentials:
         """
         try:
             context = ssl.create_default_context(cafile=None if self.ca == _SYSTEM else _expanded(self.ca))
+            # As gRPC verifies: an intermediate CA suffices, and a CA needs no key usage.
+            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+            context.verify_flags &= ~ssl.VERIFY_X509_STRICT
             context.minimum_version = ssl.TLSVersion.TLSv1_3
             context.set_alpn_protocols([protocol])
             if self.cert is not None:
@@ -116,6 +120,8 @@ class Credentials:
 
     def socket_token(self) -> str:
         """Returns the token for the socket protocol, "" without one. Raises CredentialsError."""
+        if self.token is None and self.token_file is not None:
+            return _socket_token_file(self.token_file)().removeprefix("Bearer ")
         return self._bearer()().removeprefix("Bearer ") if self.has_token else ""
 
     def check(self, endpoint: Endpoint) -> None:
@@ -175,6 +181,12 @@ class _TokenFile:
 
 def _expanded(path: str | None) -> str | None:
     return None if path is None else os.path.expanduser(path)  # noqa: PTH111 - accepts what gRPC's path accepts
+
+
+@functools.lru_cache(maxsize=64)
+def _socket_token_file(path: str) -> _TokenFile:
+    """Returns one object per file, so that it keeps the last token of an unreadable file."""
+    return _TokenFile(path)
 
 
 def _checked(token: str, what: str) -> str:

@@ -53,7 +53,8 @@ class SocketTarget:
 
     def hello(self, purpose: Purpose) -> bytes:
         """Returns the first message of a connection. Raises `CredentialsError`."""
-        return pack_hello(purpose, self.session.session_id, self.session.epoch, self.credentials.socket_token())
+        token = "" if purpose is Purpose.REGION else self.credentials.socket_token()
+        return pack_hello(purpose, self.session.session_id, self.session.epoch, token)
 
     def tls_context(self, purpose: Purpose) -> ssl.SSLContext | None:
         """Returns the context for a connection; None without TLS. Raises `CredentialsError`."""
@@ -72,7 +73,7 @@ class SocketTarget:
             ValueError: the server speaks another protocol, or the credentials cannot be used.
         """
         context = self.tls_context(purpose)
-        sock = _connected_socket(self.address, seconds)
+        sock = _connected_socket(self.address, min(seconds, _CONNECT_SECONDS))
         try:
             connection = Connection(sock)
             connection.set_deadline(seconds)

@@ -40,7 +40,7 @@ class AsyncSocketCalls:
         """See `SocketCalls.call`."""
         try:
             async with asyncio.timeout(timeout):
-                connection = self._idle.pop() if self._idle else await self._connect()
+                connection = self._take_idle() or await self._connect()
                 if connection is None:
                     if self._closed:  # None would make the caller use gRPC
                         raise SessionLost("the session has ended")
@@ -58,6 +58,15 @@ class AsyncSocketCalls:
         except (OSError, EOFError) as error:  # for example, the session has ended
             raise SessionLost(f"{name}: {error}") from None
         return message_of(body)
+
+    def _take_idle(self) -> _Connection | None:
+        """Returns an idle connection that the server has not closed."""
+        while self._idle:
+            connection = self._idle.pop()
+            if not (connection.reader.at_eof() or connection.writer.transport.is_closing()):
+                return connection
+            connection.writer.transport.abort()
+        return None
 
     def close(self) -> None:
         """Closes all connections; calls in progress end with `SessionLost`."""
@@ -101,7 +110,8 @@ class AsyncSocketCalls:
         target = self.calls.target
         if isinstance(target.address, str):
             return _Connection(*await asyncio.open_unix_connection(target.address))
-        context = target.tls_context(Purpose.CALLS)
+        # On a thread, because it reads files.
+        context = await asyncio.to_thread(target.tls_context, Purpose.CALLS) if target.tls_hostname else None
         reader, writer = await asyncio.open_connection(
             *target.address, ssl=context, server_hostname=target.tls_hostname or None
         )

@@ -74,6 +74,8 @@ class SocketConnector:
         self._locate = control.unary_unary(path_of(LOCATE), serialize, transfer_pb2.LocateResponse.FromString)
         self._lock = threading.Lock()
         self._streams: SocketStreams | None = None
+        self._candidate: SocketStreams | None = None
+        """The last connection that the search has tried."""
         self._session: ClientSession | None = None
         self._search: threading.Thread | None = None
         self._call: Any = None
@@ -119,8 +121,11 @@ class SocketConnector:
         self._closing.set()
         with self._lock:
             call = self._call
+            candidate = self._candidate
         if call is not None:
             call.cancel()
+        if candidate is not None:
+            candidate.close()  # ends an attempt to connect
         search = self._search
         if search is not None:
             search.join()
@@ -160,8 +165,13 @@ class SocketConnector:
         if address is None:
             return False
         hostname = self._endpoint.host if self._credentials.is_tls(self._endpoint) else ""
+        streams = SocketStreams(SocketTarget(address, session.ref, self._credentials, hostname))
+        with self._lock:
+            self._candidate = streams
+        if self._closing.is_set():
+            return True
         try:
-            streams = SocketStreams(SocketTarget(address, session.ref, self._credentials, hostname))
+            streams.connect()
         except CredentialsError as error:  # for example, a certificate file was deleted
             _log.warning("kvtier: streams do not use the socket %s: %s", address, error)
             return False

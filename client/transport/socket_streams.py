@@ -25,9 +25,12 @@ class SocketStreams(SocketPool):
     """Push and Pull of one session; methods as in `GrpcStreams`. Any thread may call."""
 
     def __init__(self, target: SocketTarget) -> None:
-        """Opens the first connection. Raises what `SocketTarget.connect` raises."""
+        """Does not connect."""
         super().__init__(target, frames.Purpose.STREAMS)
-        self.put(target.connect(frames.Purpose.STREAMS, _CONNECT_SECONDS), intact=True)
+
+    def connect(self) -> None:
+        """Opens the first connection. Raises what `SocketTarget.connect` raises."""
+        self.put(self._connect(_CONNECT_SECONDS), intact=True)
 
     def push(self, effect: Push, on_start: Callable[[Any], object] = lambda _: None) -> transfer_pb2.PushResponse:
         source = effect.source

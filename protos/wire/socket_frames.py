@@ -25,6 +25,7 @@ __all__ = [
     "MAX_ANSWER_BYTES",
     "MAX_TOKEN_BYTES",
     "PULL",
+    "PURPOSE_BYTES",
     "PUSH",
     "REGION_ANSWER_BYTES",
     "STATUS_OF_CODE",
@@ -57,6 +58,8 @@ _REGION: Final = struct.Struct("<Q")
 
 HELLO_BYTES: Final = _HELLO.size
 """Bytes of a hello without its token."""
+PURPOSE_BYTES: Final = 5
+"""Bytes at the start of a hello that tell its purpose."""
 HEAD_BYTES: Final = _HEAD.size
 DATA_HEAD_BYTES: Final = _DATA.size + _CHECK.size
 REGION_ANSWER_BYTES: Final = HEAD_BYTES + 1 + _REGION.size
@@ -192,9 +195,9 @@ def pack_data_head(offset: int, nbytes: int, xxh3_64: int) -> bytes:
 def unpack_data_head(head: bytes | bytearray) -> DataHead:
     """Returns the fields of a whole head. Raises ValueError if its checksum does not match."""
     fields, (check,) = bytes(head[: _DATA.size]), _CHECK.unpack(head[_DATA.size :])
-    length, _, offset, xxh3_64 = _DATA.unpack(fields)
+    length, kind, offset, xxh3_64 = _DATA.unpack(fields)
     nbytes = length - (DATA_HEAD_BYTES - HEAD_BYTES)
-    if xxhash.xxh32_intdigest(fields) != check or nbytes < 0:
+    if xxhash.xxh32_intdigest(fields) != check or nbytes < 0 or kind != FrameKind.DATA:
         raise ValueError("the head of a frame arrived damaged")
     return DataHead(offset, nbytes, xxh3_64)
 

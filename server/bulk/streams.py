@@ -62,14 +62,15 @@ class StreamServer:
         self,
         broker: BrokerClient,
         region: HostRegion,
-        frame_bytes: int,
+        max_frame_bytes: int,
         handover: socket.socket,
         tls: ServerContext | None = None,
     ) -> None:
         """`handover`: TCP connections for calls go to the server, Unix ones for streams come."""
         self._broker = broker
         self._region = region
-        self._frame_bytes = frame_bytes
+        self._max_frame_bytes = max_frame_bytes
+        self._frame_bytes = min(max_frame_bytes, FRAME_BYTES)
         self._handover = handover
         self._tls = tls
         self._connections = threading.Semaphore(_MAX_CONNECTIONS)
@@ -253,6 +254,8 @@ class StreamServer:
         stream.begin(request.store_id)
         parts = PartSequence(stream.slots, stream.sizes)
         while (head := _read_data_head(connection, stream)) is not None:
+            if head.nbytes > self._max_frame_bytes:
+                raise Refused("WRONG_SIZE", f"a frame has {head.nbytes} bytes; the limit is {self._max_frame_bytes}")
             try:
                 views = self._views(parts, head.offset, head.nbytes)
             except ValueError as error:
@@ -292,7 +295,9 @@ def _is_for_calls(connection: Connection, *, tls: bool) -> bool:
     """
     start = connection.peek(_TLS_RECORD_HEAD_BYTES)
     if not tls:
-        return frames.purpose_of(start) is frames.Purpose.CALLS
+        if (purpose := frames.purpose_of(start)) is None:
+            raise ValueError("the connection does not begin with a hello of this version")
+        return purpose is frames.Purpose.CALLS
     if not start.startswith(_TLS_RECORD):
         raise ValueError("the connection does not begin with a TLS handshake")
     length = int.from_bytes(start[-2:], "big")
@@ -348,8 +353,7 @@ def main(socket_fd: int, region_fd: int, handover_fd: int) -> None:
     tls = (
         ServerContext(setup.tls[0], setup.tls[1], setup.tls[2] or None, frames.STREAMS_PROTOCOL) if setup.tls else None
     )
-    frame_bytes = min(setup.max_frame_bytes, FRAME_BYTES)
-    server = StreamServer(broker, region, frame_bytes, socket.socket(fileno=handover_fd), tls)
+    server = StreamServer(broker, region, setup.max_frame_bytes, socket.socket(fileno=handover_fd), tls)
     broker.start(server.listen(setup.hosts, setup.port, other=setup.any_port))
     server.receive_connections()
 

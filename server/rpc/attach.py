@@ -26,11 +26,13 @@ from ...protos.v1 import common_pb2
 from ...protos.wire.socket_frames import (
     HELLO_BYTES,
     MAX_TOKEN_BYTES,
+    PURPOSE_BYTES,
     Hello,
     Purpose,
     pack_answer,
     pack_error,
     pack_region_answer,
+    purpose_of,
     unpack_hello,
 )
 from ..auth.authenticator import AccessControl
@@ -132,7 +134,7 @@ class AttachServer:
                     async with asyncio.timeout(_HANDSHAKE_SECONDS):
                         transport, hello, token = await self._greet(connection)
             except (OSError, ValueError) as error:
-                _log.warning("a connection for calls was refused", error=str(error) or type(error).__name__)
+                _log.debug("a connection for calls was refused", error=str(error) or type(error).__name__)
             else:
                 await self._serve_calls(transport, hello, token, via_tcp=True)
 
@@ -215,6 +217,7 @@ class AttachServer:
             transport.write(pack_answer(0))
             await self._calls.serve(transport, hello.session_id, caller or opened_by)
         except Refused as error:
+            self._access.audit_log.record_refusal("hello", None, error.reason, self._sessions.name_of(hello.session_id))
             transport.write(pack_error(status_of(error.reason, str(error))))
         finally:
             # Before `connection` is closed: the event loop must not watch a closed descriptor.
@@ -271,7 +274,10 @@ def _is_ours(connection: socket.socket) -> bool:
 
 async def _receive_hello(connection: socket.socket) -> tuple[Hello, bytes]:
     """Returns the fields of a hello, and its bytes with the token. Raises ValueError or OSError."""
-    data = await _receive(connection, HELLO_BYTES)
+    data = await _receive(connection, PURPOSE_BYTES)
+    if purpose_of(data) is None:
+        raise ValueError("the connection does not begin with a hello of this version")
+    data += await _receive(connection, HELLO_BYTES - PURPOSE_BYTES)
     hello = unpack_hello(data)
     return hello, data + await _receive(connection, hello.token_bytes)
 

@@ -313,3 +313,13 @@ def test_unproven_clients_fill_no_memory(route: Route, session: RawSession) -> N
         grown = [own_bytes(pid) - old for pid, old in zip(pids, before, strict=True) if pid is not None]
     assert max(grown) < 16 << 20
     wait_until(lambda: locate(session).unix_suffix)
+
+
+@pytest.mark.parametrize("magic", [b"KVT1", b"KVC1", b"PRI *"])
+def test_another_protocol_is_closed_at_once(site: Site, magic: bytes) -> None:
+    """A client of an earlier version does not wait for a time-out."""
+    text = "does not begin with a hello"
+    before = site.server.log.count(text)
+    with RawSocket(f"{site.server.path}.shm", magic.ljust(5)) as connection:
+        assert connection.is_ended()
+    wait_until(lambda: site.server.log.count(text) == before + 1)

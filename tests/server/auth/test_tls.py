@@ -21,7 +21,7 @@ from harness.payloads import assert_serves, namespace_of, payload
 from kvtier.client import AsyncClient, Client, Credentials, InvalidRequest, NotConnected
 from kvtier.cuda.host.socket_io import TlsConnection
 from kvtier.protos.wire.socket_frames import CALLS_PROTOCOL, STREAMS_PROTOCOL
-from kvtier.server.auth.tls import server_credentials
+from kvtier.server.auth.tls import certificate_names, server_credentials
 from kvtier.server.auth.tokens import new_token
 
 
@@ -312,3 +312,12 @@ def test_tokens_identify_the_tenant_over_insecure_tcp(tmp_path: Path) -> None:
             client.store(KEYS, [payload(key, PART) for key in KEYS])
             wait_until(lambda: client._transport._sockets.search(client._transport.session))  # type: ignore[attr-defined]
             assert_serves(client, KEYS)
+
+
+def test_names_of_a_certificate_are_the_kinds_that_grpc_reports() -> None:
+    """A directory name is a nested tuple, which no message between processes can carry."""
+    certificate = {
+        "subject": ((("countryName", "DE"),), (("commonName", "engine"),)),
+        "subjectAltName": (("DNS", "a.example"), ("DirName", ((("commonName", "x"),),)), ("IP Address", "10.0.0.1")),
+    }
+    assert certificate_names(certificate) == ["engine", "a.example", "10.0.0.1"]
