@@ -45,7 +45,7 @@ demo: $(VENV)/.stamp  ## Show that a cached prefix survives a restart of engine 
 demo-vllm: $(VLLM)/.stamp  ## Run the demo with vLLM on the CPU (installs it in build/vllm: 3.5 GB)
 	$(VLLM)/bin/python examples/demo/run.py --engine vllm
 
-test: $(VENV)/.stamp  ## Run the tests that need no LLM engine, without those of test-long (4 to 5 minutes on 2 cores)
+test: $(VENV)/.stamp  ## Run the tests that need no LLM engine, without those of test-long (4 minutes on 2 cores)
 	$(VENV)/bin/python -m pytest --numprocesses 3 --dist worksteal -m 'not slow' $(ARGS)
 
 test-long: $(VENV)/.stamp  ## Run the tests that need no LLM engine and take long: many kills, curves, hangs, documentation (3 to 4 minutes on 2 cores)

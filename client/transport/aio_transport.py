@@ -27,7 +27,7 @@ from .socket_streams import SocketStreams
 __all__ = ["AsyncGrpcTransport"]
 
 _MAX_STREAMS = 64
-"""Maximum number of concurrent streams to the bulk process; further streams wait."""
+"""Maximum number of concurrent streams; each uses a thread. Further streams wait."""
 
 
 class AsyncGrpcTransport:

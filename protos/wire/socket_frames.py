@@ -130,12 +130,14 @@ def unpack_hello(data: bytes | bytearray | memoryview) -> Hello:
     raise ValueError("the connection does not begin with a hello of this version")
 
 
-def purpose_of(start: bytes) -> Purpose | None:
-    """Returns the purpose from the first five bytes of a hello; None if they are not of one."""
+def purpose_of(start: bytes) -> Purpose:
+    """Returns the purpose from the first `PURPOSE_BYTES` of a hello. Raises ValueError."""
     try:
-        return Purpose(start[len(_MAGIC)]) if start.startswith(_MAGIC) else None
+        if start.startswith(_MAGIC):
+            return Purpose(start[len(_MAGIC)])
     except (IndexError, ValueError):
-        return None
+        pass
+    raise ValueError("the connection does not begin with a hello of this version")
 
 
 def unpack_head(head: bytes | bytearray | memoryview) -> tuple[int, FrameKind]:

@@ -293,11 +293,9 @@ def _is_for_calls(connection: Connection, *, tls: bool) -> bool:
     With TLS the names of the application protocols in the ClientHello tell it. A wrong result does
     no harm: the handshake then fails, because each process accepts only the name of its purpose.
     """
-    start = connection.peek(_TLS_RECORD_HEAD_BYTES)
     if not tls:
-        if (purpose := frames.purpose_of(start)) is None:
-            raise ValueError("the connection does not begin with a hello of this version")
-        return purpose is frames.Purpose.CALLS
+        return frames.purpose_of(connection.peek(frames.PURPOSE_BYTES)) is frames.Purpose.CALLS
+    start = connection.peek(_TLS_RECORD_HEAD_BYTES)
     if not start.startswith(_TLS_RECORD):
         raise ValueError("the connection does not begin with a TLS handshake")
     length = int.from_bytes(start[-2:], "big")

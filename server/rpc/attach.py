@@ -53,7 +53,7 @@ _log = get_logger(__name__)
 
 _HANDSHAKE_SECONDS = 5.0
 _MAX_HANDSHAKES = 256
-"""Maximum number of connections whose request has not arrived. The server closes further ones."""
+"""Maximum number of connections whose hello has not arrived. The server closes further ones."""
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
@@ -207,7 +207,10 @@ class AttachServer:
     async def _serve_calls(
         self, transport: asyncio.Transport, hello: Hello, token: str | None = None, *, via_tcp: bool = False
     ) -> None:
-        """Over a Unix socket the identity that opened the session makes the calls."""
+        """Serves calls until the connection or the session ends, then closes the connection.
+
+        Over a Unix socket the identity that opened the session makes the calls.
+        """
         serving = asyncio.current_task()
         assert serving is not None
         disconnect = serving.cancel
@@ -275,8 +278,7 @@ def _is_ours(connection: socket.socket) -> bool:
 async def _receive_hello(connection: socket.socket) -> tuple[Hello, bytes]:
     """Returns the fields of a hello, and its bytes with the token. Raises ValueError or OSError."""
     data = await _receive(connection, PURPOSE_BYTES)
-    if purpose_of(data) is None:
-        raise ValueError("the connection does not begin with a hello of this version")
+    purpose_of(data)  # raises at once for another protocol, whose first message may be shorter
     data += await _receive(connection, HELLO_BYTES - PURPOSE_BYTES)
     hello = unpack_hello(data)
     return hello, data + await _receive(connection, hello.token_bytes)

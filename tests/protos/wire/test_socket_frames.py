@@ -65,7 +65,8 @@ def test_malformed_hellos(data: bytes) -> None:
 
 @pytest.mark.parametrize("start", [b"", b"KVT2", b"KVT2\x00", b"KVT1\x02", CALLS_PROTOCOL.encode()])
 def test_other_bytes_have_no_purpose(start: bytes) -> None:
-    assert purpose_of(start) is None
+    with pytest.raises(ValueError, match="hello of this version"):
+        purpose_of(start)
 
 
 @given(name=st.binary(min_size=1, max_size=255), message=st.binary(max_size=2000))
