@@ -177,9 +177,7 @@ class BulkBroker:
     def _grant_pull(self, message: Begin, session: EngineSession) -> Granted:
         lease = self._core.lease(session, LeaseId(message.target))
         items = self._validator.numbers(message.items, "items")
-        slots = lease.slots(items, session.own_rank())
-        sizes = [block.part_bytes for item in items if (block := lease.items[item]) is not None]
-        return Granted(message.stream, slots, sizes)
+        return Granted(message.stream, *lease.read(items, session.own_rank()))
 
     def _moved(self, stream: _Stream, message: Moved | End) -> None:
         stream.count(message.nbytes)

@@ -94,8 +94,8 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         session = self._sessions.get(request.session)
         lease = self._core.lease(session, LeaseId(request.lease_id))
         items = self._validator.numbers(request.items, "items")
-        slots = lease.slots(items, session.own_rank())
-        sizes = [block.part_bytes for item in items if (block := lease.items[item]) is not None]
+        # Without shared memory, `Pull` counts the bytes.
+        slots, sizes = lease.read(items, session.own_rank(), counted=bool(session.writers))
         return cache_pb2.PrepareLoadResponse(slot_offsets=pack_offsets(slots), part_sizes_bytes=pack_offsets(sizes))
 
     async def CompleteLoad(
@@ -269,7 +269,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         answer = cache_pb2.LookupResponse(statuses=statuses, prefix_hits=hits, sources=lease.sources, lease_id=lease.id)
         answer.not_retained_blocks = found.not_retained
         if want_slots:
-            answer.slot_offsets = pack_offsets(lease.slots(range(hits), rank))
+            answer.slot_offsets = pack_offsets(lease.read(range(hits), rank)[0])
         return answer
 
     def _retain_until(self, session: EngineSession, request_id: str, retain_for: float) -> float:

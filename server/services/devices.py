@@ -100,7 +100,7 @@ class DeviceCopyCalls:
         self._sessions.set_transport(session, "cuda_ipc")
         lease = self._core.lease(session, LeaseId(request.lease_id))
         items = _distinct(self._validator.numbers(request.items, "items"), "item")
-        slots = lease.slots(items, session.own_rank())
+        slots, _ = lease.read(items, session.own_rank())
         blocks = [block for item in items if (block := lease.items[item]) is not None]
         plan = self._plan(registration, request, blocks, slots, out=False)
         await self._devices.copy(registration, plan, None)

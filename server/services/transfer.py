@@ -127,9 +127,7 @@ class TransferService:
         lease_id = LeaseId(request.lease_id)
         lease = self._core.lease(session, lease_id)
         items = self._validator.numbers(request.items, "items")
-        slots = lease.slots(items, session.own_rank())
-        sizes = [block.part_bytes for item in items if (block := lease.items[item]) is not None]
-        parts = PartSequence(slots, sizes)
+        parts = PartSequence(*lease.read(items, session.own_rank()))
         offset = 0
         limiter = self._sessions.limiter(session)
         if limiter is not None:

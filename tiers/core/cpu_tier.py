@@ -41,6 +41,8 @@ class CpuTier:
         self.evictions = 0
         self.no_room = 0
         """Number of requested slots that were not available."""
+        self.stored_bytes = 0
+        self.loaded_bytes = 0
         self._history = history
         self._index = BlockIndex()
         self._owners: dict[int, Block] = {}
@@ -267,6 +269,8 @@ class CpuTier:
             dropped=self.no_room,
             expired=self.queues.expired,
             not_retained=self.queues.not_retained,
+            stored_bytes=self.stored_bytes,
+            loaded_bytes=self.loaded_bytes,
             shares=self.queues.stats(),
         )
 

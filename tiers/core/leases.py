@@ -34,6 +34,7 @@ class BlockLease:
         items: per key the pinned block, or None for a miss; trailing misses are omitted.
         keys: number of looked-up keys.
         sources: per key the position of the tier that had the block; undefined for misses.
+        cpu_tier: the CPU tier, which counts the loaded bytes.
         granted_at: time of the grant, in seconds of the core's clock.
         pending: number of items whose block is not ready.
         record: the lookup in the request log.
@@ -45,6 +46,7 @@ class BlockLease:
     items: list[Block | None]
     keys: int
     sources: bytes
+    cpu_tier: CpuTier
     granted_at: float = 0.0
     pending: int = 0
     record: LookupRecord | None = None
@@ -68,6 +70,18 @@ class BlockLease:
                 raise self._refusal(item)
             offsets.append(offset)
         return offsets
+
+    def read(self, items: Iterable[int], rank: int, *, counted: bool = True) -> tuple[list[int], list[int]]:
+        """Returns slots and sizes of one rank's parts, for a load. Raises InvalidItem, NotReady.
+
+        `counted`: whether to count the bytes as loaded from the CPU tier.
+        """
+        items = list(items)
+        slots = self.slots(items, rank)
+        sizes = [block.part_bytes for item in items if (block := self.items[item]) is not None]
+        if counted:
+            self.cpu_tier.loaded_bytes += sum(sizes)
+        return slots, sizes
 
     def _refusal(self, item: int) -> InvalidItem | NotReady:
         if item >= self.keys:
@@ -132,7 +146,9 @@ class LeaseTable:
         all_ready: bool = False,
     ) -> BlockLease:
         """Grants a lease that owns the pins of its blocks. `all_ready`: no block is pending."""
-        lease = BlockLease(LeaseId(self._next_id), owner, expires_at, items, keys, sources, now, record=record)
+        lease = BlockLease(
+            LeaseId(self._next_id), owner, expires_at, items, keys, sources, self._cpu_tier, now, record=record
+        )
         self._next_id += 1
         for item, block in enumerate(() if all_ready else items):
             if block is not None and not block.ready:

@@ -122,6 +122,8 @@ class SecondaryTierState:
         self.declined = 0
         self.dropped = 0
         self.damaged = 0
+        self.stored_bytes = 0
+        self.loaded_bytes = 0
 
     def admits(self, block: Block, user: Hashable) -> bool:
         """Returns whether the admission filter admits a block for this use; counts rejections."""
@@ -202,6 +204,8 @@ class SecondaryTierState:
             declined=self.declined,
             queued_bytes=self.queued_bytes,
             jobs=self.jobs,
+            stored_bytes=self.stored_bytes,
+            loaded_bytes=self.loaded_bytes,
             healthy=self.tier.last_error is None,
             last_error=self.tier.last_error or "",
         )

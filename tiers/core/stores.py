@@ -199,7 +199,9 @@ class StoreHandler:
             if number in missing or block.namespace_index.invalidated:
                 self._record_failure(block)
                 self._cpu_tier.release([self._cpu_tier.detach_slot(block, store.rank)])
-            elif block.part_written(store.rank):
+                continue
+            self._cpu_tier.stored_bytes += block.part_bytes
+            if block.part_written(store.rank):
                 complete.append(block)
         request = store.request
         if request is not None:

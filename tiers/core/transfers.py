@@ -234,6 +234,9 @@ class TransferScheduler:
             results.append((block, outcome is Outcome.DONE))
             if job.kind is JobKind.STORE:
                 acknowledged += self._acknowledge(job.secondary, block.name, stored=outcome is Outcome.DONE)
+        moved = sum(entry.nbytes for entry, (_, done) in zip(job.entries, results, strict=True) if done)
+        job.secondary.stored_bytes += moved if job.kind is JobKind.STORE else 0
+        job.secondary.loaded_bytes += moved if job.kind is JobKind.LOAD else 0
         if job.kind is JobKind.STORE:
             job.secondary.storing = False
         self._advance(job.secondary)

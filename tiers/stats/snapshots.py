@@ -49,6 +49,10 @@ class TierStats:
     """Bytes of blocks that are queued or being stored."""
     jobs: int = 0
     """Waiting and running jobs."""
+    stored_bytes: int = 0
+    """Bytes that engines (CPU tier) or jobs (other tiers) have stored."""
+    loaded_bytes: int = 0
+    """Bytes that engines (CPU tier) or jobs (other tiers) have loaded."""
     healthy: bool = True
     last_error: str = ""
     estimates: tuple[HitRatio, ...] = ()

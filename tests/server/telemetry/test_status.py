@@ -7,13 +7,17 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from harness.launch import launch
-from harness.payloads import key_of, namespace_of, payload
+from harness.payloads import filled, key_of, namespace_of, payload
+from harness.server_process import ServerProcess
 
 from kvtier import __version__
 from kvtier.client import Client
+from kvtier.client.session.connection import TransportName
 
 PART = 64 << 10
 
@@ -63,3 +67,38 @@ def test_status(tmp_path: Path) -> None:
         while json.loads(status(endpoint, "--json"))["sessions"]:
             assert time.monotonic() < deadline, "the session does not end"
         assert server.end() == 0
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Yields a server with a tier on disk."""
+    with ServerProcess(tmp_path_factory.mktemp("s")).start() as server:
+        yield server
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+def test_stored_and_loaded_bytes(shared: ServerProcess, transport: TransportName) -> None:
+    """Each tier counts the bytes of stores and loads, once each, with every transport."""
+    keys = [key_of(number, salt=transport) for number in range(4)]
+
+    def moved() -> list[int]:
+        return [count for tier in shared.status().tiers for count in (tier.stored_bytes, tier.loaded_bytes)]
+
+    def parts_since(before: list[int]) -> list[float]:
+        return [(now - then) / PART for now, then in zip(moved(), before, strict=True)]
+
+    with Client(shared.endpoint, namespace=namespace_of(PART), transport=transport) as client:
+        client.wait_until_connected(60)
+        before = moved()
+        client.store(keys, [payload(key, PART) for key in keys])
+        client.flush(keys)
+        assert parts_since(before) == [4, 0, 4, 0]
+        before = moved()
+        assert client.load(keys[:2], filled(2, PART)) == 2
+        assert parts_since(before) == [0, 2, 0, 0]
+        with client.lookup(keys) as found, client.read(found, [1]):
+            pass
+        assert parts_since(before) == [0, 3, 0, 0]
+        client.reset()
+        assert client.load(keys, filled(4, PART), wait=60) == 4
+        assert parts_since(before) == [0, 7, 0, 4]
