@@ -15,6 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import TypeVar
 
 from ..cuda.host.region import HostRegion, RegionError
@@ -44,6 +45,8 @@ __all__ = ["TierRuntime", "extent_bytes_for"]
 _log = get_logger(__name__)
 
 _TICK_SECONDS = 1.0
+_DISK_TICKS = 10
+"""Number of ticks between two measurements of the free disk space."""
 _WRITERS_SECONDS = 3.0
 """Maximum time that `drain` waits for stores in flight."""
 _STALLED_SECONDS = 5.0
@@ -222,10 +225,14 @@ class TierRuntime:
 
     def stats(self) -> ManagerStats:
         stats = self.core.stats()
-        if self._backing_error is None:
-            return stats
-        cpu = replace(stats.tiers[0], healthy=False, last_error=self._backing_error)
-        return replace(stats, tiers=(cpu, *stats.tiers[1:]))
+        cpu, *others = stats.tiers
+        if self._backing_error is not None:
+            cpu = replace(cpu, healthy=False, last_error=self._backing_error)
+        measured = (
+            replace(tier, free_disk_bytes=worker.free_disk_bytes)
+            for tier, worker in zip(others, self._workers, strict=True)
+        )
+        return replace(stats, tiers=(cpu, *measured))
 
     def observe_jobs(self, observer: JobObserver) -> None:
         for worker in self._workers:
@@ -334,7 +341,10 @@ class TierRuntime:
         )
 
     async def _tick(self) -> None:
-        while True:
+        for tick in count():
+            if tick % _DISK_TICKS == 0:
+                for worker in self._workers:
+                    worker.measure_disk()
             asleep = self.now()
             await asyncio.sleep(_TICK_SECONDS)
             if self.now() - asleep > _TICK_SECONDS + _LATE_SECONDS:

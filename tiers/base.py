@@ -98,13 +98,13 @@ class Entry:
 class SecondaryTier(ABC):
     """Base class of storage tiers below the CPU tier.
 
-    Threads: the server calls `store`, `load`, `lookup` and `remove` on worker threads. At most one
-    `store` or `remove` runs at a time, together with any number of `load`s and `lookup`s. Two jobs
-    never use the same block at the same time. Exception: the server may load a block from a
-    `shared` tier while it removes the same block. If storage is full, or a block is damaged or
-    missing, `store` and `load` return an `Outcome` and do not raise. The server calls `entries` at
-    its start and `close` at its end. The event loop calls all other methods or waits for them, so
-    those must not do I/O.
+    Threads: the server calls `store`, `load`, `lookup`, `remove` and `free_disk_bytes` on worker
+    threads. At most one `store` or `remove` runs at a time, together with any number of other
+    calls. Two jobs never use the same block at the same time. Exception: the server may load a
+    block from a `shared` tier while it removes the same block. If storage is full, or a block is
+    damaged or missing, `store` and `load` return an `Outcome` and do not raise. The server calls
+    `entries` at its start and `close` at its end. The event loop calls all other methods or waits
+    for them, so those must not do I/O.
 
     The server checks third-party tiers (`server/tier_host/guard.py`) and reports problems in
     `last_error`:
@@ -192,6 +192,13 @@ class SecondaryTier(ABC):
     @abstractmethod
     def remove(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> None:
         """Removes blocks; ignores unknown ones."""
+
+    def free_disk_bytes(self) -> int | None:
+        """Returns the free bytes of the tier's disk, for the status; None if unknown.
+
+        Called every ten seconds on a worker thread. May do I/O.
+        """
+        return None
 
     @abstractmethod
     def close(self) -> None:

@@ -65,6 +65,7 @@ def tier_values(tier: TierStatus) -> dict[str, Any]:
     return values | {
         "shares": [_share_values(share) for share in tier.shares],
         "estimates": [{"scale": it.scale, "hit_ratio": it.hit_ratio} for it in tier.estimates],
+        "free_disk_bytes": tier.free_disk_bytes if tier.HasField("free_disk_bytes") else None,
         "fill": tier.used_bytes / tier.capacity_bytes if tier.capacity_bytes else 0,
         "hit_rate": hit_rate(tier),
     }

@@ -39,6 +39,7 @@ VOTE_SECONDS = 0.05
 After a late vote, the event loop does not wait for the tier's next vote.
 """
 _MAX_KEY_BYTES = 1024
+_MOST_BYTES = 2**63
 _KVTIER = f"{SecondaryTier.__module__.partition('.')[0]}."
 _ATTRIBUTES = ("type", "durable", "medium", "local", "shared")
 """Attributes copied from the tier; `open_tier` has checked them."""
@@ -179,6 +180,16 @@ class CheckedTier(SecondaryTier):
     def remove(self, keys: Sequence[Name]) -> None:
         if self._try("remove", lambda: self._tier.remove(keys)) is not _FAILED:
             self.report("remove", None)
+
+    def free_disk_bytes(self) -> int | None:
+        """Returns the tier's answer; None if the tier raises or the answer is no size."""
+        found: Any = self._try("free_disk_bytes", self._tier.free_disk_bytes)
+        if found is None or (type(found) is int and 0 <= found < _MOST_BYTES):
+            self.report("free_disk_bytes", None)
+            return cast("int | None", found)
+        if found is not _FAILED:
+            self.report("free_disk_bytes", f"free_disk_bytes returns {safe_repr(found)}, which is not a size")
+        return None
 
     def close(self) -> None:
         self._tier.close()

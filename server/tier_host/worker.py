@@ -43,6 +43,9 @@ class TierWorker:
         """Calls that were still running when `close` stopped waiting."""
         self.stalled = False
         """Whether `watch` has found a store or load that takes too long."""
+        self.free_disk_bytes: int | None = None
+        """Free bytes of the tier's disk at the last measurement; None if unknown."""
+        self._measuring = False
 
     def store(self, blocks: Sequence[BlockBytes], finished: Finished) -> None:
         """Stores blocks; calls `finished` once with the outcomes, on the worker thread."""
@@ -103,6 +106,21 @@ class TierWorker:
 
         self._threads.submit(WorkQueue.CHECK, "check", run)
         return future
+
+    def measure_disk(self) -> None:
+        """Updates `free_disk_bytes` on a thread, unless an earlier measurement still runs."""
+        if self._measuring:
+            return
+
+        def run() -> None:
+            self.free_disk_bytes = self.tier.free_disk_bytes()
+            self._measuring = False
+
+        self._measuring = True
+        try:
+            self._threads.submit(WorkQueue.CHECK, "free_disk_bytes", run)
+        except RuntimeError:  # no thread available
+            self._measuring = False
 
     def watch(self, seconds: float) -> bool:
         """Reports calls that take longer than `seconds`; returns whether the tier is stalled.

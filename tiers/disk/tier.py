@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -53,6 +54,7 @@ class DiskTier(SecondaryTier):
         of a new store. Raises `TierOpenError`, without `mend` also for a damaged index.
         """
         self._store = DiskStore(directory, size_bytes, durability, mend=mend, slab_bytes=slab_bytes)
+        self._directory = directory
         super().__init__(name, int(self._store.payload_bytes * CAPACITY_SHARE))
         self._health = TierHealth(self)
         self._health.report("open", self._store.index.warning)
@@ -124,6 +126,9 @@ class DiskTier(SecondaryTier):
 
     def blocks_to_check(self) -> int:
         return len(self._store.index)
+
+    def free_disk_bytes(self) -> int:
+        return shutil.disk_usage(self._directory).free
 
     def check_slice(self, after: bytes, *, repair: bool) -> Slice:
         return check_slice(self._store, after, repair=repair)

@@ -128,6 +128,9 @@ class LMDBTier(SecondaryTier):
             count: int = txn.stat(self._store.index)["entries"]
         return count
 
+    def free_disk_bytes(self) -> int:
+        return shutil.disk_usage(self._store.directory).free
+
     def check_slice(self, after: bytes, *, repair: bool) -> Slice:
         return check_slice(self._store, self._writer, after, repair=repair)
 

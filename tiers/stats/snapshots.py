@@ -53,6 +53,8 @@ class TierStats:
     """Bytes that engines (CPU tier) or jobs (other tiers) have stored."""
     loaded_bytes: int = 0
     """Bytes that engines (CPU tier) or jobs (other tiers) have loaded."""
+    free_disk_bytes: int | None = None
+    """Free bytes of the tier's disk; None if unknown."""
     healthy: bool = True
     last_error: str = ""
     estimates: tuple[HitRatio, ...] = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -102,3 +103,14 @@ def test_stored_and_loaded_bytes(shared: ServerProcess, transport: TransportName
         client.reset()
         assert client.load(keys, filled(4, PART), wait=60) == 4
         assert parts_since(before) == [0, 7, 0, 4]
+
+
+@pytest.mark.parametrize("tier", ["lmdb", "disk"])
+def test_free_disk_bytes(tmp_path: Path, tier: str) -> None:
+    """A tier on disk reports the free bytes of its disk; the CPU tier has no disk."""
+    with ServerProcess(tmp_path, tier=tier).start() as server:
+        cpu, below = server.wait_for(lambda status: status.tiers[1].HasField("free_disk_bytes")).tiers
+        assert 0 < below.free_disk_bytes <= shutil.disk_usage(tmp_path).total
+        assert not cpu.HasField("free_disk_bytes")
+        free = [each["free_disk_bytes"] for each in json.loads(status(server.endpoint, "--json"))["tiers"]]
+        assert (free[0], free[1] > 0) == (None, True)

@@ -103,6 +103,33 @@ def test_invalid_outcomes_fail_the_job(
     assert bool(rig.guard.last_error) == (FAILED in outcomes)
 
 
+@pytest.mark.parametrize(
+    ("answer", "shown"),
+    [(0, 0), (5 << 40, 5 << 40), (None, None), (-1, None), (1 << 63, None), (1.5, None), ("1", None)],
+)
+def test_an_invalid_number_of_free_bytes_is_unknown(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, answer: Any, shown: int | None
+) -> None:
+    monkeypatch.setattr(rig.tier, "free_disk_bytes", lambda: answer)
+    assert rig.guard.free_disk_bytes() == shown
+    assert bool(rig.guard.last_error) == (answer != shown)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_failing_measurement_of_the_disk_is_a_trouble(rig: Rig, monkeypatch: pytest.MonkeyPatch, error: str) -> None:
+    """The trouble ends with the next measurement that succeeds."""
+
+    def fail() -> int:
+        raise ERRORS[error]("odd")
+
+    monkeypatch.setattr(rig.tier, "free_disk_bytes", fail)
+    assert rig.guard.free_disk_bytes() is None
+    assert rig.guard.last_error == f"free_disk_bytes failed: {error}: odd"
+    monkeypatch.setattr(rig.tier, "free_disk_bytes", lambda: 7)
+    assert rig.guard.free_disk_bytes() == 7
+    assert rig.guard.last_error is None
+
+
 @pytest.mark.parametrize("vote", [None, "request_level", OffloadPolicy.REQUEST_LEVEL, Vote(2, "why"), Vote(None, "")])
 def test_an_invalid_vote_does_not_count(rig: Rig, monkeypatch: pytest.MonkeyPatch, vote: Any) -> None:
     monkeypatch.setattr(rig.tier, "on_new_request", lambda _: vote)
