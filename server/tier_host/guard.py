@@ -186,7 +186,7 @@ class CheckedTier(SecondaryTier):
         found: Any = self._try("free_disk_bytes", self._tier.free_disk_bytes)
         if found is None or (type(found) is int and 0 <= found < _MOST_BYTES):
             self.report("free_disk_bytes", None)
-            return cast("int | None", found)
+            return found
         if found is not _FAILED:
             self.report("free_disk_bytes", f"free_disk_bytes returns {safe_repr(found)}, which is not a size")
         return None
