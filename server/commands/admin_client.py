@@ -12,6 +12,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's log lines would mix wi
 import grpc
 from google.protobuf.message import Message
 from rich.console import Console
+from rich.text import Text
 
 from ...protos.credentials import Credentials, CredentialsError
 from ...protos.endpoint import Endpoint, EndpointError, client_endpoint
@@ -19,6 +20,7 @@ from ...protos.error_reasons import reason_of
 from ...protos.v1.admin_pb2 import GetStatusRequest, GetStatusResponse
 from ...protos.v1.admin_pb2_grpc import AdminServiceStub
 from ..config.units import seconds_of
+from ..printable import printable
 from .console import EXIT_FAILURE, EXIT_UNREACHABLE, EXIT_USAGE, print_line, refuse
 
 __all__ = [
@@ -141,9 +143,23 @@ def refuse_error(error: EndpointError | AdminClientError) -> int:
     return refuse([f"{error}"], EXIT_UNREACHABLE if isinstance(error, UnreachableError) else EXIT_FAILURE)
 
 
+class _PlainConsole(Console):
+    """Console on which strings are no markup, and have escapes for control characters.
+
+    Rich renders each string with `render_str`: lines, titles, and cells of tables. A `Text` object
+    is shown as it is.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
+
+
 def plain_console() -> Console:
     """Returns a console for standard output. It wraps lines only on a terminal."""
-    console = Console(highlight=False)
+    console = _PlainConsole()
     if not console.is_terminal:
         console.width = _UNLIMITED_WIDTH
     return console

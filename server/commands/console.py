@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
+from ..printable import printable
+
 __all__ = [
     "EXIT_CODES",
     "EXIT_CONFIG",
@@ -49,7 +51,7 @@ def print_line(text: str) -> None:
 def complain(lines: Iterable[str]) -> None:
     """Writes each line to standard error."""
     for line in lines:
-        sys.stderr.write(f"kvtier: {line}\n")
+        sys.stderr.write(f"kvtier: {printable(line)}\n")
 
 
 def refuse(problems: Iterable[str], code: int) -> int:

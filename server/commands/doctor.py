@@ -119,9 +119,8 @@ def _endpoint(options: argparse.Namespace, config: Config | None) -> Endpoint:
 
 
 def _show(console: Console, name: str, finding: CheckResult) -> None:
-    line = Text(f"{finding.verdict.value:<4} ", style=_STYLES[finding.verdict])
-    line.append(f"{name}: {finding.seen}", style="default")
-    console.print(line, soft_wrap=True)
+    verdict = Text(f"{finding.verdict.value:<4}", style=_STYLES[finding.verdict])
+    console.print(verdict, f"{name}: {finding.seen}", soft_wrap=True)
     if finding.why:
-        console.print(Text(f"     why: {finding.why}"), soft_wrap=True)
-        console.print(Text(f"     do:  {finding.do}"), soft_wrap=True)
+        console.print(f"     why: {finding.why}", soft_wrap=True)
+        console.print(f"     do:  {finding.do}", soft_wrap=True)

@@ -88,7 +88,7 @@ def _table(result: EvictResponse, *, dry_run: bool) -> ResponsiveTable:
     title = "to evict" if dry_run else "evicted"
     table = ResponsiveTable("tier", numbers=(title, "size", "kept (pinned, in transfer, retained)", "size"))
     for tier in result.tiers:
-        table.add_plain_row(
+        table.add_row(
             tier.tier,
             f"{tier.blocks:,} blocks",
             human_size(tier.bytes),

@@ -92,21 +92,21 @@ def _show(answer: ExplainRequestResponse, request_id: str) -> None:
     console = plain_console()
     state = "finished" if answer.finished else "not finished"
     heard = f"last seen {human_age(seconds_of(answer.age))} ago"
-    console.print(f"request {request_id} of engine {answer.engine_id}: {state}, {heard}", markup=False)
+    console.print(f"request {request_id} of engine {answer.engine_id}: {state}, {heard}")
     for vote in answer.votes:
-        console.print(f"  {vote.tier} votes for {_policy(vote.policy)}: {vote.why}", markup=False)
+        console.print(f"  {vote.tier} votes for {_policy(vote.policy)}: {vote.why}")
     if answer.incomplete_blocks:
         console.print(f"  {answer.incomplete_blocks} blocks did not reach a request_level tier")
     for hold in answer.holds:
-        console.print(f"  {_publication(hold)}", markup=False)
+        console.print(f"  {_publication(hold)}")
     if answer.total_lookups > len(answer.lookups):
         console.print(f"  the last {len(answer.lookups)} of {answer.total_lookups} lookups:")
     for lookup in answer.lookups:
         claimed = f"claim of request {lookup.hold.request_id} of engine {lookup.hold.engine_id}"
         kind = claimed if lookup.claim_outcome else "lookup"
-        console.print(f"  {kind} {human_age(seconds_of(lookup.age))} ago:", markup=False)
+        console.print(f"  {kind} {human_age(seconds_of(lookup.age))} ago:")
         for line in _lines(lookup):
-            console.print(f"    {line}", markup=False)
+            console.print(f"    {line}")
 
 
 def _publication(hold: HoldExplained) -> str:

@@ -11,6 +11,7 @@ from ...protos.v1 import admin_pb2
 from ...tiers.storage.fsck import Finding
 from ..config.schema import Config, ConfigError
 from ..config.units import KIB, human_size, parse_size
+from ..printable import printable
 from ..tier_host import offline_fsck
 from ..tier_host.offline_fsck import TierReport
 from .admin_client import AdminClientError, UnreachableError, follow
@@ -131,7 +132,7 @@ def _read_rate(text: str | None) -> int:
 
 def _print_all(lines: Iterable[str]) -> None:
     for line in lines:
-        print_line(line)
+        print_line(printable(line))
 
 
 def _update(report: TierReport, step: admin_pb2.FsckResponse) -> list[Finding]:

@@ -55,7 +55,7 @@ def _holds(answer: ListHandoffsResponse) -> ResponsiveTable:
     numbers = ("tokens", "blocks", "size", "pending", "claims", "age", "ends in")
     table = ResponsiveTable("engine", "request", "direction", "tenant", numbers=numbers)
     for hold in answer.handoffs:
-        table.add_plain_row(
+        table.add_row(
             hold.engine_id,
             hold.request_id,
             DIRECTIONS.get(hold.direction, "?"),
@@ -75,7 +75,7 @@ def _totals(answer: ListHandoffsResponse) -> ResponsiveTable:
     numbers = ("held", "declined", "claims", "bytes claimed", "released", "expired", "dropped")
     table = ResponsiveTable("since start", numbers=numbers)
     for totals in answer.totals:
-        table.add_plain_row(
+        table.add_row(
             DIRECTIONS.get(totals.direction, "?"),
             f"{totals.published:,}",
             f"{totals.declined:,}",

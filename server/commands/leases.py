@@ -38,7 +38,7 @@ def _show(answer: ListLeasesResponse, _: Endpoint) -> None:
     numbers = ("age", "ends in", "blocks", "size", "pending")
     table = ResponsiveTable("lease", "for", "engine", "client", "pid", "request", numbers=numbers)
     for lease in answer.leases:
-        table.add_plain_row(
+        table.add_row(
             str(lease.lease_id),
             _KINDS.get(lease.kind, "?"),
             lease.engine_id,

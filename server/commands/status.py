@@ -37,7 +37,7 @@ def _to_json(names: Sequence[str], answer: GetStatusResponse) -> str:
 def show(answer: GetStatusResponse, endpoint: Endpoint, console: Console | None = None) -> None:
     console = console or plain_console()
     state = "draining" if answer.draining else f"up {human_age(seconds_of(answer.uptime))}"
-    console.print(f"kvtier {answer.server_version} at {endpoint}, {state}, epoch {answer.epoch:016x}", markup=False)
+    console.print(f"kvtier {answer.server_version} at {endpoint}, {state}, epoch {answer.epoch:016x}")
     console.print(_tiers(answer))
     _print_troubles(answer, console)
     if any(len(tier.shares) > 1 for tier in answer.tiers):
@@ -50,7 +50,7 @@ def show(answer: GetStatusResponse, endpoint: Endpoint, console: Console | None 
 def _print_troubles(answer: GetStatusResponse, console: Console) -> None:
     for tier in answer.tiers:
         if not tier.healthy:
-            console.print(f"{tier.name}: {tier.trouble or 'in trouble'}", style="red", markup=False)
+            console.print(f"{tier.name}: {tier.trouble or 'in trouble'}", style="red")
 
 
 def _tiers(answer: GetStatusResponse) -> ResponsiveTable:
@@ -63,7 +63,7 @@ def _tiers(answer: GetStatusResponse) -> ResponsiveTable:
             capacity += f" ({human_size(tier.available_bytes)} ready)"
         fill = tier.used_bytes / tier.capacity_bytes if tier.capacity_bytes else 0
         rate = status.hit_rate(tier)
-        table.add_plain_row(
+        table.add_row(
             tier.name,
             tier.type,
             human_size(tier.used_bytes),
@@ -86,7 +86,7 @@ def _shares(answer: GetStatusResponse) -> ResponsiveTable:
     table = ResponsiveTable("tenant", "tier", numbers=("used", "quota", "limit", "retained"), title="tenants")
     for tier in answer.tiers:
         for share in tier.shares:
-            table.add_plain_row(
+            table.add_row(
                 share.tenant or "(the rest)",
                 tier.name,
                 human_size(share.used_bytes),
@@ -101,7 +101,7 @@ def _session_summary(answer: GetStatusResponse) -> ResponsiveTable:
     columns = ("client", "engine", "rank", "transport", "model", "pid", "age", "region")
     table = ResponsiveTable(*columns, title="sessions")
     for session in answer.sessions:
-        table.add_plain_row(
+        table.add_row(
             session.client_name,
             session.engine_id,
             str(session.rank) if session.HasField("rank") else "scheduler",
@@ -120,7 +120,7 @@ def _show_tiers(answer: GetStatusResponse, _: Endpoint) -> None:
     console.print(_queues(answer))
     _print_troubles(answer, console)
     console.print(_shares(answer))
-    console.print(_placement(answer), markup=False)
+    console.print(_placement(answer))
 
 
 def _queues(answer: GetStatusResponse) -> ResponsiveTable:
@@ -130,7 +130,7 @@ def _queues(answer: GetStatusResponse) -> ResponsiveTable:
     )
     for tier in answer.tiers:
         counts = (tier.dropped_blocks, tier.declined, tier.expired, tier.not_retained)
-        table.add_plain_row(tier.name, f"{tier.jobs:,}", human_size(tier.queued_bytes), *(f"{n:,}" for n in counts))
+        table.add_row(tier.name, f"{tier.jobs:,}", human_size(tier.queued_bytes), *(f"{n:,}" for n in counts))
     return table
 
 
@@ -158,7 +158,7 @@ def _sessions(answer: GetStatusResponse) -> ResponsiveTable:
     names = ("client", "engine", "rank", "pid", "transport", "region", "model", "tenant")
     table = ResponsiveTable(*names, numbers=("age", "last heard", "calls", "leases", "pinned", "stores", "writing"))
     for session in answer.sessions:
-        table.add_plain_row(
+        table.add_row(
             session.client_name,
             session.engine_id,
             str(session.rank) if session.HasField("rank") else "scheduler",

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
-from rich.text import Text, TextType
+from rich.text import TextType
 
 __all__ = ["ResponsiveTable"]
 
@@ -27,10 +27,6 @@ class ResponsiveTable(Table):
         super().__init__(*names, title=title, title_justify="left")
         for header in numbers:
             self.add_column(header, justify="right")
-
-    def add_plain_row(self, *cells: str) -> None:
-        """Adds a row of plain text: cells are not parsed as markup."""
-        self.add_row(*map(Text, cells))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if not self.row_count or self._min_width(console, options) <= options.max_width:

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from ...protos.endpoint import Endpoint, EndpointError, client_endpoint
 from ..config.units import human_age, human_size
+from ..printable import printable
 from ..telemetry import status
 from .admin_client import AdminClientError, UnreachableError, ask_status, plain_console, refuse_error
 from .console import EXIT_USAGE, print_line, refuse
@@ -127,14 +128,14 @@ def _samples(
 
 def _view(sample: dict[str, Any] | str, endpoint: Endpoint) -> Group | Text:
     if isinstance(sample, str):
-        return Text(sample, style="red")
+        return Text(printable(sample), style="red")
     state = "draining" if sample["draining"] else f"up {human_age(sample['uptime_seconds'])}"
     head = (
         f"kvtier {sample['server_version']} at {endpoint}, {state}; {sample['lookup_keys_per_s']:,.0f} keys/s looked up, "
         f"{_percent(sample['hit_ratio'])} hits; event loop lag up to {sample['loop_lag_seconds'] * 1e3:.1f} ms; "
         f"{sample['leases']} leases, {sample['stores']} stores in flight"
     )
-    pieces: list[Any] = [Text(head), _tiers(sample), _tenants(sample)]
+    pieces: list[Any] = [head, _tiers(sample), _tenants(sample)]
     if sample["sessions"]:
         pieces.append(_sessions(sample))
     return Group(*pieces)
@@ -148,7 +149,7 @@ def _tiers(sample: dict[str, Any]) -> ResponsiveTable:
     for tier in sample["tiers"]:
         rows = [f"{tier[f'{name}_per_s']:,.0f}" for name in ("evictions", "expired", "dropped_blocks")]
         table.add_row(
-            Text(tier["name"]),
+            tier["name"],
             human_size(tier["used_bytes"]),
             f"{tier['fill']:.1%}",
             _change(tier["used_bytes_per_s"]),
@@ -158,7 +159,7 @@ def _tiers(sample: dict[str, Any]) -> ResponsiveTable:
             *rows,
             f"{tier['jobs']:,}",
             human_size(tier["queued_bytes"]),
-            Text("ok") if tier["healthy"] else Text(tier["trouble"] or "trouble", style="red"),
+            "ok" if tier["healthy"] else Text(printable(tier["trouble"] or "trouble"), style="red"),
         )
     return table
 
@@ -166,7 +167,7 @@ def _tiers(sample: dict[str, Any]) -> ResponsiveTable:
 def _tenants(sample: dict[str, Any]) -> ResponsiveTable:
     table = ResponsiveTable("tenant", "tier", numbers=("used", "change", "retained"), title="tenants")
     for share in sample["tenants"]:
-        table.add_plain_row(
+        table.add_row(
             share["tenant"] or "(the rest)",
             share["tier"],
             human_size(share["used_bytes"]),
@@ -181,7 +182,7 @@ def _sessions(sample: dict[str, Any]) -> ResponsiveTable:
     numbers = ("calls/s", "leases", "pinned", "stores", "writing", "last heard")
     table = ResponsiveTable(*names, numbers=numbers, title="sessions, the busiest first")
     for session in sample["sessions"][:_MOST_SESSIONS]:
-        table.add_plain_row(
+        table.add_row(
             session["client_name"],
             session["engine_id"],
             "scheduler" if session["rank"] is None else str(session["rank"]),

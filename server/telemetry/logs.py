@@ -8,6 +8,7 @@ the reader continues, the thread writes how many lines were dropped.
 from __future__ import annotations
 
 import atexit
+import io
 import logging
 import logging.handlers
 import os
@@ -21,9 +22,10 @@ from types import TracebackType
 from typing import Any, TextIO, cast
 
 import structlog
-from structlog.typing import EventDict
+from structlog.typing import EventDict, ExcInfo
 
 from ..config.schema import LogConfig
+from ..printable import printable
 
 __all__ = ["configure", "flush", "get_logger"]
 
@@ -156,8 +158,12 @@ def _formatter(config: LogConfig, stream: TextIO) -> logging.Formatter:
     console = config.format == "console" or (config.format == "auto" and stream.isatty())
     renderer: list[structlog.typing.Processor]
     if console:
-        plain = structlog.dev.plain_traceback
-        renderer = [structlog.dev.ConsoleRenderer(colors=stream.isatty(), exception_formatter=plain, pad_event_to=32)]
+        renderer = [
+            _escape_fields,
+            structlog.dev.ConsoleRenderer(
+                colors=stream.isatty(), exception_formatter=_write_traceback, pad_event_to=32
+            ),
+        ]
     else:
         renderer = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
     return structlog.stdlib.ProcessorFormatter(
@@ -176,6 +182,17 @@ def _from_record(_logger: Any, _method: str, event: EventDict) -> EventDict:
     record: logging.LogRecord = event["_record"]
     when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
     return {"timestamp": when, "level": record.levelname.lower(), "logger": record.name, "event": "", **event}
+
+
+def _escape_fields(_logger: Any, _method: str, event: EventDict) -> EventDict:
+    """Escapes control characters in the fields of a line of text. JSON has its own escapes."""
+    return {name: printable(value) if isinstance(value, str) else value for name, value in event.items()}
+
+
+def _write_traceback(stream: TextIO, exc_info: ExcInfo) -> None:
+    text = io.StringIO()
+    structlog.dev.plain_traceback(text, exc_info)
+    stream.write("\n".join(map(printable, text.getvalue().split("\n"))))
 
 
 def _silence_grpc_core(config: LogConfig) -> None:

@@ -178,3 +178,30 @@ def test_an_unread_pipe_does_not_block_the_process() -> None:
         assert process.stdout.read() == "done\n"
         assert process.wait(60) == 0
     os.close(reading)
+
+
+def test_lines_for_people_have_escapes_for_control_characters() -> None:
+    """Fields, messages of other loggers, and messages of exceptions can quote a client's name."""
+    name = "a\x1b[2J\x9b\u202e\u2028\u200b"
+    stream = io.StringIO()
+    logs.configure(LogConfig(format="console"), stream)
+    logs.get_logger("kvtier.x").info("session opened", client=name, engine=f"the {name}")
+    logging.getLogger("x").error("refused\r\n%s", name)
+    logs.get_logger("kvtier.x").error("call failed", exc_info=ValueError(f"no {name}"))
+    logs.flush()
+
+    shown = stream.getvalue()
+    assert all(character.isprintable() or character == "\n" for character in shown), ascii(shown)
+    assert r"client=a\x1b[2J\x9b\u202e\u2028\u200b" in shown
+    assert r"ValueError: no a\x1b[2J\x9b\u202e\u2028\u200b" in shown
+
+
+def test_json_lines_have_the_exact_names() -> None:
+    name = "a\x1b[2J\x9b\u202e\u2028\u200b"
+    stream = io.StringIO()
+    logs.configure(LogConfig(), stream)
+    logs.get_logger("kvtier.x").info("session opened", client=name)
+
+    [line] = lines_of(stream)
+    assert line["client"] == name
+    assert stream.getvalue().isascii()
