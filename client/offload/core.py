@@ -191,7 +191,7 @@ class OffloadCore:
     ) -> list[EndedSave]:
         """Records workers' reports. Returns the jobs that all workers have ended.
 
-        ``ended``: per job id, how many workers have reported the job since the last call.
+        ``ended``: per job id, the workers that have reported the job since the last call (bit n: worker n).
         ``not_stored``: per job id, the indices of the keys that some worker could not store. A
         block counts as stored only if every worker stored its part (B4.5).
         """
@@ -221,7 +221,8 @@ class OffloadCore:
         """The request has ended. Saves the blocks that the request's last step filled (B4.14).
 
         ``confirmed_tokens``: number of computed tokens without draft tokens.
-        ``held``: blocks that a peer will pull. The core also saves those that no save contained.
+        ``held``: blocks that a peer will pull. The core saves all of them that are not in flight
+            with the same key, because the server may have evicted blocks that it had before.
         """
         state = self._requests.get(request_id)
         if state is None:
@@ -236,8 +237,7 @@ class OffloadCore:
                 job = self._saves.plan(state.engine, state.progress, confirmed_tokens, lambda: tables, now, last=True)
                 self._add_save(job, state)
             if held and self._reset is _Reset.NONE:
-                offered = self._saves.offered(state.progress, tables, confirmed_tokens)
-                self._add_save(self._saves.plan_named([block for block in held if block.block_id not in offered]))
+                self._add_save(self._saves.plan_named(held))
         finally:
             self._end(state)
 

@@ -122,7 +122,8 @@ class _JobState:
     job: SaveJob
     was_free: bool
     sent_at: float = math.inf
-    reports: int = 0
+    workers: int = 0
+    """Bit n is set if worker n has reported the job."""
     not_stored: set[int] = field(default_factory=set)
     suspect: bool = False
 
@@ -222,15 +223,6 @@ class SavePlanner:
                 job.add(block.key, block.group_index, block.block_id)
         return self._hold(job, was_free=was_free)
 
-    def offered(self, progress: SaveProgress, tables: BlockTables, confirmed_tokens: int) -> set[int]:
-        """Returns ids of full, confirmed blocks that were loaded or offered and are not missed."""
-        blocks: set[int] = set()
-        for group in self._groups:
-            end = min(progress.cursor(group.index), confirmed_tokens // group.block_tokens)
-            missed = progress.missed.get(group.index, ())
-            blocks.update(block for n, block in enumerate(tables[group.index][:end]) if n not in missed)
-        return blocks
-
     def sent(self, jobs: Iterable[SaveJob], now: float) -> None:
         """Records when jobs are sent to the workers; ``expire`` measures from this time."""
         for job in jobs:
@@ -239,15 +231,18 @@ class SavePlanner:
     def report(
         self, ended: Mapping[int, int], not_stored: Mapping[int, Collection[int]], now: float
     ) -> list[EndedSave]:
-        """Counts workers' reports; removes and returns the jobs that all workers have ended."""
+        """Records workers' reports; removes and returns the jobs that all workers have ended.
+
+        ``ended``: per job id, one bit per worker. A worker that reports a job twice counts once.
+        """
         complete = []
-        for job_id, count in ended.items():
+        for job_id, workers in ended.items():
             state = self._jobs.get(job_id)
             if state is None:
                 continue
-            state.reports += count
+            state.workers |= workers
             state.not_stored.update(not_stored.get(job_id, ()))
-            if state.reports >= self._world_size:
+            if state.workers.bit_count() >= self._world_size:
                 complete.append(state)
         return [self._end(state, now) for state in complete]
 

@@ -60,7 +60,7 @@ class ServerProcess:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             with contextlib.suppress(subprocess.CalledProcessError):
-                self._ask("status", 2)
+                self._ask("status", seconds=2)
                 return
             time.sleep(0.1)
         raise TimeoutError((self.folder / "server.log").read_text()[-2000:])
@@ -105,8 +105,12 @@ class ServerProcess:
         """Returns the requests that it holds for other engines."""
         return self._ask("handoffs")
 
-    def _ask(self, what: str, seconds: int = 60) -> dict[str, Any]:
-        command = [_KVTIER, what, "--json", "--timeout", str(seconds), "--endpoint", self.endpoint]
+    def evict_all(self) -> None:
+        """Evicts all blocks that are not pinned."""
+        assert self._ask("evict", "--all")["done"]
+
+    def _ask(self, what: str, *options: str, seconds: int = 60) -> dict[str, Any]:
+        command = [_KVTIER, what, *options, "--json", "--timeout", str(seconds), "--endpoint", self.endpoint]
         done = subprocess.run(command, capture_output=True, check=True, timeout=seconds + 60)
         answer: dict[str, Any] = json.loads(done.stdout)
         return answer

@@ -98,6 +98,27 @@ def test_all_of_a_request_is_held(make: MakeEngine, decode: ToyEngine, *, lazy: 
     assert decode.run(PROMPT, first.params).computed == 0
 
 
+@pytest.mark.parametrize("loaded", [False, True])
+def test_blocks_evicted_before_the_request_ends_are_held(
+    server: ServerProcess, make: MakeEngine, decode: ToyEngine, monkeypatch: pytest.MonkeyPatch, *, loaded: bool
+) -> None:
+    """B2.17 B4.15 A server with only a CPU tier had the blocks when they were stored or loaded."""
+    prefill = make("P")
+    if loaded:
+        make("other").run(PROMPT[: 3 * BLOCK])
+    end = prefill.end
+
+    def end_after_eviction(*args: Any) -> Any:
+        wait_for(lambda: not prefill.step() and not prefill.scheduler.has_pending_work())
+        server.evict_all()
+        return end(*args)
+
+    monkeypatch.setattr(prefill, "end", end_after_eviction)
+    first = prefill.run(PROMPT, FIRST_TURN)
+    assert first.computed == len(PROMPT) - (3 * BLOCK if loaded else 0)
+    assert decode.run(PROMPT, first.params).computed == 0
+
+
 @pytest.mark.parametrize(("prompt_tokens", "pulled"), [(68, 0), (69, 64)])
 def test_too_few_tokens_are_computed(
     make: MakeEngine, server: ServerProcess, decode: ToyEngine, prompt_tokens: int, pulled: int

@@ -99,8 +99,9 @@ def test_with_adapters_lazy_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(KVTierConnector, "_set_up", lambda _: None)
     monkeypatch.setattr(connector.logger, "warning", lambda text, *_: warnings.append(text))
     transfer = SimpleNamespace(kv_connector_extra_config={"lazy_offload": True}, engine_id="e")
+    parallel = SimpleNamespace(rank=0, tensor_parallel_size=1, pipeline_parallel_size=1)
     for lora, lazy in ((None, True), (object(), False)):
-        config = SimpleNamespace(kv_transfer_config=transfer, lora_config=lora)
+        config = SimpleNamespace(kv_transfer_config=transfer, lora_config=lora, parallel_config=parallel)
         made: Any = KVTierConnector(config, connector.KVConnectorRole.SCHEDULER, SimpleNamespace())  # type: ignore[arg-type]
         assert made._scheduler_config().lazy_offload is lazy
     assert [text for text in warnings if "LoRA" in text]

@@ -161,7 +161,7 @@ class Engine:
         while (report := worker.build_connector_worker_meta()) is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert report.ended_saves == {1: 1}  # type: ignore[attr-defined]
+        assert report.ended_saves == {1: 1 << number}  # type: ignore[attr-defined]
         return report.not_stored  # type: ignore[attr-defined,no-any-return]
 
     def lookup(self, groups: tuple[int, ...] = (0, 0)) -> Any:

@@ -19,8 +19,9 @@ def _counted(counters: TransferCounters, name: str) -> Any:
 
 def test_reports_of_workers_add_up() -> None:
     """B3.14 vLLM aggregates the workers' reports; a block that one rank missed is not stored."""
-    left, right = WorkerReport({1: 1, 2: 1}, {2: {0}}), WorkerReport({2: 1}, {2: {3}, 1: {1}})
-    assert left.aggregate(right) == WorkerReport({1: 1, 2: 2}, {2: {0, 3}, 1: {1}})
+    left, right = WorkerReport({1: 0b01, 2: 0b01}, {2: {0}}), WorkerReport({2: 0b10}, {2: {3}, 1: {1}})
+    assert left.aggregate(right) == WorkerReport({1: 0b01, 2: 0b11}, {2: {0, 3}, 1: {1}})
+    assert left.aggregate(left) == left, "a worker that reports twice counts once"
     assert left == WorkerReport({1: 1, 2: 1}, {2: {0}})
 
 

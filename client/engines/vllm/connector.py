@@ -22,7 +22,7 @@ from .groups import Unsupported, is_known_to_scheduler, resolve_geometry
 from .hooks import SchedulerHooks, WorkerHooks, never_raises
 from .namespace import build_namespace, namespace_digest
 from .peers import Peers, address_of, wait_for_server
-from .ranks import Parts, merge_stages, parts_of, resolve_ranks
+from .ranks import Parts, merge_stages, parts_of, resolve_ranks, worker_number
 from .scheduler.scheduler import SchedulerSide
 from .stats import ConnectorStats, KVTierPromMetrics, TransferCounters
 from .worker.device_route import cuda_route
@@ -45,7 +45,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
         self.log = RateLimitedLog()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        self._reports = WorkerReports()
+        self._reports = WorkerReports(worker_number(vllm_config))
         self._counters = TransferCounters()
         self._unsent_loads: set[str] = set()
         self._geometry: CacheGeometry | None = None

@@ -17,7 +17,7 @@ from ...offload import CacheGeometry
 from .compat import KVConnectorHandshakeMetadata
 from .groups import Unsupported
 
-__all__ = ["Parts", "Ranks", "merge_stages", "parts_of", "resolve_ranks"]
+__all__ = ["Parts", "Ranks", "merge_stages", "parts_of", "resolve_ranks", "worker_number"]
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,12 @@ def resolve_ranks(vllm_config: Any, parts: Parts) -> Ranks:
         # vLLM would tell only the workers of the last stage when a step's forward pass is over.
         raise Unsupported("pipeline parallelism with speculative decoding is not supported")
     return Ranks(tensor, stages, parts.copies if tensor % parts.copies == 0 else 1)
+
+
+def worker_number(vllm_config: Any) -> int:
+    """Returns the number of a worker in its engine. vLLM's rank may count over several engines."""
+    parallel = vllm_config.parallel_config
+    return int(parallel.rank) % (parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
 
 
 def parts_of(geometry: CacheGeometry, kv_cache_config: Any) -> Parts:

@@ -106,12 +106,12 @@ class World(ModelScheduler):
 
     def report(self) -> None:
         """Some workers report the jobs that they ended since their last report."""
-        ended: Counter[int] = Counter()
+        ended: dict[int, int] = {}
         not_stored: dict[int, set[int]] = {}
-        for worker in self.workers:
+        for number, worker in enumerate(self.workers):
             if self.rng.random() < 0.7:
                 for job_id, missed in worker.saved:
-                    ended[job_id] += 1
+                    ended[job_id] = ended.get(job_id, 0) | 1 << number
                     not_stored.setdefault(job_id, set()).update(missed)
                 for request_id, failed in worker.loaded:
                     self.load_reports[request_id] += 1

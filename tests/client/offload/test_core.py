@@ -170,9 +170,9 @@ def test_the_last_steps_blocks_are_stored_and_then_the_request_ends() -> None:
     engine.core.finished("r", TABLES, 16, 0.3)
     (last,) = engine.core.take_plan(0.0).saves
     assert last.block_ids == [3, 4]
-    engine.core.saves_ended({1: 2, last.job_id: 1}, {}, 0.4)
+    engine.core.saves_ended({1: 0b11, last.job_id: 0b01}, {}, 0.4)
     assert (engine.server.ended, engine.core.pending) == ([], True)
-    engine.core.saves_ended({last.job_id: 1}, {}, 0.5)
+    engine.core.saves_ended({last.job_id: 0b10}, {}, 0.5)
     assert (engine.server.ended, engine.core.pending) == (["r"], False)
 
 
@@ -230,7 +230,7 @@ def test_a_reset_waits_for_transfers_then_for_the_server() -> None:
     assert engine.core.match("r", 0, 0.3) == 0
     engine.core.saves_ended({1: 1}, {}, 0.3)
     assert (engine.server.emptied, engine.pool.refs[1]) == (0, 2)
-    engine.core.saves_ended({1: 1}, {}, 0.4)
+    engine.core.saves_ended({1: 0b10}, {}, 0.4)
     assert (engine.server.emptied, engine.pool.refs[1]) == (1, 1)
     assert engine.save(12) == []
     engine.core.emptied()

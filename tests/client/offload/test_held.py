@@ -57,13 +57,13 @@ class Engine:
         return self.core.saves_ended(dict.fromkeys(jobs, 1), dict.fromkeys(jobs, failed), 0.0)
 
 
-def test_only_blocks_not_offered_before_are_stored() -> None:
-    """B2.17 B5.1: two are stored, the last step fills two, and the last has another key."""
+def test_blocks_stored_before_are_saved_again_for_the_peer() -> None:
+    """B2.17 B4.15: the server may have evicted them, and a hold with a hole is of little use."""
     engine = Engine()
     engine.start()
     engine.stored(*engine.save(8))
     saves = engine.finish(17, held(0, 1, 2, 3, tail=4))
-    assert list(saves.values()) == [[(3, b"2.0"), (4, b"3.0")], [(5, TAIL)]]
+    assert list(saves.values()) == [[(3, b"2.0"), (4, b"3.0")], [(1, b"0.0"), (2, b"1.0"), (5, TAIL)]]
     engine.stored(*saves)
     assert (engine.server.ended, engine.core.pending) == (["r"], False)
 
@@ -76,7 +76,7 @@ def test_blocks_that_were_not_stored_are_stored_now() -> None:
     engine.start("other")
     engine.save(8, "other", tables=[[11, 12]])
     saves = engine.finish(14, held(0, 1, 2, tail=3))
-    assert list(saves.values()) == [[(1, b"0.0"), (3, b"2.0"), (4, TAIL)]]
+    assert list(saves.values()) == [[(1, b"0.0"), (2, b"1.0"), (3, b"2.0"), (4, TAIL)]]
 
 
 @pytest.mark.parametrize("mode", OffloadMode)

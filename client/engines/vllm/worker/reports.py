@@ -52,7 +52,7 @@ class StepMetadata(KVConnectorMetadata):
 class WorkerReport(KVConnectorWorkerMetadata):
     """Save jobs that ended: stored, dropped or failed.
 
-    `ended_saves[job_id]`: number of workers that report the job. `not_stored[job_id]`: indices of
+    `ended_saves[job_id]`: the workers that report the job, as one bit per worker. `not_stored[job_id]`: indices of
     the job's keys that at least one worker did not store; absent if all keys were stored.
     """
 
@@ -63,17 +63,21 @@ class WorkerReport(KVConnectorWorkerMetadata):
         """Adds another worker's report of the same step. Called on the engine's main thread."""
         merged = WorkerReport(dict(self.ended_saves), dict(self.not_stored))
         if isinstance(other, WorkerReport):
-            for job_id, count in other.ended_saves.items():
-                merged.ended_saves[job_id] = merged.ended_saves.get(job_id, 0) + count
+            for job_id, workers in other.ended_saves.items():
+                merged.ended_saves[job_id] = merged.ended_saves.get(job_id, 0) | workers
             for job_id, missed in other.not_stored.items():
                 merged.not_stored[job_id] = merged.not_stored.get(job_id, set()) | missed
         return merged
 
 
 class WorkerReports:
-    """Results that vLLM has not taken. Any thread may add; only the main thread takes."""
+    """Results that vLLM has not taken. Any thread may add; only the main thread takes.
 
-    def __init__(self) -> None:
+    `worker`: number of this worker in its engine, from 0 on.
+    """
+
+    def __init__(self, worker: int = 0) -> None:
+        self._worker_bit = 1 << worker
         self._changed = threading.Condition()
         self._loaded: set[str] = set()
         self._failed: set[str] = set()
@@ -92,7 +96,7 @@ class WorkerReports:
         """Records that a save ended. `not_stored`: indices of keys that are perhaps not stored."""
         missed = set(not_stored)
         with self._changed:
-            self._ended_saves[job_id] = 1
+            self._ended_saves[job_id] = self._worker_bit
             if missed:
                 self._not_stored[job_id] = missed
             self._changed.notify_all()
