@@ -52,7 +52,7 @@ test-long: $(VENV)/.stamp  ## Run the tests that need no LLM engine and take lon
 	$(VENV)/bin/python -m pytest --numprocesses 3 --dist worksteal -m slow $(ARGS)
 
 test-engines: $(VLLM)/.stamp  ## Run the tests with real engines (installs vLLM in build/vllm: 3.5 GB; about 20 minutes on 2 idle cores)
-	$(VLLM)/bin/python -m pytest -W default -m engines tests/engines $(ARGS)
+	$(VLLM)/bin/python -m pytest -W default -m engines tests/engines tests/client/engines/vllm_adapters $(ARGS)
 
 test-handoff: $(VLLM)/.stamp  ## Run the part of test-engines with a prefill engine, a decode engine and the proxy
 	$(VLLM)/bin/python -m pytest -W default -m engines tests/engines/handoff $(ARGS)

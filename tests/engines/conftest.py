@@ -14,16 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_fork_server import EngineForkServer
+from engine_timeouts import LONG_TIMEOUT_SECONDS
+from scenario import RunEngine
+from server_process import ServerProcess
+from tiny_models import make_dense, make_hybrid, make_state
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-
-from engine_fork_server import EngineForkServer  # noqa: E402
-from engine_timeouts import LONG_TIMEOUT_SECONDS  # noqa: E402
-from scenario import RunEngine  # noqa: E402
-from server_process import ServerProcess  # noqa: E402
-from tiny_models import make_dense, make_hybrid, make_state  # noqa: E402
-
 ENGINE_SECONDS = 600
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import importlib
 import importlib.util
 import inspect
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import vllm
+import vllm_stand_in
 from connector_api import HOOKS, IMPORTS, METRICS_CLASSES
 from vllm.distributed.kv_transfer.kv_connector.v1 import metrics as vllm_metrics
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
@@ -97,6 +101,42 @@ def test_nothing_is_imported_that_a_supported_release_lacks() -> None:
     }
     assert found <= known
     assert "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1" in found
+
+
+# ---- the stand-in for environments without vLLM
+
+
+@pytest.mark.parametrize("name", [name for name in vllm_stand_in.MODULES if name != "vllm"])
+def test_the_stand_in_has_names_fields_and_members_of_vllm(name: str) -> None:
+    """What the tests without vLLM use exists in vLLM in the same form."""
+    module = importlib.import_module(name)
+    for item, ours in vllm_stand_in.MODULES[name].items():
+        theirs = getattr(module, item)
+        if dataclasses.is_dataclass(ours):
+            fields = {field.name for field in dataclasses.fields(ours) if not field.name.startswith("_")}
+            assert fields <= {field.name for field in dataclasses.fields(theirs)}, item
+        elif hasattr(ours, "__members__"):
+            assert {member.value for member in ours} <= {member.value for member in theirs}, item
+        elif inspect.isfunction(ours):
+            inspect.signature(theirs).bind(*inspect.signature(ours).parameters)
+
+
+def test_the_stand_in_computes_what_vllm_computes() -> None:
+    """Hashes of blocks, and the keys of multi-modal inputs, are those of vLLM."""
+    module: Any = importlib.import_module("vllm.v1.core.kv_cache_utils")
+    hashes = [bytes([number]) * 32 for number in range(5)]
+    for block_tokens in (4, 8):
+        expected = list(module.resolve_block_hashes(hashes, 4, block_tokens))
+        assert vllm_stand_in.resolve_block_hashes(hashes, 4, block_tokens) == expected
+    key = module.make_block_hash_with_group_id(hashes[1], 3)
+    assert vllm_stand_in.get_block_hash(key) == module.get_block_hash(key) == hashes[1]
+    assert vllm_stand_in.get_group_id(key) == module.get_group_id(key) == 3
+    assert vllm_stand_in.maybe_convert_block_hash(hashes[1]) == module.maybe_convert_block_hash(hashes[1])
+    image = SimpleNamespace(identifier="image", mm_position=SimpleNamespace(offset=6, length=4))
+    request = SimpleNamespace(mm_features=[image], cache_salt="salt", lora_request=None, prompt_embeds=None)
+    for start, end in ((0, 4), (4, 8), (8, 12), (12, 16)):
+        extra, _ = module.generate_block_hash_extra_keys(request, start, end, 0)
+        assert vllm_stand_in.generate_block_hash_extra_keys(request, start, end, 0)[0] == extra
 
 
 # ---- other releases

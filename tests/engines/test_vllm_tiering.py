@@ -12,7 +12,8 @@ from connector_fakes import wait_for
 from engine_timeouts import LONG_TIMEOUT_SECONDS
 from scenario import wait_until_durable
 from server_process import ServerProcess
-from tiering_harness import content_of, keys_of, request_of, world
+from tier_fixtures import keys_of, request_of
+from tiering_harness import content_of, world
 from vllm.v1.kv_offload.base import LookupResult, OffloadPolicy
 from vllm.v1.kv_offload.tiering.base import TransferJob
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 from connector_fakes import wait_for
-from tier_fixtures import KEYS, TierParts, make_tier_parts
-from tiering_harness import ROW
+from tier_fixtures import KEYS, ROW, TierParts, make_tier_parts
 
 from kvtier.client.engines.vllm_tier import transfers
 from kvtier.client.engines.vllm_tier.tier_lookups import Answer, Pin

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from connector_fakes import wait_for
-from tier_fixtures import KEYS, TierParts, make_tier_parts
-from tiering_harness import ROW, make_config, request_of
+from tier_fixtures import KEYS, ROW, TierParts, make_config, make_tier_parts, request_of
 from vllm.config import VllmConfig
 from vllm.v1.kv_offload.tiering.base import TransferJob
 

@@ -189,10 +189,12 @@ class Engine:
 
 
 @pytest.fixture(scope="module")
-def running(server: ServerProcess) -> ServerProcess:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """One server for all tests here."""
+    server = ServerProcess(tmp_path_factory.mktemp("kvtier"), long_timeout=True)
     server.start()
-    return server
+    yield server
+    server.kill()
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -216,8 +217,9 @@ def test_a_block_that_the_server_holds_is_not_copied_a_second_time() -> None:
     assert reports.take_report() == WorkerReport({1: 1}), "and both are stored"
 
 
-def test_votes_and_resets_of_a_real_server(server: ServerProcess) -> None:
+def test_votes_and_resets_of_a_real_server(tmp_path: Path) -> None:
     """B1.1, B1.3, B4.13 The shipped rule decides, with and without a lookup; a reset clears."""
+    server = ServerProcess(tmp_path, long_timeout=True)
     server.start()
     namespace = Namespace("policy", "uint8", (Group(PAGE, 4),))
 

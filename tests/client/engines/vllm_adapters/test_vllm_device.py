@@ -15,7 +15,7 @@ import pytest
 import torch
 from connector_fakes import FULL, PAGE, WINDOW, FakeTransfers, wait_for
 
-sys.path.append(str(Path(__file__).parent.parent / "cuda"))
+sys.path.append(str(Path(__file__).parents[3] / "cuda"))
 
 from devices.kv import pieces_of
 from devices.service import Service

@@ -4,20 +4,59 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from connector_fakes import FakeClient, wait_for
-from tiering_harness import ROW, keys_of
+from vllm.v1.kv_offload.base import ReqContext, make_offload_key
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
 
 from kvtier.client import StoreStatus
 from kvtier.client.engines.vllm.background import BackgroundThreads, RateLimitedLog
 from kvtier.client.engines.vllm_tier.tier_lookups import Pin, TierLookups, TierRequest
 from kvtier.client.engines.vllm_tier.transfers import EnginePrimaryTier, Job, Transfers
 
-__all__ = ["KEYS", "SlotClient", "TierParts", "make_tier_parts"]
+__all__ = ["KEYS", "ROW", "SlotClient", "TierParts", "keys_of", "make_config", "make_tier_parts", "request_of"]
+
+ROW = 4096
+
+
+def make_config(extra: dict[str, Any], *, groups: int = 1, **fields: Any) -> OffloadingConfig:
+    """Returns vLLM's offloading configuration of an engine with two layers per group."""
+    return OffloadingConfig(
+        groups=tuple(OffloadingGroupConfig(16, (f"layer {2 * g}", f"layer {2 * g + 1}"), g) for g in range(groups)),
+        worker_kv_bytes_per_block=3000,
+        enable_kv_cache_events=False,
+        extra_config=extra,
+        engine_id=uuid.uuid4().hex,
+        model=OffloadingModelConfig("model", "float32"),
+        cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
+        parallel=OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, is_parallelism_agnostic=False),
+        **fields,
+    )
+
+
+def keys_of(count: int, seed: int = 0, group: int = 0) -> list[Any]:
+    """Returns the keys of a prompt's chunks."""
+    return [make_offload_key(bytes([seed, number]) * 16, group) for number in range(count)]
+
+
+def request_of(request_id: str, keys: Sequence[Any] = (), params: dict[str, Any] | None = None) -> ReqContext:
+    """Returns a request with these chunks."""
+    context = ReqContext(request_id, params)
+    for number, key in enumerate(keys):
+        context.set_offload_key_position(key, 16 * (number + 1))
+    return context
+
 
 KEYS = keys_of(4)
 
