@@ -405,13 +405,14 @@ class AsyncClient:
         """Ends a request: releases its leases and waits up to `wait` seconds for its stores."""
         return await self._run(self._operations.finish_request(request_id, wait=wait))
 
-    async def reset(self, *, wait: float = 0.0) -> int:
-        """Removes the namespace from the CPU tier, for all engines. Secondary tiers are unchanged.
+    async def reset(self, *, wait: float = 0.0, retire: bool = False) -> int:
+        """Removes the namespace from the CPU tier, for all engines.
 
         Blocks in use are removed when their use ends; until then all lookups of the namespace miss.
         Waits up to `wait` seconds. Returns the number of blocks in use; call again until it is 0.
+        With `retire` (before a change of namespace), secondary tiers evict these blocks first.
         """
-        return await self._run(self._operations.reset(wait=wait))
+        return await self._run(self._operations.reset(wait=wait, retire=retire))
 
     async def status(self) -> admin_pb2.GetStatusResponse:
         """Returns the server's status: tiers, sessions, leases and stores."""

@@ -398,13 +398,14 @@ class Client:
         """Ends a request: releases its leases and waits up to `wait` seconds for its stores."""
         return self._run(self._operations.finish_request(request_id, wait=wait))
 
-    def reset(self, *, wait: float = 0.0) -> int:
-        """Removes the namespace from the CPU tier, for all engines. Secondary tiers are unchanged.
+    def reset(self, *, wait: float = 0.0, retire: bool = False) -> int:
+        """Removes the namespace from the CPU tier, for all engines.
 
         Blocks in use are removed when their use ends; until then all lookups of the namespace miss.
         Waits up to `wait` seconds. Returns the number of blocks in use; call again until it is 0.
+        With `retire` (before a change of namespace), secondary tiers evict these blocks first.
         """
-        return self._run(self._operations.reset(wait=wait))
+        return self._run(self._operations.reset(wait=wait, retire=retire))
 
     def status(self) -> admin_pb2.GetStatusResponse:
         """Returns the server's status: tiers, sessions, leases and stores."""

@@ -129,8 +129,8 @@ class StoreOperations(Base):
         statuses: bytes = answer.statuses
         return statuses
 
-    def reset(self, *, wait: float) -> Operation[int]:
-        answer = yield from self._request(cache_pb2.ResetRequest, "CacheService/Reset", wait=wait)
+    def reset(self, *, wait: float, retire: bool) -> Operation[int]:
+        answer = yield from self._request(cache_pb2.ResetRequest, "CacheService/Reset", wait=wait, retire=retire)
         pending: int = answer.pending_blocks
         return pending
 

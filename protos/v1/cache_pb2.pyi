@@ -279,12 +279,14 @@ class FinishRequestResponse(_message.Message):
     def __init__(self, settled: bool = ..., incomplete_blocks: _Optional[int] = ...) -> None: ...
 
 class ResetRequest(_message.Message):
-    __slots__ = ("session", "wait")
+    __slots__ = ("session", "wait", "retire")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
+    RETIRE_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionRef
     wait: _duration_pb2.Duration
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    retire: bool
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., retire: bool = ...) -> None: ...
 
 class ResetResponse(_message.Message):
     __slots__ = ("pending_blocks",)

@@ -205,7 +205,7 @@ class CacheServiceServicer(object):
 
     def Reset(self, request, context):
         """Removes all blocks of the session's namespace from the CPU tier, also those of other engines.
-        Secondary tiers keep their blocks.
+        Secondary tiers keep their blocks. With `retire` they evict these blocks first.
 
         A block that is being stored, read or copied between tiers is removed when that operation ends.
         Until the reset is done, all lookups of the namespace miss, and stores in flight are discarded.

@@ -218,7 +218,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         session = self._sessions.get(request.session)
         deadline = self._runtime.now() + self._validator.wait(request.wait)
         self._runtime.get_finished_jobs()
-        pending = self._core.reset(session)
+        pending = self._core.reset(session, retire=request.retire)
         self._runtime.run_commands()
         while pending and (remaining := deadline - self._runtime.now()) > 0:
             # Polls, because the release or completion of a block does not wake this call.

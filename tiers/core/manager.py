@@ -359,14 +359,17 @@ class TierManager:
         """Handles a shared tier's answers to a `LookupInTier`. An unknown job is ignored."""
         self._transfers.residency.record_answers(job_id, answers, self._now)
 
-    def reset(self, session: EngineSession) -> int:
+    def reset(self, session: EngineSession, *, retire: bool = False) -> int:
         """Drops a session's namespace from the CPU tier; secondary tiers keep their blocks (B3.19).
 
         Blocks are dropped in slices; a pinned block is dropped when its last pin ends. Until all
         are dropped, every lookup of the namespace misses. Pending stores of the namespace are never
         published (B4.13). Returns the number of blocks that are not dropped yet. While a reset
-        runs, another call only returns this number.
+        runs, another call only returns this number. With `retire`, secondary tiers evict the blocks
+        of the namespace before all others.
         """
+        if retire:
+            self._transfers.retire(session.namespace.id)
         if resetting := self.resetting(session):
             return resetting
         self.handoffs.reset(session.namespace.id, self._now)

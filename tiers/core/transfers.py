@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from ..base import Outcome, SecondaryTier
+from ..base import NamespaceId, Outcome, SecondaryTier
 from ..stats.eviction_history import EvictionHistory
 from ..types import JobId, MissReason
 from .block import Block
@@ -205,6 +205,11 @@ class TransferScheduler:
     def retain(self, blocks: Sequence[Block]) -> None:
         for secondary in self.secondaries:
             secondary.retain(blocks)
+
+    def retire(self, namespace: NamespaceId) -> None:
+        """Makes a namespace's blocks the first victims of every tier."""
+        for secondary in self.secondaries:
+            secondary.catalog.retire(namespace)
 
     def request_finished(self, user: Hashable) -> None:
         for secondary in self.secondaries:

@@ -1,9 +1,11 @@
 """Reset of the CPU tier while it is in use."""
 
-from core_rig import GRANTED, HIT, MISS, PENDING, Rig, keys
+import dataclasses
+
+from core_rig import GRANTED, HIT, MISS, PENDING, SPEC, Rig, keys
 from simulation import ModelTier
 
-from kvtier.tiers.base import Outcome, RequestInfo
+from kvtier.tiers.base import NamespaceId, Outcome, RequestInfo
 from kvtier.tiers.core.commands import LoadFromTier
 from kvtier.tiers.types import MissReason
 
@@ -148,3 +150,43 @@ def test_other_namespaces_are_left_alone() -> None:
     rig.store(keys(0))
     rig.core.reset(mine)
     assert rig.look_up(keys(0)) == HIT
+
+
+def test_a_full_tier_evicts_the_blocks_of_a_retired_namespace_first() -> None:
+    """B3.19: they stay until the tier needs room; then they go before older and unused blocks."""
+    near = ModelTier("near", 4 * 4096)
+    rig = Rig(near, extents=2)
+    other = rig.open("other", dataclasses.replace(SPEC, id=NamespaceId(b"o" * 16)))
+    old, rig.session = rig.session, other
+    rig.store(keys(0, 1))
+    rig.finish_jobs()
+    rig.session = old
+    rig.store(keys(2, 3))
+    rig.finish_jobs()
+    assert rig.core.reset(old, retire=True) == 0
+    assert rig.core.stats().tiers[1].blocks == 4
+    rig.session = other
+    for number in (4, 5):
+        rig.store(keys(number))
+        rig.finish_jobs()
+    catalog = rig.core._transfers.secondaries[0].catalog
+    assert dict(catalog.counts()) == {other.namespace.id: 4}
+    rig.store(keys(6))
+    rig.finish_jobs()
+    assert dict(catalog.counts()) == {other.namespace.id: 4}, "then the policy decides again"
+
+
+def test_a_retired_block_that_is_read_is_not_evicted() -> None:
+    """B3.19: an engine that still uses the namespace reads it; the next retired block goes."""
+    rig = Rig(ModelTier("near", 2 * 4096), extents=2)
+    rig.store(keys(0, 1))
+    rig.finish_jobs()
+    rig.core.reset(rig.session, retire=True)
+    rig.core.lookup(rig.session, keys(1), prefix=True, request_id="", expires_at=60)
+    (load,) = rig.core.take_commands()
+    assert isinstance(load, LoadFromTier)
+    rig.session = rig.open("other", dataclasses.replace(SPEC, id=NamespaceId(b"o" * 16)))
+    rig.store(keys(2))
+    catalog = rig.core._transfers.secondaries[0].catalog
+    assert catalog.get(SPEC.id, keys(1)[0]) is not None
+    assert catalog.get(SPEC.id, keys(0)[0]) is None

@@ -167,7 +167,7 @@ class Writers(Actors):
         before = {block for block in inside.blocks(core) if block.namespace == namespace}
         held = inside.hold_pins(core)
         pinned = {block for block in before if block.pins > held[block] and not block.stalled}
-        left = core.reset(client.session)
+        left = core.reset(client.session, retire=True)
         expected = waiting or len(pinned.union(inside.unswept(core, namespace)))
         self.world.must(Invariant.RESET, left == expected, f"{left} blocks are awaited, not {expected}")
         if not waiting:
