@@ -99,7 +99,7 @@ class AsyncClient:
             backend: for tests: replaces the connection to a server; see `kvtier.client.testing`.
 
         Raises:
-            InvalidRequest: the endpoint is malformed, or cannot be used with the credentials.
+            InvalidRequest: an argument is invalid, or the endpoint needs other credentials.
         """
         self.namespace = namespace
         self.engine_id = engine_id or uuid.uuid4().hex

@@ -37,6 +37,12 @@ class Group:
     name: str = "default"
     kind: GroupKind = GroupKind.FULL_ATTENTION
 
+    def __post_init__(self) -> None:
+        """Raises `ValueError` if `kind` is not a `GroupKind`."""
+        if not isinstance(self.kind, GroupKind):
+            choices = ", ".join(f"GroupKind.{kind.name}" for kind in GroupKind)
+            raise ValueError(f"kind must be one of {choices}, not {self.kind!r}")  # noqa: TRY004 - one kind for all
+
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
@@ -94,7 +100,18 @@ class Namespace:
 
 
 def make_key(block_hash: bytes, group: int = 0) -> bytes:
-    """Returns the key of a block: content hash and group index (4 bytes, big-endian)."""
+    """Returns the key of a block: content hash and group index (4 bytes, big-endian).
+
+    Raises:
+        TypeError: `block_hash` is not bytes.
+        ValueError: `block_hash` is empty, or `group` does not fit into 4 bytes.
+    """
+    if not isinstance(block_hash, bytes):
+        raise TypeError(f"block_hash must be bytes, not {type(block_hash).__name__}")
+    if not block_hash:
+        raise ValueError("block_hash must not be empty: it tells the blocks of a group apart")
+    if not 0 <= group < 1 << 32:
+        raise ValueError(f"group must be an index of 0 or more that fits into 4 bytes, not {group}")
     return block_hash + group.to_bytes(4, "big")
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, fields
+from numbers import Real
 
-__all__ = ["Timeouts"]
+from .errors import InvalidRequest
+
+__all__ = ["Timeouts", "check_seconds"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,3 +26,16 @@ class Timeouts:
     call: float = 2.0
     transfer: float = 60.0
     device: float = 5.0
+
+    def __post_init__(self) -> None:
+        """Raises `InvalidRequest` for a value that is not a number of seconds."""
+        for field in fields(self):
+            check_seconds(field.name, getattr(self, field.name))
+
+
+def check_seconds(name: str, seconds: float) -> None:
+    """Raises `InvalidRequest` if a time is not a number, NaN, negative or too long for a timer."""
+    is_number = isinstance(seconds, (float, int, Real))  # the last one includes numbers of numpy
+    if isinstance(seconds, bool) or not is_number or not 0 <= seconds <= threading.TIMEOUT_MAX:
+        limit = f"{threading.TIMEOUT_MAX:.1e}"
+        raise InvalidRequest(f"{name} must be a number of seconds from 0 to {limit}, not {seconds!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
 from itertools import accumulate
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -19,9 +20,9 @@ from ..errors import DeadlineExceeded, InvalidRequest, KVTierError, SessionLost
 from ..namespace import Namespace
 from ..session.session import ClientSession
 from ..staging import StagingPool
-from ..timeouts import Timeouts
+from ..timeouts import Timeouts, check_seconds
 
-__all__ = ["Base", "as_json", "consecutive", "duration", "key_fields", "message"]
+__all__ = ["Base", "as_json", "consecutive", "duration", "key_fields", "member", "message"]
 
 
 _group_of: Callable[[bytes], bytes] = itemgetter(slice(-4, None))
@@ -125,6 +126,7 @@ class Base:
 
 
 M = TypeVar("M", bound=Message)
+E = TypeVar("E", bound=Enum)
 
 
 def message(make: type[M], **fields: Any) -> M:
@@ -149,6 +151,15 @@ def key_fields(session: ClientSession, keys: Sequence[bytes]) -> dict[str, Any]:
     return {"keys": keys}
 
 
+def member(kind: type[E], value: object, name: str) -> E:
+    """Returns the member of an enum with this value; raises `InvalidRequest` for other values."""
+    try:
+        return kind(value)
+    except ValueError:
+        choices = ", ".join(f"{kind.__name__}.{choice.name}" for choice in kind)
+        raise InvalidRequest(f"{name} must be one of {choices}, not {value!r}") from None
+
+
 def as_json(params: Mapping[str, Any] | None) -> str:
     try:
         return json.dumps(params) if params else ""
@@ -159,6 +170,7 @@ def as_json(params: Mapping[str, Any] | None) -> str:
 def duration(seconds: float | None) -> Duration | None:
     if seconds is None:
         return None
+    check_seconds("a time", seconds)
     duration = Duration()
     duration.FromNanoseconds(int(seconds * 1e9))
     return duration

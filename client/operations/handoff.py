@@ -8,7 +8,7 @@ from ...protos.v1 import handoff_pb2
 from ..effects import Connect, Operation
 from ..results import HandoffDirection, HoldInfo, HoldName, KeyStatus, LookupResult, Publication, PublishStatus
 from ..session.session import ClientSession
-from .base import Base, duration, message
+from .base import Base, duration, member, message
 
 __all__ = ["HandoffOperations"]
 
@@ -28,7 +28,7 @@ class HandoffOperations(Base):
             handoff_pb2.PublishHoldRequest,
             "HandoffService/PublishHold",
             request_id=request_id,
-            direction=int(direction),
+            direction=int(member(HandoffDirection, direction, "direction")),
             keys=keys,
             positions=positions,
             num_tokens=num_tokens,

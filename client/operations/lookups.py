@@ -9,9 +9,10 @@ from typing import Any
 from ...protos.v1 import cache_pb2
 from ...protos.wire.packed_keys import unpack_offsets
 from ..effects import Connect, Operation
-from ..results import LookupResult, OffloadPolicy, RequestOutcome, TierFilter, TierVote
+from ..errors import InvalidRequest
+from ..results import LookupResult, Medium, OffloadPolicy, RequestOutcome, TierFilter, TierVote
 from ..session.session import ClientSession
-from .base import Base, as_json, duration, key_fields, message
+from .base import Base, as_json, duration, key_fields, member, message
 
 __all__ = ["LookupOperations"]
 
@@ -123,5 +124,8 @@ def lookup_mode(prefix: bool) -> cache_pb2.LookupMode:  # noqa: FBT001 - named b
 def tier_filter(exclude: TierFilter | None) -> cache_pb2.TierFilter | None:
     if exclude is None:
         return None
-    media = [cache_pb2.TierMedium.Name(medium) for medium in exclude.media]
+    for name in ("names", "media"):
+        if isinstance(value := getattr(exclude, name), str) or not isinstance(value, Iterable):
+            raise InvalidRequest(f"TierFilter.{name} must be a collection, not {value!r}")
+    media = [cache_pb2.TierMedium.Name(member(Medium, medium, "TierFilter.media")) for medium in exclude.media]
     return message(cache_pb2.TierFilter, names=exclude.names, media=media, remote=exclude.remote)

@@ -14,7 +14,7 @@ import random
 import threading
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import grpc
 
@@ -54,6 +54,29 @@ class ClientIdentity:
     rank: int | None
     transport: TransportName
     pin: Pin | None = None
+
+    def __post_init__(self) -> None:
+        """Raises `InvalidRequest` for an unknown transport or a value of the wrong type."""
+        if self.transport not in get_args(TransportName):
+            choices = ", ".join(get_args(TransportName))
+            raise InvalidRequest(f"transport must be one of {choices}, not {self.transport!r}")
+        if self.pin is not None and not callable(self.pin):
+            raise InvalidRequest(f"pin must be a function, not {self.pin!r}")
+        try:
+            self.open_request("grpc")
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"name, engine_id, rank or namespace: {error}") from error
+
+    def open_request(self, transport: str) -> session_pb2.OpenRequest:
+        return session_pb2.OpenRequest(
+            protocol_version=PROTOCOL_VERSION,
+            client_name=self.name,
+            engine_id=self.engine_id,
+            rank=self.rank,
+            namespace=self.namespace.to_proto(),
+            pid=os.getpid(),
+            transport=transport,
+        )
 
 
 class SessionConnection:
@@ -150,7 +173,7 @@ class SessionConnection:
                 self._capabilities_call.cancel()
             capabilities = self._capabilities_call.result()
             transport = self._pick_transport(capabilities)
-            self._heartbeats = heartbeats = _Heartbeats(self._stub.Open(self._open_request(transport)))
+            self._heartbeats = heartbeats = _Heartbeats(self._stub.Open(self._identity.open_request(transport)))
             if self._closing.is_set():  # `close` ran before this stream existed
                 heartbeats.cancel()
             try:
@@ -183,18 +206,6 @@ class SessionConnection:
         if self._identity.transport == "shm":
             raise InvalidRequest(f"transport shm: no {capabilities.region.attach_path} on this host")
         return "grpc"
-
-    def _open_request(self, transport: str) -> session_pb2.OpenRequest:
-        identity = self._identity
-        return session_pb2.OpenRequest(
-            protocol_version=PROTOCOL_VERSION,
-            client_name=identity.name,
-            engine_id=identity.engine_id,
-            rank=identity.rank,
-            namespace=identity.namespace.to_proto(),
-            pid=os.getpid(),
-            transport=transport,
-        )
 
     def _make_session(
         self, first: session_pb2.OpenResponse, capabilities: session_pb2.CapabilitiesResponse, transport: str

@@ -6,15 +6,14 @@ import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Self, get_args
 
 from ....protos.credentials import Credentials
 from ....protos.endpoint import EndpointError, parse_endpoint
 from ...handoff import EXPIRY_MARGIN_S, HandoffOptions
+from ...session.connection import TransportName
 
 __all__ = ["ConnectorConfig", "ServerConfig"]
-
-Transport = Literal["auto", "shm", "tcp", "grpc", "cuda_ipc"]
 
 _MAX_TOKENS = 1 << 31
 _MAX_HOLD_S = 86400.0
@@ -41,7 +40,7 @@ class ServerConfig:
     source: ClassVar[str] = "kv_connector_extra_config"
 
     endpoint: str | None = None
-    transport: Transport = "auto"
+    transport: TransportName = "auto"
     lookup_timeout_s: float = 1.0
     tenant: str = ""
     ca: str | None = None
@@ -72,9 +71,9 @@ class ServerConfig:
         """Raises ValueError for an invalid value."""
         if self.endpoint is not None and not isinstance(self.endpoint, str):
             raise ValueError(f"kvtier: endpoint must be a string, not {self.endpoint!r}")
-        if self.transport not in get_args(Transport):
+        if self.transport not in get_args(TransportName):
             raise ValueError(
-                f"kvtier: transport must be one of {', '.join(get_args(Transport))}, not {self.transport!r}"
+                f"kvtier: transport must be one of {', '.join(get_args(TransportName))}, not {self.transport!r}"
             )
         if not isinstance(self.tenant, str):
             raise ValueError(f"kvtier: tenant must be a string, not {self.tenant!r}")  # noqa: TRY004 - one kind for all
