@@ -33,6 +33,7 @@ from .devices.registry import DeviceRegistry, unavailable_reason
 from .drain import Drain
 from .rpc.attach import SUFFIX, AttachServer
 from .rpc.interceptor import RefusalInterceptor
+from .rpc.request_bounds import RequestBounds
 from .rpc.request_checks import RequestValidator
 from .rpc.sessions import SessionRegistry
 from .rpc.socket_calls import SocketCallServer
@@ -214,7 +215,12 @@ def open_listeners(
     metrics, access, region = backend.metrics, backend.access, backend.runtime.region
     max_message_bytes = backend.config.limits.max_message_bytes + _MESSAGE_OVERHEAD_BYTES
     interceptor = RefusalInterceptor(
-        metrics.observe_rpc, metrics.refused, tracing, authorize=access.authorize, audit_log=access.audit_log
+        metrics.observe_rpc,
+        metrics.refused,
+        tracing,
+        authorize=access.authorize,
+        audit_log=access.audit_log,
+        bounds=RequestBounds(backend.config.limits),
     )
     socket_calls = SocketCallServer(interceptor, max_message_bytes)
     attach_path = sockets[0].path.with_name(sockets[0].path.name + SUFFIX)
@@ -255,7 +261,7 @@ def add_services(backend: Backend, listeners: Listeners, admin: AdminService, cl
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(handoff, server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
         add_device_calls(device_calls, server)
-    transfer = TransferService(runtime, sessions, validator, metrics, bulk)
+    transfer = TransferService(runtime, sessions, validator, metrics, bulk, RequestBounds(config.limits))
     listeners.grpc.add_generic_rpc_handlers((transfer.handler(),))
     transfer.add_calls(listeners.socket_calls)
     reflection.enable_server_reflection([*_SERVICES, SERVICE_NAME, reflection.SERVICE_NAME], listeners.grpc)

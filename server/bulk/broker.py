@@ -176,8 +176,7 @@ class BulkBroker:
 
     def _grant_pull(self, message: Begin, session: EngineSession) -> Granted:
         lease = self._core.lease(session, LeaseId(message.target))
-        items = self._validator.numbers(message.items, "items")
-        return Granted(message.stream, *lease.read(items, session.own_rank()))
+        return Granted(message.stream, *lease.read(message.items, session.own_rank()))
 
     def _moved(self, stream: _Stream, message: Moved | End) -> None:
         stream.count(message.nbytes)

@@ -6,6 +6,8 @@ from typing import TypeAlias
 
 import msgspec
 
+from ..config.schema import LimitConfig
+
 __all__ = [
     "Begin",
     "Caller",
@@ -41,7 +43,7 @@ class Setup(_Message, frozen=True):
     """TCP port to try first; 0 for any."""
     any_port: bool
     """Whether another port may be used instead."""
-    max_frame_bytes: int
+    limits: LimitConfig
     tls: tuple[str, str, str] | None = None
     """Files of certificate, key and client CA ("" for none); TCP connections use TLS if set."""
 

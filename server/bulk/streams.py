@@ -31,9 +31,11 @@ from ...protos.v1 import transfer_pb2
 from ...protos.wire import socket_frames as frames
 from ...protos.wire.part_sequence import FRAME_BYTES, PartSequence
 from ..auth.tls import ServerContext, certificate_names
+from ..config.schema import LimitConfig
 from ..process.child_main import connect
 from ..refused import Refused
 from ..rpc.new_connections import NewConnections
+from ..rpc.request_bounds import RequestBounds
 from .broker_client import BrokerClient, Stream
 from .messages import Caller
 
@@ -62,15 +64,16 @@ class StreamServer:
         self,
         broker: BrokerClient,
         region: HostRegion,
-        max_frame_bytes: int,
+        limits: LimitConfig,
         handover: socket.socket,
         tls: ServerContext | None = None,
     ) -> None:
         """`handover`: TCP connections for calls go to the server, Unix ones for streams come."""
         self._broker = broker
         self._region = region
-        self._max_frame_bytes = max_frame_bytes
-        self._frame_bytes = min(max_frame_bytes, FRAME_BYTES)
+        self._bounds = RequestBounds(limits)
+        self._max_frame_bytes = limits.max_frame_bytes
+        self._frame_bytes = min(limits.max_frame_bytes, FRAME_BYTES)
         self._handover = handover
         self._tls = tls
         self._connections = threading.Semaphore(_MAX_CONNECTIONS)
@@ -250,7 +253,7 @@ class StreamServer:
         return True
 
     def _push(self, connection: Connection, stream: Stream, message: bytes) -> bool:
-        request = _parsed(transfer_pb2.PushRequest, message)
+        request = self._parsed(frames.PUSH, transfer_pb2.PushRequest, message)
         stream.begin(request.store_id)
         parts = PartSequence(stream.slots, stream.sizes)
         while (head := _read_data_head(connection, stream)) is not None:
@@ -270,7 +273,7 @@ class StreamServer:
         return bool(request.complete and stream.covers(parts.total_bytes))
 
     def _pull(self, connection: Connection, stream: Stream, message: bytes) -> bool:
-        request = _parsed(transfer_pb2.PullRequest, message)
+        request = self._parsed(frames.PULL, transfer_pb2.PullRequest, message)
         stream.begin(request.lease_id, request.items)
         parts = PartSequence(stream.slots, stream.sizes)
         for offset in range(0, parts.total_bytes, self._frame_bytes):
@@ -281,6 +284,13 @@ class StreamServer:
                 connection.send([frames.pack_data_head(offset, nbytes, checksum_on(connection, views)), *views])
             stream.moved(offset, nbytes)
         return bool(request.complete and parts.total_bytes)
+
+    def _parsed(self, method: bytes, kind: Any, message: bytes) -> Any:
+        self._bounds.check(method.decode(), message)
+        try:
+            return kind.FromString(message)
+        except DecodeError as error:
+            raise Refused("INVALID_ARGUMENT", f"the message cannot be parsed: {error}") from error
 
     def _views(self, parts: PartSequence, offset: int, nbytes: int) -> list[memoryview]:
         memory = self._region.memory
@@ -331,13 +341,6 @@ def _unimplemented(method: bytes) -> bytes:
     return frames.pack_error(status_pb2.Status(code=code, message=text))
 
 
-def _parsed(kind: Any, message: bytes) -> Any:
-    try:
-        return kind.FromString(message)
-    except DecodeError as error:
-        raise Refused("INVALID_ARGUMENT", f"the message cannot be parsed: {error}") from error
-
-
 def main(socket_fd: int, region_fd: int, handover_fd: int) -> None:
     """Serves until the server has ended. Does not return."""
     broker = BrokerClient(connect(socket_fd))
@@ -351,7 +354,7 @@ def main(socket_fd: int, region_fd: int, handover_fd: int) -> None:
     tls = (
         ServerContext(setup.tls[0], setup.tls[1], setup.tls[2] or None, frames.STREAMS_PROTOCOL) if setup.tls else None
     )
-    server = StreamServer(broker, region, setup.max_frame_bytes, socket.socket(fileno=handover_fd), tls)
+    server = StreamServer(broker, region, setup.limits, socket.socket(fileno=handover_fd), tls)
     broker.start(server.listen(setup.hosts, setup.port, other=setup.any_port))
     server.receive_connections()
 

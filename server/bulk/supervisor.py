@@ -37,7 +37,7 @@ class BulkProcess:
         """`take_calls` gets the connections for calls that the child has accepted."""
         self.received = broker.received
         self._region = region
-        self._frame_bytes = config.limits.max_frame_bytes
+        self._limits = config.limits
         self._settings = config.bulk
         self._hosts = tuple(each.host for each in config.endpoints if not each.is_unix and config.bulk.tcp)
         tls = config.tls
@@ -130,7 +130,7 @@ class BulkProcess:
             hosts=self._hosts,
             port=self._settings.tcp_port or self._port,
             any_port=not self._settings.tcp_port,
-            max_frame_bytes=self._frame_bytes,
+            limits=self._limits,
             tls=self._tls,
         )
 

@@ -30,8 +30,6 @@ __all__ = ["DeviceRegistry", "Registration", "export_of", "unavailable_reason"]
 _log = get_logger(__name__)
 
 _DEVICE_LIMIT = 1 << 63  # exclusive limit of addresses and sizes
-_MAX_NAME_LENGTH = 256
-_MAX_HANDLES = 4096
 _NVIDIA = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # Linux; Windows Subsystem for Linux
 _MAX_DEVICES = 64
 
@@ -216,10 +214,6 @@ class DeviceRegistry:
 def export_of(request: transfer_pb2.RegisterDeviceBuffersRequest) -> DeviceExport:
     """Validates and converts a registration. Raises DeviceError (BAD_EXPORT)."""
     origin = request.origin
-    if max(len(request.device_uuid), len(origin.boot_id)) > _MAX_NAME_LENGTH:
-        raise DeviceError(Cause.BAD_EXPORT, f"device UUID or boot id has more than {_MAX_NAME_LENGTH} characters")
-    if len(request.allocations) + len(request.event_handles) > _MAX_HANDLES:
-        raise DeviceError(Cause.BAD_EXPORT, f"there are more than {_MAX_HANDLES} allocations and events")
     if len({group.group_index for group in request.groups}) != len(request.groups):
         raise DeviceError(Cause.BAD_EXPORT, "a group is described twice")
     try:

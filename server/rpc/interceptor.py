@@ -18,6 +18,7 @@ from ..auth.audit_log import AuditLog
 from ..refused import Refused
 from ..telemetry.logs import get_logger
 from ..telemetry.tracing import Tracing
+from .request_bounds import RequestBounds
 
 __all__ = ["RefusalInterceptor"]
 
@@ -40,12 +41,18 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         *,
         authorize: Callable[[str, Any], None] | None = None,
         audit_log: AuditLog | None = None,
+        bounds: RequestBounds | None = None,
     ) -> None:
-        """`authorize(method, context)` runs before each call and can raise `Refused`."""
+        """`authorize(method, context)` runs before each call and can raise `Refused`.
+
+        `bounds` checks each single request before it is parsed. A handler of a stream of requests
+        checks them itself.
+        """
         self.observe = observe
         self.refused = refused
         self.tracing = tracing
         self.audit_log = audit_log
+        self.bounds = bounds
         self._authorize = authorize
 
     async def intercept_service(
@@ -66,6 +73,8 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
                     # The wrapper parses the request. If gRPC parsed it, a parsing error would be
                     # answered with UNKNOWN and without a reason.
                     parse = handler.request_deserializer
+                    if self.bounds is not None:
+                        parse = self.bounds.checking(method, parse)
                     if self.tracing is not None:
                         parse = self.tracing.recording_request_id(parse)
                     behavior, handler = _with_parser(behavior, parse), handler._replace(request_deserializer=None)

@@ -1,4 +1,7 @@
-"""Validation of request arguments, before the core is called."""
+"""Validation of request arguments, before the core is called.
+
+`request_bounds` has checked the sizes of all lists and texts before.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,6 @@ from ..refused import Refused
 
 __all__ = ["RequestValidator", "duration_seconds"]
 
-_MAX_REQUEST_ID_BYTES = 512
-
 _NamesKeys: TypeAlias = cache_pb2.BeginRequestRequest | cache_pb2.LookupRequest | cache_pb2.PrepareStoreRequest
 
 
@@ -34,11 +35,10 @@ class RequestValidator:
         self._handoff = handoff
 
     def keys(self, keys: Sequence[bytes], namespace: NamespaceSpec) -> Sequence[bytes]:
-        """Checks the number, lengths and groups of keys. An empty list is valid.
+        """Checks the lengths and groups of keys. An empty list is valid.
 
         Raises `InvalidKey` if the namespace does not have the group of a key.
         """
-        self._check_number(len(keys))
         keys = list(keys)  # each access to a protobuf field would create the bytes again
         if keys:
             self._check_lengths(set(map(len, keys)))
@@ -53,7 +53,9 @@ class RequestValidator:
         if request.keys:
             raise Refused("INVALID_ARGUMENT", "only one of keys and packed_keys may be given")
         self._check_lengths({key_bytes})
-        self._check_number(-(-len(packed) // key_bytes))
+        number = -(-len(packed) // key_bytes)
+        if number > self.limits.max_keys:
+            raise Refused("TOO_MANY_KEYS", f"{number} keys in one call; the limit is {self.limits.max_keys}")
         try:
             keys = unpack_keys(packed, key_bytes)
         except ValueError as error:
@@ -62,10 +64,6 @@ class RequestValidator:
             namespace.check(keys)
         return keys
 
-    def _check_number(self, keys: int) -> None:
-        if keys > self.limits.max_keys:
-            raise Refused("TOO_MANY_KEYS", f"{keys} keys in one call; the limit is {self.limits.max_keys}")
-
     def _check_lengths(self, lengths: Collection[int]) -> None:
         if min(lengths) <= GROUP_INDEX_BYTES or max(lengths) > self.limits.max_key_bytes:
             raise Refused(
@@ -73,16 +71,6 @@ class RequestValidator:
                 f"keys are {GROUP_INDEX_BYTES + 1} to {self.limits.max_key_bytes} bytes long; "
                 f"got {min(lengths)} to {max(lengths)}",
             )
-
-    def numbers(self, numbers: Sequence[int], name: str) -> Sequence[int]:
-        if len(numbers) > self.limits.max_keys:
-            raise Refused("INVALID_ARGUMENT", f"{len(numbers)} {name} in one call; the limit is {self.limits.max_keys}")
-        return numbers
-
-    def request_id(self, request_id: str) -> str:
-        if len(request_id) > _MAX_REQUEST_ID_BYTES:
-            raise Refused("INVALID_ARGUMENT", f"request_id is longer than {_MAX_REQUEST_ID_BYTES} characters")
-        return request_id
 
     def tiers(self, exclude: cache_pb2.TierFilter) -> TierFilter:
         try:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from ...protos.v1 import common_pb2, session_pb2
 from ...tiers.base import NamespaceId
-from ...tiers.errors import InvalidNamespace
 from ...tiers.types import TENANT_TAG_BYTES, EngineSession, NamespaceSpec
 from ..auth.rate_limits import RateLimiter, RateLimiters
 from ..auth.roles import CALLER, OWNER, Identity
@@ -22,7 +21,6 @@ from ..runtime import TierRuntime
 __all__ = ["OpenSession", "SessionRegistry", "namespace_spec"]
 
 PROTOCOL_VERSIONS = (1,)
-_MAX_NAME_LENGTH = 512
 _MAX_CONNECTIONS = 64
 """Maximum number of call connections that one session may have. Each carries one call at a time."""
 _MAX_MODELS = 1024
@@ -34,8 +32,6 @@ With this limit, the status of a thousand sessions is smaller than the largest g
 """
 _NAMESPACE_FORMAT = b"kvtier.namespace.2"
 _NAMESPACE_ID_BYTES = 16
-_MAX_NAMESPACE_BYTES = 64 << 10
-"""Maximum size of a namespace message. The server keeps parts of the message in memory."""
 
 
 @dataclass(slots=True, eq=False)
@@ -106,9 +102,6 @@ class SessionRegistry:
             raise Refused("LIMIT_EXCEEDED", f"{self.limit} sessions are open already")
         if not request.engine_id:
             raise Refused("INVALID_ARGUMENT", "engine_id is missing")
-        for name in ("engine_id", "client_name", "transport"):
-            if len(getattr(request, name)) > _MAX_NAME_LENGTH:
-                raise Refused("INVALID_ARGUMENT", f"{name} is longer than {_MAX_NAME_LENGTH} characters")
         rank = request.rank if request.HasField("rank") else None
         caller = CALLER.get()
         _apply_tenant(request.namespace, caller)
@@ -273,8 +266,6 @@ def namespace_spec(namespace: common_pb2.Namespace) -> NamespaceSpec:
     which can change between versions. Raises `InvalidNamespace` if the fields contradict each
     other.
     """
-    if namespace.ByteSize() > _MAX_NAMESPACE_BYTES:
-        raise InvalidNamespace(f"the namespace has {namespace.ByteSize()} bytes; the limit is {_MAX_NAMESPACE_BYTES}")
     fields: list[str] = [
         namespace.model,
         namespace.revision,

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import grpc
 from google.rpc import status_pb2
 
-from ...protos.error_reasons import status_within
+from ...protos.error_reasons import status_of, status_within
 from ...protos.wire.socket_frames import HEAD_BYTES, FrameKind, pack_answer, pack_error, unpack_call, unpack_head
 from ..auth.roles import OWNER, Identity
 from ..telemetry.logs import get_logger
@@ -29,6 +29,8 @@ _log = get_logger(__name__)
 _SERVICES = "kvtier.v1."
 _REQUEST_SECONDS = 30.0
 """Maximum time between the first and the last byte of a request."""
+_NAME_BYTES = 1 + 255
+"""Largest name of a method, with its length."""
 _SMALL_BYTES = 64 << 10
 """Largest request that the server receives without a reservation in its `MessageBudget`."""
 
@@ -90,6 +92,22 @@ class SocketCallServer:
 
     def add_generic_rpc_handlers(self, _: object) -> None:
         """Does nothing: `add_registered_method_handlers` gets the same methods."""
+
+    def size_refusal(self, start: bytearray, length: int) -> bytes | None:
+        """Returns the answer to a request of `length` bytes that is too large; None if it is not.
+
+        `start` begins with the name of the method. Calls without long lists have a small limit.
+        """
+        if length > self.max_message_bytes:
+            return _refusal(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"a message of more than {self.max_message_bytes} bytes"
+            )
+        if self._interceptor.bounds is None:
+            return None
+        most = self._interceptor.bounds.max_bytes(start[1 : 1 + start[0]].decode(errors="replace")) + _NAME_BYTES
+        if length <= most:
+            return None
+        return pack_error(status_of("INVALID_ARGUMENT", f"the request has {length} bytes; the limit is {most}"))
 
     async def serve(self, transport: asyncio.Transport, session_id: bytes, caller: Identity = OWNER) -> None:
         """Serves a connection of a session until it ends, then closes it."""
@@ -154,6 +172,8 @@ class _Connection(asyncio.Protocol):
         self._reserved = 0
         self._oversized = 0
         """Number of bytes of an oversized request that are still to be discarded."""
+        self._size_refusal = b""
+        """Answer to the oversized request."""
         self._task: asyncio.Task[None] | None = None
         """The running call, if it did not finish at once."""
         self._is_scheduled = False
@@ -209,11 +229,11 @@ class _Connection(asyncio.Protocol):
             self.close()
             return
         end = HEAD_BYTES + length
-        if length > self._calls.max_message_bytes:
-            self._oversized = end
-            self._next()
-        elif length > max(_SMALL_BYTES, self._reserved) and not self._reserve(length):
-            self._set_deadline(waiting=True)
+        if length > max(_SMALL_BYTES, self._reserved) and not self._admit(length):
+            if self._oversized:
+                self._next()
+            else:
+                self._set_deadline(waiting=True)
         elif len(self._received) >= end:
             body = bytes(memoryview(self._received)[HEAD_BYTES:end])
             del self._received[:end]
@@ -225,6 +245,17 @@ class _Connection(asyncio.Protocol):
                 asyncio.get_running_loop().call_soon(self.resume)
         else:
             self._set_deadline(waiting=True)
+
+    def _admit(self, length: int) -> bool:
+        """Returns whether a large request may be received: it is not too large and has memory."""
+        start = self._received[HEAD_BYTES : HEAD_BYTES + _NAME_BYTES]
+        if length <= self._calls.max_message_bytes and not (start and len(start) > start[0]):
+            return False  # the name of the method is incomplete
+        refusal = self._calls.size_refusal(start, length)
+        if refusal is not None:
+            self._size_refusal, self._oversized = refusal, HEAD_BYTES + length
+            return False
+        return self._reserve(length)
 
     @property
     def _buffer_is_full(self) -> bool:
@@ -264,8 +295,7 @@ class _Connection(asyncio.Protocol):
         del self._received[:dropped]
         self._oversized -= dropped
         if not self._oversized:
-            most = self._calls.max_message_bytes
-            self._transport.write(_refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, f"a message of more than {most} bytes"))
+            self._transport.write(self._size_refusal)
 
     async def _answer(self, body: bytes) -> None:
         try:

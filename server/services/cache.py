@@ -62,7 +62,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         if not request.request_id:
             raise Refused("INVALID_ARGUMENT", "request_id is missing")
         info = RequestInfo(
-            request_id=self._validator.request_id(request.request_id),
+            request_id=request.request_id,
             namespace=session.namespace.id,
             prompt_tokens=request.prompt_tokens,
             tenant=session.tenant,
@@ -93,9 +93,8 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     ) -> cache_pb2.PrepareLoadResponse:
         session = self._sessions.get(request.session)
         lease = self._core.lease(session, LeaseId(request.lease_id))
-        items = self._validator.numbers(request.items, "items")
         # Without shared memory, `Pull` counts the bytes.
-        slots, sizes = lease.read(items, session.own_rank(), counted=bool(session.writers))
+        slots, sizes = lease.read(request.items, session.own_rank(), counted=bool(session.writers))
         return cache_pb2.PrepareLoadResponse(slot_offsets=pack_offsets(slots), part_sizes_bytes=pack_offsets(sizes))
 
     async def CompleteLoad(
@@ -113,7 +112,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self, request: cache_pb2.ReleaseLeaseRequest, context: grpc.aio.ServicerContext
     ) -> cache_pb2.ReleaseLeaseResponse:
         session = self._sessions.get(request.session, is_release=True)
-        for lease_id in self._validator.numbers(request.lease_ids, "lease_ids"):
+        for lease_id in request.lease_ids:
             try:
                 self._core.release(session, LeaseId(lease_id))
             except LeaseNotFound:
@@ -126,7 +125,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         session = self._sessions.get(request.session)
         expires_at = self._runtime.now() + self._validator.lease(request.lease_duration)
         missing = []
-        for lease_id in self._validator.numbers(request.lease_ids, "lease_ids"):
+        for lease_id in request.lease_ids:
             try:
                 self._core.renew(session, LeaseId(lease_id), expires_at)
             except LeaseNotFound:
@@ -144,7 +143,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         answer = self._core.prepare_store(
             session,
             keys,
-            request_id=self._validator.request_id(request.request_id),
+            request_id=request.request_id,
             expires_at=self._runtime.now() + self._validator.leases.default,
             retain_until=self._retain_until(session, request.request_id, retain_for),
         )
@@ -163,7 +162,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         store_id = StoreId(request.store_id)
         await self._end_streams(session, store_id)
         try:
-            failed = self._validator.numbers(request.failed_items, "failed_items")
+            failed: Sequence[int] = request.failed_items
             if request.abort:
                 failed = range(len(self._core.store(session, store_id).blocks))
             self._core.complete_store(session, store_id, failed)
@@ -206,7 +205,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         deadline = self._runtime.now() + self._validator.wait(request.wait)
         if not request.request_id:
             raise Refused("INVALID_ARGUMENT", "request_id is missing")
-        finished = self._core.finish_request(session, self._validator.request_id(request.request_id))
+        finished = self._core.finish_request(session, request.request_id)
         self._runtime.run_commands()
         while not finished.settled and (remaining := deadline - self._runtime.now()) > 0:
             await self._runtime.wait_for_change(remaining)
@@ -234,7 +233,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         return _LookupOptions(
             keys=self._validator.keys_of(request, session.namespace),
             prefix=request.mode != cache_pb2.LOOKUP_MODE_EACH,
-            request_id=self._validator.request_id(request.request_id),
+            request_id=request.request_id,
             tiers=tiers,
             min_hits=request.min_hits,
             lease_seconds=self._validator.lease(request.lease_duration),

@@ -73,7 +73,7 @@ class DeviceCopyCalls:
         self._sessions.set_transport(session, "cuda_ipc")
         store_id = StoreId(request.store_id)
         store = self._core.renew_store(session, store_id, self._runtime.now() + self._validator.leases.default)
-        items = _distinct(self._validator.numbers(request.items, "items"), "item") or range(len(store.blocks))
+        items = _distinct(request.items, "item") or range(len(store.blocks))
         if max(items, default=0) >= len(store.blocks):
             raise Refused(
                 "INVALID_ARGUMENT",
@@ -99,7 +99,7 @@ class DeviceCopyCalls:
         registration = self._devices.get(session, request.buffers_id)
         self._sessions.set_transport(session, "cuda_ipc")
         lease = self._core.lease(session, LeaseId(request.lease_id))
-        items = _distinct(self._validator.numbers(request.items, "items"), "item")
+        items = _distinct(request.items, "item")
         slots, _ = lease.read(items, session.own_rank())
         blocks = [block for item in items if (block := lease.items[item]) is not None]
         plan = self._plan(registration, request, blocks, slots, out=False)

@@ -33,7 +33,7 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
     ) -> handoff_pb2.PublishHoldResponse:
         self._sessions.refuse_if_draining()
         session = self._sessions.get(request.session)
-        request_id = self._required(request.request_id, "request_id")
+        request_id = _required(request.request_id, "request_id")
         self._runtime.get_finished_jobs()
         held = self._handoffs.publish(
             session,
@@ -56,8 +56,7 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         self, request: handoff_pb2.ClaimHoldRequest, context: grpc.aio.ServicerContext
     ) -> handoff_pb2.ClaimHoldResponse:
         session = self._sessions.get(request.session)
-        name, request_id = self._name(session, request.hold), self._validator.request_id(request.request_id)
-        first_positions = self._validator.numbers(request.first_positions, "first_positions")
+        name, request_id = self._name(session, request.hold), request.request_id
         lease_seconds = self._validator.lease(request.lease_duration)
         with contextlib.suppress(HoldExpired):  # `claim` below raises it too, and records the miss
             await self._wait_ready(session, name, self._validator.wait(request.wait))
@@ -65,7 +64,7 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         claim = self._handoffs.claim(
             session,
             name,
-            first_positions=first_positions,
+            first_positions=request.first_positions,
             request_id=request_id,
             expires_at=now + lease_seconds,
             now=now,
@@ -116,17 +115,17 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         return duration_of(hold.expires_at - self._runtime.now())
 
     def _name(self, session: EngineSession, hold: handoff_pb2.HoldRef) -> HoldName:
-        engine_id = self._required(hold.engine_id, "hold.engine_id")
-        return (session.namespace.id, engine_id, self._required(hold.request_id, "hold.request_id"))
+        engine_id = _required(hold.engine_id, "hold.engine_id")
+        return (session.namespace.id, engine_id, _required(hold.request_id, "hold.request_id"))
 
     def _names(self, session: EngineSession, holds: Sequence[handoff_pb2.HoldRef]) -> list[HoldName]:
-        self._validator.numbers(range(len(holds)), "holds")
         return [self._name(session, hold) for hold in holds]
 
-    def _required(self, text: str, field: str) -> str:
-        if not text:
-            raise Refused("INVALID_ARGUMENT", f"{field} is missing")
-        return self._validator.request_id(text)
+
+def _required(text: str, field: str) -> str:
+    if not text:
+        raise Refused("INVALID_ARGUMENT", f"{field} is missing")
+    return text
 
 
 def _direction(direction: int) -> HandoffDirection:

@@ -22,6 +22,7 @@ from ...tiers.types import EngineSession, LeaseId, StoreId
 from ..bulk.supervisor import BulkProcess
 from ..refused import Refused
 from ..rpc.attach import SUFFIX
+from ..rpc.request_bounds import RequestBounds
 from ..rpc.request_checks import RequestValidator
 from ..rpc.sessions import SessionRegistry
 from ..rpc.socket_calls import SocketCallServer
@@ -39,6 +40,7 @@ class TransferService:
         validator: RequestValidator,
         metrics: Metrics,
         bulk: BulkProcess,
+        bounds: RequestBounds,
     ) -> None:
         self._runtime = runtime
         self._core = runtime.core
@@ -46,6 +48,7 @@ class TransferService:
         self._sessions = sessions
         self._validator = validator
         self._bulk = bulk
+        self._bounds = bounds
         self._received = bulk.received
         self._pushed = metrics.transfer("grpc", "in")
         self._pulled = metrics.transfer("grpc", "out")
@@ -82,6 +85,7 @@ class TransferService:
         received = 0
         limiter = None
         async for message in frames:
+            self._bounds.check("TransferService/Push", message)
             try:
                 frame = transfer_pb2.PushRequest.FromString(message)
             except DecodeError as error:
@@ -126,8 +130,7 @@ class TransferService:
         session = self._sessions.get(request.session)
         lease_id = LeaseId(request.lease_id)
         lease = self._core.lease(session, lease_id)
-        items = self._validator.numbers(request.items, "items")
-        parts = PartSequence(*lease.read(items, session.own_rank()))
+        parts = PartSequence(*lease.read(request.items, session.own_rank()))
         offset = 0
         limiter = self._sessions.limiter(session)
         if limiter is not None:

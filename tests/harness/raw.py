@@ -171,9 +171,12 @@ class RawSocket:
         assert code, "the answer has no error"
         return frames.STATUS_OF_CODE[code].name, reason_within(status_pb2.Status.FromString(message))
 
+    def send_call(self, name: str, message: Message) -> None:
+        self.send(frames.pack_call(name.encode(), message.SerializeToString()))
+
     def call(self, name: str, message: Message) -> tuple[int, bytes]:
         """Makes a call; returns status code and message of the answer."""
-        self.send(frames.pack_call(name.encode(), message.SerializeToString()))
+        self.send_call(name, message)
         return self.answer()
 
     def is_ended(self) -> bool:

@@ -59,7 +59,7 @@ from kvtier.server.bulk.broker_client import BrokerClient
 from kvtier.server.bulk.messages import Caller, Committed, Greeting, decode_from_child
 from kvtier.server.bulk.streams import StreamServer
 from kvtier.server.bulk.supervisor import BulkProcess
-from kvtier.server.config.schema import BulkConfig
+from kvtier.server.config.schema import BulkConfig, LimitConfig
 
 PART = 1 * MIB
 NAMESPACE = namespace_of(PART)
@@ -448,7 +448,9 @@ def address(monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:
     broker = broker_client_of()
     threading.Thread(target=broker._watch, daemon=True).start()
     unused: Any = None
-    return "127.0.0.1", StreamServer(broker, unused, PART, unused).listen(("127.0.0.1",), 0)
+    return "127.0.0.1", StreamServer(broker, unused, LimitConfig(max_frame_bytes=PART), unused).listen(
+        ("127.0.0.1",), 0
+    )
 
 
 def test_idle_connections_make_room(address: tuple[str, int]) -> None:

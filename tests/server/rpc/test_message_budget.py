@@ -13,11 +13,11 @@ from harness.raw import RawSession, RawSocket
 from harness.server_process import MIB, ServerProcess
 
 from kvtier.protos.v1 import cache_pb2
-from kvtier.protos.wire.socket_frames import FrameKind, Purpose, pack_hello
+from kvtier.protos.wire.socket_frames import HEAD_BYTES, FrameKind, Purpose, pack_call, pack_hello
 
 NAMESPACE = namespace_of(64 << 10)
-LIMIT = 16 * MIB
-"""`limits.max_message_bytes` by default."""
+LIMIT = 8 * MIB
+"""A lookup may be as large by default. Four of them use the share of a session."""
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +41,10 @@ def calls_of(session: RawSession) -> RawSocket:
 
 
 def begin_large_call(connection: RawSocket) -> None:
-    """Announces a request of 16 MiB, and sends what the socket accepts at once, except the end."""
+    """Announces a request of 8 MiB, and sends what the socket accepts at once, except the end."""
     connection.socket.setblocking(False)
-    rest = memoryview(struct.pack("<IB", LIMIT, FrameKind.CALL) + bytes(LIMIT - 1))
+    start = pack_call(b"CacheService/Lookup", b"")[HEAD_BYTES:]
+    rest = memoryview(struct.pack("<IB", LIMIT, FrameKind.CALL) + start + bytes(LIMIT - len(start) - 1))
     idle_since = time.monotonic()
     while rest and time.monotonic() < idle_since + 0.05:
         with contextlib.suppress(BlockingIOError):
@@ -58,7 +59,7 @@ def large_lookup(session: RawSession) -> cache_pb2.LookupRequest:
 
 
 def test_unfinished_requests_hold_little_memory(server: ServerProcess, session: RawSession) -> None:
-    """60 connections announce 16 MiB each. Without a bound the server would hold 960 MiB."""
+    """60 connections announce 8 MiB each. Without a bound the server would hold 480 MiB."""
     before = server.own_bytes()
     with contextlib.ExitStack() as opened:
         connections = [opened.enter_context(calls_of(session)) for _ in range(60)]
@@ -72,7 +73,7 @@ def test_unfinished_requests_hold_little_memory(server: ServerProcess, session: 
 def test_a_waiting_request_is_received_when_another_ends(session: RawSession) -> None:
     """A session can send large requests again after those that used its share have ended."""
     with contextlib.ExitStack() as opened:
-        blockers = [opened.enter_context(calls_of(session)) for _ in range(3)]
+        blockers = [opened.enter_context(calls_of(session)) for _ in range(4)]
         for blocker in blockers:
             begin_large_call(blocker)
         with calls_of(session) as waiting:
