@@ -7,7 +7,6 @@ import gc
 import os
 import tempfile
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import IO, Any
 
 import pytest
 from harness.long_timeouts import long_timeouts
+from harness.polling import polls
 from hypothesis import settings
 
 from kvtier.cuda.host import copy
@@ -101,12 +101,9 @@ def no_leaks() -> Iterator[None]:
     watched: dict[str, Callable[[], Counter[str]]] = {"threads": _threads, "file descriptors": _descriptors}
     before = {what: count() for what, count in watched.items()}
     yield
-    deadline = time.monotonic() + SETTLE_SECONDS
-    while True:
+    for _ in polls(SETTLE_SECONDS):
         left = {what: sorted((count() - before[what]).elements()) for what, count in watched.items()}
         if not any(left.values()):
             return
-        if time.monotonic() > deadline:
-            pytest.fail(f"left behind: {left}")
         gc.collect()  # only now, because it takes a quarter of a second if torch is loaded
-        time.sleep(0.02)
+    pytest.fail(f"left behind: {left}")

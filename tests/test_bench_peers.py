@@ -6,10 +6,10 @@ import io
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from harness.polling import wait_until
 from rich.console import Console
 
 from bench.peers import packages
@@ -118,10 +118,7 @@ def test_nothing_is_left_running(tmp_path: Path) -> None:
     servers: list[int] = []
     with pytest.raises(KeyboardInterrupt):
         _start_and_fail(tmp_path, servers)
-    deadline = time.monotonic() + 60
-    while _runs(servers[0]):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not _runs(servers[0]))
 
 
 def test_packages_are_counted_with_what_they_require() -> None:

@@ -6,10 +6,10 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from harness.polling import wait_until
 
 TESTS = Path(__file__).resolve().parent
 
@@ -58,15 +58,9 @@ def test_a_short_run(tmp_path: Path) -> None:
 def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:
     run = subprocess.Popen(command(tmp_path), env=environment(), stdout=subprocess.DEVNULL)
     try:
-        wait_for(lambda: len(processes_of(tmp_path)) >= 10, "itself, a server and eight clients")
+        # Itself, a server and eight clients.
+        wait_until(lambda: len(processes_of(tmp_path)) >= 10)
     finally:
         run.kill()
         run.wait()
-    wait_for(lambda: not processes_of(tmp_path), "the end of all of them")
-
-
-def wait_for(what: object, name: str) -> None:
-    deadline = time.monotonic() + 60
-    while not what():  # type: ignore[operator]
-        assert time.monotonic() < deadline, f"still waiting for {name}"
-        time.sleep(0.1)
+    wait_until(lambda: not processes_of(tmp_path))

@@ -3,11 +3,13 @@
 import asyncio
 import threading
 import time
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from harness.payloads import assert_serves, filled, key_of, namespace_of, payload
+from harness.polling import async_wait_until, wait_until
 from harness.server_process import MIB, ServerProcess
 
 from kvtier.client import AsyncClient, Client, KVTierError, NotConnected, SessionLost, Timeouts
@@ -39,7 +41,7 @@ async def test_a_store_cancelled_during_its_copy_is_aborted(tmp_path: Path, monk
             store = asyncio.create_task(client.store(keys, [payload(key, MIB) for key in keys]))
             await asyncio.to_thread(copying.wait, 60)
             store.cancel()
-            await asyncio.sleep(0.05)
+            await asyncio.wait([store], timeout=0.05)
             assert not store.done(), "the copy has not ended yet"
             go_on.set()
             with pytest.raises(asyncio.CancelledError):
@@ -63,10 +65,8 @@ def test_a_completion_without_an_answer_keeps_no_slots(tmp_path: Path) -> None:
         with pytest.raises(KVTierError):
             _write_to_the_end_of_a_server(client, server, keys)
         server.resume()
-        deadline = time.monotonic() + 60
-        while not client.connected or server.status().quarantined_bytes or server.status().stores:
-            assert time.monotonic() < deadline, server.status()
-            time.sleep(0.05)
+        wait_until(lambda: client.connected)
+        server.wait_for(lambda status: not (status.quarantined_bytes or status.stores))
         with Client(server.endpoint, namespace=NAMESPACE) as other:
             other.store(keys, [payload(key, MIB) for key in keys])
             assert_serves(other, keys)
@@ -152,7 +152,8 @@ async def test_calls_in_progress_of_a_closed_client(tmp_path: Path) -> None:
             keys = [key_of(1)]
             calls = [client.status(), client.lookup(keys), client.store(keys, [payload(keys[0], MIB)])]
             tasks = [asyncio.ensure_future(call) for call in calls]
-            await asyncio.sleep(0.1)
+            done, _ = await asyncio.wait(tasks, timeout=0.1)
+            assert not done, "the server is stopped"
             await client.close()
             errors = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
             server.resume()
@@ -173,7 +174,7 @@ def test_calls_in_progress_of_a_closed_synchronous_client(tmp_path: Path) -> Non
                 threads.submit(client.lookup, keys),
                 threads.submit(client.store, keys, [payload(keys[0], MIB)]),
             ]
-            time.sleep(0.1)
+            assert not futures.wait(calls, 0.1).done, "the server is stopped"
             client.close()
             errors = [call.exception(60) for call in calls]
             server.resume()
@@ -189,7 +190,7 @@ async def test_a_close_that_is_cancelled_closes(tmp_path: Path) -> None:
         for client in clients:
             await client.wait_until_connected(60)
             closing = asyncio.ensure_future(client.close())
-            await asyncio.sleep(0)
+            await asyncio.wait([closing], timeout=0)
             closing.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await closing
@@ -210,7 +211,4 @@ async def test_cancelled_loads_leak_nothing(tmp_path: Path) -> None:
                 await asyncio.wait([load], timeout=number % 30 / 1000)
                 load.cancel()
                 await asyncio.wait([load])
-            deadline = time.monotonic() + 60
-            while left := asyncio.all_tasks() - {asyncio.current_task()}:
-                assert time.monotonic() < deadline, left
-                await asyncio.sleep(0.05)
+            await async_wait_until(lambda: asyncio.all_tasks() == {asyncio.current_task()})

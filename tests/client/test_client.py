@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -48,9 +47,7 @@ class _OnRealServer(CacheClientContract):
         for client in clients:
             client.close()
         # The server notices the end a moment after the client.
-        deadline = time.monotonic() + 60
-        while (status := server.status()).sessions and time.monotonic() < deadline:
-            time.sleep(0.01)
+        status = server.wait_for(lambda status: not status.sessions)
         assert (status.leases, status.stores, status.holds, len(status.sessions)) == (0, 0, 0, 0)
 
 

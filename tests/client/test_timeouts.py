@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from harness.long_timeouts import DEFAULTS
 from harness.payloads import namespace_of
+from harness.polling import wait_until
 from harness.server_process import ServerProcess
 
 from kvtier.client import Client, Timeouts
@@ -74,10 +75,10 @@ def test_a_client_is_closed_while_it_connects(tmp_path: Path) -> None:
         silent.bind(str(tmp_path / "s"))
         silent.listen()
         client = Client(f"unix:{tmp_path / 's'}", namespace=NAMESPACE, timeouts=Timeouts(connect=600, call=600))
-        time.sleep(0.3)
-        began = time.monotonic()
-        client.close()
-        assert time.monotonic() - began < 60
+        with silent.accept()[0]:
+            began = time.monotonic()
+            client.close()
+            assert time.monotonic() - began < 60
 
 
 @pytest.mark.slow
@@ -91,9 +92,6 @@ def test_silence_is_noticed(tmp_path: Path, transport: str) -> None:
     ):
         client.wait_until_connected()
         server.suspend()
-        deadline = time.monotonic() + 30
-        while client.connected:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: not client.connected, 30)
         server.resume()
         client.wait_until_connected()

@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import subprocess
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from harness.polling import polls
 
 __all__ = ["Prometheus", "program", "running"]
 
@@ -95,11 +95,9 @@ def running(directory: Path, targets: Mapping[str, int], rules: Sequence[Path]) 
 
 
 def _wait_ready(prometheus: Prometheus, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + READY_SECONDS
-    while True:
+    for _ in polls(READY_SECONDS, 0.1):
         assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
         with contextlib.suppress(OSError):
             prometheus.get("/-/ready")
             return
-        time.sleep(0.1)
+    raise AssertionError(log.read_text())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import subprocess
-import time
 import urllib.error
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from expressions import (
     variables,
     without_comparisons,
 )
+from harness.polling import polls
 from load import busy_server
 from prometheus import Prometheus, program, running
 
@@ -67,9 +67,10 @@ def always_firing(directory: Path) -> Path:
 def unanswered(prometheus: Prometheus, expressions: Sequence[Expression]) -> dict[str, str]:
     """Returns the expressions without a finite value in time. An invalid one returns at once."""
     left = {expression.where: expression for expression in expressions}
-    deadline = time.monotonic() + TIMEOUT_SECONDS
     wrong: dict[str, str] = {}
-    while left and time.monotonic() < deadline:
+    for _ in polls(TIMEOUT_SECONDS, 0.5):
+        if not left:
+            break
         for where, expression in list(left.items()):
             try:
                 figures = prometheus.ask(expression.text)
@@ -80,7 +81,6 @@ def unanswered(prometheus: Prometheus, expressions: Sequence[Expression]) -> dic
                 wrong.pop(where, None)
             else:
                 wrong[where] = f"{expression.text}: {'not a number' if figures else 'nothing'}"
-        time.sleep(0.5)
     return wrong
 
 
@@ -116,16 +116,16 @@ def test_every_alert_compares_an_existing_value(prometheus: Prometheus) -> None:
 def test_rules_evaluate_and_alert_texts_are_filled_in(prometheus: Prometheus) -> None:
     """All rules are healthy, and the summary of each firing alert names its server."""
     wanted = {f"Armed{name}" for name in alerts()}
-    deadline = time.monotonic() + TIMEOUT_SECONDS
     fired: dict[str, list[dict[str, Any]]] = {}
-    while fired.keys() != wanted and time.monotonic() < deadline:
-        time.sleep(0.5)
+    for _ in polls(TIMEOUT_SECONDS, 0.5):
         firing = [alert for alert in prometheus.get("/api/v1/alerts")["alerts"] if alert["state"] == "firing"]
         fired = {}
         for alert in firing:
             name = alert["labels"]["alertname"]
             if name.startswith("Armed"):
                 fired.setdefault(name, []).append(alert)
+        if fired.keys() == wanted:
+            break
     assert fired.keys() == wanted
     for name, firing in fired.items():
         for alert in firing:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from harness.namespace import OwnNamespace, unavailable_reason
+from harness.polling import wait_until
 
 from kvtier import __version__
 from kvtier.server.config.loader import load
@@ -268,10 +268,8 @@ def _container(pod: dict[str, Any], container: dict[str, Any]) -> list[str]:
 def _wait_probe(node: OwnNamespace, container: dict[str, Any], log: Path) -> None:
     probe = container["startupProbe"]["httpGet"]
     [port] = [port["containerPort"] for port in container["ports"] if port["name"] == probe["port"]]
-    deadline = time.monotonic() + 30
-    while node.run("curl", "-sf", f"http://127.0.0.1:{port}{probe['path']}").stdout.strip() != "ok":
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.1)
+    url = f"http://127.0.0.1:{port}{probe['path']}"
+    wait_until(lambda: node.run("curl", "-sf", url).stdout.strip() == "ok", otherwise=log.read_text, interval=0.1)
 
 
 def _validate(directory: Path, documents: list[dict[str, Any]], version: str) -> None:

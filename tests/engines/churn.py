@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_run import describe
+from harness.polling import polls
 from live_engine import LiveEngine
 from scenario import TOLERANCE
 
@@ -137,13 +138,11 @@ def _held(live: LiveEngine) -> dict[str, int]:
     What is not pinned can be emptied.
     """
     client = live.side._server._client
-    deadline = time.monotonic() + SETTLE_SECONDS
-    while True:
+    for _ in polls(SETTLE_SECONDS):
         status = client.status()
         held = {"leases": status.leases, "stores": status.stores, "quarantined_bytes": status.quarantined_bytes}
-        if not any(held.values()) or time.monotonic() > deadline:
+        if not any(held.values()):
             break
-        time.sleep(0.05)
     held["not emptied"] = client.reset(wait=RESET_SECONDS)
     return {**held, "blocks": client.status().tiers[0].blocks}
 

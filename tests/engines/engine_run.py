@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from harness.polling import wait_until
+
 RESET_SECONDS = 240.0
 STEP_SECONDS = 300.0
 
@@ -69,10 +71,9 @@ def _step(llm: Any, step: dict[str, Any]) -> dict[str, Any]:
 
 def _reset(llm: Any, how: dict[str, Any]) -> dict[str, Any]:
     """Empties the engine's prefix cache, which it refuses while blocks are being saved."""
-    deadline = time.monotonic() + RESET_SECONDS
-    while not llm.reset_prefix_cache(**how):
-        assert time.monotonic() < deadline, "the engine does not release its blocks"
-        time.sleep(0.05)
+    wait_until(
+        lambda: llm.reset_prefix_cache(**how), RESET_SECONDS, otherwise="the engine keeps its blocks", interval=0.05
+    )
     return {}
 
 

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from harness.polling import wait_until
+
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 __all__ = ["LiveEngine"]
@@ -89,23 +91,28 @@ class LiveEngine:
     def meet(self, epoch: int, seconds: float = 120.0) -> None:
         """Waits until the connector's sessions are with this server and circuits are closed."""
         remote, worker, walk = self.side._server, self._worker(), self.side._core._lookahead
-        deadline = time.monotonic() + seconds
-        while (
-            any(client.epoch != epoch for client in (remote._client, worker._client))
-            or time.monotonic() < max(remote._circuit_open_until, worker._saves_paused_until)
-            or (walk is not None and not walk._backoff.is_over(time.monotonic()))
-        ):
-            assert time.monotonic() < deadline, "the connector does not find the server"
-            time.sleep(0.02)
+
+        def has_met() -> bool:
+            now = time.monotonic()
+            return (
+                remote._client.epoch == worker._client.epoch == epoch
+                and now >= max(remote._circuit_open_until, worker._saves_paused_until)
+                and (walk is None or walk._backoff.is_over(now))
+            )
+
+        wait_until(has_met, seconds, otherwise="the connector does not find the server")
 
     def hear(self) -> None:
         """Waits until every lookup that has begun is answered."""
         from kvtier.client.engines.vllm.scheduler.prefix_lookups import LookupState
 
-        deadline = time.monotonic() + IDLE_SECONDS
-        while any(lookup.state is LookupState.PENDING for lookup in self.side._server._lookups.values()):
-            assert time.monotonic() < deadline, "a lookup never ends"
-            time.sleep(0.002)
+        lookups = self.side._server._lookups
+        wait_until(
+            lambda: all(lookup.state is not LookupState.PENDING for lookup in lookups.values()),
+            IDLE_SECONDS,
+            otherwise="a lookup never ends",
+            interval=0.002,
+        )
 
     def counters(self) -> dict[str, float]:
         """Returns vLLM's own counters, each summed over its labels."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_run import describe
+from harness.polling import polls
 from live_engine import LiveEngine
 
 SETTLE_SECONDS = 120.0
@@ -119,13 +120,12 @@ def _meet(live: LiveEngine, status: list[str]) -> None:
 def _settle(live: LiveEngine, command: list[str]) -> dict[str, Any]:
     """Returns what the server and the engine still hold after they had time to release it."""
     live.rest()
-    deadline = time.monotonic() + SETTLE_SECONDS
-    while True:
+    for _ in polls(SETTLE_SECONDS, 0.1):
         status = json.loads(_run(command))
         held = {name: int(status[name]) for name in ("leases", "stores", "quarantined_bytes")}
-        if not any(held.values()) or time.monotonic() > deadline:
-            return {"server": held, "engine": live.leftovers()}
-        time.sleep(0.1)
+        if not any(held.values()):
+            break
+    return {"server": held, "engine": live.leftovers()}
 
 
 def _run(command: list[str]) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import random
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from harness.polling import polls
 from server_process import ServerProcess
 from tiny_models import VOCABULARY
 
@@ -61,8 +61,7 @@ def wait_until_durable(server: ServerProcess, seconds: float = 120) -> dict[str,
     are not waited for: what counts then is that nothing is being stored or waits for the lower
     tier, and that it took all.
     """
-    deadline = time.monotonic() + seconds
-    while True:
+    for _ in polls(seconds, 0.1):
         status = server.status()
         tiers = {tier["name"]: tier for tier in status["tiers"]}
         blocks = {name: tier["blocks"] for name, tier in tiers.items()}
@@ -70,5 +69,4 @@ def wait_until_durable(server: ServerProcess, seconds: float = 120) -> dict[str,
         at_rest = not (status["stores"] or any(tiers["lmdb"][figure] for figure in unfinished))
         if blocks["lmdb"] and (blocks["lmdb"] >= blocks["cpu"] > 0 or at_rest):
             return blocks
-        assert time.monotonic() < deadline, blocks
-        time.sleep(0.1)
+    raise AssertionError(blocks)

@@ -8,20 +8,18 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from harness.polling import polls, wait_until
+from harness.signals import stop
 
 __all__ = ["ServerProcess"]
 
 _KVTIER = Path(sys.executable).with_name("kvtier")
 _LONG_TIMEOUTS = {"KVTIER_SESSIONS_HEARTBEAT_INTERVAL": "10s"}
 START_SECONDS = 120
-
-
-def _is_stopped(task: Path) -> bool:
-    return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 class ServerProcess:
@@ -57,31 +55,27 @@ class ServerProcess:
                 start_new_session=True,
             )
         (self.folder / "pid").write_text(str(self._child.pid))
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
+        for _ in polls(START_SECONDS, 0.1):
             with contextlib.suppress(subprocess.CalledProcessError):
                 self._ask("status", seconds=2)
                 return
-            time.sleep(0.1)
         raise TimeoutError((self.folder / "server.log").read_text()[-2000:])
 
     def signal(self, number: int) -> None:
         """Sends it a signal."""
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             pid = int((self.folder / "pid").read_text())
-            os.kill(pid, number)
-            # its threads run on until one of them has taken the signal
             if number == signal.SIGSTOP:
-                while not all(_is_stopped(task) for task in Path(f"/proc/{pid}/task").iterdir()):
-                    time.sleep(0.001)
+                stop(pid)
+            else:
+                os.kill(pid, number)
 
     def kill(self) -> None:
         """Kills it with SIGKILL and waits until it is gone, so that the socket is free."""
         self.signal(signal.SIGKILL)
         with contextlib.suppress(FileNotFoundError):
             process = Path("/proc", (self.folder / "pid").read_text(), "stat")
-            while process.read_text().rpartition(")")[2].split()[0] not in "ZX":
-                time.sleep(0.01)
+            wait_until(lambda: process.read_text().rpartition(")")[2].split()[0] in "ZX")
         (self.folder / "pid").unlink(missing_ok=True)
         self._reap()
 
@@ -136,12 +130,14 @@ if __name__ == "__main__":
             finally:
                 os.kill(int(sys.argv[3]), signal.SIGCONT)
         case "await-holds":  # this many of a direction, published since it started
-            while {row["direction"]: row["published"] for row in server.handoffs()["totals"]}[sys.argv[3]] < int(
-                sys.argv[4]
-            ):
-                time.sleep(0.1)
+            direction, count = sys.argv[3], int(sys.argv[4])
+            wait_until(
+                lambda: any(
+                    row["direction"] == direction and row["published"] >= count for row in server.handoffs()["totals"]
+                ),
+                START_SECONDS,
+            )
         case "await-session":
-            while not server.status()["sessions"]:
-                time.sleep(0.1)
+            wait_until(lambda: server.status()["sessions"], START_SECONDS)
         case "status":
             print(json.dumps(server.status()))

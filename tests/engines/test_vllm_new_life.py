@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from connector_fakes import FakeClient, make_request, make_step, scheduler_side, wait_for
+from connector_fakes import FakeClient, make_request, make_step, scheduler_side
+from harness.polling import wait_until
 
 from kvtier.client.engines.vllm.scheduler.scheduler import SchedulerSide
 from kvtier.client.engines.vllm.worker.reports import WorkerReport
@@ -36,11 +37,11 @@ def test_a_waiting_request_is_looked_up_in_the_new_server() -> None:
         client.keys = {key for job in _offered(side) for key in job.keys}
         request = make_request(4, "later")
         side.new_request(request)
-        wait_for(lambda: side.matched_tokens(request, 0)[0] == 16)
+        wait_until(lambda: side.matched_tokens(request, 0)[0] == 16)
         client.epoch, client.keys = 2, set()
         assert side.matched_tokens(request, 0) == (None, False)
-        wait_for(lambda: side.matched_tokens(request, 0) == (0, False))
-        wait_for(lambda: len(client.released) > 0)
+        wait_until(lambda: side.matched_tokens(request, 0) == (0, False))
+        wait_until(lambda: len(client.released) > 0)
 
 
 def _offered(side: SchedulerSide) -> list[SaveJob]:

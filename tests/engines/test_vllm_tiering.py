@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from connector_fakes import wait_for
 from engine_timeouts import LONG_TIMEOUT_SECONDS
+from harness.polling import wait_until
 from scenario import wait_until_durable
 from server_process import ServerProcess
 from tier_fixtures import keys_of, request_of
@@ -44,7 +44,7 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
 def _start(server: ServerProcess) -> ServerProcess:
     """Starts a server and waits until it has memory, which takes a while if memory is short."""
     server.start()
-    wait_for(
+    wait_until(
         lambda: any(tier["available_bytes"] >= ROOM_BYTES for tier in server.status()["tiers"] if tier["name"] == "cpu")
     )
     return server

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from engine_timeouts import LONG_TIMEOUT_SECONDS, long_timeouts
+from harness.polling import wait_until
 from tier_fixtures import ROW, make_config, request_of
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
@@ -40,11 +40,7 @@ class TieringHarness:
 
     def until(self, condition: Callable[[], bool], seconds: float = 2 * LONG_TIMEOUT_SECONDS) -> None:
         """Steps until a condition holds."""
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline
-            self.step()
-            time.sleep(0.002)
+        wait_until(lambda: condition() or self.step(), seconds, interval=0.002)
 
     def reset(self) -> None:
         """Empties the primary tier; 0.33 must be told that no worker has anything to flush."""

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from google.protobuf import message_factory
 from google.protobuf.message import DecodeError, Message
 from harness.certificates import Authority
 from harness.payloads import filled, is_payload, key_of, namespace_of, payload
+from harness.polling import polls, wait_until
 
 from kvtier.client import Client, Timeouts
 from kvtier.client.transport.grpc_methods import CHANNEL_OPTIONS
@@ -112,12 +112,12 @@ class Served:
         self._stores: list[int] = [1]
         self._numbers = itertools.count()
         self.open()
-        self.port = 0
-        while not self.port:  # the first call starts the bulk process
-            request = transfer_pb2.LocateRequest(session=self.ref).SerializeToString()
-            answer = self.channel.unary_unary("/kvtier.v1.TransferService/Locate")(request, timeout=TIMEOUT)
-            self.port = transfer_pb2.LocateResponse.FromString(answer).socket_port
-            time.sleep(0.05)
+        self.port = wait_until(self._locate)  # the first call starts the bulk process
+
+    def _locate(self) -> int:
+        request = transfer_pb2.LocateRequest(session=self.ref).SerializeToString()
+        answer = self.channel.unary_unary("/kvtier.v1.TransferService/Locate")(request, timeout=TIMEOUT)
+        return transfer_pb2.LocateResponse.FromString(answer).socket_port
 
     def open(self) -> None:
         """Opens our session and the one of the other client."""
@@ -146,11 +146,10 @@ class Served:
         """Ends the sessions; raises Broken if something is left."""
         self._stream.cancel()
         self._other.close()
-        deadline = time.monotonic() + 20
-        while left := self._left():
-            if time.monotonic() > deadline:
-                raise Broken(f"left behind: {left}")
-            time.sleep(0.05)
+        for _ in polls(20):
+            if not (left := self._left()):
+                return
+        raise Broken(f"left behind: {left}")
 
     def close(self) -> None:
         self._stream.cancel()

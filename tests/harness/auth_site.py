@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +16,8 @@ from kvtier.client import Client, Credentials, KVTierError, Timeouts, Unavailabl
 from kvtier.server.auth.tokens import format_entry, new_token, token_hash
 
 from .certificates import Authority
-from .long_timeouts import wait_until
 from .payloads import key_of, namespace_of
+from .polling import polls, wait_until
 from .server_process import MIB, ServerProcess
 
 __all__ = [
@@ -147,10 +146,7 @@ def error_of(client: Client, seconds: float = 3.0) -> KVTierError:
 
 def refusal_error(client: Client, seconds: float = 60.0) -> KVTierError:
     """The error with which a server refuses a client."""
-    deadline = time.monotonic() + seconds
-    while isinstance(error := error_of(client, 0.05), Unavailable):
-        assert time.monotonic() < deadline, error
-    return error
+    return next(error for _ in polls(seconds, 0) if not isinstance(error := error_of(client, 0.05), Unavailable))
 
 
 def ready_line(server: ServerProcess) -> dict[str, Any]:

@@ -7,10 +7,11 @@ names, and so on.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
+
+from harness.polling import wait_until
 
 from kvtier.tiers.base import BlockBytes, Entry, NamespaceId, Outcome, RequestInfo, SecondaryTier, Vote
 from kvtier.tiers.negotiation import vote
@@ -18,6 +19,9 @@ from kvtier.tiers.negotiation import vote
 __all__ = ["HONEST_ENTRY", "BadTier"]
 
 HONEST_ENTRY = Entry(NamespaceId(b"a real namespace"), b"a block" + bytes(4), 4096)
+
+
+HANG_SECONDS = 3600.0
 
 
 class OddError(BaseException):
@@ -42,8 +46,8 @@ class BadTier(SecondaryTier):
         self.changing = threading.Lock()
 
     def misbehave(self, operation: str) -> None:
-        while (self.directory / f"hang-{operation}").exists():
-            time.sleep(0.01)
+        hang = self.directory / f"hang-{operation}"
+        wait_until(lambda: not hang.exists(), HANG_SECONDS)
         what = self.directory / f"raise-{operation}"
         if what.exists():
             raise ERRORS[what.read_text()]("odd")

@@ -29,7 +29,7 @@ from kvtier.protos.wire.socket_frames import (
 )
 
 from .auth_site import Site, make_site
-from .long_timeouts import wait_until
+from .polling import wait_until
 from .raw import RawSession, RawSocket, hello_of
 from .server_process import ServerProcess
 from .signals import stop

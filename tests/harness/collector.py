@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,6 +10,8 @@ from typing import Any
 
 import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+from .polling import wait_until
 
 __all__ = ["Collector", "Span", "collector"]
 
@@ -45,13 +46,11 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
     def wait_for(self, wanted: Callable[[Span], bool], seconds: float = 60.0) -> Span:
         """Waits for a span that matches `wanted` and returns it."""
-        deadline = time.monotonic() + seconds
-        while True:
-            found = next(filter(wanted, list(self.spans)), None)
-            if found is not None:
-                return found
-            assert time.monotonic() < deadline, f"there are only {self.spans}"
-            time.sleep(0.05)
+        return wait_until(
+            lambda: next(filter(wanted, list(self.spans)), None),
+            seconds,
+            otherwise=lambda: f"there are only {self.spans}",
+        )
 
 
 def _span(span: Any, resource: Any) -> Span:

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from .polling import async_wait_until
 from .ports import ReservedPort
 
 __all__ = [
@@ -312,5 +313,5 @@ async def _read(reader: asyncio.StreamReader) -> RecordedRequest | None:
 
 async def _until_end(reader: asyncio.StreamReader) -> None:
     """Waits until the client closes the connection."""
-    while not reader.at_eof() and reader.exception() is None:  # noqa: ASYNC110 - to read would eat the next request
-        await asyncio.sleep(0.005)
+    # To read would eat the next request.
+    await async_wait_until(lambda: reader.at_eof() or reader.exception() is not None, 3600)

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from .fork_server import fork_command
+from .polling import polls
 from .server_process import HEARTBEAT_INTERVAL
 
 __all__ = ["Launched", "launch", "refused_start"]
@@ -76,14 +77,13 @@ class Launched:
             self.process.wait(END_SECONDS)
 
     def _wait_line(self, event: str) -> dict[str, Any]:
-        while True:
+        for _ in polls(READY_SECONDS):
             text = self._log_path.read_text()
             if f'"event": "{event}"' in text and text.endswith("\n"):
                 line = next(line for line in self.log if line["event"] == event)
                 return line | {"seconds": time.monotonic() - self.started}
             assert self.process.poll() is None, f"it ended with {self.process.returncode}:\n{text}"
-            assert time.monotonic() < self.started + READY_SECONDS, f"no {event!r}:\n{text}"
-            time.sleep(0.005)
+        raise AssertionError(f"no {event!r}:\n{text}")
 
 
 def launch(directory: Path, *flags: str, region: str = "32MiB", listen: str | None = None) -> Launched:

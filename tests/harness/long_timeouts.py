@@ -6,18 +6,14 @@ By default the client waits 2 s for an answer. A busy host may pause a virtual m
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
 from unittest import mock
 
 from kvtier.client import Timeouts
 from kvtier.client.session import session, socket_calls
 from kvtier.client.transport import socket_connector, socket_streams
 
-__all__ = ["DEFAULTS", "LONG_TIMEOUT_SECONDS", "long_timeouts", "wait_until"]
-
-T = TypeVar("T")
+__all__ = ["DEFAULTS", "LONG_TIMEOUT_SECONDS", "long_timeouts"]
 
 LONG_TIMEOUT_SECONDS = 60.0
 _DEADLINES = (
@@ -42,12 +38,3 @@ def long_timeouts() -> Iterator[None]:
         for module, name in _DEADLINES:
             changes.enter_context(mock.patch.object(module, name, LONG_TIMEOUT_SECONDS))
         yield
-
-
-def wait_until(what: Callable[[], T], seconds: float = LONG_TIMEOUT_SECONDS) -> T:
-    """Waits until `what()` is true, and returns its value."""
-    deadline = time.monotonic() + seconds
-    while not (found := what()):
-        assert time.monotonic() < deadline, f"condition not met within {seconds} s"
-        time.sleep(0.01)
-    return found

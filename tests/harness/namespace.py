@@ -14,10 +14,11 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import time
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from .polling import polls
 
 __all__ = ["OwnNamespace", "unavailable_reason"]
 
@@ -125,14 +126,12 @@ class OwnNamespace:
 
     def _wait_booted(self) -> None:
         assert self._unshare is not None
-        deadline = time.monotonic() + START_SECONDS
-        while True:
+        for _ in polls(START_SECONDS, 0.1):
             assert self._unshare.poll() is None, f"it does not start:\n{self.log[-3000:]}"
-            assert time.monotonic() < deadline, f"it is not there:\n{self.log[-3000:]}"
             with contextlib.suppress(OSError, IndexError, ValueError):
                 if self.booted():
                     return
-            time.sleep(0.1)
+        raise AssertionError(f"it is not there:\n{self.log[-3000:]}")
 
     def _end(self) -> None:
         assert self._unshare is not None

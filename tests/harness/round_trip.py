@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 
 import numpy as np
 
@@ -15,7 +14,6 @@ from kvtier.client import Client, DurableStatus, Group, Namespace, Timeouts, mak
 
 PART_BYTES = 64 << 10
 COUNT = 8
-WAIT_SECONDS = 60.0
 TIMEOUTS = Timeouts(connect=60, call=60)
 
 
@@ -28,7 +26,7 @@ def main() -> int:
     report: dict[str, object] = {}
     for transport in ("shm", "grpc"):
         with Client(endpoint, namespace=namespace, transport=transport, timeouts=TIMEOUTS) as client:
-            _wait_connected(client)
+            client.wait_until_connected(60)
             if transport == "shm":
                 client.store(keys, blocks)
                 report["durable"] = set(client.flush(keys, wait=30)) == {DurableStatus.DURABLE}
@@ -40,14 +38,6 @@ def main() -> int:
             )
     print(json.dumps(report, sort_keys=True))
     return 0 if report == {"durable": True, "grpc": "sound", "shm": "sound"} else 1
-
-
-def _wait_connected(client: Client) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not client.connected:
-        if time.monotonic() > deadline:
-            raise SystemExit("the client does not find the server")
-        time.sleep(0.01)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,8 +16,9 @@ from disagg_proxy.app import make_app
 from disagg_proxy.settings import Settings
 
 from .fake_engine import FakeEngine
+from .polling import async_wait_until
 
-__all__ = ["Clock", "RunningProxy", "async_wait_until", "data_of", "run_proxy"]
+__all__ = ["Clock", "RunningProxy", "data_of", "run_proxy"]
 
 PATH = "/v1/completions"
 
@@ -73,16 +74,6 @@ class RunningProxy:
             return up in [seen["up"] for seen in health["prefill"] + health["decode"] if seen["url"] == engine.url]
 
         await async_wait_until(noticed)
-
-
-async def async_wait_until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 60.0) -> None:
-    """Waits until a condition is true."""
-    async with asyncio.timeout(timeout_s):
-        while True:
-            met = condition()
-            if met if isinstance(met, bool) else await met:
-                return
-            await asyncio.sleep(0.01)
 
 
 @asynccontextmanager

@@ -8,7 +8,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +20,7 @@ from kvtier.client.transport.grpc_methods import CHANNEL_OPTIONS
 from kvtier.protos.v1 import admin_pb2, admin_pb2_grpc
 
 from .fork_server import ForkedProcess, fork_command
+from .polling import polls, wait_until
 from .ports import ReservedPort
 from .signals import stop
 
@@ -132,11 +132,12 @@ class ServerProcess:
 
     def wait_ready(self, *, backed: bool = True) -> None:
         """Waits until the health check returns SERVING."""
-        deadline = time.monotonic() + READY_SECONDS
-        while not self._is_ready(backed=backed):
+
+        def is_ready() -> bool:
             assert self.alive, f"the server ended with {self._process and self._process.poll()}:\n{self.log[-3000:]}"
-            assert time.monotonic() < deadline, f"the server is not ready:\n{self.log[-3000:]}"
-            time.sleep(0.01)
+            return self._is_ready(backed=backed)
+
+        wait_until(is_ready, READY_SECONDS, otherwise=lambda: f"the server is not ready:\n{self.log[-3000:]}")
 
     def kill(self) -> None:
         """SIGKILL, and waits for the end."""
@@ -180,13 +181,11 @@ class ServerProcess:
 
     def wait_for(self, what: Any, seconds: float = 60.0) -> admin_pb2.GetStatusResponse:
         """Waits until `what(status)` is true; returns that status."""
-        deadline = time.monotonic() + seconds
-        while True:
+        for _ in polls(seconds, 0.02):
             status = self.status()
             if what(status):
                 return status
-            assert time.monotonic() < deadline, f"still {status}"
-            time.sleep(0.02)
+        raise AssertionError(f"still {status}")
 
     def own_bytes(self) -> int:
         """Its resident memory without the shared region."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
+
+from .polling import wait_until
 
 __all__ = ["stop"]
 
@@ -16,10 +17,8 @@ def stop(pid: int, seconds: float = 60.0) -> None:
     They run until one has received it.
     """
     os.kill(pid, signal.SIGSTOP)
-    deadline = time.monotonic() + seconds
-    while not all(_is_stopped(task) for task in Path(f"/proc/{pid}/task").iterdir()):
-        assert time.monotonic() < deadline, f"process {pid} does not stop"
-        time.sleep(0.001)
+    tasks = Path(f"/proc/{pid}/task")
+    wait_until(lambda: all(map(_is_stopped, tasks.iterdir())), seconds, otherwise=f"process {pid} runs", interval=0.001)
 
 
 def _is_stopped(task: Path) -> bool:

@@ -6,13 +6,14 @@ import contextlib
 import fcntl
 import os
 import shutil
-import time
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from harness import namespace
 from harness.namespace import OwnNamespace
+
+from .polling import polls, wait_until
 
 __all__ = ["Systemd", "unavailable_reason"]
 
@@ -58,12 +59,12 @@ class Systemd(OwnNamespace):
     ) -> None:
         super().__exit__(kind, error, trace)
         # cgroup folders of its units remain; the kernel removes a folder only if it is empty
-        deadline = time.monotonic() + 60
-        while (left := _cgroups() - self._cgroups) and time.monotonic() < deadline:
+        for _ in polls(60, 0.05):
+            if not (left := _cgroups() - self._cgroups):
+                break
             for folder in sorted(left, reverse=True):
                 with contextlib.suppress(OSError):
                     folder.rmdir()
-            time.sleep(0.05)
         for folder in (
             self._private() - self._folders
         ):  # of PrivateTmp; units that were killed with their namespace leave them behind
@@ -89,10 +90,12 @@ class Systemd(OwnNamespace):
 
     def wait_for(self, unit: str, name: str, value: str, seconds: float = 60.0) -> None:
         """Waits until a property of a unit has this value."""
-        deadline = time.monotonic() + seconds
-        while (found := self.show(unit, name)) != value:
-            assert time.monotonic() < deadline, f"{name} of {unit} is {found}, not {value}:\n{self.log[-3000:]}"
-            time.sleep(0.1)
+        wait_until(
+            lambda: self.show(unit, name) == value,
+            seconds,
+            otherwise=lambda: f"{name} of {unit} is {self.show(unit, name)}, not {value}:\n{self.log[-3000:]}",
+            interval=0.1,
+        )
 
 
 def _cgroups() -> set[Path]:

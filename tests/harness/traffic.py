@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-
 from harness.payloads import assert_serves, key_of, namespace_of, payload
+from harness.polling import wait_until
 
 from kvtier.client import Client, DurableStatus
 
@@ -16,10 +15,7 @@ PART = 64 << 10
 
 def wait_connected(client: Client, seconds: float = 60.0) -> None:
     """Waits for a session and retries: the server may be starting, and the machine busy."""
-    deadline = time.monotonic() + seconds
-    while not client.connected:
-        assert time.monotonic() < deadline, "the client does not find the server"
-        time.sleep(0.01)
+    wait_until(lambda: client.connected, seconds, otherwise="the client does not find the server")
 
 
 def store(endpoint: str, count: int = 8, *, flush: bool = True) -> list[bytes]:

@@ -13,12 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
-from harness.long_timeouts import wait_until
 from harness.payloads import assert_serves, filled, is_payload, key_of, namespace_of, payload
+from harness.polling import polls, stays, wait_until
 from harness.raw import attach_reply
 from harness.server_process import MIB, ServerProcess
 
-from kvtier.client import Client, DurableStatus, StoreStatus
+from kvtier.client import Client, DurableStatus, StoreStatus, Unavailable
 from kvtier.client.errors import KVTierError
 
 PART = 256 << 10
@@ -172,13 +172,13 @@ def test_new_clients_are_refused_without_descriptors(tmp_path: Path) -> None:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             connection.connect(path)
             idle.append(connection)
-        time.sleep(0.3)
-        assert_serves(client, keys)
+        stays(lambda: assert_serves(client, keys) is None, 0.3)
         store(client, keys_of(16, "b"))
         assert set(client.flush(keys)) == {DurableStatus.DURABLE}
         late = Client(server.endpoint, namespace=NAMESPACE, name="late")
         with late:
-            time.sleep(0.3)
+            with pytest.raises(Unavailable):
+                late.wait_until_connected(0.3)
             assert_serves(client, keys)
             for connection in idle:
                 connection.close()
@@ -198,7 +198,7 @@ def test_terminate_under_load(tmp_path: Path) -> None:
 
         def run() -> None:
             # No more than the LMDB tier may queue: further blocks would be dropped.
-            for number in range(0, 64, 2):
+            for number, _ in zip(range(0, 64, 2), polls(), strict=False):
                 if number == 62:
                     over.wait(60)
                 keys = [key_of(number + i, salt="t") for i in range(2)]
@@ -207,7 +207,6 @@ def test_terminate_under_load(tmp_path: Path) -> None:
                 except KVTierError:
                     return
                 stored.extend(keys)
-                time.sleep(0.01)
 
         thread = threading.Thread(target=run)
         thread.start()

@@ -29,7 +29,7 @@ LEASE_SECONDS = 3.0
 
 # Prepares a store, prints a line in the middle of writing, and then does what the test says.
 _WRITER = """
-import sys, time
+import signal, sys, time
 sys.path.insert(0, sys.argv[1])
 from harness.long_timeouts import long_timeouts
 from harness.payloads import key_of, namespace_of
@@ -80,11 +80,11 @@ def statuses_of(client: Client, keys: list[bytes]) -> set[int]:
 
 
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
-@pytest.mark.parametrize("then", ["time.sleep(60)", "batch.memory[0:0]"], ids=["between two copies", "while copying"])
+@pytest.mark.parametrize("then", ["signal.pause()", "batch.memory[0:0]"], ids=["between two copies", "while copying"])
 def test_a_killed_writer_publishes_nothing(server: ServerProcess, transport: str, then: str) -> None:
     """Its slots are used again once the process is gone (B4.5)."""
     then = (
-        then if "sleep" in then else "end = time.time() + 60\n" + " " * 20 + "while time.time() < end: view[:] = view"
+        then if "pause" in then else "end = time.time() + 60\n" + " " * 20 + "while time.time() < end: view[:] = view"
     )
     with Client(server.endpoint, namespace=NAMESPACE) as other:
         with writer(server, transport, then) as process:
@@ -107,7 +107,7 @@ def test_a_lost_client_is_noticed_at_once(tmp_path: Path, how: str) -> None:
         for number in range(3):
             with contextlib.ExitStack() as closing:
                 if how == "killed":
-                    vanish = closing.enter_context(writer(server, "grpc", "time.sleep(60)")).kill
+                    vanish = closing.enter_context(writer(server, "grpc", "signal.pause()")).kill
                 else:
                     raw = closing.enter_context(RawSession(server.endpoint, NAMESPACE, engine_id=f"raw {number}"))
                     vanish = raw.channel.close if how == "channel closed" else raw.end
@@ -224,7 +224,7 @@ def test_a_stopped_reader_loses_its_lease(server: ServerProcess) -> None:
 
 def test_a_stopped_client_does_not_delay_others(server: ServerProcess) -> None:
     """While one client is stopped during a write, others store and load at full length."""
-    with Client(server.endpoint, namespace=NAMESPACE) as other, writer(server, "grpc", "time.sleep(60)") as process:
+    with Client(server.endpoint, namespace=NAMESPACE) as other, writer(server, "grpc", "signal.pause()") as process:
         os.kill(process.pid, signal.SIGSTOP)
         keys = [key_of(number, salt="other") for number in range(8)]
         # No call waits for the other client's lease, which outlasts the calls.

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness.long_timeouts import wait_until
 from harness.payloads import assert_serves, key_of, namespace_of, payload
+from harness.polling import wait_until
 from harness.server_process import ServerProcess
 from harness.traffic import wait_connected
 

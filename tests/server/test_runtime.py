@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+from harness.polling import async_wait_until, stays
 
 from kvtier.cuda.host.region import HostRegion
 from kvtier.protos.v1.cache_pb2 import PrepareStoreRequest
@@ -82,12 +83,16 @@ def keys(first: int, count: int) -> list[bytes]:
     return [number.to_bytes(4, "big") + bytes(4) for number in range(first, first + count)]
 
 
+async def region_announced(runtime: TierRuntime) -> None:
+    """Waits until the event loop has announced the region's memory to the core."""
+    await async_wait_until(lambda: runtime.core.stats().tiers[0].available_bytes == REGION)
+
+
 async def store_beside_a_finished_job(runtime: TierRuntime, tier: GatedTier) -> EngineSession:
     """Fills the region with blocks of a job whose end is unseen, and with a running store."""
     core = runtime.core
     session = core.open_session(b"s", "e", None, SPEC)
-    await asyncio.sleep(0)  # the event loop announces the region's memory
-    assert core.stats().tiers[0].available_bytes == REGION
+    await region_announced(runtime)
     blocks = REGION // PART // 4  # a tier may not queue more
     first = core.prepare_store(session, keys(0, 16), request_id="", expires_at=1e12)
     assert first.store_id is not None
@@ -134,7 +139,7 @@ def test_finished_jobs_are_processed_before_an_eviction() -> None:
 
 async def store_two_jobs(runtime: TierRuntime, tier: GatedTier) -> None:
     """Stores four blocks: a job of the tier works on one, and the others wait behind it."""
-    await asyncio.sleep(0)
+    await region_announced(runtime)
     session = runtime.core.open_session(b"s", "e", None, SPEC)
     for first, count in ((0, 1), (1, 3)):
         answer = runtime.core.prepare_store(session, keys(first, count), request_id="", expires_at=1e12)
@@ -158,7 +163,7 @@ def test_a_drain_waits_for_a_hanging_tier(monkeypatch: pytest.MonkeyPatch) -> No
             await runtime.wait_for_change(1)
         assert not await runtime.drain(20), "the tier is still busy"
         drained = asyncio.ensure_future(runtime.drain(20))
-        await asyncio.sleep(0.1)
+        await asyncio.wait([drained], timeout=0.1)
         tier.gate.set()
         assert await drained
         assert tier.stored == 4
@@ -174,8 +179,7 @@ def test_a_stopped_server_does_not_blame_its_tiers(monkeypatch: pytest.MonkeyPat
     async def scenario(runtime: TierRuntime, tier: GatedTier) -> None:
         await store_two_jobs(runtime, tier)
         time.sleep(0.6)  # noqa: ASYNC251 - blocks the loop on purpose
-        await asyncio.sleep(0.1)
-        assert not runtime.tiers[0].last_error
+        await asyncio.to_thread(stays, lambda: not runtime.tiers[0].last_error, 0.1)
         tier.gate.set()
         assert await runtime.drain(20)
         assert tier.stored == 4
@@ -193,13 +197,9 @@ def test_a_tier_recovers_despite_late_ticks(monkeypatch: pytest.MonkeyPatch) -> 
         while not runtime.tiers[0].last_error:
             await runtime.wait_for_change(1)
         runtime._stall_watch_from = runtime.now() + 3600
-        await asyncio.sleep(0.1)
-        assert runtime.tiers[0].last_error
+        await asyncio.to_thread(stays, lambda: runtime.tiers[0].last_error, 0.1)
         tier.gate.set()
-        deadline = runtime.now() + 10
-        while runtime.tiers[0].last_error:
-            assert runtime.now() < deadline
-            await asyncio.sleep(0.01)
+        await async_wait_until(lambda: not runtime.tiers[0].last_error)
         assert await runtime.drain(20)
         assert tier.stored == 4
 
@@ -216,7 +216,7 @@ def test_a_failed_slice_does_not_end_a_reset(monkeypatch: pytest.MonkeyPatch) ->
     async def scenario(runtime: TierRuntime, tier: GatedTier) -> None:
         runtime.observe_failures(counted.append)
         tier.gate.set()
-        await asyncio.sleep(0)
+        await region_announced(runtime)
         core, failures = runtime.core, [True, True, True, False]
         session = core.open_session(b"s", "e", None, SPEC)
         answer = core.prepare_store(session, keys(0, 16), request_id="", expires_at=1e12)

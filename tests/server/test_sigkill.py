@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from harness.payloads import assert_serves, filled, is_payload, key_of, namespace_of, payload
+from harness.polling import polls
 from harness.server_process import MIB, ServerProcess
 
 from kvtier.client import Client, DurableStatus, KVTierError, StoreStatus, Timeouts
@@ -49,7 +50,7 @@ class Load:
         life = -1
         epochs = set()
         with Client(self.endpoint, namespace=NAMESPACE, transport=transport, timeouts=TIMEOUTS) as client:
-            while not self.stop.is_set():
+            while not self.stop.wait(0.001):  # leaves the processor to the server
                 if life != self.life:
                     life, budget = self.life, self.fresh_per_life
                 if client.connected:
@@ -64,8 +65,6 @@ class Load:
                         self._load(client, rng)
                 except KVTierError:
                     self.refused += 1
-                    time.sleep(0.005)
-                time.sleep(0.001)  # leaves the processor to the server
         self.sessions += len(epochs)
 
     def _store(self, client: Client, keys: list[bytes], *, flush: bool) -> None:
@@ -83,7 +82,6 @@ class Load:
         with self.lock:
             known = list(self.stored)
         if not known:
-            time.sleep(0.005)
             return
         keys = rng.sample(known, min(len(known), 8))
         buffers = [filled(1, NAMESPACE.part_bytes_of(key))[0] for key in keys]
@@ -189,11 +187,11 @@ def test_no_wrong_bytes_while_a_small_durable_tier_evicts(tmp_path: Path, tier: 
 
 def read_all(client: Client, keys: list[bytes]) -> None:
     """Reads all blocks; repeats until the client is connected and the CPU tier has space."""
-    deadline = time.monotonic() + 60
-    while True:
+    for _ in polls():
         try:
             return assert_serves(client, keys, step=128)
         except (AssertionError, KVTierError) as error:
-            if time.monotonic() > deadline or "wrong bytes" in str(error):
-                raise
-            time.sleep(0.05)
+            failure = error
+            if "wrong bytes" in str(error):
+                break
+    raise failure

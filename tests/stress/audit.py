@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from harness.payloads import filled
+from harness.polling import polls
 
 from kvtier.client import Client, KVTierError
 from stress.client_slots import TIMEOUTS
@@ -62,13 +62,12 @@ class Auditor:
 
     def _audit_some(self, client: Client, entries: list[Entry]) -> None:
         """Repeats the load of missing blocks until the limit."""
-        deadline = time.monotonic() + (HASTE_SECONDS if self.missing else LONG_TIMEOUT_SECONDS)
-        while entries and time.monotonic() < deadline:
-            hits = self._load(client, entries)
-            del entries[:hits]
-            if not hits:
-                entries.append(entries.pop(0))
-                time.sleep(0.02)
+        for _ in polls(HASTE_SECONDS if self.missing else LONG_TIMEOUT_SECONDS):
+            while entries and (hits := self._load(client, entries)):
+                del entries[:hits]
+            if not entries:
+                return
+            entries.append(entries.pop(0))
         self.missing += [f"{document} {number}" for document, number in entries]
 
     def _load(self, client: Client, entries: Sequence[Entry]) -> int:

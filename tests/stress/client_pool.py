@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from harness.polling import polls
 
 from stress import die_with_parent
 from stress.chaos import SLOTS, SURVIVORS
@@ -94,11 +95,11 @@ class ClientPool:
     def start(self) -> None:
         """Starts all clients and waits until each has had an answer."""
         self.processes = [self._spawn(slot) for slot in range(SLOTS)]
-        deadline = time.monotonic() + START_SECONDS
-        while not all(process.is_connected for process in self.processes):
-            assert time.monotonic() < deadline, "clients do not begin to work"
+        for _ in polls(START_SECONDS, 0.05):
             self.read_outputs()
-            time.sleep(0.05)
+            if all(process.is_connected for process in self.processes):
+                return
+        raise AssertionError("clients do not begin to work")
 
     def totals(self) -> Counter[str]:
         """Counters of all processes; of a killed one its last published counters."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from harness.payloads import key_of, namespace_of, payload
+from harness.polling import polls
 from harness.server_process import ServerProcess
 
 from kvtier.client import Client, KeyStatus, StoreStatus
@@ -50,14 +51,13 @@ class Leftovers:
 def wait_idle(server: ServerProcess, left: Leftovers) -> None:
     """Waits until the server has no leases, stores, sessions or quarantined slots."""
     began = time.monotonic()
-    while True:
+    for _ in polls(IDLE_SECONDS, 0.1):
         status = server.status()
         left.leases, left.stores = status.leases, status.stores
         left.quarantined_bytes, left.sessions = status.quarantined_bytes, len(status.sessions)
         left.seconds = time.monotonic() - began
-        if _idle(status) or left.seconds > IDLE_SECONDS:
+        if _idle(status):
             return
-        time.sleep(0.1)
 
 
 def fill(server: ServerProcess, left: Leftovers) -> None:
@@ -67,9 +67,10 @@ def fill(server: ServerProcess, left: Leftovers) -> None:
     with Client(server.endpoint, namespace=namespace_of(_FILL_PART, model="fill")) as client, ExitStack() as held:
         client.wait_until_connected(10)
         pinned = 0
-        deadline = time.monotonic() + FILL_SECONDS
-        while pinned < len(keys) and time.monotonic() < deadline:
+        for _ in polls(FILL_SECONDS):
             pinned += _fill_some(client, keys[pinned : pinned + _STEP], held)
+            if pinned == len(keys):
+                break
         left.slots = (len(keys), pinned)
         left.used_bytes = (len(keys) * _FILL_PART, server.status().tiers[0].used_bytes)
 
@@ -89,8 +90,6 @@ def _fill_some(client: Client, keys: list[bytes], held: ExitStack) -> int:
     statuses = client.store(keys, [payload(key, _FILL_PART) for key in keys])
     wanted = [key for key, status in zip(keys, statuses, strict=True) if status != StoreStatus.NO_ROOM]
     lease = held.enter_context(client.lookup(wanted, lease=600, wait=5.0))
-    if len(wanted) < len(keys):
-        time.sleep(0.1)
     first = next((i for i, status in enumerate(statuses) if status == StoreStatus.NO_ROOM), len(keys))
     return min(first, sum(status == KeyStatus.HIT for status in lease.statuses))
 

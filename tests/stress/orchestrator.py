@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.polling import polls
+
 from stress import final_checks
 from stress.audit import Auditor
 from stress.chaos import SLOTS, SURVIVORS, Fault, FaultKind, last_run_start, timeline
@@ -114,13 +116,12 @@ class Orchestrator:
         self._idle_until(self._facts.seconds)
 
     def _idle_until(self, at: float) -> None:
-        while time.monotonic() < self._began + at:
+        for _ in polls(self._began + at - time.monotonic(), _TICK_SECONDS):
             self._pool.wake()
             self._server.wake()
             if time.monotonic() > self._looked_at + _LOOK_SECONDS:
                 self._looked_at = time.monotonic()
                 self._look(self._looked_at - self._began)
-            time.sleep(_TICK_SECONDS)
 
     def _look(self, seconds: float) -> None:
         assert self._server.server.alive, f"the server ended by itself:\n{self._server.server.log[-3000:]}"

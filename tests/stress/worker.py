@@ -131,7 +131,6 @@ class Worker:
                 await self._one(acts, rng)
             except KVTierError as error:
                 self._count(error)
-                await asyncio.sleep(rng.uniform(0.01, 0.1))
             await asyncio.sleep(rng.uniform(0.0, 0.04))
 
     async def _one(self, acts: Actions, rng: random.Random) -> None:

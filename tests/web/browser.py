@@ -6,12 +6,12 @@ import base64
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from harness.polling import wait_until
 from selenium.webdriver import ActionChains, Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.keys import Keys
@@ -70,10 +70,9 @@ class Browser:
 
     def wait(self, what: Callable[[], object], why: str, seconds: float = _SECONDS) -> None:
         """Waits until a condition is true."""
-        deadline = time.monotonic() + seconds
-        while not what():
-            assert time.monotonic() < deadline, f"{why}: {self.text('#state')!r}, {self.text('#notice')!r}"
-            time.sleep(0.05)
+        wait_until(
+            what, seconds, otherwise=lambda: f"{why}: {self.text('#state')!r}, {self.text('#notice')!r}", interval=0.05
+        )
 
     def press(self, *keys: str) -> None:
         """Presses keys one after the other: "Tab", "Enter", or a letter."""

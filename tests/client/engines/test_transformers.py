@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from harness.polling import wait_until
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvtier.client.engines.transformers import KVTierCache
@@ -50,9 +50,7 @@ def endpoint(tmp_path: Path) -> Iterator[str]:
     command = [Path(sys.executable).with_name("kvtier"), "serve", "--listen", address]
     command += ["--region-size", "64MiB", "--data-dir", str(tmp_path / "data")]
     with (tmp_path / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "kvtier.sock").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until((tmp_path / "kvtier.sock").exists)
         yield address
         process.terminate()
 

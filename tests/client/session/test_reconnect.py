@@ -8,13 +8,14 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from harness.delay_proxy import delay_proxy
 from harness.payloads import assert_serves, filled, is_payload, key_of, namespace_of, payload
+from harness.polling import wait_until
 from harness.server_process import ServerProcess
 
 from kvtier.client import AsyncClient, Client, KVTierError, LeaseLost, NotConnected, SessionLost, Timeouts, Unavailable
@@ -42,15 +43,6 @@ def blocks(keys: list[bytes]) -> list[np.ndarray]:
     return [payload(key, PART_BYTES) for key in keys]
 
 
-def wait_for(what: Callable[[], object], seconds: float = 60.0) -> float:
-    """Waits until a condition is true; returns the time in seconds."""
-    began = time.monotonic()
-    while not what():
-        assert time.monotonic() - began < seconds, "the condition stays false"
-        time.sleep(0.005)
-    return time.monotonic() - began
-
-
 def is_back(server: ServerProcess, client: Client | AsyncClient) -> bool:
     """Returns whether the client's session is of the server's current epoch."""
     return client.epoch == server.status().epoch
@@ -74,9 +66,8 @@ def test_client_registers_again_by_itself(
         assert set(client.flush(keys)) == {1}
         first = server.status()
         server.restart()
-        took = wait_for(lambda: is_back(server, client))
+        wait_until(lambda: is_back(server, client))
         second = server.status()
-        print(f"registered again {took:.3f} s after the server was ready")
         assert client.epoch == second.epoch != first.epoch
         assert client.transport == transport
         assert [session.client_name for session in second.sessions] == ["python"]
@@ -93,7 +84,7 @@ def test_client_started_before_the_server(tmp_path: Path, keys: list[bytes], blo
             client.lookup(keys)
         assert time.monotonic() - began < 25
         server.start()
-        print(f"connected {wait_for(lambda: client.connected):.3f} s after the server was ready")
+        wait_until(lambda: client.connected)
         client.store(keys, blocks)
         assert_serves(client, keys)
 
@@ -108,7 +99,7 @@ def test_lease_from_before_the_restart_is_refused(
         old = client.lookup(keys)
         assert old.prefix_hits == len(keys)
         server.restart()
-        wait_for(lambda: is_back(server, client))
+        wait_until(lambda: is_back(server, client))
         new = client.lookup(keys, wait=30)
         assert new.id != old.id
         with pytest.raises(LeaseLost) as refusal, client.read(old, range(8)):
@@ -133,7 +124,7 @@ def test_read_across_a_restart_is_refused(server: ServerProcess, keys: list[byte
             server.restart()
             # The mapping outlives the server: no SIGBUS, and the bytes are still there.
             assert bytes(batch.views()[0]) == blocks[0].tobytes()
-            wait_for(lambda: is_back(server, client))
+            wait_until(lambda: is_back(server, client))
         assert_serves(client, keys)
 
 
@@ -147,7 +138,7 @@ def test_write_across_a_restart_is_refused_and_not_published(
             for view, block in zip(batch.views(), blocks, strict=True):
                 view[:] = block.data
             server.restart()
-            wait_for(lambda: is_back(server, client))
+            wait_until(lambda: is_back(server, client))
         assert client.lookup(keys, prefix=False).prefix_hits == 0
         status = server.status()
         assert (status.leases, status.stores, status.quarantined_bytes) == (0, 0, 0)
@@ -191,11 +182,10 @@ def test_calls_end_in_time_while_the_server_hangs(
                 with pytest.raises(Unavailable):
                     call()
                 assert time.monotonic() - began < 25
-            took = wait_for(lambda: not client.connected)
-            print(f"gave the session up {took:.3f} s later")
+            wait_until(lambda: not client.connected)
         finally:
             server.resume()
-        print(f"back {wait_for(lambda: serves(client, keys)):.3f} s after SIGCONT")
+        wait_until(lambda: serves(client, keys))
         client.close()
     server.wait_for(lambda status: not status.sessions and not status.leases and not status.stores)
 
@@ -237,8 +227,7 @@ async def test_async_client_registers_again_by_itself(
         old = await client.lookup(keys)
         first = server.status().epoch
         await asyncio.to_thread(server.restart)
-        took = await asyncio.to_thread(wait_for, lambda: is_back(server, client))
-        print(f"registered again {took:.3f} s after the server was ready")
+        await asyncio.to_thread(wait_until, lambda: is_back(server, client))
         assert server.status().epoch == client.epoch != first
         with pytest.raises(LeaseLost):
             async with client.read(old, range(8)):

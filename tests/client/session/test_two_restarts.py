@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import grpc
 import pytest
 from harness.payloads import assert_serves, key_of, namespace_of, payload
+from harness.polling import polls
 from harness.server_process import ServerProcess
 
 from kvtier.client import Client
@@ -32,6 +32,7 @@ import json, sys, time
 sys.path.insert(0, sys.argv[1])
 from harness.long_timeouts import long_timeouts
 from harness.payloads import assert_serves, key_of, namespace_of, payload
+from harness.polling import wait_until
 from kvtier.client import Client, KVTierError
 stored, written = ([key_of(number, salt=salt) for number in range(8)] for salt in ("stored", "written"))
 said = {}
@@ -57,9 +58,7 @@ with long_timeouts(), Client(sys.argv[2], namespace=namespace_of(64 << 10), tran
         view[:] = b"\\xee" * len(view)
     tell("write", write.__exit__, None, None, None)
     tell("read", read.__exit__, None, None, None)
-    deadline = time.monotonic() + 60
-    while client.epoch in (None, said["epochs"][0]) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: client.epoch not in (None, said["epochs"][0]))
     said["epochs"].append(client.epoch)
     tell("lease", client.read(lease, range(8)).__enter__)
     assert_serves(client, stored)
@@ -127,9 +126,10 @@ class _Lives(session_pb2_grpc.SessionServiceServicer):
         self.life = 2
         answer = session_pb2.OpenResponse(session={"session_id": bytes(16), "epoch": 2})
         answer.heartbeat_interval.FromMilliseconds(100)
-        while context.is_active():
+        for _ in polls(interval=0.1):
+            if not context.is_active():
+                return
             yield answer
-            time.sleep(0.1)
 
 
 def test_a_restart_during_the_opening_of_a_session(tmp_path: Path) -> None:

@@ -23,13 +23,12 @@ from kvtier.server.refused import Refused
 
 _PROGRAM = """
 import pathlib
-import time
+from harness.polling import wait_until
 from kvtier.cuda.testing.host_driver import HostDriver
 
 class Stuck(HostDriver):
     def {call}(self, argument):
-        while pathlib.Path({flag!r}).exists():
-            time.sleep(0.01)
+        wait_until(lambda: not pathlib.Path({flag!r}).exists(), 3600)
         return super().{call}(argument)
 """
 
@@ -52,7 +51,9 @@ def test_a_call_that_hangs(region: HostRegion, tmp_path: Path, monkeypatch: pyte
     """
     flag = tmp_path / "flag"
     (tmp_path / "stuck.py").write_text(_PROGRAM.format(call=call, flag=str(flag)))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    )
     backend = HostBackend()
     addresses = [backend.allocate(tensor.nbytes) for tensor in JOINED.tensors(0)]
     export = export_blocks(backend.driver, {0: (JOINED.layout(), addresses)})

@@ -18,7 +18,7 @@ from devices.caller import PART, Caller, refusal_reason
 from devices.gated_driver import Gate
 from devices.kv import BLOCKS, JOINED
 from devices.service import Engine, Service, keys_of
-from harness.long_timeouts import wait_until
+from harness.polling import wait_until
 
 from kvtier.client import DeviceUnavailable, StoreStatus
 from kvtier.cuda.device.exports import DeviceExport, export_blocks
@@ -79,7 +79,8 @@ def test_missing_devices_use_up_no_limit(region: HostRegion, tmp_path: Path, mon
     monkeypatch.setattr(registry_module, "_MAX_DEVICES", 2)
     for name, value in Gate(tmp_path / "gate").environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=":")
+    for folder in Path(__file__).parents[1:3]:
+        monkeypatch.setenv("PYTHONPATH", str(folder), prepend=":")
     backend = HostBackend()
     addresses = [backend.allocate(tensor.nbytes) for tensor in JOINED.tensors(0)]
     export = export_blocks(backend.driver, {0: (JOINED.layout(), addresses)})

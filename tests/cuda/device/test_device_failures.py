@@ -14,7 +14,7 @@ import pytest
 from devices.backends import Backend, HostBackend
 from devices.engine import CountingAfter, Engine
 from devices.kv import BLOCKS, JOINED, JOINED_LAYERS, STEP, Kv, slots
-from harness.long_timeouts import wait_until
+from harness.polling import wait_until
 
 from kvtier.cuda.device.copies import CopyDirection, EngineBlocks
 from kvtier.cuda.device.device_errors import Cause, CopyCancelled, DeviceError

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
-import time
 from collections.abc import Iterator
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import pytest
 from devices.backends import Backend
 from devices.kv import BLOCKS, JOINED, LAYOUTS
 from devices.service import Engine, Service, keys_of, namespace_of
-from harness.long_timeouts import wait_until
+from harness.polling import wait_until
 from harness.server_process import MIB, ServerProcess
 
 from kvtier.client import AsyncClient, Client, DeviceUnavailable, KeyStatus, KvBuffers, LeaseLost, StoreStatus, Timeouts
@@ -93,7 +93,7 @@ def test_an_engine_with_a_shm_of_its_own(service: Service) -> None:
         release = engine.backend.hold(engine.stream)
         with engine.buffers.mark(engine.stream) as mark, ThreadPoolExecutor(1) as executor:
             storing = executor.submit(engine.client.store_from_device, keys, range(BLOCKS), after=mark)
-            time.sleep(0.1)
+            assert not futures.wait([storing], 0.1).done
             assert set(engine.client.lookup(keys, prefix=False).statuses) == {KeyStatus.MISS}
             engine.fill(6)
             release()

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -19,7 +20,7 @@ import pytest
 from devices.caller import Caller
 from devices.kv import BLOCKS, JOINED
 from devices.service import Engine, KilledEngine, Service, keys_of, namespace_of
-from harness.long_timeouts import wait_until
+from harness.polling import stays, wait_until
 from harness.server_process import MIB
 
 from kvtier.client import Client, DeviceUnavailable, KeyStatus, KVTierError, StoreStatus, Unavailable
@@ -185,8 +186,7 @@ def test_a_server_killed_in_mid_load(service: Service, executor: ThreadPoolExecu
         assert isinstance(loading.exception(30), KVTierError)
         engine.fill(3)
         service.gate.open()
-        time.sleep(0.1)
-        assert engine.contents() == engine.expected(3)
+        stays(lambda: engine.contents() == engine.expected(3), 0.1)
 
 
 def test_a_session_lost_in_mid_load(service: Service, executor: ThreadPoolExecutor) -> None:
@@ -205,8 +205,7 @@ def test_a_session_lost_in_mid_load(service: Service, executor: ThreadPoolExecut
         assert isinstance(loading.exception(30), KVTierError)
         engine.fill(3)
         opening.join()
-        time.sleep(0.3)
-        assert engine.contents() == engine.expected(3)
+        stays(lambda: engine.contents() == engine.expected(3), 0.3)
 
 
 @pytest.mark.parametrize("call", ["store_from_device", "load_to_device"])
@@ -278,8 +277,7 @@ def test_a_store_is_not_aborted_under_its_copy(service: Service, executor: Threa
         service.gate.wait_reached()
         storing.cancel()
         aborting = executor.submit(caller.abort, store_id)
-        time.sleep(0.2)
-        assert not aborting.done()
+        assert not futures.wait([aborting], 0.2).done
         assert service.server.status().stores == 1
         service.gate.open()
         aborting.result(60)

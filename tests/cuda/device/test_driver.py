@@ -10,7 +10,7 @@ import pytest
 from devices.backends import Backend, HostBackend
 from devices.engine import Engine
 from devices.kv import LAYOUTS, Kv
-from harness.long_timeouts import wait_until
+from harness.polling import wait_until
 
 from kvtier.cuda.device.device_errors import Cause, DeviceError
 from kvtier.cuda.device.driver import HANDLE_BYTES, MemoryKind

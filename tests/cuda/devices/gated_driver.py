@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from pathlib import Path
+
+from harness.polling import wait_until
 
 from devices import fake_cuda
 from kvtier.cuda.device.cuda_driver import CudaDriver
@@ -18,6 +19,7 @@ from kvtier.cuda.testing.host_driver import HostDriver
 __all__ = ["Gate", "make", "make_cuda", "make_late"]
 
 _VARIABLE = "DEVICE_TEST_GATE"
+_CLOSED_SECONDS = 3600.0
 
 
 class Gate:
@@ -35,10 +37,7 @@ class Gate:
 
     def wait_reached(self, seconds: float = 60.0) -> None:
         """Returns when a copy is held."""
-        deadline = time.monotonic() + seconds
-        while not self._reached.exists():
-            assert time.monotonic() < deadline, "no copy came to the gate"
-            time.sleep(0.002)
+        wait_until(self._reached.exists, seconds, otherwise="no copy came to the gate", interval=0.002)
 
     def open(self) -> None:
         """Releases the copies."""
@@ -62,8 +61,7 @@ class _Pace:
                 return
             self._held = threading.current_thread()
         self._path.with_name(self._path.name + ".reached").touch()
-        while self._path.exists():
-            time.sleep(0.002)
+        wait_until(lambda: not self._path.exists(), _CLOSED_SECONDS, interval=0.002)
         self._held = None
 
 
@@ -76,8 +74,8 @@ def make(device: str) -> HostDriver:
 
 def make_late(device: str) -> HostDriver:
     """A driver that starts only when the gate is open."""
-    while Path(os.environ[_VARIABLE]).exists():
-        time.sleep(0.01)
+    path = Path(os.environ[_VARIABLE])
+    wait_until(lambda: not path.exists(), _CLOSED_SECONDS)
     return HostDriver(device)
 
 

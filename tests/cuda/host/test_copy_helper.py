@@ -55,12 +55,14 @@ def test_both_threads_work(helper: CopyHelper) -> None:
 def test_share_waits_for_the_helpers_piece(helper: CopyHelper) -> None:
     """`share` returns after the helper's last piece, so the caller may reuse the memory."""
     done: list[int] = []
+    begun = threading.Event()
 
     def work(piece: int) -> None:
         if threading.current_thread().name == "kvtier-copy":
-            time.sleep(0.05)
+            begun.set()
+            time.sleep(0.05)  # a slow copy
         else:
-            time.sleep(0.01)  # lets the helper wake up
+            assert begun.wait(60)
         done.append(piece)
 
     assert helper.share(range(3), work)
@@ -194,10 +196,10 @@ def test_an_interrupt_waits_for_the_helpers_piece(helper: CopyHelper) -> None:
             assert begun.wait(60)
             return
         begun.set()
-        for _ in range(2):  # the second signal interrupts the wait
+        for number in range(3):  # the second signal interrupts the wait
             time.sleep(0.05)
-            os.kill(os.getpid(), signal.SIGUSR1)
-        time.sleep(0.1)
+            if number < 2:
+                os.kill(os.getpid(), signal.SIGUSR1)
         done.append(piece)
 
     with pytest.raises(Interrupted):

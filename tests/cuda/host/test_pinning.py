@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 from contracts.cache_client import NAMESPACE, SMALL, new_keys
 from devices.registrar import RecordingRegistrar
+from harness.polling import wait_until
 from harness.server_process import MIB, ServerProcess
 
 from kvtier.client import Client, KeyStatus
@@ -139,12 +139,7 @@ def test_the_service_answers_while_its_memory_is_being_pinned(tmp_path: Path, no
             assert set(lease.statuses) == {KeyStatus.HIT}
         assert not notes.registered
         notes.hold.set()
-        deadline = time.monotonic() + 60
-        while sum(made[0]._pinned.values()) < 128 * MIB:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: sum(made[0]._pinned.values()) >= 128 * MIB)
         assert notes.threads == {"kvtier-warmup"}
         client.close()
-        while notes.registered:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: not notes.registered)

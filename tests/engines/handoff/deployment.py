@@ -12,6 +12,7 @@ from typing import Any
 
 from calls import ask, question
 from engine_server import EngineServer, Sources
+from harness.polling import polls, wait_until
 from proxy_process import ProxyProcess
 from scenario import BLOCK, tokens
 from server_process import ServerProcess
@@ -127,12 +128,10 @@ class Deployment:
         name = f"{engine.name}{time.monotonic_ns()}"
         params = {"do_remote_prefill": True, "kvtier": {"hold_as": name}}
         ask(engine.port, question(tokens(time.monotonic_ns(), BLOCK + 1), 1, kv_transfer_params=params))
-        deadline = time.monotonic() + SOON_SECONDS
-        while time.monotonic() < deadline:
+        for _ in polls(SOON_SECONDS, 0.2):
             holds = [hold for hold in self.open_holds() if hold["request_id"] == name]
             if holds and not holds[0]["pending_blocks"]:
                 return True
-            time.sleep(0.2)
         self._unheard.add(name)  # it may be held, with blocks that never arrive
         return False
 
@@ -158,17 +157,14 @@ class Deployment:
         yield moved
         expected = (earlier[0] + p, earlier[1] + d)
         eventually(lambda: self._ended() == expected, lambda: f"{self._ended()} requests ended, not {expected}")
-        deadline = time.monotonic() + NO_CHANGE_SECONDS
-        while True:
+        for _ in polls(NO_CHANGE_SECONDS, 0.2):
             after = self._counts()
             moved.p, moved.d = after.p - before.p, after.d - before.d
             moved.pulled = after.pulled[0] - before.pulled[0], after.pulled[1] - before.pulled[1]
             moved.to_decode = {what: after.to_decode[what] - count for what, count in before.to_decode.items()}
             moved.to_prefill = {what: after.to_prefill[what] - count for what, count in before.to_prefill.items()}
-            is_over = moved.published >= published and moved.ended >= ended and not after.pending_blocks
-            if is_over or time.monotonic() > deadline:
+            if moved.published >= published and moved.ended >= ended and not after.pending_blocks:
                 return
-            time.sleep(0.2)
 
     def wait_for_decodes(self) -> None:
         """Waits until P holds nothing: a hold without a decode would expire while counting."""
@@ -231,9 +227,6 @@ def connector_config(endpoint: str, extra: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def eventually(is_so: Callable[[], bool], otherwise: str | Callable[[], str], seconds: float = SETTLE_SECONDS) -> None:
+def eventually(is_so: Callable[[], bool], otherwise: str | Callable[[], str]) -> None:
     """Waits until a condition holds; fails with `otherwise`."""
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline, otherwise() if callable(otherwise) else otherwise
-        time.sleep(0.1)
+    wait_until(is_so, SETTLE_SECONDS, otherwise=otherwise, interval=0.1)

@@ -9,12 +9,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from calls import post
+from harness.polling import polls, wait_until
 from harness.ports import ReservedPort
 
 __all__ = ["EngineServer", "Sources"]
@@ -101,11 +101,11 @@ class EngineServer:
 
     def wait_ready(self) -> None:
         """Waits until it answers."""
-        deadline = time.monotonic() + START_SECONDS
-        while not self._is_healthy():
+        for _ in polls(START_SECONDS, 0.25):
+            if self._is_healthy():
+                return
             assert self.is_running, f"{self.name} ended:\n{self.log[-4000:]}"
-            assert time.monotonic() < deadline, f"{self.name} does not start:\n{self.log[-4000:]}"
-            time.sleep(0.25)
+        raise AssertionError(f"{self.name} does not start:\n{self.log[-4000:]}")
 
     def end(self) -> None:
         """Kills it and releases its port."""
@@ -120,20 +120,19 @@ class EngineServer:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait(SETTLE_SECONDS)
-        deadline = time.monotonic() + GONE_SECONDS
         with contextlib.suppress(ProcessLookupError):
-            while (
-                time.monotonic() < deadline
-            ):  # its children belong to the init process, which may reap them late or never
+            # Its children belong to the init process, which may reap them late or never.
+            for _ in polls(GONE_SECONDS, 0.05):
                 os.killpg(child.pid, 0)
-                time.sleep(0.05)
 
     def empty(self) -> None:
         """Empties its own prefix cache, which is refused while blocks are being saved."""
-        deadline = time.monotonic() + SETTLE_SECONDS
-        while not post(self.port, "/reset_prefix_cache")["success"]:
-            assert time.monotonic() < deadline, f"{self.name} does not release its blocks"
-            time.sleep(0.1)
+        wait_until(
+            lambda: post(self.port, "/reset_prefix_cache")["success"],
+            SETTLE_SECONDS,
+            otherwise=f"{self.name} does not release its blocks",
+            interval=0.1,
+        )
 
     def pause(self) -> None:
         """Pauses scheduling; requests wait."""
@@ -145,10 +144,11 @@ class EngineServer:
 
     def wait_logged(self, text: str, count: int = 1) -> None:
         """Waits until it has logged this text as often."""
-        deadline = time.monotonic() + SETTLE_SECONDS
-        while self.log.count(text) < count:
-            assert time.monotonic() < deadline, f"{self.name} never says {text!r}:\n{self.log[-4000:]}"
-            time.sleep(0.05)
+        wait_until(
+            lambda: self.log.count(text) >= count,
+            SETTLE_SECONDS,
+            otherwise=lambda: f"{self.name} never says {text!r}:\n{self.log[-4000:]}",
+        )
 
     def sources(self) -> Sources:
         """Returns the sources of all prompt tokens so far."""

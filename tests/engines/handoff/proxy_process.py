@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from engine_server import EngineServer
+from harness.polling import polls
 from harness.ports import ReservedPort
 
 __all__ = ["ProxyProcess"]
@@ -51,8 +51,7 @@ class ProxyProcess:
         """Waits until it has checked and probed all running engines; then it sends no probes."""
         up = {engine.url for engine in (*self._prefill, *self._decode) if engine.is_running}
         known = {engine.url: engine.engine_id for engine in self._decode if engine.is_running}
-        deadline = time.monotonic() + START_SECONDS
-        while True:
+        for _ in polls(START_SECONDS, 0.1):
             health = self._health()
             engines = [*health.get("prefill", ()), *health.get("decode", ())]
             found = {engine["url"] for engine in engines if engine["up"]}
@@ -60,8 +59,7 @@ class ProxyProcess:
             if found == up and names.items() >= known.items():
                 return
             assert self.is_running, self.log
-            assert time.monotonic() < deadline, f"{health}\n{self.log}"
-            time.sleep(0.1)
+        raise AssertionError(f"{health}\n{self.log}")
 
     def end(self) -> None:
         """Kills it and releases its port."""

@@ -24,7 +24,8 @@ from harness.fake_engine import (
     hold_back,
     send_answer,
 )
-from harness.running_proxy import PATH, RunningProxy, async_wait_until, data_of
+from harness.polling import async_wait_until
+from harness.running_proxy import PATH, RunningProxy, data_of
 
 TEXT = "".join(ANSWER)
 TIMEOUT_S = 2.0
@@ -336,7 +337,6 @@ async def test_a_client_leaves_while_its_request_is_read(site: Site) -> None:
         _, writer = await asyncio.open_connection(host, int(port))
         writer.write(f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{{".encode())
         await writer.drain()
-        await asyncio.sleep(0.05)
         writer.close()
         await writer.wait_closed()
         await async_wait_until(lambda: _gone(proxy))

@@ -15,8 +15,9 @@ import pytest
 from disagg_proxy import app
 from harness.disagg_site import Site
 from harness.fake_engine import fail, hang
+from harness.polling import async_wait_until, stays
 from harness.ports import ReservedPort
-from harness.running_proxy import PATH, Clock, async_wait_until, run_proxy
+from harness.running_proxy import PATH, Clock, run_proxy
 
 FOLDER = Path(__file__).resolve().parents[3] / "examples" / "disagg_proxy"
 
@@ -90,7 +91,6 @@ async def test_bodies_are_bounded(site: Site) -> None:
     async def endless() -> AsyncIterator[bytes]:
         while True:
             yield b"x" * 1000
-            await asyncio.sleep(0)
 
     async with site.proxy(replace(site.settings(), max_body=5000)) as proxy:
         assert (await proxy.http.post(PATH, json={"prompt": "x" * 4000})).status_code == 200
@@ -166,8 +166,7 @@ async def test_a_probe_that_fails_is_not_repeated_at_once(site: Site) -> None:
     site.decode[0].probe_script.append(fail(500))
     async with run_proxy(replace(site.settings(), check_interval=60.0), clock) as proxy:
         await async_wait_until(lambda: len(probes) == 1)
-        await asyncio.sleep(2.5)
-        assert len(probes) == 1
+        await asyncio.to_thread(stays, lambda: len(probes) == 1, 2.5)
         clock.ahead += 61.0
         await proxy.wait_discovered("d0")
     assert len(probes) == 2

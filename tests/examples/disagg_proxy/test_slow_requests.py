@@ -11,7 +11,8 @@ from disagg_proxy import engines, watch
 from disagg_proxy.transfer import hold_only
 from harness.disagg_site import Site
 from harness.fake_engine import ANSWER, Behaviour, FakeEngine, RecordedRequest, close_connection, hang, send_answer
-from harness.running_proxy import PATH, RunningProxy, async_wait_until
+from harness.polling import async_wait_until
+from harness.running_proxy import PATH, RunningProxy
 
 TIMEOUT_S = 1.0
 

@@ -10,7 +10,8 @@ from disagg_proxy import reply
 from disagg_proxy.transfer import first_turn
 from harness.disagg_site import Site
 from harness.fake_engine import ANSWER, DONE, PROMPT_TOKENS, FakeEngine, RecordedRequest, close_midway, stream
-from harness.running_proxy import PATH, RunningProxy, async_wait_until, data_of
+from harness.polling import async_wait_until
+from harness.running_proxy import PATH, RunningProxy, data_of
 
 ERROR = b'data: {"error": {"message": "EngineCore died", "code": 500}}\n\n'
 TEXT = b'data: {"choices": [{"index": 0, "text": "x", "finish_reason": null}]}\n\n'

@@ -12,7 +12,8 @@ from disagg_proxy.settings import Decode
 from disagg_proxy.transfer import Address, first_turn, hold_only
 from harness.disagg_site import Site
 from harness.fake_engine import ANSWER, DONE, PROMPT_TOKENS, FakeEngine, RecordedRequest, hold_back, send_answer
-from harness.running_proxy import PATH, Clock, RunningProxy, async_wait_until, data_of
+from harness.polling import async_wait_until
+from harness.running_proxy import PATH, Clock, RunningProxy, data_of
 
 TOKENS = PROMPT_TOKENS + len(ANSWER) - 1
 """What D holds after a turn: all but the last token."""

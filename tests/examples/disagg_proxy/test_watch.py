@@ -6,7 +6,8 @@ import pytest
 from disagg_proxy import watch
 from harness.disagg_site import Site
 from harness.fake_engine import fail, hang
-from harness.running_proxy import Clock, async_wait_until, run_proxy
+from harness.polling import async_wait_until
+from harness.running_proxy import Clock, run_proxy
 
 
 async def test_a_probe_that_is_refused_tells_nothing(site: Site, caplog: pytest.LogCaptureFixture) -> None:

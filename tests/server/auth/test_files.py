@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.polling import wait_until
 
 from kvtier.server.auth import audit_log as audit_module
 from kvtier.server.auth import authenticator
@@ -157,8 +157,9 @@ def test_a_file_is_read_once_its_mode_is_corrected(tmp_path: Path, monkeypatch: 
         who.refresh()
     with pytest.raises(Refused):
         who.identify(token, [], is_local=False)
-    time.sleep(0.05)  # the clock of the file system is coarse
-    path.chmod(0o640)
+    changed = path.stat().st_ctime_ns
+    # The clock of the file system is coarse.
+    wait_until(lambda: path.chmod(0o640) or path.stat().st_ctime_ns > changed)
     who.refresh()
     assert who.identify(token, [], is_local=False).name == "late"
 

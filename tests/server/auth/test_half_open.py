@@ -13,8 +13,8 @@ import grpc
 import pytest
 from harness.auth_site import KEYS, PART, Site, make_site, ready_line
 from harness.bulk import wait_for_bulk
-from harness.long_timeouts import wait_until
 from harness.payloads import assert_serves, namespace_of, payload
+from harness.polling import wait_until
 from harness.raw import RawSession, RawSocket, hello_of, refusal_of
 from prometheus_client import CollectorRegistry
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ import pytest
 from google.rpc import error_details_pb2
 from harness.auth_site import KEYS, PART, TIMEOUTS, error_of
 from harness.bulk import wait_for_bulk
-from harness.long_timeouts import wait_until
 from harness.payloads import key_of, namespace_of, payload
+from harness.polling import wait_until
 from harness.raw import RawSession, refusal_of
 from harness.server_process import MIB, ServerProcess
 
@@ -214,9 +213,7 @@ def test_a_rate_limited_tenant_can_complete_its_stores(tmp_path: Path) -> None:
             except LimitExceeded as error:
                 reasons.append(error.reason)
         assert set(reasons) == {"RATE_LIMITED"}
-        time.sleep(2.0)  # twice the lifetime of a store
-        status = server.wait_for(lambda status: not status.stores)
-        assert status.quarantined_bytes == 0
+        server.wait_for(lambda status: not status.stores and not status.quarantined_bytes)
         assert client.connected
 
 

@@ -35,8 +35,8 @@ from harness.auth_site import (
 )
 from harness.bulk import push_call, tls_route, wait_for_bulk
 from harness.launch import launch
-from harness.long_timeouts import wait_until
 from harness.payloads import assert_serves, key_of, namespace_of, payload
+from harness.polling import wait_until
 from harness.raw import RawSession, attach_reply, refusal_of
 
 from kvtier.client import AccessDenied, Client, Credentials, SessionLost
@@ -372,6 +372,13 @@ def test_removing_a_token_ends_its_sessions(tmp_path: Path) -> None:
         assert stays.epoch == epoch
 
 
+def remove_unread(site: Site, holder: str) -> None:
+    """Removes a token after five heartbeats of 0.2 s, of which its holder reads one."""
+    time.sleep(1.0)
+    site.tokens.remove(holder)
+    wait_until(lambda: "tokens read again" in site.server.log)
+
+
 def test_removing_a_token_disconnects_a_client_that_ignores_heartbeats(tmp_path: Path) -> None:
     """Its session stream cannot end, but its calls, connections and access to the region do."""
     site = make_site(tmp_path, heartbeat=0.2)
@@ -395,9 +402,7 @@ def test_removing_a_token_disconnects_a_client_that_ignores_heartbeats(tmp_path:
             lookup = cache_pb2.LookupRequest(session=ref, keys=KEYS).SerializeToString()
             assert calls.prepare()
             assert calls.call("CacheService/Lookup", lookup, 60)
-            time.sleep(1.0)  # five heartbeats, of which the client reads one
-            site.tokens.remove("acme-engine")
-            wait_until(lambda: "tokens read again" in site.server.log)
+            remove_unread(site, "acme-engine")
             with contextlib.suppress(SessionLost):  # if the connection ends during the call
                 assert calls.call("CacheService/Lookup", lookup, 60) is None
             over_grpc = channel.unary_unary("/kvtier.v1.CacheService/Lookup", None, None)
@@ -440,9 +445,7 @@ def test_removing_a_token_ends_its_streams(tmp_path: Path, monkeypatch: pytest.M
                 transfer_pb2.PullRequest(session=ref, lease_id=lease.lease_id, items=range(len(KEYS))), timeout=60
             )
             next(pulling)
-            time.sleep(1.0)  # five heartbeats, of which the client reads one
-            site.tokens.remove("acme-engine")
-            wait_until(lambda: "tokens read again" in site.server.log)
+            remove_unread(site, "acme-engine")
             frames.put(frame)
             frames.put(None)
             gone = ("UNAUTHENTICATED", "UNKNOWN_SESSION")

@@ -13,8 +13,8 @@ import pytest
 from harness.auth_site import KEYS, PART, Site, make_site
 from harness.bulk import ROUTES, Route, bulk_pid, locate, pull_call, serving, tls_route, wait_for_bulk
 from harness.certificates import Authority
-from harness.long_timeouts import wait_until
 from harness.payloads import assert_serves, namespace_of, payload
+from harness.polling import wait_until
 from harness.raw import RawSession, RawSocket, attach_reply, hello_of
 from harness.server_process import own_bytes
 

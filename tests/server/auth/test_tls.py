@@ -15,8 +15,8 @@ from harness.auth_site import KEYS, PART, TIMEOUTS, Site, error_of, make_site, r
 from harness.bulk import wait_for_bulk
 from harness.certificates import Authority, Pair
 from harness.launch import launch, refused_start
-from harness.long_timeouts import wait_until
 from harness.payloads import assert_serves, namespace_of, payload
+from harness.polling import wait_until
 
 from kvtier.client import AsyncClient, Client, Credentials, InvalidRequest, NotConnected
 from kvtier.cuda.host.socket_io import TlsConnection

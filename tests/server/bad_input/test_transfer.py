@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import time
+import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,6 @@ import grpc
 import pytest
 import xxhash
 from harness.bulk import bulk_pid, data_frame, locate, pull_call, push_call
-from harness.long_timeouts import wait_until
 from harness.misbehaving import (
     DAMAGED,
     FRESH,
@@ -31,6 +30,7 @@ from harness.misbehaving import (
     call,
 )
 from harness.payloads import assert_serves, key_of, payload
+from harness.polling import wait_until
 from harness.push_frames import encode_push_frame
 from harness.raw import RawSession, RawSocket, hello_of, refusal_of
 from harness.server_process import MIB
@@ -172,7 +172,7 @@ def test_a_push_to_an_ended_store_is_refused(world: World) -> None:
 
     def messages() -> Iterator[bytes]:
         yield message_of(world, store_id, bytes(100))
-        time.sleep(0.1)
+        wait_until(lambda: locate(world.mine, store_id).received_bytes)
         abort = cache_pb2.CompleteStoreRequest(session=world.mine.ref, store_id=store_id, abort=True)
         world.mine.cache.CompleteStore(abort, timeout=TIMEOUT)
         yield encode_push_frame(100, xxhash.xxh3_64_intdigest(b"late"), [b"late"])
@@ -183,16 +183,17 @@ def test_a_push_to_an_ended_store_is_refused(world: World) -> None:
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_cancelled_push_leaves_no_block(world: World, service: str) -> None:
     """The store can still be aborted (B4.5)."""
-    store_id = world.store()
+    store_id, cancelled = world.store(), threading.Event()
 
     def messages() -> Iterator[bytes]:
         yield message_of(world, store_id, bytes(100))
-        time.sleep(5)
+        cancelled.wait(60)
 
     if service == "grpc":
         sent = world.mine.push.future(messages(), timeout=TIMEOUT)
-        time.sleep(0.1)
+        wait_until(lambda: locate(world.mine, store_id).received_bytes)
         sent.cancel()
+        cancelled.set()
     else:
         with open_streams(world) as connection:
             connection.send(push_call(store_id), data_frame(bytes(100)))

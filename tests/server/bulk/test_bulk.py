@@ -27,8 +27,9 @@ from harness.bulk import (
     wait_for_bulk,
 )
 from harness.delay_proxy import delay_proxy
-from harness.long_timeouts import DEFAULTS, wait_until
+from harness.long_timeouts import DEFAULTS
 from harness.payloads import assert_serves, filled, is_payload, key_of, namespace_of, payload
+from harness.polling import polls, wait_until
 from harness.ports import ReservedPort
 from harness.raw import RawSession, RawSocket, hello_of
 from harness.server_process import MIB, ServerProcess
@@ -134,7 +135,7 @@ async def test_a_cancelled_asynchronous_store_is_not_retried(
 ) -> None:
     """Its slots are returned at once."""
     keys = fresh("cancelled")
-    begun, sending = [], threading.Event()
+    begun, sending, cancelled = [], threading.Event(), threading.Event()
     original = part_streams.PartSender.pieces
 
     def pieces(source: Any, start: int, step: int) -> Iterator[Any]:
@@ -142,13 +143,14 @@ async def test_a_cancelled_asynchronous_store_is_not_retried(
         for piece in original(source, start, step):
             yield piece
             sending.set()
-            time.sleep(0.05)
+            cancelled.wait(TIMEOUT)
 
     monkeypatch.setattr(part_streams.PartSender, "pieces", pieces)
     async with async_client(server) as client:
         store = asyncio.ensure_future(client.store(keys, [payload(key, PART) for key in keys]))
         await asyncio.to_thread(sending.wait, TIMEOUT)
         store.cancel()
+        cancelled.set()
         with pytest.raises(asyncio.CancelledError):
             await store
         assert (await client.status()).stores == 0
@@ -167,7 +169,7 @@ async def test_hanging_streams_block_nothing_else(
         pid = kill_bulk(server, signal.SIGSTOP)
         try:
             loads = [asyncio.ensure_future(other.load(keys, filled(1, PART))) for _ in range(80)]
-            await asyncio.wait_for(asyncio.to_thread(time.sleep, 0), 60)
+            await asyncio.wait_for(asyncio.to_thread(int), 60)
             loads[-1].cancel()
             await asyncio.wait(loads[-1:], timeout=60)
             assert loads[-1].cancelled()
@@ -333,8 +335,7 @@ def test_a_slow_writer_keeps_its_store(tmp_path: Path) -> None:
     ):
         store_id = prepare(session, fresh("slow", 1))
         connection.send(push_call(store_id))
-        for offset in range(0, PART, PART // 16):
-            time.sleep(0.25)
+        for offset, _ in zip(range(0, PART, PART // 16), polls(interval=0.25), strict=False):
             connection.send(data_frame(bytes(PART // 16), offset))
         connection.send(frames.END)
         assert transfer_pb2.PushResponse.FromString(connection.answer()[1]).received_bytes == PART
@@ -484,9 +485,8 @@ def test_a_slow_request_is_closed(address: tuple[str, int]) -> None:
         assert connection.answer() == (0, b"")
         connection.send(frames.pack_call(frames.PUSH, bytes(1000))[:20])
         with pytest.raises(ConnectionError):  # noqa: PT012 - one of many sends
-            for _ in range(int(TIMEOUT / 0.1)):
+            for _ in polls(TIMEOUT, 0.1):
                 connection.send(b"x")
-                time.sleep(0.1)
 
 
 def test_a_connection_without_a_thread_is_closed(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,8 @@ from harness.bulk import (
     wait_for_bulk,
     wait_until_received,
 )
-from harness.long_timeouts import wait_until
 from harness.payloads import assert_serves, filled, is_payload, key_of, namespace_of, payload
+from harness.polling import stays, wait_until
 from harness.push_frames import encode_push_frame
 from harness.raw import RawSession, RawSocket
 from harness.server_process import MIB, own_bytes
@@ -216,11 +216,11 @@ def test_the_status_shows_the_last_used_route(route: Route, session: RawSession,
 def test_a_stalled_stream_does_not_delay_the_end_of_its_store(
     route: Route, session: RawSession, connection: RawSocket
 ) -> None:
-    """The second half of its frame reaches no slot (B4.5)."""
+    """The second half of its last frame reaches no slot (B4.5)."""
     store_id = prepare(session, fresh("stalled", 2))
-    frame = frame_of(connection, BLOCK)
-    connection.send(push_call(store_id), frame[: PART // 2])
-    time.sleep(0.3)
+    frame = frame_of(connection, BLOCK, PART)
+    connection.send(push_call(store_id), frame_of(connection, BLOCK), frame[: PART // 2])
+    wait_until(lambda: locate(session, store_id).received_bytes)
     pid = bulk_pid(route.server.pid)
     started = time.monotonic()
     complete(session, store_id, abort=True)
@@ -247,8 +247,9 @@ def test_a_completion_waits_for_the_streams_of_its_store(session: RawSession, co
 def test_slots_of_an_ended_session_become_free(route: Route, session: RawSession, connection: RawSocket) -> None:
     """Its stalled stream is ended and keeps no slot; an idle connection ends at its next call."""
     with route.open(session) as idle:
-        connection.send(push_call(prepare(session, fresh("ended", 2))), frame_of(connection, BLOCK)[:1000])
-        time.sleep(0.3)
+        store_id = prepare(session, fresh("ended", 2))
+        connection.send(push_call(store_id), frame_of(connection, BLOCK), frame_of(connection, BLOCK, PART)[:1000])
+        wait_until(lambda: locate(session, store_id).received_bytes)
         session.end()
         route.server.wait_for(lambda status: not (status.stores or status.quarantined_bytes))
         idle.send(pull_call(1, [0]))
@@ -266,8 +267,7 @@ def test_slots_are_reused_when_no_stream_can_write(
     session.end()
     reserved = len(keys) * PART
     route.server.wait_for(lambda status: status.quarantined_bytes == reserved)
-    time.sleep(0.5)
-    assert route.server.status().quarantined_bytes == reserved
+    stays(lambda: route.server.status().quarantined_bytes == reserved, 0.5)
     os.kill(pid, number)
     route.server.wait_for(lambda status: status.quarantined_bytes == 0)
 
@@ -297,8 +297,7 @@ def test_slow_readers_need_little_memory(route: Route, session: RawSession) -> N
         for connection in stalled:
             connection.send(pull_call(lease.lease_id, [*range(len(keys))] * 30))
             assert frames.unpack_data_head(connection.read(frames.DATA_HEAD_BYTES)).nbytes == PART
-        time.sleep(0.5)
-        assert own_bytes(pid) < before + 32 * MIB
+        stays(lambda: own_bytes(pid) < before + 32 * MIB, 0.5)
         assert_serves(other, keys)
         release = cache_pb2.ReleaseLeaseRequest(session=session.ref, lease_ids=[lease.lease_id])
         session.cache.ReleaseLease(release, timeout=TIMEOUT)
@@ -312,7 +311,6 @@ def test_a_hundred_stalled_streams_make_clients_use_grpc(route: Route, session: 
         for _ in range(128):
             connection = opened.enter_context(route.open(session))
             connection.send(push_call(store_id), frame_of(connection, b"x")[:10])
-        time.sleep(0.5)
         with pytest.raises((OSError, EOFError)):
             route.open(session)
         keys = fresh("beside many", 4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 import tomllib
 from collections.abc import Callable, Iterator
@@ -204,9 +205,11 @@ class TestStatus:
 
     def test_a_silent_server_times_out(self, serve_status: Any, capsys: pytest.CaptureFixture[str]) -> None:
         """A server that does not answer in time counts as unreachable."""
-        endpoint = serve_status(lambda _: time.sleep(1) or status_of_a_busy_server())
+        gate = threading.Event()
+        endpoint = serve_status(lambda _: gate.wait(60) and status_of_a_busy_server())
         assert cli.main(["status", "--endpoint", endpoint, "--timeout", "0.2"]) == console.EXIT_UNREACHABLE
         assert capsys.readouterr().err == f"kvtier: error: no answer from {endpoint} within 0.2 s\n"
+        gate.set()
 
     @pytest.mark.parametrize(
         ("code", "line"),

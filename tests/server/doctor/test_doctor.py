@@ -338,7 +338,7 @@ def _fake_server(place: Path, version: str, protocols: list[int]) -> Iterator[st
 def _engine(place: Path, *flags: str, seed: str | None = None) -> Iterator[int]:
     """Runs a process with the command line and environment of a vLLM server, which does nothing."""
     script = place / "vllm"
-    script.write_text("import time\nprint('up', flush=True)\ntime.sleep(120)\n")
+    script.write_text("import signal\nprint('up', flush=True)\nsignal.pause()\n")
     environment = {name: text for name, text in os.environ.items() if name != "PYTHONHASHSEED"}
     environment |= {} if seed is None else {"PYTHONHASHSEED": seed}
     command = [sys.executable, os.fspath(script), "serve", "some/model", *flags]

@@ -7,18 +7,18 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.polling import wait_until
 
 from kvtier.server.process import child as child_module
 from kvtier.server.process.child import Child, RestartBackoff
 from kvtier.server.process.child_main import MAX_MESSAGE_BYTES, SIZES_BYTES, pack, read_sizes, unpack
 
 _ECHO = """
-import os, sys, time
+import os, signal, sys
 from kvtier.server.process.child_main import connect
 channel = connect(int(sys.argv[1]))
 for header, payload in channel:
@@ -29,7 +29,7 @@ for header, payload in channel:
     if header.get("nonsense"):
         channel._connection.sendall(bytes([255]) * 64)
     if header.get("hang"):
-        time.sleep(600)
+        signal.pause()
     channel.send({"echo": header, "arguments": sys.argv[2:]}, payload)
 """
 
@@ -131,7 +131,6 @@ def test_a_child_that_hangs_is_killed() -> None:
     async def hang() -> None:
         child = await Child.start("echo")
         child.send({"hang": True})
-        await asyncio.sleep(0.1)
         await child.close(0.1)
         assert await child.ended() == -signal.SIGKILL
 
@@ -143,17 +142,14 @@ def test_a_child_dies_with_its_parent() -> None:
     program = (
         "import asyncio\nfrom kvtier.server.process.child import Child\n"
         "async def main():\n    child = await Child.start('echo')\n    child.send({'number': 1})\n"
-        "    await anext(child.messages())\n    child.send({'hang': True})\n    await asyncio.sleep(0.1)\n"
-        "    print(child.pid, flush=True)\n    await asyncio.sleep(600)\nasyncio.run(main())"
+        "    await anext(child.messages())\n    child.send({'hang': True})\n    print(child.pid, flush=True)\n"
+        "    await asyncio.Event().wait()\nasyncio.run(main())"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         parent.kill()
-    deadline = time.monotonic() + 60
-    while Path(f"/proc/{pid}/fd").exists() and _state(pid) not in "ZX":
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not Path(f"/proc/{pid}/fd").exists() or _state(pid) in "ZX")
 
 
 def _state(pid: int) -> str:

@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from harness.launch import launch, refused_start
 from harness.payloads import namespace_of
+from harness.polling import wait_until
 from harness.traffic import PART, assert_stored, store, wait_connected
 
 from kvtier.client import Client
@@ -140,8 +141,7 @@ class TestEnd:
     def test_a_signal_during_the_start_ends_the_server(self, directory: Path) -> None:
         """No socket is left."""
         with launch(directory, region="8GiB") as server:
-            while not (directory / "s").exists():
-                time.sleep(0.001)
+            wait_until((directory / "s").exists, interval=0.001)
             assert server.end() == 0
         assert not list(directory.glob("s*"))
 

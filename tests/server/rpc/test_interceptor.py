@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
+from harness.polling import stays
 
 from kvtier.server.refused import Refused
 from kvtier.server.rpc.interceptor import RefusalInterceptor
@@ -91,15 +92,15 @@ async def test_a_stream_ends_with_its_client(answer_bytes: int, vanish: str) -> 
             while True:
                 yield bytes(answer_bytes)
                 if answer_bytes == 1:
-                    await asyncio.sleep(60)
+                    await asyncio.Event().wait()
         finally:
             fallen.set()
 
     async with served(stream) as (channel, observed):
         call = channel.unary_stream("/test/Stream")(b"")
         await call.read()
-        await asyncio.sleep(0.1)  # until the flow-control window is full
-        assert not fallen.is_set()
+        # Until the flow-control window is full.
+        await asyncio.to_thread(stays, lambda: not fallen.is_set(), 0.1)
         began = time.monotonic()
         await channel.close() if vanish == "close" else call.cancel()
         await asyncio.wait_for(fallen.wait(), 60)

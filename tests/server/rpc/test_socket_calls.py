@@ -9,6 +9,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import status_pb2
 from harness.bulk import ROUTES, Route, bulk_pid, kill_bulk, prepare, serving, wait_for_bulk
-from harness.long_timeouts import wait_until
 from harness.payloads import assert_serves, filled, is_payload, key_of, namespace_of, payload
+from harness.polling import async_wait_until, wait_until
 from harness.raw import RawSession, RawSocket
 from harness.server_process import MIB, ServerProcess
 
@@ -152,7 +153,7 @@ def test_a_waiting_call_can_be_cancelled(times: int) -> None:
         assert task is not None
         for number in range(times):
             waits[number].set_result(number)
-            await asyncio.sleep(0.01)
+            await async_wait_until(lambda: len(seen) > number)  # noqa: B023 - called here only
         task.cancel()
         await asyncio.wait([task])
         assert _run_eagerly(call([])) is None
@@ -311,7 +312,7 @@ def test_more_threads_than_connections(tmp_path: Path) -> None:
         with ThreadPoolExecutor(100) as threads:
             server.suspend()
             calls = [threads.submit(client.lookup, KEYS) for _ in range(100)]
-            time.sleep(0.3)
+            assert not futures.wait(calls, 0.3).done
             server.resume()
             assert [call.result().prefix_hits for call in calls] == [0] * 100
 
@@ -356,7 +357,7 @@ def test_idle_connections_are_closed(tmp_path: Path) -> None:
         with ThreadPoolExecutor(40) as threads:
             server.suspend()
             calls = [threads.submit(client.lookup, KEYS) for _ in range(40)]
-            time.sleep(0.2)
+            assert not futures.wait(calls, 0.2).done
             server.resume()
             assert [call.result().prefix_hits for call in calls] == [0] * 40
         wait_until(lambda: server.descriptors() <= before + MAX_IDLE)

@@ -11,6 +11,7 @@ from typing import Any, cast
 import grpc
 import pytest
 from harness.payloads import key_of, namespace_of, payload
+from harness.polling import async_wait_until
 from harness.server_process import ServerProcess
 
 from kvtier.client import Client, DurableStatus
@@ -122,7 +123,6 @@ class _Sessions(SimpleNamespace):
 
 def _drainage(*, complete: bool = True) -> tuple[Drain, Any, list[str]]:
     async def drain(_: float) -> bool:
-        await asyncio.sleep(0.01)
         return complete
 
     ended: list[str] = []
@@ -170,8 +170,7 @@ async def test_a_staying_drain_can_be_undone() -> None:
     assert (sessions.draining, drainage.done) == (False, True)
     drainage.undo()
     drainage.stay()
-    while not drainage.done:  # noqa: ASYNC110 - it has no event to wait for
-        await asyncio.sleep(0.005)
+    await async_wait_until(lambda: drainage.done)
     assert (sessions.draining, drainage.complete, ended) == (True, False, [])
     drainage.undo()
     assert (sessions.draining, drainage.complete) == (False, True)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from harness.payloads import key_of
+from harness.polling import async_wait_until
 
 from kvtier.cuda.host.region import HostRegion
 from kvtier.protos.v1 import handoff_pb2
@@ -83,7 +84,7 @@ def run_with_engine(scenario: Any) -> None:
     async def main() -> None:
         runtime = TierRuntime(HostRegion.create(16 * 4096), [], stall_seconds=10.0)
         await runtime.start()
-        await asyncio.sleep(0)  # the event loop announces the region's memory
+        await async_wait_until(lambda: runtime.core.stats().tiers[0].available_bytes == 16 * 4096)
         try:
             await scenario(Engine(runtime), runtime)
         finally:
@@ -143,8 +144,7 @@ def test_a_session_that_ends_during_its_claim_gets_no_lease() -> None:
     async def scenario(engine: Engine, runtime: TierRuntime) -> None:
         publisher = runtime.core.open_session(b"p", "e", None, SPEC)
         claiming = asyncio.ensure_future(engine.claim(wait=20))
-        await asyncio.sleep(0)
-        assert runtime._waiting
+        await async_wait_until(lambda: bool(runtime._waiting))
         runtime.core.close_session(engine.session.id)
         engine.session = publisher
         await engine.publish([])
@@ -193,7 +193,8 @@ def test_claims_do_not_wait_for_ended_or_declined_holds(way: str) -> None:
 
     async def scenario(engine: Engine, runtime: TierRuntime) -> None:
         claiming = asyncio.ensure_future(engine.claim(wait=3600)) if way.endswith("waits") else None
-        await asyncio.sleep(0)
+        if claiming:
+            await async_wait_until(lambda: bool(runtime._waiting))
         # Holds may have four of 16 blocks.
         answer = await engine.publish(keys(0, 6 if way.startswith("declined") else 1))
         assert (answer.status == handoff_pb2.PUBLISH_STATUS_PUBLISHED) is not way.startswith("declined")

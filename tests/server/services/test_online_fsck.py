@@ -13,8 +13,8 @@ from typing import Self
 import grpc
 import pytest
 from harness.launch import launch
-from harness.long_timeouts import wait_until
 from harness.payloads import assert_serves, filled, key_of, namespace_of, payload
+from harness.polling import wait_until
 from harness.raw import refusal_of
 from harness.server_process import MIB, ServerProcess
 from harness.traffic import wait_connected

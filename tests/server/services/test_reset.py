@@ -1,7 +1,6 @@
 """Reset of the CPU tier of a server that is in use."""
 
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,7 +46,8 @@ def test_a_reset_waits_for_readers_and_keeps_secondary_tiers(client: Client) -> 
     done: list[int] = []
     waiting = threading.Thread(target=lambda: done.append(client.reset(wait=30)))
     waiting.start()
-    time.sleep(0.2)  # most likely the server waits by now
+    waiting.join(0.2)
+    assert waiting.is_alive()
     lease.release()
     waiting.join(60)
     assert done == [0]

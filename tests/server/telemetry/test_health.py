@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from harness.polling import async_wait_until
 
 from kvtier.server import app
 from kvtier.server.rpc.interceptor import RefusalInterceptor
@@ -122,7 +123,6 @@ async def test_the_watch_loop_survives_an_error(monkeypatch: pytest.MonkeyPatch)
     health = Health(SERVICES)
     watch = asyncio.create_task(app._watch(backend, health))
     await asyncio.wait_for(looked.wait(), 60)
-    while health._sent.get("") != SERVING:
-        assert not watch.done()
-        await asyncio.sleep(0.001)
+    await async_wait_until(lambda: watch.done() or health._sent.get("") == SERVING)
+    assert not watch.done()
     watch.cancel()

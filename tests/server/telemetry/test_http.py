@@ -13,6 +13,7 @@ from http.client import HTTPConnection, HTTPResponse
 from typing import Any
 
 import pytest
+from harness.polling import stays
 from prometheus_client import CollectorRegistry
 
 from kvtier.server.telemetry.http import MetricsServer, MetricsServerError, on_loop
@@ -137,8 +138,7 @@ class TestOnLoop:
         read = on_loop(asyncio.get_running_loop(), lambda: reads.append(1), timeout=0.05)
         with ThreadPoolExecutor(1) as aside:
             assert isinstance(aside.submit(read).exception(20), TimeoutError), "this keeps the loop busy"
-        await asyncio.sleep(0)
-        assert not reads
+        await asyncio.to_thread(stays, lambda: not reads, 0.02)
 
     def test_a_closed_loop_is_an_error(self) -> None:
         loop = asyncio.new_event_loop()

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import time
 
+from harness.polling import async_wait_until
+
 from kvtier.server.telemetry.loop_lag import LoopLag, watch_loop
 
 
@@ -31,9 +33,9 @@ async def test_a_blocked_loop_is_reported() -> None:
     """Blocking work on the loop raises the reported delay."""
     lateness, seen = LoopLag(), list[float]()
     watch = asyncio.get_running_loop().create_task(watch_loop(seen.append, lateness.observe))
-    await asyncio.sleep(0.05)
+    await async_wait_until(lambda: bool(seen))
     time.sleep(0.3)  # noqa: ASYNC251 - that is what is to be seen
-    await asyncio.sleep(0.05)
+    await async_wait_until(lambda: max(seen) > 0.1)
     watch.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await watch

@@ -14,8 +14,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from harness.bad_tiers import ERRORS
 from harness.launch import refused_start
-from harness.long_timeouts import wait_until
 from harness.payloads import assert_serves, key_of, namespace_of, payload
+from harness.polling import wait_until
 from harness.server_process import MIB, ServerProcess
 from harness.traffic import wait_connected
 
@@ -81,10 +81,9 @@ class World:
         def hangs() -> bool:
             for _ in range(5):
                 self.store(self.new(8))
-            time.sleep(0.1)
             return "remove: still running" in self.server.status().tiers[1].trouble
 
-        wait_until(hangs)
+        wait_until(hangs, interval=0.1)
 
     def wait_trouble(self, what: str) -> None:
         self.server.wait_for(lambda status: what in status.tiers[1].trouble and not status.tiers[1].healthy)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from harness.payloads import key_of, namespace_of, payload
+from harness.polling import wait_until
 from harness.server_process import MIB, ServerProcess
 
 from kvtier.client import Client, InvalidRequest, KeyStatus, Medium, TierFilter
@@ -74,7 +74,4 @@ def test_a_lookup_can_leave_the_shared_tier_out(start: Callable[[str], ServerPro
 def wait_for_files(server: ServerProcess, count: int) -> None:
     """Waits until the shared directory has this many blocks."""
     directory = server.directory.parent / "shared"
-    deadline = time.monotonic() + 60
-    while len([file for file in directory.iterdir() if file.suffix != ".new"]) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: len([file for file in directory.iterdir() if file.suffix != ".new"]) >= count)

@@ -30,6 +30,7 @@ from contracts.secondary_tier import (
     fetch,
     full,
 )
+from harness.polling import wait_until
 
 from kvtier.tiers.base import NamespaceId, Outcome, SecondaryTier, TierOpenError
 from kvtier.tiers.lmdb import blocks as lmdb_blocks
@@ -279,7 +280,7 @@ def test_a_stalled_check_does_not_count_as_damage(sound: Path, monkeypatch: pyte
     """
     monkeypatch.setattr(lmdb_probe, "SILENCE_SECONDS", 1.0)
     with monkeypatch.context() as patched:
-        during_check(patched, "import time; time.sleep(60)")
+        during_check(patched, "import signal; signal.pause()")
         with pytest.raises(TierOpenError, match="no progress for 1 s"):
             opened(sound)
     with monkeypatch.context() as patched:
@@ -341,11 +342,7 @@ def opening(store: Path, note: Path, seconds: float) -> Iterator[tuple[subproces
     command = [sys.executable, "-c", OPEN_SLOWLY, str(store), str(note), str(seconds)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:
         try:
-            deadline = time.monotonic() + 60
-            while not (note.exists() and note.read_text().endswith("\n")):
-                assert time.monotonic() < deadline
-                assert process.poll() is None
-                time.sleep(0.01)
+            wait_until(lambda: note.exists() and note.read_text().endswith("\n"))
             yield process, int(note.read_text())
         finally:
             process.kill()
@@ -367,10 +364,7 @@ def test_the_check_ends_with_its_server(tmp_path: Path) -> None:
         assert Path(f"/proc/{child}").exists()
         process.kill()
         process.wait()
-        deadline = time.monotonic() + 60
-        while is_running(child):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: not is_running(child))
     assert_untouched(tmp_path / "store")
 
 

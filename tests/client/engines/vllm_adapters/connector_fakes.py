@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +32,6 @@ __all__ = [
     "make_step",
     "scheduler_side",
     "single_engine",
-    "wait_for",
 ]
 
 PAGE = 64
@@ -262,11 +260,3 @@ def close_when_idle(worker: WorkerSide) -> None:
     for threads in worker._threads or ():
         threads.close(WAIT_SECONDS)
     worker.close()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Waits minutes for a condition, because machines may be slow."""
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)

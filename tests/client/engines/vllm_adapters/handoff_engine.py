@@ -11,7 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from connector_fakes import FULL, PAGE, WAIT_SECONDS, FakePool, make_step, wait_for
+from connector_fakes import FULL, PAGE, WAIT_SECONDS, FakePool, make_step
+from harness.polling import wait_until
 
 from kvtier.client import Client, Group, Namespace, Timeouts
 from kvtier.client.engines.vllm.background import RateLimitedLog
@@ -167,7 +168,7 @@ class ToyEngine:
             found[:] = [] if hit is None else [hit]
             return hit is not None
 
-        wait_for(is_known)
+        wait_until(is_known)
         # Like vLLM, computes the last token in any case.
         return found[0]
 
@@ -183,7 +184,7 @@ class ToyEngine:
             self.step()
             return not self.scheduler.has_pending_work()
 
-        wait_for(is_settled)
+        wait_until(is_settled)
         for threads in self.scheduler._handoffs._calls._notify_threads.values():
             told = threading.Event()
             threads.submit(told.set)
@@ -219,7 +220,7 @@ class ToyEngine:
             self.step()
             return request.request_id in self.ended
 
-        wait_for(has_ended)
+        wait_until(has_ended)
         if request.request_id in self.failed:
             request.num_computed_tokens = 0
             return False

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from connector_fakes import FULL, PAGE, WINDOW, FakeTransfers, wait_for
+from connector_fakes import FULL, PAGE, WINDOW, FakeTransfers
+from harness.polling import wait_until
 
 sys.path.append(str(Path(__file__).parents[3] / "cuda"))
 
@@ -96,7 +97,7 @@ class Worker:
             reports.extend([report] if report else [])
             return bool(reports)
 
-        wait_for(reported)
+        wait_until(reported)
         return reports[0]
 
     def load(self, block_ids: list[int]) -> Any:
@@ -111,7 +112,7 @@ class Worker:
                 results.extend([result] if result.finished_recving else [])
                 return bool(results)
 
-            wait_for(reported)
+            wait_until(reported)
         return results[0]
 
     def close(self) -> None:
@@ -126,7 +127,7 @@ def worker(service: Service) -> Iterator[Worker]:
     """A worker whose blocks the server has opened."""
     made = Worker(service)
     made.side.register(made.caches)
-    wait_for(lambda: made.side._route is not None and made.side._route._client is not None)
+    wait_until(lambda: made.side._route is not None and made.side._route._client is not None)
     yield made
     made.close()
 
@@ -155,15 +156,15 @@ def test_saves_and_loads_wait_for_the_compute(worker: Worker) -> None:
     worker.driver._streams[worker.stream].submit(lambda: over.wait(60) and None)
     worker.fill(3)
     worker.side.start_saves(StepMetadata([], [SaveJob(1, "r", worker.keys, GROUPS, [0, 1, 2, 3])], "ns"))
-    wait_for(lambda: KeyStatus.HIT_PENDING in worker.client.lookup(worker.keys, prefix=False).statuses)
+    wait_until(lambda: KeyStatus.HIT_PENDING in worker.client.lookup(worker.keys, prefix=False).statuses)
     after = worker.fill(4)
     over.set()
-    wait_for(lambda: worker.reports.take_report() is not None)
+    wait_until(lambda: worker.reports.take_report() is not None)
     buffers = [bytearray(2 * PAGE) for _ in worker.keys]
     assert worker.client.load(worker.keys, buffers) == 4
     assert bytes(buffers[0]) == worker.page(after, 0, 0)
     assert worker.side._route is not None
-    wait_for(lambda: worker.side._route is not None and len(worker.side._route._buffers._free) == 64)
+    wait_until(lambda: worker.side._route is not None and len(worker.side._route._buffers._free) == 64)
 
 
 def test_loads_of_nothing_take_no_mark(worker: Worker) -> None:
@@ -184,7 +185,7 @@ def test_a_mover_that_is_killed_costs_nothing(service: Service, worker: Worker) 
         assert not worker.load([4, 5, 6, 7]).failed_recving
         assert worker.page(worker.whole, 0, 4) == worker.page(before, 0, 0)
         worker.client.reset(wait=5)
-    wait_for(lambda: worker.save([0, 1, 2, 3], 9) is not None and bool(service.copy_workers))
+    wait_until(lambda: worker.save([0, 1, 2, 3], 9) is not None and bool(service.copy_workers))
 
 
 def test_a_server_without_devices(tmp_path: Path) -> None:
@@ -205,7 +206,7 @@ def test_tensors_that_come_anew(worker: Worker) -> None:
     """Replaced KV tensors are registered instead of the old ones."""
     earlier = worker.side._route
     worker.side.register(worker.caches)
-    wait_for(lambda: worker.side._route is not None and worker.side._route._client is not None)
+    wait_until(lambda: worker.side._route is not None and worker.side._route._client is not None)
     assert worker.side._route is not earlier
     before = worker.fill(7)
     worker.save([0, 1, 2, 3])

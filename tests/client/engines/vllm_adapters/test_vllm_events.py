@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from connector_fakes import FakeClient, make_request, make_step, reset_pending, scheduler_side, wait_for
+from connector_fakes import FakeClient, make_request, make_step, reset_pending, scheduler_side
+from harness.polling import wait_until
 from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
@@ -55,7 +56,7 @@ def test_a_reset_clears_and_what_was_in_flight_is_not_announced() -> None:
         assert [type(event) for event in scheduler.take_events()] == [AllBlocksCleared]
         scheduler.saves_reported(WorkerReport({flying.job_id: 1}))
         assert not list(scheduler.take_events())
-        wait_for(lambda: not reset_pending(scheduler))
+        wait_until(lambda: not reset_pending(scheduler))
         (again,) = scheduler.build_step(make_step({"r": TABLE}, r=12)).saves
         scheduler.saves_reported(WorkerReport({again.job_id: 1}))
         assert [type(event) for event in scheduler.take_events()] == [BlockStored] * 3

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from connector_fakes import wait_for
 from handoff_engine import BLOCK, FIRST_TURN, ToyEngine
+from harness.polling import wait_until
 from harness.ports import ReservedPort
 from server_process import ServerProcess
 
@@ -109,7 +109,7 @@ def test_blocks_evicted_before_the_request_ends_are_held(
     end = prefill.end
 
     def end_after_eviction(*args: Any) -> Any:
-        wait_for(lambda: not prefill.step() and not prefill.scheduler.has_pending_work())
+        wait_until(lambda: not prefill.step() and not prefill.scheduler.has_pending_work())
         server.evict_all()
         return end(*args)
 
@@ -277,7 +277,7 @@ def test_the_same_end_of_another_beginning_is_not_pulled(prefill: ToyEngine, dec
     params = params_of(prefill, PROMPT)
     for prompt, pulled in (([7, *PROMPT[1:]], 0), (PROMPT, 3)):
         request = decode.arrive(prompt, params | {"kvtier": {"hold": False}})
-        wait_for(lambda: decode.scheduler.matched_tokens(request, 6 * BLOCK)[0] is not None)  # noqa: B023 - called at once
+        wait_until(lambda: decode.scheduler.matched_tokens(request, 6 * BLOCK)[0] is not None)  # noqa: B023 - called at once
         assert decode.scheduler.matched_tokens(request, 6 * BLOCK) == (pulled, pulled > 0)
         decode.scheduler._handoffs._core._requests.clear()
         decode.scheduler._core._requests.clear()
@@ -299,5 +299,5 @@ def test_requests_with_adapters_are_not_handed_on(server: ServerProcess, prefill
 
 def is_released(server: ServerProcess, params: dict[str, Any]) -> None:
     """Waits until the hold is gone and every lease is released."""
-    wait_for(lambda: params["remote_request_id"] not in holds_of(server))
-    wait_for(lambda: server.status()["leases"] == 0)
+    wait_until(lambda: params["remote_request_id"] not in holds_of(server))
+    wait_until(lambda: server.status()["leases"] == 0)

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from connector_fakes import FakeClient, make_request, make_step, scheduler_side, wait_for
+from connector_fakes import FakeClient, make_request, make_step, scheduler_side
+from harness.polling import wait_until
 
 from kvtier.client import (
     DeadlineExceeded,
@@ -76,13 +77,13 @@ def test_a_part_of_a_hold_is_used_as_far_as_it_goes() -> None:
     with scheduler_side(client) as (scheduler, _):
         request = make_request(6, kv_transfer_params=PREFILLED)
         scheduler.new_request(request)
-        wait_for(lambda: scheduler.matched_tokens(request, 0) == (12, True))
+        wait_until(lambda: scheduler.matched_tokens(request, 0) == (12, True))
         scheduler.blocks_allocated(request, TABLE, 12)
         [load] = scheduler.build_step(make_step({})).loads
         assert [(read.lease_id, read.indices, read.block_ids) for read in load.reads] == [(1001, [0, 1, 2], [1, 2, 3])]
         assert client.released == []
         scheduler.loads_reported(["r"], [])
-        wait_for(lambda: client.released == [1001] and client.released_holds == [HoldName("P", "p")])
+        wait_until(lambda: client.released == [1001] and client.released_holds == [HoldName("P", "p")])
 
 
 def test_what_is_about_to_be_pulled_is_kept_alive() -> None:
@@ -92,9 +93,9 @@ def test_what_is_about_to_be_pulled_is_kept_alive() -> None:
         request = make_request(6, kv_transfer_params=PREFILLED)
         scheduler.new_request(request)
         scheduler.build_step(make_step({}))
-        wait_for(lambda: client.renewed == [HoldName("P", "p")])
+        wait_until(lambda: client.renewed == [HoldName("P", "p")])
         scheduler.build_step(make_step({}))
-        wait_for(lambda: scheduler.matched_tokens(request, 0) == (24, True))
+        wait_until(lambda: scheduler.matched_tokens(request, 0) == (24, True))
         assert len(client.renewed) == 1, "every sixth of a lease"
 
 
@@ -102,18 +103,18 @@ def test_what_is_about_to_be_pulled_is_kept_alive() -> None:
 def test_a_dropped_claim_is_released(*, answered: bool) -> None:
     """B4.3 Whether it was granted before or after its request ended."""
     gate = threading.Event()
-    client = HoldsClient(before_claim=lambda: None if answered else wait_for(gate.is_set))
+    client = HoldsClient(before_claim=lambda: None if answered else wait_until(gate.is_set))
     with scheduler_side(client) as (scheduler, _):
         request = make_request(6, kv_transfer_params=PREFILLED)
         scheduler.new_request(request)
         if answered:
-            wait_for(lambda: scheduler.matched_tokens(request, 0) == (24, True))
+            wait_until(lambda: scheduler.matched_tokens(request, 0) == (24, True))
         else:
             assert scheduler.matched_tokens(request, 0) == (None, False)
-            wait_for(lambda: bool(client.claimed))
+            wait_until(lambda: bool(client.claimed))
         scheduler.request_finished(request, [[]])
         gate.set()
-        wait_for(lambda: client.released == [1001] and client.released_holds == [HoldName("P", "p")])
+        wait_until(lambda: client.released == [1001] and client.released_holds == [HoldName("P", "p")])
 
 
 @pytest.mark.parametrize(
@@ -131,7 +132,7 @@ def test_a_server_that_fails_is_left_in_peace(monkeypatch: Any, error: KVTierErr
         for request_id in ("first", "second"):
             request = make_request(6, request_id, kv_transfer_params=PREFILLED)
             scheduler.new_request(request)
-            wait_for(lambda request=request: scheduler.matched_tokens(request, 0) == (0, False))  # type: ignore[misc]
+            wait_until(lambda request=request: scheduler.matched_tokens(request, 0) == (0, False))  # type: ignore[misc]
     assert len(client.claimed) == (2 if asks_again else 1)
 
 
@@ -179,9 +180,9 @@ def test_all_held_blocks_are_offered_once_more() -> None:
     with scheduler_side(client) as (scheduler, _):
         request = make_request(6, kv_transfer_params={"do_remote_decode": True})
         scheduler.new_request(request)
-        wait_for(lambda: scheduler.matched_tokens(request, 0) == (0, False))
+        wait_until(lambda: scheduler.matched_tokens(request, 0) == (0, False))
         scheduler.blocks_allocated(request, TABLE, 0)
-        wait_for(lambda: not scheduler._requests["r"].registration.voting)
+        wait_until(lambda: not scheduler._requests["r"].registration.voting)
         [first] = scheduler.build_step(make_step({"r": TABLE}, r=24)).saves
         assert first.keys == KEYS
         scheduler.saves_reported(WorkerReport({first.job_id: 1}, {first.job_id: {1, 4}}))
@@ -213,11 +214,11 @@ def test_nothing_is_pulled_or_held_that_is_about_to_be_forgotten() -> None:
     """B4.13 During a reset nothing is pulled, because held blocks may be of changed weights."""
     gate = threading.Event()
     client = HoldsClient()
-    client.resets = [lambda: wait_for(gate.is_set) or 0]
+    client.resets = [lambda: wait_until(gate.is_set) or 0]
     with scheduler_side(client) as (scheduler, _):
         request = make_request(6, kv_transfer_params=PREFILLED)
         scheduler.new_request(request)
-        wait_for(lambda: scheduler.matched_tokens(request, 0) == (24, True))
+        wait_until(lambda: scheduler.matched_tokens(request, 0) == (24, True))
         assert scheduler.reset()
         assert scheduler.matched_tokens(request, 0)[0] in (0, None)
         last = make_request(6, "last", kv_transfer_params={"do_remote_decode": True}, num_computed_tokens=24)
@@ -225,7 +226,7 @@ def test_nothing_is_pulled_or_held_that_is_about_to_be_forgotten() -> None:
         scheduler.blocks_allocated(last, TABLE, 0)
         assert scheduler.request_finished(last, TABLE) is None
         gate.set()
-        wait_for(lambda: scheduler.matched_tokens(request, 0) == (24, True))
+        wait_until(lambda: scheduler.matched_tokens(request, 0) == (24, True))
     assert client.published == []
 
 
@@ -236,7 +237,7 @@ def test_claims_behind_one_that_fails_are_not_made(monkeypatch: Any) -> None:
     gate = threading.Event()
 
     def fail() -> None:
-        wait_for(gate.is_set)
+        wait_until(gate.is_set)
         raise NotConnected("gone")
 
     client = HoldsClient(before_claim=fail)
@@ -247,15 +248,15 @@ def test_claims_behind_one_that_fails_are_not_made(monkeypatch: Any) -> None:
             assert scheduler.matched_tokens(request, 0) == (None, False)
         gate.set()
         for request in requests:
-            wait_for(lambda request=request: scheduler.matched_tokens(request, 0) == (0, False))  # type: ignore[misc]
+            wait_until(lambda request=request: scheduler.matched_tokens(request, 0) == (0, False))  # type: ignore[misc]
             scheduler.blocks_allocated(request, TABLE, 0)
         assert len(client.claimed) == 1
-        wait_for(lambda: len(client.released_holds) == 3)  # peers are told all the same
+        wait_until(lambda: len(client.released_holds) == 3)  # peers are told all the same
         done = make_request(6, "done", kv_transfer_params={"do_remote_decode": True}, num_computed_tokens=24)
         scheduler.new_request(done)
         scheduler.blocks_allocated(done, TABLE, 0)
         assert scheduler.request_finished(done, TABLE) is not None
-        wait_for(lambda: client.published == ["done"])
+        wait_until(lambda: client.published == ["done"])
 
 
 def test_a_publication_that_was_late_is_made_once_more() -> None:
@@ -267,7 +268,7 @@ def test_a_publication_that_was_late_is_made_once_more() -> None:
         scheduler.new_request(request)
         scheduler.blocks_allocated(request, TABLE, 0)
         scheduler.request_finished(request, TABLE)
-        wait_for(lambda: client.published == ["r"])
+        wait_until(lambda: client.published == ["r"])
 
 
 def test_a_defect_in_handing_over_does_not_keep_a_request_from_ending(monkeypatch: Any) -> None:
@@ -284,5 +285,5 @@ def test_a_defect_in_handing_over_does_not_keep_a_request_from_ending(monkeypatc
         monkeypatch.setattr(scheduler._handoffs, "finished", fail)
         with pytest.raises(KeyError):
             scheduler.request_finished(request, TABLE)
-        wait_for(lambda: client.finished == ["r"])
+        wait_until(lambda: client.finished == ["r"])
         assert scheduler._core._requests == {}

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from connector_fakes import FULL, PAGE, WINDOW, FakeClient, FakeTransfers, close_when_idle, start_lookup, wait_for
+from connector_fakes import FULL, PAGE, WINDOW, FakeClient, FakeTransfers, close_when_idle, start_lookup
+from harness.polling import stays, wait_until
 
 from kvtier.client import NotConnected, make_key
 from kvtier.client.engines.vllm.background import RateLimitedLog
@@ -149,12 +150,12 @@ def test_only_the_windows_at_the_end_of_the_full_hit_are_asked_for() -> None:
     with _lookups(client, CacheGeometry((FULL, WINDOW), 4, 4)) as service:
         lookup = start_lookup(service, RequestRegistration("r"), _hashes(4, 4), 16)
         assert lookup is not None
-        wait_for(lambda: lookup.state is LookupState.DONE)
+        wait_until(lambda: lookup.state is LookupState.DONE)
         assert lookup.found.hit_tokens == 12
         assert client.asked == [4, 2]
         assert set(lookup.found.items[1]) == {1, 2}
         service.drop_lookup(lookup.number)
-        wait_for(lambda: sorted(client.released) == [1, 2])
+        wait_until(lambda: sorted(client.released) == [1, 2])
 
 
 def test_a_dropped_lookup_releases_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +176,7 @@ def test_a_dropped_lookup_releases_its_lease(monkeypatch: pytest.MonkeyPatch) ->
         # left in peace for a moment
         assert start_lookup(service, RequestRegistration("s"), _hashes(1), 4) is None
         gate.set()
-        wait_for(lambda: client.released == [1])
+        wait_until(lambda: client.released == [1])
 
 
 def test_a_lookup_that_only_queued_says_nothing_of_the_server() -> None:
@@ -205,7 +206,7 @@ def test_a_server_that_is_not_there_is_a_miss_at_once() -> None:
         client.before = fail
         lookup = start_lookup(service, RequestRegistration("r"), _hashes(1), 4)
         assert lookup is not None
-        wait_for(lambda: lookup.state is LookupState.DONE)
+        wait_until(lambda: lookup.state is LookupState.DONE)
         assert lookup.found.hit_tokens == 0
 
 
@@ -216,7 +217,7 @@ def test_a_long_request_is_looked_up_in_calls_that_the_server_takes() -> None:
     with _lookups(client, CacheGeometry((FULL,), 4, 4)) as service:
         lookup = start_lookup(service, RequestRegistration("r"), _hashes(9), 36)
         assert lookup is not None
-        wait_for(lambda: lookup.state is LookupState.DONE)
+        wait_until(lambda: lookup.state is LookupState.DONE)
         assert lookup.found.hit_tokens == 20
         assert client.asked == [2, 2, 2]
         assert lookup.found.items[0] == {0: (1, 0), 1: (1, 1), 2: (2, 0), 3: (2, 1), 4: (3, 0)}
@@ -237,10 +238,9 @@ def test_a_request_is_finished_after_its_last_lookup() -> None:
         assert started.wait(60)
         service.drop_lookup(lookup.number)
         service.finish_request(request)
-        time.sleep(0.05)
-        assert not client.finished
+        stays(lambda: not client.finished, 0.05)
         gate.set()
-        wait_for(lambda: client.finished == ["r"])
+        wait_until(lambda: client.finished == ["r"])
         assert client.begun == {"r": (5, None)}  # parameters that are not JSON are not sent
         assert client.released == [1]
 
@@ -273,7 +273,7 @@ def test_every_job_is_reported_after_a_failure(error: Exception | None) -> None:
         ended.update(report.ended_saves if report else {})
         return loaded == {"good", "impossible"} and ended == {1: 1}
 
-    wait_for(all_reported)
+    wait_until(all_reported)
     assert failed == ({"good", "impossible"} if error else {"impossible"})
     if error is None:
         assert bytes(client.memory[:PAGE]) == bytes(caches["a"].view(8, PAGE)[5].tolist())

@@ -17,8 +17,8 @@ from connector_fakes import (
     make_step,
     reset_pending,
     scheduler_side,
-    wait_for,
 )
+from harness.polling import wait_until
 from server_process import ServerProcess
 
 from kvtier.client import Client, Group, InvalidRequest, Namespace, NotConnected, OffloadPolicy, Timeouts, make_key
@@ -54,12 +54,12 @@ def _prefill(scheduler: SchedulerSide, request: Any, hit: int, *, ahead: int = 0
     """
     scheduler.new_request(request)
     prompt, hashes = 4 * len(request.block_hashes), request.block_hashes
-    wait_for(lambda: scheduler.matched_tokens(request, 0) == (hit, hit > 0))
+    wait_until(lambda: scheduler.matched_tokens(request, 0) == (hit, hit > 0))
     scheduler.blocks_allocated(request, TABLE, hit)
     assert not _offered(scheduler, make_step({})), "nothing is offered while it is loaded"
     if hit:
         scheduler.loads_reported([request.request_id], [])
-    wait_for(lambda: not scheduler._requests[request.request_id].registration.voting)
+    wait_until(lambda: not scheduler._requests[request.request_id].registration.voting)
     request.num_computed_tokens = hit
     tables = {request.request_id: TABLE}
     offered = _offered(scheduler, make_step(tables, **{request.request_id: prompt - hit}))
@@ -107,17 +107,17 @@ def test_a_request_that_the_engine_has_itself_is_voted_on_all_the_same() -> None
 
         def ask() -> None:
             prefix_lookups.append("begin")
-            wait_for(lambda: gate.open)
+            wait_until(lambda: gate.open)
 
         client.before = ask
         scheduler.new_request(request)
         assert scheduler.matched_tokens(request, 24) == (0, False), "nothing to load, nothing to wait for"
-        wait_for(lambda: prefix_lookups == ["begin"])
+        wait_until(lambda: prefix_lookups == ["begin"])
         request.num_computed_tokens = 24
         output = make_step({"r": TABLE}, r=1)
         assert not _offered(scheduler, output), "not before the tiers have voted"
         gate.open = True
-        wait_for(lambda: not scheduler._requests["r"].registration.voting)
+        wait_until(lambda: not scheduler._requests["r"].registration.voting)
         assert _offered(scheduler, output) == _keys(6)
         assert client.begun == {"r": (25, FLAG)}
         assert client.asked == [0]
@@ -130,7 +130,7 @@ def test_a_request_that_may_not_be_loaded_is_voted_on_all_the_same(*, may_load: 
     with scheduler_side(client, may_load=may_load) as (scheduler, _):
         request = make_request(6, kv_transfer_params=FLAG, skip_reading_prefix_cache=may_load)
         assert _prefill(scheduler, request, 0) == _keys(6)
-        wait_for(lambda: client.finished == ["r"])
+        wait_until(lambda: client.finished == ["r"])
     assert client.begun == {"r": (25, FLAG)}
 
 
@@ -158,10 +158,10 @@ def test_a_refusal_is_no_reason_to_leave_the_server_in_peace(monkeypatch: Any, *
     with scheduler_side(client, may_load=may_load) as (scheduler, _):
         client.before = refuse
         assert _prefill(scheduler, make_request(2, "odd"), 0) == _keys(2)
-        wait_for(lambda: client.finished == ["odd"])
+        wait_until(lambda: client.finished == ["odd"])
         client.before = lambda: None
         assert _prefill(scheduler, make_request(2, "sound"), 8 if may_load else 0) == ([] if may_load else _keys(2))
-        wait_for(lambda: client.finished == ["odd", "sound"])
+        wait_until(lambda: client.finished == ["odd", "sound"])
     assert client.asked == [2 if may_load else 0]
 
 
@@ -174,12 +174,12 @@ def test_a_long_id_of_a_request_is_shortened() -> None:
         for request_id in ids:
             request = make_request(2, request_id)
             scheduler.new_request(request)
-            wait_for(lambda request=request: scheduler.matched_tokens(request, 0) == (0, False))  # type: ignore[misc]
+            wait_until(lambda request=request: scheduler.matched_tokens(request, 0) == (0, False))  # type: ignore[misc]
             [job] = scheduler.build_step(make_step({request_id: TABLE}, **{request_id: 8})).saves
             scheduler.saves_reported(WorkerReport({job.job_id: 1}))
             scheduler.request_finished(request, TABLE)
             names.append(job.request_id)
-        wait_for(lambda: len(client.finished) == len(ids))
+        wait_until(lambda: len(client.finished) == len(ids))
     assert names == list(client.begun)
     assert sorted(names) == sorted(client.finished)
     assert names[0] == ids[0]
@@ -192,7 +192,7 @@ def test_a_load_goes_by_the_whole_id() -> None:
     with scheduler_side(FakeClient(set(_keys(2)))) as (scheduler, _):
         request = make_request(2, request_id)
         scheduler.new_request(request)
-        wait_for(lambda: scheduler.matched_tokens(request, 0) == (8, True))
+        wait_until(lambda: scheduler.matched_tokens(request, 0) == (8, True))
         scheduler.blocks_allocated(request, TABLE, 8)
         [load] = scheduler.build_step(make_step({})).loads
         assert load.request_id == request_id
@@ -237,10 +237,10 @@ def test_votes_and_resets_of_a_real_server(tmp_path: Path) -> None:
         for params, policy in ((FLAG, REQUEST), (None, BLOCK)):
             scheduler.new_request(make_request(6, str(policy), kv_transfer_params=params))
             registration = scheduler._requests[str(policy)].registration
-            wait_for(lambda registration=registration: not registration.voting)  # type: ignore[misc]
+            wait_until(lambda registration=registration: not registration.voting)  # type: ignore[misc]
             assert registration.policy is policy
         assert [tier["blocks"] for tier in server.status()["tiers"] if tier["name"] == "cpu"] == [3]
         assert scheduler.reset()
-        wait_for(lambda: not reset_pending(scheduler))
+        wait_until(lambda: not reset_pending(scheduler))
         assert [tier["blocks"] for tier in server.status()["tiers"] if tier["name"] == "cpu"] == [0]
     server.kill()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from engine_timeouts import LONG_TIMEOUT_SECONDS, long_timeouts
+from harness.polling import wait_until
 from server_process import ServerProcess
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -157,10 +158,7 @@ class Engine:
         worker, groups = self.workers[number], groups or [0] * len(block_ids)
         keys = [make_key(key[:32], group) for key, group in zip(KEYS, groups, strict=True)]
         self.step(worker, [], [SaveJob(1, "r", keys, groups, block_ids)])
-        deadline = time.monotonic() + LONG_TIMEOUT_SECONDS
-        while (report := worker.build_connector_worker_meta()) is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        report = wait_until(worker.build_connector_worker_meta)
         assert report.ended_saves == {1: 1 << number}  # type: ignore[attr-defined]
         return report.not_stored  # type: ignore[attr-defined,no-any-return]
 

@@ -6,7 +6,8 @@ import threading
 from typing import Any
 
 import pytest
-from connector_fakes import FakeClient, make_request, make_step, reset_pending, scheduler_side, wait_for
+from connector_fakes import FakeClient, make_request, make_step, reset_pending, scheduler_side
+from harness.polling import wait_until
 
 from kvtier.client import NotConnected, make_key
 from kvtier.client.engines.vllm.scheduler import server_calls
@@ -64,15 +65,15 @@ def test_until_the_server_has_emptied_its_cpu_tier_all_is_a_miss() -> None:
     with scheduler_side(client) as (scheduler, _):
         found = make_request(3, "found")
         scheduler.new_request(found)
-        wait_for(lambda: scheduler.matched_tokens(found, 0) == (12, True))
+        wait_until(lambda: scheduler.matched_tokens(found, 0) == (12, True))
         assert scheduler.reset(), "the server is not waited for"
-        wait_for(lambda: client.released == [1])
+        wait_until(lambda: client.released == [1])
         for number, gate in enumerate(gates):
             assert gate.entered.wait(60)
             assert scheduler.matched_tokens(found, 0) == (0, False)
             assert _is_miss(scheduler, f"r{number}")
             gate.open()
-        wait_for(lambda: not reset_pending(scheduler))
+        wait_until(lambda: not reset_pending(scheduler))
         assert not client.resets
         assert scheduler.matched_tokens(found, 0) == (None, False), "it is looked up again"
         assert client.asked[0] == 3
@@ -92,7 +93,7 @@ def test_saves_in_flight_end_before_the_server_is_asked() -> None:
         assert gate.entered.wait(60)
         assert not scheduler.build_step(make_step({"r": TABLE}, r=12)).saves
         gate.open()
-        wait_for(lambda: not reset_pending(scheduler))
+        wait_until(lambda: not reset_pending(scheduler))
         (again,) = scheduler.build_step(make_step({"r": TABLE}, r=12)).saves
         assert again.block_ids == [7, 8, 9], "B3.19: a request that goes on stores from its start"
 
@@ -128,7 +129,7 @@ def test_a_reset_that_fails_is_tried_until_it_works(monkeypatch: Any, error: Exc
         assert gate.entered.wait(60)
         assert _is_miss(scheduler, "r")
         gate.open()
-        wait_for(lambda: not reset_pending(scheduler))
+        wait_until(lambda: not reset_pending(scheduler))
 
 
 def test_another_engine_s_reset_is_not_enough() -> None:
@@ -141,7 +142,7 @@ def test_another_engine_s_reset_is_not_enough() -> None:
         assert last.entered.wait(60)
         assert reset_pending(scheduler)
         last.open()
-        wait_for(lambda: not reset_pending(scheduler))
+        wait_until(lambda: not reset_pending(scheduler))
 
 
 def test_a_reset_during_a_reset_is_one_more() -> None:
@@ -153,5 +154,5 @@ def test_a_reset_during_a_reset_is_one_more() -> None:
         assert first.entered.wait(60)
         scheduler.reset()
         first.open()
-        wait_for(lambda: not reset_pending(scheduler))
+        wait_until(lambda: not reset_pending(scheduler))
         assert not client.resets, "two rounds each"

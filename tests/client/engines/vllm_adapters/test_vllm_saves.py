@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
-from connector_fakes import FakeClient, make_request, make_step, scheduler_side, wait_for
+from connector_fakes import FakeClient, make_request, make_step, scheduler_side
+from harness.polling import stays, wait_until
 
 from kvtier.client import make_key
 from kvtier.client.engines.vllm.stats import TransferCounters
@@ -61,7 +61,7 @@ def test_a_request_is_begun_with_its_first_lookup_and_finished_once() -> None:
     with scheduler_side(client) as (scheduler, _):
         request = make_request(3, kv_transfer_params={"tier": "disk"})
         scheduler.new_request(request)
-        wait_for(lambda: scheduler.matched_tokens(request, 0) == (8, True))
+        wait_until(lambda: scheduler.matched_tokens(request, 0) == (8, True))
         assert client.begun == {"r": (13, {"tier": "disk"})}
         assert client.asked == [3]
         scheduler.blocks_allocated(request, [[7, 8, 9]], 8)
@@ -72,10 +72,9 @@ def test_a_request_is_begun_with_its_first_lookup_and_finished_once() -> None:
         scheduler.request_finished(request, [[7, 8, 9]])
         (save,) = scheduler.build_step(make_step({})).saves
         assert save.block_ids == [9]  # the others came from the server
-        time.sleep(0.05)
-        assert not client.finished  # its last store is in flight
+        stays(lambda: not client.finished, 0.05)  # its last store is in flight
         scheduler.saves_reported(WorkerReport({save.job_id: 1}))
-        wait_for(lambda: client.finished == ["r"])
+        wait_until(lambda: client.finished == ["r"])
 
 
 def test_a_preempted_request_offers_its_blocks_anew() -> None:
@@ -83,7 +82,7 @@ def test_a_preempted_request_offers_its_blocks_anew() -> None:
     with scheduler_side(FakeClient()) as (scheduler, pool):
         request = make_request(2)
         scheduler.new_request(request)
-        wait_for(lambda: scheduler.matched_tokens(request, 0) == (0, False))
+        wait_until(lambda: scheduler.matched_tokens(request, 0) == (0, False))
         scheduler.blocks_allocated(request, [[7, 8]], 0)
         (job,) = scheduler.build_step(make_step({"r": [[7, 8]]}, r=8)).saves
         pool.free_blocks([pool.blocks[7], pool.blocks[8]])

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from connector_fakes import FakeClient, make_request, make_step, scheduler_side, wait_for
+from connector_fakes import FakeClient, make_request, make_step, scheduler_side
+from harness.polling import wait_until
 
 from kvtier.client import Medium, TierFilter, make_key
 from kvtier.client.engines.vllm.request_settings import RequestSettings
@@ -19,13 +20,13 @@ def _run(client: FakeClient, settings: Any, **fields: Any) -> tuple[int, list[by
     with scheduler_side(client) as (scheduler, _):
         request = make_request(4, kv_transfer_params={"kvtier": settings, "peer": 1}, **fields)
         scheduler.new_request(request)
-        wait_for(lambda: scheduler.matched_tokens(request, 0)[0] is not None)
+        wait_until(lambda: scheduler.matched_tokens(request, 0)[0] is not None)
         hit, _ = scheduler.matched_tokens(request, 0)
         scheduler.blocks_allocated(request, TABLE, hit or 0)
         if hit:
             scheduler.build_step(make_step({}))
             scheduler.loads_reported({"r"}, ())
-        wait_for(lambda: not scheduler._requests["r"].registration.voting)
+        wait_until(lambda: not scheduler._requests["r"].registration.voting)
         request.num_computed_tokens = hit
         saves = scheduler.build_step(make_step({"r": TABLE}, r=16 - (hit or 0))).saves
         return hit or 0, [key for save in saves for key in save.keys]

@@ -21,8 +21,8 @@ from connector_fakes import (
     make_step,
     scheduler_side,
     start_lookup,
-    wait_for,
 )
+from harness.polling import wait_until
 
 from kvtier.client import KVTierError, NotConnected, make_key
 from kvtier.client.engines.vllm import KVTierConnector
@@ -141,7 +141,7 @@ def test_the_scheduler_counts_blocks() -> None:
         for name in ("good", "bad"):
             request = make_request(2, name, num_tokens=12)
             scheduler.new_request(request)
-            wait_for(lambda request=request: scheduler.matched_tokens(request, 0) == (8, True))  # type: ignore[misc]
+            wait_until(lambda request=request: scheduler.matched_tokens(request, 0) == (8, True))  # type: ignore[misc]
             scheduler.blocks_allocated(request, [[7, 8]], 8)
         scheduler.build_step(make_step({}))
         scheduler.loads_reported({"good", "bad"}, {"bad"})
@@ -149,7 +149,7 @@ def test_the_scheduler_counts_blocks() -> None:
         scheduler.new_request(request)
         (job,) = scheduler.build_step(make_step({"new": [[1, 2, 3, 4]]}, new=16)).saves
         scheduler.saves_reported(WorkerReport({job.job_id: 1}, {job.job_id: {3}}))
-        wait_for(lambda: scheduler.matched_tokens(request, 0) == (8, True))
+        wait_until(lambda: scheduler.matched_tokens(request, 0) == (8, True))
     counted = _drain(counters)
     assert len(counted.pop("lookup_seconds")) == 3
     assert counted == {
@@ -176,7 +176,7 @@ def test_lookups_are_counted_by_how_they_end(found: int, before: Callable[[], No
     service = LookupService(client, CacheGeometry((FULL,), 4, 4), 60.0, RateLimitedLog(), counters)  # type: ignore[arg-type]
     lookup = start_lookup(service, RequestRegistration("r"), {0: [key[:32] for key in KEYS]}, 16)
     assert lookup is not None
-    wait_for(lambda: bool(list(service.answers())))
+    wait_until(lambda: bool(list(service.answers())))
     service.close()
     counted = _drain(counters)
     assert len(counted.pop("lookup_seconds")) == 1
@@ -192,7 +192,7 @@ def test_a_lookup_that_takes_too_long_and_one_that_cannot_begin(monkeypatch: pyt
     hashes = {0: [key[:32] for key in KEYS]}
     lookup = start_lookup(service, RequestRegistration("slow"), hashes, 16)
     assert lookup is not None
-    wait_for(lambda: lookup.started)
+    wait_until(lambda: lookup.started)
     service.give_up_lookup(lookup.number)
     assert start_lookup(service, RequestRegistration("cooling"), hashes, 16) is None
     client.connected = False

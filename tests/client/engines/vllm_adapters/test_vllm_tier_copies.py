@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from connector_fakes import wait_for
+from harness.polling import wait_until
 from tier_fixtures import KEYS, ROW, TierParts, make_tier_parts
 
 from kvtier.client.engines.vllm_tier import transfers
@@ -96,7 +96,7 @@ def test_a_drain_waits_for_the_copy_that_is_under_way(
     drain = threading.Thread(target=lambda: (room.transfers.drain(0.0), drained.set()))
     drain.start()
     # Abandoned by the drain, which then waits or ends at once.
-    wait_for(lambda: not running or all(job.ended for job in running.values()))
+    wait_until(lambda: not running or all(job.ended for job in running.values()))
     assert not drained.wait(0.2)
     assert list(running) == [1]
     copy.may_go_on.set()
@@ -129,7 +129,7 @@ def test_leases_are_released_after_the_load(room: TierParts, copy: HeldCopy) -> 
     request = room.lookups.begin("r", None)
     room.lookups.answer(request, KEYS[0], 16)
     room.lookups.send(request)
-    wait_for(lambda: room.lookups.answer(request, KEYS[0], 16) is Answer.HIT)
+    wait_until(lambda: room.lookups.answer(request, KEYS[0], 16) is Answer.HIT)
     (lease,) = request.leases
     job = room.job(1, request, [1] * 4)
     job.pins = [Pin(SimpleNamespace(id=lease.id), 0, 1e9)] * 4  # type: ignore[arg-type]
@@ -144,4 +144,4 @@ def test_leases_are_released_after_the_load(room: TierParts, copy: HeldCopy) -> 
     copy.may_go_on.set()
     assert room.finished() == {1: set(KEYS)}
     room.lookups.loads_ended(request)
-    wait_for(lambda: room.client.released == [lease.id])
+    wait_until(lambda: room.client.released == [lease.id])

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from connector_fakes import wait_for
+from harness.polling import wait_until
 from tier_fixtures import KEYS, ROW, TierParts, make_config, make_tier_parts, request_of
 from vllm.config import VllmConfig
 from vllm.v1.kv_offload.tiering.base import TransferJob
@@ -49,7 +49,7 @@ def test_a_job_that_was_given_up_never_touches_the_rows_again(room: TierParts, l
     room.rows[:] = 3
     handed_out.set()
     room.lookups.end(request)
-    wait_for(lambda: any(said == "finished r" for said in room.client.told))
+    wait_until(lambda: any(said == "finished r" for said in room.client.told))
     assert (room.rows == 3).all()
     assert (room.client.memory == 7).all()
     assert room.transfers.take_finished() == []
@@ -113,7 +113,7 @@ def test_the_end_of_a_request_reaches_the_server_after_its_last_store(room: Tier
     assert said_by_now.wait(60)
     assert room.client.told == []
     stored.set()
-    wait_for(lambda: "finished r" in room.client.told)
+    wait_until(lambda: "finished r" in room.client.told)
     assert room.client.told == ["stored for r"] * 3 + ["finished r"]
 
 
@@ -132,7 +132,7 @@ def test_a_policy_is_what_the_server_said_of_the_last_request_of_its_kind(room: 
         client.policy = answer
         assert lookups.answer(first, KEYS[0], 16) is Answer.UNKNOWN
         lookups.send(first)
-        wait_for(lambda first=first: lookups.answer(first, KEYS[0], 16) is Answer.MISS)  # type: ignore[misc]
+        wait_until(lambda first=first: lookups.answer(first, KEYS[0], 16) is Answer.MISS)  # type: ignore[misc]
         assert lookups.policy_of(lookups.begin(f"second {params}", params)) is answer
         assert client.begun[f"first {params}"] == (16, params)
 
@@ -144,7 +144,7 @@ def test_a_request_s_settings_reach_the_server(room: TierParts) -> None:
     assert room.lookups.policy_of(request) is REQUEST
     room.lookups.answer(request, KEYS[0], 16)
     room.lookups.send(request)
-    wait_for(lambda: room.lookups.answer(request, KEYS[0], 16) is Answer.MISS)
+    wait_until(lambda: room.lookups.answer(request, KEYS[0], 16) is Answer.MISS)
     assert room.client.options == [{"exclude": TierFilter(("lmdb",)), "retain_for": 60.0}]
     assert room.client.begun["r"] == (16, {"other": 1, "offload_policy": "request_level"})
 
@@ -182,14 +182,14 @@ def test_a_lookup_that_fails_or_takes_too_long_is_a_miss(room: TierParts, monkey
     room.lookups.send(request)
     assert asked.wait(60)
     request.waiting[KEYS[0]] = room.lookups._timeout_s = 0.0  # it has timed out
-    wait_for(lambda: room.lookups.answer(request, KEYS[0], 16) is Answer.MISS)
+    wait_until(lambda: room.lookups.answer(request, KEYS[0], 16) is Answer.MISS)
     assert room.lookups.circuit_open
     assert room.lookups.answer(room.lookups.begin("other", None), KEYS[0], 16) is Answer.MISS
     room.client.keys = set(KEYS)
     answered.set()
-    wait_for(lambda: bool(room.lookups._done))
+    wait_until(lambda: bool(room.lookups._done))
     assert room.lookups.answer(request, KEYS[0], 16) is Answer.MISS
-    wait_for(lambda: room.client.released == [1])
+    wait_until(lambda: room.client.released == [1])
 
     def refuse() -> None:
         raise NotConnected("gone")
@@ -198,7 +198,7 @@ def test_a_lookup_that_fails_or_takes_too_long_is_a_miss(room: TierParts, monkey
     failed = room.lookups.begin("fails", None)
     room.lookups.answer(failed, KEYS[0], 16)
     room.lookups.send(failed)
-    wait_for(lambda: room.lookups.answer(failed, KEYS[0], 16) is Answer.MISS)
+    wait_until(lambda: room.lookups.answer(failed, KEYS[0], 16) is Answer.MISS)
     assert room.lookups.circuit_open
 
 
@@ -213,7 +213,7 @@ def test_a_question_that_had_to_queue_says_nothing_of_the_server(room: TierParts
     room.lookups._timeout_s = 0.05
     room.lookups.answer(queued, KEYS[0], 16)
     room.lookups.send(queued)
-    wait_for(lambda: room.lookups.answer(queued, KEYS[0], 16) is Answer.MISS)
+    wait_until(lambda: room.lookups.answer(queued, KEYS[0], 16) is Answer.MISS)
     assert not room.lookups.circuit_open
     answered.set()
 
@@ -225,7 +225,7 @@ def test_stores_do_not_fail_because_lookups_did(room: TierParts, monkeypatch: py
     room.transfers.submit(room.job(1, room.lookups.begin("stores", None)))
     room.transfers.submit(room.job(2, room.lookups.begin("loads", None), [1] * 4))
     found = room.finished()
-    wait_for(lambda: bool(found.update(room.finished() if len(found) < 2 else {})) or len(found) == 2)
+    wait_until(lambda: bool(found.update(room.finished() if len(found) < 2 else {})) or len(found) == 2)
     assert room.lookups.circuit_open
     assert found == {1: set(KEYS), 2: set()}
 
@@ -239,11 +239,11 @@ def test_a_late_answer_is_released(room: TierParts) -> None:
     room.lookups.send(request)
     room.lookups.mark_scheduled(request)
     answered.set()
-    wait_for(lambda: bool(room.lookups._done))
+    wait_until(lambda: bool(room.lookups._done))
     assert room.lookups.answer(request, KEYS[0], 16) is Answer.UNKNOWN
-    wait_for(lambda: room.client.released == [1])
+    wait_until(lambda: room.client.released == [1])
     room.lookups.send(request)
-    wait_for(lambda: room.lookups.answer(request, KEYS[0], 16) is Answer.HIT)
+    wait_until(lambda: room.lookups.answer(request, KEYS[0], 16) is Answer.HIT)
 
 
 def test_settings_are_checked_at_start() -> None:

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from connector_fakes import FakeClient, wait_for
+from connector_fakes import FakeClient
+from harness.polling import wait_until
 from vllm.v1.kv_offload.base import ReqContext, make_offload_key
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
@@ -117,7 +118,7 @@ class TierParts:
             found.update({job.number: job.done for job in self.transfers.take_finished()})
             return bool(found)
 
-        wait_for(reported)
+        wait_until(reported)
         return found
 
 
