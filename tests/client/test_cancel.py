@@ -37,7 +37,6 @@ async def test_a_store_cancelled_during_its_copy_is_aborted(tmp_path: Path, monk
     keys = [key_of(number) for number in range(4)]
     with ServerProcess(tmp_path).start() as server:
         async with AsyncClient(server.endpoint, namespace=NAMESPACE) as client:
-            await client.wait_until_connected(60)
             store = asyncio.create_task(client.store(keys, [payload(key, MIB) for key in keys]))
             await asyncio.to_thread(copying.wait, 60)
             store.cancel()
@@ -79,7 +78,6 @@ def test_a_stream_ends_with_its_session(tmp_path: Path) -> None:
         ServerProcess(tmp_path, config="[sessions]\nheartbeat_interval = 1.0").start() as server,
         Client(server.endpoint, namespace=NAMESPACE, transport="grpc", timeouts=timeouts) as client,
     ):
-        client.wait_until_connected(60)
         client.store(keys, [payload(key, MIB) for key in keys])
         lease = client.lookup(keys)
         session = lease.session
@@ -125,7 +123,6 @@ def test_calls_of_a_closed_client(tmp_path: Path) -> None:
     """Every call raises that the client is closed."""
     with ServerProcess(tmp_path).start() as server:
         client = Client(server.endpoint, namespace=NAMESPACE)
-        client.wait_until_connected(60)
         lease = client.lookup([key_of(1)])
         client.close()
         for call in (client.status, lambda: client.load([key_of(1)], filled(1, MIB)), lambda: client.release(1)):
@@ -203,7 +200,6 @@ async def test_cancelled_loads_leak_nothing(tmp_path: Path) -> None:
     keys = [key_of(number) for number in range(4)]
     with ServerProcess(tmp_path).start() as server:
         async with AsyncClient(server.endpoint, namespace=NAMESPACE, transport="grpc", timeouts=PATIENT) as client:
-            await client.wait_until_connected(60)
             await client.store(keys, [payload(key, MIB) for key in keys])
             buffers = filled(len(keys), MIB)
             for number in range(300):

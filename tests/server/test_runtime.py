@@ -178,6 +178,7 @@ def test_a_stopped_server_does_not_blame_its_tiers(monkeypatch: pytest.MonkeyPat
 
     async def scenario(runtime: TierRuntime, tier: GatedTier) -> None:
         await store_two_jobs(runtime, tier)
+        await runtime.wait_for_change(1)  # the ticks have begun
         time.sleep(0.6)  # noqa: ASYNC251 - blocks the loop on purpose
         await asyncio.to_thread(stays, lambda: not runtime.tiers[0].last_error, 0.1)
         tier.gate.set()

@@ -133,7 +133,6 @@ def test_write_across_a_restart_is_refused_and_not_published(
 ) -> None:
     """A store prepared before the restart raises, and publishes nothing (B4.5)."""
     with Client(server.endpoint, namespace=NAMESPACE, transport="shm") as client:
-        client.wait_until_connected()
         with pytest.raises(SessionLost), client.write(keys) as batch:  # noqa: PT012 - as above
             for view, block in zip(batch.views(), blocks, strict=True):
                 view[:] = block.data

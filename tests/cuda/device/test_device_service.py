@@ -108,7 +108,6 @@ def test_blocks_are_shared_between_engines(service: Service) -> None:
         Engine(service.server.endpoint).register() as one,
         Client(service.server.endpoint, namespace=namespace_of(JOINED)) as other,
     ):
-        other.wait_until_connected(60)
         other.store(keys[:3], JOINED.parts(7)[:3])
         assert one.client.store_from_device(keys, range(BLOCKS)) == bytes([StoreStatus.PRESENT]) * 3 + GRANTED[3:]
         one.clear()

@@ -152,7 +152,6 @@ def test_staging_buffers_of_an_engine_are_pinned(
     keys, data = new_keys(3), bytes(range(250)) * (SMALL // 250)
     way: Any = transport
     with Client(server.tcp, namespace=NAMESPACE, transport=way, pin=pins(notes)) as client:
-        client.wait_until_connected(60)
         with client.write(keys) as batch:
             assert notes.registered == spans(batch.memory)
             with batch.memory as memory:

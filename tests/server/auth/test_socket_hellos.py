@@ -272,7 +272,6 @@ def test_new_connections_are_limited_per_address(route: Route, session: RawSessi
     address = route.address(session)
     first = client_hello(f"kvtier-{purpose.name.lower()}/2") if route.name == "tls" else b"KVT2" + bytes([purpose])
     with route.client(NAMESPACE) as client, contextlib.ExitStack() as opened:
-        client.wait_until_connected(60)
         wait_for_bulk(client)
         began = time.monotonic()
         silent = [opened.enter_context(RawSocket(address, first)) for _ in range(40)]

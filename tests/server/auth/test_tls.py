@@ -42,7 +42,6 @@ def peer_serial(address: str, ca: str, protocol: str = "h2") -> int:
 def test_blocks_travel_over_tls_through_the_bulk_process(site: Site) -> None:
     """A client with the CA and a token stores and loads; the bulk process uses TLS."""
     with site.client("acme-far") as client:
-        client.wait_until_connected(60)
         wait_for_bulk(client)
         assert client.transport == "tcp"
         client.store(KEYS, [payload(key, PART) for key in KEYS])
@@ -55,7 +54,6 @@ async def test_the_asyncio_client_uses_tls(site: Site) -> None:
     namespace = namespace_of(PART, model="aio")
     credentials = site.credentials("acme-far")
     async with AsyncClient(site.server.tcp, namespace=namespace, credentials=credentials, timeouts=TIMEOUTS) as client:
-        await client.wait_until_connected(60)
         await client.store(KEYS, [payload(key, PART) for key in KEYS])
         buffers = [payload(key, PART) * 0 for key in KEYS]
         assert await client.load(KEYS, buffers, wait=30) == len(KEYS)
@@ -137,7 +135,6 @@ def test_a_new_certificate_is_in_use_without_a_restart(tmp_path: Path) -> None:
     """The bulk process uses it too; clients stay connected, and a mismatched pair is ignored."""
     site = make_site(tmp_path)
     with site.server.start(), site.client("acme-far") as early:
-        early.wait_until_connected(60)
         wait_for_bulk(early)
         port = early._transport._sockets._streams.target.address[1]  # type: ignore[attr-defined]
 
@@ -160,7 +157,6 @@ def test_a_new_certificate_is_in_use_without_a_restart(tmp_path: Path) -> None:
         (second,) = serials()
         assert second != first
         with site.client("acme-far") as late:
-            late.wait_until_connected(60)
             wait_for_bulk(late)
             late.store(KEYS, [payload(key, PART) for key in KEYS])
             assert_serves(early, KEYS)
@@ -214,7 +210,6 @@ class TestMutual:
         ]
         for pair in pairs:
             with self.connect(mutual, pair) as client:
-                client.wait_until_connected(60)
                 client.store(KEYS, [payload(key, PART) for key in KEYS])
                 assert_serves(client, KEYS)
             with self.connect(mutual, pair, tenant="zeta") as client:
@@ -308,7 +303,6 @@ def test_tokens_identify_the_tenant_over_insecure_tcp(tmp_path: Path) -> None:
             assert refusal_error(client).reason == "UNAUTHENTICATED"
         credentials = Credentials(token=token, insecure=True)
         with Client(site.server.tcp, namespace=namespace_of(PART), credentials=credentials) as client:
-            client.wait_until_connected(60)
             client.store(KEYS, [payload(key, PART) for key in KEYS])
             wait_until(lambda: client._transport._sockets.search(client._transport.session))  # type: ignore[attr-defined]
             assert_serves(client, KEYS)

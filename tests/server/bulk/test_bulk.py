@@ -87,7 +87,6 @@ def server(route: Route) -> Iterator[ServerProcess]:
 def client(route: Route) -> Iterator[Client]:
     """Yields a client whose streams go to the bulk process."""
     with route.client(NAMESPACE) as client:
-        client.wait_until_connected(60)
         wait_for_bulk(client)
         yield client
 
@@ -96,7 +95,6 @@ def client(route: Route) -> Iterator[Client]:
 async def async_client(server: ServerProcess, **more: Any) -> Any:
     """Yields a client for asyncio whose streams go to the bulk process."""
     async with AsyncClient(server.endpoint, namespace=NAMESPACE, transport="tcp", **more) as client:
-        await client.wait_until_connected(60)
         await asyncio.to_thread(wait_for_bulk, client)
         yield client
 
@@ -236,7 +234,6 @@ def test_a_slow_answer_to_the_first_hello_is_awaited(
         host, _, port = address.partition(":")
         monkeypatch.setattr(SocketConnector, "_address", lambda *_: (host, int(port)))
         with Client(server.endpoint, namespace=NAMESPACE, transport="tcp") as client:
-            client.wait_until_connected(60)
             wait_for_bulk(client)
             store_all(client, keys)
             assert_serves(client, keys)
@@ -279,7 +276,6 @@ def test_the_bulk_process_ends_with_the_server(tmp_path: Path, number: int) -> N
     """
     keys = fresh("end", 4)
     with serving("unix", tmp_path) as route, route.client(NAMESPACE) as client:
-        client.wait_until_connected(60)
         wait_for_bulk(client)
         pid = kill_bulk(route.server, signal.SIGTERM)
         store_all(client, keys)
@@ -356,7 +352,6 @@ def test_streams_use_the_server_if_the_bulk_port_is_unreachable(tmp_path: Path) 
             route.client(NAMESPACE) as near,
         ):
             far.wait_until_connected(60)
-            near.wait_until_connected(60)
             wait_for_bulk(near)
             store_all(far, keys)
             assert_serves(far, keys)

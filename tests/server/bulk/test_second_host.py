@@ -33,7 +33,6 @@ def verify(sink, head, checksum):
         print("loading now", flush=True)
 part_streams.PartReceiver.verify = verify
 with long_timeouts(), Client(sys.argv[2], namespace=namespace_of(MIB), name="far", transport="tcp") as client:
-    client.wait_until_connected(60)
     wait_for_bulk(client)
     try:
         statuses = client.store(keys, [payload(key, MIB) for key in keys])

@@ -64,7 +64,6 @@ def nothing_is_left(route: Route) -> Iterator[None]:
 def client(route: Route) -> Iterator[Client]:
     """Yields a client whose streams use sockets."""
     with route.client(NAMESPACE) as client:
-        client.wait_until_connected(60)
         wait_for_bulk(client)
         yield client
 
@@ -286,7 +285,6 @@ def test_slow_readers_need_little_memory(route: Route, session: RawSession) -> N
     """The process buffers none of the gigabytes that clients do not read, and serves others."""
     keys = fresh("slow", 16)
     with route.client(NAMESPACE) as other, contextlib.ExitStack() as opened:
-        other.wait_until_connected(60)
         wait_for_bulk(other)
         store_all(other, keys)
         lease = session.cache.Lookup(cache_pb2.LookupRequest(session=session.ref, keys=keys), timeout=TIMEOUT)

@@ -15,13 +15,11 @@ def test_a_hanging_writer_does_not_prevent_the_flush(tmp_path: Path) -> None:
     keys = [key_of(number) for number in range(40)]
     with ServerProcess(tmp_path, region=64 * MIB, lmdb=256 * MIB).start() as server:
         with Client(server.endpoint, namespace=namespace) as client:
-            client.wait_until_connected(60)
             client.store(keys, [payload(key, MIB) for key in keys])
             with pytest.raises(KVTierError), client.write([key_of(1000)]):
                 assert server.terminate() == 0
         server.start()
         with Client(server.endpoint, namespace=namespace) as client:
-            client.wait_until_connected(60)
             assert_serves(client, keys)
             assert client.lookup([key_of(1000)]).id == 0
 
@@ -32,11 +30,9 @@ def test_sigterm_flushes_blocks_that_missed_their_cascade(tmp_path: Path) -> Non
     keys = [key_of(number) for number in range(48)]
     with ServerProcess(tmp_path, region=64 * MIB, lmdb=256 * MIB).start() as server:
         with Client(server.endpoint, namespace=namespace) as client:
-            client.wait_until_connected()
             statuses = client.store(keys, [payload(key, MIB) for key in keys])
             assert set(statuses) == {StoreStatus.GRANTED}
             assert server.terminate() == 0
         server.start()
         with Client(server.endpoint, namespace=namespace) as client:
-            client.wait_until_connected()
             assert_serves(client, keys)

@@ -130,7 +130,6 @@ def test_misses_below_the_threshold_or_of_another_format(client: Client, tmp_pat
     keys = store(client, 0, 1)
     assert client.lookup(keys, request_id="short", min_hits=3).prefix_hits == 0
     with Client(f"unix:{tmp_path}/s", namespace=namespace_of(PART, model="other")) as other:
-        other.wait_until_connected(60)
         other.lookup(keys, request_id="strange").release()
     for request, reason in (("short", "below_threshold"), ("strange", "format_mismatch")):
         [span] = answer(tmp_path, "explain", request)["lookups"][0]["spans"]

@@ -278,7 +278,6 @@ def test_calls_and_streams_of_a_client_use_sockets(route: Route, monkeypatch: py
     """A client makes no gRPC call once it knows the socket, and reports its transport."""
     keys = [key_of(number, salt="sync") for number in range(8)]
     with route.client(NAMESPACE, engine_id="sync") as client:
-        client.wait_until_connected(60)
         wait_for_bulk(client)
         assert client.transport == "tcp"
         monkeypatch.setattr(client._transport, "_calls", {})
@@ -295,7 +294,6 @@ async def test_calls_and_streams_of_an_asyncio_client_use_sockets(route: Route) 
     keys = [key_of(number, salt="aio") for number in range(8)]
     arguments: Any = {"transport": "tcp", "credentials": route.credentials}
     async with AsyncClient(route.endpoint, namespace=NAMESPACE, **arguments) as client:
-        await client.wait_until_connected(60)
         await asyncio.to_thread(wait_for_bulk, client)
         assert client.transport == "tcp"
         client._transport._calls = {}
@@ -323,7 +321,6 @@ def test_a_late_answer_is_discarded(tmp_path: Path) -> None:
     with ServerProcess(tmp_path).start() as server:
         timeouts = Timeouts(connect=60.0, call=5.0)
         with Client(server.endpoint, namespace=NAMESPACE, timeouts=timeouts, transport="shm") as client:
-            client.wait_until_connected(60)
             client.store(KEYS, [payload(key, PART) for key in KEYS])
             server.suspend()
             with pytest.raises(DeadlineExceeded):

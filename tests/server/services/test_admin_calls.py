@@ -41,7 +41,6 @@ def stub(server: ServerProcess) -> Iterator[admin_pb2_grpc.AdminServiceStub]:
         if blocks(stub) < BLOCKS:
             keys = [key_of(number) for number in range(BLOCKS)]
             with Client(server.endpoint, namespace=namespace_of(PART), engine_id="e") as client:
-                client.wait_until_connected(60)
                 client.store(keys, [payload(key, PART) for key in keys])
                 assert set(client.flush(keys, wait=30)) == {DurableStatus.DURABLE}
         yield stub

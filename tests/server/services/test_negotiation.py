@@ -55,7 +55,6 @@ def test_finish_waits_until_a_request_is_settled(tmp_path: Path) -> None:
         ServerProcess(tmp_path).start() as server,
         Client(server.endpoint, namespace=namespace_of(MIB)) as client,
     ):
-        client.wait_until_connected(60)
         client.begin_request("r", kv_transfer_params={"do_remote_decode": True})
         client.store(keys, [payload(key, MIB) for key in keys], request_id="r")
         outcome = client.finish_request("r", wait=30)

@@ -45,7 +45,6 @@ def test_status(tmp_path: Path) -> None:
 
         keys = [key_of(number) for number in range(4)]
         with Client(endpoint, namespace=namespace_of(PART, model="m/1"), name="unit", engine_id="e7") as client:
-            client.wait_until_connected(60)
             client.store(keys, [payload(key, PART) for key in keys])
             client.flush(keys)
             with client.lookup([*keys, key_of(99)], prefix=False):

@@ -42,12 +42,10 @@ def test_blocks_of_another_server_are_found(start: Callable[[str], ServerProcess
     """
     with start("a") as first, start("b") as second:
         with Client(first.endpoint, namespace=NAMESPACE) as client:
-            client.wait_until_connected(60)
             client.store(KEYS, [payload(key, PART) for key in KEYS])
             client.flush(KEYS, wait=30)
             wait_for_files(first, len(KEYS))
         with Client(second.endpoint, namespace=NAMESPACE) as client:
-            client.wait_until_connected(60)
             with client.lookup(KEYS[:4]) as lease:
                 assert lease.statuses == bytes([KeyStatus.RETRY]) * 4
             with client.lookup(KEYS[:4], wait=30) as lease:
