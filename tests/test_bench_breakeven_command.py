@@ -375,7 +375,6 @@ class TestReport:
 
 
 def shown(report: Report) -> str:
-    """Returns the text of a report."""
     console = Console(width=200, highlight=False)
     with console.capture() as capture:
         show(report, console)

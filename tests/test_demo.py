@@ -17,7 +17,6 @@ PROMPT = 640
 
 @pytest.fixture
 def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The demo's program, as a module."""
     monkeypatch.syspath_prepend(str(DEMO))
     spec = importlib.util.spec_from_file_location("demo_run", DEMO / "run.py")
     assert spec is not None

@@ -19,7 +19,6 @@ ACCOUNT = f"kvtier-{__version__}.dist-info"
 
 @pytest.fixture
 def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The tool as a module."""
     spec = importlib.util.spec_from_file_location("make_dist", TOOL)
     assert spec is not None
     assert spec.loader is not None

@@ -20,7 +20,6 @@ def command(directory: Path, *more: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """The environment with the path of the program."""
     return os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
 
 

@@ -17,7 +17,6 @@ from kvtier.client import AsyncClient, Client, InvalidRequest, LookupResult, Una
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """One real server for the module."""
     directory: Path = tmp_path_factory.mktemp("server")
     with ServerProcess(directory, region=256 * MIB, tcp=True).start() as server:
         yield server

@@ -90,8 +90,6 @@ while True:
 
 
 class SecondaryTierContract(TierContract):
-    """Tests that every secondary tier must pass."""
-
     child_source: ClassVar[str]
     """For durable tiers: source text of `make(directory, size_bytes)`, like `make_tier`."""
 

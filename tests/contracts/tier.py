@@ -41,7 +41,6 @@ def empty(key: bytes, sizes: Sequence[int], namespace: NamespaceId = SPACE) -> B
 
 
 def held(block: BlockBytes) -> tuple[bytes, ...]:
-    """Returns the bytes of the parts of a block."""
     return tuple(bytes(part) for part in block.parts)
 
 
@@ -87,8 +86,6 @@ PARTS = [
 
 
 class TierContract(ABC):
-    """Tests that every tier must pass."""
-
     bad_key: ClassVar[bytes] = b"k" * 5000
     """A key that the tier refuses."""
 

@@ -34,14 +34,11 @@ _SELECTOR = re.compile(r"\b((?:kvtier|process)_\w+|up|ALERTS|instance\w*:kvtier\
 
 @dataclass(frozen=True)
 class Expression:
-    """One expression with its location."""
-
     where: str
     text: str
 
 
 def boards() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the dashboards with their file names."""
     for path in sorted((FOLDER / "grafana").glob("*.json")):
         yield path.name, json.loads(path.read_text(encoding="utf-8"))
 
@@ -88,7 +85,6 @@ def rules() -> list[dict[str, Any]]:
 
 
 def alerts() -> dict[str, dict[str, Any]]:
-    """Returns the alerts by name."""
     return {rule["alert"]: rule for rule in rules() if "alert" in rule}
 
 

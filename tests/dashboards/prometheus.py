@@ -41,7 +41,6 @@ class Prometheus:
         return json.loads(text)["data"] if path.startswith("/api/") else text
 
     def ask(self, expression: str) -> list[float]:
-        """Returns the current values of an expression."""
         answer = self.get("/api/v1/query", query=expression)
         if answer["resultType"] == "scalar":
             return [float(answer["result"][1])]

@@ -77,7 +77,6 @@ class EngineForkServer:
             _kill_groups(groups)  # no process that it has started may outlive it
 
     def close(self) -> None:
-        """Ends it."""
         if self._child is not None:
             self._child.kill()  # it has nothing to lose
             self._child.wait()

@@ -19,7 +19,6 @@ STEP_SECONDS = 300.0
 
 
 def main() -> None:
-    """Runs the job."""
     job = json.loads(Path(sys.argv[1]).read_text())
     from vllm import LLM
 

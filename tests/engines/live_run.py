@@ -20,7 +20,6 @@ QUESTIONS = 5
 
 
 def main() -> None:
-    """Runs the job."""
     job = json.loads(Path(sys.argv[1]).read_text())
     live = LiveEngine(job["llm"])
     results = [_step(live, dict(step)) for step in job["steps"]]

@@ -62,7 +62,6 @@ class ServerProcess:
         raise TimeoutError((self.folder / "server.log").read_text()[-2000:])
 
     def signal(self, number: int) -> None:
-        """Sends it a signal."""
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             pid = int((self.folder / "pid").read_text())
             if number == signal.SIGSTOP:
@@ -86,13 +85,11 @@ class ServerProcess:
             child.wait(START_SECONDS)
 
     def restart_twice(self) -> None:
-        """Kills and restarts it twice."""
         for _ in range(2):
             self.kill()
             self.start()
 
     def status(self) -> dict[str, Any]:
-        """Returns the server's status."""
         return self._ask("status")
 
     def handoffs(self) -> dict[str, Any]:

@@ -50,7 +50,6 @@ CELLS = [
 
 @pytest.fixture(params=CELLS, ids=lambda cell: "-".join(map(str, cell)), scope="module")
 def cell(request: pytest.FixtureRequest) -> Cell:
-    """Each of them in turn."""
     return Cell(*request.param)
 
 
@@ -62,7 +61,6 @@ def references() -> dict[str, dict[str, Any]]:
 
 @pytest.fixture
 def fresh_server(tmp_path: Path) -> Iterator[ServerProcess]:
-    """An empty server."""
     server = ServerProcess(tmp_path, long_timeout=True)
     server.start()
     yield server

@@ -27,7 +27,6 @@ ROOM_BYTES = 32 << 20
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A running server."""
     server = _start(ServerProcess(tmp_path_factory.mktemp("kvtier"), long_timeout=True))
     yield server
     server.kill()
@@ -35,7 +34,6 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    """A running server for one test."""
     server = _start(ServerProcess(tmp_path))
     yield server
     server.kill()

@@ -39,7 +39,6 @@ class TieringHarness:
         self.manager.on_schedule_end(ScheduleEndContext(new, ()))
 
     def until(self, condition: Callable[[], bool], seconds: float = 2 * LONG_TIMEOUT_SECONDS) -> None:
-        """Steps until a condition holds."""
         wait_until(lambda: condition() or self.step(), seconds, interval=0.002)
 
     def reset(self) -> None:

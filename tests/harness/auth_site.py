@@ -75,7 +75,6 @@ class Site:
         return Credentials(ca=self.authority.ca, token=token, **more)
 
     def client(self, name: str | None, *, tenant: str = "", unix: bool = False, **more: Any) -> Client:
-        """A client with a token."""
         return Client(
             self.server.endpoint if unix else self.server.tcp,
             namespace=namespace_of(PART, tenant=tenant),
@@ -85,7 +84,6 @@ class Site:
         )
 
     def audit_lines(self) -> list[str]:
-        """The lines of the audit log."""
         return [line for line in self.server.log.splitlines() if '"event": "audit"' in line]
 
 
@@ -131,7 +129,6 @@ def connected(channel: grpc.Channel) -> Iterator[grpc.Channel]:
 
 
 def status_of(call: Callable[[], object]) -> str:
-    """The status of a refused call."""
     with pytest.raises(grpc.RpcError) as refused:
         call()
     return str(refused.value.code().name)

@@ -90,7 +90,6 @@ def kill_bulk(server: ServerProcess, number: int = signal.SIGKILL) -> int:
 
 
 def locate(session: RawSession, store_id: int = 0) -> transfer_pb2.LocateResponse:
-    """Calls Locate."""
     call = session.channel.unary_unary(path_of(LOCATE), serialize, transfer_pb2.LocateResponse.FromString)
     answer: transfer_pb2.LocateResponse = call(
         transfer_pb2.LocateRequest(session=session.ref, store_id=store_id), timeout=60

@@ -18,8 +18,6 @@ __all__ = ["Collector", "Span", "collector"]
 
 @dataclass(frozen=True)
 class Span:
-    """A received span."""
-
     name: str
     trace_id: str
     parent_id: str
@@ -30,8 +28,6 @@ class Span:
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """The received spans."""
-
     def __init__(self) -> None:
         self.spans: list[Span] = []
         self.endpoint = ""

@@ -38,5 +38,4 @@ def kvtier(
 
 
 def json_output(*arguments: str, code: int = 0, **more: Any) -> Any:
-    """The JSON output of a command."""
     return json.loads(kvtier(*arguments, "--json", code=code, **more).stdout)

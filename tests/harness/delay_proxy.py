@@ -37,7 +37,6 @@ class _Port(socketserver.ThreadingTCPServer):
         self._to, self.delay = to, delay
 
     def connect_upstream(self) -> socket.socket:
-        """Connects to the server."""
         if isinstance(self._to, str):
             host, _, port = self._to.rpartition(":")
             return socket.create_connection((host, int(port)))

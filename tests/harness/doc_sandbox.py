@@ -109,7 +109,6 @@ class DocSandbox:
         return self._run(["bash", "-c", script])
 
     def run_python(self, text: str) -> subprocess.CompletedProcess[str]:
-        """Runs a Python script."""
         return self._run([sys.executable, "-W", "error", "-c", self._translated(text)])
 
     def clear(self) -> None:

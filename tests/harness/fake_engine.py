@@ -46,7 +46,6 @@ class RecordedRequest:
 
     @property
     def params(self) -> dict[str, Any] | None:
-        """Its ``kv_transfer_params``."""
         return self.body.get("kv_transfer_params")
 
 
@@ -130,7 +129,6 @@ class FakeEngine:
         return None
 
     def complete_answer(self, asked: RecordedRequest) -> dict[str, Any]:
-        """A complete answer."""
         tokens = min(asked.body.get("max_tokens") or len(ANSWER), len(ANSWER))
         return {
             "id": "cmpl-1",
@@ -199,7 +197,6 @@ DONE = b"data: [DONE]\n\n"
 
 
 async def answer_normally(engine: FakeEngine, asked: RecordedRequest, writer: asyncio.StreamWriter) -> None:
-    """The normal behaviour."""
     if asked.body.get("stream"):
         await _begin(writer)
         for event in engine.events(asked):
@@ -210,8 +207,6 @@ async def answer_normally(engine: FakeEngine, asked: RecordedRequest, writer: as
 
 
 def fail(status: int, message: str = "no") -> Behaviour:
-    """Answers with an error."""
-
     async def behaviour(_: FakeEngine, __: RecordedRequest, writer: asyncio.StreamWriter) -> None:
         await send_answer(writer, status, json.dumps({"error": {"message": message, "code": status}}).encode())
 
@@ -275,7 +270,6 @@ def hold_back(after: int, gate: asyncio.Event) -> Behaviour:
 async def send_answer(
     writer: asyncio.StreamWriter, status: int, body: bytes, content_type: str = "application/json"
 ) -> None:
-    """Sends a complete answer."""
     head = (
         f"HTTP/1.1 {status} X\r\ncontent-type: {content_type}\r\ncontent-length: {len(body)}\r\nx-engine: yes\r\n\r\n"
     )

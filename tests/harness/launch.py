@@ -43,7 +43,6 @@ class Launched:
 
     @property
     def log(self) -> list[dict[str, Any]]:
-        """The log lines so far."""
         return [json.loads(line) for line in self._log_path.read_text().splitlines()]
 
     def wait_ready(self, *, backed: bool = True) -> dict[str, Any]:

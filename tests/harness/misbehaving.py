@@ -124,12 +124,10 @@ class World:
         return hold
 
     def push(self, frames: list[bytes], timeout: float = TIMEOUT) -> transfer_pb2.PushResponse:
-        """Pushes raw frames."""
         answer: transfer_pb2.PushResponse = self.mine.push(iter(frames), timeout=timeout)
         return answer
 
     def pull(self, session: RawSession, lease_id: int, items: list[int]) -> list[bytes]:
-        """Pulls items of a lease."""
         request = transfer_pb2.PullRequest(session=session.ref, lease_id=lease_id, items=items)
         return list(session.pull(request, timeout=TIMEOUT))
 

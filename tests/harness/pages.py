@@ -39,7 +39,6 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """All pages of the documentation."""
     found = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*/README.md")]
     return sorted(found)
 

@@ -15,7 +15,6 @@ POISON = 0xA5
 
 
 def key_of(number: int, group: int = 0, *, salt: str = "") -> bytes:
-    """The key of block `number`."""
     return make_key(hashlib.blake2b(f"{salt}:{number}".encode(), digest_size=16).digest(), group)
 
 

@@ -105,7 +105,6 @@ def refusal_of(error: grpc.RpcError) -> tuple[str, str | None]:
 
 
 def hello_of(ref: common_pb2.SessionRef, purpose: frames.Purpose, token: str = "") -> bytes:
-    """The hello of a session's connection."""
     return frames.pack_hello(purpose, ref.session_id, ref.epoch, token)
 
 

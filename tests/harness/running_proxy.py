@@ -34,8 +34,6 @@ class Clock:
 
 
 class RunningProxy:
-    """A proxy and a client for it."""
-
     def __init__(self, url: str, http: httpx.AsyncClient, clock: Clock) -> None:
         self.url = url
         self.http = http
@@ -47,7 +45,6 @@ class RunningProxy:
         return await self.http.post(path, json={"model": "m", "prompt": "Tell me", **named, **body})
 
     async def health(self) -> dict[str, Any]:
-        """The answer of its health endpoint."""
         answer: dict[str, Any] = (await self.http.get("/health")).json()
         return answer
 

@@ -192,7 +192,6 @@ class ServerProcess:
         return own_bytes(self.pid)
 
     def descriptors(self) -> int:
-        """Number of its open descriptors."""
         return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
 
     def close(self) -> None:

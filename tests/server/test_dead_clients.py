@@ -74,7 +74,6 @@ def writer(server: ServerProcess, transport: str, then: str) -> Iterator[subproc
 
 
 def statuses_of(client: Client, keys: list[bytes]) -> set[int]:
-    """Returns the statuses of a lookup of these keys."""
     with client.lookup(keys, prefix=False) as found:
         return set(found.statuses)
 

@@ -79,7 +79,6 @@ def run(scenario: Any, *, stall_seconds: float = 60.0) -> None:
 
 
 def keys(first: int, count: int) -> list[bytes]:
-    """Returns keys."""
     return [number.to_bytes(4, "big") + bytes(4) for number in range(first, first + count)]
 
 

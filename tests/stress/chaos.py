@@ -37,7 +37,6 @@ class Fault:
 
 
 def timeline(seed: int, seconds: float) -> list[Fault]:
-    """All faults, in order."""
     rng = random.Random(f"{seed}:chaos")
     faults = [*_faults_of_clients(rng, seconds), *_faults_of_server(rng, seconds)]
     return sorted(faults, key=lambda fault: fault.at)

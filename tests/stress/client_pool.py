@@ -147,7 +147,6 @@ class ClientPool:
         self.survivors = [process.counts for process in self.processes[:SURVIVORS]]
 
     def close(self) -> None:
-        """Kills the remaining processes."""
         for process in self.processes:
             if process.popen.poll() is None:
                 process.popen.kill()

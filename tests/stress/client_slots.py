@@ -57,8 +57,6 @@ class ClientSlot:
 
 
 class ClientSlots:
-    """Opens and replaces clients."""
-
     def __init__(self, endpoint: str, *, style: str, transport: str, name: str, engine: str | None, rank: int) -> None:
         self._endpoint = endpoint
         self._style = style
@@ -76,7 +74,6 @@ class ClientSlots:
         self._slots[dataset.name] = ClientSlot(dataset, self._rank, api, client)
 
     def of(self, dataset: Dataset) -> ClientSlot:
-        """The current client."""
         return self._slots[dataset.name]
 
     async def reopen(self, dataset: Dataset) -> None:

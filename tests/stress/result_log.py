@@ -56,5 +56,4 @@ class ResultLog:
         self._file.close()
 
     def line(self, kind: str, **fields: Any) -> None:
-        """Writes a line."""
         self._file.write(json.dumps({"kind": kind, **fields}).encode() + b"\n")

@@ -75,7 +75,6 @@ class StressServer:
 
     @property
     def stopped(self) -> bool:
-        """Whether the server process is stopped."""
         return self._wakes_at is not None
 
     def start(self) -> None:

@@ -89,7 +89,6 @@ class Rig:
         return hits
 
     def tick(self, now: float) -> None:
-        """Advances the time."""
         self.core.tick(now)
         self.work()
 

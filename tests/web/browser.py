@@ -52,7 +52,6 @@ class Browser:
         self.driver.get(url)
 
     def run(self, script: str, *arguments: object) -> Any:
-        """Runs a script in the page; returns its result."""
         return self.driver.execute_script(script, *arguments)
 
     def text(self, selector: str) -> str:
@@ -69,7 +68,6 @@ class Browser:
         return bool(self.run("return document.querySelector(arguments[0])?.checkVisibility() ?? false", selector))
 
     def wait(self, what: Callable[[], object], why: str, seconds: float = _SECONDS) -> None:
-        """Waits until a condition is true."""
         wait_until(
             what, seconds, otherwise=lambda: f"{why}: {self.text('#state')!r}, {self.text('#notice')!r}", interval=0.05
         )
@@ -85,7 +83,6 @@ class Browser:
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
     def screenshot(self, name: str) -> Path:
-        """A screenshot of the whole page."""
         height = self.run("return document.documentElement.scrollHeight")
         width = self.run("return document.documentElement.clientWidth")
         clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
@@ -97,7 +94,6 @@ class Browser:
 
 @contextmanager
 def browse() -> Iterator[Browser]:
-    """Starts a browser, and ends it."""
     options = ChromeOptions()
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     with tempfile.TemporaryDirectory(prefix="kvtier-web-") as profile:

@@ -39,7 +39,6 @@ def _llama(seed: int = 0) -> Any:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """One small model for all tests."""
     return _llama()
 
 
@@ -57,7 +56,6 @@ def endpoint(tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture
 def server() -> FakeServer:
-    """A fake server without I/O."""
     return FakeServer()
 
 

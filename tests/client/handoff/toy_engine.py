@@ -39,7 +39,6 @@ WALL = 1e9
 
 
 def digest(tokens: Sequence[int]) -> bytes:
-    """Returns a hash of these tokens."""
     return hashlib.sha256(repr(list(tokens)).encode()).digest()
 
 

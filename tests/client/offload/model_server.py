@@ -181,7 +181,6 @@ class ModelWorker:
         self.tasks += [Task(job, now) for job in jobs]
 
     def run(self, now: float) -> None:
-        """Runs one random task."""
         if not self.tasks:
             return
         task = self.tasks.pop(self.rng.randrange(len(self.tasks)))

@@ -98,7 +98,6 @@ class World(ModelScheduler):
         self.submit(prompt, self.rng.randint(1, 12), load=self.rng.random() < 0.95, save=self.rng.random() < 0.95)
 
     def act(self) -> None:
-        """Runs one random action."""
         self.rng.choices(list(self.actions), list(self.actions.values()))[0]()
 
     def run_worker(self) -> None:

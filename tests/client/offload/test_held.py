@@ -27,8 +27,6 @@ def held(*positions: int, tail: int | None = None) -> list[FreeBlock]:
 
 
 class Engine:
-    """A core and its block pool."""
-
     def __init__(self, mode: OffloadMode = OffloadMode.EAGER, fraction: float = 1.0) -> None:
         self.pool, self.server = FakePool(), RecordingServer()
         options = OffloadOptions(mode, max_held_fraction=fraction, batched_tokens=16)

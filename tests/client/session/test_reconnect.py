@@ -33,13 +33,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def keys(request: pytest.FixtureRequest) -> list[bytes]:
-    """Keys of this test's own."""
     return [key_of(number, salt=request.node.name) for number in range(8)]
 
 
 @pytest.fixture
 def blocks(keys: list[bytes]) -> list[np.ndarray]:
-    """Blocks of these keys."""
     return [payload(key, PART_BYTES) for key in keys]
 
 

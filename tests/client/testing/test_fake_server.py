@@ -18,7 +18,6 @@ from kvtier.client.testing import FakeServer
 
 @pytest.fixture
 def server() -> FakeServer:
-    """One fake server per test."""
     return FakeServer()
 
 

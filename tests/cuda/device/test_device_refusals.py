@@ -22,7 +22,6 @@ KEYS = keys_of(BLOCKS)
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """One server for the whole file."""
     with Service(tmp_path_factory.mktemp("refusals"), region=32 * MIB) as running:
         yield running
 
@@ -41,7 +40,6 @@ def start(service: Service) -> Iterator[Callable[[str], Caller]]:
 
 @pytest.fixture
 def caller(start: Callable[[str], Caller]) -> Caller:
-    """A registered caller."""
     made = start("one")
     made.register()
     return made

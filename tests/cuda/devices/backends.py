@@ -22,9 +22,7 @@ class Backend(Protocol):
     name: str
     driver: Driver
 
-    def allocate(self, nbytes: int) -> int:
-        """Memory of the device."""
-        ...
+    def allocate(self, nbytes: int) -> int: ...
 
     def free(self, address: int) -> None: ...
 
@@ -41,8 +39,6 @@ class Backend(Protocol):
 
 
 class HostBackend:
-    """The host driver."""
-
     name = "host"
 
     def __init__(self) -> None:

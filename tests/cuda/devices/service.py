@@ -29,7 +29,6 @@ def namespace_of(kv: Kv) -> Namespace:
 
 
 def keys_of(count: int, salt: str = "") -> list[bytes]:
-    """Keys of group 0."""
     return [make_key(f"{salt}block {number}".encode().ljust(32, b"."), 0) for number in range(count)]
 
 

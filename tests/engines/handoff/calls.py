@@ -52,7 +52,6 @@ def post(port: int, path: str, body: dict[str, Any] | None = None) -> dict[str, 
 
 
 def ask(port: int, body: dict[str, Any]) -> dict[str, Any]:
-    """Requests a completion; returns the answer."""
     return post(port, "/v1/completions", body)
 
 
@@ -104,7 +103,6 @@ class Stream:
 
 
 def row(answer: dict[str, Any]) -> dict[str, Any]:
-    """Returns the row of a completion."""
     [choice] = answer["choices"]
     return {
         "tokens": choice["token_ids"],
@@ -114,7 +112,6 @@ def row(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def streamed_row(pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the row of a streamed completion."""
     choices = [choice for piece in pieces for choice in piece["choices"]]
     return {
         "tokens": [token for choice in choices for token in choice["token_ids"]],

@@ -73,7 +73,6 @@ class ExpectedAnswers:
         return prompt
 
     def answer(self, name: str, turn: int) -> list[int]:
-        """Returns the answer's tokens."""
         answered: list[int] = self._row(name, turn)["tokens"]
         return answered
 
@@ -89,7 +88,6 @@ class ExpectedAnswers:
 
 
 def prompt_tokens(turn: int) -> int:
-    """Returns the length of a turn's prompt."""
     return FIRST + (turn - 1) * (SAID + MORE)
 
 

@@ -64,7 +64,6 @@ class Moved:
 
     @property
     def ended(self) -> int:
-        """Number of holds that ended."""
         return self.published - self.to_decode["open"] - self.to_prefill["open"]
 
     def holds(self, direction: str) -> dict[str, int]:
@@ -136,7 +135,6 @@ class Deployment:
         return False
 
     def end(self) -> None:
-        """Stops all parts."""
         for part in (self.proxy, self.p, self.d):
             part.end()
         self.server.kill()
@@ -175,7 +173,6 @@ class Deployment:
         return _totals(self.server.handoffs())[direction]
 
     def open_holds(self) -> list[dict[str, Any]]:
-        """Returns the open holds."""
         holds: list[dict[str, Any]] = self.server.handoffs()["handoffs"]
         return holds
 

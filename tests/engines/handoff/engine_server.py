@@ -67,7 +67,6 @@ class EngineServer:
 
     @property
     def url(self) -> str:
-        """URL of its HTTP server."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
@@ -100,7 +99,6 @@ class EngineServer:
             self._child = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
     def wait_ready(self) -> None:
-        """Waits until it answers."""
         for _ in polls(START_SECONDS, 0.25):
             if self._is_healthy():
                 return
@@ -139,7 +137,6 @@ class EngineServer:
         post(self.port, "/pause?mode=keep&clear_cache=false")
 
     def resume(self) -> None:
-        """Resumes scheduling."""
         post(self.port, "/resume")
 
     def wait_logged(self, text: str, count: int = 1) -> None:

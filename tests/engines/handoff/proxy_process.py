@@ -67,7 +67,6 @@ class ProxyProcess:
         self._reserved.close()
 
     def kill(self) -> None:
-        """Kills it with SIGKILL."""
         child, self._child = self._child, None
         if child is not None:
             child.kill()

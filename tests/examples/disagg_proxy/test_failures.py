@@ -33,7 +33,6 @@ TIMEOUT_S = 2.0
 
 
 async def send_invalid(_: FakeEngine, __: RecordedRequest, writer: asyncio.StreamWriter) -> None:
-    """Sends an invalid response."""
     await send_answer(writer, 200, b"<html>")
 
 

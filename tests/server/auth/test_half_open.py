@@ -63,7 +63,6 @@ def is_closed_by_server(connection: socket.socket) -> bool:
 
 
 def metrics_port(site: Site) -> int:
-    """Returns the HTTP port."""
     return int(ready_line(site.server)["metrics_port"])
 
 

@@ -24,8 +24,6 @@ from kvtier.server.refused import Refused
 
 
 class Clock:
-    """A clock that tests advance."""
-
     now = 100.0
 
     def __call__(self) -> float:

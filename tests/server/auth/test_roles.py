@@ -78,7 +78,6 @@ def raw(site: Site, name: str, **more: Any) -> RawSession:
 
 
 def refused(call: Callable[[], object]) -> tuple[str, str | None]:
-    """Returns status and reason of the refusal."""
     with pytest.raises(grpc.RpcError) as error:
         call()
     return refusal_of(error.value)

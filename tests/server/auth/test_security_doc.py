@@ -29,7 +29,6 @@ TABLES = re.findall(r"^```toml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Returns a free port."""
     with ReservedPort() as reserved:
         yield reserved.number
 

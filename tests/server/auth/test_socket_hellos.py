@@ -32,7 +32,6 @@ STALE = ("FAILED_PRECONDITION", "STALE_EPOCH")
 
 @pytest.fixture(scope="module", params=ROUTES)
 def route(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Route]:
-    """Yields a way to a server."""
     with serving(request.param, tmp_path_factory.mktemp("s")) as route:
         yield route
         assert '"call failed"' not in route.server.log
@@ -41,7 +40,6 @@ def route(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
 @pytest.fixture
 def session(route: Route, request: pytest.FixtureRequest) -> Iterator[RawSession]:
-    """Yields a session without a client."""
     with route.session(NAMESPACE, request.node.name) as session:
         yield session
 

@@ -197,7 +197,6 @@ class TestMutual:
 
     @staticmethod
     def connect(site: Site, pair: Pair | None, token: str | None = None, tenant: str = "") -> Client:
-        """Returns a client with this certificate."""
         shown = {"cert": pair.cert, "key": pair.key} if pair is not None else {}
         namespace = namespace_of(PART, tenant=tenant)
         return Client(site.server.tcp, namespace=namespace, credentials=site.credentials(token, **shown))

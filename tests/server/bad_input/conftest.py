@@ -18,7 +18,6 @@ from kvtier.client.results import DurableStatus
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """Returns one server for all cases."""
     with (
         ServerProcess(tmp_path_factory.mktemp("bad")) as server,
         Client(server.start().endpoint, namespace=NAMESPACE, name="bystander") as bystander,

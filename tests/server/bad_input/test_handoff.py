@@ -51,7 +51,6 @@ def claimed(world: World, **fields: Any) -> Any:
 
 
 def name(engine_id: str = "mine", request_id: str = "r") -> handoff_pb2.HoldRef:
-    """Returns the name of a hold."""
     return handoff_pb2.HoldRef(engine_id=engine_id, request_id=request_id)
 
 

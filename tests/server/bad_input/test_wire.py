@@ -17,7 +17,6 @@ from kvtier.server.rpc.attach import _HANDSHAKE_SECONDS
 
 
 def path_of(method: str) -> str:
-    """Returns the path of a method, with its service."""
     return f"{'HandoffService' if 'Hold' in method else 'CacheService'}/{method}"
 
 

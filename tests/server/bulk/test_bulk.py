@@ -100,12 +100,10 @@ async def async_client(server: ServerProcess, **more: Any) -> Any:
 
 
 def fresh(salt: str, count: int = 24) -> list[bytes]:
-    """Returns keys that no other test uses."""
     return [key_of(number, salt=salt) for number in range(count)]
 
 
 def store_all(client: Client, keys: list[bytes]) -> None:
-    """Stores blocks with payloads that depend on the key."""
     assert set(client.store(keys, [payload(key, PART) for key in keys])) == {StoreStatus.GRANTED}
 
 

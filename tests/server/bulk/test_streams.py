@@ -77,18 +77,15 @@ def session(route: Route, request: pytest.FixtureRequest) -> Iterator[RawSession
 
 @pytest.fixture
 def connection(route: Route, session: RawSession) -> Iterator[RawSocket]:
-    """Yields an accepted connection for streams."""
     with route.open(session) as connection:
         yield connection
 
 
 def fresh(salt: str, count: int = COUNT) -> list[bytes]:
-    """Returns keys that no other test uses."""
     return [key_of(number, salt=salt) for number in range(count)]
 
 
 def store_all(client: Client, keys: list[bytes]) -> None:
-    """Stores blocks with payloads that depend on the key."""
     assert set(client.store(keys, [payload(key, PART) for key in keys])) == {StoreStatus.GRANTED}
 
 

@@ -34,8 +34,6 @@ SAID = (
 
 
 class Failed(grpc.RpcError):
-    """A failed call."""
-
     def __init__(self, details: str) -> None:
         self._details = details
 

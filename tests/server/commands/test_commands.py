@@ -41,13 +41,11 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    """Yields a server of one test."""
     with ServerProcess(tmp_path).start() as server:
         yield server
 
 
 def client_of(server: ServerProcess, tenant: str = "", name: str = "unit") -> Client:
-    """Returns a connected client."""
     client = Client(server.endpoint, namespace=namespace_of(PART, tenant=tenant), name=name, engine_id=f"e-{name}")
     client.wait_until_connected(60)
     return client

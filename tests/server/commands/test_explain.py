@@ -30,7 +30,6 @@ def server(tmp_path: Path) -> Iterator[Launched]:
 
 @pytest.fixture
 def client(server: Launched, tmp_path: Path) -> Iterator[Client]:
-    """Yields a client of that server."""
     assert server.pid
     with Client(f"unix:{tmp_path}/s", namespace=namespace_of(PART), name="unit", engine_id="e7") as client:
         client.wait_until_connected(60)
@@ -65,7 +64,6 @@ def answer(tmp_path: Path, *arguments: str) -> Any:
 
 
 def store(client: Client, *numbers: int) -> list[bytes]:
-    """Stores blocks; returns their keys."""
     keys = [key_of(number) for number in numbers]
     client.store(keys, [payload(key, PART) for key in keys])
     return keys

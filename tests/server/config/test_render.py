@@ -20,8 +20,6 @@ ENVIRON = {"XDG_RUNTIME_DIR": "/run/user/7", "XDG_DATA_HOME": "/data"}
 
 @pytest.fixture
 def write(tmp_path: Path) -> Any:
-    """Returns a function that writes a configuration file and returns its path."""
-
     def write_file(text: str) -> Path:
         path = tmp_path / "kvtier.toml"
         path.write_text(text, encoding="utf-8")

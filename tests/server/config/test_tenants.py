@@ -26,7 +26,6 @@ class OpenTier:
 
 
 def read(path: Path, text: str) -> Loaded:
-    """Returns the configuration of this text."""
     file = path / "kvtier.toml"
     file.write_text(BASE + text, encoding="utf-8")
     return load(file=file, environ={})

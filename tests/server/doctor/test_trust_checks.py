@@ -23,7 +23,6 @@ TOKEN = format_entry("me", token_hash("t"), "acme", ["engine"], shared_memory=Fa
 
 
 def config_of(pair: Pair | None = None, ca: str | None = None, tokens: Path | None = None, **more: object) -> Config:
-    """Returns a configuration with these files."""
     tls = TlsConfig(
         cert=Path(pair.cert) if pair else None, key=Path(pair.key) if pair else None, client_ca=Path(ca) if ca else None
     )

@@ -47,11 +47,9 @@ class Observed(list[tuple[str, str, float]]):
         self.refusals: list[tuple[str, str]] = []
 
     def note_refusal(self, method: str, reason: str) -> None:
-        """Records a refused call."""
         self.refusals.append((method, reason))
 
     def note(self, *call: Any) -> None:
-        """Records a call that ended."""
         self.append(call)
         self.ended.set()
 

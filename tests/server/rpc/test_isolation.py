@@ -34,7 +34,6 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
 
 
 def client_of(server: ServerProcess, tenant: str) -> Client:
-    """Returns a client of this tenant."""
     return Client(server.endpoint, namespace=namespace_of(PART, tenant=tenant), timeouts=TIMEOUTS)
 
 

@@ -55,20 +55,17 @@ def server(route: Route) -> ServerProcess:
 
 @pytest.fixture
 def session(route: Route, request: pytest.FixtureRequest) -> Iterator[RawSession]:
-    """Yields a session without a client."""
     with route.session(NAMESPACE, request.node.name) as session:
         yield session
 
 
 @pytest.fixture
 def connection(route: Route, session: RawSession) -> Iterator[RawSocket]:
-    """Yields an accepted connection for calls."""
     with route.open(session, Purpose.CALLS) as connection:
         yield connection
 
 
 def lookup_of(session: RawSession, keys: list[bytes], wait: int = 0) -> cache_pb2.LookupRequest:
-    """Returns a lookup request."""
     request = cache_pb2.LookupRequest(session=session.ref, keys=keys)
     request.wait.seconds = wait
     return request

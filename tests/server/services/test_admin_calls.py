@@ -28,7 +28,6 @@ BLOCKS = 4096
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Yields a server."""
     with ServerProcess(tmp_path_factory.mktemp("s")).start() as server:
         yield server
 

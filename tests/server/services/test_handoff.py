@@ -64,25 +64,21 @@ def connect(server: ServerProcess) -> Iterator[Callable[[str], Client]]:
 
 @pytest.fixture
 def prefill(connect: Callable[[str], Client]) -> Client:
-    """Yields the client of P."""
     return connect("prefill")
 
 
 @pytest.fixture
 def decode(connect: Callable[[str], Client]) -> Client:
-    """Yields the client of D."""
     return connect("decode")
 
 
 def stored(client: Client, count: int, *, salt: str = "") -> list[bytes]:
-    """Stores blocks; returns their keys."""
     keys = [key_of(number, salt=salt) for number in range(count)]
     assert set(client.store(keys, [payload(key, PART) for key in keys])) == {StoreStatus.GRANTED}
     return keys
 
 
 def published(client: Client, keys: list[bytes], request_id: str = "r", **fields: Any) -> PublishStatus:
-    """Publishes a request; returns the status."""
     return client.publish(request_id, keys, range(len(keys)), num_tokens=16 * len(keys), **fields).status
 
 
@@ -107,13 +103,11 @@ class WaitingClaim:
         return self._thread.is_alive()
 
     def result(self) -> Lease | HoldGone:
-        """Returns the outcome of the claim."""
         self._thread.join(60)
         (found,) = self._found
         return found
 
     def lease(self) -> Lease:
-        """Returns the lease that was granted."""
         found = self.result()
         assert isinstance(found, Lease)
         return found
@@ -222,7 +216,6 @@ def test_the_end_of_a_server_does_not_wait_for_holds(prefill: Client, server: Se
 
 
 def kvtier(server: ServerProcess, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command against the server."""
     return subprocess.run(
         [sys.executable, "-m", "kvtier.server", "handoffs", *arguments, "--endpoint", server.endpoint],
         capture_output=True,

@@ -72,7 +72,6 @@ class Engine:
 
 
 def seconds(number: float) -> Duration:
-    """Returns a duration."""
     duration = Duration()
     duration.FromNanoseconds(int(number * 1e9))
     return duration
@@ -94,7 +93,6 @@ def run_with_engine(scenario: Any) -> None:
 
 
 def keys(first: int, count: int) -> list[bytes]:
-    """Returns keys."""
     return [key_of(number) for number in range(first, first + count)]
 
 

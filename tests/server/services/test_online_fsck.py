@@ -48,7 +48,6 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServerPro
 
 
 def connected(server: ServerProcess) -> Client:
-    """Returns a client that has a session."""
     client = Client(server.endpoint, namespace=NAMESPACE)
     wait_connected(client)
     return client
@@ -66,7 +65,6 @@ def damage(server: ServerProcess, *numbers: int) -> None:
 
 
 def fsck(server: ServerProcess, *arguments: str) -> int:
-    """Runs `kvtier fsck --online`."""
     return main(["fsck", "--online", "--endpoint", server.endpoint, *arguments])
 
 

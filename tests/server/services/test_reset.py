@@ -26,7 +26,6 @@ def client(tmp_path: Path) -> Iterator[Client]:
 
 
 def blocks_of(client: Client, tier: str) -> int:
-    """Returns the number of blocks in a tier."""
     return next(status.blocks for status in client.status().tiers if status.name == tier)
 
 

@@ -48,7 +48,6 @@ Fixture = tuple[Health, health_pb2_grpc.HealthStub]
 
 
 async def status_of(stub: health_pb2_grpc.HealthStub, service: str) -> int:
-    """Returns the status of a service."""
     answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=60)
     return int(answer.status)
 

@@ -39,7 +39,6 @@ def _restore(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def lines_of(stream: io.StringIO) -> list[dict[str, Any]]:
-    """Returns the lines written so far."""
     logs.flush()
     return [json.loads(line) for line in stream.getvalue().splitlines()]
 

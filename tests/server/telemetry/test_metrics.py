@@ -102,7 +102,6 @@ def server(no_leaks: None, metrics: Metrics) -> Iterator[MetricsServer]:  # noqa
 
 
 def get(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, str, str]:
-    """Returns status, content type and body."""
     connection = HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.request(method, path, headers=headers)

@@ -57,7 +57,6 @@ def test_a_scrape_adds_up(tmp_path: Path) -> None:
 
 
 def get(port: int, path: str) -> str:
-    """Returns the answer of the endpoint."""
     connection = HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.request("GET", path)
@@ -72,7 +71,6 @@ Values = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def scrape(port: int) -> Values:
-    """Returns the samples by name and labels."""
     families = list(text_string_to_metric_families(get(port, "/metrics")))
     samples = [sample for family in families for sample in family.samples]
     values = {(sample.name, tuple(sorted(sample.labels.items()))): sample.value for sample in samples}

@@ -24,7 +24,6 @@ Shape = tuple[str, frozenset[str]]
 
 
 def tool() -> ModuleType:
-    """Returns tools/metrics_page.py."""
     spec = importlib.util.spec_from_file_location("metrics_page", ROOT / "tools" / "metrics_page.py")
     assert spec is not None
     assert spec.loader is not None

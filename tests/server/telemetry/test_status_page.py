@@ -31,7 +31,6 @@ STATUS = GetStatusResponse(
 
 
 def get(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, HTTPMessage, bytes]:
-    """Returns status, headers and body."""
     connection = HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.request(method, path, headers=headers)

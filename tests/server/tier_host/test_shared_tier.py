@@ -70,6 +70,5 @@ def test_a_lookup_can_leave_the_shared_tier_out(start: Callable[[str], ServerPro
 
 
 def wait_for_files(server: ServerProcess, count: int) -> None:
-    """Waits until the shared directory has this many blocks."""
     directory = server.directory.parent / "shared"
     wait_until(lambda: len([file for file in directory.iterdir() if file.suffix != ".new"]) >= count)

@@ -36,7 +36,6 @@ class Rig:
 
     @property
     def stats(self) -> TierStats:
-        """Figures of the tier."""
         return self.core.stats().tiers[1]
 
     def look_up(self, *numbers: int) -> BlockLease | None:

@@ -18,7 +18,6 @@ CPU, BELOW = 0, 1
 
 
 def run(rig: Rig, wanted: EvictionRequest) -> EvictionTask:
-    """Runs an eviction to its end."""
     cleared = rig.core.evict(wanted)
     while not cleared.done:
         rig.core.work()
@@ -305,7 +304,6 @@ def test_a_failed_eviction_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fail(_: object) -> None:
-    """Fails, as a defect would."""
     raise RuntimeError("a defect")
 
 

@@ -28,7 +28,6 @@ class RequestLevelTier(ModelTier):
 
 
 def begin(rig: Rig, request_id: str) -> None:
-    """Announces a request."""
     rig.core.begin_request(rig.session, RequestInfo(request_id, rig.session.namespace.id))
 
 

@@ -22,18 +22,15 @@ class RequestLevelTier(ModelTier):
 
 
 def begin(rig: Rig, request_id: str = "r", **params: Any) -> OffloadPolicy:
-    """Announces a request; returns its policy."""
     info = RequestInfo(request_id, rig.session.namespace.id, kv_transfer_params=params)
     return rig.core.begin_request(rig.session, info).policy
 
 
 def stores(rig: Rig) -> list[StoreInTier]:
-    """Returns the stores among the core's commands."""
     return [command for command in rig.core.take_commands() if isinstance(command, StoreInTier)]
 
 
 def done(rig: Rig, job: StoreInTier, outcome: Outcome = Outcome.DONE) -> None:
-    """Ends a job."""
     rig.core.job_finished(job.job_id, [outcome] * len(job.blocks))
 
 
@@ -45,7 +42,6 @@ def settle(rig: Rig) -> None:
 
 
 def prepare(rig: Rig, names: list[bytes], request_id: str = "r") -> Any:
-    """Prepares a store for a request."""
     return rig.core.prepare_store(rig.session, names, request_id=request_id, expires_at=60)
 
 

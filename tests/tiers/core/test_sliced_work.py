@@ -51,7 +51,6 @@ class Rig:
 
 
 def names(first: int, count: int) -> list[bytes]:
-    """Returns `count` keys, beginning at a number."""
     return [b"%08d" % number + bytes(4) for number in range(first, first + count)]
 
 

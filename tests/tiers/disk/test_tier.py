@@ -59,7 +59,6 @@ class TestDiskTier(SecondaryTierContract):
 
 
 def record_of(tier: DiskTier, key: bytes, namespace: NamespaceId) -> SlabRecord:
-    """Returns the index record of a block."""
     (packed,) = tier._store.index.get([namespace + key])
     assert packed
     return SlabRecord.unpack(namespace + key, packed)

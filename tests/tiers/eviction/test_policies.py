@@ -73,12 +73,10 @@ class Cache:
 
 @pytest.fixture(params=POLICIES)
 def policy(request: pytest.FixtureRequest) -> EvictionPolicy[Item]:
-    """Returns each policy in turn."""
     return POLICIES[request.param]()
 
 
 def names(items: list[Item]) -> list[Hashable]:
-    """Returns the names of the items."""
     return [item.name for item in items]
 
 

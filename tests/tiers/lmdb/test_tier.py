@@ -74,12 +74,10 @@ class TestLMDBTier(SecondaryTierContract):
 
 
 def opened(directory: Path, size_bytes: int = 32 * MIB) -> LMDBTier:
-    """Opens a store."""
     return LMDBTier("lmdb", directory, size_bytes, "process")
 
 
 def data_file(tier: LMDBTier) -> Path:
-    """Returns the data file of a store."""
     return Path(tier._store.env.path()) / "data.mdb"
 
 
@@ -89,7 +87,6 @@ def first_chunk(record_id: int) -> bytes:
 
 
 def record_of(tier: LMDBTier, namespace: NamespaceId, key: bytes) -> BlockRecord:
-    """Returns the index record of a block."""
     with tier._store.env.begin() as txn:
         return BlockRecord.unpack(namespace + key, txn.get(namespace + key, db=tier._store.index))
 
@@ -102,7 +99,6 @@ def chunk_offset(tier: LMDBTier, namespace: NamespaceId, key: bytes) -> int:
 
 
 def patch(path: Path, at: int, data: bytes) -> None:
-    """Overwrites bytes of a file."""
     with path.open("r+b") as file:
         file.seek(at)
         file.write(data)
@@ -130,7 +126,6 @@ def tree_pages(path: Path) -> list[int]:
 
 
 def zero_everything(path: Path) -> None:
-    """Zeroes the whole file and keeps its length."""
     patch(path, 0, bytes(path.stat().st_size))
 
 
@@ -140,17 +135,14 @@ def overwrite_header(path: Path) -> None:
 
 
 def cut_in_half(path: Path) -> None:
-    """Cuts off the second half."""
     os.truncate(path, path.stat().st_size // 2)
 
 
 def cut_to_less_than_a_page(path: Path) -> None:
-    """Leaves less than a page."""
     os.truncate(path, 100)
 
 
 def zero_tree_pages(path: Path) -> None:
-    """Zeroes every page of the trees."""
     for page in tree_pages(path):
         patch(path, page * PAGE, bytes(PAGE))
 
@@ -251,7 +243,6 @@ def test_a_killed_check_does_not_count_as_damage(sound: Path, monkeypatch: pytes
 
 
 def signal_text(name: str) -> str:
-    """Returns the name of a signal in messages."""
     return name if name != "SIGRTMIN" else "SIGRTMIN|signal"
 
 
@@ -369,7 +360,6 @@ def test_the_check_ends_with_its_server(tmp_path: Path) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Returns whether a process runs and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -718,8 +708,6 @@ def quota_error() -> lmdb.Error:
 
 
 class FailingEnvironment:
-    """An environment whose transactions fail."""
-
     def __init__(self, env: lmdb.Environment, error: lmdb.Error) -> None:
         self._env, self._error = env, error
 

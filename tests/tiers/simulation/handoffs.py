@@ -23,7 +23,6 @@ class Handoffs(Actors):
     """Events of engines that hand over requests."""
 
     def actions(self) -> dict[Callable[[], None], float]:
-        """Returns the possible events, with weights."""
         return {
             self.publish: 4,
             self.publish_invalid: 0.3,

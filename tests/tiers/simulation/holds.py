@@ -36,11 +36,9 @@ class HoldBook:
         """Holds that ended in this event."""
 
     def end(self, name: HoldName) -> None:
-        """Records the end of a hold."""
         self.ended.append(self.open.pop(name))
 
     def reset(self, namespace: bytes) -> None:
-        """Ends all holds of a namespace."""
         for name in [name for name in self.open if name[0] == namespace]:
             self.end(name)
 

@@ -89,12 +89,10 @@ def quarantined(core: TierManager) -> list[int]:
 
 
 def leases(core: TierManager) -> dict[int, BlockLease]:
-    """Returns the open leases."""
     return core._lookups.leases._leases  # type: ignore[return-value]
 
 
 def stores(core: TierManager) -> dict[int, Store]:
-    """Returns the running stores."""
     return core._stores.table._stores  # type: ignore[return-value]
 
 
@@ -149,7 +147,6 @@ def promises(secondary: SecondaryTierState, here: list[CatalogEntry]) -> dict[Na
 
 
 def slot_count(block: Block) -> int:
-    """Returns the number of slots of a block."""
     return len(block.slots) - block.slots.count(None)
 
 

@@ -218,10 +218,8 @@ class Ledger:
         return slots
 
     def job_ended(self, job: JobRecord) -> None:
-        """Records the end of a job."""
         del self.jobs[job.command.job_id]
         self.ended_jobs = [*self.ended_jobs[-5:], job]
 
     def running(self, tier: int, *, loads: bool) -> Sequence[JobRecord]:
-        """Returns the running jobs of a tier."""
         return [job for job in self.jobs.values() if job.command.tier == tier and job.is_load == loads]

@@ -21,7 +21,6 @@ class Readers(Actors):
     """Events of clients that read."""
 
     def actions(self) -> dict[Callable[[], None], float]:
-        """Returns the possible events, with weights."""
         return {
             self.look_up: 16,
             self.read: 5,

@@ -22,7 +22,6 @@ class Sessions(Actors):
     connections = 0
 
     def actions(self) -> dict[Callable[[], None], float]:
-        """Returns the possible events, with weights."""
         return {
             self.open_session: 2,
             self.close_session: 0.8,

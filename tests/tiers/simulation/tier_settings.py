@@ -22,7 +22,6 @@ TTL_SECONDS = (20.0, 100.0, 5000.0)
 
 
 def tenant_of(namespace: NamespaceId) -> str:
-    """Returns the name of a namespace's tenant."""
     return namespace[:1].decode()
 
 

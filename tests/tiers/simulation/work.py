@@ -74,7 +74,6 @@ class Work:
         ledger.jobs[command.job_id] = job
 
     def done(self) -> bool:
-        """Returns whether no work is left."""
         return not (self.world.ledger.jobs or self.world.ledger.queries or any(self.written.values()))
 
 

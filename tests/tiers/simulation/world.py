@@ -109,7 +109,6 @@ class World:
         self.take_commands()
 
     def step(self) -> None:
-        """Runs one random event."""
         self._event(self.rng.choices(self._actions, cum_weights=self._weights)[0])
 
     def _event(self, action: Callable[[], None]) -> None:

@@ -20,7 +20,6 @@ class Writers(Actors):
     """Events of clients that write."""
 
     def actions(self) -> dict[Callable[[], None], float]:
-        """Returns the possible events, with weights."""
         return {
             self.prepare_store: 14,
             self.write_a_part: 3,

@@ -134,13 +134,11 @@ def ask(asked: MissRatioCurves, blocks: Sequence[int], verdict: int | MissReason
 
 
 def put(asked: MissRatioCurves, blocks: Sequence[int]) -> None:
-    """Stores blocks."""
     for block in blocks:
         asked.put((NAMESPACE, digest(block)), BLOCK)
 
 
 def ratios(asked: MissRatioCurves, tier: int = 0) -> list[float]:
-    """Returns the curve of a tier."""
     return [estimate.hit_ratio for estimate in asked.of(tier)]
 
 

@@ -59,7 +59,6 @@ def tier(make: Callable[[], Tier]) -> Tier:
 
 
 def damage_bytes(tier: Tier, key: bytes) -> None:
-    """Changes stored bytes of a block."""
     if isinstance(tier, DiskTier):
         (packed,) = tier._store.index.get([SPACE + key])
         assert packed
@@ -77,7 +76,6 @@ def damage_bytes(tier: Tier, key: bytes) -> None:
 
 
 def damage_record(tier: Tier, key: bytes) -> None:
-    """Changes a byte of a block's index record."""
     env, index = (
         (tier._store.index._env, tier._store.index._blocks)
         if isinstance(tier, DiskTier)

@@ -140,8 +140,6 @@ def scheduler_side(
 
 
 class HashedRequest(VllmRequest):
-    """Request with the given block hashes by group."""
-
     def __init__(self, registration: RequestRegistration, hashes: dict[int, list[bytes]]) -> None:
         super().__init__(None, registration, CacheGeometry((FULL,), 4, 4), may_load=True, may_save=True)
         self._hashes = hashes

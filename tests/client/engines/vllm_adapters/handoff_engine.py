@@ -205,7 +205,6 @@ class ToyEngine:
             self.scheduler.saves_reported(report)
 
     def close(self) -> None:
-        """Closes both halves."""
         self.scheduler.close()
         self.worker.close()
 

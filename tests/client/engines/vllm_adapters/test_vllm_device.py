@@ -73,7 +73,6 @@ class Worker:
 
     @staticmethod
     def connect(service: Service, name: str) -> Client:
-        """A client of the engine."""
         timeouts = Timeouts(connect=60, call=60, device=60)
         return Client(service.server.endpoint, namespace=NAMESPACE, name=name, engine_id="engine", timeouts=timeouts)
 
@@ -116,7 +115,6 @@ class Worker:
         return results[0]
 
     def close(self) -> None:
-        """Ends it."""
         self.side.close()
         self.client.reset(wait=5)
         self.client.close()

@@ -23,7 +23,6 @@ MakeEngine = Callable[..., ToyEngine]
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    """A running server."""
     process = ServerProcess(tmp_path, "64MiB")
     process.start()
     yield process
@@ -46,7 +45,6 @@ def make(server: ServerProcess) -> Iterator[MakeEngine]:
 
 @pytest.fixture
 def prefill(make: MakeEngine) -> ToyEngine:
-    """A prefill engine."""
     return make("P")
 
 
@@ -57,7 +55,6 @@ def decode(make: MakeEngine) -> ToyEngine:
 
 
 def holds_of(server: ServerProcess) -> list[str]:
-    """Returns the names of the holds."""
     return [hold["request_id"] for hold in server.handoffs()["handoffs"]]
 
 

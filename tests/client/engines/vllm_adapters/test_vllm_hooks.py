@@ -44,8 +44,6 @@ class Broken:
 
 
 class Warnings:
-    """Records warnings."""
-
     def __init__(self) -> None:
         self.kinds: list[str] = []
 

@@ -54,7 +54,6 @@ class Slow:
         """Nothing to wait for."""
 
     def copy_out(self, *_: Any) -> None:
-        """Copies."""
         self.begun.set()
         assert self.gate.wait(60)
         self.done += 1
