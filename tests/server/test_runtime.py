@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -61,37 +61,36 @@ class GatedTier(SecondaryTier):
         pass
 
 
-def run(scenario: Any, *, stall_seconds: float = 60.0) -> None:
-    """Runs a scenario with a runtime whose backed region holds 16 blocks."""
+@pytest.fixture
+def tier() -> GatedTier:
+    return GatedTier()
 
-    async def main() -> None:
-        tier = GatedTier()
-        region = HostRegion.create(REGION)
-        runtime = TierRuntime(region, [tier], stall_seconds=stall_seconds)
-        await runtime.start()
-        try:
-            await scenario(runtime, tier)
-        finally:
-            tier.gate.set()
-            await runtime.close()
 
-    asyncio.run(main())
+@pytest.fixture
+def stall_seconds() -> float:
+    return 60.0
+
+
+@pytest.fixture
+async def runtime(tier: GatedTier, stall_seconds: float, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TierRuntime]:
+    """A runtime with short ticks, whose backed region holds 16 blocks."""
+    monkeypatch.setattr("kvtier.server.runtime._TICK_SECONDS", 0.02)
+    runtime = TierRuntime(HostRegion.create(REGION), [tier], stall_seconds=stall_seconds)
+    await runtime.start()
+    await async_wait_until(lambda: runtime.core.stats().tiers[0].available_bytes == REGION)
+    yield runtime
+    tier.gate.set()
+    await runtime.close()
 
 
 def keys(first: int, count: int) -> list[bytes]:
     return [number.to_bytes(4, "big") + bytes(4) for number in range(first, first + count)]
 
 
-async def region_announced(runtime: TierRuntime) -> None:
-    """Waits until the event loop has announced the region's memory to the core."""
-    await async_wait_until(lambda: runtime.core.stats().tiers[0].available_bytes == REGION)
-
-
-async def store_beside_a_finished_job(runtime: TierRuntime, tier: GatedTier) -> EngineSession:
+def store_beside_a_finished_job(runtime: TierRuntime, tier: GatedTier) -> EngineSession:
     """Fills the region with blocks of a job whose end is unseen, and with a running store."""
     core = runtime.core
     session = core.open_session(b"s", "e", None, SPEC)
-    await region_announced(runtime)
     blocks = REGION // PART // 4  # a tier may not queue more
     first = core.prepare_store(session, keys(0, 16), request_id="", expires_at=1e12)
     assert first.store_id is not None
@@ -109,36 +108,27 @@ async def store_beside_a_finished_job(runtime: TierRuntime, tier: GatedTier) -> 
     return session
 
 
-def test_finished_jobs_can_be_polled() -> None:
+async def test_finished_jobs_can_be_polled(runtime: TierRuntime, tier: GatedTier) -> None:
     """B3.20: `get_finished_jobs` polls; blocks of finished jobs are free for the next store."""
-
-    async def scenario(runtime: TierRuntime, tier: GatedTier) -> None:
-        session = await store_beside_a_finished_job(runtime, tier)
-        runtime.get_finished_jobs()
-        answer = runtime.core.prepare_store(session, keys(200, 1), request_id="", expires_at=1e12)
-        assert answer.statuses == bytes([StoreStatus.GRANTED])
-        assert not any(hasattr(thing, "get_finished") for thing in (runtime, runtime.core, tier))
-
-    run(scenario)
+    session = store_beside_a_finished_job(runtime, tier)
+    runtime.get_finished_jobs()
+    answer = runtime.core.prepare_store(session, keys(200, 1), request_id="", expires_at=1e12)
+    assert answer.statuses == bytes([StoreStatus.GRANTED])
+    assert not any(hasattr(thing, "get_finished") for thing in (runtime, runtime.core, tier))
 
 
-def test_finished_jobs_are_processed_before_an_eviction() -> None:
+async def test_finished_jobs_are_processed_before_an_eviction(runtime: TierRuntime, tier: GatedTier) -> None:
     """B3.4: PrepareStore sees finished jobs before the loop's next poll."""
-
-    async def scenario(runtime: TierRuntime, tier: GatedTier) -> None:
-        session = await store_beside_a_finished_job(runtime, tier)
-        registry: Any = SimpleNamespace(refuse_if_draining=lambda: None, get=lambda _: session)
-        validator = RequestValidator(LimitConfig(), LeaseConfig(), RetentionConfig(), HandoffConfig())
-        service = CacheService(runtime, registry, validator, end_writers=pytest.fail)
-        answer = await service.PrepareStore(PrepareStoreRequest(keys=keys(200, 1)), SimpleNamespace())  # type: ignore[arg-type]
-        assert answer.statuses == bytes([StoreStatus.GRANTED])
-
-    run(scenario)
+    session = store_beside_a_finished_job(runtime, tier)
+    registry: Any = SimpleNamespace(refuse_if_draining=lambda: None, get=lambda _: session)
+    validator = RequestValidator(LimitConfig(), LeaseConfig(), RetentionConfig(), HandoffConfig())
+    service = CacheService(runtime, registry, validator, end_writers=pytest.fail)
+    answer = await service.PrepareStore(PrepareStoreRequest(keys=keys(200, 1)), SimpleNamespace())  # type: ignore[arg-type]
+    assert answer.statuses == bytes([StoreStatus.GRANTED])
 
 
 async def store_two_jobs(runtime: TierRuntime, tier: GatedTier) -> None:
     """Stores four blocks: a job of the tier works on one, and the others wait behind it."""
-    await region_announced(runtime)
     session = runtime.core.open_session(b"s", "e", None, SPEC)
     for first, count in ((0, 1), (1, 3)):
         answer = runtime.core.prepare_store(session, keys(first, count), request_id="", expires_at=1e12)
@@ -148,130 +138,114 @@ async def store_two_jobs(runtime: TierRuntime, tier: GatedTier) -> None:
     assert tier.stored == 0
 
 
-def test_a_drain_waits_for_a_hanging_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stall_seconds", [0.1])
+async def test_a_drain_waits_for_a_hanging_tier(
+    runtime: TierRuntime, tier: GatedTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If the tier recovers in time, its missed blocks are stored.
 
     Otherwise the drain reports a failure.
     """
-    monkeypatch.setattr("kvtier.server.runtime._TICK_SECONDS", 0.02)
     monkeypatch.setattr("kvtier.server.runtime._STALLED_SECONDS", 0.5)
-
-    async def scenario(runtime: TierRuntime, tier: GatedTier) -> None:
-        await store_two_jobs(runtime, tier)
-        while not runtime.tiers[0].last_error:
-            await runtime.wait_for_change(1)
-        assert not await runtime.drain(20), "the tier is still busy"
-        drained = asyncio.ensure_future(runtime.drain(20))
-        await asyncio.wait([drained], timeout=0.1)
-        tier.gate.set()
-        assert await drained
-        assert tier.stored == 4
-
-    run(scenario, stall_seconds=0.1)
+    await store_two_jobs(runtime, tier)
+    while not runtime.tiers[0].last_error:
+        await runtime.wait_for_change(1)
+    assert not await runtime.drain(20), "the tier is still busy"
+    drained = asyncio.ensure_future(runtime.drain(20))
+    await asyncio.wait([drained], timeout=0.1)
+    tier.gate.set()
+    assert await drained
+    assert tier.stored == 4
 
 
-def test_a_stopped_server_does_not_blame_its_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stall_seconds", [0.5])
+async def test_a_stopped_server_does_not_blame_its_tiers(
+    runtime: TierRuntime, tier: GatedTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """During a SIGSTOP or in a frozen cgroup a tier has no time to answer either."""
-    monkeypatch.setattr("kvtier.server.runtime._TICK_SECONDS", 0.02)
     monkeypatch.setattr("kvtier.server.runtime._LATE_SECONDS", 0.1)
-
-    async def scenario(runtime: TierRuntime, tier: GatedTier) -> None:
-        await store_two_jobs(runtime, tier)
-        await runtime.wait_for_change(1)  # the ticks have begun
-        time.sleep(0.6)  # noqa: ASYNC251 - blocks the loop on purpose
-        await asyncio.to_thread(stays, lambda: not runtime.tiers[0].last_error, 0.1)
-        tier.gate.set()
-        assert await runtime.drain(20)
-        assert tier.stored == 4
-        assert runtime.stats().tiers[1].dropped == 0
-
-    run(scenario, stall_seconds=0.5)
+    await store_two_jobs(runtime, tier)
+    await runtime.wait_for_change(1)  # the ticks have begun
+    time.sleep(0.6)  # noqa: ASYNC251 - blocks the loop on purpose
+    await asyncio.to_thread(stays, lambda: not runtime.tiers[0].last_error, 0.1)
+    tier.gate.set()
+    assert await runtime.drain(20)
+    assert tier.stored == 4
+    assert runtime.stats().tiers[1].dropped == 0
 
 
-def test_a_tier_recovers_despite_late_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stall_seconds", [0.1])
+async def test_a_tier_recovers_despite_late_ticks(runtime: TierRuntime, tier: GatedTier) -> None:
     """Late ticks delay the check for hanging tiers, but not the recovery of a tier."""
-    monkeypatch.setattr("kvtier.server.runtime._TICK_SECONDS", 0.02)
-
-    async def scenario(runtime: TierRuntime, tier: GatedTier) -> None:
-        await store_two_jobs(runtime, tier)
-        while not runtime.tiers[0].last_error:
-            await runtime.wait_for_change(1)
-        runtime._stall_watch_from = runtime.now() + 3600
-        await asyncio.to_thread(stays, lambda: runtime.tiers[0].last_error, 0.1)
-        tier.gate.set()
-        await async_wait_until(lambda: not runtime.tiers[0].last_error)
-        assert await runtime.drain(20)
-        assert tier.stored == 4
-
-    run(scenario, stall_seconds=0.1)
+    await store_two_jobs(runtime, tier)
+    while not runtime.tiers[0].last_error:
+        await runtime.wait_for_change(1)
+    runtime._stall_watch_from = runtime.now() + 3600
+    await asyncio.to_thread(stays, lambda: runtime.tiers[0].last_error, 0.1)
+    tier.gate.set()
+    await async_wait_until(lambda: not runtime.tiers[0].last_error)
+    assert await runtime.drain(20)
+    assert tier.stored == 4
 
 
-def test_a_failed_slice_does_not_end_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_slice_does_not_end_a_reset(
+    runtime: TierRuntime, tier: GatedTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The failure is logged and counted; the rest follows later, without an immediate retry."""
     monkeypatch.setattr("kvtier.server.runtime._RETRY_SECONDS", 0.01)
     monkeypatch.setattr("kvtier.tiers.core.cpu_tier.SLICE", 4)
     logged: list[str] = []
     counted: list[str] = []
+    runtime.observe_failures(counted.append)
+    tier.gate.set()
+    core, failures = runtime.core, [True, True, True, False]
+    session = core.open_session(b"s", "e", None, SPEC)
+    answer = core.prepare_store(session, keys(0, 16), request_id="", expires_at=1e12)
+    assert answer.store_id is not None
+    core.complete_store(session, answer.store_id)
+    runtime.run_commands()
+    reset_slice, later = core._cpu_tier.reset_slice, asyncio.get_running_loop().call_later
 
-    async def scenario(runtime: TierRuntime, tier: GatedTier) -> None:
-        runtime.observe_failures(counted.append)
-        tier.gate.set()
-        await region_announced(runtime)
-        core, failures = runtime.core, [True, True, True, False]
-        session = core.open_session(b"s", "e", None, SPEC)
-        answer = core.prepare_store(session, keys(0, 16), request_id="", expires_at=1e12)
-        assert answer.store_id is not None
-        core.complete_store(session, answer.store_id)
-        runtime.run_commands()
-        reset_slice, later = core._cpu_tier.reset_slice, asyncio.get_running_loop().call_later
-
-        def broken() -> bool:
-            if failures and failures.pop():
-                raise RuntimeError("a defect")
-            return reset_slice()
-
-        waits: list[float] = []
-
-        def call_later(delay: float, *arguments: Any) -> Any:
-            waits.append(delay)
-            return later(delay, *arguments)
-
-        monkeypatch.setattr(core._cpu_tier, "reset_slice", broken)
-        monkeypatch.setattr(runtime._loop, "call_later", call_later)
-        monkeypatch.setattr("kvtier.server.runtime._log", SimpleNamespace(error=lambda text, **_: logged.append(text)))
-        core.reset(session)
-        runtime.run_commands()
-        for _ in range(100):  # other events, which ask for slices as well
-            core._sliced_work.continue_if(more=True)
-            runtime.run_commands()
-        while core.resetting(session):
-            await runtime.wait_for_change(0.02)
-        assert logged == ["slice failed"] * 3
-        assert counted == ["slice"] * 3
-        assert waits.count(0.01) == 3
-
-    run(scenario)
-
-
-def test_a_failed_tick_is_counted_and_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without ticks nothing would expire."""
-    monkeypatch.setattr("kvtier.server.runtime._TICK_SECONDS", 0.01)
-
-    async def scenario(runtime: TierRuntime, _: GatedTier) -> None:
-        counted: list[str] = []
-        failed = asyncio.Event()
-
-        def observe(what: str) -> None:
-            counted.append(what)
-            if len(counted) == 2:
-                failed.set()
-
-        def tick(_: float) -> None:
+    def broken() -> bool:
+        if failures and failures.pop():
             raise RuntimeError("a defect")
+        return reset_slice()
 
-        runtime.observe_failures(observe)
-        monkeypatch.setattr(runtime.core, "tick", tick)
-        await asyncio.wait_for(failed.wait(), 60)
-        assert set(counted) == {"tick"}
+    waits: list[float] = []
 
-    run(scenario)
+    def call_later(delay: float, *arguments: Any) -> Any:
+        waits.append(delay)
+        return later(delay, *arguments)
+
+    monkeypatch.setattr(core._cpu_tier, "reset_slice", broken)
+    monkeypatch.setattr(runtime._loop, "call_later", call_later)
+    monkeypatch.setattr("kvtier.server.runtime._log", SimpleNamespace(error=lambda text, **_: logged.append(text)))
+    core.reset(session)
+    runtime.run_commands()
+    for _ in range(100):  # other events, which ask for slices as well
+        core._sliced_work.continue_if(more=True)
+        runtime.run_commands()
+    while core.resetting(session):
+        await runtime.wait_for_change(0.02)
+    assert logged == ["slice failed"] * 3
+    assert counted == ["slice"] * 3
+    assert waits.count(0.01) == 3
+
+
+async def test_a_failed_tick_is_counted_and_repeated(runtime: TierRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without ticks nothing would expire."""
+    counted: list[str] = []
+    failed = asyncio.Event()
+
+    def observe(what: str) -> None:
+        counted.append(what)
+        if len(counted) == 2:
+            failed.set()
+
+    def tick(_: float) -> None:
+        raise RuntimeError("a defect")
+
+    runtime.observe_failures(observe)
+    monkeypatch.setattr(runtime.core, "tick", tick)
+    await asyncio.wait_for(failed.wait(), 60)
+    assert set(counted) == {"tick"}

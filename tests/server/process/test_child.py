@@ -41,10 +41,10 @@ def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
 
 
-def test_messages_pass_in_both_directions() -> None:
+async def test_messages_pass_in_both_directions() -> None:
     """Headers and bytes arrive whole and in order; descriptors are open under the same numbers."""
-
-    async def talk(fd: int) -> None:
+    with Path(__file__).open("rb") as file:  # noqa: ASYNC230
+        fd = file.fileno()
         child = await Child.start("echo", ["a", "b"], [fd])
         messages = child.messages()
         for number in (1, 5 << 20, 0):
@@ -58,83 +58,64 @@ def test_messages_pass_in_both_directions() -> None:
         assert await child.ended() == 0
         child.send({"to": "none"})
 
-    with Path(__file__).open("rb") as file:
-        asyncio.run(talk(file.fileno()))
-
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_children_ignore_signals_to_the_service(number: signal.Signals) -> None:
+async def test_children_ignore_signals_to_the_service(number: signal.Signals) -> None:
     """A signal to all processes lets the children run until the server closes their connection."""
-
-    async def talk() -> None:
-        child = await Child.start("echo")
-        messages = child.messages()
-        for _ in range(2):
-            child.send({})
-            assert (await anext(messages))[0]["echo"] == {}
-            os.kill(child.pid, number)
-        await child.close(10)
-        assert await child.ended() == 0
-
-    asyncio.run(talk())
+    child = await Child.start("echo")
+    messages = child.messages()
+    for _ in range(2):
+        child.send({})
+        assert (await anext(messages))[0]["echo"] == {}
+        os.kill(child.pid, number)
+    await child.close(10)
+    assert await child.ended() == 0
 
 
-def test_messages_are_given_to_a_callback() -> None:
+async def test_messages_are_given_to_a_callback() -> None:
     """Without iteration, each whole message arrives in order, then the end.
 
     Nonsense ends the child.
     """
+    taken: list[tuple[int, int]] = []
+    sizes = [1, 5 << 20, 0, 3]
+    all_there = asyncio.Event()
 
-    async def talk() -> None:
-        taken: list[tuple[int, int]] = []
-        sizes = [1, 5 << 20, 0, 3]
-        all_there = asyncio.Event()
+    def take(header: dict[str, Any], payload: bytes) -> None:
+        taken.append((header["echo"]["n"], len(payload)))
+        if len(taken) == len(sizes):
+            all_there.set()
 
-        def take(header: dict[str, Any], payload: bytes) -> None:
-            taken.append((header["echo"]["n"], len(payload)))
-            if len(taken) == len(sizes):
-                all_there.set()
-
-        child = await Child.start("echo", take=take)
-        for number, size in enumerate(sizes):
-            child.send({"n": number}, bytes(size))
-        await asyncio.wait_for(all_there.wait(), 60)
-        assert taken == list(enumerate(sizes))
-        child.send({"nonsense": True})
-        await asyncio.wait_for(child.hung_up(), 60)
-        assert await child.ended() == -signal.SIGKILL
-        await child.close(0)
-        assert len(taken) == len(sizes)
-
-    asyncio.run(talk())
+    child = await Child.start("echo", take=take)
+    for number, size in enumerate(sizes):
+        child.send({"n": number}, bytes(size))
+    await asyncio.wait_for(all_there.wait(), 60)
+    assert taken == list(enumerate(sizes))
+    child.send({"nonsense": True})
+    await asyncio.wait_for(child.hung_up(), 60)
+    assert await child.ended() == -signal.SIGKILL
+    await child.close(0)
+    assert len(taken) == len(sizes)
 
 
-def test_the_end_of_a_child_is_noticed(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_the_end_of_a_child_is_noticed(capfd: pytest.CaptureFixture[str]) -> None:
     """The parent gets its last message and exit code, and logs its standard error."""
-
-    async def die() -> None:
-        child = await Child.start("echo")
-        child.send({"die": True})
-        assert [header async for header, _ in child.messages()] == [{"last": "word"}]
-        assert await child.ended() == 7
-        assert not child.running
-        await child.close(0)
-
-    asyncio.run(die())
+    child = await Child.start("echo")
+    child.send({"die": True})
+    assert [header async for header, _ in child.messages()] == [{"last": "word"}]
+    assert await child.ended() == 7
+    assert not child.running
+    await child.close(0)
     captured = capfd.readouterr()
     assert "about to die" in captured.out + captured.err
 
 
-def test_a_child_that_hangs_is_killed() -> None:
+async def test_a_child_that_hangs_is_killed() -> None:
     """After its time to end has passed."""
-
-    async def hang() -> None:
-        child = await Child.start("echo")
-        child.send({"hang": True})
-        await child.close(0.1)
-        assert await child.ended() == -signal.SIGKILL
-
-    asyncio.run(hang())
+    child = await Child.start("echo")
+    child.send({"hang": True})
+    await child.close(0.1)
+    assert await child.ended() == -signal.SIGKILL
 
 
 def test_a_child_dies_with_its_parent() -> None:

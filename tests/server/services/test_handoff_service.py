@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,148 +78,116 @@ def seconds(number: float) -> Duration:
     return duration
 
 
-def run_with_engine(scenario: Any) -> None:
-    """Runs a scenario with an engine, in a region of 16 blocks."""
+@pytest.fixture
+async def runtime() -> AsyncIterator[TierRuntime]:
+    """A runtime with a region of 16 blocks."""
+    runtime = TierRuntime(HostRegion.create(16 * 4096), [], stall_seconds=10.0)
+    await runtime.start()
+    await async_wait_until(lambda: runtime.core.stats().tiers[0].available_bytes == 16 * 4096)
+    yield runtime
+    await runtime.close()
 
-    async def main() -> None:
-        runtime = TierRuntime(HostRegion.create(16 * 4096), [], stall_seconds=10.0)
-        await runtime.start()
-        await async_wait_until(lambda: runtime.core.stats().tiers[0].available_bytes == 16 * 4096)
-        try:
-            await scenario(Engine(runtime), runtime)
-        finally:
-            await runtime.close()
 
-    asyncio.run(main())
+@pytest.fixture
+def engine(runtime: TierRuntime) -> Engine:
+    return Engine(runtime)
 
 
 def keys(first: int, count: int) -> list[bytes]:
     return [key_of(number) for number in range(first, first + count)]
 
 
-def test_waiting_claims_are_answered_before_the_call() -> None:
+async def test_waiting_claims_are_answered_before_the_call(engine: Engine, runtime: TierRuntime) -> None:
     """Publication and release execute the core's effects at once, not at the next tick."""
-
-    async def scenario(engine: Engine, runtime: TierRuntime) -> None:
-        await engine.publish(keys(0, 1))
-        assert runtime.core.take_commands() == []
-        await engine.release()
-        assert runtime.core.take_commands() == []
-
-    run_with_engine(scenario)
+    await engine.publish(keys(0, 1))
+    assert runtime.core.take_commands() == []
+    await engine.release()
+    assert runtime.core.take_commands() == []
 
 
-def test_a_draining_server_accepts_no_holds() -> None:
+async def test_a_draining_server_accepts_no_holds(engine: Engine) -> None:
     """Existing holds can still be claimed and released."""
-
-    async def scenario(engine: Engine, _: TierRuntime) -> None:
-        engine.store(keys(0, 1))
+    engine.store(keys(0, 1))
+    await engine.publish(keys(0, 1))
+    engine.draining = True
+    with pytest.raises(Refused, match="shutting down"):
         await engine.publish(keys(0, 1))
-        engine.draining = True
-        with pytest.raises(Refused, match="shutting down"):
-            await engine.publish(keys(0, 1))
-        assert (await engine.claim()).lease_id
-        await engine.release()
-
-    run_with_engine(scenario)
+    assert (await engine.claim()).lease_id
+    await engine.release()
 
 
-def test_a_claim_is_checked_again_after_its_wait() -> None:
+async def test_a_claim_is_checked_again_after_its_wait(engine: Engine, runtime: TierRuntime) -> None:
     """B2.19: a hold that is about to expire when its blocks arrive is not read."""
-
-    async def scenario(engine: Engine, runtime: TierRuntime) -> None:
-        engine.store(keys(0, 1))
-        await engine.publish(keys(0, 2), duration=seconds(5.3))
-        with pytest.raises(HoldExpired):
-            await engine.claim(wait=0.6)
-        assert runtime.core.stats().leases == 0
-
-    run_with_engine(scenario)
+    engine.store(keys(0, 1))
+    await engine.publish(keys(0, 2), duration=seconds(5.3))
+    with pytest.raises(HoldExpired):
+        await engine.claim(wait=0.6)
+    assert runtime.core.stats().leases == 0
 
 
-def test_a_session_that_ends_during_its_claim_gets_no_lease() -> None:
+async def test_a_session_that_ends_during_its_claim_gets_no_lease(engine: Engine, runtime: TierRuntime) -> None:
     """B2.19: no client would release the lease."""
-
-    async def scenario(engine: Engine, runtime: TierRuntime) -> None:
-        publisher = runtime.core.open_session(b"p", "e", None, SPEC)
-        claiming = asyncio.ensure_future(engine.claim(wait=20))
-        await async_wait_until(lambda: bool(runtime._waiting))
-        runtime.core.close_session(engine.session.id)
-        engine.session = publisher
-        await engine.publish([])
-        with pytest.raises(UnknownSession):
-            await claiming
-        assert runtime.core.stats().leases == 0
-        assert not runtime._waiting
-
-    run_with_engine(scenario)
+    publisher = runtime.core.open_session(b"p", "e", None, SPEC)
+    claiming = asyncio.ensure_future(engine.claim(wait=20))
+    await async_wait_until(lambda: bool(runtime._waiting))
+    runtime.core.close_session(engine.session.id)
+    engine.session = publisher
+    await engine.publish([])
+    with pytest.raises(UnknownSession):
+        await claiming
+    assert runtime.core.stats().leases == 0
+    assert not runtime._waiting
 
 
-def test_the_lease_of_a_claim_belongs_to_its_request() -> None:
+async def test_the_lease_of_a_claim_belongs_to_its_request(engine: Engine, runtime: TierRuntime) -> None:
     """B2.17: it ends with the reader's request and at its expiry, like that of a lookup."""
-
-    async def scenario(engine: Engine, runtime: TierRuntime) -> None:
-        engine.store(keys(0, 1))
-        await engine.publish(keys(0, 1))
-        answer = await engine.claim(request_id="mine", lease_duration=seconds(7))
-        lease = runtime.core.lease(engine.session, answer.lease_id)  # type: ignore[arg-type]
-        assert answer.statuses == bytes([KeyStatus.HIT])
-        assert 6 < lease.expires_at - runtime.now() <= 7
-        runtime.core.finish_request(engine.session, "mine")
-        assert runtime.core.stats().leases == 0
-
-    run_with_engine(scenario)
+    engine.store(keys(0, 1))
+    await engine.publish(keys(0, 1))
+    answer = await engine.claim(request_id="mine", lease_duration=seconds(7))
+    lease = runtime.core.lease(engine.session, answer.lease_id)  # type: ignore[arg-type]
+    assert answer.statuses == bytes([KeyStatus.HIT])
+    assert 6 < lease.expires_at - runtime.now() <= 7
+    runtime.core.finish_request(engine.session, "mine")
+    assert runtime.core.stats().leases == 0
 
 
-def test_a_heartbeat_may_set_the_extension() -> None:
+async def test_a_heartbeat_may_set_the_extension(engine: Engine) -> None:
     """B2.1: the default is two thirds of the duration of the hold."""
-
-    async def scenario(engine: Engine, _: TierRuntime) -> None:
-        await engine.publish(keys(0, 1), duration=seconds(30))
-        assert list((await engine.renew()).missing_holds) == []
-        assert (await engine.claim()).remaining.seconds < 30
-        await engine.renew(extension=seconds(300))
-        assert (await engine.claim()).remaining.seconds >= 290
-        await engine.release()
-        assert list((await engine.renew()).missing_holds) == [0]
-
-    run_with_engine(scenario)
+    await engine.publish(keys(0, 1), duration=seconds(30))
+    assert list((await engine.renew()).missing_holds) == []
+    assert (await engine.claim()).remaining.seconds < 30
+    await engine.renew(extension=seconds(300))
+    assert (await engine.claim()).remaining.seconds >= 290
+    await engine.release()
+    assert list((await engine.renew()).missing_holds) == [0]
 
 
 @pytest.mark.parametrize("way", ["released", "reset", "declined", "declined while it waits"])
-def test_claims_do_not_wait_for_ended_or_declined_holds(way: str) -> None:
+async def test_claims_do_not_wait_for_ended_or_declined_holds(engine: Engine, runtime: TierRuntime, way: str) -> None:
     """B2.17: they are misses at once; only an unknown hold may still be published."""
-
-    async def scenario(engine: Engine, runtime: TierRuntime) -> None:
-        claiming = asyncio.ensure_future(engine.claim(wait=3600)) if way.endswith("waits") else None
-        if claiming:
-            await async_wait_until(lambda: bool(runtime._waiting))
-        # Holds may have four of 16 blocks.
-        answer = await engine.publish(keys(0, 6 if way.startswith("declined") else 1))
-        assert (answer.status == handoff_pb2.PUBLISH_STATUS_PUBLISHED) is not way.startswith("declined")
-        if way == "released":
-            await engine.release()
-        if way == "reset":
-            runtime.core.reset(engine.session)
-        with pytest.raises(HoldNotFound):
-            await (claiming or engine.claim(wait=3600))
-        assert runtime.core.stats().claims_missed == {ClaimOutcome.NOT_HELD: 1}
-        await engine.publish(keys(0, 1))
-        engine.store(keys(0, 1))
-        assert (await engine.claim(wait=3600)).lease_id
-
-    run_with_engine(scenario)
+    claiming = asyncio.ensure_future(engine.claim(wait=3600)) if way.endswith("waits") else None
+    if claiming:
+        await async_wait_until(lambda: bool(runtime._waiting))
+    # Holds may have four of 16 blocks.
+    answer = await engine.publish(keys(0, 6 if way.startswith("declined") else 1))
+    assert (answer.status == handoff_pb2.PUBLISH_STATUS_PUBLISHED) is not way.startswith("declined")
+    if way == "released":
+        await engine.release()
+    if way == "reset":
+        runtime.core.reset(engine.session)
+    with pytest.raises(HoldNotFound):
+        await (claiming or engine.claim(wait=3600))
+    assert runtime.core.stats().claims_missed == {ClaimOutcome.NOT_HELD: 1}
+    await engine.publish(keys(0, 1))
+    engine.store(keys(0, 1))
+    assert (await engine.claim(wait=3600)).lease_id
 
 
-def test_claims_do_not_wait_for_holds_of_other_namespaces() -> None:
+async def test_claims_do_not_wait_for_holds_of_other_namespaces(engine: Engine, runtime: TierRuntime) -> None:
     """Engines whose blocks differ, for example by tensor parallelism, cannot share holds."""
-
-    async def scenario(engine: Engine, runtime: TierRuntime) -> None:
-        await engine.publish(keys(0, 1))
-        other = NamespaceSpec(NamespaceId(b"o" * 16), world_size=1, part_bytes=(4096,))
-        engine.session = runtime.core.open_session(b"o", "reader", None, other)
-        with pytest.raises(HoldNotFound):
-            await engine.claim(wait=3600)
-        assert runtime.core.stats().claims_missed == {ClaimOutcome.OTHER_NAMESPACE: 1}
-
-    run_with_engine(scenario)
+    await engine.publish(keys(0, 1))
+    other = NamespaceSpec(NamespaceId(b"o" * 16), world_size=1, part_bytes=(4096,))
+    engine.session = runtime.core.open_session(b"o", "reader", None, other)
+    with pytest.raises(HoldNotFound):
+        await engine.claim(wait=3600)
+    assert runtime.core.stats().claims_missed == {ClaimOutcome.OTHER_NAMESPACE: 1}
