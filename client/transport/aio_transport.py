@@ -81,8 +81,8 @@ class AsyncGrpcTransport:
             raise self._translated(SessionLost("the session has ended")) from None
         except grpc.aio.UsageError:
             raise NotConnected("the client is closed") from None
-        except ValueError:
-            if self._closed:  # raised by gRPC for a closed channel
+        except (RuntimeError, ValueError):
+            if self._closed:  # raised by an ended thread pool, and by gRPC for a closed channel
                 raise NotConnected("the client is closed") from None
             raise
         except asyncio.CancelledError:

@@ -179,6 +179,17 @@ def test_calls_in_progress_of_a_closed_synchronous_client(tmp_path: Path) -> Non
                 assert isinstance(error, NotConnected), repr(error)
 
 
+async def test_a_write_that_ends_after_the_close(tmp_path: Path) -> None:
+    """Its blocks can be sent no more, which is a `KVTierError` too."""
+    with ServerProcess(tmp_path).start() as server:
+        client = AsyncClient(server.endpoint, namespace=NAMESPACE, transport="grpc", timeouts=PATIENT)
+        with pytest.raises(NotConnected):  # noqa: PT012 - the end of the context raises it
+            async with client.write([key_of(1)]) as batch:
+                for view in batch.views():
+                    view[:] = bytes(len(view))
+                await client.close()
+
+
 @pytest.mark.usefixtures("no_leaks")
 async def test_a_close_that_is_cancelled_closes(tmp_path: Path) -> None:
     """A cancelled close leaks neither threads nor descriptors of the client."""
