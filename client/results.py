@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from ..protos.v1 import cache_pb2, common_pb2, handoff_pb2
-from .handoff.model import HandoffDirection
+from .handoff.model import HandoffDirection, NotClaimedReason
 from .session.session import ClientSession
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "KeyStatus",
     "LookupResult",
     "Medium",
+    "NotClaimedReason",
     "OffloadPolicy",
     "Publication",
     "PublishStatus",

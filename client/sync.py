@@ -22,6 +22,7 @@ from .results import (
     HandoffDirection,
     HoldName,
     LookupResult,
+    NotClaimedReason,
     Publication,
     ReadBatch,
     RequestOutcome,
@@ -126,11 +127,7 @@ class Client:
         return session.transport if (session := self._transport.session) else None
 
     def wait_until_connected(self, timeout: float | None = None) -> None:
-        """Waits for a session while the client tries to connect.
-
-        Raises:
-            KVTierError: no session after `timeout` seconds; default: `Timeouts.connect`.
-        """
+        """Waits `timeout` s (None: `Timeouts.connect`) for a session, else raises KVTierError."""
         self._transport.perform(Connect(self.timeouts.connect if timeout is None else timeout, patient=True))
 
     def begin_request(
@@ -393,6 +390,10 @@ class Client:
     def release_holds(self, *holds: HoldName) -> None:
         """Ends holds; unknown holds are ignored."""
         self._run(self._operations.release_holds(holds))
+
+    def report_not_claimed(self, hold: HoldName, *, request_id: str, reason: NotClaimedReason) -> None:
+        """Reports why a request is computed and not claimed. Any server may have the hold."""
+        self._run(self._operations.report_not_claimed(hold, request_id=request_id, reason=reason))
 
     def finish_request(self, request_id: str, *, wait: float = 0.0) -> RequestOutcome:
         """Ends a request: releases its leases and waits up to `wait` seconds for its stores."""

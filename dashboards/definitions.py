@@ -597,7 +597,7 @@ HANDOFF = DashboardSpec(
                 ),
                 Stat(
                     "Failed claims",
-                    "Claims per second that found no hold.",
+                    "Requests per second that were computed instead of pulled.",
                     "cps",
                     Query("sum(rate(kvtier_handoffs_claims_missed_total[]))"),
                     width=6,
@@ -629,7 +629,7 @@ HANDOFF = DashboardSpec(
                 ),
                 TimeSeries(
                     "Failed claims by outcome",
-                    "`other_namespace`: blocks of the prefill and decode engine are not interchangeable.",
+                    "`other_namespace`, `peer_not_listed`, `nothing_held`: hand-offs cannot succeed with these settings.",
                     "cps",
                     [Query("sum by (outcome) (rate(kvtier_handoffs_claims_missed_total[]))", "{{outcome}}")],
                     stacked=True,

@@ -16,6 +16,7 @@ from .model import (
     HandoffRequest,
     HandoffServer,
     HeldBlock,
+    NotClaimedReason,
     PlannedPublication,
 )
 from .params import RemoteRequest, TransferParams
@@ -33,6 +34,7 @@ __all__ = [
     "HandoffRequest",
     "HandoffServer",
     "HeldBlock",
+    "NotClaimedReason",
     "PlannedPublication",
     "RemoteRequest",
     "TransferParams",

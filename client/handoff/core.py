@@ -41,6 +41,7 @@ from .model import (
     HandoffOptions,
     HandoffRequest,
     HandoffServer,
+    NotClaimedReason,
     PlannedPublication,
 )
 from .params import RemoteRequest, TransferParams
@@ -109,6 +110,8 @@ class HandoffCore:
             return False
         wanted = may_pull(params, self._options) and (params.do_remote_prefill or params.has_blocks)
         wanted = wanted and not params.has_no_peer
+        if params.do_remote_prefill and params.holds_nothing and params.remote is not None:
+            self._server.not_claimed(request, params.remote, NotClaimedReason.NOTHING_HELD)
         transfer = TransferState.WANTED if wanted else TransferState.NONE
         self._requests[request.request_id] = HandoffState(request, params, transfer)
         if wanted:

@@ -24,6 +24,7 @@ __all__ = [
     "HandoffRequest",
     "HandoffServer",
     "HeldBlock",
+    "NotClaimedReason",
     "PlannedPublication",
 ]
 
@@ -39,6 +40,17 @@ class HandoffDirection(IntEnum):
 
     PREFILL_TO_DECODE = 1
     DECODE_TO_PREFILL = 2
+
+
+class NotClaimedReason(IntEnum):
+    """Why a request is computed without a claim; same values as `kvtier.v1.NotClaimedReason`.
+
+    PEER_NOT_LISTED: no setting names the server of the hold. NOTHING_HELD: the other engine holds
+    no blocks of the request, for example because its model has state layers.
+    """
+
+    PEER_NOT_LISTED = 5
+    NOTHING_HELD = 6
 
 
 class FinishReason(Enum):
@@ -149,6 +161,9 @@ class HandoffServer(Protocol):
         False if the peer's server cannot be reached; the engine then computes the request.
         """
         ...
+
+    def not_claimed(self, request: HandoffRequest, remote: RemoteRequest, reason: NotClaimedReason) -> None:
+        """Counts a request that is computed without a claim; reports it to the engine's server."""
 
     def drop_claim(self, claim: ClaimId) -> None:
         """Cancels a claim: the adapter reports no result and releases the lease, if granted."""

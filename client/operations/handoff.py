@@ -6,7 +6,16 @@ from collections.abc import Iterable, Sequence
 
 from ...protos.v1 import handoff_pb2
 from ..effects import Connect, Operation
-from ..results import HandoffDirection, HoldInfo, HoldName, KeyStatus, LookupResult, Publication, PublishStatus
+from ..results import (
+    HandoffDirection,
+    HoldInfo,
+    HoldName,
+    KeyStatus,
+    LookupResult,
+    NotClaimedReason,
+    Publication,
+    PublishStatus,
+)
 from ..session.session import ClientSession
 from .base import Base, duration, member, message
 
@@ -83,6 +92,15 @@ class HandoffOperations(Base):
 
     def release_holds(self, holds: Iterable[HoldName]) -> Operation[None]:
         yield from self._request(handoff_pb2.ReleaseHoldsRequest, "HandoffService/ReleaseHolds", holds=map(_ref, holds))
+
+    def report_not_claimed(self, hold: HoldName, *, request_id: str, reason: NotClaimedReason) -> Operation[None]:
+        yield from self._request(
+            handoff_pb2.ReportNotClaimedRequest,
+            "HandoffService/ReportNotClaimed",
+            hold=_ref(hold),
+            request_id=request_id,
+            reason=int(reason),
+        )
 
 
 def _ref(hold: HoldName) -> handoff_pb2.HoldRef:

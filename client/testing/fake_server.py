@@ -153,6 +153,7 @@ class FakeServer:
             "ClaimHold": self._claim_hold,
             "RenewHolds": self._renew_holds,
             "ReleaseHolds": self._release_holds,
+            "ReportNotClaimed": self._report_not_claimed,
             "GetStatus": self._get_status,
         }
         return handlers[name](request)
@@ -358,6 +359,10 @@ class FakeServer:
 
     def _release_holds(self, request: handoff_pb2.ReleaseHoldsRequest) -> handoff_pb2.ReleaseHoldsResponse:
         return self._holds.release(self._session(request.session).prefix, request)
+
+    def _report_not_claimed(self, request: handoff_pb2.ReportNotClaimedRequest) -> handoff_pb2.ReportNotClaimedResponse:
+        self._session(request.session)
+        return handoff_pb2.ReportNotClaimedResponse()
 
     def _get_status(self, request: admin_pb2.GetStatusRequest) -> admin_pb2.GetStatusResponse:
         used = sum(len(part) for parts in self._blocks.values() for part in parts.values())

@@ -56,6 +56,8 @@ class ClaimOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CLAIM_OUTCOME_NOT_HELD: _ClassVar[ClaimOutcome]
     CLAIM_OUTCOME_EXPIRED: _ClassVar[ClaimOutcome]
     CLAIM_OUTCOME_OTHER_NAMESPACE: _ClassVar[ClaimOutcome]
+    CLAIM_OUTCOME_PEER_NOT_LISTED: _ClassVar[ClaimOutcome]
+    CLAIM_OUTCOME_NOTHING_HELD: _ClassVar[ClaimOutcome]
 DRAIN_MODE_UNSPECIFIED: DrainMode
 DRAIN_MODE_END: DrainMode
 DRAIN_MODE_STAY: DrainMode
@@ -85,6 +87,8 @@ CLAIM_OUTCOME_HELD: ClaimOutcome
 CLAIM_OUTCOME_NOT_HELD: ClaimOutcome
 CLAIM_OUTCOME_EXPIRED: ClaimOutcome
 CLAIM_OUTCOME_OTHER_NAMESPACE: ClaimOutcome
+CLAIM_OUTCOME_PEER_NOT_LISTED: ClaimOutcome
+CLAIM_OUTCOME_NOTHING_HELD: ClaimOutcome
 
 class EvictRequest(_message.Message):
     __slots__ = ("tiers", "tenant", "namespace_id", "unused_for", "max_bytes", "include_retained", "dry_run")
@@ -509,16 +513,26 @@ class ListHandoffsRequest(_message.Message):
     def __init__(self, max_handoffs: _Optional[int] = ...) -> None: ...
 
 class ListHandoffsResponse(_message.Message):
-    __slots__ = ("handoffs", "total", "held_bytes", "totals")
+    __slots__ = ("handoffs", "total", "held_bytes", "totals", "missed_claims")
     HANDOFFS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
     TOTALS_FIELD_NUMBER: _ClassVar[int]
+    MISSED_CLAIMS_FIELD_NUMBER: _ClassVar[int]
     handoffs: _containers.RepeatedCompositeFieldContainer[HandoffStatus]
     total: int
     held_bytes: int
     totals: _containers.RepeatedCompositeFieldContainer[HandoffTotals]
-    def __init__(self, handoffs: _Optional[_Iterable[_Union[HandoffStatus, _Mapping]]] = ..., total: _Optional[int] = ..., held_bytes: _Optional[int] = ..., totals: _Optional[_Iterable[_Union[HandoffTotals, _Mapping]]] = ...) -> None: ...
+    missed_claims: _containers.RepeatedCompositeFieldContainer[MissedClaims]
+    def __init__(self, handoffs: _Optional[_Iterable[_Union[HandoffStatus, _Mapping]]] = ..., total: _Optional[int] = ..., held_bytes: _Optional[int] = ..., totals: _Optional[_Iterable[_Union[HandoffTotals, _Mapping]]] = ..., missed_claims: _Optional[_Iterable[_Union[MissedClaims, _Mapping]]] = ...) -> None: ...
+
+class MissedClaims(_message.Message):
+    __slots__ = ("outcome", "claims")
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    CLAIMS_FIELD_NUMBER: _ClassVar[int]
+    outcome: ClaimOutcome
+    claims: int
+    def __init__(self, outcome: _Optional[_Union[ClaimOutcome, str]] = ..., claims: _Optional[int] = ...) -> None: ...
 
 class HandoffStatus(_message.Message):
     __slots__ = ("engine_id", "request_id", "direction", "tenant", "num_tokens", "blocks", "bytes", "pending_blocks", "claims", "age", "remaining")

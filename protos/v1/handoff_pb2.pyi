@@ -23,6 +23,12 @@ class PublishStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PUBLISH_STATUS_PUBLISHED: _ClassVar[PublishStatus]
     PUBLISH_STATUS_NO_ROOM: _ClassVar[PublishStatus]
     PUBLISH_STATUS_TOO_MANY: _ClassVar[PublishStatus]
+
+class NotClaimedReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    NOT_CLAIMED_REASON_UNSPECIFIED: _ClassVar[NotClaimedReason]
+    NOT_CLAIMED_REASON_PEER_NOT_LISTED: _ClassVar[NotClaimedReason]
+    NOT_CLAIMED_REASON_NOTHING_HELD: _ClassVar[NotClaimedReason]
 HANDOFF_DIRECTION_UNSPECIFIED: HandoffDirection
 HANDOFF_DIRECTION_PREFILL_TO_DECODE: HandoffDirection
 HANDOFF_DIRECTION_DECODE_TO_PREFILL: HandoffDirection
@@ -30,6 +36,9 @@ PUBLISH_STATUS_UNSPECIFIED: PublishStatus
 PUBLISH_STATUS_PUBLISHED: PublishStatus
 PUBLISH_STATUS_NO_ROOM: PublishStatus
 PUBLISH_STATUS_TOO_MANY: PublishStatus
+NOT_CLAIMED_REASON_UNSPECIFIED: NotClaimedReason
+NOT_CLAIMED_REASON_PEER_NOT_LISTED: NotClaimedReason
+NOT_CLAIMED_REASON_NOTHING_HELD: NotClaimedReason
 
 class HoldRef(_message.Message):
     __slots__ = ("engine_id", "request_id")
@@ -126,5 +135,21 @@ class ReleaseHoldsRequest(_message.Message):
     def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., holds: _Optional[_Iterable[_Union[HoldRef, _Mapping]]] = ...) -> None: ...
 
 class ReleaseHoldsResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReportNotClaimedRequest(_message.Message):
+    __slots__ = ("session", "hold", "request_id", "reason")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    HOLD_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    session: _common_pb2.SessionRef
+    hold: HoldRef
+    request_id: str
+    reason: NotClaimedReason
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., hold: _Optional[_Union[HoldRef, _Mapping]] = ..., request_id: _Optional[str] = ..., reason: _Optional[_Union[NotClaimedReason, str]] = ...) -> None: ...
+
+class ReportNotClaimedResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

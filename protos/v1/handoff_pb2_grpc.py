@@ -67,6 +67,11 @@ class HandoffServiceStub(object):
                 request_serializer=kvtier_dot_v1_dot_handoff__pb2.ReleaseHoldsRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_handoff__pb2.ReleaseHoldsResponse.FromString,
                 _registered_method=True)
+        self.ReportNotClaimed = channel.unary_unary(
+                '/kvtier.v1.HandoffService/ReportNotClaimed',
+                request_serializer=kvtier_dot_v1_dot_handoff__pb2.ReportNotClaimedRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_handoff__pb2.ReportNotClaimedResponse.FromString,
+                _registered_method=True)
 
 
 class HandoffServiceServicer(object):
@@ -126,6 +131,14 @@ class HandoffServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportNotClaimed(self, request, context):
+        """Reports that an engine computes a request and does not claim its hold, because the claim cannot
+        succeed. The server only counts the report and records it for ExplainRequest.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_HandoffServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -148,6 +161,11 @@ def add_HandoffServiceServicer_to_server(servicer, server):
                     servicer.ReleaseHolds,
                     request_deserializer=kvtier_dot_v1_dot_handoff__pb2.ReleaseHoldsRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_handoff__pb2.ReleaseHoldsResponse.SerializeToString,
+            ),
+            'ReportNotClaimed': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportNotClaimed,
+                    request_deserializer=kvtier_dot_v1_dot_handoff__pb2.ReportNotClaimedRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_handoff__pb2.ReportNotClaimedResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -271,6 +289,33 @@ class HandoffService(object):
             '/kvtier.v1.HandoffService/ReleaseHolds',
             kvtier_dot_v1_dot_handoff__pb2.ReleaseHoldsRequest.SerializeToString,
             kvtier_dot_v1_dot_handoff__pb2.ReleaseHoldsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportNotClaimed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.HandoffService/ReportNotClaimed',
+            kvtier_dot_v1_dot_handoff__pb2.ReportNotClaimedRequest.SerializeToString,
+            kvtier_dot_v1_dot_handoff__pb2.ReportNotClaimedResponse.FromString,
             options,
             channel_credentials,
             insecure,

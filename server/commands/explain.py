@@ -45,7 +45,10 @@ _CLAIMED = {
     "not_held": "there was no hold: it was not published in time, or had ended; run kvtier explain for the claimed request",
     "expired": "the hold had expired, or was about to expire",
     "other_namespace": "the hold is in another namespace (model, revision, dtype, layout, parallelism, tenant)",
+    "peer_not_listed": "not claimed: the engine's settings (`peers`) do not name the server of the hold",
+    "nothing_held": "not claimed: the other engine holds no blocks of the request",
 }
+
 
 _DECLINED = {
     "no_room": "the holds have reached their fraction of the CPU tier (handoff.part)",

@@ -6,9 +6,10 @@ import argparse
 import json
 
 from ...protos.endpoint import Endpoint
-from ...protos.v1.admin_pb2 import ListHandoffsRequest, ListHandoffsResponse
+from ...protos.v1.admin_pb2 import ClaimOutcome, ListHandoffsRequest, ListHandoffsResponse, MissedClaims
 from ...protos.v1.handoff_pb2 import HandoffDirection
 from ..config.units import human_age, human_size, seconds_of
+from ..telemetry.status import enum_name
 from .admin_client import ask, json_values, plain_console, show_answer
 from .console import EXIT_USAGE, refuse
 from .tables import ResponsiveTable
@@ -19,6 +20,16 @@ DIRECTIONS = {
     HandoffDirection.HANDOFF_DIRECTION_PREFILL_TO_DECODE: "prefill to decode",
     HandoffDirection.HANDOFF_DIRECTION_DECODE_TO_PREFILL: "decode to prefill",
 }
+
+
+_NOT_PULLED = {
+    "not_held": "without a hold",
+    "expired": "with an expired hold",
+    "other_namespace": "held in another namespace (tensor parallelism, dtype or revision differs)",
+    "peer_not_listed": "held by a server that the engine's `peers` do not name",
+    "nothing_held": "of which the other engine holds nothing",
+}
+"""Why requests were computed instead of pulled, by outcome of the claim."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -36,6 +47,7 @@ def to_json(answer: ListHandoffsResponse) -> str:
         "total": answer.total,
         "held_bytes": answer.held_bytes,
         "handoffs": [json_values(hold, direction=DIRECTIONS) for hold in answer.handoffs],
+        "missed_claims": {_outcome(missed): missed.claims for missed in answer.missed_claims},
         "totals": [json_values(totals, direction=DIRECTIONS) for totals in answer.totals],
     }
     return json.dumps(values, indent=2)
@@ -49,6 +61,8 @@ def _show(answer: ListHandoffsResponse, _: Endpoint) -> None:
     if any(totals.published or totals.declined for totals in answer.totals):
         console.print(_totals(answer))
         console.print(f"holds pin {human_size(answer.held_bytes)} of the CPU tier")
+    if answer.missed_claims:
+        console.print(f"computed instead of pulled since start: {_missed(answer)}", soft_wrap=True)
 
 
 def _holds(answer: ListHandoffsResponse) -> ResponsiveTable:
@@ -69,6 +83,15 @@ def _holds(answer: ListHandoffsResponse) -> ResponsiveTable:
             human_age(seconds_of(hold.remaining)),
         )
     return table
+
+
+def _missed(answer: ListHandoffsResponse) -> str:
+    claims = sorted(answer.missed_claims, key=lambda missed: -missed.claims)
+    return ", ".join(f"{missed.claims:,} {_NOT_PULLED.get(_outcome(missed), _outcome(missed))}" for missed in claims)
+
+
+def _outcome(missed: MissedClaims) -> str:
+    return enum_name(ClaimOutcome, "CLAIM_OUTCOME_", missed.outcome)
 
 
 def _totals(answer: ListHandoffsResponse) -> ResponsiveTable:

@@ -87,6 +87,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             total=len(holds),
             held_bytes=core.handoffs.held_bytes,
             totals=[handoff_totals(direction, stats) for direction, stats in core.handoffs.stats().items()],
+            missed_claims=[
+                admin_pb2.MissedClaims(outcome=admin_pb2.ClaimOutcome.Name(outcome.value), claims=claims)
+                for outcome, claims in core.handoffs.claims_missed.items()
+            ],
         )
 
     async def ExplainRequest(

@@ -11,7 +11,8 @@ from google.protobuf.duration_pb2 import Duration
 from ...protos.v1 import handoff_pb2, handoff_pb2_grpc
 from ...tiers.core.holds import Hold
 from ...tiers.errors import HoldExpired
-from ...tiers.types import EngineSession, HandoffDirection, HoldName, PublishStatus
+from ...tiers.stats.request_log import ClaimOutcome
+from ...tiers.types import EngineSession, HandoffDirection, HoldName, Owner, PublishStatus
 from ..refused import Refused
 from ..rpc.request_checks import RequestValidator
 from ..rpc.sessions import SessionRegistry
@@ -98,6 +99,15 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         self._runtime.run_commands()
         return handoff_pb2.ReleaseHoldsResponse()
 
+    async def ReportNotClaimed(
+        self, request: handoff_pb2.ReportNotClaimedRequest, context: grpc.aio.ServicerContext
+    ) -> handoff_pb2.ReportNotClaimedResponse:
+        session = self._sessions.get(request.session)
+        name, request_id = self._name(session, request.hold), self._required(request.request_id, "request_id")
+        owner = Owner(session.engine, session.id, request_id)
+        self._handoffs.not_claimed(owner, name, _outcome(request.reason), self._runtime.now())
+        return handoff_pb2.ReportNotClaimedResponse()
+
     async def _wait_ready(self, session: EngineSession, name: HoldName, seconds: float) -> None:
         """Waits, at most `seconds`, until a hold is published and all its blocks are stored.
 
@@ -133,3 +143,9 @@ def _direction(direction: int) -> HandoffDirection:
         return HandoffDirection(direction or HandoffDirection.PREFILL_TO_DECODE)
     except ValueError as error:
         raise Refused("INVALID_ARGUMENT", f"direction: {error}") from error
+
+
+def _outcome(reason: int) -> ClaimOutcome:
+    if not reason or reason not in handoff_pb2.NotClaimedReason.values():
+        raise Refused("INVALID_ARGUMENT", f"reason: {reason} is not a reason")
+    return ClaimOutcome(reason)

@@ -188,7 +188,12 @@ SECTIONS: dict[str, tuple[MetricDefinition, ...]] = {
         _counter(
             "handoffs_held_seconds", "seconds", "direction", "Total time for which ended holds pinned their blocks."
         ),
-        _counter("handoffs_claims_missed", "claims", "outcome", "Claims that found no hold, by outcome."),
+        _counter(
+            "handoffs_claims_missed",
+            "claims",
+            "outcome",
+            "Requests that an engine computed instead of pulling them, by outcome of the claim.",
+        ),
     ),
 }
 """Metrics by subject. Each row is `kind(name, unit, labels, help text)`."""

@@ -190,11 +190,11 @@ class HandoffHandler:
         try:
             hold = self.find(name, now)
         except HoldExpired:
-            self._not_claimed(owner, name, ClaimOutcome.EXPIRED, now)
+            self.not_claimed(owner, name, ClaimOutcome.EXPIRED, now)
             raise
         if hold is None:
             elsewhere = self._table.is_in_other_namespace(name)
-            self._not_claimed(owner, name, ClaimOutcome.OTHER_NAMESPACE if elsewhere else ClaimOutcome.NOT_HELD, now)
+            self.not_claimed(owner, name, ClaimOutcome.OTHER_NAMESPACE if elsewhere else ClaimOutcome.NOT_HELD, now)
             raise HoldNotFound(
                 f"no hold of request {name[2]!r} of engine {name[1]!r} exists; it may have been released"
             )
@@ -216,6 +216,11 @@ class HandoffHandler:
         stats.claimed += 1
         stats.claimed_bytes += sum(block.nbytes for block in found)
         return HoldClaim(hold, lease, statuses)
+
+    def not_claimed(self, owner: Owner, name: HoldName, outcome: ClaimOutcome, now: float) -> None:
+        """Counts and records a request that an engine computes instead of pulling it."""
+        self.claims_missed[outcome] += 1
+        self._log.not_claimed(owner, name, outcome, now)
 
     def renew(self, name: HoldName, now: float, extension: float | None = None) -> bool:
         """Extends a hold to `extension` seconds from now; returns whether the hold is open.
@@ -293,10 +298,6 @@ class HandoffHandler:
         self._ended.setdefault(name, why)
         while len(self._ended) > _REMEMBERED:
             del self._ended[next(iter(self._ended))]
-
-    def _not_claimed(self, owner: Owner, name: HoldName, outcome: ClaimOutcome, now: float) -> None:
-        self.claims_missed[outcome] += 1
-        self._log.not_claimed(owner, name, outcome, now)
 
     def _unpin_held(self, blocks: Sequence[Block]) -> None:
         """Removes a hold's pins. A hold-only block is dropped with its last pin."""

@@ -169,6 +169,10 @@ class ClaimOutcome(enum.Enum):
     """The hold has expired, or expires in less than 5 seconds."""
     OTHER_NAMESPACE = 4
     """An engine of another namespace holds the request."""
+    PEER_NOT_LISTED = 5
+    """No claim was made, because the engine's settings do not name the server of the hold."""
+    NOTHING_HELD = 6
+    """No claim was made, because the other engine holds no blocks of the request."""
 
 
 @dataclass(frozen=True, slots=True)

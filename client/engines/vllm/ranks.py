@@ -87,7 +87,8 @@ def resolve_ranks(vllm_config: Any, parts: Parts) -> Ranks:
 def worker_number(vllm_config: Any) -> int:
     """Returns the number of a worker in its engine. vLLM's rank may count over several engines."""
     parallel = vllm_config.parallel_config
-    return int(parallel.rank) % (parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
+    workers: int = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    return int(parallel.rank) % workers
 
 
 def parts_of(geometry: CacheGeometry, kv_cache_config: Any) -> Parts:

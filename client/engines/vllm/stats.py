@@ -105,8 +105,9 @@ METRICS = {
     "load_seconds": Metric("Seconds from queueing a request's load to its end, one per rank.", in_seconds=True),
     "claims": Metric(
         "Claims of requests that other engines hold. empty: the hold has no blocks; gone: not held, or about to expire; "
-        "unavailable: the server of the hold cannot be called.",
-        ("granted", "empty", "gone", "unavailable"),
+        "unavailable: the server of the hold cannot be called; peer_not_listed: no setting names that server; "
+        "nothing_held: the other engine holds no blocks.",
+        ("granted", "empty", "gone", "unavailable", "peer_not_listed", "nothing_held"),
     ),
     "claim_seconds": Metric("Seconds of a claim, including the wait for the last saves of the hold.", in_seconds=True),
     "pull_tokens": Metric("Tokens whose KV was pulled from other engines."),

@@ -17,6 +17,7 @@ from kvtier.client.handoff import (
     HandoffOptions,
     HandoffRequest,
     HeldBlock,
+    NotClaimedReason,
     PlannedPublication,
     RemoteRequest,
 )
@@ -99,6 +100,10 @@ class Server:
     published: list[PlannedPublication] = field(default_factory=list)
     debugged: list[str] = field(default_factory=list)
     warned: list[str] = field(default_factory=list)
+    not_claims: list[tuple[RemoteRequest, NotClaimedReason]] = field(default_factory=list)
+
+    def not_claimed(self, request: HandoffRequest, remote: RemoteRequest, reason: NotClaimedReason) -> None:
+        self.not_claims.append((remote, reason))
 
     def start_claim(
         self, claim: ClaimId, request: HandoffRequest, remote: RemoteRequest, first_positions: Sequence[int]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from peers import BLOCK, FULL, PEER, REMOTE, STATE, WALL, WINDOW, Request, Rig, answered, held, prefilled
 
-from kvtier.client.handoff import ClaimedBlocks, HandoffOptions, HeldBlock, TransferParams
+from kvtier.client.handoff import ClaimedBlocks, HandoffOptions, HeldBlock, NotClaimedReason, TransferParams
 from kvtier.client.handoff.claims import TransferState, apply_threshold, offered_tokens
 from kvtier.client.offload import CacheGeometry, CacheGroup
 
@@ -34,6 +34,14 @@ def test_a_complete_local_hit_claims_nothing() -> None:
     rig = Rig(prefilled())
     assert rig.match(100) == 0
     assert rig.server.claims == []
+
+
+def test_a_peer_that_holds_nothing_is_reported() -> None:
+    """B2.18: nothing is claimed, and operators can see that the two engines hand nothing over."""
+    rig = Rig(prefilled(remote_block_ids=[[], []]))
+    assert rig.match(0) == 0
+    assert rig.server.claims == []
+    assert rig.server.not_claims == [(PEER, NotClaimedReason.NOTHING_HELD)]
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from kvtier.client.handoff import (
     HandoffOptions,
     HandoffRequest,
     HeldBlock,
+    NotClaimedReason,
     PlannedPublication,
     RemoteRequest,
 )
@@ -83,6 +84,10 @@ class ToyServer:
     answers: list[tuple[ClaimId, ClaimedBlocks | None]] = field(default_factory=list)
     leases: dict[ClaimId, int] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
+
+    def not_claimed(self, request: HandoffRequest, remote: RemoteRequest, reason: NotClaimedReason) -> None:
+        hold = HoldName(remote.engine_id, remote.request_id)
+        self._quietly(self.client.report_not_claimed, hold, request_id=request.request_id, reason=reason)
 
     def start_claim(
         self, claim: ClaimId, request: HandoffRequest, remote: RemoteRequest, first_positions: Sequence[int]

@@ -92,6 +92,18 @@ CASES: dict[str, tuple[Call, tuple[str, str | None]]] = {
         call("ReleaseHolds", lambda _: handoff_pb2.ReleaseHoldsRequest(holds=[name(request_id="")])),
         INVALID,
     ),
+    "a report without a reason": (
+        call("ReportNotClaimed", lambda _: handoff_pb2.ReportNotClaimedRequest(hold=HOLD, request_id="r")),
+        INVALID,
+    ),
+    "a report with the outcome of a claim as reason": (
+        call("ReportNotClaimed", lambda _: handoff_pb2.ReportNotClaimedRequest(hold=HOLD, request_id="r", reason=4)),
+        INVALID,
+    ),
+    "a report without a request": (
+        call("ReportNotClaimed", lambda _: handoff_pb2.ReportNotClaimedRequest(hold=HOLD, reason=5)),
+        INVALID,
+    ),
     "a release of too many": (
         call("ReleaseHolds", lambda _: handoff_pb2.ReleaseHoldsRequest(holds=[name("e", "r")] * 65_537)),
         INVALID,

@@ -14,7 +14,7 @@ import pytest
 from harness.launch import Launched, launch
 from harness.payloads import key_of, namespace_of, payload
 
-from kvtier.client import Client, HandoffDirection, HoldGone, HoldName, PublishStatus
+from kvtier.client import Client, HandoffDirection, HoldGone, HoldName, NotClaimedReason, PublishStatus
 
 PART = 64 << 10
 REGION_BLOCKS = 64
@@ -219,3 +219,19 @@ def test_failed_handoffs_are_explained(client: Client, reader: Client, tmp_path:
     assert "the hold is in another namespace" in kvtier(tmp_path, "explain", "d-2").stdout
     [lookup] = answer(tmp_path, "explain", "d-3")["lookups"]
     assert lookup["claim"] is None
+
+
+def test_requests_that_engines_do_not_claim_are_explained(reader: Client, tmp_path: Path) -> None:
+    """`kvtier handoffs` counts them by reason, and `kvtier explain` names the setting to change."""
+    for number, reason in enumerate((*NotClaimedReason, NotClaimedReason.PEER_NOT_LISTED)):
+        reader.report_not_claimed(HoldName("far", "r"), request_id=f"n-{number}", reason=reason)
+    assert (
+        "computed instead of pulled since start: 2 held by a server that the engine's `peers` do not name, "
+        "1 of which the other engine holds nothing" in kvtier(tmp_path, "handoffs").stdout
+    )
+    assert answer(tmp_path, "handoffs")["missed_claims"] == {"peer_not_listed": 2, "nothing_held": 1}
+    assert (
+        "the engine's settings (`peers`) do not name the server of the hold"
+        in kvtier(tmp_path, "explain", "n-0").stdout
+    )
+    assert "the other engine holds no blocks" in kvtier(tmp_path, "explain", "n-1").stdout

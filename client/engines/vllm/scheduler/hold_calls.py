@@ -19,6 +19,7 @@ from .... import (
     KVTierError,
     Lease,
     LimitExceeded,
+    NotClaimedReason,
     PublishStatus,
 )
 from ....handoff import ClaimedBlocks, ClaimId, HandoffRequest, HeldBlock, PlannedPublication, RemoteRequest
@@ -80,7 +81,10 @@ class HoldCalls:
     ) -> bool:
         assert isinstance(request, VllmRequest)
         endpoint = self._endpoint_of(remote)
-        if endpoint is None or not self._reachable(endpoint):
+        if endpoint is None:
+            self.not_claimed(request, remote, NotClaimedReason.PEER_NOT_LISTED)
+            return False
+        if not self._reachable(endpoint):
             self._counters.count("claims:unavailable")
             return False
         if endpoint not in self._claim_threads:
@@ -94,6 +98,12 @@ class HoldCalls:
             lambda: self._claim(claim, endpoint, _hold_of(remote), name, positions, deadline)
         )
         return True
+
+    def not_claimed(self, request: HandoffRequest, remote: RemoteRequest, reason: NotClaimedReason) -> None:
+        assert isinstance(request, VllmRequest)
+        self._counters.count(f"claims:{reason.name.lower()}")
+        hold, name = _hold_of(remote), request.server_name
+        self._notify_server(OWN, lambda client: client.report_not_claimed(hold, request_id=name, reason=reason))
 
     def drop_claim(self, claim: ClaimId) -> None:
         with self._lock:

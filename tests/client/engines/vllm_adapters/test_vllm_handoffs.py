@@ -208,8 +208,11 @@ def test_a_hold_is_called_as_the_caller_says(prefill: ToyEngine, decode: ToyEngi
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_servers_of_two_hosts(tmp_path: Path, make: MakeEngine, *, known: bool) -> None:
-    """Blocks are pulled only from servers in the settings, because parameters come from outside."""
+def test_servers_of_two_hosts(server: ServerProcess, tmp_path: Path, make: MakeEngine, *, known: bool) -> None:
+    """Blocks are pulled only from servers in the settings, because parameters come from outside.
+
+    The engine's own server counts the requests that are computed because of this.
+    """
     (tmp_path / "far").mkdir()
     far = ServerProcess(tmp_path / "far", "64MiB", ["--insecure"])
     reserved = ReservedPort()
@@ -220,7 +223,8 @@ def test_servers_of_two_hosts(tmp_path: Path, make: MakeEngine, *, known: bool) 
         assert (params["remote_host"], params["remote_port"]) == ("127.0.0.1", int(far.endpoint.rpartition(":")[2]))
         decode = make("D", replace(BOTH_WAYS, peers=[far.endpoint] if known else ["127.0.0.1:1"]))
         assert decode.run(PROMPT, params).computed == (0 if known else len(PROMPT))
-        assert decode.counts().get("claims:unavailable", 0) == (0 if known else 1)
+        assert decode.counts().get("claims:peer_not_listed", 0) == (0 if known else 1)
+        assert server.handoffs()["missed_claims"] == ({} if known else {"peer_not_listed": 1})
         assert (params["remote_request_id"] in holds_of(far)) is not known
         assert make("D2").run(PROMPT).computed == len(PROMPT) - 6 * BLOCK, "its own server has it, too, now"
     finally:

@@ -213,6 +213,7 @@ def test_every_count_has_a_metric() -> None:
     counted |= {"load_blocks:loaded", "load_blocks:failed", "save_blocks:stored", "save_blocks:not_stored"}
     # See test_vllm_handoffs.
     counted |= {f"claims:{outcome}" for outcome in ("granted", "empty", "gone", "unavailable")}
+    counted |= {"claims:peer_not_listed", "claims:nothing_held"}
     counted |= {f"publications:{outcome}" for outcome in ("published", "no_room", "too_many")}
     counted |= {"claim_seconds", "pull_tokens", "pull_blocks:pulled", "pull_blocks:failed"}
     series = {
