@@ -121,6 +121,8 @@ class SecondaryTierState:
         """Admission filter; None admits every block."""
         self.declined = 0
         self.dropped = 0
+        self.evicted_in_vain_bytes = 0
+        """Bytes evicted because the tier had no space, since it last stored a block."""
         self.damaged = 0
         self.stored_bytes = 0
         self.loaded_bytes = 0

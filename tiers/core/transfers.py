@@ -28,6 +28,9 @@ __all__ = ["FinishedJob", "JobKind", "StallChange", "TransferScheduler"]
 JOB_BYTES = 32 << 20
 """Size limit of a job: large enough for efficient transactions, small enough for quick results."""
 
+MAX_EVICTED_IN_VAIN = 0.25
+"""Largest part of a tier that is evicted while the tier refuses every block for lack of space."""
+
 
 class JobKind(enum.Enum):
     STORE = enum.auto()
@@ -324,16 +327,31 @@ class TransferScheduler:
         if outcome is Outcome.DONE:
             entry.state = EntryState.HELD
             secondary.catalog.recount(entry)
+            secondary.evicted_in_vain_bytes = 0
         else:
             block.skip_reason = MissReason.STORE_FAILED
             secondary.catalog.drop(entry)
             # The tier must remove bytes that it may have written: the catalog does not count them.
             secondary.pending_removals.append(entry)
             if outcome is Outcome.NO_SPACE:
-                # The storage has less room than configured, e.g. on a shared disk. The catalog
-                # still sees free space and would not evict by itself.
-                secondary.pending_removals += secondary.catalog.make_room(entry.namespace, entry.nbytes)
+                secondary.dropped += 1
+                self._evict_for_space(secondary, entry)
         self._cpu_tier.unpin([block])
+
+    @staticmethod
+    def _evict_for_space(secondary: SecondaryTierState, refused: CatalogEntry) -> None:
+        """Evicts as many bytes as a block that the tier had no space for.
+
+        The storage has less room than configured, e.g. on a shared disk. The catalog still sees
+        free space and would not evict by itself. If evictions do not help, they end after
+        `MAX_EVICTED_IN_VAIN`. The next stored block allows further evictions.
+        """
+        in_vain, catalog = secondary.evicted_in_vain_bytes, secondary.catalog
+        if in_vain > MAX_EVICTED_IN_VAIN * (in_vain + catalog.used_bytes):
+            return
+        evicted = catalog.make_room(refused.namespace, refused.nbytes)
+        secondary.evicted_in_vain_bytes += sum(entry.nbytes for entry in evicted)
+        secondary.pending_removals += evicted
 
     def _finish_load(self, secondary: SecondaryTierState, block: Block, entry: CatalogEntry, outcome: Outcome) -> None:
         entry.loads -= 1

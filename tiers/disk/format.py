@@ -29,7 +29,7 @@ __all__ = ["DISK_STORE", "PAGE_BYTES", "SLAB_PAGES_KEY", "PagePiece", "PageRun",
 PAGE_BYTES = 4096
 FORMAT_VERSION = 1
 SLAB_PAGES_KEY = b"slab pages"
-DISK_STORE = Layout("disk store", (b"meta", b"blocks"), b"disk format", FORMAT_VERSION)
+DISK_STORE = Layout("disk store", (b"meta", b"blocks"), b"disk format", FORMAT_VERSION, 1 << 62)
 
 _HEAD = struct.Struct("<BxHIQQ")
 _CHECK = struct.Struct("<Q")

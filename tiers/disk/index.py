@@ -30,6 +30,7 @@ class Index:
         self._store = open_environment(directory, wanted, durability, DISK_STORE, mend=mend)
         self._env = self._store.env
         self._blocks = self._store.index
+        self.space = self._store.space
         self.warning = self._store.warning
         self.size_bytes: int = self._env.info()["map_size"]
         self._max_pages = int(self.size_bytes / self._store.page_bytes * FILL)

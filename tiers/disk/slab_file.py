@@ -9,13 +9,12 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..storage.disk_space import FULL
 from .format import PAGE_BYTES
 
 __all__ = ["SlabFile"]
 
 _log = logging.getLogger(__name__)
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class SlabFile:
@@ -48,7 +47,7 @@ class SlabFile:
                 os.posix_fallocate(self._fd, self.pages * PAGE_BYTES, pages * PAGE_BYTES)
             except OSError as error:
                 os.ftruncate(self._fd, self.pages * PAGE_BYTES)
-                if error.errno not in _FULL or pages <= least:
+                if error.errno not in FULL or pages <= least:
                     raise
                 pages = max(least, pages // 2)
             else:

@@ -7,10 +7,7 @@ no matter when the process is killed.
 
 from __future__ import annotations
 
-import errno
-import math
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +18,13 @@ from ..base import BlockBytes, TierOpenError
 from ..lmdb.environment import Durability
 from ..storage.batching import BATCH_BLOCKS
 from ..storage.checksum import block_checksum
+from ..storage.disk_space import ROOM_BYTES, DiskRefusal
 from .format import PAGE_BYTES, PageRun, SlabRecord, pages_for, pieces
 from .free_space import FreePages
 from .index import Index
 from .slabs import Slabs
 
-__all__ = ["FULL", "DiskStore", "Recovered", "recover"]
+__all__ = ["DiskStore", "Recovered", "recover"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +102,10 @@ def _between(used: list[tuple[int, int]], extents: list[PageRun]) -> list[PageRu
     return free
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors that mean that the disk is full."""
-
 MIN_SLAB_BYTES = 1 << 30
 MAX_SLABS = 64
-
-REFUSED_SECONDS = 1.0
-"""If the files cannot grow, the store does not try again during this time, unless a block needs
-more pages than are free."""
+INDEX_PAGES = 2
+"""Limit of new pages of the index per record."""
 
 
 class DiskStore:
@@ -128,11 +121,9 @@ class DiskStore:
         """Limit of all slab files together."""
         self.quarantined_bytes = 0
         """Bytes of corrupt blocks. Their pages are not reused until the store is reopened."""
-        self.refusal: OSError | None = None
-        """Error of the last attempt to extend the files; None if it succeeded."""
+        self._refusal = DiskRefusal(directory)
         self._power = durability == "power"
         self._number = 0
-        self._refused_at = -math.inf
         try:
             wanted = slab_bytes or max(MIN_SLAB_BYTES, 1 << (size_bytes // MAX_SLABS).bit_length())
             slab_pages = self.index.slab_pages(wanted // PAGE_BYTES)
@@ -142,6 +133,15 @@ class DiskStore:
             raise TierOpenError(f"cannot open the disk store in {directory}: {error}") from error
         self._slab_pages = slab_pages
         self._space: FreePages | None = None
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the files cannot grow, for operators; None if they can."""
+        return self._refusal.text or self.index.space.refusal.text
+
+    def describe(self, error: OSError | lmdb.Error) -> str:
+        """Returns the text of an error, for operators."""
+        return self._refusal.describe(error) if isinstance(error, OSError) else str(error)
 
     def recover(self) -> Recovered | None:
         """Finds the blocks and the free pages, and truncates files to the limit.
@@ -166,6 +166,10 @@ class DiskStore:
         Raises `OSError`, `lmdb.Error`. If the call raises, none of the blocks is present.
         """
         space = self._recovered()
+        # Before the slabs take the last bytes of the disk: removals must always find room.
+        self.index.space.ensure(INDEX_PAGES * len(blocks))
+        if self._refusal.error is not None:
+            self._grow(space, ROOM_BYTES // PAGE_BYTES)
         places = self._place(space, [pages_for([part.nbytes for part in block.parts]) for block in blocks])
         placed = [(block, tuple(runs)) for block, runs in zip(blocks, places, strict=True) if runs is not None]
         moves = [piece for block, runs in placed for piece in pieces(runs, block.parts)]
@@ -238,10 +242,8 @@ class DiskStore:
     def _place_one(self, space: FreePages, pages: int) -> list[PageRun] | None:
         if run := self._take(space, pages):
             return [run]
-        if pages > space.free_pages:
-            self._refused_at = -math.inf
-            while pages > space.free_pages and self._grow(space, pages - space.free_pages):
-                pass
+        while pages > space.free_pages and self._grow(space, pages - space.free_pages, at_once=True):
+            pass
         return space.gather(pages)
 
     def _take(self, space: FreePages, pages: int) -> PageRun | None:
@@ -250,15 +252,16 @@ class DiskStore:
             run = space.take(pages)
         return run
 
-    def _grow(self, space: FreePages, pages: int) -> bool:
-        if time.monotonic() - self._refused_at < REFUSED_SECONDS:
+    def _grow(self, space: FreePages, pages: int, *, at_once: bool = False) -> bool:
+        """Extends the files. After a refusal, tries again only when due, unless `at_once`."""
+        if not at_once and not self._refusal.retry_due():
             return False
         try:
             grown = self.slabs.grow(pages)
         except OSError as error:
-            self.refusal, self._refused_at = error, time.monotonic()
+            self._refusal.record(error)
             return False
-        self.refusal = None
+        self._refusal.record(None)
         if grown is None:
             return False
         space.give_back([grown])

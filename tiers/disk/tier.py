@@ -16,11 +16,12 @@ from ..lmdb.format import DamagedRecordError, entries_of, is_name, is_storable
 from ..negotiation import vote
 from ..storage.batching import BATCH_BLOCKS, batches
 from ..storage.checksum import block_checksum
+from ..storage.disk_space import FULL
 from ..storage.fsck import Slice
 from ..storage.health import TierHealth
 from .check import check_slice
 from .format import SlabRecord, pieces
-from .store import FULL, DiskStore
+from .store import DiskStore
 
 __all__ = ["DiskTier"]
 
@@ -141,13 +142,13 @@ class DiskTier(SecondaryTier):
             with self._store.writing:
                 stored = self._store.put(blocks)
         except (OSError, lmdb.Error) as error:
-            self._health.report("store", f"cannot store: {error}")
+            self._health.report("store", f"cannot store: {self._store.describe(error)}")
             return [Outcome.NO_SPACE if _is_full(error) else Outcome.FAILED] * len(blocks)
-        if all(stored):
-            self._health.report("store", None)
-        else:
-            reason = self._store.refusal or f"all of its {self._store.payload_bytes} bytes are in use"
-            self._health.report("store", f"cannot store: {reason}")
+        # The disk can be full although the store succeeded, in space that a removal had freed.
+        reason = self._store.refusal
+        if not all(stored):
+            reason = reason or f"all of its {self._store.payload_bytes} bytes are in use"
+        self._health.report("store", reason and f"cannot store: {reason}")
         return [Outcome.DONE if done else Outcome.NO_SPACE for done in stored]
 
     def _read(self, blocks: Sequence[BlockBytes], wanted: Sequence[tuple[int, bytes, SlabRecord]]) -> list[int]:
@@ -179,11 +180,11 @@ class DiskTier(SecondaryTier):
                 self._store.remove(names)
         except (OSError, lmdb.Error) as error:
             middle = len(names) // 2
-            if isinstance(error, lmdb.MapFullError) and middle:
+            if _is_full(error) and middle:
                 self._remove(names[:middle])
                 self._remove(names[middle:])
                 return
-            self._health.report("remove", f"cannot remove: {error}")
+            self._health.report("remove", f"cannot remove: {self._store.describe(error)}")
             return
         self._health.report("remove", None)
 

@@ -21,6 +21,7 @@ import lmdb
 from ..base import TierDamagedError, TierInUseError, TierOpenError
 from .format import DATA_FILE, DATABASES, FORMAT_VERSION
 from .probe import find_damage
+from .space import FileSpace
 
 __all__ = ["LMDB_STORE", "Durability", "Environment", "Layout", "open_environment", "sync_directory"]
 
@@ -43,16 +44,18 @@ empty. `power`: also a power failure. With `power`, every transaction waits for 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Databases and format of an environment, and the name that messages use for it."""
+    """Databases, format and growth of an environment, and the name that messages use for it."""
 
     what: str
     databases: tuple[bytes, ...]
     """Names of the databases. The first database has the metadata, including the format version."""
     format_key: bytes
     format_version: int
+    step_bytes: int
+    """How much to reserve at once if the file needs more of the disk; at most the whole file."""
 
 
-LMDB_STORE = Layout("LMDB store", DATABASES, b"format", FORMAT_VERSION)
+LMDB_STORE = Layout("LMDB store", DATABASES, b"format", FORMAT_VERSION, 64 << 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,7 @@ class Environment:
     engine: int
     """Major version of LMDB that wrote the file."""
     owner_fd: int
+    space: FileSpace
     warning: str | None
     """Damage found when the environment was opened, for operators."""
 
@@ -88,6 +92,7 @@ class Environment:
         try:
             self.env.sync(True)
         finally:
+            self.space.close()
             self.env.close()
             os.close(self.owner_fd)
 
@@ -184,15 +189,18 @@ def _open(
         metasync=synchronous,
         mode=0o600,
     )
-    try:
+    with contextlib.ExitStack() as failed:
+        failed.callback(env.close)
         env.reader_check()
         _check_format(directory, env, layout)
-        meta, index, *data = (env.open_db(name) for name in layout.databases)
+        meta, index, *data = databases = [env.open_db(name) for name in layout.databases]
+        space = FileSpace(directory, env, databases, layout.step_bytes)
+        failed.callback(space.close)
         with env.begin(write=True) as txn:
             txn.put(layout.format_key, layout.format_version.to_bytes(4, "little"), db=meta)
         if synchronous:
             sync_directory(directory)
-        return Environment(
+        environment = Environment(
             directory=directory,
             env=env,
             meta=meta,
@@ -201,11 +209,11 @@ def _open(
             page_bytes=env.stat()["psize"],
             engine=_engine(env),
             owner_fd=owner_fd,
+            space=space,
             warning=warning,
         )
-    except BaseException:
-        env.close()
-        raise
+        failed.pop_all()
+    return environment
 
 
 def _check_format(directory: Path, env: lmdb.Environment, layout: Layout) -> None:

@@ -16,6 +16,7 @@ import lmdb
 from ..base import BlockBytes, Entry, NamespaceId, Outcome, RequestInfo, SecondaryTier, TierOpenError, Vote
 from ..negotiation import vote
 from ..storage.batching import BATCH_BLOCKS, batches
+from ..storage.disk_space import FULL
 from ..storage.fsck import Slice
 from ..storage.health import TierHealth
 from .blocks import (
@@ -31,6 +32,7 @@ from .blocks import (
 from .check import check_slice
 from .environment import Durability, open_environment
 from .format import PAGE_HEADER_BYTES, DamagedRecordError, entries_of, is_name, is_storable
+from .space import RESERVE_PAGES
 
 __all__ = ["LMDBTier"]
 
@@ -43,15 +45,10 @@ last two transactions freed and that LMDB cannot reuse yet."""
 WRITE_BYTES = 16 * _MIB
 """Largest payload of one write transaction. The limit is lower for a small file, because LMDB
 reuses freed pages only two transactions later."""
-RESERVE_PAGES = 32
-"""Stores leave this many pages free for removals. A removal needs about a dozen pages (copies of
-tree paths) before it frees pages."""
 READER_CHECK_EVERY = 1024
 
 HEADERS_ARE_BOUNDED = int(lmdb.__version__.partition(".")[0]) >= 3
 """Whether py-lmdb (3.0 or later) ensures that LMDB never frees more pages than the file has."""
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class LMDBTier(SecondaryTier):
@@ -138,20 +135,28 @@ class LMDBTier(SecondaryTier):
         self._store.close()
 
     def _write(self, blocks: Sequence[BlockBytes]) -> Outcome:
+        space = self._store.space
         try:
             with self._writer:
-                try:
-                    self._put(blocks)
-                except lmdb.MapFullError:
-                    if not self._has_freed_pages:
-                        raise
-                    self._reclaim_freed_pages()
-                    self._put(blocks)
-        except lmdb.Error as error:
-            self._health.report("store", f"cannot store: {error}")
-            return Outcome.NO_SPACE if self._is_full(error) else Outcome.FAILED
-        self._health.report("store", None)
+                # Each block may need a new leaf page, for its record and short rests.
+                space.ensure(sum(block.nbytes for block in blocks) // self._store.page_bytes + len(blocks))
+                self._put_or_reclaim(blocks)
+        except (lmdb.Error, OSError) as error:
+            full = self._is_full(error)
+            self._health.report("store", f"cannot store: {self._describe(error, full=full)}")
+            return Outcome.NO_SPACE if full else Outcome.FAILED
+        # The disk can be full although the store succeeded, in space that a removal had freed.
+        self._health.report("store", space.refusal.text and f"cannot store: {space.refusal.text}")
         return Outcome.DONE
+
+    def _put_or_reclaim(self, blocks: Sequence[BlockBytes]) -> None:
+        try:
+            self._put(blocks)
+        except lmdb.Error as error:
+            if not self._has_freed_pages or not self._is_full(error):
+                raise
+            self._reclaim_freed_pages()
+            self._put(blocks)
 
     def _put(self, blocks: Sequence[BlockBytes]) -> None:
         with self._store.env.begin(write=True, buffers=True) as txn:
@@ -169,11 +174,22 @@ class LMDBTier(SecondaryTier):
             txn.put(b"turn", self._record_id.to_bytes(8, "little"), db=self._store.meta)
         self._has_freed_pages = False
 
-    def _is_full(self, error: lmdb.Error) -> bool:
+    def _is_full(self, error: lmdb.Error | OSError) -> bool:
         """Returns whether the storage is full. LMDB reports a short write as an I/O error."""
-        if isinstance(error, (lmdb.MapFullError, lmdb.DiskError)) or getattr(error, "code", 0) in _FULL:
+        if isinstance(error, OSError):
+            return error.errno in FULL
+        if isinstance(error, (lmdb.MapFullError, lmdb.DiskError)) or getattr(error, "code", 0) in FULL:
             return True
         return shutil.disk_usage(self._store.directory).free < self._write_bytes
+
+    def _describe(self, error: lmdb.Error | OSError, *, full: bool) -> str:
+        """Returns the text of an error. If the disk is full, the text has the free bytes."""
+        if isinstance(error, lmdb.Error):
+            if isinstance(error, lmdb.MapFullError) or not full:
+                return str(error)
+            code = getattr(error, "code", 0)
+            error = OSError(code if code in FULL else errno.ENOSPC, "")
+        return self._store.space.refusal.describe(error)
 
     def _keep_reserve(self, txn: Any) -> None:
         """Raises `MapFullError` if fewer than `RESERVE_PAGES` pages would be left for removals.
@@ -212,11 +228,11 @@ class LMDBTier(SecondaryTier):
                 self._delete(index_keys)
             self._has_freed_pages = True
         except lmdb.Error as error:
-            middle = len(index_keys) // 2
-            if isinstance(error, lmdb.MapFullError) and middle:
+            middle, full = len(index_keys) // 2, self._is_full(error)
+            if full and middle:
                 first, second = self._remove(index_keys[:middle]), self._remove(index_keys[middle:])
                 return first and second
-            self._health.report("remove", f"cannot remove: {error}")
+            self._health.report("remove", f"cannot remove: {self._describe(error, full=full)}")
             return False
         self._health.report("remove", None)
         return True

@@ -274,6 +274,26 @@ def test_a_tier_without_disk_space_evicts() -> None:
     removed = [command.keys for command in rig.core.take_commands() if isinstance(command, RemoveFromTier)]
     assert [key for names in removed for _, key in names] == [*keys(4), *keys(3), *keys(5), *keys(2)], "tails first"
     assert rig.core.stats().tiers[1].blocks == 2
+    assert rig.core.stats().tiers[1].dropped == 2
+
+
+def test_evictions_that_make_no_space_end() -> None:
+    """A tier that refuses every block keeps most of its blocks; it evicts again once it stores."""
+    rig = Rig(ModelTier("near", 1 << 20))
+    for number in range(0, 40, 4):
+        rig.store(keys(*range(number, number + 4)))
+        rig.finish_jobs()
+    for number in range(100, 200, 4):
+        rig.store(keys(*range(number, number + 4)))
+        rig.finish_jobs(Outcome.NO_SPACE)
+    assert 25 < rig.core.stats().tiers[1].blocks <= 30
+    assert rig.core.stats().tiers[1].dropped == 100
+    rig.store(keys(300))
+    rig.finish_jobs()
+    before = rig.core.stats().tiers[1].blocks
+    rig.store(keys(301))
+    rig.finish_jobs(Outcome.NO_SPACE)
+    assert rig.core.stats().tiers[1].blocks == before - 1
 
 
 def test_a_slow_tier_drops_cascades() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 SIZES = (200_000, 100_000)
 DISK = 24 * MIB
+PAGE = 4096
 Make = Callable[[], SecondaryTier]
 
 
@@ -42,7 +46,8 @@ def make(request: pytest.FixtureRequest, small_disk: Path) -> Iterator[Make]:
         return tiers[0]
 
     yield opened
-    tiers.pop().close()
+    for tier in tiers:
+        tier.close()
 
 
 def store(tier: SecondaryTier, numbers: range) -> tuple[set[int], set[int]]:
@@ -99,3 +104,86 @@ def test_failed_batches_on_a_full_disk_leak_no_space(make: Make) -> None:
     store(tier, range(400, 401))
     again, _ = store(tier, range(500, 500 + max(1, len(first) - 8)))
     assert len(again) >= len(first) - 8 > 10
+
+
+def fill_up(path: Path) -> None:
+    """Writes a file that takes all free bytes of the disk."""
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(PAGE)):
+            pass
+
+
+def test_a_full_disk_does_not_empty_the_tier(make: Make, small_disk: Path) -> None:
+    """Another program takes the last byte.
+
+    Evictions are committed, and each makes room for a block. The tier never holds fewer blocks.
+    """
+    tier = make()
+    assert list(tier.entries()) == []
+    names = [random.Random(number).randbytes(36) for number in range(700)]
+    parts = content("x", (40_000,))
+    there = names[:100]
+    assert tier.store([full(name, parts) for name in there]) == [DONE] * 100
+    fill_up(small_disk / "ballast")
+    for name in names[100:]:
+        while tier.store([full(name, parts)]) != [DONE]:
+            assert there, f"all blocks are evicted, and the next one finds no space: {tier.last_error}"
+            tier.remove([(SPACE, there.pop(0))])
+        assert "cannot remove" not in (tier.last_error or "")
+        there.append(name)
+    assert len(there) >= 98
+    assert_same(make(), there, parts)
+
+
+def assert_same(tier: SecondaryTier, names: list[bytes], parts: tuple[bytes, ...]) -> None:
+    """Checks that a reopened tier lists and loads exactly these blocks."""
+    assert {entry.key for entry in tier.entries()} == set(names)
+    for name in names:
+        assert fetch(tier, name, tuple(map(len, parts))) == parts
+
+
+def test_a_full_disk_is_reported_until_it_has_room(make: Make, small_disk: Path) -> None:
+    """Loads, removals and stores in freed space do not clear the message; free space does."""
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(10 * MIB))
+    tier = make()
+    assert list(tier.entries()) == []
+    parts = content("x", (40_000,))
+    number = 0
+    while tier.store([full(key(number), parts)]) == [DONE]:
+        number += 1
+    said = re.fullmatch(r"cannot store: no space left on device, (\d+) of (\d+) bytes free", tier.last_error or "")
+    assert said
+    assert (int(said[1]) < MIB, int(said[2])) == (True, DISK)
+    for _ in range(3):
+        assert fetch(tier, key(0), (40_000,)) == parts
+        assert tier.last_error
+        tier.remove([(SPACE, key(number - 1)), (SPACE, key(number - 2)), (SPACE, key(number - 3))])
+        assert tier.last_error
+        assert tier.store([full(key(number - 1), parts)]) == [DONE]
+        assert tier.last_error
+        assert "no space left on device" in tier.last_error
+        tier.store([full(key(n), parts) for n in (number - 2, number - 3)])
+    tier.remove([(SPACE, key(n)) for n in range(number // 2, number)])
+    ballast.unlink()
+    assert tier.store([full(key(1000), parts)]) == [DONE]
+    assert tier.last_error is None
+
+
+@pytest.mark.parametrize("blocks", [0, 5])
+def test_a_tier_opens_on_a_full_disk(make: Make, small_disk: Path, blocks: int) -> None:
+    """It serves its blocks, stores nothing, and stores again once the disk has room."""
+    tier = make()
+    parts = content("x", (200_000,))
+    tier.store([full(key(number), parts) for number in range(blocks)])
+    fill_up(small_disk / "ballast")
+    tier = make()
+    assert len(list(tier.entries())) == blocks
+    outcomes = tier.store([full(key(number), parts) for number in range(100, 200)])
+    assert NO_SPACE in outcomes
+    for number in range(blocks):
+        assert fetch(tier, key(number), (200_000,)) == parts
+    assert "no space left on device" in (tier.last_error or "")
+    (small_disk / "ballast").unlink()
+    assert tier.store([full(key(300), parts)]) == [DONE]
+    assert tier.last_error is None

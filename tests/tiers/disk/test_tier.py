@@ -385,7 +385,7 @@ def test_a_full_disk_is_no_space(small_disk: Path) -> None:
     assert outcomes == [NO_SPACE]
     assert 3 < stored < 14
     assert tier.last_error
-    assert "No space left" in tier.last_error
+    assert "no space left on device, " in tier.last_error
     assert tier.load([empty(b"%d" % stored, (300_000,))]) == [MISSING]
     for number in range(stored):
         assert fetch(tier, b"%d" % number, (300_000,)) == parts
