@@ -126,6 +126,7 @@ def table_of(limits: LimitConfig) -> dict[str, Bound]:
         "ClaimHoldRequest.first_positions": Bound(most=_MAX_GROUPS),
         "RenewHoldsRequest.holds": Bound(most=_MAX_HOLDS),
         "ReleaseHoldsRequest.holds": Bound(most=_MAX_HOLDS),
+        "ReportNotClaimedRequest.request_id": text,
         "FsckRequest.tiers": Bound(_TEXT, _MAX_TIERS),
         "EvictRequest.tiers": Bound(_TEXT, _MAX_TIERS),
         "EvictRequest.tenant": Bound(_NAME),
