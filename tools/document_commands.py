@@ -18,7 +18,7 @@ from kvtier.server.commands import drain, evict, explain, handoffs, leases, size
 from kvtier.server.commands.console import EXIT_CODES
 from kvtier.server.commands.doctor import CHECKS
 from kvtier.server.commands.parser import new_parser
-from kvtier.server.commands.top import rates
+from kvtier.server.commands.rates import rates
 from kvtier.server.telemetry import status
 from kvtier.server.tier_host import offline_fsck
 

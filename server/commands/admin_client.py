@@ -28,6 +28,7 @@ __all__ = [
     "UnreachableError",
     "ask",
     "ask_status",
+    "channel_to",
     "error_of",
     "follow",
     "json_values",
@@ -62,7 +63,7 @@ class UnreachableError(AdminClientError):
     """No server answered in time; the message is one line."""
 
 
-def _channel_to(endpoint: Endpoint, options: Sequence[tuple[str, Any]] = _OPTIONS) -> grpc.Channel:
+def channel_to(endpoint: Endpoint, options: Sequence[tuple[str, Any]] = _OPTIONS) -> grpc.Channel:
     """Returns a channel with the credentials of the environment. Raises `AdminClientError`."""
     try:
         return Credentials.from_environment().channel(endpoint, options)
@@ -72,7 +73,7 @@ def _channel_to(endpoint: Endpoint, options: Sequence[tuple[str, Any]] = _OPTION
 
 def ask(endpoint: Endpoint, method: str, request: Any, timeout: float, stub: type[Any] = AdminServiceStub) -> Any:
     """Calls a method of a service of the server. Raises `AdminClientError`."""
-    with _channel_to(endpoint) as channel:
+    with channel_to(endpoint) as channel:
         try:
             return getattr(stub(channel), method)(request, timeout=timeout)
         except grpc.RpcError as error:
@@ -91,7 +92,7 @@ def follow(endpoint: Endpoint, method: str, request: Any, timeout: float) -> Gen
     iterator, the streaming call is cancelled. Raises `AdminClientError`.
     """
     ask_status(endpoint, timeout)
-    with _channel_to(endpoint, _STREAM_OPTIONS) as channel:
+    with channel_to(endpoint, _STREAM_OPTIONS) as channel:
         call = getattr(AdminServiceStub(channel), method)(request)
         try:
             yield from call

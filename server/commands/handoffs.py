@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
 from ...protos.endpoint import Endpoint
 from ...protos.v1.admin_pb2 import ClaimOutcome, ListHandoffsRequest, ListHandoffsResponse, MissedClaims
@@ -14,7 +15,7 @@ from .admin_client import ask, json_values, plain_console, show_answer
 from .console import EXIT_USAGE, refuse
 from .tables import ResponsiveTable
 
-__all__ = ["DIRECTIONS", "run", "to_json"]
+__all__ = ["DIRECTIONS", "run", "to_json", "values"]
 
 DIRECTIONS = {
     HandoffDirection.HANDOFF_DIRECTION_PREFILL_TO_DECODE: "prefill to decode",
@@ -42,15 +43,18 @@ def run(options: argparse.Namespace) -> int:
 
 
 def to_json(answer: ListHandoffsResponse) -> str:
-    """Returns the holds as JSON, with the fields of `kvtier/v1/admin.proto`; times in seconds."""
-    values = {
+    return json.dumps(values(answer), indent=2)
+
+
+def values(answer: ListHandoffsResponse) -> dict[str, Any]:
+    """Returns the holds with the fields of `kvtier/v1/admin.proto`; times in seconds."""
+    return {
         "total": answer.total,
         "held_bytes": answer.held_bytes,
         "handoffs": [json_values(hold, direction=DIRECTIONS) for hold in answer.handoffs],
         "missed_claims": {_outcome(missed): missed.claims for missed in answer.missed_claims},
         "totals": [json_values(totals, direction=DIRECTIONS) for totals in answer.totals],
     }
-    return json.dumps(values, indent=2)
 
 
 def _show(answer: ListHandoffsResponse, _: Endpoint) -> None:

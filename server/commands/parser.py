@@ -63,7 +63,9 @@ def _add_shown(commands: Any) -> None:
     top = commands.add_parser(
         "top",
         help="show live rates of tiers, tenants and sessions",
-        description="Shows the rates per second in each interval, until Ctrl-C. With --json, prints one line per interval.",
+        description="Shows the rates per second in each interval, until `q` or Ctrl-C. On a terminal, the screen shows one view at "
+        "a time, and each key is explained on the last line. Otherwise the command prints all tables once per interval, or with "
+        "--json one line per interval. If NO_COLOR is set, the screen has no colours.",
     )
     top.add_argument(
         "--interval", metavar="SECONDS", type=float, default=2.0, help="length of an interval (default: 2)"

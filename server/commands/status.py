@@ -118,6 +118,7 @@ def _show_tiers(answer: GetStatusResponse, _: Endpoint) -> None:
     console = plain_console()
     console.print(_tiers(answer))
     console.print(_queues(answer))
+    console.print(_traffic(answer))
     _print_troubles(answer, console)
     console.print(_shares(answer))
     console.print(_placement(answer))
@@ -131,6 +132,14 @@ def _queues(answer: GetStatusResponse) -> ResponsiveTable:
     for tier in answer.tiers:
         counts = (tier.dropped_blocks, tier.declined, tier.expired, tier.not_retained)
         table.add_row(tier.name, f"{tier.jobs:,}", human_size(tier.queued_bytes), *(f"{n:,}" for n in counts))
+    return table
+
+
+def _traffic(answer: GetStatusResponse) -> ResponsiveTable:
+    table = ResponsiveTable("tier", numbers=("stored", "loaded", "disk free"), title="bytes since start, and free disk")
+    for tier in answer.tiers:
+        free = human_size(tier.free_disk_bytes) if tier.HasField("free_disk_bytes") else "-"
+        table.add_row(tier.name, human_size(tier.stored_bytes), human_size(tier.loaded_bytes), free)
     return table
 
 

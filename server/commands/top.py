@@ -1,85 +1,78 @@
-"""`kvtier top`: rates per second, computed from two successive statuses of a server."""
+"""`kvtier top`: rates of tiers, tenants, sessions and hand-offs, live on a terminal.
+
+On a terminal the command draws one view at a time and reads keys. Otherwise it prints the tables of
+each interval, or with --json one line per interval.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import json
+import os
+import re
+import select
+import signal
+import sys
+import termios
 import time
+import tty
 from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Group
+import grpc
+from rich.console import Console, Group
 from rich.live import Live
-from rich.text import Text
 
 from ...protos.endpoint import Endpoint, EndpointError, client_endpoint
-from ..config.units import human_age, human_size
-from ..printable import printable
+from ...protos.v1.admin_pb2 import GetStatusRequest, ListHandoffsRequest
+from ...protos.v1.admin_pb2_grpc import AdminServiceStub
+from ..config.units import human_age
 from ..telemetry import status
-from .admin_client import AdminClientError, UnreachableError, ask_status, plain_console, refuse_error
-from .console import EXIT_USAGE, print_line, refuse
-from .tables import ResponsiveTable
-
-__all__ = ["rates", "run"]
-
-_TIER_COUNTERS = ("hits", "misses", "evictions", "expired", "dropped_blocks", "damaged_blocks", "used_bytes")
-_TIER_VALUES = ("name", "type", "used_bytes", "capacity_bytes", "fill", "jobs", "queued_bytes", "healthy", "trouble")
-_SESSION_VALUES = (
-    *("client_name", "engine_id", "rank", "pid", "transport", "model", "tenant"),
-    *("leases", "leased_blocks", "stores", "storing_bytes", "idle_seconds"),
+from .admin_client import (
+    AdminClientError,
+    UnreachableError,
+    ask_status,
+    channel_to,
+    error_of,
+    plain_console,
+    refuse_error,
 )
-_VALUES = ("server_version", "epoch", "uptime_seconds", "draining", "leases", "stores", "holds", "loop_lag_seconds")
+from .console import EXIT_USAGE, print_line, refuse
+from .handoffs import values as handoff_values
+from .rates import Values, rates
+from .top_screen import TopScreen
+from .top_views import VIEWS, handoff_lines, summary, table_of
+
+__all__ = ["run"]
+
 _MOST_SESSIONS = 20
-
-
-def rates(before: dict[str, Any], after: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Returns the values of `after`, and rates (`…_per_s`) since `before`.
-
-    Both arguments are results of `status.values` with the same epoch. Hit ratios are those of the
-    interval, None without lookups. Sessions are sorted by calls per second.
-    """
-    keys, misses = (after[name] - before[name] for name in ("lookup_keys", "lookup_misses"))
-    return {name: after[name] for name in _VALUES} | {
-        "interval_seconds": seconds,
-        "lookup_keys_per_s": keys / seconds,
-        "hit_ratio": 1 - misses / keys if keys else None,
-        "tiers": [_tier(old, new, seconds) for old, new in zip(before["tiers"], after["tiers"], strict=True)],
-        "tenants": list(_tenant_rates(before, after, seconds)),
-        "sessions": sorted(_session_rates(before, after, seconds), key=lambda session: -session["calls_per_s"]),
-    }
-
-
-def _tier(old: dict[str, Any], new: dict[str, Any], seconds: float) -> dict[str, Any]:
-    hits, misses = new["hits"] - old["hits"], new["misses"] - old["misses"]
-    per_second = {f"{name}_per_s": (new[name] - old[name]) / seconds for name in _TIER_COUNTERS}
-    ratio = {"hit_ratio": hits / (hits + misses) if hits + misses else None}
-    return {name: new[name] for name in _TIER_VALUES} | per_second | ratio
-
-
-def _tenant_rates(before: dict[str, Any], after: dict[str, Any], seconds: float) -> list[dict[str, Any]]:
-    had = {(tier["name"], share["tenant"]): share["used_bytes"] for tier in before["tiers"] for share in tier["shares"]}
-    shares = [
-        {"tenant": share["tenant"], "tier": tier["name"]}
-        | {name: share[name] for name in ("used_bytes", "quota_bytes", "retained_bytes")}
-        | {"used_bytes_per_s": (share["used_bytes"] - had.get((tier["name"], share["tenant"]), 0)) / seconds}
-        for tier in after["tiers"]
-        for share in tier["shares"]
-    ]
-    return sorted(shares, key=lambda share: -share["used_bytes"])
-
-
-def _session_rates(before: dict[str, Any], after: dict[str, Any], seconds: float) -> list[dict[str, Any]]:
-    had = {_name(session): session["calls"] for session in before["sessions"]}
-    return [
-        {name: session[name] for name in _SESSION_VALUES}
-        | {"calls_per_s": max(0, session["calls"] - had.get(_name(session), 0)) / seconds}
-        for session in after["sessions"]
-    ]
-
-
-def _name(session: dict[str, Any]) -> tuple[Any, ...]:
-    return session["namespace_id"], session["engine_id"], session["rank"], session["pid"], session["client_name"]
+_CHANNEL_OPTIONS = (
+    ("grpc.enable_http_proxy", 0),
+    # After a restart of the server, the screen shows it within a second.
+    ("grpc.initial_reconnect_backoff_ms", 500),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+_POLL_SECONDS = 0.05
+"""Time between two looks at a running call, the keys and the size of the terminal."""
+_SEQUENCES = {
+    name: [prefix + code for prefix in (b"\x1b[", b"\x1bO") for code in codes.split()]
+    for name, codes in {
+        "up": b"A",
+        "down": b"B",
+        "right": b"C",
+        "left": b"D",
+        "home": b"H 1~ 7~",
+        "end": b"F 4~ 8~",
+        "pageup": b"5~",
+        "pagedown": b"6~",
+        "backtab": b"Z",
+    }.items()
+} | {"tab": [b"\t"], "enter": [b"\r", b"\n"], "backspace": [b"\x7f", b"\x08"], "escape": [b"\x1b"]}
+"""Bytes that terminals send for each key, besides characters."""
+_NAMES = {sequence: name for name, sequences in _SEQUENCES.items() for sequence in sequences}
+_KEY = re.compile(rb"\x1b[\[O][0-9;]*[A-Za-z~]|.", re.DOTALL)
+_PARTIAL_KEY = re.compile(rb"\x1b[\[O]?[0-9;]*\Z")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -87,119 +80,156 @@ def run(options: argparse.Namespace) -> int:
         return refuse(["--interval must be more than 0 and at most 3600, --count must be 0 or more"], EXIT_USAGE)
     count = 1 if options.once else options.count
     console = plain_console()
-    is_live = console.is_terminal and not options.json and count != 1
+    is_live = console.is_terminal and not console.is_dumb_terminal and not options.json and count != 1
     try:
         endpoint = client_endpoint(options.endpoint)
-        samples = _samples(endpoint, options, count, keep_on=is_live)
         with contextlib.suppress(KeyboardInterrupt):
             if is_live:
-                with Live(console=console, screen=True, auto_refresh=False) as live:
-                    for sample in samples:
-                        live.update(_view(sample, endpoint), refresh=True)
+                _run_screen(console, endpoint, options)
             else:
-                for sample in samples:
-                    print_line(json.dumps(sample)) if options.json else console.print(_view(sample, endpoint))
+                for sample in _samples(endpoint, options, count):
+                    print_line(json.dumps(sample)) if options.json else console.print(_tables(sample, endpoint))
     except (EndpointError, AdminClientError) as error:
         return refuse_error(error)
     return 0
 
 
-def _samples(
-    endpoint: Endpoint, options: argparse.Namespace, count: int, *, keep_on: bool
-) -> Iterator[dict[str, Any] | str]:
-    """Yields the rates of each interval, or with `keep_on` the error text if no server answers."""
+def _samples(endpoint: Endpoint, options: argparse.Namespace, count: int) -> Iterator[Values]:
+    """Yields the rates of `count` intervals; 0 means no limit."""
     before, at, shown = None, 0.0, 0
     while not count or shown < count:
-        try:
-            now, answer = time.monotonic(), status.values(ask_status(endpoint, options.timeout))
-        except UnreachableError as error:
-            if not keep_on:
-                raise
-            yield f"{error}"
-            before = None
-        else:
-            if before is not None and before["epoch"] == answer["epoch"]:
-                shown += 1
-                yield rates(before, answer, now - at)
-            before, at = answer, now
+        now, answer = time.monotonic(), status.values(ask_status(endpoint, options.timeout))
+        if before is not None and before["epoch"] == answer["epoch"]:
+            shown += 1
+            yield rates(before, answer, now - at)
+        before, at = answer, now
         if not count or shown < count:
             time.sleep(options.interval)
 
 
-def _view(sample: dict[str, Any] | str, endpoint: Endpoint) -> Group | Text:
-    if isinstance(sample, str):
-        return Text(printable(sample), style="red")
+def _tables(sample: Values, endpoint: Endpoint) -> Group:
     state = "draining" if sample["draining"] else f"up {human_age(sample['uptime_seconds'])}"
-    head = (
-        f"kvtier {sample['server_version']} at {endpoint}, {state}; {sample['lookup_keys_per_s']:,.0f} keys/s looked up, "
-        f"{_percent(sample['hit_ratio'])} hits; event loop lag up to {sample['loop_lag_seconds'] * 1e3:.1f} ms; "
-        f"{sample['leases']} leases, {sample['stores']} stores in flight"
-    )
-    pieces: list[Any] = [head, _tiers(sample), _tenants(sample)]
+    tiers, tenants, sessions, _ = VIEWS
+    pieces: list[Any] = [
+        f"kvtier {sample['server_version']} at {endpoint}, {state}; {summary(sample)}",
+        table_of(tiers, tiers.rows(sample), "tiers"),
+        table_of(tenants, sample["tenants"], "tenants"),
+        *handoff_lines(sample),
+    ]
     if sample["sessions"]:
-        pieces.append(_sessions(sample))
+        busiest = sample["sessions"][:_MOST_SESSIONS]
+        title = f"sessions, the busiest first: {len(busiest)} of {len(sample['sessions']):,}"
+        pieces.append(table_of(sessions, busiest, title))
     return Group(*pieces)
 
 
-def _tiers(sample: dict[str, Any]) -> ResponsiveTable:
-    counters = ("hits", "misses", "hit ratio", "evicted", "expired", "dropped")
-    numbers = ("used", "fill", "change", *counters, "jobs", "queued")
-    table = ResponsiveTable("tier", numbers=numbers, title="tiers, per second")
-    table.add_column("health")
-    for tier in sample["tiers"]:
-        rows = [f"{tier[f'{name}_per_s']:,.0f}" for name in ("evictions", "expired", "dropped_blocks")]
-        table.add_row(
-            tier["name"],
-            human_size(tier["used_bytes"]),
-            f"{tier['fill']:.1%}",
-            _change(tier["used_bytes_per_s"]),
-            f"{tier['hits_per_s']:,.0f}",
-            f"{tier['misses_per_s']:,.0f}",
-            _percent(tier["hit_ratio"]),
-            *rows,
-            f"{tier['jobs']:,}",
-            human_size(tier["queued_bytes"]),
-            "ok" if tier["healthy"] else Text(printable(tier["trouble"] or "trouble"), style="red"),
-        )
-    return table
+class _Feed:
+    """Calls of one server that do not block: at most one status and one list of holds at a time."""
+
+    def __init__(self, channel: grpc.Channel, endpoint: Endpoint, timeout: float) -> None:
+        self._stub = AdminServiceStub(channel)
+        self._endpoint = endpoint
+        self._timeout = timeout
+        self._calls: dict[str, tuple[float, Any]] = {}
+        self._before: tuple[float, Values] | None = None
+        self.samples = 0
+        """Number of samples that the screen got."""
+
+    def ask(self, *, holds: bool) -> None:
+        """Starts the calls that are not running."""
+        if "status" not in self._calls:
+            call = self._stub.GetStatus.future(GetStatusRequest(), timeout=self._timeout)
+            self._calls["status"] = time.monotonic(), call
+        if holds and "holds" not in self._calls:
+            call = self._stub.ListHandoffs.future(ListHandoffsRequest(), timeout=self._timeout)
+            self._calls["holds"] = time.monotonic(), call
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self._calls)
+
+    def take(self, screen: TopScreen) -> bool:
+        """Passes the answers of ended calls to the screen; returns whether there were any.
+
+        Raises `AdminClientError` if the server refuses a call.
+        """
+        ended = [name for name, (_, call) in self._calls.items() if call.done()]
+        for name in ended:
+            asked, call = self._calls.pop(name)
+            try:
+                if name == "holds":
+                    screen.holds = handoff_values(call.result())
+                else:
+                    self._take_status(screen, asked, status.values(call.result()))
+            except grpc.RpcError as error:
+                self._take_error(screen, error)
+        return bool(ended)
+
+    def _take_status(self, screen: TopScreen, asked: float, answer: Values) -> None:
+        before, self._before = self._before, (asked, answer)
+        screen.problem = ""
+        if before is not None and before[1]["epoch"] == answer["epoch"]:
+            screen.sample = rates(before[1], answer, asked - before[0])
+            screen.as_of = time.strftime("%H:%M:%S")
+            self.samples += 1
+
+    def _take_error(self, screen: TopScreen, error: grpc.RpcError) -> None:
+        problem = error_of(error, self._endpoint, self._timeout)
+        if not isinstance(problem, UnreachableError):
+            raise problem
+        self._before = None
+        screen.problem = f"{problem}"
 
 
-def _tenants(sample: dict[str, Any]) -> ResponsiveTable:
-    table = ResponsiveTable("tenant", "tier", numbers=("used", "change", "retained"), title="tenants")
-    for share in sample["tenants"]:
-        table.add_row(
-            share["tenant"] or "(the rest)",
-            share["tier"],
-            human_size(share["used_bytes"]),
-            _change(share["used_bytes_per_s"]),
-            human_size(share["retained_bytes"]),
-        )
-    return table
+def _run_screen(console: Console, endpoint: Endpoint, options: argparse.Namespace) -> None:
+    """Draws the screen until the user quits, or until `options.count` intervals are shown."""
+    screen = TopScreen(console, f"{endpoint}")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)  # so that the terminal is restored
+    with (
+        channel_to(endpoint, _CHANNEL_OPTIONS) as channel,
+        _keyboard() as keyboard,
+        Live(console=console, screen=True, auto_refresh=False) as live,
+    ):
+        feed = _Feed(channel, endpoint, options.timeout)
+        next_call, size, keys = 0.0, None, list[str]()
+        while not options.count or feed.samples < options.count:
+            if time.monotonic() >= next_call and not feed.waiting:
+                feed.ask(holds=screen.wants_holds)
+                next_call = time.monotonic() + options.interval
+            if feed.take(screen) or keys or size != console.size:
+                size = console.size
+                live.update(screen.render(*size), refresh=True)
+            keys = _pressed(keyboard)
+            if any(screen.press(key) for key in keys):
+                return
+            if screen.wants_holds and screen.holds is None:
+                feed.ask(holds=True)
 
 
-def _sessions(sample: dict[str, Any]) -> ResponsiveTable:
-    names = ("client", "engine", "rank", "transport")
-    numbers = ("calls/s", "leases", "pinned", "stores", "writing", "last heard")
-    table = ResponsiveTable(*names, numbers=numbers, title="sessions, the busiest first")
-    for session in sample["sessions"][:_MOST_SESSIONS]:
-        table.add_row(
-            session["client_name"],
-            session["engine_id"],
-            "scheduler" if session["rank"] is None else str(session["rank"]),
-            session["transport"],
-            f"{session['calls_per_s']:,.1f}",
-            f"{session['leases']:,}",
-            f"{session['leased_blocks']:,} blocks",
-            f"{session['stores']:,}",
-            human_size(session["storing_bytes"]),
-            human_age(session["idle_seconds"]),
-        )
-    return table
+@contextlib.contextmanager
+def _keyboard() -> Iterator[int | None]:
+    """Makes the terminal pass each key at once, without echo. Yields None without a keyboard."""
+    if not sys.stdin.isatty():
+        yield None
+        return
+    descriptor = sys.stdin.fileno()
+    attributes = termios.tcgetattr(descriptor)
+    try:
+        tty.setcbreak(descriptor)
+        yield descriptor
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, attributes)
 
 
-def _percent(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.1%}"
-
-
-def _change(nbytes: float) -> str:
-    return f"{'-' if nbytes < 0 else '+'}{human_size(abs(nbytes))}/s"
+def _pressed(keyboard: int | None) -> list[str]:
+    """Waits briefly for keys; returns their names. A closed terminal counts as the key `q`."""
+    if keyboard is None:
+        time.sleep(_POLL_SECONDS)
+        return []
+    if not select.select([keyboard], [], [], _POLL_SECONDS)[0]:
+        return []
+    data = os.read(keyboard, 1024)
+    if _PARTIAL_KEY.search(data) and select.select([keyboard], [], [], _POLL_SECONDS)[0]:
+        data += os.read(keyboard, 1024)
+    return [_NAMES.get(key) or key.decode("ascii", "replace") for key in _KEY.findall(data)] if data else ["q"]

@@ -7,10 +7,8 @@ import json
 import os
 import pty
 import select
-import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,11 +20,8 @@ from harness.polling import wait_until
 from harness.server_process import MIB, ServerProcess
 
 from kvtier.client import Client, KVTierError, StoreStatus
-from kvtier.protos.v1 import admin_pb2
 from kvtier.server import cli
 from kvtier.server.commands import console
-from kvtier.server.commands.top import rates
-from kvtier.server.telemetry import status
 
 PART = 64 << 10
 ASK = ("status", "top", "tiers", "sessions", "leases", "handoffs", "explain r", "evict --all", "drain", "fsck --online")
@@ -87,7 +82,7 @@ def test_tiers_are_listed(shared: ServerProcess) -> None:
     assert region["size_bytes"] == region["backed_bytes"] == 64 * MIB
     assert 0 <= region["huge_bytes"] <= 64 * MIB
     text = ask(shared, "tiers").stdout
-    for piece in ("cpu", "lmdb", "queued", "(the rest)", "64.0 MiB of 64.0 MiB backed"):
+    for piece in ("cpu", "lmdb", "queued", "(the rest)", "disk free", "64.0 MiB of 64.0 MiB backed"):
         assert piece in text
 
 
@@ -118,66 +113,6 @@ def test_the_status_describes_the_server_process(shared: ServerProcess) -> None:
     assert (answer["pid"], answer["protocol_versions"]) == (shared.pid, [1])
     assert 0 <= answer["loop_lag_seconds"] < 30
     assert answer["region"]["size_bytes"] == 64 * MIB
-
-
-class TestTop:
-    def test_rates_of_an_interval(self, shared: ServerProcess) -> None:
-        """Rates are per second between two readings; a ratio without lookups is empty."""
-        command = [sys.executable, "-m", "kvtier.server", "top", "--json", "--interval", "2", "--count", "1"]
-        shared.wait_for(lambda status: not status.sessions)
-        with client_of(shared, name="top") as client:
-            keys = store(client, 200)
-            before = _status(shared)
-            client.lookup([*keys, key_of(201)], prefix=False).release()
-            look = rates(before, _status(shared), 0.5)
-            idle = json_output("top", "--once", "--interval", "0.2", "--endpoint", shared.endpoint)
-        assert (look["lookup_keys_per_s"], look["hit_ratio"]) == (4, 0.5)
-        cpu, lmdb = look["tiers"]
-        assert (cpu["hits_per_s"], cpu["misses_per_s"], cpu["hit_ratio"]) == (2, 2, 0.5)
-        assert (lmdb["hits_per_s"], lmdb["misses_per_s"], lmdb["hit_ratio"]) == (0, 2, 0)
-        [session] = look["sessions"]
-        assert (session["engine_id"], session["calls_per_s"] >= 4) == ("e-top", True)
-        assert {share["tenant"] for share in look["tenants"]} == {""}
-        assert (idle["lookup_keys_per_s"], idle["hit_ratio"]) == (0, None)
-        done = subprocess.run(
-            [*command, "--endpoint", shared.endpoint], capture_output=True, text=True, check=True, timeout=60
-        )
-        [line] = done.stdout.splitlines()
-        assert 1.9 <= json.loads(line)["interval_seconds"] < 20
-
-    def test_tables_follow_each_other_without_a_terminal(self, shared: ServerProcess) -> None:
-        with client_of(shared, name="eye"):
-            text = ask(shared, "top", "--interval", "0.1", "--count", "2").stdout
-        assert text.count("tiers, per second") == 2
-        for piece in ("keys/s looked up", "event loop lag up to", "(the rest)", "e-eye", "calls/s"):
-            assert piece in text
-
-    def test_a_terminal_is_redrawn_until_ctrl_c(self, shared: ServerProcess) -> None:
-        """Ctrl-C ends it with 0, and the screen is restored."""
-        command = ["env", "--default-signal=INT", sys.executable, "-m", "kvtier.server", "top", "--interval", "0.2"]
-        command += ["--endpoint", shared.endpoint]
-        leader, follower = pty.openpty()
-        process = subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower, start_new_session=True)
-        os.close(follower)
-        shown, deadline = b"", time.monotonic() + 60
-        try:
-            while shown.count(b"keys/s") < 3:
-                assert time.monotonic() < deadline, shown
-                shown += _read(leader)
-            process.send_signal(signal.SIGINT)
-            while process.poll() is None:
-                assert time.monotonic() < deadline, shown
-                shown += _read(leader)
-        finally:
-            process.kill()
-            process.wait()
-            os.close(leader)
-        assert process.returncode == 0
-        assert b"Traceback" not in shown
-        assert b"\x1b[?1049h" in shown
-
-    def test_an_invalid_interval_is_wrong_usage(self, shared: ServerProcess) -> None:
-        assert "--interval" in ask(shared, "top", "--interval", "0", code=2).stderr
 
 
 class TestEvict:
@@ -342,12 +277,6 @@ class TestCompletion:
 
     def test_an_unknown_shell_is_wrong_usage(self) -> None:
         kvtier("completion", "tcl", code=2)
-
-
-def _status(server: ServerProcess) -> dict[str, object]:
-    answer = server.status()
-    assert isinstance(answer, admin_pb2.GetStatusResponse)
-    return status.values(answer)
 
 
 def _read(descriptor: int) -> bytes:
