@@ -80,6 +80,9 @@ class SessionRegistry:
         """Model names of the most recent namespaces, for the status."""
         self._limiters = limiters or RateLimiters(RateConfig(), {})
         self._sessions: dict[bytes, OpenSession] = {}
+        self._last_heard: OpenSession | None = None
+        self._heard_before = 0.0
+        """Time of the last call of a session other than `_last_heard`."""
 
     @property
     def draining(self) -> bool:
@@ -166,9 +169,18 @@ class SessionRegistry:
     def count_call(self, session: OpenSession, *, is_release: bool = False) -> None:
         """Counts a call of a session. Raises `Refused` if the tenant exceeds its rate limit."""
         session.calls += 1
+        if session is not self._last_heard:
+            if self._last_heard is not None:
+                self._heard_before = self._last_heard.heard_at
+            self._last_heard = session
         session.heard_at = self._runtime.now()
         if session.limiter is not None:
             session.limiter.count_call(is_release=is_release)
+
+    def others_heard_at(self, session: EngineSession) -> float:
+        """Returns the time of the last call of any other session, in seconds."""
+        last = self._last_heard
+        return self._heard_before if last is None or last.core is session else last.heard_at
 
     def find(self, ref: common_pb2.SessionRef, caller: Identity | None = None) -> OpenSession:
         """Returns a session. Raises `Refused` if it is unknown or not usable by the caller."""

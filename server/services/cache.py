@@ -15,12 +15,13 @@ from ...protos.wire.packed_keys import pack_offsets
 from ...tiers.base import RequestInfo, TierFilter
 from ...tiers.core.leases import BlockLease
 from ...tiers.errors import CoreError, LeaseNotFound, StoreNotFound
-from ...tiers.types import DurableStatus, EngineSession, KeyStatus, LeaseId, StoreId
+from ...tiers.types import EngineSession, KeyStatus, LeaseId, StoreId
 from ..refused import Refused
 from ..rpc.request_checks import RequestValidator
 from ..rpc.sessions import SessionRegistry
 from ..runtime import TierRuntime
 from .admin_messages import POLICIES
+from .long_calls import LongCalls
 
 __all__ = ["CacheService"]
 
@@ -53,6 +54,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self._sessions = sessions
         self._validator = validator
         self._end_writers = end_writers
+        self._long_calls = LongCalls(runtime, sessions)
 
     async def BeginRequest(
         self, request: cache_pb2.BeginRequestRequest, context: grpc.aio.ServicerContext
@@ -112,11 +114,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self, request: cache_pb2.ReleaseLeaseRequest, context: grpc.aio.ServicerContext
     ) -> cache_pb2.ReleaseLeaseResponse:
         session = self._sessions.get(request.session, is_release=True)
-        for lease_id in request.lease_ids:
-            try:
-                self._core.release(session, LeaseId(lease_id))
-            except LeaseNotFound:
-                continue
+        await self._long_calls.release(session, request.lease_ids)
         return cache_pb2.ReleaseLeaseResponse()
 
     async def Touch(
@@ -124,12 +122,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     ) -> cache_pb2.TouchResponse:
         session = self._sessions.get(request.session)
         expires_at = self._runtime.now() + self._validator.lease(request.lease_duration)
-        missing = []
-        for lease_id in request.lease_ids:
-            try:
-                self._core.renew(session, LeaseId(lease_id), expires_at)
-            except LeaseNotFound:
-                missing.append(lease_id)
+        missing = await self._long_calls.renew(session, request.lease_ids, expires_at)
         return cache_pb2.TouchResponse(missing_lease_ids=missing)
 
     async def PrepareStore(
@@ -188,15 +181,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         session = self._sessions.get(request.session)
         keys = self._validator.keys(request.keys, session.namespace)
         deadline = self._runtime.now() + self._validator.wait(request.wait)
-        statuses = bytearray(self._core.durability.flush(session.namespace.id, keys))
-        self._runtime.run_commands()
-        pending = [number for number, status in enumerate(statuses) if status == DurableStatus.PENDING]
-        while pending and (remaining := deadline - self._runtime.now()) > 0:
-            await self._runtime.wait_for_change(remaining)
-            for number in pending:
-                statuses[number] = self._core.durability.of(session.namespace.id, keys[number])
-            pending = [number for number in pending if statuses[number] == DurableStatus.PENDING]
-        return cache_pb2.FlushResponse(statuses=bytes(statuses))
+        return cache_pb2.FlushResponse(statuses=await self._long_calls.flush(session, keys, deadline))
 
     async def FinishRequest(
         self, request: cache_pb2.FinishRequestRequest, context: grpc.aio.ServicerContext
@@ -246,7 +231,9 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     ) -> cache_pb2.LookupResponse:
         # `own_rank` may raise. After the lookup, an error would leave a lease that no client knows.
         rank = session.own_rank() if want_slots else 0
-        await self._ask_tiers(session, options)
+        await self._long_calls.query_shared_tiers(
+            session, options.keys, options.tiers, options.deadline, prefix=options.prefix
+        )
         found = self._core.lookup(
             session,
             options.keys,
@@ -275,16 +262,6 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         """Returns the time until which blocks are retained, on the runtime's clock; 0 for never."""
         seconds = retain_for or self._core.retention_of(session, request_id)
         return self._runtime.now() + seconds if seconds else 0.0
-
-    async def _ask_tiers(self, session: EngineSession, options: _LookupOptions) -> None:
-        """Asks the shared tiers which keys they have, and waits for the answers or the deadline."""
-        while self._core.query_shared_tiers(session, options.keys, prefix=options.prefix, tiers=options.tiers):
-            self._runtime.run_commands()
-            remaining = options.deadline - self._runtime.now()
-            if remaining <= 0:
-                return
-            await self._runtime.wait_for_change(remaining)
-            self._sessions.check(session)
 
     async def _wait_ready(self, session: EngineSession, lease: BlockLease, seconds: float) -> BlockLease | None:
         """Waits until no block is pending. Returns None if the lease ended or has no block left."""

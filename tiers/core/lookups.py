@@ -116,28 +116,6 @@ class LookupHandler:
         not_retained = self._record_use(match, owner.user, retain_until)
         return LookupAnswer(len(keys), self._grant(owner, keys, match, expires_at, record), match.retries, not_retained)
 
-    def query_shared_tiers(
-        self, namespace: NamespaceSpec, keys: Sequence[bytes], *, prefix: bool, excluded: Collection[int] = ()
-    ) -> bool:
-        """Queries shared tiers before a lookup; returns whether answers are outstanding (B3.17).
-
-        With `prefix` the scan ends at the first miss; an outstanding answer is not a miss.
-        """
-        if not self._residency.has_shared_tiers:
-            return False
-        blocks = self._cpu_tier.blocks_of(namespace.id)
-        is_open = False
-        for key in keys:
-            block = blocks.get(key)
-            if block is not None and (block.ready or block.pending):
-                continue
-            presence = self._residency.peek(namespace.id, key, excluded)
-            is_open = is_open or presence is Presence.UNKNOWN
-            if prefix and presence in (Presence.ABSENT, Presence.EXCLUDED, Presence.STALLED):
-                break
-        self._residency.send_queries()
-        return is_open
-
     def fetch(self, namespace: NamespaceId, blocks: Iterable[Block]) -> None:
         """Promotes pinned blocks that only a secondary tier has, except during a reset (B3.19)."""
         if self._cpu_tier.pending_reset_blocks(namespace):

@@ -27,6 +27,7 @@ from .handoffs import HandoffHandler, HandoffLog
 from .leases import BlockLease, LookupAnswer
 from .lookups import LookupHandler
 from .requests import Request, RequestTable
+from .residency import SharedTierQueries
 from .settings import CPU_TIER, TierSettings
 from .sliced_work import IncrementalWork
 from .stores import Store, StoreHandler
@@ -105,6 +106,7 @@ class TierManager:
             history=self._history,
             commands=self._commands,
         )
+        self.shared_tiers = SharedTierQueries(self._transfers.residency, self._cpu_tier)
         self.durability = Durability(cpu_tier=self._cpu_tier, transfers=self._transfers)
 
     def _create_handlers(self, settings: TierSettings, tiers: Sequence[SecondaryTier], first_id: int) -> None:
@@ -228,8 +230,7 @@ class TierManager:
 
         A request that did not begin is begun first, so that every tier gets both calls (B3.13).
         """
-        for lease in self._lookups.leases.of_request(session.engine, request_id):
-            self._lookups.release(lease)
+        self._sliced_work.continue_if(self._lookups.end(self._lookups.leases.of_request(session.engine, request_id)))
         request = self._requests.get(session.engine, request_id)
         if request is None:
             request = self._requests.negotiate(session, RequestInfo(request_id, session.namespace.id))
@@ -268,13 +269,6 @@ class TierManager:
             min_hits=min_hits,
             retain_until=retain_until,
         )
-
-    def query_shared_tiers(
-        self, session: EngineSession, keys: Sequence[bytes], *, prefix: bool, tiers: TierFilter = _ALL_TIERS
-    ) -> bool:
-        """Queries shared tiers before a lookup; returns whether answers are still outstanding."""
-        excluded = self._transfers.residency.excluded(tiers)
-        return self._lookups.query_shared_tiers(session.namespace, keys, prefix=prefix, excluded=excluded)
 
     def check_filter(self, tiers: TierFilter) -> None:
         """Raises InvalidItem if the filter names an unknown tier or the CPU tier."""

@@ -9,11 +9,14 @@ from collections.abc import Callable, Collection, Sequence
 
 from ..base import NamespaceId, TierFilter
 from ..errors import InvalidItem
-from ..types import JobId
+from ..types import EngineSession, JobId
 from .commands import Command, LookupInTier
+from .cpu_tier import CpuTier
 from .secondary import Name, Presence, SecondaryTierState
 
-__all__ = ["ResidencyIndex"]
+__all__ = ["ResidencyIndex", "SharedTierQueries"]
+
+_ALL_TIERS = TierFilter()
 
 
 class ResidencyIndex:
@@ -90,3 +93,44 @@ class ResidencyIndex:
         secondary, names = self._queries.pop(job_id, (None, ()))
         if secondary is not None:
             secondary.presence_cache.record_answers(names, answers, now)
+
+
+class SharedTierQueries:
+    """Queries to shared tiers before a lookup: does a tier have a block? (B3.17)."""
+
+    def __init__(self, residency: ResidencyIndex, cpu_tier: CpuTier) -> None:
+        self._residency = residency
+        self._cpu_tier = cpu_tier
+
+    def __bool__(self) -> bool:
+        """Returns whether there are shared tiers."""
+        return self._residency.has_shared_tiers
+
+    def query(
+        self, session: EngineSession, keys: Sequence[bytes], tiers: TierFilter = _ALL_TIERS, *, prefix: bool
+    ) -> tuple[list[bytes], bool]:
+        """Queries the tiers that may have the blocks.
+
+        Returns the keys whose answers are outstanding, and whether there is a miss. With `prefix`
+        the scan ends at the first miss; an outstanding answer is not a miss.
+        """
+        outstanding: list[bytes] = []
+        has_miss = False
+        for key in keys if self else ():
+            presence = self.presence(session, key, tiers)
+            if presence is Presence.UNKNOWN:
+                outstanding.append(key)
+            elif presence is not Presence.HELD:
+                has_miss = True
+                if prefix:
+                    break
+        self._residency.send_queries()
+        return outstanding, has_miss
+
+    def presence(self, session: EngineSession, key: bytes, tiers: TierFilter = _ALL_TIERS) -> Presence:
+        """Returns whether any tier has a block. Queues a query if a tier has not answered."""
+        namespace = session.namespace.id
+        block = self._cpu_tier.blocks_of(namespace).get(key)
+        if block is not None and (block.ready or block.pending):
+            return Presence.HELD
+        return self._residency.peek(namespace, key, self._residency.excluded(tiers))

@@ -107,15 +107,15 @@ def test_the_prefix_scan_continues_past_open_queries() -> None:
 def test_queries_can_precede_the_lookup() -> None:
     """B3.17: a waiting lookup queries first and looks up when all answers are known."""
     rig = Rig(Shared("far", 1 << 20))
-    assert rig.core.query_shared_tiers(rig.session, keys(0, 1), prefix=True)
+    assert rig.core.shared_tiers.query(rig.session, keys(0, 1), prefix=True) == (keys(0, 1), False)
     [question] = questions(rig)
     assert len(question.keys) == 2
     # fewer answers than keys: the rest is not there
     rig.core.lookup_finished(question.job_id, [True])
-    assert not rig.core.query_shared_tiers(rig.session, keys(0, 1), prefix=True)
+    assert not rig.core.shared_tiers.query(rig.session, keys(0, 1), prefix=True)[0]
     assert statuses(rig, keys(0, 1)) == PENDING + MISS
     assert rig.core.stats().lookup_keys == 2
-    assert not Rig(ModelTier("near", 1 << 20)).core.query_shared_tiers(rig.session, keys(0), prefix=True)
+    assert not Rig(ModelTier("near", 1 << 20)).core.shared_tiers.query(rig.session, keys(0), prefix=True)[0]
 
 
 def test_open_queries_are_not_counted() -> None:

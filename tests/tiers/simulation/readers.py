@@ -38,7 +38,7 @@ class Readers(Actors):
         request_id, expires_at = self.rng.choice(REQUESTS), self.world.now + self.rng.choice(HOLD_SECONDS)
         prefix, tiers, min_hits = self.rng.random() < 0.5, self._filter(), self.rng.choice((0, 0, 0, 3))
         if self.rng.random() < 0.5:
-            self.world.core.query_shared_tiers(session, keys, prefix=prefix, tiers=tiers)
+            self.world.core.shared_tiers.query(session, keys, tiers, prefix=prefix)
         retain_until = self.retain_until()
         answer = self.world.core.lookup(
             session,

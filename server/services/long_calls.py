@@ -1,0 +1,125 @@
+"""Calls with many keys or leases, in slices (see `slice_scheduler`)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from ...tiers.base import TierFilter
+from ...tiers.core.secondary import Presence
+from ...tiers.errors import LeaseNotFound
+from ...tiers.types import DurableStatus, EngineSession, LeaseId
+from ..rpc.sessions import SessionRegistry
+from ..rpc.slice_scheduler import SliceScheduler, slices_of
+from ..runtime import TierRuntime
+
+__all__ = ["LongCalls"]
+
+_SLICE = 512
+"""Keys per slice. A flush takes 2 to 4 µs per key."""
+_UNPIN_SLICE = 8192
+"""Blocks of released leases per slice: 0.1 µs per block."""
+_LEASE_COST = 16
+"""An unknown or empty lease takes as long as the release of this number of blocks."""
+
+
+class LongCalls:
+    def __init__(self, runtime: TierRuntime, sessions: SessionRegistry) -> None:
+        self._runtime = runtime
+        self._core = runtime.core
+        self._sessions = sessions
+        self._scheduler = SliceScheduler(sessions)
+
+    async def flush(self, session: EngineSession, keys: Sequence[bytes], deadline: float) -> bytes:
+        """Stores blocks in durable tiers, and waits for it. Returns a `DurableStatus` per key."""
+        statuses: dict[bytes, int] = {}
+        namespace = session.namespace.id
+        for part in slices_of(list(dict.fromkeys(keys)), _SLICE):
+            if len(part) < len(keys):
+                await self._scheduler.turn(session)
+            statuses.update(zip(part, self._core.durability.flush(namespace, part), strict=True))
+            self._runtime.run_commands()
+        pending = deque(key for key, status in statuses.items() if status == DurableStatus.PENDING)
+        waited = False
+        while pending and (remaining := deadline - self._runtime.now()) > 0:
+            waited = True
+            await self._runtime.wait_for_change(remaining)
+            await self._drop_settled(session, pending, statuses)
+        if waited:
+            await self._drop_settled(session, pending, statuses, even_if_pending=True)
+        return bytes(map(statuses.__getitem__, keys))
+
+    async def _drop_settled(
+        self,
+        session: EngineSession,
+        pending: deque[bytes],
+        statuses: dict[bytes, int],
+        *,
+        even_if_pending: bool = False,
+    ) -> None:
+        """Updates the statuses of the first pending keys, and drops these keys.
+
+        Stops at the first key that is still pending. So each change costs only one key and the keys
+        that it has settled.
+        """
+        for number in range(1, len(pending) + 1):
+            key = pending[0]
+            statuses[key] = self._core.durability.of(session.namespace.id, key)
+            if statuses[key] == DurableStatus.PENDING and not even_if_pending:
+                return
+            pending.popleft()
+            if not number % _SLICE:
+                await self._scheduler.turn(session)
+
+    async def query_shared_tiers(
+        self, session: EngineSession, keys: Sequence[bytes], tiers: TierFilter, deadline: float, *, prefix: bool
+    ) -> None:
+        """Asks the shared tiers which keys they have, and waits for the answers or the deadline."""
+        if not self._core.shared_tiers:
+            return
+        open_keys: deque[bytes] = deque()
+        for part in slices_of(keys, _SLICE):
+            if len(part) < len(keys):
+                await self._scheduler.turn(session)
+            outstanding, has_miss = self._core.shared_tiers.query(session, part, tiers, prefix=prefix)
+            self._runtime.run_commands()
+            open_keys += outstanding
+            if prefix and has_miss:
+                break
+        while open_keys and (remaining := deadline - self._runtime.now()) > 0:
+            await self._runtime.wait_for_change(remaining)
+            self._sessions.check(session)
+            for number in range(1, len(open_keys) + 1):
+                presence = self._core.shared_tiers.presence(session, open_keys[0], tiers)
+                if presence is Presence.UNKNOWN:
+                    break
+                open_keys.popleft()
+                if prefix and presence is not Presence.HELD:
+                    return
+                if not number % _SLICE:
+                    await self._scheduler.turn(session)
+
+    async def release(self, session: EngineSession, lease_ids: Iterable[int]) -> None:
+        """Releases leases; ignores unknown ones. Raises NotOwner."""
+        cost = 0
+        for lease_id in map(LeaseId, dict.fromkeys(lease_ids)):
+            if cost > _UNPIN_SLICE:
+                await self._scheduler.turn(session)
+                cost = 0
+            cost += _LEASE_COST
+            with contextlib.suppress(LeaseNotFound):
+                cost += len(self._core.lease(session, lease_id).items)
+                self._core.release(session, lease_id)
+
+    async def renew(self, session: EngineSession, lease_ids: Iterable[int], expires_at: float) -> list[int]:
+        """Extends leases; returns those that have ended. Raises NotOwner."""
+        missing = []
+        for number, lease_id in enumerate(dict.fromkeys(lease_ids), start=1):
+            try:
+                self._core.renew(session, LeaseId(lease_id), expires_at)
+            except LeaseNotFound:
+                missing.append(lease_id)
+            if not number % _SLICE:
+                await self._scheduler.turn(session)
+        return missing

@@ -1,0 +1,190 @@
+"""Calls with many keys: their work is bounded, and they run in slices."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from harness.payloads import key_of
+
+from kvtier.cuda.host.region import HostRegion
+from kvtier.protos.v1 import cache_pb2
+from kvtier.server.config.schema import HandoffConfig, LeaseConfig, LimitConfig, RetentionConfig
+from kvtier.server.rpc.request_checks import RequestValidator
+from kvtier.server.runtime import TierRuntime
+from kvtier.server.services.cache import CacheService
+from kvtier.tiers.base import NamespaceId
+from kvtier.tiers.types import DurableStatus, EngineSession, NamespaceSpec
+
+PART = 4096
+SPEC = NamespaceSpec(NamespaceId(b"n" * 16), world_size=1, part_bytes=(PART,))
+MANY = 4096
+CHANGES = 200
+KEYS = [key_of(number) for number in range(MANY)]
+
+
+class Calls:
+    """The service of the cache, with one session, and counters of the core's work."""
+
+    def __init__(self, runtime: TierRuntime) -> None:
+        self.runtime = runtime
+        self.session: EngineSession = runtime.core.open_session(b"s", "e", 0, SPEC)
+        registry: Any = SimpleNamespace(
+            get=lambda _, **__: self.session,
+            check=lambda session: runtime.core.session(session.id),
+            others_heard_at=lambda _: 0.0,
+            refuse_if_draining=lambda: None,
+        )
+        validator = RequestValidator(LimitConfig(), LeaseConfig(), RetentionConfig(), HandoffConfig())
+
+        async def end_writers(_: int) -> None: ...
+
+        self.service: Any = CacheService(runtime, registry, validator, end_writers)
+
+    def store(self, keys: Sequence[bytes]) -> int:
+        """Begins a store, so that the keys are pending."""
+        answer = self.runtime.core.prepare_store(self.session, keys, request_id="", expires_at=1e12)
+        assert answer.store_id is not None
+        return answer.store_id
+
+    async def flush(self, keys: Sequence[bytes], seconds: float) -> bytes:
+        request = cache_pb2.FlushRequest(keys=keys, wait=duration(seconds))
+        statuses: bytes = (await self.service.Flush(request, None)).statuses
+        return statuses
+
+    def statuses_read(self, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+        """Returns a list that gets each key whose durability is read."""
+        read: list[bytes] = []
+        durability, original = self.runtime.core.durability, self.runtime.core.durability.of
+
+        def of(namespace: NamespaceId, key: bytes) -> DurableStatus:
+            read.append(key)
+            return original(namespace, key)
+
+        monkeypatch.setattr(durability, "of", of)
+        return read
+
+
+def duration(seconds: float) -> Duration:
+    return Duration(seconds=int(seconds), nanos=int(seconds % 1 * 1e9))
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[Calls]:
+    runtime = TierRuntime(HostRegion.create(4 * MANY * PART), [])
+    await runtime.start()
+    try:
+        yield Calls(runtime)
+    finally:
+        await runtime.close()
+
+
+async def change(runtime: TierRuntime) -> None:
+    """Wakes all waiting calls, and lets them run."""
+    runtime.notify_change()
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def turns_of(call: asyncio.Task[Any]) -> int:
+    """Returns how many turns of the event loop a call takes."""
+    turns = 0
+    while not call.done():
+        turns += 1
+        await asyncio.sleep(0)
+    return turns
+
+
+def test_a_repeated_key_is_flushed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """65,536 times the same pending key in each of four calls: a change costs one read per call."""
+
+    async def scenario() -> None:
+        async with serving() as calls:
+            calls.store(KEYS[:1])
+            read = calls.statuses_read(monkeypatch)
+            flushes = [asyncio.create_task(calls.flush(KEYS[:1] * 65536, 0.9)) for _ in range(4)]
+            await asyncio.sleep(0)
+            for _ in range(CHANGES):
+                await change(calls.runtime)
+            answers = await asyncio.gather(*flushes)
+            assert len(read) <= 4 * (CHANGES + 10)
+            assert answers == [bytes([DurableStatus.PENDING]) * 65536] * 4
+
+    asyncio.run(scenario())
+
+
+def test_a_change_costs_a_flush_only_the_keys_that_it_settles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flush of many pending keys reads each of them twice, and one more for each change."""
+
+    async def scenario() -> None:
+        async with serving() as calls:
+            first, second = calls.store(KEYS[:100]), calls.store(KEYS[100:])
+            read = calls.statuses_read(monkeypatch)
+            flush = asyncio.create_task(calls.flush([*KEYS, *KEYS], 30))
+            for _ in range(CHANGES):
+                await change(calls.runtime)
+            for store in (first, second):
+                assert not flush.done()
+                calls.runtime.core.complete_store(calls.session, store)
+                await change(calls.runtime)
+            assert await flush == bytes([DurableStatus.VOLATILE]) * 2 * MANY
+            assert len(read) <= 2 * MANY + 2 * (CHANGES + 100)
+
+    asyncio.run(scenario())
+
+
+def test_a_flush_tells_settled_keys_behind_a_pending_one() -> None:
+    """At the end of the wait each key has its current status."""
+
+    async def scenario() -> None:
+        async with serving() as calls:
+            calls.store(KEYS[:1])
+            store = calls.store(KEYS[1:1000])
+            flush = asyncio.create_task(calls.flush(KEYS[:1000], 0.5))
+            await change(calls.runtime)
+            calls.runtime.core.complete_store(calls.session, store)
+            calls.runtime.notify_change()
+            assert await flush == bytes([DurableStatus.PENDING] + [DurableStatus.VOLATILE] * 999)
+
+    asyncio.run(scenario())
+
+
+def test_long_calls_run_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other calls run between two slices of a flush; each slice has a bounded number of keys."""
+
+    async def scenario() -> None:
+        async with serving() as calls:
+            slices: list[int] = []
+            durability, original = calls.runtime.core.durability, calls.runtime.core.durability.flush
+
+            def flush(namespace: NamespaceId, keys: Sequence[bytes]) -> bytes:
+                slices.append(len(keys))
+                return original(namespace, keys)
+
+            monkeypatch.setattr(durability, "flush", flush)
+            turns = await turns_of(asyncio.create_task(calls.flush(KEYS, 0)))
+            assert sum(slices) == MANY
+            assert max(slices) <= 512
+            assert turns > len(slices)
+
+    asyncio.run(scenario())
+
+
+def test_releases_and_renewals_run_in_slices() -> None:
+    """65,536 leases in one call, known or not, do not hold the event loop."""
+
+    async def scenario() -> None:
+        async with serving() as calls:
+            release = cache_pb2.ReleaseLeaseRequest(lease_ids=range(1, 65537))
+            assert await turns_of(asyncio.create_task(calls.service.ReleaseLease(release, None))) > 65536 // 1024
+            touch = cache_pb2.TouchRequest(lease_ids=range(1, 65537))
+            call = asyncio.create_task(calls.service.Touch(touch, None))
+            assert await turns_of(call) > 65536 // 1024
+            assert list(call.result().missing_lease_ids) == list(range(1, 65537))
+
+    asyncio.run(scenario())
