@@ -17,6 +17,7 @@ from .copies import measure_copies
 from .disk import measure_disk
 from .durable import measure_durable
 from .embedded import measure_embedded
+from .fairness import measure_fairness
 from .growth import measure_growth
 from .lookups import measure_lookups
 from .machine import facts
@@ -35,6 +36,7 @@ PARTS: dict[str, Callable[[Report, Path], None]] = {
     "embedded": measure_embedded,
     "disk": measure_disk,
     "clients": measure_clients,
+    "fairness": measure_fairness,
 }
 PROFILE: dict[str, Callable[[Report, Path], None]] = {"profile": measure_profile}
 

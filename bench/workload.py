@@ -33,11 +33,17 @@ def connect(
     transport: Literal["shm", "tcp", "grpc"],
     block_bytes: int,
     credentials: Credentials | None = None,
+    tenant: str = "",
 ) -> Client:
     """Returns a connected client with blocks of this size and only this transport."""
     group = Group(name="full", block_tokens=16, part_bytes=block_bytes)
     namespace = Namespace(
-        model=f"bench-{block_bytes}", dtype="uint8", layout="bytes", hash_scheme="sha256", groups=(group,)
+        model=f"bench-{block_bytes}",
+        dtype="uint8",
+        layout="bytes",
+        hash_scheme="sha256",
+        tenant=tenant,
+        groups=(group,),
     )
     client = Client(endpoint, namespace=namespace, transport=transport, name="bench", rank=0, credentials=credentials)
     client.wait_until_connected(10.0)

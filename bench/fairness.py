@@ -1,0 +1,227 @@
+"""Benchmark of fairness: what one abusive client costs an honest client of the same server.
+
+`python -m bench.fairness NAME ENDPOINT` is one client in its own process. An abusive client repeats
+its calls until it is killed. The honest client measures once per line of its standard input.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from kvtier.client import Client, KVTierError, StoreStatus
+from kvtier.protos.endpoint import parse_endpoint
+from kvtier.protos.v1 import admin_pb2
+from kvtier.server.commands.admin_client import AdminClientError, ask, follow
+
+from .measure import percentile, timed
+from .report import Report
+from .service import Service
+from .workload import Keys, connect
+
+__all__ = ["ABUSES", "measure_fairness"]
+
+REGION_BYTES = 512 << 20
+LMDB_BYTES = 1 << 30
+BLOCK_BYTES = 64 << 10
+ABUSER_BLOCK_BYTES = 4096
+"""Another size than the honest client's, so that the two clients have different namespaces."""
+MOST_KEYS = 65_536
+BATCH = 4
+LOOKUP_KEYS = 64
+CALLERS = 4
+"""Threads of the abusive client, each with one call in progress."""
+SECONDS = 2.0
+WARM_UP_SECONDS = 0.5
+_TENANTS = 'tenants.honest = {quota = "45%"}\ntenants.abusive = {limit = "45%"}\n'
+_PATIENCE = 30.0
+_PAUSE_SECONDS = 0.01
+
+
+class _Abuser:
+    """One caller of the abusive client. Each public method is an abuse: its largest legal calls."""
+
+    def __init__(self, endpoint: str, caller: int) -> None:
+        self._endpoint = parse_endpoint(endpoint)
+        self._client: Client = connect(endpoint, "shm", ABUSER_BLOCK_BYTES, tenant="abusive")
+        self._series = Keys(f"abuse {caller} {time.time_ns()}")
+        self._unknown = Keys("unknown").take(MOST_KEYS)
+        self._stored = self._series.take(8192)
+        self._client.store(self._stored, [memoryview(bytes(ABUSER_BLOCK_BYTES))] * len(self._stored))
+        self._request_id = f"abuse-{caller}"
+        self._explained = False
+
+    def spin(self) -> None:
+        """Uses a processor without any call: the part of a slow-down that is not the server's."""
+        until = time.monotonic() + 0.05
+        while time.monotonic() < until:
+            sum(range(1000))
+
+    def lookups_of_unknown_keys(self) -> None:
+        self._client.lookup(self._unknown, prefix=False, request_id=self._request_id).release()
+
+    def lookups_of_one_key(self) -> None:
+        self._client.lookup(self._stored[:1] * MOST_KEYS, prefix=False).release()
+
+    def lookups_of_hits(self) -> None:
+        self._client.lookup(self._stored, request_id=self._request_id).release()
+
+    def flushes(self) -> None:
+        self._client.flush(self._stored[:1] * MOST_KEYS, wait=0.2)
+
+    def stores_of_new_keys(self) -> None:
+        with suppress(KVTierError), self._client.write(self._series.take(MOST_KEYS)):
+            raise KVTierError("nothing is stored")
+
+    def stores_of_present_keys(self) -> None:
+        with self._client.write(self._stored):
+            pass
+
+    def resets(self) -> None:
+        self._client.store(self._stored, [memoryview(bytes(ABUSER_BLOCK_BYTES))] * len(self._stored))
+        self._client.reset()
+
+    def publications(self) -> None:
+        self._client.publish(self._request_id, self._unknown, range(MOST_KEYS), num_tokens=16 * MOST_KEYS)
+
+    def statuses(self) -> None:
+        ask(self._endpoint, "GetStatus", admin_pb2.GetStatusRequest(), _PATIENCE)
+
+    def explanations(self) -> None:
+        """Explains a request whose 64 lookups each alternate between hits and misses."""
+        if not self._explained:
+            self._explained = True
+            mixed = [key for pair in zip(self._unknown[:512], self._stored[:512], strict=True) for key in pair]
+            for _ in range(64):
+                self._client.lookup(mixed, prefix=False, request_id=self._request_id).release()
+        request = admin_pb2.ExplainRequestRequest(request_id=self._request_id)
+        ask(self._endpoint, "ExplainRequest", request, _PATIENCE)
+
+    def evictions(self) -> None:
+        for _ in follow(self._endpoint, "Evict", admin_pb2.EvictRequest(dry_run=True), _PATIENCE):
+            pass
+
+    def checks(self) -> None:
+        for _ in follow(self._endpoint, "Fsck", admin_pb2.FsckRequest(), _PATIENCE):
+            pass
+
+
+class _Honest:
+    """The honest client: lookups of hits, and stores and loads of a few blocks."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._client = connect(endpoint, "shm", BLOCK_BYTES, tenant="honest")
+        self._keys = Keys(f"honest {time.time_ns()}")
+        self._block = bytearray(BLOCK_BYTES)
+        self._found = self._keys.take(LOOKUP_KEYS)
+        self.failed = 0
+        self._client.store(self._found, [memoryview(self._block)] * LOOKUP_KEYS)
+
+    def attempt(self) -> None:
+        """Makes one step. A failed step lasts until the client has a session again."""
+        try:
+            self._step()
+        except KVTierError:
+            self.failed += 1
+            self._client.wait_until_connected(_PATIENCE)
+
+    def _step(self) -> None:
+        """Raises if a call gives another result than on an idle server."""
+        with self._client.lookup(self._found) as lease:
+            if lease.prefix_hits != LOOKUP_KEYS:
+                raise RuntimeError(f"only {lease.prefix_hits} of {LOOKUP_KEYS} blocks were found")
+        keys = self._keys.take(BATCH)
+        statuses = self._client.store(keys, [memoryview(self._block)] * BATCH)
+        if statuses.count(StoreStatus.GRANTED) != BATCH:
+            raise RuntimeError("not all blocks were stored")
+        if self._client.load(keys, [memoryview(self._block)] * BATCH) != BATCH:
+            raise RuntimeError("not all blocks were loaded")
+
+
+ABUSES = tuple(name for name in vars(_Abuser) if not name.startswith("_"))
+
+
+def measure_fairness(report: Report, directory: Path) -> None:
+    """Adds the honest client's rate and p99, alone and beside each abuse.
+
+    The row `spin` shows what a client costs that only uses a processor of the machine.
+    """
+    with Service(directory, REGION_BYTES, lmdb_bytes=LMDB_BYTES, config=_TENANTS) as service:
+        service.start()
+        with _process("honest", service.unix) as honest:
+            _measure(report, honest, "alone")
+            for abuse in ABUSES:
+                with _process(abuse, service.unix):
+                    _measure(report, honest, abuse.replace("_", " "))
+
+
+def _measure(report: Report, honest: subprocess.Popen[str], name: str) -> None:
+    assert honest.stdin is not None
+    assert honest.stdout is not None
+    print(file=honest.stdin, flush=True)
+    found = json.loads(honest.stdout.readline())
+    seconds = found["seconds"]
+    beside = f"honest client beside {name}" if name != "alone" else "honest client alone"
+    limit = None if name == "alone" else "honest client alone"
+    report.add(
+        f"{beside}: steps", (len(seconds) - found["failed"]) / sum(seconds), "1/s", f"{limit}: steps" if limit else None
+    )
+    report.add(f"{beside}: p99", percentile(seconds, 0.99), "ms", f"{limit}: p99" if limit else None)
+
+
+@contextmanager
+def _process(name: str, endpoint: str) -> Iterator[subprocess.Popen[str]]:
+    """Runs one client until the `with` statement ends; waits until its work has begun."""
+    command = [sys.executable, "-m", "bench.fairness", name, endpoint]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        if process.stdout.readline() != "ready\n":
+            raise RuntimeError(f"the client of {name} ended early")
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _main(name: str, endpoint: str) -> None:
+    if name == "honest":
+        honest = _Honest(endpoint)
+        print("ready", flush=True)
+        for _ in sys.stdin:
+            _repeat(honest.attempt, WARM_UP_SECONDS)
+            honest.failed = 0
+            print(json.dumps({"seconds": _repeat(honest.attempt, SECONDS), "failed": honest.failed}), flush=True)
+        return
+    callers = [_Abuser(endpoint, caller) for caller in range(CALLERS)]
+    for caller in callers:
+        threading.Thread(target=_abuse, args=(getattr(caller, name),), daemon=True).start()
+    print("ready", flush=True)
+    sys.stdin.read()
+
+
+def _abuse(call: Callable[[], None]) -> None:
+    """Repeats a call. The server may refuse it or be slow."""
+    while True:
+        try:
+            call()
+        except (KVTierError, AdminClientError):
+            time.sleep(_PAUSE_SECONDS)
+
+
+def _repeat(action: Callable[[], None], seconds: float) -> list[float]:
+    times, until = [timed(action)], time.monotonic() + seconds
+    while time.monotonic() < until:
+        times.append(timed(action))
+    return times
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], sys.argv[2])
