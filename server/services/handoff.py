@@ -103,7 +103,7 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         self, request: handoff_pb2.ReportNotClaimedRequest, context: grpc.aio.ServicerContext
     ) -> handoff_pb2.ReportNotClaimedResponse:
         session = self._sessions.get(request.session)
-        name, request_id = self._name(session, request.hold), self._required(request.request_id, "request_id")
+        name, request_id = self._name(session, request.hold), _required(request.request_id, "request_id")
         owner = Owner(session.engine, session.id, request_id)
         self._handoffs.not_claimed(owner, name, _outcome(request.reason), self._runtime.now())
         return handoff_pb2.ReportNotClaimedResponse()
