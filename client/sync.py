@@ -188,7 +188,7 @@ class Client:
             lease: duration of the lease in seconds; None: the server's default.
             exclude: tiers that the lookup does not use.
             min_hits: with `prefix`: if there are fewer leading hits, all keys count as misses.
-            retain_for: seconds without eviction, within the server's limit; None: of `begin_request`.
+            retain_for: seconds without eviction, within the server's limit; see `begin_request`.
         """
         return self._lease(
             self._operations.lookup(
