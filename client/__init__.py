@@ -19,6 +19,7 @@ from .errors import (
     ServerError,
     SessionLost,
     Unavailable,
+    UnsupportedServer,
 )
 from .namespace import Group, GroupKind, Namespace, is_hold_key, make_hold_key, make_key
 from .results import (
@@ -86,6 +87,7 @@ __all__ = [
     "TierVote",
     "Timeouts",
     "Unavailable",
+    "UnsupportedServer",
     "WriteBatch",
     "is_hold_key",
     "make_hold_key",

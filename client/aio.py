@@ -130,7 +130,7 @@ class AsyncClient:
         return session.transport if (session := self._transport.session) else None
 
     async def wait_until_connected(self, timeout: float | None = None) -> None:
-        """Waits `timeout` s (None: `Timeouts.connect`) for a session, else raises KVTierError."""
+        """Waits `timeout` s (`Timeouts.connect`) for a session, or until a `permanent` refusal."""
         await self._transport.perform(Connect(self.timeouts.connect if timeout is None else timeout, patient=True))
 
     async def begin_request(

@@ -31,6 +31,7 @@ __all__ = [
     "ServerError",
     "SessionLost",
     "Unavailable",
+    "UnsupportedServer",
     "error_for",
     "error_from",
     "error_from_status",
@@ -39,6 +40,9 @@ __all__ = [
 
 class KVTierError(Exception):
     """Base class of all exceptions of client calls."""
+
+    permanent = False
+    """Whether the server refuses each such call until a setting or argument changes."""
 
     def __init__(self, message: str, reason: str = "") -> None:
         super().__init__(message)
@@ -69,6 +73,8 @@ class Draining(Unavailable):
 class InvalidRequest(KVTierError):
     """The arguments of the call are invalid. A retry with the same arguments fails again."""
 
+    permanent = True
+
 
 class LeaseLost(KVTierError):
     """A lease or store ended while it was in use, or an item of the lease is not ready."""
@@ -81,9 +87,13 @@ class HoldGone(KVTierError):
 class AccessDenied(KVTierError):
     """The server does not know the credentials, or the credentials forbid this call or tenant."""
 
+    permanent = True
+
 
 class NotOwner(KVTierError):
     """The lease or store belongs to another engine."""
+
+    permanent = True
 
 
 class LimitExceeded(KVTierError):
@@ -96,6 +106,12 @@ class ChecksumMismatch(KVTierError):
 
 class DeviceUnavailable(KVTierError):
     """The server cannot copy to or from this device now; the message begins with the cause."""
+
+
+class UnsupportedServer(KVTierError):
+    """The peer does not know the call: it is not a kvtier server, or its version is too old."""
+
+    permanent = True
 
 
 class ServerError(KVTierError):
@@ -140,6 +156,11 @@ _ERROR_OF_STATUS = MappingProxyType(
         grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
         grpc.StatusCode.CANCELLED: SessionLost,
         grpc.StatusCode.RESOURCE_EXHAUSTED: LimitExceeded,
+        grpc.StatusCode.UNIMPLEMENTED: UnsupportedServer,
+        # A proxy between client and server gives no reason.
+        grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+        grpc.StatusCode.PERMISSION_DENIED: AccessDenied,
+        grpc.StatusCode.UNAUTHENTICATED: AccessDenied,
     }
 )
 

@@ -26,12 +26,16 @@ ATTEMPTS = 3
 def is_retryable(error: KVTierError, session: ClientSession) -> bool:
     """Whether to retry a stream that broke with `error` while its session is open.
 
-    A rate-limited stream is not retried, because each attempt counts against the limit.
+    A rate-limited stream is not retried, because each attempt counts against the limit. Without a
+    reason, `LimitExceeded` means that a message is too large, and `SessionLost` that the stream
+    broke.
     """
-    broke = isinstance(error, NotConnected | ChecksumMismatch | LimitExceeded) or (
-        isinstance(error, SessionLost) and not error.reason
+    broke = (
+        isinstance(error, NotConnected | ChecksumMismatch)
+        or (isinstance(error, LimitExceeded) and error.reason == "LIMIT_EXCEEDED")
+        or (isinstance(error, SessionLost) and not error.reason)
     )
-    return broke and not session.ended and error.reason != "RATE_LIMITED"
+    return broke and not session.ended
 
 
 class PartSender:

@@ -127,7 +127,7 @@ class Client:
         return session.transport if (session := self._transport.session) else None
 
     def wait_until_connected(self, timeout: float | None = None) -> None:
-        """Waits `timeout` s (None: `Timeouts.connect`) for a session, else raises KVTierError."""
+        """Waits `timeout` s (`Timeouts.connect`) for a session, or until a `permanent` refusal."""
         self._transport.perform(Connect(self.timeouts.connect if timeout is None else timeout, patient=True))
 
     def begin_request(

@@ -33,9 +33,8 @@ class Timeouts:
             check_seconds(field.name, getattr(self, field.name))
 
 
-def check_seconds(name: str, seconds: float) -> None:
-    """Raises `InvalidRequest` if a time is not a number, NaN, negative or too long for a timer."""
+def check_seconds(name: str, seconds: float, most: float = threading.TIMEOUT_MAX) -> None:
+    """Raises `InvalidRequest` if a time is not a number, NaN, negative or too long."""
     is_number = isinstance(seconds, (float, int, Real))  # the last one includes numbers of numpy
-    if isinstance(seconds, bool) or not is_number or not 0 <= seconds <= threading.TIMEOUT_MAX:
-        limit = f"{threading.TIMEOUT_MAX:.1e}"
-        raise InvalidRequest(f"{name} must be a number of seconds from 0 to {limit}, not {seconds!r}")
+    if isinstance(seconds, bool) or not is_number or not 0 <= seconds <= most:
+        raise InvalidRequest(f"{name} must be a number of seconds from 0 to {most:.1e}, not {seconds!r}")

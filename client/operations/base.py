@@ -25,6 +25,8 @@ from ..timeouts import Timeouts, check_seconds
 __all__ = ["Base", "as_json", "consecutive", "duration", "key_fields", "member", "message"]
 
 
+_MAX_SECONDS = 2.0**60
+"""Longest time that a request can have. The server shortens times to its limits."""
 _group_of: Callable[[bytes], bytes] = itemgetter(slice(-4, None))
 
 
@@ -54,7 +56,7 @@ class Base:
         """Performs a call on the current session. `wait` and `fields` are fields of the request."""
         session: ClientSession = yield Connect(self._timeouts.connect)
         if wait is not None:
-            fields["wait"] = duration(wait)
+            fields["wait"] = duration("wait", wait)
         request = message(make, session=session.ref, **fields)
         return (yield from self._call(session, method, request, wait or 0.0))
 
@@ -66,7 +68,7 @@ class Base:
             session=session.ref,
             request_id=request_id,
             **key_fields(session, keys),
-            retain_for=duration(retain_for),
+            retain_for=duration("retain_for", retain_for),
         )
         answer: cache_pb2.PrepareStoreResponse = yield from self._call_or_end_session(
             session, "CacheService/PrepareStore", request
@@ -167,10 +169,11 @@ def as_json(params: Mapping[str, Any] | None) -> str:
         raise InvalidRequest(f"kv_transfer_params cannot be encoded as JSON: {error}") from error
 
 
-def duration(seconds: float | None) -> Duration | None:
+def duration(name: str, seconds: float | None) -> Duration | None:
+    """Returns the duration of the argument `name`; raises `InvalidRequest` if it is invalid."""
     if seconds is None:
         return None
-    check_seconds("a time", seconds)
+    check_seconds(name, seconds, _MAX_SECONDS)
     duration = Duration()
     duration.FromNanoseconds(int(seconds * 1e9))
     return duration

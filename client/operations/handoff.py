@@ -41,7 +41,7 @@ class HandoffOperations(Base):
             keys=keys,
             positions=positions,
             num_tokens=num_tokens,
-            duration=duration(hold_for),
+            duration=duration("hold_for", hold_for),
         )
         remaining = answer.remaining.ToNanoseconds() / 1e9
         return Publication(PublishStatus(answer.status), remaining, answer.pending_blocks)
@@ -62,8 +62,8 @@ class HandoffOperations(Base):
             hold=_ref(hold),
             request_id=request_id,
             first_positions=first_positions,
-            lease_duration=duration(lease),
-            wait=duration(wait),
+            lease_duration=duration("lease", lease),
+            wait=duration("wait", wait),
         )
         answer = yield from self._call(session, "HandoffService/ClaimHold", request, wait)
         statuses: bytes = answer.statuses
@@ -84,7 +84,7 @@ class HandoffOperations(Base):
         )
 
     def renew_holds(self, holds: Sequence[HoldName], *, extension: float | None) -> Operation[list[HoldName]]:
-        refs, extend = map(_ref, holds), duration(extension)
+        refs, extend = map(_ref, holds), duration("extension", extension)
         answer = yield from self._request(
             handoff_pb2.RenewHoldsRequest, "HandoffService/RenewHolds", holds=refs, extension=extend
         )

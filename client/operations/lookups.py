@@ -43,11 +43,11 @@ class LookupOperations(Base):
             prompt_tokens=prompt_tokens,
             priority=priority,
             kv_transfer_params_json=as_json(kv_transfer_params),
-            wait=duration(wait),
-            lease_duration=duration(lease),
+            wait=duration("wait", wait),
+            lease_duration=duration("lease", lease),
             exclude=tier_filter(exclude),
             min_hits=min_hits,
-            retain_for=duration(retain_for),
+            retain_for=duration("retain_for", retain_for),
         )
         answer = yield from self._call(session, "CacheService/BeginRequest", request, wait)
         votes = tuple(TierVote(vote.tier, OffloadPolicy(vote.policy), vote.why) for vote in answer.votes)
@@ -75,12 +75,12 @@ class LookupOperations(Base):
             request_id=request_id,
             **key_fields(session, keys),
             mode=lookup_mode(prefix),
-            wait=duration(wait),
-            lease_duration=duration(lease),
+            wait=duration("wait", wait),
+            lease_duration=duration("lease", lease),
             want_slots=want_slots and session.region is not None,
             exclude=tier_filter(exclude),
             min_hits=min_hits,
-            retain_for=duration(retain_for),
+            retain_for=duration("retain_for", retain_for),
         )
         answer = yield from self._call(session, "CacheService/Lookup", request, wait)
         return lookup_result(answer, request_id, keys, session)
@@ -90,7 +90,7 @@ class LookupOperations(Base):
 
     def touch(self, lease_ids: Iterable[int], *, lease: float | None) -> Operation[list[int]]:
         answer = yield from self._request(
-            cache_pb2.TouchRequest, "CacheService/Touch", lease_ids=lease_ids, lease_duration=duration(lease)
+            cache_pb2.TouchRequest, "CacheService/Touch", lease_ids=lease_ids, lease_duration=duration("lease", lease)
         )
         return list(answer.missing_lease_ids)
 

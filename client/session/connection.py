@@ -25,6 +25,7 @@ from ...protos.v1 import session_pb2, session_pb2_grpc
 from ...protos.wire.socket_frames import Purpose
 from ..errors import AccessDenied, Draining, InvalidRequest, KVTierError, NotConnected, ServerError, error_from_status
 from ..namespace import Namespace
+from ..timeouts import check_seconds
 from .session import AttachError, Attachment, ClientSession
 from .socket_calls import SocketCalls, SocketTarget
 
@@ -106,18 +107,17 @@ class SessionConnection:
     def wait(self, seconds: float, *, patient: bool = False) -> ClientSession:
         """Returns the session. Waits at most `seconds` for the first attempt to connect.
 
-        If `patient`, waits for further attempts too. If there is no session, raises `KVTierError`:
-        the error of the failed attempt, if an attempt failed.
+        If `patient`, waits for further attempts too, unless the server's refusal is permanent. If
+        there is no session, raises `KVTierError`: the error of the failed attempt, if an attempt
+        failed.
         """
         session = self.session
         if session is not None:
             return session
+        check_seconds("timeout", seconds)
         with self._changed:
             # An ended session stays in `_session` until the connection thread sets `_error`.
-            self._changed.wait_for(
-                lambda: self.session or (not patient and (self._error or self._session)) or self._closing.is_set(),
-                seconds,
-            )
+            self._changed.wait_for(lambda: self._is_decided(patient=patient), seconds)
             session = self.session
             if session is not None:
                 return session
@@ -127,6 +127,14 @@ class SessionConnection:
                 raise NotConnected("the session has ended" if self._session else "no server has answered yet")
             # A new exception for each caller, because raising an exception adds stack frames to it.
             raise type(self._error)(str(self._error), self._error.reason)
+
+    def _is_decided(self, *, patient: bool) -> bool:
+        """Whether a wait for a session can end."""
+        if self.session is not None or self._closing.is_set():
+            return True
+        if patient:
+            return self._error is not None and self._error.permanent
+        return self._error is not None or self._session is not None
 
     def invalidate(self, session: ClientSession) -> None:
         """Ends a session that the server no longer knows; the client then reconnects."""

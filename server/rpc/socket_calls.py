@@ -99,9 +99,9 @@ class SocketCallServer:
         `start` begins with the name of the method. Calls without long lists have a small limit.
         """
         if length > self.max_message_bytes:
-            return _refusal(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, f"a message of more than {self.max_message_bytes} bytes"
-            )
+            limit = f"{self.max_message_bytes} bytes, the limit that limits.max_message_bytes sets"
+            text = f"the message has {length} bytes, which is larger than {limit}"
+            return _refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
         if self._interceptor.bounds is None:
             return None
         most = self._interceptor.bounds.max_bytes(start[1 : 1 + start[0]].decode(errors="replace")) + _NAME_BYTES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,15 @@ def test_a_timeout_that_is_no_number_of_seconds_is_refused(seconds: Any) -> None
         Timeouts(connect=seconds)
 
 
+@pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf"), "2"])
+def test_a_wait_that_is_no_number_of_seconds_is_refused(seconds: Any) -> None:
+    with (
+        contextlib.closing(Client(NOWHERE, namespace=NAMESPACE)) as client,
+        pytest.raises(InvalidRequest, match="timeout must be a number"),
+    ):
+        client.wait_until_connected(seconds)
+
+
 CALLS: dict[str, tuple[Callable[[Client], object], str]] = {
     "direction": (
         lambda client: client.publish("r", [KEY], [0], num_tokens=1, direction="decode_to_prefill"),  # type: ignore[arg-type]
@@ -80,10 +90,10 @@ CALLS: dict[str, tuple[Callable[[Client], object], str]] = {
         lambda client: client.lookup([KEY], exclude=TierFilter(names="lmdb")),
         "names must be a collection, not 'lmdb'",
     ),
-    "negative wait": (lambda client: client.lookup([KEY], wait=-1), "not -1"),
+    "negative wait": (lambda client: client.lookup([KEY], wait=-1), "wait must be a number of seconds from 0"),
     "NaN": (lambda client: client.flush([KEY], wait=float("nan")), "not nan"),
     "endless wait": (lambda client: client.reset(wait=float("inf")), "not inf"),
-    "negative retention": (lambda client: client.lookup([KEY], retain_for=-0.1), "not -0.1"),
+    "negative retention": (lambda client: client.lookup([KEY], retain_for=-0.1), "retain_for must be a number"),
 }
 
 

@@ -422,6 +422,6 @@ def test_a_message_beyond_the_limit_is_refused(route: Route) -> None:
         arguments: Any = {"namespace": NAMESPACE, "transport": transport}
         with Client(route.server.endpoint, **arguments) as client:
             client.wait_until_connected(60)
-            with pytest.raises(LimitExceeded):
+            with pytest.raises(LimitExceeded, match="larger than"):
                 client.begin_request("r", kv_transfer_params={"much": "x" * 8 * MIB})
             assert client.lookup(KEYS).prefix_hits == 0
