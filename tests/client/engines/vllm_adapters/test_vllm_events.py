@@ -28,7 +28,7 @@ def test_a_block_is_announced_when_every_worker_has_stored_it() -> None:
         job = _save(scheduler)
         scheduler.saves_reported(WorkerReport({job.job_id: 1}))
         assert not list(scheduler.take_events())
-        scheduler.saves_reported(WorkerReport({job.job_id: 1}, {job.job_id: {1}}))
+        scheduler.saves_reported(WorkerReport({job.job_id: 0b10}, {job.job_id: {1}}))
         events: list[Any] = list(scheduler.take_events())
         assert not list(scheduler.take_events()), "each is taken once"
     assert all(isinstance(event, BlockStored) for event in events)

@@ -39,11 +39,11 @@ def _keys(count: int) -> list[bytes]:
 
 
 def _offered(scheduler: SchedulerSide, output: Any) -> list[bytes]:
-    """Builds a step; returns the keys of its saves, which all succeed."""
+    """Builds a step; returns the keys of its saves, which all succeed, except saves of held blocks."""
     saves = scheduler.build_step(output).saves
     for save in saves:
         scheduler.saves_reported(WorkerReport({save.job_id: 1}))
-    return [key for save in saves for key in save.keys]
+    return [key for save in saves if save.request_id for key in save.keys]
 
 
 def _prefill(scheduler: SchedulerSide, request: Any, hit: int, *, ahead: int = 0) -> list[bytes]:
@@ -217,10 +217,11 @@ def test_a_block_that_the_server_holds_is_not_copied_a_second_time() -> None:
     assert reports.take_report() == WorkerReport({1: 1}), "and both are stored"
 
 
-def test_votes_and_resets_of_a_real_server(tmp_path: Path) -> None:
+def test_votes_and_resets_of_a_real_server(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """B1.1, B1.3, B4.13 The shipped rule decides, with and without a lookup; a reset clears."""
     server = ServerProcess(tmp_path, long_timeout=True)
     server.start()
+    request.addfinalizer(server.kill)
     namespace = Namespace("policy", "uint8", (Group(PAGE, 4),))
 
     def connect(engine: str) -> Any:
@@ -243,4 +244,3 @@ def test_votes_and_resets_of_a_real_server(tmp_path: Path) -> None:
         assert scheduler.reset()
         wait_until(lambda: not reset_pending(scheduler))
         assert [tier["blocks"] for tier in server.status()["tiers"] if tier["name"] == "cpu"] == [0]
-    server.kill()

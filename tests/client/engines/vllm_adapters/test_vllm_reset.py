@@ -29,7 +29,7 @@ def test_a_reset_while_copies_run_keeps_their_blocks() -> None:
         scheduler.saves_reported(WorkerReport({job.job_id: 1}))
         assert not scheduler.reset()
         assert scheduler.has_pending_work()
-        scheduler.saves_reported(WorkerReport({job.job_id: 1}))
+        scheduler.saves_reported(WorkerReport({job.job_id: 0b10}))
         assert scheduler.reset()
         assert not scheduler.has_pending_work()
         assert pool.blocks[7].ref_cnt == 1
