@@ -191,7 +191,7 @@ class OffloadCore:
     ) -> list[EndedSave]:
         """Records workers' reports. Returns the jobs that all workers have ended.
 
-        ``ended``: per job id, the workers that have reported the job since the last call (bit n: worker n).
+        ``ended``: per job id, one bit per worker that has reported the job since the last call.
         ``not_stored``: per job id, the indices of the keys that some worker could not store. A
         block counts as stored only if every worker stored its part (B4.5).
         """
