@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,6 +37,7 @@ from ..errors import DeadlineExceeded, KVTierError, ServerError, SessionLost, er
 __all__ = ["MAX_IDLE", "SocketCalls", "SocketPool", "SocketTarget", "answer_length", "enable_keepalive", "message_of"]
 
 _CONNECT_SECONDS = 2.0
+_AVOID_SECONDS = 5.0
 MAX_IDLE = 8
 """Maximum number of idle connections; each uses a file descriptor of the server."""
 
@@ -170,6 +172,8 @@ class SocketCalls(SocketPool):
     def __init__(self, target: SocketTarget) -> None:
         """Does not connect; see `prepare`."""
         super().__init__(target, Purpose.CALLS)
+        self.avoid_until = 0.0
+        """Until this time (monotonic) the client opens no further connection, and calls use gRPC."""
         self._close_callbacks: list[Callable[[], object]] = []
 
     def on_close(self, callback: Callable[[], object]) -> None:
@@ -187,6 +191,20 @@ class SocketCalls(SocketPool):
         except (OSError, ValueError, KVTierError):
             return False
         return True
+
+    def _connect(self, seconds: float) -> Connection:
+        """Raises ConnectionError if the last attempt timed out recently."""
+        if time.monotonic() < self.avoid_until:
+            raise ConnectionError("the last attempt to connect timed out")
+        try:
+            return super()._connect(seconds)
+        except (TimeoutError, BlockingIOError):
+            self.avoid_connecting()
+            raise
+
+    def avoid_connecting(self) -> None:
+        """Called if an attempt to connect timed out, because the bulk process hangs."""
+        self.avoid_until = time.monotonic() + _AVOID_SECONDS
 
     def call(self, name: str, message: bytes, timeout: float) -> bytes | None:
         """Calls a method and returns its response. Returns None if no connection is possible.

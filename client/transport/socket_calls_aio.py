@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from typing import NamedTuple
 
 from ...protos.wire.socket_frames import HEAD_BYTES, Purpose, pack_call
@@ -38,9 +39,12 @@ class AsyncSocketCalls:
 
     async def call(self, name: str, message: bytes, timeout: float) -> bytes | None:
         """See `SocketCalls.call`."""
+        connection = self._take_idle()
+        if connection is None and time.monotonic() < self.calls.avoid_until and not self._closed:
+            return None
         try:
             async with asyncio.timeout(timeout):
-                connection = self._take_idle() or await self._connect()
+                connection = connection or await self._connect()
                 if connection is None:
                     if self._closed:  # None would make the caller use gRPC
                         raise SessionLost("the session has ended")
@@ -54,6 +58,8 @@ class AsyncSocketCalls:
                 finally:
                     self._put(connection, intact=intact)
         except TimeoutError:
+            if connection is None:
+                self.calls.avoid_connecting()
             raise DeadlineExceeded(f"{name}: no answer within {timeout:g} s") from None
         except (OSError, EOFError) as error:  # for example, the session has ended
             raise SessionLost(f"{name}: {error}") from None

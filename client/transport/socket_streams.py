@@ -17,6 +17,11 @@ from ..session.socket_calls import SocketCalls, SocketPool, SocketTarget, answer
 
 __all__ = ["SocketStreams"]
 
+_STALL_SECONDS = 5.0
+"""Maximum time without a byte, and until the first byte. A bulk process that runs answers within
+milliseconds. If it hangs, the stream is retried over gRPC."""
+_TIMER_SECONDS = 0.01
+"""The kernel's timers may be early by less than this."""
 _CONNECT_SECONDS = 5.0
 """For the first connection, which the connector's thread opens."""
 
@@ -88,7 +93,7 @@ class SocketStreams(SocketPool):
                 call = _StreamCall(connection)
                 on_start(call)
                 with effect.session.cancelling(call.cancel):
-                    connection.set_deadline(deadline - time.monotonic())
+                    connection.set_deadline(deadline - time.monotonic(), _STALL_SECONDS)
                     yield connection
                 intact = True
             finally:
@@ -96,8 +101,10 @@ class SocketStreams(SocketPool):
         except (OSError, ValueError) as error:
             if effect.session.ended or (call is not None and call.cancelled and time.monotonic() < deadline):
                 raise SessionLost("the session has ended") from None
-            if time.monotonic() >= deadline or isinstance(error, BlockingIOError):
+            if time.monotonic() >= deadline - _TIMER_SECONDS:
                 raise DeadlineExceeded("the stream did not end in time") from None
+            if isinstance(error, BlockingIOError):
+                raise NotConnected(f"no byte of a stream moved for {_STALL_SECONDS:g} s") from None
             raise NotConnected(f"the connection of a stream failed: {error}") from None
 
 

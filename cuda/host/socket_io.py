@@ -58,9 +58,13 @@ class Connection:
         self._limits: dict[int, float] = {}
         self.set_deadline(None)
 
-    def set_deadline(self, seconds: float | None) -> None:
-        """Sets the time that all later calls may take together; None: the idle limit applies."""
+    def set_deadline(self, seconds: float | None, stall_seconds: float = math.inf) -> None:
+        """Sets the time that all later calls may take together; None: the idle limit applies.
+
+        `stall_seconds`: time for which no byte may move. It applies only with a deadline.
+        """
         self._limits.clear()
+        self._stall_seconds = stall_seconds
         if seconds is not None:
             self._deadline = time.monotonic() + seconds
             return
@@ -125,13 +129,15 @@ class Connection:
 
         `option` is SO_RCVTIMEO or SO_SNDTIMEO. The kernel limits each call, and a slow peer causes
         many calls. The limit is set again only when the time left has shrunk by a tenth, because
-        setting it costs as much as a call. Raises `BlockingIOError` after the deadline.
+        setting it costs as much as a call. Raises `BlockingIOError` after the deadline. If no byte
+        moves for the stall limit, the next call raises it.
         """
         if self._deadline is None:
             return
         left = self._deadline - time.monotonic()
         if left < _SHORTEST_SECONDS:  # zero microseconds mean no limit
             raise BlockingIOError("the deadline has passed")
+        left = min(left, self._stall_seconds)
         if left <= 0.9 * self._limits.get(option, math.inf):
             _limit(self.socket, option, left)
             self._limits[option] = left

@@ -21,6 +21,7 @@ _DEADLINES = (
     (session, "_ATTACH_SECONDS"),
     (socket_calls, "_CONNECT_SECONDS"),
     (socket_streams, "_CONNECT_SECONDS"),
+    (socket_streams, "_STALL_SECONDS"),
 )
 DEFAULTS = {(module, name): getattr(module, name) for module, name in _DEADLINES}
 """The product's defaults, for tests of them."""

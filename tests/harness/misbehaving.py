@@ -175,6 +175,7 @@ WITH_SESSION: dict[str, Callable[[], Any]] = {
     "Reset": cache_pb2.ResetRequest,
     "PublishHold": lambda: handoff_pb2.PublishHoldRequest(request_id="r", keys=KEYS, positions=range(len(KEYS))),
     "ClaimHold": lambda: handoff_pb2.ClaimHoldRequest(hold=HOLD),
+    "ReportNotClaimed": lambda: handoff_pb2.ReportNotClaimedRequest(hold=HOLD, request_id="r", reason=1),
     "RenewHolds": lambda: handoff_pb2.RenewHoldsRequest(holds=[HOLD]),
     "ReleaseHolds": lambda: handoff_pb2.ReleaseHoldsRequest(holds=[HOLD]),
 }

@@ -136,3 +136,19 @@ def test_a_handshake_needs_a_common_protocol(tmp_path: Path, offered: str | None
     with connected(server, client) as pair:
         errors = together(*(end.handshake for end in pair))  # type: ignore[attr-defined]
         assert [type(error) for error in errors] == [ssl.SSLError] * 2
+
+
+def test_a_stalled_peer_is_detected_before_the_deadline(pair: Pair) -> None:
+    """Without progress a call ends after the stall limit; progress is only limited by the deadline."""
+    ours, theirs = pair
+    ours.set_deadline(60, 0.2)
+    sender = threading.Thread(target=lambda: [(time.sleep(0.05), theirs.send([b"x"])) for _ in range(10)])
+    sender.start()
+    assert ours.read(10) == b"x" * 10
+    sender.join()
+    began = time.monotonic()
+    with pytest.raises(BlockingIOError):
+        ours.read(1)
+    with pytest.raises(BlockingIOError):
+        ours.send([bytes(64 << 20)])
+    assert time.monotonic() - began < 30

@@ -17,7 +17,7 @@ from kvtier.server.rpc.attach import _HANDSHAKE_SECONDS
 
 
 def path_of(method: str) -> str:
-    return f"{'HandoffService' if 'Hold' in method else 'CacheService'}/{method}"
+    return f"{'HandoffService' if 'Hold' in method or 'Claim' in method else 'CacheService'}/{method}"
 
 
 @pytest.mark.parametrize("method", [*map(path_of, WITH_SESSION), "TransferService/Pull"])

@@ -549,3 +549,30 @@ def test_slow_bytes_do_not_extend_the_deadline() -> None:
             timer.cancel()
             thread.join()
         assert time.monotonic() - started < TIMEOUT / 2
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_a_stopped_bulk_process_delays_streams_only_briefly(
+    server: ServerProcess, client: Client, monkeypatch: pytest.MonkeyPatch, *, asynchronous: bool
+) -> None:
+    """After a SIGSTOP of the process, a load and a store use gRPC long before their own time-out."""
+    keys, more = fresh(f"stopped {asynchronous}", 2), fresh(f"stopped too {asynchronous}", 2)
+    monkeypatch.setattr(socket_streams, "_STALL_SECONDS", 0.5)
+    monkeypatch.setattr(socket_calls, "_CONNECT_SECONDS", DEFAULTS[socket_calls, "_CONNECT_SECONDS"])
+    store_all(client, keys)
+    buffers = filled(len(keys), PART)
+    async with async_client(server, timeouts=Timeouts(connect=60, call=60, transfer=600)) as other:
+        pid = kill_bulk(server, signal.SIGSTOP)
+        try:
+            if asynchronous:
+                found = await asyncio.wait_for(other.load(keys, buffers), 120)
+                stored = await asyncio.wait_for(other.store(more, [payload(key, PART) for key in more]), 120)
+            else:
+                found = await asyncio.to_thread(client.load, keys, buffers)
+                stored = await asyncio.to_thread(client.store, more, [payload(key, PART) for key in more])
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # killed at the end of the store
+                os.kill(pid, signal.SIGCONT)
+    assert found == len(keys)
+    assert all(is_payload(key, part) for key, part in zip(keys, buffers, strict=True))
+    assert set(stored) == {StoreStatus.GRANTED}
