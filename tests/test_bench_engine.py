@@ -208,7 +208,6 @@ def test_whole_processes_are_compared_with_their_spread(capsys: pytest.CaptureFi
 
     alone, connected = [[0.010, 0.010, 9.0], [0.012]], [[0.011], [0.013]]
     found = Conversations(steps={ALONE: alone, KVTIER: connected}).processes
-    assert found is not None
     assert found == Processes((10.0, 12.0), (11.0, 13.0))
     assert found.ratio == pytest.approx(12 / 11)
     assert found.spread == pytest.approx((11 / 12, 1.3))

@@ -19,8 +19,6 @@ PROMPT = 640
 def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(DEMO))
     spec = importlib.util.spec_from_file_location("demo_run", DEMO / "run.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)

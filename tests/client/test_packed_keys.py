@@ -54,7 +54,6 @@ def test_packed_and_single_keys_are_equivalent(tmp_path: Path, *, taken: bool) -
         for client, packs in ((one, taken), (other, not taken)):
             client.wait_until_connected(60)
             session = client._transport.session
-            assert session is not None
             assert session.packs_keys
             session.packs_keys = packs
         one.store(KEYS, [bytes([number]) * SMALL for number in range(3)])

@@ -60,7 +60,6 @@ def variables(values: Mapping[str, str] = ANY) -> list[Expression]:
         for variable in board["templating"]["list"]:
             if variable["type"] == "query":
                 metric = re.fullmatch(r"label_values\((.+), (\w+)\)", variable["query"]["query"])
-                assert metric is not None
                 assert metric[2] == variable["name"]
                 found.append(Expression(f"{name}: ${variable['name']}", filled(metric[1], values)))
     return found

@@ -154,8 +154,6 @@ def _import_in(monkeypatch: pytest.MonkeyPatch, version: str) -> Any:
     """Imports the adapter's compat module as if this were another vLLM."""
     monkeypatch.setattr(vllm, "__version__", version)
     spec = importlib.util.spec_from_file_location("kvtier.client.engines.vllm.compat_again", inspect.getfile(compat))
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

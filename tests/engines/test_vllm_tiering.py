@@ -58,7 +58,6 @@ def test_what_one_engine_stored_another_loads_to_the_byte(running: ServerProcess
     """B3.15 Unknown chunks miss; another engine's chunks are first unknown, then hits."""
     keys = keys_of(40, seed=len(transport))
     with world(running.endpoint, tier={"transport": transport, "tenant": transport}) as first:
-        assert first.tier._client is not None
         assert first.tier._client.transport == transport
         early = request_of("early", keys)
         first.manager.on_new_request(early)
@@ -243,7 +242,6 @@ def test_a_server_killed_between_submit_and_finish_fails_the_job(server: ServerP
         engine.manager.on_new_request(context)
         engine.ask(context, stored)
         lookups = engine.tier._lookups
-        assert lookups is not None
         engine.until(lambda: bool(lookups._done))
         server.signal(signal.SIGSTOP)
         assert [engine.manager.lookup(key, context) for key in stored] == [LookupResult.HIT_PENDING] * 8

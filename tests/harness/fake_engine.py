@@ -84,7 +84,6 @@ class FakeEngine:
 
     async def stop(self) -> None:
         """Stops and closes all connections."""
-        assert self._server is not None
         loop = asyncio.get_running_loop()
         for listening in self._server.sockets:
             loop.remove_reader(listening.fileno())

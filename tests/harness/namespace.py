@@ -120,12 +120,10 @@ class OwnNamespace:
         return self.run("test", "-e", "/run/booted").returncode == 0
 
     def _init(self) -> int:
-        assert self._unshare is not None
         children = Path(f"/proc/{self._unshare.pid}/task/{self._unshare.pid}/children").read_text().split()
         return int(children[0])
 
     def _wait_booted(self) -> None:
-        assert self._unshare is not None
         for _ in polls(START_SECONDS, 0.1):
             assert self._unshare.poll() is None, f"it does not start:\n{self.log[-3000:]}"
             with contextlib.suppress(OSError, IndexError, ValueError):
@@ -134,7 +132,6 @@ class OwnNamespace:
         raise AssertionError(f"it is not there:\n{self.log[-3000:]}")
 
     def _end(self) -> None:
-        assert self._unshare is not None
         if self._unshare.poll() is None:
             with contextlib.suppress(OSError, IndexError, ValueError):
                 os.kill(self._init(), signal.SIGKILL)  # which ends the namespace

@@ -100,7 +100,6 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        assert self._process is not None
         return self._process.pid
 
     @property
@@ -149,7 +148,6 @@ class ServerProcess:
 
     def wait(self) -> int:
         """Waits until the process ends without a signal from here; returns the exit code."""
-        assert self._process is not None
         return self._process.wait(END_SECONDS)
 
     def restart(self) -> None:
@@ -221,6 +219,5 @@ class ServerProcess:
             return False
 
     def _signal_and_wait(self, number: int) -> int:
-        assert self._process is not None
         self._process.send_signal(number)
         return self._process.wait(END_SECONDS)

@@ -66,7 +66,6 @@ def writer(server: ServerProcess, transport: str, then: str) -> Iterator[subproc
     command = [sys.executable, "-c", program, tests, server.endpoint, transport]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stdout is not None
             assert process.stdout.readline() == "writing\n"
             yield process
         finally:
@@ -183,8 +182,6 @@ def test_a_stopped_writer_loses_its_store(tmp_path: Path) -> None:
         half = KEYS[:8]
         assert set(other.store(half, [payload(key, PART) for key in half])) == {StoreStatus.GRANTED}
         os.kill(process.pid, signal.SIGCONT)
-        assert process.stdin is not None
-        assert process.stdout is not None
         process.stdin.write("\n")
         process.stdin.flush()
         assert process.stdout.readline() == "LeaseLost STORE_NOT_FOUND\n"

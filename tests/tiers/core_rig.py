@@ -59,6 +59,10 @@ class Rig:
         self.core.release(self.session, lease.id)
         return statuses
 
+    def store_in_all_tiers(self, names: list[bytes]) -> None:
+        self.store(names)
+        self.finish_jobs()
+
     def finish_jobs(self, outcome: Outcome = Outcome.DONE) -> list[object]:
         commands = self.core.take_commands()
         for command in commands:

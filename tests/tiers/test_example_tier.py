@@ -26,8 +26,6 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 def sqlite_tier() -> Any:
     """Returns the example's class, imported as by a server that has the example on its path."""
     spec = importlib.util.spec_from_file_location("sqlite_tier", EXAMPLE / "sqlite_tier.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.SQLiteTier

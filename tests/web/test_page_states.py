@@ -109,7 +109,6 @@ def open_page(browser: Browser, url: str, state: str = "degraded") -> None:
 def findings(browser: Browser) -> list[str]:
     """Axe's findings: contrast, names, roles, order."""
     package = importlib.util.find_spec("axe_playwright_python")
-    assert package is not None
     assert package.submodule_search_locations
     script = Path(package.submodule_search_locations[0]) / "axe.min.js"
     browser.run(script.read_text())

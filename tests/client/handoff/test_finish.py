@@ -114,7 +114,6 @@ def test_a_request_without_blocks_is_not_held() -> None:
     rig = Rig(TO_DECODE)
     rig.allocate()
     finished = rig.finish(0, tables=[[]])
-    assert finished.params is not None
     assert (finished.params["remote_num_tokens"], finished.params["remote_block_ids"]) == (0, [[]])
     assert finished.params["remote_blocks_expiry_time"] is None
     assert (rig.server.published, finished.blocks) == ([], [])
@@ -148,7 +147,6 @@ def test_windows_are_clipped_to_their_tail(tokens: int, expected: list[int]) -> 
     rig = Rig(TO_DECODE, prompt=104, geometry=WINDOW)
     rig.allocate()
     finished = rig.finish(tokens)
-    assert finished.params is not None
     assert finished.params["remote_block_ids"] == [list(range(-(-tokens // BLOCK))), expected]
 
 
@@ -158,7 +156,6 @@ def test_only_tokens_with_all_their_blocks_are_promised() -> None:
     rig = Rig(TO_DECODE, geometry=geometry)
     rig.allocate()
     finished = rig.finish(100)
-    assert finished.params is not None
     assert finished.params["remote_num_tokens"] == 96
     full = geometry.groups[0]
     assert finished.blocks == [FreeBlock(n + 1, 0, rig.request.key(full, n)) for n in range(6)]
@@ -173,7 +170,6 @@ def test_nothing_is_held_with_state_groups(params: dict[str, object], tokens: in
     rig.allocate()
     finished = rig.finish(tokens)
     assert (rig.server.published, finished.blocks, finished.drop_saves) == ([], [], False)
-    assert finished.params is not None
     assert (finished.params["remote_num_tokens"], finished.params["remote_block_ids"]) == (0, [[], []])
     assert finished.params["remote_blocks_expiry_time"] is None
     reader = Rig(finished.params, geometry=STATE, **BOTH)
@@ -202,7 +198,6 @@ def test_a_block_that_only_the_last_token_needs_may_be_missing() -> None:
     tables = [list(table) for table in rig.tables()]
     tables[1][4] = WINDOW.null_block
     finished = rig.finish(104, tables=tables)
-    assert finished.params is not None
     assert finished.params["remote_block_ids"] == [list(range(7)), [5, 6]]
 
 
@@ -213,7 +208,6 @@ def test_nothing_is_held_without_a_needed_block() -> None:
     tables = [list(table) for table in rig.tables()]
     tables[1][5] = WINDOW.null_block
     finished = rig.finish(100, tables=tables)
-    assert finished.params is not None
     assert (finished.params["remote_num_tokens"], finished.params["remote_block_ids"]) == (0, [[], []])
     assert rig.server.published == []
 
@@ -225,7 +219,6 @@ def test_blocks_without_key_or_table_entry_are_not_held(params: dict[str, object
         rig = Rig(params, **BOTH)
         rig.allocate()
         finished = rig.finish(tokens, tables=tables)
-        assert finished.params is not None
         assert (finished.params["remote_num_tokens"], finished.params["remote_block_ids"]) == (0, [[]])
         assert finished.params["remote_blocks_expiry_time"] is None
         assert rig.server.published == []
@@ -248,7 +241,6 @@ def test_unconfirmed_tokens_are_not_held(drafts: int) -> None:
     rig.allocate()
     rig.request.tokens += range(100, 100 + drafts)
     finished = rig.finish(100)
-    assert finished.params is not None
     assert finished.params["remote_block_ids"] == [list(range(7)), [4, 5, 6]]
     names = [rig.request.hold_key("us", "server's r", group, 6, 100) for group in WINDOW.groups]
     assert [block.key for block in finished.blocks if block.block_id in (7, 107)] == names

@@ -57,7 +57,6 @@ def test_an_invalid_peer_counts_as_absent(said: dict[str, object]) -> None:
 def test_names_that_the_server_accepts(key: str, text: str) -> None:
     """B2.5: up to 512 characters of any script."""
     remote = parsed(**{key: text}).remote
-    assert remote is not None
     assert text in (remote.engine_id, remote.request_id, remote.host)
 
 

@@ -83,8 +83,6 @@ def test_old_grants_stay_invalid_after_two_restarts(server: ServerProcess, trans
     command = [sys.executable, "-c", _CLIENT, str(Path(__file__).parents[2]), server.endpoint, transport]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         try:
-            assert child.stdout is not None
-            assert child.stdin is not None
             assert child.stdout.readline() == "begun\n"
             if asleep:
                 os.kill(child.pid, signal.SIGSTOP)
@@ -142,6 +140,5 @@ def test_a_restart_during_the_opening_of_a_session(tmp_path: Path) -> None:
     with Client(endpoint, namespace=NAMESPACE) as client:
         client.wait_until_connected(60)
         session = client._transport.session
-        assert session is not None
         assert (client.epoch, session.tiers) == (2, ("tier of life 2",))
     server.stop(None).wait()

@@ -43,14 +43,12 @@ class Engine:
         return self._process.pid
 
     def _read(self) -> str:
-        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         assert line, "the engine's process has ended"
         return line.strip()
 
     def tell(self, command: str, *numbers: int) -> str:
         """Sends a command and waits for the answer."""
-        assert self._process.stdin is not None
         self._process.stdin.write(" ".join([command, *map(str, numbers)]) + "\n")
         self._process.stdin.flush()
         return self._read()
@@ -67,7 +65,6 @@ class Engine:
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
             pipe.close()
 
 

@@ -28,7 +28,6 @@ async def odd(engine: FakeEngine, asked: RecordedRequest, writer: asyncio.Stream
 async def test_three_turns_as_the_readme_has_them(site: Site) -> None:
     """Answers with quotes and new lines are used unchanged in the next prompt."""
     typed = re.search(r"^\$ (talk\(\).*?)^```", README, re.MULTILINE | re.DOTALL)
-    assert typed is not None
     site.decode[0].script.extend([odd] * 3)
     async with site.proxy() as proxy:
         script = re.sub(r"^\$ ", "", typed[1], flags=re.MULTILINE).replace("localhost:8000", proxy.url)

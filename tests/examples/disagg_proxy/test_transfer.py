@@ -44,20 +44,15 @@ def test_engines_understand_it() -> None:
     miss = TransferParams.parse(first_turn())
     hit = TransferParams.parse(next_turn(HELD))
     alone = TransferParams.parse(hold_only())
-    assert miss is not None
-    assert hit is not None
-    assert alone is not None
     assert (miss.do_remote_decode, miss.remote, miss.has_blocks) == (True, None, False)
     assert (hit.do_remote_decode, hit.has_blocks, hit.num_tokens) == (True, True, 23)
     assert (alone.do_remote_prefill, alone.do_remote_decode, alone.remote) == (True, False, None)
-    assert hit.remote is not None
     assert (hit.remote.engine_id, hit.remote.request_id, hit.remote.host, hit.remote.port) == ("d0", "r", "h", 7070)
 
 
 def test_a_named_hold_reads_like_one_that_d_spoke_of() -> None:
     """It differs from a reported hold only in the blocks, which the claim returns."""
     engine = DecodeEngine.parse(HELD)
-    assert engine is not None
     named = engine.named_hold("r", 23)
     assert is_usable(named)
     assert TransferParams.parse(named) == TransferParams.parse({**HELD, "remote_blocks_expiry_time": None})

@@ -35,7 +35,6 @@ def test_an_entry_is_found_by_its_token_until_it_expires(tmp_path: Path) -> None
     entry = format_entry('a "name"', token_hash(token), "acme", ["engine", "admin"], shared_memory=True)
     token_file = read(tmp_path, f"{entry}expires = 1970-01-01T00:16:40Z\n")
     found = token_file.find_token(token, 999.0)
-    assert found is not None
     assert (found.name, found.tenant, found.shared_memory) == ('a "name"', "acme", True)
     assert found.roles == {Role.ENGINE, Role.ADMIN}
     assert token_file.is_still_valid(found, 999.0)

@@ -102,7 +102,6 @@ def test_limits_are_per_tenant_and_its_table_overrides_the_default() -> None:
     clock = Clock()
     limiters = RateLimiters(RateConfig(calls=1.0), {"a": RateConfig(sessions=1), "b": RateConfig(calls=9.0)}, clock)
     first = limiters.for_tenant("a")
-    assert first is not None
     assert limiters.for_tenant("a") is first
     first.open_session()
     with pytest.raises(Refused, match="1 sessions of tenant 'a' are open already"):
@@ -133,10 +132,8 @@ def test_a_tenant_beyond_its_limits_is_refused_and_others_are_not(tmp_path: Path
                 mine.cache.Lookup(cache_pb2.LookupRequest(session=mine.ref, keys=KEYS), timeout=60)
             except grpc.RpcError as error:
                 refusal = error
-        assert refusal is not None
         assert refusal_of(refusal) == ("RESOURCE_EXHAUSTED", "RATE_LIMITED")
         status = status_within(refusal.trailing_metadata())
-        assert status is not None
         hint = error_details_pb2.RetryInfo()
         assert any(detail.Unpack(hint) for detail in status.details)
         assert 0 < hint.retry_delay.ToNanoseconds() <= 1e9
@@ -172,10 +169,8 @@ def test_sessions_in_a_loop_are_refused(tmp_path: Path) -> None:
             except grpc.RpcError as error:
                 refusal = error
             RawSession(server.endpoint, quick, engine_id="e").close()
-        assert refusal is not None
         assert refusal_of(refusal) == ("RESOURCE_EXHAUSTED", "RATE_LIMITED")
         status = status_within(refusal.trailing_metadata())
-        assert status is not None
         assert "RetryInfo" in {detail.type_url.rpartition(".")[2] for detail in status.details}
         server.wait_for(lambda status: not status.sessions)
         with Client(server.endpoint, namespace=slow, timeouts=TIMEOUTS) as client:

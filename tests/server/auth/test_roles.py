@@ -181,8 +181,6 @@ class TestTenants:
         with site.client("zeta-engine", unix=True, transport="shm") as zeta, raw(site, "acme-engine") as acme:
             zeta.wait_until_connected(60)
             session = zeta._transport.session
-            assert session is not None
-            assert session.calls is not None
             request = cache_pb2.LookupRequest(session=acme.ref, keys=KEYS)
             with pytest.raises(AccessDenied) as error:
                 session.calls.call("CacheService/Lookup", request.SerializeToString(), 60.0)
@@ -260,7 +258,6 @@ class TestSharedMemory:
             path = f"{site.server.path}.shm"
             for client, granted in ((near, True), (far, False)):
                 session = client._transport.session
-                assert session is not None
                 assert (attach_reply(path, session.ref) is not None) == granted
 
     def test_explicit_shared_memory_without_permission_is_an_error(self, site: Site) -> None:
@@ -272,7 +269,6 @@ class TestSharedMemory:
         with site.client("acme-far", unix=True) as client:
             client.wait_until_connected(60)
             session = client._transport.session
-            assert session is not None
             assert "shared_memory" in session.transport_reason
 
     def test_clients_of_the_unix_socket_need_no_token(self, site: Site) -> None:

@@ -343,7 +343,6 @@ def _engine(place: Path, *flags: str, seed: str | None = None) -> Iterator[int]:
     environment |= {} if seed is None else {"PYTHONHASHSEED": seed}
     command = [sys.executable, os.fspath(script), "serve", "some/model", *flags]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         try:
             yield process.pid

@@ -127,7 +127,6 @@ def test_a_child_dies_with_its_parent() -> None:
         "    await asyncio.Event().wait()\nasyncio.run(main())"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         parent.kill()
     wait_until(lambda: not Path(f"/proc/{pid}/fd").exists() or _state(pid) in "ZX")

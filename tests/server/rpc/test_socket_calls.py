@@ -147,7 +147,6 @@ def test_a_waiting_call_can_be_cancelled(times: int) -> None:
         loop = asyncio.get_running_loop()
         waits = [loop.create_future() for _ in range(2)]
         task = _run_eagerly(call(waits))
-        assert task is not None
         for number in range(times):
             waits[number].set_result(number)
             await async_wait_until(lambda: len(seen) > number)  # noqa: B023 - called here only
@@ -281,7 +280,6 @@ def test_calls_and_streams_of_a_client_use_sockets(route: Route, monkeypatch: py
         client.store(keys, [payload(key, PART) for key in keys])
         assert_serves(client, keys)
         session = client._transport.session
-        assert session is not None
         assert session.transport_reason == "set by the client"
         # The session of the previous test may still be closing.
         assert [one.transport for one in route.server.status().sessions if one.engine_id == "sync"] == ["tcp"]
@@ -372,8 +370,6 @@ async def test_calls_use_grpc_if_no_descriptor_is_left(tmp_path: Path, monkeypat
     ):
         client.wait_until_connected(60)
         session = client._transport.session
-        assert session is not None
-        assert session.calls is not None
         session.calls._idle.pop().close()
         async with AsyncClient(server.endpoint, namespace=NAMESPACE, transport="shm") as other:
             await other.wait_until_connected(60)

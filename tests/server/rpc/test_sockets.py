@@ -64,7 +64,6 @@ def test_files_of_a_killed_server_are_replaced(tmp_path: Path) -> None:
     path = tmp_path / "k.sock"
     command = [sys.executable, "-c", CLAIM_AND_WAIT, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         with pytest.raises(SocketError, match="in use"):
             SocketClaim(Endpoint(path=str(path)))

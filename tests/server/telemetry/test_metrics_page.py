@@ -25,8 +25,6 @@ Shape = tuple[str, frozenset[str]]
 
 def tool() -> ModuleType:
     spec = importlib.util.spec_from_file_location("metrics_page", ROOT / "tools" / "metrics_page.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

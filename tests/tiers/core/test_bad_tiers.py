@@ -72,7 +72,6 @@ def test_blocks_that_a_tier_lost_are_misses() -> None:
     rig.lose(1, 2, 99)
     assert (rig.stats.blocks, rig.stats.used_bytes, rig.stats.damaged) == (2, 2 * 4096, 3)
     lease = rig.look_up(0, 1, 2, 3)
-    assert lease is not None
     assert lease.statuses() == PENDING + MISS * 2 + PENDING
     rig.finish(rig.jobs())
     assert lease.statuses() == HIT + MISS * 2 + HIT
@@ -99,7 +98,6 @@ def test_a_block_lost_during_its_load(outcome: Outcome) -> None:
     """
     rig = Rig()
     lease = rig.look_up(1)
-    assert lease is not None
     jobs = rig.jobs()
     rig.lose(1)
     assert rig.look_up(1) is not None, "its promotion runs"
@@ -126,7 +124,6 @@ def test_a_loss_does_not_affect_a_newer_store() -> None:
     rig.store(*range(100, 116))
     rig.finish(rig.jobs())
     lease = rig.look_up(1)
-    assert lease is not None
     assert lease.statuses() == PENDING
 
 
@@ -178,7 +175,6 @@ def test_the_queue_of_a_hanging_tier_is_dropped() -> None:
     rig.store(100)
     running = rig.jobs()
     answer = rig.core.prepare_store(rig.session, keys(101, 102), request_id="r", expires_at=60)
-    assert answer.store_id is not None
     rig.core.complete_store(rig.session, answer.store_id)
     before = rig.stats.used_bytes
     rig.core.tier_stalled(1, stalled=True)
@@ -209,7 +205,6 @@ def test_a_block_of_another_size_than_listed() -> None:
     rig = Rig(tier)
     assert rig.stats.used_bytes == 4 * 4096
     lease = rig.look_up(0)
-    assert lease is not None
     rig.finish(rig.jobs())
     assert lease.statuses() == MISS
     assert removed(rig.jobs()) == keys(0)

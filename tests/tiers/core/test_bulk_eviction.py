@@ -44,8 +44,7 @@ def stocked(*seconds: float, tier: ModelTier | None = None) -> Rig:
     rig = Rig(*([tier] if tier else []), extents=4)
     for number, second in enumerate(seconds):
         rig.core.tick(second)
-        rig.store(keys(number))
-        rig.finish_jobs()
+        rig.store_in_all_tiers(keys(number))
     return rig
 
 
@@ -77,9 +76,7 @@ def test_pinned_blocks_stay() -> None:
     """Leases, running stores and jobs of a tier keep their blocks; they are counted as kept."""
     rig = stocked(1, 2, 3)
     lease = rig.core.lookup(rig.session, keys(1), prefix=True, request_id="", expires_at=60).lease
-    assert lease is not None
     being_written = rig.core.prepare_store(rig.session, keys(9), request_id="", expires_at=60)
-    assert being_written.store_id is not None
     [cpu] = run(rig, EvictionRequest([CPU], retained=True)).tiers
     assert (cpu.blocks, cpu.kept_blocks, cpu.kept_nbytes) == (2, 2, 2 * SLOT)
     assert lease.statuses() == HIT
@@ -101,7 +98,6 @@ def test_a_block_of_a_running_promotion_stays_in_both_tiers() -> None:
     rig = stocked(1, 2, tier=ModelTier("near", 1 << 20))
     run(rig, EvictionRequest([CPU]))
     lease = rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=60).lease
-    assert lease is not None
     assert figures(run(rig, EvictionRequest([CPU, BELOW]))) == [(0, 1), (1, 1)]
     rig.finish_jobs()
     assert lease.statuses() == HIT
@@ -111,7 +107,6 @@ def test_retained_blocks_need_an_explicit_flag() -> None:
     """An operator can override the retention of a request."""
     rig = Rig()
     answer = rig.core.prepare_store(rig.session, keys(0), request_id="", expires_at=60, retain_until=1000)
-    assert answer.store_id is not None
     rig.core.complete_store(rig.session, answer.store_id)
     rig.store(keys(1))
     assert figures(run(rig, EvictionRequest([CPU]))) == [(1, 1)]
@@ -124,7 +119,6 @@ def test_one_namespace_or_tenant_can_be_selected() -> None:
     rig = stocked(1, 2)
     other = rig.open("other", OTHER)
     store = rig.core.prepare_store(other, keys(0, 1, 2), request_id="", expires_at=60)
-    assert store.store_id is not None
     rig.core.complete_store(other, store.store_id)
     assert figures(run(rig, EvictionRequest([CPU], namespace=OTHER.id, dry_run=True))) == [(3, 0)]
     assert figures(run(rig, EvictionRequest([CPU], tenant_tag=OTHER.id[:4]))) == [(3, 0)]

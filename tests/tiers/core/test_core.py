@@ -77,7 +77,6 @@ def test_a_pinned_block_is_never_evicted() -> None:
     rig = Rig()
     rig.store(keys(*range(16)))
     lease = rig.core.lookup(rig.session, keys(*range(16)), prefix=True, request_id="r", expires_at=60).lease
-    assert lease is not None
     assert rig.store(keys(100, 101)) == NO_ROOM * 2
     assert lease.statuses() == HIT * 16
     rig.core.release(rig.session, lease.id)
@@ -134,7 +133,6 @@ def test_leases_of_one_session_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> 
     ]
     with pytest.raises(LimitExceeded):
         rig.core.lookup(rig.session, keys(0, 1), prefix=True, request_id="", expires_at=60)
-    assert leases[0] is not None
     rig.core.release(rig.session, leases[0].id)
     assert rig.look_up(keys(0, 1)) == HIT * 2
 
@@ -156,7 +154,6 @@ def test_a_running_store_can_be_renewed() -> None:
     """A slow stream keeps its slots while bytes arrive."""
     rig = Rig()
     answer = rig.core.prepare_store(rig.session, keys(0), request_id="", expires_at=5)
-    assert answer.store_id is not None
     rig.core.renew_store(rig.session, answer.store_id, 20)
     rig.core.tick(10)
     rig.core.complete_store(rig.session, answer.store_id)
@@ -194,7 +191,6 @@ def test_a_failed_store_cascades_nothing() -> None:
     """B3.7: its slot is free again."""
     rig = Rig(ModelTier("near", 1 << 20))
     answer = rig.core.prepare_store(rig.session, keys(0, 1), request_id="", expires_at=60)
-    assert answer.store_id is not None
     rig.core.complete_store(rig.session, answer.store_id, failed=[0, 1])
     assert rig.core.take_commands() == []
     assert rig.core.stats().tiers[0].used_bytes == 0
@@ -203,14 +199,10 @@ def test_a_failed_store_cascades_nothing() -> None:
 def test_a_hit_in_a_secondary_tier_is_promoted_once() -> None:
     """B3.16: the slot is reserved at once, so that a second lookup waits for the same promotion."""
     rig = Rig(ModelTier("near", 1 << 20))
-    rig.store(keys(*range(16)))
-    rig.finish_jobs()
-    rig.store(keys(*range(100, 116)))
-    rig.finish_jobs()
+    rig.store_in_all_tiers(keys(*range(16)))
+    rig.store_in_all_tiers(keys(*range(100, 116)))
     first = rig.core.lookup(rig.session, keys(0, 1), prefix=True, request_id="", expires_at=60).lease
     second = rig.core.lookup(rig.session, keys(0, 1), prefix=True, request_id="", expires_at=60).lease
-    assert first is not None
-    assert second is not None
     assert first.statuses() == second.statuses() == PENDING * 2
     assert set(first.sources[:2]) == {1}
     commands = rig.finish_jobs()
@@ -225,12 +217,9 @@ def test_a_hit_in_a_secondary_tier_is_promoted_once() -> None:
 def test_a_partly_failed_promotion_keeps_loaded_blocks() -> None:
     """B3.18: failed keys become misses, and a corrupt block is not requested again."""
     rig = Rig(ModelTier("near", 1 << 20))
-    rig.store(keys(0, 1, 2))
-    rig.finish_jobs()
-    rig.store(keys(*range(100, 116)))
-    rig.finish_jobs()
+    rig.store_in_all_tiers(keys(0, 1, 2))
+    rig.store_in_all_tiers(keys(*range(100, 116)))
     lease = rig.core.lookup(rig.session, keys(0, 1, 2), prefix=True, request_id="", expires_at=60).lease
-    assert lease is not None
     (job,) = (command for command in rig.core.take_commands() if isinstance(command, LoadFromTier))
     rig.core.job_finished(job.job_id, [Outcome.DONE, Outcome.CORRUPT, Outcome.DONE])
     assert lease.statuses() == HIT + MISS + HIT
@@ -241,10 +230,8 @@ def test_a_partly_failed_promotion_keeps_loaded_blocks() -> None:
 def test_a_promotion_without_space_is_a_miss() -> None:
     """B3.16: the CPU tier is full of pinned blocks."""
     rig = Rig(ModelTier("near", 1 << 20))
-    rig.store(keys(0))
-    rig.finish_jobs()
-    rig.store(keys(*range(100, 116)))
-    rig.finish_jobs()
+    rig.store_in_all_tiers(keys(0))
+    rig.store_in_all_tiers(keys(*range(100, 116)))
     lease = rig.core.lookup(rig.session, keys(*range(100, 116)), prefix=True, request_id="", expires_at=60).lease
     assert lease is not None
     before = rig.core.stats().tiers[0].dropped
@@ -256,8 +243,7 @@ def test_a_tier_never_exceeds_its_capacity() -> None:
     """The oldest blocks go; the removal precedes the store."""
     tier = ModelTier("near", 4 * 4096)
     rig = Rig(tier)
-    rig.store(keys(0, 1, 2, 3))
-    rig.finish_jobs()
+    rig.store_in_all_tiers(keys(0, 1, 2, 3))
     rig.store(keys(4, 5))
     kinds = [type(command) for command in rig.core.take_commands()]
     assert kinds == [RemoveFromTier, StoreInTier]
@@ -267,8 +253,7 @@ def test_a_tier_never_exceeds_its_capacity() -> None:
 def test_a_tier_without_disk_space_evicts() -> None:
     """The disk has less space than the tier's capacity: the oldest blocks make room."""
     rig = Rig(ModelTier("near", 1 << 20))
-    rig.store(keys(0, 1, 2, 3))
-    rig.finish_jobs()
+    rig.store_in_all_tiers(keys(0, 1, 2, 3))
     rig.store(keys(4, 5))
     rig.finish_jobs(Outcome.NO_SPACE)
     removed = [command.keys for command in rig.core.take_commands() if isinstance(command, RemoveFromTier)]
@@ -316,8 +301,7 @@ def test_the_final_flush_stores_dropped_blocks() -> None:
     """The most recently used first, because time may be short."""
     rig = Rig(ModelTier("near", 1 << 20), extents=1)
     rig.store(keys(*range(8)))
-    rig.store(keys(*range(100, 108)))
-    rig.finish_jobs()
+    rig.store_in_all_tiers(keys(*range(100, 108)))
     rig.core.durability.store_skipped()
     (job,) = (command for command in rig.core.take_commands() if isinstance(command, StoreInTier))
     assert [block.key for block in job.blocks[:8]] == keys(*range(100, 108))
@@ -327,10 +311,8 @@ def test_the_final_flush_stores_dropped_blocks() -> None:
 def test_the_final_flush_does_not_restore_evicted_blocks() -> None:
     """Older blocks of a larger CPU tier must not evict newer ones of the tier below."""
     rig = Rig(ModelTier("near", 4 * 4096), queue=EXTENT)
-    rig.store(keys(0, 1, 2, 3))
-    rig.finish_jobs()
-    rig.store(keys(4, 5, 6, 7))
-    rig.finish_jobs()
+    rig.store_in_all_tiers(keys(0, 1, 2, 3))
+    rig.store_in_all_tiers(keys(4, 5, 6, 7))
     rig.core.durability.store_skipped()
     assert rig.core.take_commands() == []
     assert rig.core.durability.of(SPEC.id, keys(7)[0]) == DurableStatus.DURABLE
@@ -391,7 +373,6 @@ def test_a_late_completion_frees_and_publishes_nothing() -> None:
     """B5.6: its store ended with the lease; the completion only says that the write has ended."""
     rig = Rig()
     answer = rig.core.prepare_store(rig.session, keys(0), request_id="", expires_at=5)
-    assert answer.store_id is not None
     rig.core.tick(6)
     assert rig.core.stats().quarantined_bytes == 4096
     with pytest.raises(StoreNotFound):
@@ -405,7 +386,6 @@ def test_a_second_completion_is_refused() -> None:
     """B3.14: exactly once; the block stays unchanged."""
     rig = Rig()
     answer = rig.core.prepare_store(rig.session, keys(0), request_id="", expires_at=5)
-    assert answer.store_id is not None
     rig.core.complete_store(rig.session, answer.store_id)
     with pytest.raises(StoreNotFound):
         rig.core.complete_store(rig.session, answer.store_id, failed=[0])
@@ -419,8 +399,6 @@ def test_leases_expire_unless_renewed() -> None:
     kept, lost = (
         rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=10).lease for _ in range(2)
     )
-    assert kept is not None
-    assert lost is not None
     rig.core.renew(rig.session, kept.id, 30)
     rig.core.renew(rig.session, kept.id, 20)
     rig.core.tick(25)
@@ -467,7 +445,6 @@ def test_refusals_change_nothing() -> None:
     with pytest.raises(InvalidItem):
         rig.core.prepare_store(scheduler, keys(0), request_id="", expires_at=60)
     answer = rig.core.prepare_store(rig.session, keys(0), request_id="", expires_at=60)
-    assert answer.store_id is not None
     with pytest.raises(InvalidItem):
         rig.core.complete_store(rig.session, answer.store_id, failed=[1])
     rig.core.complete_store(rig.session, answer.store_id)

@@ -114,7 +114,6 @@ class CPUTier:
         if name not in self._held:
             session = self.ranks(block)[0]
             lease = self.core.lookup(session, [block.key], prefix=True, request_id="", expires_at=NEVER).lease
-            assert lease is not None
             self._held[name] = (session, lease.id)
 
     def _load(self, block: BlockBytes) -> Outcome:
@@ -133,6 +132,8 @@ class CPUTier:
 
 
 class TestCPUTier(TierContract):
+    large_block: ClassVar[int] = 100_000
+    """Smaller than an extent of a region of 4 MiB."""
     bad_key: ClassVar[bytes] = key(1, group=3)
 
     def make_tier(self, directory: Path, size_bytes: int) -> CPUTier:

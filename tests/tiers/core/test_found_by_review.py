@@ -33,8 +33,7 @@ def begin(rig: Rig, request_id: str) -> None:
 
 def promoting(rig: Rig) -> LoadFromTier:
     """Starts a promotion of block 0 that no lease waits for; returns the job."""
-    rig.store(keys(0))
-    rig.finish_jobs()
+    rig.store_in_all_tiers(keys(0))
     rig.core.reset(rig.session)
     assert rig.look_up(keys(0)) == PENDING
     [job] = [command for command in rig.core.take_commands() if isinstance(command, LoadFromTier)]
@@ -46,7 +45,6 @@ def test_blocks_of_a_hanging_load_can_be_stored_again() -> None:
     rig = Rig(ModelTier("near", 1 << 20))
     job = promoting(rig)
     lease = rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=60).lease
-    assert lease is not None
     rig.core.tier_stalled(1, stalled=True)
     assert lease.statuses() == MISS
     assert rig.core.stats().misses_by_reason[MissReason.LOAD_FAILED] == 1
@@ -91,7 +89,6 @@ def test_requests_end_while_a_tier_hangs() -> None:
     rig = Rig(hanging, well)
     begin(rig, "before")
     answer = rig.core.prepare_store(rig.session, keys(0), request_id="before", expires_at=60)
-    assert answer.store_id is not None
     rig.core.complete_store(rig.session, answer.store_id)
     jobs = [command for command in rig.core.take_commands() if isinstance(command, StoreInTier)]
     rig.core.job_finished(jobs[1].job_id, [Outcome.DONE])
@@ -110,13 +107,11 @@ def test_a_repeated_key_is_retained_once() -> None:
     core.add_memory(0, EXTENT)
     session = core.open_session(b"s", "engine", None, SPEC)
     answer = core.prepare_store(session, keys(0), request_id="", expires_at=60)
-    assert answer.store_id is not None
     core.complete_store(session, answer.store_id)
     for command in core.take_commands():
         if isinstance(command, StoreInTier):
             core.job_finished(command.job_id, [Outcome.DONE])
     lookup = core.lookup(session, keys(0) * 5, prefix=True, request_id="", expires_at=60, retain_until=30.0)
-    assert lookup.lease is not None
     core.release(session, lookup.lease.id)
     assert [share.retained_bytes for tier in core.stats().tiers for share in tier.shares] == [4096, 4096]
     core.tick(31)
@@ -128,7 +123,6 @@ def test_equal_engine_ids_of_two_namespaces_are_separate() -> None:
     rig = Rig()
     rig.store(keys(0))
     lease = rig.core.lookup(rig.session, keys(0), prefix=True, request_id="1", expires_at=60).lease
-    assert lease is not None
     theirs = NamespaceSpec(NamespaceId(b"t" * 16), world_size=1, part_bytes=(4096,))
     stranger = rig.core.open_session(b"stranger", "engine", None, theirs, tenant="other")
     with pytest.raises(NotOwner):
@@ -175,11 +169,9 @@ def test_the_record_of_a_lookup_is_bounded() -> None:
 def test_blocks_behind_a_miss_of_a_prefix_are_misses() -> None:
     """B3.16: if a block finds no room, later blocks are misses, not pinned and not fetched."""
     rig = Rig(ModelTier("near", 1 << 20), queue=1 << 20)
-    rig.store(keys(0, 1))
-    rig.finish_jobs()
+    rig.store_in_all_tiers(keys(0, 1))
     rig.core.reset(rig.session)
-    rig.store(keys(*range(100, 115)))
-    rig.finish_jobs()
+    rig.store_in_all_tiers(keys(*range(100, 115)))
     full = rig.core.lookup(rig.session, keys(*range(100, 115)), prefix=True, request_id="", expires_at=60).lease
     assert full is not None
     found = rig.core.lookup(rig.session, keys(100, 0, 1, 101), prefix=True, request_id="", expires_at=60)

@@ -15,7 +15,6 @@ def test_a_block_that_was_read_during_a_reset_is_missed_as_reset() -> None:
     rig = Rig()
     rig.store(keys(0))
     lease = rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=60).lease
-    assert lease is not None
     assert rig.core.reset(rig.session) == 1
     rig.core.release(rig.session, lease.id)
     assert rig.core.resetting(rig.session) == 0

@@ -105,8 +105,7 @@ def test_missing_blocks_of_a_hold_have_a_reason() -> None:
     assert claimed(rig).first_miss == keys(1)[0]
 
     rig = HoldRig(ModelTier("near", 1 << 20))
-    rig.store(keys(0))
-    rig.finish_jobs()
+    rig.store_in_all_tiers(keys(0))
     rig.core.reset(rig.session)
     rig.publish(keys(0))
     rig.core.close_session(rig.session.id)

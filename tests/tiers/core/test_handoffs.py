@@ -25,7 +25,6 @@ def test_held_blocks_stay_and_a_claim_leases_them() -> None:
     rig.flood()
     claim = rig.claim()
     assert (claim.statuses, claim.hold.num_tokens, claim.hold.direction) == (HIT * 3, 48, P2D)
-    assert claim.lease is not None
     assert rig.core.handoffs.release(rig.name(), 1.0)
     rig.flood()
     assert claim.lease.statuses() == HIT * 3, "the reader keeps its lease after the release"
@@ -93,7 +92,6 @@ def test_a_heartbeat_extends_by_two_thirds() -> None:
     """
     rig = HoldRig()
     hold = rig.publish(keys(0), duration=30)
-    assert isinstance(hold, Hold)
     for now, expires_at in ((0.0, 30.0), (5.0, 30.0), (10.0, 30.0), (15.0, 35.0), (34.9, 54.9)):
         assert rig.core.handoffs.renew(rig.name(), now)
         assert hold.expires_at == pytest.approx(expires_at)
@@ -118,9 +116,7 @@ def test_a_hold_may_be_published_before_its_blocks_are_stored() -> None:
     rig.store(keys(0))
     store = rig.core.prepare_store(rig.session, keys(1), request_id="", expires_at=60)
     hold = rig.publish(keys(0, 1, 2))
-    assert isinstance(hold, Hold)
     assert (hold.awaited, rig.claim().statuses) == (2, HIT + PENDING * 2)
-    assert store.store_id is not None
     rig.core.take_commands()
     rig.core.complete_store(rig.session, store.store_id)
     assert HoldChanged(rig.name()) not in rig.core.take_commands(), "not all of it"
@@ -136,7 +132,6 @@ def test_missing_blocks_of_an_ended_publisher_are_misses() -> None:
     worker = rig.core.open_session(b"worker", "engine", None, SPEC)
     rig.core.prepare_store(worker, keys(1), request_id="", expires_at=60)
     hold = rig.publish(keys(0, 1, 2))
-    assert isinstance(hold, Hold)
     rig.core.close_session(rig.session.id)
     assert hold.awaited == 2, "one worker is still connected"
     rig.core.take_commands()
@@ -150,8 +145,6 @@ def test_stores_of_other_engines_may_complete_a_hold() -> None:
     rig = HoldRig()
     good = rig.core.prepare_store(rig.reader, keys(0), request_id="", expires_at=60).store_id
     bad = rig.core.prepare_store(rig.reader, keys(1), request_id="", expires_at=60).store_id
-    assert good is not None
-    assert bad is not None
     rig.publish(keys(0, 1))
     rig.core.close_session(rig.session.id)
     assert rig.claim().statuses == PENDING * 2
@@ -165,7 +158,6 @@ def test_a_failed_store_of_a_hold_may_be_repeated() -> None:
     rig = HoldRig()
     rig.publish(keys(0))
     store = rig.core.prepare_store(rig.session, keys(0), request_id="", expires_at=60)
-    assert store.store_id is not None
     rig.core.complete_store(rig.session, store.store_id, failed=[0])
     assert rig.claim().statuses == PENDING
     rig.store(keys(0))
@@ -181,7 +173,6 @@ def test_the_hold_waits_for_every_rank() -> None:
     assert rig.claim().statuses == PENDING
     other = rig.core.open_session(b"rank 1", "engine", 1, spec)
     store = rig.core.prepare_store(other, keys(0), request_id="", expires_at=60)
-    assert store.store_id is not None
     rig.core.complete_store(other, store.store_id)
     assert rig.claim().statuses == HIT
 
@@ -189,8 +180,7 @@ def test_the_hold_waits_for_every_rank() -> None:
 def test_blocks_in_a_secondary_tier_are_promoted_for_a_hold() -> None:
     """The hold then keeps them in memory; a block whose load fails may be stored again."""
     rig = HoldRig(ModelTier("near", 1 << 20))
-    rig.store(keys(0, 1))
-    rig.finish_jobs()
+    rig.store_in_all_tiers(keys(0, 1))
     rig.core.reset(rig.session)
     rig.publish(keys(0, 1))
     (load,) = [command for command in rig.core.take_commands() if isinstance(command, LoadFromTier)]
@@ -225,7 +215,6 @@ def test_a_block_without_a_content_hash_ends_with_its_hold() -> None:
     rig.publish([*keys(0), PRIVATE])
     claim = rig.claim()
     assert claim.statuses == HIT * 2
-    assert claim.lease is not None
     rig.core.handoffs.release(rig.name(), 1.0)
     assert claim.lease.statuses() == HIT * 2, "a reader may finish"
     rig.core.release(rig.reader, claim.lease.id)
@@ -287,8 +276,7 @@ def test_holds_of_a_tenant_have_a_limit() -> None:
     rig.publish(keys(0), "a")
     rig.publish(keys(1), "b")
     assert rig.publish(keys(2), "c") is PublishStatus.TOO_MANY
-    hold = rig.publish(keys(2), "b", now=3.0)
-    assert isinstance(hold, Hold)
+    assert isinstance(rig.publish(keys(2), "b", now=3.0), Hold)
     assert [hold.name[2] for hold in rig.core.handoffs.all()] == ["a", "b"]
     assert rig.stats() == HandoffStats(open=2, published=3, declined=1, dropped=1, held_seconds=3.0)
 
@@ -338,8 +326,7 @@ def test_a_reset_ends_the_holds_of_its_namespace() -> None:
 def test_a_hanging_tier_ends_the_wait_of_a_hold() -> None:
     """Its running loads are misses of the hold, and the publisher may store the blocks again."""
     rig = HoldRig(ModelTier("near", 1 << 20))
-    rig.store(keys(0))
-    rig.finish_jobs()
+    rig.store_in_all_tiers(keys(0))
     rig.core.reset(rig.session)
     rig.publish(keys(0))
     rig.core.take_commands()

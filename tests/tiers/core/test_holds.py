@@ -45,7 +45,6 @@ def test_granted_claims_are_counted_with_their_hold() -> None:
     rig = HoldRig()
     rig.store(keys(0))
     hold = rig.publish(keys(0))
-    assert isinstance(hold, Hold)
     rig.claim()
     rig.claim(first=[7])
     rig.claim()
@@ -57,8 +56,6 @@ def test_a_claim_is_a_use() -> None:
     rig = HoldRig()
     rig.store(keys(0))
     hold = rig.publish(keys(0))
-    assert isinstance(hold, Hold)
-    assert hold.items[0] is not None
     rig.store(keys(1))
     before = hold.items[0].last_use
     rig.claim()
@@ -99,8 +96,7 @@ def test_held_blocks_are_not_in_the_eviction_queue() -> None:
 def test_a_block_of_a_failed_promotion_is_not_in_the_eviction_queue() -> None:
     """It belongs to the tier until the job ends, and then it is gone."""
     rig = HoldRig(ModelTier("near", 1 << 20))
-    rig.store(keys(0))
-    rig.finish_jobs()
+    rig.store_in_all_tiers(keys(0))
     rig.core.reset(rig.session)
     rig.publish(keys(0, 1))
     (load,) = [command for command in rig.core.take_commands() if isinstance(command, LoadFromTier)]
@@ -130,7 +126,6 @@ def test_held_and_retained_blocks_become_evictable_after_both() -> None:
         rig = HoldRig()
         rig.publish(keys(0), duration=hold_ends)
         answer = rig.core.prepare_store(rig.session, keys(0), request_id="", expires_at=60, retain_until=retention_ends)
-        assert answer.store_id is not None
         rig.core.complete_store(rig.session, answer.store_id)
         (queue,) = rig.core._cpu_tier.queues.all()
         for now, victims in ((9.0, 0), (15.0, 0), (25.0, 1)):
@@ -176,7 +171,6 @@ def test_a_repeated_block_is_held_once() -> None:
     """Its store, loss and release count for both positions."""
     rig = HoldRig(ModelTier("near", 1 << 20))
     hold = rig.publish(keys(0, 0, 1, 1))
-    assert isinstance(hold, Hold)
     assert (hold.awaited, rig.core.stats().held_bytes) == (4, 2 * 4096)
     rig.store(keys(0))
     assert (hold.awaited, rig.claim().statuses) == (2, HIT * 2 + PENDING * 2)
@@ -190,8 +184,6 @@ def test_the_end_of_an_engine_does_not_affect_other_holds() -> None:
     """Holds of other engines, and of an equal id in another namespace, keep waiting."""
     rig = HoldRig()
     mine, theirs = rig.publish(keys(0)), rig.publish(keys(1), "s", session=rig.reader)
-    assert isinstance(mine, Hold)
-    assert isinstance(theirs, Hold)
     rig.core.close_session(rig.reader.id)
     namesake = rig.core.open_session(b"namesake", "engine", None, OTHER)
     rig.core.close_session(namesake.id)
@@ -203,7 +195,6 @@ def test_claims_keep_waiting_while_a_block_is_being_stored() -> None:
     """The publisher has ended, and another engine is storing one of the blocks."""
     rig = HoldRig()
     store = rig.core.prepare_store(rig.reader, keys(0), request_id="", expires_at=60).store_id
-    assert store is not None
     rig.publish(keys(0, 1))
     rig.core.take_commands()
     rig.core.close_session(rig.session.id)
@@ -217,7 +208,6 @@ def test_blocks_that_arrive_after_a_hold_ended() -> None:
     rig = HoldRig()
     rig.publish([*keys(0), PRIVATE])
     store = rig.core.prepare_store(rig.session, [*keys(0), PRIVATE], request_id="", expires_at=60).store_id
-    assert store is not None
     assert rig.core.handoffs.release(rig.name(), 1.0)
     rig.core.take_commands()
     rig.core.complete_store(rig.session, store)
@@ -229,8 +219,7 @@ def test_blocks_that_arrive_after_a_hold_ended() -> None:
 def test_a_pending_reset_delays_promotions() -> None:
     """B3.19: until old leases end there are no promotions; a new hold waits for its stores."""
     rig = HoldRig(ModelTier("near", 1 << 20))
-    rig.store(keys(0, 1))
-    rig.finish_jobs()
+    rig.store_in_all_tiers(keys(0, 1))
     lease = rig.core.lookup(rig.reader, keys(0), prefix=True, request_id="", expires_at=60).lease
     assert lease is not None
     assert rig.core.reset(rig.session) == 1
@@ -245,11 +234,9 @@ def test_a_pending_reset_delays_promotions() -> None:
 def test_a_hold_without_room_promotes_nothing() -> None:
     """Held blocks fill the CPU tier: the rest of the hold waits for a store."""
     rig = HoldRig(ModelTier("near", 1 << 20))
-    rig.store(keys(0, 1))
-    rig.finish_jobs()
+    rig.store_in_all_tiers(keys(0, 1))
     rig.core.reset(rig.session)
-    rig.store(keys(*range(100, 115)))
-    rig.finish_jobs()
+    rig.store_in_all_tiers(keys(*range(100, 115)))
     assert isinstance(rig.publish(keys(*range(100, 115)), "full"), Hold)
     assert isinstance(rig.publish(keys(0), "one"), Hold)
     assert rig.publish(keys(1), "two") is PublishStatus.NO_ROOM
@@ -273,11 +260,9 @@ def test_partial_blocks_are_never_passed_to_tiers() -> None:
     session = core.open_session(b"s", "engine", None, NamespaceSpec(NamespaceId(b"n" * 16), 1, (4096,)))
     answer = core.prepare_store(session, [*keys(0), PRIVATE], request_id="", expires_at=60)
     assert answer.statuses == GRANTED * 2
-    assert answer.store_id is not None
     core.complete_store(session, answer.store_id)
     for request in ("a", "b", "c"):
         lease = core.lookup(session, [*keys(0), PRIVATE], prefix=False, request_id=request, expires_at=60).lease
-        assert lease is not None
         core.release(session, lease.id)
     assert core.durability.flush(session.namespace.id, [PRIVATE]) == b"\x03"
     stored = [block.key for command in core.take_commands() for block in getattr(command, "blocks", ())]

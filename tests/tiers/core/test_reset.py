@@ -13,8 +13,7 @@ from kvtier.tiers.types import MissReason
 def test_a_reset_keeps_secondary_tiers() -> None:
     """B3.19: without leases the CPU tier is empty at once; a secondary tier still serves."""
     rig = Rig(ModelTier("near", 1 << 20))
-    rig.store(keys(0, 1))
-    rig.finish_jobs()
+    rig.store_in_all_tiers(keys(0, 1))
     assert rig.core.reset(rig.session) == 0
     assert rig.core.stats().tiers[0].used_bytes == 0
     assert rig.core.stats().tiers[1].blocks == 2
@@ -40,10 +39,8 @@ def test_a_running_store_is_never_published_after_a_reset() -> None:
     """B4.13: it keeps its slots until the writer is done; its late completion publishes nothing."""
     rig = Rig(ModelTier("near", 1 << 20))
     before = rig.core.prepare_store(rig.session, keys(0, 1), request_id="", expires_at=60)
-    assert before.store_id is not None
     assert rig.core.reset(rig.session) == 2, "not yet"
     after = rig.core.prepare_store(rig.session, keys(0, 1), request_id="", expires_at=60)
-    assert after.store_id is not None
     assert not set(before.slots) & set(after.slots), "the old writer still writes there"
     rig.core.complete_store(rig.session, before.store_id)
     assert rig.core.resetting(rig.session) == 0
@@ -56,11 +53,9 @@ def test_a_running_store_is_never_published_after_a_reset() -> None:
 def test_a_running_promotion_is_never_published_after_a_reset() -> None:
     """B3.19: its late end is ignored; waiting lookups get a miss."""
     rig = Rig(ModelTier("near", 1 << 20))
-    rig.store(keys(0))
-    rig.finish_jobs()
+    rig.store_in_all_tiers(keys(0))
     rig.core.reset(rig.session)
     lease = rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=60).lease
-    assert lease is not None
     [job] = [command for command in rig.core.take_commands() if isinstance(command, LoadFromTier)]
     assert rig.core.reset(rig.session) == 1
     rig.core.job_finished(job.job_id, [Outcome.DONE])
@@ -74,7 +69,6 @@ def test_a_reader_keeps_its_blocks_during_a_reset() -> None:
     rig = Rig()
     rig.store(keys(*range(16)))
     lease = rig.core.lookup(rig.session, keys(*range(16)), prefix=True, request_id="", expires_at=60).lease
-    assert lease is not None
     slots = lease.slots(range(16), 0)
     assert rig.core.reset(rig.session) == 16
     assert lease.statuses() == HIT * 16
@@ -90,7 +84,6 @@ def test_polling_a_reset_does_not_reset_again() -> None:
     rig = Rig()
     rig.store(keys(0))
     lease = rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=60).lease
-    assert lease is not None
     assert rig.core.reset(rig.session) == 1
     rig.store(keys(7))
     assert rig.core.reset(rig.session) == 1
@@ -113,9 +106,6 @@ def test_requests_end_or_continue_after_a_reset() -> None:
         for number, request_id in ((0, "done"), (1, "goes on"), (2, "done"))
     ]
     written, under_way, in_flight = (store.store_id for store in stores)
-    assert written is not None
-    assert under_way is not None
-    assert in_flight is not None
     rig.core.complete_store(rig.session, written)
     rig.core.finish_request(rig.session, "done")
     assert rig.core.reset(rig.session) == 3
@@ -127,7 +117,6 @@ def test_requests_end_or_continue_after_a_reset() -> None:
     assert rig.core.resetting(rig.session) == 0
     again = rig.core.prepare_store(rig.session, keys(1), request_id="goes on", expires_at=60)
     assert again.statuses == GRANTED
-    assert again.store_id is not None
     rig.core.complete_store(rig.session, again.store_id)
     rig.core.finish_request(rig.session, "goes on")
     rig.finish_jobs()
@@ -158,29 +147,24 @@ def test_a_full_tier_evicts_the_blocks_of_a_retired_namespace_first() -> None:
     rig = Rig(near, extents=2)
     other = rig.open("other", dataclasses.replace(SPEC, id=NamespaceId(b"o" * 16)))
     old, rig.session = rig.session, other
-    rig.store(keys(0, 1))
-    rig.finish_jobs()
+    rig.store_in_all_tiers(keys(0, 1))
     rig.session = old
-    rig.store(keys(2, 3))
-    rig.finish_jobs()
+    rig.store_in_all_tiers(keys(2, 3))
     assert rig.core.reset(old, retire=True) == 0
     assert rig.core.stats().tiers[1].blocks == 4
     rig.session = other
     for number in (4, 5):
-        rig.store(keys(number))
-        rig.finish_jobs()
+        rig.store_in_all_tiers(keys(number))
     catalog = rig.core._transfers.secondaries[0].catalog
     assert dict(catalog.counts()) == {other.namespace.id: 4}
-    rig.store(keys(6))
-    rig.finish_jobs()
+    rig.store_in_all_tiers(keys(6))
     assert dict(catalog.counts()) == {other.namespace.id: 4}, "then the policy decides again"
 
 
 def test_a_retired_block_that_is_read_is_not_evicted() -> None:
     """B3.19: an engine that still uses the namespace reads it; the next retired block goes."""
     rig = Rig(ModelTier("near", 2 * 4096), extents=2)
-    rig.store(keys(0, 1))
-    rig.finish_jobs()
+    rig.store_in_all_tiers(keys(0, 1))
     rig.core.reset(rig.session, retire=True)
     rig.core.lookup(rig.session, keys(1), prefix=True, request_id="", expires_at=60)
     (load,) = rig.core.take_commands()

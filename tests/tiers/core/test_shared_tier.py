@@ -74,14 +74,12 @@ def test_tiers_are_used_in_order() -> None:
     near, far = ModelTier("near", 1 << 20), Shared("far", 1 << 20)
     for tiers, source in (((near, far), 1), ((far, near), 2)):
         rig = Rig(*tiers)
-        rig.store(keys(0))
-        rig.finish_jobs()
+        rig.store_in_all_tiers(keys(0))
         assert rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=60).lease.sources == b"\0"  # type: ignore[union-attr]
         rig.core.close_session(rig.session.id)
         rig.session = rig.open("again")
         rig.core.reset(rig.session)
         lease = rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=60).lease
-        assert lease is not None
         assert lease.sources[0] == 1, "both have it: the first one is asked"
         assert rig.core.stats().tiers[source].name == "near"
 
@@ -90,8 +88,7 @@ def test_the_prefix_scan_continues_past_open_queries() -> None:
     """B3.17: all queries are sent at once; blocks behind an open one are not promoted."""
     near = ModelTier("near", 1 << 20)
     rig = Rig(near, Shared("far", 1 << 20))
-    rig.store(keys(0, 2))
-    rig.finish_jobs()
+    rig.store_in_all_tiers(keys(0, 2))
     rig.core.reset(rig.session)
     found = rig.core.lookup(rig.session, keys(0, 1, 2, 3), prefix=True, request_id="", expires_at=60)
     assert found.statuses() == PENDING + RETRY * 3
@@ -151,8 +148,7 @@ def test_a_failed_load_after_a_positive_answer_is_a_miss() -> None:
 def test_tiers_can_be_left_out(without: TierFilter, expected: bytes) -> None:
     """B3.15: by name, medium or locality, for one lookup."""
     rig = Rig(ModelTier("near", 1 << 20))
-    rig.store(keys(0))
-    rig.finish_jobs()
+    rig.store_in_all_tiers(keys(0))
     rig.core.reset(rig.session)
     found = rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=60, tiers=without)
     assert found.statuses() == expected

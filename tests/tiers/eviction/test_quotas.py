@@ -149,7 +149,6 @@ def test_a_run_of_victims_ends_at_a_quota() -> None:
     for number, name in enumerate([alice] * 2003 + [bob] * 2093):
         catalog.begin_store(name, b"%d" % number, 1)
         entry = catalog.get(name, b"%d" % number)
-        assert entry is not None
         entry.state = EntryState.HELD
         catalog.recount(entry)
         catalog.use([entry], number)
@@ -164,7 +163,6 @@ def test_each_rank_counts_a_slot() -> None:
     wide = spec("alice", world_size=2)
     session = rig.session(wide)
     answer = rig.core.prepare_store(session, keys(range(4)), request_id="", expires_at=1e9)
-    assert answer.store_id is not None
     assert rig.share("alice").used == 4 * PAGE
     rig.core.complete_store(session, answer.store_id, failed=[0])
     assert rig.share("alice").used == 3 * PAGE

@@ -204,7 +204,6 @@ def test_only_what_is_confirmed_is_held(fields: dict[str, int], tokens: int) -> 
         scheduler.new_request(request)
         scheduler.blocks_allocated(request, TABLE, 0)
         params = scheduler.request_finished(request, TABLE)
-        assert params is not None
         assert (params["remote_num_tokens"], params["remote_block_ids"]) == (tokens, [list(range(tokens // 4))])
         saves = [key for save in scheduler.build_step(make_step({})).saves for key in save.keys]
         assert saves == KEYS[: tokens // 4]

@@ -149,7 +149,6 @@ def test_only_the_windows_at_the_end_of_the_full_hit_are_asked_for() -> None:
     client = FakeClient({make_key(bytes([number]) * 32, group) for number in range(3) for group in (0, 1)})
     with _lookups(client, CacheGeometry((FULL, WINDOW), 4, 4)) as service:
         lookup = start_lookup(service, RequestRegistration("r"), _hashes(4, 4), 16)
-        assert lookup is not None
         wait_until(lambda: lookup.state is LookupState.DONE)
         assert lookup.found.hit_tokens == 12
         assert client.asked == [4, 2]
@@ -170,7 +169,6 @@ def test_a_dropped_lookup_releases_its_lease(monkeypatch: pytest.MonkeyPatch) ->
     client = FakeClient({make_key(bytes(32), 0)}, before=hang)
     with _lookups(client, CacheGeometry((FULL,), 4, 4)) as service:
         lookup = start_lookup(service, RequestRegistration("r"), _hashes(1), 4)
-        assert lookup is not None
         assert started.wait(60)
         service.give_up_lookup(lookup.number)
         # left in peace for a moment
@@ -205,7 +203,6 @@ def test_a_server_that_is_not_there_is_a_miss_at_once() -> None:
 
         client.before = fail
         lookup = start_lookup(service, RequestRegistration("r"), _hashes(1), 4)
-        assert lookup is not None
         wait_until(lambda: lookup.state is LookupState.DONE)
         assert lookup.found.hit_tokens == 0
 
@@ -216,7 +213,6 @@ def test_a_long_request_is_looked_up_in_calls_that_the_server_takes() -> None:
     client.max_keys = 2
     with _lookups(client, CacheGeometry((FULL,), 4, 4)) as service:
         lookup = start_lookup(service, RequestRegistration("r"), _hashes(9), 36)
-        assert lookup is not None
         wait_until(lambda: lookup.state is LookupState.DONE)
         assert lookup.found.hit_tokens == 20
         assert client.asked == [2, 2, 2]
@@ -234,7 +230,6 @@ def test_a_request_is_finished_after_its_last_lookup() -> None:
     client, request = FakeClient({make_key(bytes(32), 0)}, before=hang), RequestRegistration("r", 5, {"peer": object()})
     with _lookups(client, CacheGeometry((FULL,), 4, 4)) as service:
         lookup = start_lookup(service, request, _hashes(1), 4)
-        assert lookup is not None
         assert started.wait(60)
         service.drop_lookup(lookup.number)
         service.finish_request(request)

@@ -135,7 +135,6 @@ class Engine:
 
     def tensors(self, worker: KVTierConnector) -> dict[str, torch.Tensor]:
         """One tensor per layer of the worker, with distinct bytes in every block."""
-        assert worker._geometry is not None
         seed = torch.Generator().manual_seed(worker._vllm_config.parallel_config.rank // self.copies)
         return {
             name: torch.randint(0, 255, (BLOCKS, page), generator=seed, dtype=torch.uint8)
@@ -164,7 +163,6 @@ class Engine:
 
     def lookup(self, groups: tuple[int, ...] = (0, 0)) -> Any:
         """Looks KEYS up with the scheduler's client."""
-        assert self.scheduler._scheduler is not None
         keys = [make_key(key[:32], group) for key, group in zip(KEYS, groups, strict=True)]
         return self.scheduler._scheduler._server._client.lookup(keys, request_id="r", wait=0.0, prefix=False)
 

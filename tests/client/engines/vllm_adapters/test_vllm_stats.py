@@ -77,7 +77,6 @@ def test_ranks_and_steps_add_up() -> None:
     second = ConnectorStats({"load_bytes": 7, "load_seconds": [0.75], "lookups:hit": 1})
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(first.aggregate(second).to_dict()))
     rebuilt = KVTierConnector.build_kv_connector_stats(sent)
-    assert rebuilt is not None
     assert rebuilt.data == {"load_bytes": 12, "load_seconds": [0.25, 0.75], "lookups:hit": 1}
     assert rebuilt.reduce() == {"load_bytes": 12, "load_seconds_mean": 0.5, "load_seconds_max": 0.75, "lookups_hit": 1}
     assert first.data == {"load_bytes": 5, "load_seconds": [0.25]}, "it is left as it was"
@@ -99,7 +98,6 @@ def test_counts_become_prometheus_series_of_their_engine() -> None:
         return registry.get_sample_value(name, {"model_name": "m", "engine": str(engine), **labels})
 
     assert value("vllm:kvtier_lookups_total", 1, outcome="partial") == 0
-    assert made is not None
     made.observe({"lookups:partial": 2, "load_bytes": 9, "load_seconds": [0.1, 3.0], "novelty": 1}, 1)
     assert value("vllm:kvtier_lookups_total", 1, outcome="partial") == 2
     assert value("vllm:kvtier_load_bytes_total", 1) == 9
@@ -191,7 +189,6 @@ def test_a_lookup_that_takes_too_long_and_one_that_cannot_begin(monkeypatch: pyt
     service = LookupService(client, CacheGeometry((FULL,), 4, 4), 30.0, RateLimitedLog(), counters)  # type: ignore[arg-type]
     hashes = {0: [key[:32] for key in KEYS]}
     lookup = start_lookup(service, RequestRegistration("slow"), hashes, 16)
-    assert lookup is not None
     wait_until(lambda: lookup.started)
     service.give_up_lookup(lookup.number)
     assert start_lookup(service, RequestRegistration("cooling"), hashes, 16) is None
