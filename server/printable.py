@@ -6,7 +6,9 @@ import re
 
 __all__ = ["printable"]
 
-_NO_GLYPH = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]")
+_NO_GLYPH = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180d\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
+)
 """Characters without a glyph that `str.isprintable` accepts: Unicode's Default_Ignorable."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import unicodedata
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from kvtier.protos.v1.admin_pb2 import (
     ShareStatus,
     TierStatus,
 )
+from kvtier.server.printable import printable
 from kvtier.server.telemetry.http import MetricsServer
 from kvtier.server.telemetry.status_page import StatusPage
 
@@ -60,6 +62,7 @@ def busy() -> GetStatusResponse:
             TierStatus(
                 name="cpu", type="cpu", capacity_bytes=512 << 30, available_bytes=256 << 30, used_bytes=250 << 30,
                 blocks=131_072, hits=600_000, misses=400_000, evictions=70_000, healthy=True, estimates=curve(0.3, 0.7),
+                stored_bytes=9 << 40, loaded_bytes=11 << 40,
                 shares=[
                     ShareStatus(tenant="", used_bytes=1 << 30),
                     ShareStatus(tenant="acme", quota_bytes=1 << 35, limit_bytes=1 << 38),
@@ -69,14 +72,20 @@ def busy() -> GetStatusResponse:
                 name="disk-of-the-second-shelf", type="disk", capacity_bytes=8 << 40, available_bytes=8 << 40,
                 used_bytes=3 << 40, blocks=999_999, hits=250_000, misses=150_000, jobs=42, queued_bytes=7 << 30,
                 trouble="no space left on /var/lib/kvtier: 3 stores failed",
-                estimates=curve(0.6, 0.71), damaged_blocks=2,
+                estimates=curve(0.6, 0.71), damaged_blocks=2, stored_bytes=7 << 40, loaded_bytes=900 << 30,
+                free_disk_bytes=5 << 40,
+                shares=[
+                    ShareStatus(tenant="", used_bytes=1 << 40),
+                    ShareStatus(tenant="acme", quota_bytes=1 << 41, used_bytes=1 << 41),
+                ],
             ),
         ],
         sessions=[
             SessionStatus(
                 client_name=f"worker {number}", engine_id=f"prefill-{number // 2}", rank=number % 2, world_size=2,
                 transport=("shm", "grpc", "cuda_ipc")[number % 3], model="meta-llama/Llama-3.1-70B-Instruct",
-                attached=number % 3 != 1, age=Duration(seconds=17 ** number % 200_000), leases=number, pid=number,
+                tenant="acme" if number % 2 else "", namespace_id=bytes([number]) * 16, attached=number % 3 != 1,
+                age=Duration(seconds=17 ** number % 200_000), leases=number, pid=number,
             )
             for number in range(6)
         ],
@@ -123,10 +132,16 @@ def findings(browser: Browser) -> list[str]:
 def test_degraded_tier(serve: Serve, browser: Browser) -> None:
     """A degraded tier is shown at the top; its row shows the reason."""
     open_page(browser, serve())
-    assert browser.text("#notice").startswith("Tier disk-of-the-second-shelf is degraded")
+    trouble = "Tier disk-of-the-second-shelf is degraded: no space left on /var/lib/kvtier"
+    assert browser.text("#notice").startswith(trouble)
     row = "[data-key=disk-of-the-second-shelf]"
-    assert "no space left on /var/lib/kvtier" in browser.text(f"{row} [data-name=health]")
-    assert browser.text(f"{row} [data-name=jobs]") == "42 (7.0 GiB)"
+    assert browser.text(f"{row} [data-name=health]") == "degraded"
+    assert browser.text(f"{row} [data-name=jobs]") == "42\n7.0 GiB"
+    assert browser.text(f"{row} [data-name=disk_free]") == "5.0 TiB"
+    assert browser.text("[data-key=cpu] [data-name=disk_free]") == "\N{EN DASH}"
+    headings = [browser.text(f"#{name}") for name in ("h-curve", "h-tenants", "h-sessions")]
+    assert headings == ["Hit rate at other sizes", "Tenants", "Sessions 6"]
+    assert browser.text("#sessions [data-name=model]") == f"meta-llama/Llama-3.1-70B-Instruct\n{'0' * 32}"
     assert "(256.0 GiB ready)" in browser.text("[data-key=cpu] [data-name=fill]")
     assert browser.text("#uptime") == "1 d 2 h"
     assert browser.text("#quarantine") == "3.0 MiB in quarantine"
@@ -146,8 +161,60 @@ def test_text_is_never_markup(serve: Serve, browser: Browser) -> None:
     assert browser.run("return document.title").startswith("kvtier 127.0.0.1:")
     assert browser.run("return document.querySelectorAll('img').length") == 1, "its own sign"
     assert HOSTILE in browser.text("#sessions [data-name=model]")
-    assert HOSTILE in browser.text("#tiers [data-name=health]")
+    assert HOSTILE in browser.text("#notice")
     assert browser.console_messages() == []
+
+
+def test_control_characters_are_escaped(serve: Serve, browser: Browser) -> None:
+    """The page escapes the same characters as the commands."""
+    name = "a\x1b[2Jb\x9bc\u202ed\u2028e\u200bfg\nh\u3164i\U000e0100"
+
+    def hostile() -> GetStatusResponse:
+        session = SessionStatus(client_name=name, engine_id=f"e {name}", transport=name, model=name, tenant=name)
+        share = ShareStatus(tenant=name)
+        tier = TierStatus(name=name, type="cpu", trouble=name, estimates=curve(0, 1), shares=[share])
+        return GetStatusResponse(tiers=[tier], sessions=[session], lookup_keys=1)
+
+    open_page(browser, serve(hostile))
+    shown = browser.run("return document.body.textContent")
+    assert shown.count(printable(name)) >= 8
+    assert not [character for character in shown if character not in "\n " and printable(character) != character]
+    known = [code for code in range(0x30000) if unicodedata.category(chr(code)) not in ("Cn", "Cs", "Co")]
+    escaped = browser.run(
+        """
+        const ofCode = (code) => String.fromCodePoint(code);
+        return import("./format.js").then(
+          ({ printable }) => arguments[0].map(ofCode).filter((it) => printable(it) !== it).map(printable));
+        """,
+        known,
+    )
+    assert escaped == [printable(chr(code)) for code in known if printable(chr(code)) != chr(code)]
+
+
+def test_every_trouble_has_a_line(serve: Serve, browser: Browser) -> None:
+    """Broken tiers come first, then a drain, dropped blocks and a slow event loop."""
+    dropped = 7
+
+    def troubled() -> GetStatusResponse:
+        nonlocal dropped
+        dropped += 5
+        status = busy()
+        status.draining = True
+        status.loop_lag.FromSeconds(2)
+        status.tiers[1].dropped_blocks = dropped
+        status.tiers[1].stored_bytes = dropped << 30
+        return status
+
+    open_page(browser, serve(troubled), "draining")
+    browser.wait(lambda: "in the last minute" in browser.text("#notice"), "dropped blocks are not shown")
+    lines = [line for line in browser.text("#notice").splitlines() if line]
+    assert len(lines) == 4
+    for line, words in zip(lines, ("is degraded: no space", "is draining", "did not store", "2.0 s"), strict=True):
+        assert words in line
+    row = "[data-key=disk-of-the-second-shelf]"
+    assert "GiB/s" in browser.text(f"{row} [data-name=stored]")
+    assert browser.text("[data-key=cpu] [data-name=stored]").startswith("0 B/s")
+    browser.screenshot("troubles")
 
 
 def test_policy_is_enforced(serve: Serve, browser: Browser) -> None:

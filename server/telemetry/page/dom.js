@@ -1,5 +1,7 @@
 // DOM helpers. They change a node only if its value has changed. Otherwise nodes would flicker or lose focus.
-// Text is always set as text, never as markup.
+// Text is always set as text, never as markup, and with escapes for control characters.
+
+import { printable } from "./format.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -8,19 +10,20 @@ export const byId = (id) => document.getElementById(id);
 export const element = (tag, attributes = {}, ...children) => {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  made.append(...children);
+  made.append(...children.map((child) => (typeof child === "string" ? printable(child) : child)));
   return made;
 };
 
 export const shape = (tag, attributes = {}, text = null) => {
   const made = document.createElementNS(SVG, tag);
   for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  if (text !== null) made.textContent = text;
+  if (text !== null) made.textContent = printable(text);
   return made;
 };
 
 export const setText = (node, text) => {
-  if (node.textContent !== text) node.textContent = text;
+  const shown = printable(text);
+  if (node.textContent !== shown) node.textContent = shown;
 };
 
 export const setAttribute = (node, name, value) => {

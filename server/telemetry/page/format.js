@@ -9,7 +9,7 @@ export const size = (bytes) => {
   for (const [unit, factor] of UNITS) {
     if (bytes >= factor) return `${(bytes / factor).toFixed(1)} ${unit}`;
   }
-  return `${bytes} B`;
+  return `${Math.round(bytes)} B`;
 };
 
 export const percent = (ratio) => (ratio === null || ratio === undefined ? "–" : `${(ratio * 100).toFixed(1)}%`);
@@ -23,5 +23,22 @@ export const age = (seconds) => {
   if (hours) return `${hours} h ${minutes} min`;
   return minutes ? `${minutes} min ${whole % 60} s` : `${whole} s`;
 };
+
+export const throughput = (perSecond) => (perSecond === null ? "–" : `${size(perSecond)}/s`);
+
+// Characters that could change or hide other text: controls, bidi controls, zero-width characters, unusual spaces.
+const NOT_PRINTABLE = /(?! )[\p{C}\p{Z}\p{Default_Ignorable_Code_Point}]/gu;
+
+const SHORT = { "\t": "\\t", "\n": "\\n", "\r": "\\r" };
+
+const escaped = (character) => {
+  if (SHORT[character]) return SHORT[character];
+  const hex = character.codePointAt(0).toString(16);
+  const [letter, digits] = hex.length <= 2 ? ["x", 2] : hex.length <= 4 ? ["u", 4] : ["U", 8];
+  return `\\${letter}${hex.padStart(digits, "0")}`;
+};
+
+// Escapes text like the commands of `kvtier`, because clients choose names of engines, models and tenants.
+export const printable = (text) => text.replace(NOT_PRINTABLE, escaped);
 
 export const words = (name) => name.replaceAll("_", " ");

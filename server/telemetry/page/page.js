@@ -1,6 +1,6 @@
 // Polls the status every two seconds and shows it. Shows a notice if the server does not answer.
 
-import { byId, setAttribute, setText, show } from "./dom.js";
+import { byId, element, setAttribute, setText, show } from "./dom.js";
 import { age, count, percent, rate, size } from "./format.js";
 import { CurvePlot, spark, split } from "./plot.js";
 import { Tables } from "./tables.js";
@@ -9,6 +9,8 @@ const EVERY_MS = 2000;
 const HIDDEN_MS = 30000;
 const TIMEOUT_MS = 5000;
 const RECENT_MS = 60000;
+const THROUGHPUT_MS = 10000;
+const SLOW_LOOP_SECONDS = 1;
 const KEPT_MS = 300000;
 
 const tables = new Tables();
@@ -20,16 +22,19 @@ let epoch = "";
 let lastAnswer = null;
 let since = null;
 let past = [];
-let news = "";
+let news = [];
 
 const clock = (date) => date.toLocaleTimeString([], { hourCycle: "h23" });
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 
-const notify = (text, kind) => {
+// Shows one line per text.
+const notify = (texts, kind) => {
   const notice = byId("notice");
-  setText(notice, text);
+  while (notice.children.length > texts.length) notice.lastChild.remove();
+  while (notice.children.length < texts.length) notice.append(element("p"));
+  texts.forEach((text, number) => setText(notice.children[number], text));
   setAttribute(notice, "data-kind", kind);
-  show(notice, text !== "");
+  show(notice, texts.length > 0);
 };
 
 const state = (text, kind) => {
@@ -37,7 +42,7 @@ const state = (text, kind) => {
   setAttribute(byId("state"), "data-state", kind);
 };
 
-// Keys per second and hit ratio between two samples.
+// Keys per second and hit rate between two samples.
 const between = (one, other) => {
   const seconds = (other.at - one.at) / 1000;
   const keys = other.keys - one.keys;
@@ -45,7 +50,8 @@ const between = (one, other) => {
 };
 
 const showRates = (status) => {
-  const now = { at: performance.now(), leases: status.leases, keys: status.lookup_keys, hits: sum(status.tiers.map((tier) => tier.hits)) };
+  const hits = sum(status.tiers.map((tier) => tier.hits));
+  const now = { at: performance.now(), leases: status.leases, keys: status.lookup_keys, hits, tiers: status.tiers };
   past = [...past.filter((sample) => now.at - sample.at <= KEPT_MS), now];
   const recent = past.filter((sample) => now.at - sample.at <= RECENT_MS);
   const span = recent.length > 1 ? between(recent[0], now) : null;
@@ -64,6 +70,20 @@ const showRates = (status) => {
   split(byId("share-line"), now.keys ? status.tiers.map((tier) => tier.hits / now.keys) : []);
 };
 
+// Adds the throughput of the last seconds, and the blocks dropped in the last minute, to each tier.
+const withRates = (status) => {
+  const now = past.at(-1);
+  const first = (span) => past.find((sample) => now.at - sample.at <= span);
+  const [recent, minute] = [first(THROUGHPUT_MS), first(RECENT_MS)];
+  const seconds = (now.at - recent.at) / 1000;
+  const tiers = status.tiers.map((tier, place) => {
+    const since = (name) => (seconds ? (tier[name] - recent.tiers[place][name]) / seconds : null);
+    const dropped = tier.dropped_blocks - minute.tiers[place].dropped_blocks;
+    return { ...tier, stored_per_s: since("stored_bytes"), loaded_per_s: since("loaded_bytes"), dropped };
+  });
+  return { ...status, tiers };
+};
+
 const showCurve = (status) => {
   const known = status.tiers.map((tier, number) => ({ ...tier, number })).filter((tier) => tier.estimates.length > 0);
   show(byId("curve"), known.length > 0);
@@ -72,24 +92,26 @@ const showCurve = (status) => {
 };
 
 const showState = (status) => {
-  const troubled = status.tiers.filter((tier) => !tier.healthy).map((tier) => tier.name);
-  if (status.draining) {
-    state("draining", "warn");
-    notify("This server is draining: it refuses new work, and ends when running work is done.", "warn");
-  } else if (troubled.length) {
-    state("degraded", "bad");
-    notify(`Tier ${troubled.join(", ")} is degraded; the reason is below. The server works without it.`, "warn");
-  } else {
-    state("serving", "ok");
-    notify(news, "info");
+  const degraded = status.tiers.filter((tier) => !tier.healthy);
+  const troubles = degraded.map((tier) => `Tier ${tier.name} is degraded: ${tier.trouble || "no reason is known"}`);
+  if (status.draining) troubles.push("This server is draining: it refuses new work, and ends when running work is done.");
+  for (const tier of status.tiers) {
+    if (tier.dropped) troubles.push(`Tier ${tier.name} did not store ${count(tier.dropped)} blocks in the last minute, because it or its queue was full.`);
   }
+  if (status.loop_lag_seconds >= SLOW_LOOP_SECONDS) {
+    troubles.push(`The server answered no call for ${status.loop_lag_seconds.toFixed(1)} s in the last seconds.`);
+  }
+  if (status.draining) state("draining", "warn");
+  else if (degraded.length) state("degraded", "bad");
+  else state("serving", "ok");
+  notify([...troubles, ...news], degraded.length ? "bad" : troubles.length ? "warn" : "info");
 };
 
 const render = (status) => {
   if (epoch && epoch !== status.epoch) {
-    news = `The server was restarted at about ${clock(new Date(Date.now() - status.uptime_seconds * 1000))}: its counts are reset.`;
+    news = [`The server was restarted at about ${clock(new Date(Date.now() - status.uptime_seconds * 1000))}: its counts are reset.`];
     past = [];
-    setTimeout(() => { news = ""; }, 30000);
+    setTimeout(() => { news = []; }, 30000);
   }
   epoch = status.epoch;
   lastAnswer = new Date();
@@ -101,14 +123,16 @@ const render = (status) => {
   setText(byId("uptime"), age(status.uptime_seconds));
   setText(byId("asof"), clock(lastAnswer));
   setText(byId("leases"), count(status.leases));
+  setText(byId("leases-unit"), status.leases === 1 ? " lease" : " leases");
   setText(byId("stores"), count(status.stores));
   setText(byId("holds"), status.held_bytes ? `${count(status.holds)} (${size(status.held_bytes)})` : count(status.holds));
   setText(byId("quarantine"), `${size(status.quarantined_bytes)} in quarantine`);
   show(byId("quarantine"), status.quarantined_bytes > 0);
   showRates(status);
-  tables.update(status);
+  const rated = withRates(status);
+  tables.update(rated);
   showCurve(status);
-  showState(status);
+  showState(rated);
   show(byId("token"), false);
 };
 
@@ -117,12 +141,12 @@ const unreachable = (why) => {
   document.body.classList.add("stale");
   state("no answer", "bad");
   const kept = lastAnswer ? ` The figures below are from ${clock(lastAnswer)}.` : "";
-  notify(`${why} since ${clock(since)}.${kept} The page keeps trying.`, "gone");
+  notify([`${why} since ${clock(since)}.${kept} The page keeps trying.`], "bad");
 };
 
 const refused = () => {
   state("locked", "warn");
-  notify(token ? "This token does not allow viewing the figures." : "", "warn");
+  notify(token ? ["This token does not allow viewing the figures."] : [], "warn");
   token = "";
   const form = byId("token");
   if (form.hidden) {

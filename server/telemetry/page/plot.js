@@ -1,4 +1,4 @@
-// Plot of the estimated hit ratio by tier size, and sparklines.
+// Plot of the estimated hit rate at other tier sizes, and sparklines.
 
 import { element, setAttribute, shape } from "./dom.js";
 import { percent } from "./format.js";
@@ -87,7 +87,7 @@ export class CurvePlot {
       }
       body.append(line);
     }
-    const caption = element("caption", {}, "Estimated hit ratio by size of each tier");
+    const caption = element("caption", {}, "Estimated hit rate at other sizes of each tier");
     this.place.replaceChildren(element("table", {}, caption, element("thead", {}, head), body));
   }
 }

@@ -1,7 +1,7 @@
 // Tables of the page and their columns.
 
 import { bar, byId, element, KeyedTable, setAttribute, setText, show } from "./dom.js";
-import { age, count, percent, size, words } from "./format.js";
+import { age, count, percent, size, throughput, words } from "./format.js";
 import { color } from "./plot.js";
 
 const WHY = {
@@ -11,7 +11,7 @@ const WHY = {
   policy: "excluded by a rule",
   below_threshold: "the prefix found was below the minimum length",
   format_mismatch: "present in another format",
-  expired: "expired",
+  expired: "not used for the tier's time to live",
   load_failed: "a tier could not load them",
   no_room: "in a tier, but every slot of the CPU tier was in use",
   reset: "removed by a reset of the CPU tier",
@@ -38,8 +38,37 @@ const named = (name, label, text, note, key) => ({
   },
 });
 
+// A column of numbers with a note below.
+const noted = (name, label, text, note, value) => ({
+  name,
+  label,
+  num: true,
+  make: (cell) => {
+    const [first, second] = [element("span"), element("span", { class: "note" })];
+    cell.append(first, second);
+    return (it) => {
+      setText(first, text(it));
+      setText(second, note(it));
+    };
+  },
+  raw: value,
+});
+
 const tierColumns = [
   named("tier", "tier", (it) => it.name, (it) => (it.type === it.name ? "" : it.type), true),
+  {
+    name: "health",
+    label: "health",
+    make: (cell) => {
+      const pill = element("span", { class: "pill" });
+      cell.append(pill);
+      return (it) => {
+        setText(pill, it.healthy ? "ok" : "degraded");
+        setAttribute(pill, "data-state", it.healthy ? "ok" : "bad");
+      };
+    },
+    raw: (it) => it.healthy,
+  },
   {
     name: "fill",
     label: "fill",
@@ -52,33 +81,27 @@ const tierColumns = [
     },
     raw: (it) => it.used_bytes,
   },
-  number("blocks", "blocks", (it) => it.blocks),
-  { name: "hit_rate", label: "hit rate", num: true, text: (it) => percent(it.hit_rate), raw: (it) => it.hit_rate },
-  number("hits", "hits", (it) => it.hits),
-  number("evictions", "evicted", (it) => it.evictions),
-  number("damaged", "damaged", (it) => it.damaged_blocks),
+  noted("hits", "hit rate", (it) => percent(it.hit_rate), (it) => `${count(it.hits)} hits`, (it) => it.hits),
+  noted("stored", "stored", (it) => throughput(it.stored_per_s), (it) => `${size(it.stored_bytes)} total`, (it) => it.stored_bytes),
+  noted("loaded", "loaded", (it) => throughput(it.loaded_per_s), (it) => `${size(it.loaded_bytes)} total`, (it) => it.loaded_bytes),
+  noted("jobs", "jobs queued", (it) => count(it.jobs), (it) => (it.queued_bytes ? size(it.queued_bytes) : ""), (it) => it.jobs),
+  noted("blocks", "blocks", (it) => count(it.blocks), (it) => `${count(it.evictions)} evicted`, (it) => it.blocks),
   {
-    name: "jobs",
-    label: "jobs queued",
+    name: "damaged",
+    label: "damaged",
     num: true,
-    text: (it) => (it.queued_bytes ? `${count(it.jobs)} (${size(it.queued_bytes)})` : count(it.jobs)),
-    raw: (it) => it.jobs,
+    make: (cell) => (it) => {
+      setText(cell, count(it.damaged_blocks));
+      cell.classList.toggle("bad-text", it.damaged_blocks > 0);
+    },
+    raw: (it) => it.damaged_blocks,
   },
   {
-    name: "health",
-    label: "health",
-    wide: true,
-    make: (cell) => {
-      const [pill, why] = [element("span", { class: "pill" }), element("span", { class: "note bad-text" })];
-      cell.append(pill, why);
-      return (it) => {
-        setText(pill, it.healthy ? "ok" : "degraded");
-        setAttribute(pill, "data-state", it.healthy ? "ok" : "bad");
-        setText(why, it.trouble);
-        show(why, it.trouble !== "");
-      };
-    },
-    raw: (it) => it.healthy,
+    name: "disk_free",
+    label: "disk free",
+    num: true,
+    text: (it) => (it.free_disk_bytes === null ? "–" : size(it.free_disk_bytes)),
+    raw: (it) => it.free_disk_bytes,
   },
 ];
 
@@ -98,8 +121,21 @@ const missColumns = [
 const sessionColumns = [
   named("engine", "engine", (it) => it.engine_id, (it) => (it.client_name === it.engine_id ? "" : it.client_name)),
   plain("rank", "rank", (it) => (it.rank === null ? "scheduler" : `${it.rank}${it.world_size > 1 ? ` of ${it.world_size}` : ""}`)),
+  plain("tenant", "tenant", (it) => it.tenant || "–"),
   plain("transport", "transport", (it) => it.transport),
-  plain("model", "model", (it) => it.model || "–"),
+  {
+    name: "model",
+    label: "model, and hash of the namespace",
+    wide: true,
+    make: (cell) => {
+      const [model, hash] = [element("span"), element("span", { class: "note mono" })];
+      cell.append(model, hash);
+      return (it) => {
+        setText(model, it.model || "–");
+        setText(hash, it.namespace_id);
+      };
+    },
+  },
   plain("attached", "region", (it) => (it.attached ? "mapped" : "–")),
   { name: "age", label: "age", num: true, text: (it) => age(it.age_seconds), raw: (it) => it.age_seconds },
   number("leases", "leases", (it) => it.leases),
@@ -111,15 +147,25 @@ const handoffColumns = [
   number("published", "published", (it) => it.published),
   number("declined", "declined", (it) => it.declined),
   number("claimed", "claims", (it) => it.claimed),
-  { name: "claimed_bytes", label: "claimed", num: true, text: (it) => size(it.claimed_bytes), raw: (it) => it.claimed_bytes },
+  { name: "claimed_bytes", label: "bytes claimed", num: true, text: (it) => size(it.claimed_bytes), raw: (it) => it.claimed_bytes },
   number("released", "released", (it) => it.released),
   number("expired", "expired", (it) => it.expired),
   number("dropped", "dropped", (it) => it.dropped),
 ];
 
 const tenantColumns = [
-  named("tenant", "tenant", (it) => it.tenant || "all others", (it) => it.tier),
-  { name: "used", label: "used", num: true, text: (it) => size(it.used_bytes), raw: (it) => it.used_bytes },
+  named("tenant", "tenant", (it) => it.tenant || "all others", () => ""),
+  plain("tier", "tier", (it) => it.tier),
+  {
+    name: "used",
+    label: "used",
+    wide: true,
+    make: (cell, row) => {
+      const update = bar(cell, color(row.number));
+      return (it) => update(it.used_bytes / it.capacity_bytes || 0, `${size(it.used_bytes)}, ${percent(it.used_bytes / it.capacity_bytes || 0)} of the tier`);
+    },
+    raw: (it) => it.used_bytes,
+  },
   plain("quota", "quota", (it) => (it.quota_bytes ? size(it.quota_bytes) : "–"), { num: true }),
   plain("limit", "limit", (it) => (it.limit_bytes === null ? "–" : size(it.limit_bytes)), { num: true }),
   plain("retained", "retained", (it) => size(it.retained_bytes), { num: true }),
@@ -151,7 +197,9 @@ export class Tables {
     const handed = status.handoffs.filter((totals) => totals.published || totals.declined || totals.open);
     this.handoffs.update(handed.map((totals) => ({ ...totals, key: totals.direction })));
     show(byId("handoffs-none"), handed.length === 0);
-    const shares = status.tiers.flatMap((tier) => tier.shares.map((share) => ({ ...share, tier: tier.name })));
+    const shares = status.tiers.flatMap((tier, place) => tier.shares.map((share) => (
+      { ...share, tier: tier.name, capacity_bytes: tier.capacity_bytes, number: place }
+    )));
     show(byId("tenants-panel"), shares.some((share) => share.tenant !== ""));
     this.tenants.update(shares.map((share) => ({ ...share, key: `${share.tenant}/${share.tier}` })));
   }

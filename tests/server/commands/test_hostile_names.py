@@ -73,7 +73,7 @@ def test_json_has_the_name_as_the_client_sent_it(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize(
-    "character", ["\x07", "\x1b", "\x7f", "\x85", "\u061c", "\u2029", "\u2066", "\ufeff", "\ufe0f"]
+    "character", ["\x07", "\x1b", "\x7f", "\x85", "\u061c", "\u180b", "\u2029", "\u2066", "\ufeff", "\ufe0f"]
 )
 def test_a_character_without_a_glyph_is_escaped(character: str) -> None:
     escape = character.encode("unicode_escape").decode()
