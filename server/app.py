@@ -104,6 +104,7 @@ class Server:
         self._end = end
         self._runtime: TierRuntime | None = None
         self._closers = contextlib.AsyncExitStack()
+        self._has_started = False
 
     @property
     def left_behind(self) -> list[str]:
@@ -142,6 +143,7 @@ class Server:
         self._run_until_stop(_watch(backend, health))
         self._run_until_stop(watch_loop(metrics.loop_lag.observe, loop_lag.observe))
         closers.push_async_callback(health.shut_down)
+        self._has_started = True
         _log.info(
             "ready",
             listen=list(config.listen),
@@ -158,7 +160,7 @@ class Server:
         await self._closers.aclose()
         if self.left_behind:
             _log.error("stopped, but threads of tiers did not end", tiers=self.left_behind, exit_code=EXIT_LEFT_BEHIND)
-        else:
+        elif self._has_started:
             _log.info("stopped")
 
     def _run_until_stop(self, coroutine: Coroutine[None, None, None]) -> None:

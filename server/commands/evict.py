@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
 from ...protos.endpoint import EndpointError, client_endpoint
 from ...protos.v1.admin_pb2 import EvictRequest, EvictResponse
@@ -16,6 +17,8 @@ from .progress import progress_bar
 from .tables import ResponsiveTable
 
 __all__ = ["FIGURES", "run"]
+
+Number = TypeVar("Number", int, float)
 
 _CONDITIONS = ("tier", "tenant", "namespace", "older_than", "bytes")
 FIGURES = ("tier", "blocks", "bytes", "kept_blocks", "kept_bytes")
@@ -69,19 +72,20 @@ def _request(options: argparse.Namespace) -> EvictRequest:
         except ValueError:
             raise ValueError(f"--namespace {options.namespace}: must be 32 hexadecimal digits") from None
     if options.older_than is not None:
-        request.unused_for.FromNanoseconds(int(_read("--older-than", options.older_than, parse_duration) * 1e9))
+        request.unused_for.FromNanoseconds(int(_positive("--older-than", options.older_than, parse_duration) * 1e9))
     if options.bytes is not None:
-        request.max_bytes = _read("--bytes", options.bytes, parse_size)
-        if not request.max_bytes:
-            raise ValueError(f"--bytes {options.bytes}: must be more than 0")
+        request.max_bytes = _positive("--bytes", options.bytes, parse_size)
     return request
 
 
-def _read(flag: str, text: str, read: Any) -> Any:
+def _positive(flag: str, text: str, read: Callable[[str], Number]) -> Number:
     try:
-        return read(text)
+        value = read(text)
     except ValueError as error:
         raise ValueError(f"{flag} {text}: {error}") from None
+    if not value:
+        raise ValueError(f"{flag} {text}: must be more than 0")
+    return value
 
 
 def _table(result: EvictResponse, *, dry_run: bool) -> ResponsiveTable:

@@ -12,7 +12,6 @@ from ...protos.v1.handoff_pb2 import HandoffDirection
 from ..config.units import human_age, human_size, seconds_of
 from ..telemetry.status import enum_name
 from .admin_client import ask, json_values, plain_console, show_answer
-from .console import EXIT_USAGE, refuse
 from .tables import ResponsiveTable
 
 __all__ = ["DIRECTIONS", "run", "to_json", "values"]
@@ -34,8 +33,6 @@ _NOT_PULLED = {
 
 
 def run(options: argparse.Namespace) -> int:
-    if not 0 <= options.most < 1 << 32:
-        return refuse([f"--most {options.most}: must be 0 or more"], EXIT_USAGE)
     request = ListHandoffsRequest(max_handoffs=options.most)
     return show_answer(
         options, lambda endpoint, timeout: ask(endpoint, "ListHandoffs", request, timeout), to_json, _show

@@ -9,7 +9,6 @@ from ...protos.endpoint import Endpoint
 from ...protos.v1.admin_pb2 import LeaseKind, ListLeasesRequest, ListLeasesResponse
 from ..config.units import human_age, human_size, seconds_of
 from .admin_client import ask, json_values, plain_console, show_answer
-from .console import EXIT_USAGE, refuse
 from .tables import ResponsiveTable
 
 __all__ = ["run", "to_json"]
@@ -18,8 +17,6 @@ _KINDS = {LeaseKind.LEASE_KIND_READ: "read", LeaseKind.LEASE_KIND_WRITE: "write"
 
 
 def run(options: argparse.Namespace) -> int:
-    if not 0 <= options.most < 1 << 32:
-        return refuse([f"--most {options.most}: must be 0 or more"], EXIT_USAGE)
     request = ListLeasesRequest(max_leases=options.most)
     return show_answer(options, lambda endpoint, timeout: ask(endpoint, "ListLeases", request, timeout), to_json, _show)
 

@@ -6,7 +6,9 @@ This module imports only the standard library, so that `kvtier --help` starts fa
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import difflib
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 from ... import __version__
 from .console import EXIT_CODES
@@ -14,9 +16,57 @@ from .console import EXIT_CODES
 __all__ = ["add_endpoint", "new_parser"]
 
 
+_DAY_SECONDS = 86_400
+_MAX_COUNT = (1 << 32) - 1
+
+Number = TypeVar("Number", int, float)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Parser whose errors name the nearest command, option or choice."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unknown argument {unknown[0]}{_hint(unknown[0], self._option_string_actions)}")
+        return found, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            choices = [str(choice) for choice in action.choices]
+            hint = _hint(f"{value}", choices) or f"; choose from {', '.join(choices)}"
+            raise argparse.ArgumentError(action, f"unknown choice {value!r}{hint}")
+
+
+def _hint(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word.partition("=")[0], list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _read(kind: Callable[[str], Number], text: str, wanted: str, valid: Callable[[Number], bool]) -> Number:
+    try:
+        value = kind(text)
+    except (ValueError, OverflowError):
+        value = None
+    if value is None or not valid(value):
+        raise argparse.ArgumentTypeError(f"must be {wanted}, not {text!r}")
+    return value
+
+
+def _seconds(most: float) -> Callable[[str], float]:
+    """Returns a parser of times above 0 and up to `most` seconds. It refuses NaN."""
+    return lambda text: _read(float, text, f"more than 0 and at most {most:g} seconds", lambda value: 0 < value <= most)
+
+
+def _count(least: int) -> Callable[[str], int]:
+    """Returns a parser of whole numbers from `least` to the largest number of a uint32 field."""
+    wanted = f"a whole number from {least} to {_MAX_COUNT}"
+    return lambda text: _read(int, text, wanted, lambda value: least <= value <= _MAX_COUNT)
+
+
 def new_parser() -> argparse.ArgumentParser:
     """Returns the parser; `options.command` is the name of the command."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="kvtier",
         description="Tiered KV cache server for LLM inference engines.",
         epilog=_epilog(),
@@ -68,9 +118,11 @@ def _add_shown(commands: Any) -> None:
         "--json one line per interval. If NO_COLOR is set, the screen has no colours.",
     )
     top.add_argument(
-        "--interval", metavar="SECONDS", type=float, default=2.0, help="length of an interval (default: 2)"
+        "--interval", metavar="SECONDS", type=_seconds(3600), default=2.0, help="length of an interval (default: 2)"
     )
-    top.add_argument("--count", metavar="N", type=int, default=0, help="number of intervals (default: 0, no limit)")
+    top.add_argument(
+        "--count", metavar="N", type=_count(0), default=0, help="number of intervals (default: 0, no limit)"
+    )
     top.add_argument("--once", action="store_true", help="show one interval, like --count 1")
     add_endpoint(top)
     add_endpoint(
@@ -88,7 +140,7 @@ def _add_listed(commands: Any) -> None:
     ):
         listed = commands.add_parser(name, help=text)
         listed.add_argument(
-            "--most", metavar="N", type=int, default=0, help="list only the N oldest (default and maximum: 1,000)"
+            "--most", metavar="N", type=_count(0), default=0, help="list only the N oldest (default and maximum: 1,000)"
         )
         add_endpoint(listed)
     explain = commands.add_parser(
@@ -211,8 +263,10 @@ def _add_size(commands: Any) -> None:
     size.add_argument(
         "--dtype", choices=dtypes, default="auto", help="element type of the KV cache (auto: the model's)"
     )
-    size.add_argument("--block-tokens", metavar="N", type=int, default=16, help="tokens per block (default: 16)")
-    size.add_argument("--tp", metavar="N", type=int, default=1, help="tensor parallel ranks of the engine (default: 1)")
+    size.add_argument("--block-tokens", metavar="N", type=_count(1), default=16, help="tokens per block (default: 16)")
+    size.add_argument(
+        "--tp", metavar="N", type=_count(1), default=1, help="tensor parallel ranks of the engine (default: 1)"
+    )
     size.add_argument("--cpu", metavar="SIZE", help="size of the region, like 64GiB")
     size.add_argument(
         "--disk", metavar="SIZE", help="size of an lmdb tier, like 500GiB (a disk tier of this size holds a sixth more)"
@@ -250,7 +304,11 @@ def add_endpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key", metavar="FILE", help="private key of the client certificate (KVTIER_KEY)")
     parser.add_argument("--token-file", metavar="FILE", help="file that contains a token (KVTIER_TOKEN_FILE)")
     parser.add_argument(
-        "--timeout", metavar="SECONDS", type=float, default=5.0, help="maximum time to wait for an answer (default: 5)"
+        "--timeout",
+        metavar="SECONDS",
+        type=_seconds(_DAY_SECONDS),
+        default=5.0,
+        help="maximum time to wait for an answer (default: 5)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 

@@ -64,8 +64,8 @@ def run(options: argparse.Namespace) -> int:
         sizes = {tier: parse_size(text) for tier in _KEY_BYTES if (text := getattr(options, tier)) is not None}
     except ValueError as error:
         return refuse([f"--cpu, --disk: {error}"], EXIT_USAGE)
-    if min(options.block_tokens, options.tp) < 1:
-        return refuse(["--block-tokens and --tp must be at least 1"], EXIT_USAGE)
+    if 0 in sizes.values():
+        return refuse(["--cpu, --disk: must be more than 0"], EXIT_USAGE)
     try:
         shape = read_shape(Path(options.model_config), options.dtype)
     except ModelConfigError as error:

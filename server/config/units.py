@@ -10,6 +10,7 @@ __all__ = [
     "GIB",
     "KIB",
     "MIB",
+    "TIB",
     "format_duration",
     "format_size",
     "human_age",
@@ -95,9 +96,11 @@ def format_duration(seconds: float) -> str:
 
 
 def human_size(size: float) -> str:
-    """Returns a rounded size: "1.5 GiB"."""
-    unit, factor = next((pair for pair in _HUMAN if size >= pair[1]), ("B", 1))
-    return f"{size:.0f} B" if factor == 1 else f"{size / factor:.1f} {unit}"
+    """Returns a rounded size: "1.5 GiB". The rounded number is less than 1024, except for TiB."""
+    if round(size) < KIB:
+        return f"{size:.0f} B"
+    unit, factor = next((pair for pair in reversed(_HUMAN) if round(size / pair[1], 1) < 1024), _HUMAN[0])
+    return f"{size / factor:.1f} {unit}"
 
 
 def seconds_of(duration: Any) -> float:
@@ -106,12 +109,12 @@ def seconds_of(duration: Any) -> float:
 
 
 def human_age(seconds: float) -> str:
-    """Returns a time span in its two largest units: "2 h 5 min"."""
-    minutes, rest = divmod(int(seconds), 60)
+    """Returns a time span in its two largest units: "2 h 5 min". Below a minute: "59.9 s"."""
+    if round(seconds, 1) < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(max(int(seconds), 60), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     if days:
         return f"{days} d {hours} h"
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -122,6 +123,68 @@ class TestStart:
         with pytest.raises(SystemExit) as ended:
             cli.main(arguments)
         assert ended.value.code == console.EXIT_USAGE
+
+
+MISTAKES = {
+    "statsu": "unknown choice 'statsu'; did you mean status?",
+    "leses": "did you mean leases?",
+    "xyz": "unknown choice 'xyz'; choose from serve, config",
+    "status --endpont x": "unknown argument --endpont; did you mean --endpoint?",
+    "evict --older-then=5m": "unknown argument --older-then=5m; did you mean --older-than?",
+    "serve --regoin-size 1": "did you mean --region-size?",
+    "token nw": "did you mean new?",
+    "size --dtype fp9 c.json": "did you mean fp8?",
+    "status extra": "unknown argument extra",
+    "completion bsh": "did you mean bash?",
+}
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_a_mistyped_word_gets_a_suggestion(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Commands, options and choices; the error has the usage of the command."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(line.split())
+    assert ended.value.code == console.EXIT_USAGE
+    said = capsys.readouterr().err
+    assert MISTAKES[line] in said
+    if " --" in line:
+        assert said.startswith(f"usage: kvtier {line.split(maxsplit=1)[0]} ")
+
+
+NUMBERS = {
+    "--timeout": [f"{command} --timeout" for command in ("status", "top", "leases", "evict --all", "drain", "doctor")],
+    "--interval": ["top --interval"],
+    "--count": ["top --count"],
+    "--most": ["leases --most", "handoffs --most"],
+    "--block-tokens": ["size config.json --block-tokens"],
+    "--tp": ["size config.json --tp"],
+}
+NO_LIMIT = ("--count", "--most")
+"""Options for which 0 means no limit."""
+
+
+@pytest.mark.parametrize(("option", "line"), [(option, line) for option, lines in NUMBERS.items() for line in lines])
+def test_a_number_out_of_range_is_refused(option: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Negative numbers, NaN, infinity, text, and 0 if it has no meaning."""
+    for value in ("-1", "-0.5", "nan", "inf", "-inf", "1e400", "many", "", *([] if option in NO_LIMIT else ["0"])):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*line.split()[:-1], f"{option}={value}"])
+        assert ended.value.code == console.EXIT_USAGE
+        assert f"argument {option}: must be " in capsys.readouterr().err
+
+
+SIZES = (
+    *("evict --bytes 0", "evict --bytes=-1", "evict --bytes nan"),
+    *("evict --older-than 0", "evict --older-than=-1", "evict --older-than inf"),
+    *("size config.json --cpu 0", "size config.json --disk nan", "fsck --online --rate=-1"),
+)
+
+
+@pytest.mark.parametrize("line", SIZES)
+def test_a_size_or_duration_out_of_range_is_refused(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command does not ask the server."""
+    assert cli.main(line.split()) == console.EXIT_USAGE
+    assert re.search("must be more than 0|not a size|not a duration", capsys.readouterr().err)
 
 
 class TestConfig:

@@ -147,10 +147,10 @@ def test_an_unusable_model_config_is_refused(
     assert reason in line
 
 
-@pytest.mark.parametrize("flags", [("--cpu", "8 apples"), ("--tp", "0"), ("--block-tokens", "-1")])
-def test_wrong_flags_are_refused(tmp_path: Path, flags: tuple[str, str]) -> None:
+@pytest.mark.parametrize("size", ["8 apples", "0"])
+def test_wrong_flags_are_refused(tmp_path: Path, size: str) -> None:
     """The check precedes reading the file."""
-    assert cli.main(["size", str(tmp_path / "config.json"), *flags]) == console.EXIT_USAGE
+    assert cli.main(["size", str(tmp_path / "config.json"), "--cpu", size]) == console.EXIT_USAGE
 
 
 def test_every_dtype_is_a_choice() -> None:

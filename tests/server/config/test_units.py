@@ -7,7 +7,18 @@ from pathlib import Path
 import pytest
 
 from kvtier.server.config import machine
-from kvtier.server.config.units import GIB, MIB, format_duration, format_size, human_size, parse_duration, parse_size
+from kvtier.server.config.units import (
+    GIB,
+    KIB,
+    MIB,
+    TIB,
+    format_duration,
+    format_size,
+    human_age,
+    human_size,
+    parse_duration,
+    parse_size,
+)
 
 TOO_LARGE = ["8388608TiB", "8388608.0TiB", "9" * 400 + ".5", "9" * 5000, 2**63, 1 << 24_000]
 TOO_LONG = ["106752d", "9" * 400 + "s", 1e10, 1 << 24_000]
@@ -78,6 +89,45 @@ def test_ambiguous_durations_are_refused(text: object) -> None:
 
 def test_sizes_are_formatted_briefly() -> None:
     assert [human_size(size) for size in (0, 1023, 1536, 2 * GIB)] == ["0 B", "1023 B", "1.5 KiB", "2.0 GiB"]
+
+
+BORDERS = {
+    0.4: "0 B",
+    1023.4: "1023 B",
+    1023.6: "1.0 KiB",
+    KIB: "1.0 KiB",
+    MIB - 52: "1023.9 KiB",
+    MIB - 1: "1.0 MiB",
+    GIB - 52 * KIB: "1023.9 MiB",
+    GIB - 1: "1.0 GiB",
+    TIB - 52 * MIB: "1023.9 GiB",
+    TIB - 1: "1.0 TiB",
+    1024 * TIB: "1024.0 TiB",
+}
+
+
+@pytest.mark.parametrize("size", BORDERS)
+def test_a_size_just_below_a_unit_is_rounded_to_the_unit(size: float) -> None:
+    """A text like 1024.0 MiB would hide that this is a gibibyte."""
+    assert human_size(size) == BORDERS[size]
+
+
+AGES = {
+    0.0: "0.0 s",
+    59.94: "59.9 s",
+    59.96: "1 min 0 s",
+    60.0: "1 min 0 s",
+    3599.9: "59 min 59 s",
+    3600.0: "1 h 0 min",
+    86399.9: "23 h 59 min",
+    86400.0: "1 d 0 h",
+}
+
+
+@pytest.mark.parametrize("seconds", AGES)
+def test_a_time_just_below_a_minute_is_a_minute(seconds: float) -> None:
+    """Larger units are not rounded up: an age of 59 min 59 s is not yet an hour."""
+    assert human_age(seconds) == AGES[seconds]
 
 
 def test_a_tiers_own_files_count_as_free_space(tmp_path: Path) -> None:

@@ -162,6 +162,16 @@ class TestCollisions:
             assert reason == f"unix:{directory}/s is in use: another server listens there"
             assert_stored(f"unix:{directory}/s", keys)
 
+    def test_a_failed_start_does_not_say_stopped(self, directory: Path) -> None:
+        """The last line of the log is the reason."""
+        with launch(directory) as server:
+            server.wait_ready()
+            with launch(directory, "--data-dir", f"{directory}/data2") as second:
+                assert second.process.wait(60) == 1
+                events = [line["event"] for line in second.log]
+            assert events[-1] == "cannot start"
+            assert "stopped" not in events
+
     def test_a_second_server_on_a_data_directory_is_refused(self, directory: Path) -> None:
         """The first server is unharmed, and the second removes its socket."""
         with launch(directory) as server:
