@@ -119,6 +119,17 @@ def test_blocks_in_a_row_are_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert copied == [(3, 2, PAGE), (1, 2, PAGE)]
 
 
+def test_blocks_in_a_row_may_have_slots_at_uneven_distances() -> None:
+    """Consecutive blocks are copied together only as far as their slots are evenly spaced."""
+    caches = _caches()
+    memory = memoryview(bytearray(SLOT * BLOCKS))
+    offsets = [0, SLOT, 3 * SLOT, 5 * SLOT]
+    _make(CpuCopier, caches).copy_out(1, [3, 4, 5, 6], memory, offsets, None)
+    for block, offset in zip([3, 4, 5, 6], offsets, strict=True):
+        assert bytes(memory[offset : offset + PAGE]) == bytes(caches["c"][block].tolist())
+    assert not any(memory[2 * SLOT : 3 * SLOT])
+
+
 def test_adjacent_slots_are_one_transfer() -> None:
     """Adjacent slots are one transfer, because each transfer costs microseconds."""
     staging, flat = torch.zeros((5, 8), dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from kvtier.client.engines.vllm.background import RateLimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
 from kvtier.client.engines.vllm.layout import build_layouts
 from kvtier.client.engines.vllm.stats import TransferCounters
-from kvtier.client.engines.vllm.worker.device_route import DeviceRoute, cuda_route, describe_layout
+from kvtier.client.engines.vllm.worker.device_route import DeviceRoute, StepMark, cuda_route, describe_layout
 from kvtier.client.engines.vllm.worker.reports import StepMetadata, WorkerReport, WorkerReports
 from kvtier.client.engines.vllm.worker.worker import WorkerSide
 from kvtier.client.offload import BlockRead, LoadJob, SaveJob
@@ -216,6 +217,20 @@ def test_on_the_cpu_there_is_no_such_way() -> None:
     worker.register(caches)
     assert worker._mark(1).mark is None
     worker.close()
+
+
+def test_blocks_of_a_peer_do_not_go_over_the_own_server(worker: Worker) -> None:
+    """The copy worker of the own server cannot read leases of other servers."""
+    route, released = worker.side._route, list[str]()
+    assert route is not None
+    mark: Any = SimpleNamespace(release=lambda: released.append("released"))
+    after = StepMark(None, mark, 2)
+    assert not route.load(worker.client, 1, [0], [0], after)
+    assert route.store(worker.client, worker.keys, [0, 1, 2, 3], after, "r") is None
+    after.job_ended()
+    assert not released, "another job of the step waits for the event"
+    after.job_ended()
+    assert released == ["released"]
 
 
 def test_layers_of_one_allocation_are_one_run() -> None:

@@ -22,7 +22,7 @@ from kvtier.client.engines.vllm.layout import build_layouts
 from kvtier.client.engines.vllm.peers import Peers
 from kvtier.client.engines.vllm.scheduler import server_calls
 from kvtier.client.engines.vllm.scheduler.prefix_lookups import LookupService, LookupState
-from kvtier.client.engines.vllm.scheduler.requests import RequestRegistration
+from kvtier.client.engines.vllm.scheduler.requests import RequestRegistration, VllmRequest
 from kvtier.client.engines.vllm.worker.copies import make_copier
 from kvtier.client.engines.vllm.worker.reports import SAVE_WITHIN_S, StepMetadata, WorkerReport, WorkerReports
 from kvtier.client.engines.vllm.worker.worker import WorkerSide
@@ -238,6 +238,26 @@ def test_a_request_is_finished_after_its_last_lookup() -> None:
         wait_until(lambda: client.finished == ["r"])
         assert client.begun == {"r": (5, None)}  # parameters that are not JSON are not sent
         assert client.released == [1]
+
+
+def test_a_partial_block_has_a_key_when_its_tokens_are_known() -> None:
+    """B2.17 The key covers the tokens up to the end of the hold and the hash of the block before."""
+    request = SimpleNamespace(
+        request_id="r",
+        block_hashes=[bytes([number]) * 32 for number in range(2)],
+        all_token_ids=list(range(10)),
+        mm_features=[],
+        cache_salt=None,
+        lora_request=None,
+        prompt_embeds=None,
+    )
+    geometry = CacheGeometry((FULL,), 4, 4)
+    adapted = VllmRequest(request, RequestRegistration("r"), geometry, may_load=True, may_save=True)
+    keys = [adapted.hold_key("engine", "hold", FULL, 2, tokens) for tokens in (9, 10)]
+    assert None not in keys
+    assert keys[0] != keys[1]
+    assert adapted.hold_key("engine", "hold", FULL, 2, 11) is None, "the last token is not known"
+    assert adapted.hold_key("engine", "hold", FULL, 3, 10) is None, "block 2 has no hash"
 
 
 # ---- the worker

@@ -77,6 +77,22 @@ def test_a_request_is_begun_with_its_first_lookup_and_finished_once() -> None:
         wait_until(lambda: client.finished == ["r"])
 
 
+def test_blocks_of_a_failed_load_are_computed_and_saved() -> None:
+    """B4.3 After a failed load the request is not loaded again, and none of its blocks counts as stored."""
+    client = FakeClient({make_key(bytes([number]) * 32, 0) for number in range(2)})
+    with scheduler_side(client) as (scheduler, _):
+        request = make_request(3)
+        scheduler.new_request(request)
+        wait_until(lambda: scheduler.matched_tokens(request, 0) == (8, True))
+        scheduler.blocks_allocated(request, [[7, 8, 9]], 8)
+        scheduler.build_step(make_step({}))
+        scheduler.loads_reported({"r"}, {"r"})
+        assert scheduler.matched_tokens(request, 0) == (0, False)
+        (save,) = scheduler.build_step(make_step({"r": [[7, 8, 9]]}, r=12)).saves
+        assert save.block_ids == [7, 8, 9]
+        scheduler.saves_reported(WorkerReport({save.job_id: 1}))
+
+
 def test_a_preempted_request_offers_its_blocks_anew() -> None:
     """B4.12 Preempted requests are in the step's output; they recompute into other blocks."""
     with scheduler_side(FakeClient()) as (scheduler, pool):

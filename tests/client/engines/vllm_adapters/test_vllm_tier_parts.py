@@ -30,6 +30,11 @@ FLAG = {"do_remote_decode": True}
 BLOCK, REQUEST = OffloadPolicy.BLOCK_LEVEL, OffloadPolicy.REQUEST_LEVEL
 
 
+def _lose_lease_1(lease: int) -> None:
+    if lease == 1:
+        raise LeaseLost("gone")
+
+
 @pytest.fixture
 def room() -> Iterator[TierParts]:
     """Transfers and lookups over a fake client."""
@@ -69,12 +74,7 @@ def test_a_job_that_takes_too_long_is_reported_without_a_drain(
 
 def test_a_load_is_good_for_the_leases_that_held(room: TierParts) -> None:
     """B3.18 Bytes read under a lost lease are not used; the rest of the job is."""
-
-    def confirm(lease: int) -> None:
-        if lease == 1:
-            raise LeaseLost("gone")
-
-    room.client.confirm = confirm
+    room.client.confirm = _lose_lease_1
     room.transfers.submit(room.job(1, room.lookups.begin("r", None), [1, 2, 1, 2]))
     assert room.finished() == {1: {KEYS[1], KEYS[3]}}
     assert not room.lookups.circuit_open
@@ -350,6 +350,23 @@ def test_a_disabled_tier_says_why_once_and_misses(caplog: pytest.LogCaptureFixtu
     tier.on_request_finished(context)
     tier.drain_jobs()
     tier.shutdown()
+
+
+def test_the_loaded_part_of_a_load_is_used(room: TierParts) -> None:
+    """B3.18 vLLM learns which keys were loaded, and only these are hits again."""
+    config = make_config({})
+    tier = KVTierSecondaryTier(SimpleNamespace(config=config), memoryview(np.zeros((4, ROW), np.int8)), "kvtier")
+    tier._lookups, tier._transfers = room.lookups, room.transfers
+    request = room.lookups.begin("r", None)
+    request.loading = 1
+    room.client.confirm = _lose_lease_1
+    job = room.job(1, request, [1, 2, 1, 2])
+    room.transfers.submit(job)
+    done: list[Any] = []
+    wait_until(lambda: done.extend(tier.get_finished_jobs()) or bool(done))
+    assert [(result.success, set(result.successful_keys)) for result in done] == [(False, {KEYS[1], KEYS[3]})]
+    assert job.pins is not None
+    assert request.known == {KEYS[1]: job.pins[1], KEYS[3]: job.pins[3]}
 
 
 def test_a_job_without_a_result_does_not_affect_others(room: TierParts) -> None:
