@@ -33,7 +33,7 @@ SHELL := bash
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-vllm test test-long test-engines test-handoff test-gpu simulate simulate-mutants stress bench bench-engine bench-gpu bench-peers performance bench-policies bench-break-even dist test-deploy docs docs-reference verify verify-style verify-language verify-tree verify-generated verify-types verify-protos fix protos baseline clean dashboards test-dashboards bench-curve test-web fuzz trace
+.PHONY: help demo demo-vllm test test-long test-engines test-handoff test-gpu simulate simulate-mutants mutate stress bench bench-engine bench-gpu bench-peers performance bench-policies bench-break-even dist test-deploy docs docs-reference verify verify-style verify-language verify-tree verify-generated verify-types verify-protos fix protos baseline clean dashboards test-dashboards bench-curve test-web fuzz trace
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | while IFS="$$(printf '\t')" read -r name what; do \
@@ -69,7 +69,10 @@ simulate: $(VENV)/.stamp  ## Simulate the decision core with SEEDS=10000 random 
 	PYTHONPATH=tests/tiers $(VENV)/bin/python -m simulation.runner --seeds $(SEEDS) --seed-base $(SEED_BASE) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 simulate-mutants: $(VENV)/.stamp  ## Plant bugs in the decision core and show that the simulation finds them
-	PYTHONPATH=tests/tiers $(VENV)/bin/python -m simulation.mutants $(ARGS)
+	PYTHONPATH=tests:tests/tiers $(VENV)/bin/python -m simulation.mutants $(ARGS)
+
+mutate: $(VENV)/.stamp  ## Plant faults outside of the core and show which tests find them (hours on 2 cores; ARGS='--only TEXT --steps related')
+	PYTHONPATH=tests $(VENV)/bin/python -m mutation --engines $(VLLM)/bin/python $(ARGS)
 
 bench: $(VENV)/.stamp  ## Run the benchmarks and print a table; JSON=FILE also writes JSON
 	$(VENV)/bin/python -m bench $(if $(JSON),--json $(JSON)) $(ARGS)

@@ -1,8 +1,9 @@
 """The simulation finds planted bugs; `make simulate-mutants` plants all of them."""
 
 import pytest
+from harness.planting import CannotPlantError
 from simulation.model import Invariant
-from simulation.mutants import CannotPlantError, hunt, mutated
+from simulation.mutants import hunt, mutated
 from simulation.planted import MUTANTS, Mutant
 
 QUICK = (

@@ -21,10 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.planting import CannotPlantError, with_fault
+
 from .model import Invariant
 from .planted import MUTANTS, Mutant
 
-__all__ = ["CannotPlantError", "Found", "hunt", "main", "mutated"]
+__all__ = ["Found", "hunt", "main", "mutated"]
 
 HERE = Path(__file__).resolve().parents[1]
 PACKAGE = HERE.parents[1] / "src" / "kvtier"
@@ -53,20 +55,12 @@ class Found:
     text: str
 
 
-class CannotPlantError(Exception):
-    """A mutant's text is missing in the core, or not unique."""
-
-
 def mutated(mutant: Mutant) -> str:
     """Returns the text of a mutant's file with the bug.
 
     Raises: CannotPlantError if the replaced text is missing or not unique.
     """
-    file = PACKAGE / "tiers" / mutant.file
-    text = file.read_text() if file.is_file() else ""
-    if text.count(mutant.old) != 1:
-        raise CannotPlantError(f"{mutant.name}: its text occurs {text.count(mutant.old)} times in {mutant.file}")
-    return text.replace(mutant.old, mutant.new)
+    return with_fault(PACKAGE / "tiers" / mutant.file, mutant.old, mutant.new)
 
 
 def planted(mutant: Mutant | None, folder: Path) -> Path:

@@ -1,0 +1,61 @@
+"""Mutation test of the test suites: which planted faults `make test` finds, and which it misses.
+
+`__main__` plants each fault of `client_faults`, `server_faults` and `storage_faults` in a copy of
+the source tree and runs tests there. The decision core is not part of it: `simulation.mutants`
+plants faults there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .client_faults import CLIENT_FAULTS
+from .server_faults import SERVER_FAULTS
+from .storage_faults import STORAGE_FAULTS
+
+__all__ = ["FAULTS", "related_tests"]
+
+FAULTS = (*CLIENT_FAULTS, *SERVER_FAULTS, *STORAGE_FAULTS)
+
+_ADAPTERS = "tests/client/engines/vllm_adapters/test_vllm_"
+
+
+def _adapter_tests(*names: str) -> tuple[str, ...]:
+    return tuple(f"{_ADAPTERS}{name}.py" for name in names)
+
+
+_RELATED: Mapping[str, tuple[str, ...]] = {
+    "client/": ("tests/client/session", "tests/client/test_client.py", "tests/client/test_cancel.py"),
+    "client/engines/transformers/": ("tests/client/engines/test_transformers.py",),
+    "client/engines/vllm/": _adapter_tests("hooks", "parts", "settings", "sleep", "stats", "ranks"),
+    "client/engines/vllm/scheduler/": _adapter_tests(
+        "parts", "reset", "saves", "holds", "settings", "policy", "stats", "events"
+    ),
+    "client/engines/vllm/worker/": _adapter_tests("parts", "saves", "sleep", "stats", "copies", "device"),
+    "client/engines/vllm_tier/": _adapter_tests("tier_parts", "tier_copies"),
+    "client/handoff/": ("tests/client/handoff",),
+    "client/offload/": ("tests/client/offload",),
+    "client/part_streams.py": ("tests/server/bad_input/test_transfer.py", "tests/server/bulk"),
+    "cuda/device/": ("tests/cuda/device",),
+    "cuda/host/": ("tests/cuda/host",),
+    "protos/": ("tests/protos", "tests/server/bad_input"),
+    "server/auth/": ("tests/server/auth",),
+    "server/bulk/": ("tests/server/bulk", "tests/server/auth/test_roles.py"),
+    "server/config/": ("tests/server/config",),
+    "server/devices/": ("tests/cuda/device",),
+    "server/rpc/": ("tests/server/rpc", "tests/server/bad_input", "tests/server/auth"),
+    "server/services/": ("tests/server/services", "tests/server/bad_input", "tests/client/test_client.py"),
+    "server/services/devices.py": ("tests/cuda/device",),
+    "server/telemetry/": ("tests/server/telemetry",),
+    "server/tier_host/": ("tests/server/tier_host",),
+    "tiers/disk/": ("tests/tiers/disk",),
+    "tiers/eviction/": ("tests/tiers/eviction",),
+    "tiers/lmdb/": ("tests/tiers/lmdb",),
+    "tiers/stats/": ("tests/tiers/stats", "tests/tiers/core/test_misses.py", "tests/tiers/core/test_requests.py"),
+    "tiers/storage/": ("tests/tiers/storage", "tests/tiers/lmdb", "tests/tiers/disk"),
+}
+
+
+def related_tests(file: str) -> tuple[str, ...]:
+    """Returns the tests to run first for a fault in a file: those of the longest prefix."""
+    return _RELATED[max((prefix for prefix in _RELATED if file.startswith(prefix)), key=len)]

@@ -1,0 +1,284 @@
+"""Faults in the client: adapters of engines, offload, hand-off, sessions and transports."""
+
+from __future__ import annotations
+
+from harness.planting import Fault
+
+__all__ = ["CLIENT_FAULTS"]
+
+_WORKER = "client/engines/vllm/worker/worker.py"
+_REPORTS = "client/engines/vllm/worker/reports.py"
+_SCHEDULER = "client/engines/vllm/scheduler/scheduler.py"
+_CALLS = "client/engines/vllm/scheduler/server_calls.py"
+_LOOKUPS = "client/engines/vllm/scheduler/prefix_lookups.py"
+_HOLDS = "client/engines/vllm/scheduler/hold_calls.py"
+_REQUESTS = "client/engines/vllm/scheduler/requests.py"
+_TIER = "client/engines/vllm_tier/"
+
+CLIENT_FAULTS = (
+    Fault(
+        "a batch of saves has one key too many",
+        _WORKER,
+        "or index - start >= most):",
+        "or index - start > most):",
+    ),
+    Fault(
+        "a failed load is reported as loaded",
+        _WORKER,
+        "        failed = True\n        try:\n            for read in job.reads:",
+        "        failed = False\n        try:\n            for read in job.reads:",
+    ),
+    Fault("an old save still copies", _WORKER, "if time.monotonic() >= write_until:", "if False:"),
+    Fault(
+        "keys of the second batch have the numbers of the first",
+        _WORKER,
+        "return [chunk.start + index for index,",
+        "return [index for index,",
+    ),
+    Fault(
+        "a block that another engine is writing counts as stored",
+        _WORKER,
+        "frozenset((StoreStatus.GRANTED, StoreStatus.PRESENT))",
+        "frozenset((StoreStatus.GRANTED, StoreStatus.PRESENT, StoreStatus.IN_PROGRESS))",
+    ),
+    Fault(
+        "one refused save pauses all saves",
+        _WORKER,
+        "if not isinstance(error, (InvalidRequest, EngineAsleep)):",
+        "if not isinstance(error, EngineAsleep):",
+    ),
+    Fault(
+        "a worker of another namespace copies blocks", _WORKER, "if step.namespace_digest != self._digest:", "if False:"
+    ),
+    Fault(
+        "a save copies while the engine sleeps",
+        _WORKER,
+        "                with self._gate.copying():\n                    self._copier.copy_out(",
+        "                with suppress():\n                    self._copier.copy_out(",
+    ),
+    Fault(
+        "a worker without stores does not report saves",
+        _WORKER,
+        "            for job in step.saves:\n                self._reports.save_ended(job.job_id)\n            return",
+        "            return",
+    ),
+    Fault(
+        "only the last worker's failures count",
+        _REPORTS,
+        "merged.not_stored.get(job_id, set()) | missed",
+        "missed",
+    ),
+    Fault("reports of workers replace each other", _REPORTS, "merged.ended_saves.get(job_id, 0) | workers", "workers"),
+    Fault(
+        "a refused save counts as stored",
+        _REPORTS,
+        "self.save_ended(job.job_id, range(len(job.keys)))",
+        "self.save_ended(job.job_id)",
+    ),
+    Fault(
+        "runs ignore a change of the distance of slots",
+        "client/engines/vllm/worker/copies.py",
+        "and distance > 0 and run.distance in (0, distance)",
+        "and distance > 0",
+    ),
+    Fault(
+        "every segment is copied to the start of the slot",
+        "client/engines/vllm/worker/copies.py",
+        "memory, run.offset + slot_offset, strides)",
+        "memory, run.offset, strides)",
+    ),
+    Fault(
+        "the first ended job releases the event of its step",
+        "client/engines/vllm/worker/device_route.py",
+        "over = not self._jobs",
+        "over = True",
+    ),
+    Fault(
+        "blocks of a peer are read through the own server's copy worker",
+        "client/engines/vllm/worker/device_route.py",
+        "if client is not self._client or after.mark is None:\n            return False",
+        "if after.mark is None:\n            return False",
+    ),
+    Fault(
+        "a request ends at the server while a lookup runs",
+        _CALLS,
+        "            request.ended = True\n            finish = request.pending == 0",
+        "            request.ended = True\n            finish = True",
+    ),
+    Fault(
+        "a refused request opens the circuit",
+        _CALLS,
+        "if not isinstance(error, (InvalidRequest, LimitExceeded)):",
+        "if True:",
+    ),
+    Fault("a reset ends after the first empty answer", _CALLS, "_RESET_ROUNDS = 2", "_RESET_ROUNDS = 1"),
+    Fault(
+        "a lookup that is dropped after its end keeps its lease",
+        _LOOKUPS,
+        "        if was_done:\n            self._release(lookup)\n",
+        "",
+    ),
+    Fault(
+        "a hit below min_hit_tokens is loaded",
+        _LOOKUPS,
+        "return hit if hit - lookup.start >= lookup.request.settings.min_hit_tokens else lookup.start",
+        "return hit",
+    ),
+    Fault(
+        "a prefix lookup continues after a miss",
+        _LOOKUPS,
+        "            if query.prefix and len(hits) < len(chunk):\n                break\n",
+        "",
+    ),
+    Fault(
+        "a partial block gets a key before its tokens are known",
+        _REQUESTS,
+        "if start + len(tokens) < num_tokens or position > len(hashes):",
+        "if position > len(hashes):",
+    ),
+    Fault(
+        "a publication without an answer is not repeated",
+        _HOLDS,
+        "is safe.\n            status = self._publish_once(client, publication)",
+        "is safe.\n            return",
+    ),
+    Fault(
+        "a failed load counts as a hit in the core",
+        _SCHEDULER,
+        "self._core.loads_ended(finished_loads, failed_loads)",
+        "self._core.loads_ended(finished_loads, ())",
+    ),
+    Fault(
+        "blocks that were not stored are announced",
+        _SCHEDULER,
+        "if position not in save.not_stored and not is_hold_key(key):",
+        "if not is_hold_key(key):",
+    ),
+    Fault(
+        "saves that cannot start are not reported",
+        "client/engines/vllm/hooks.py",
+        "if isinstance(step, StepMetadata) and step.saves and not self._start_saves(step):\n"
+        "            self._reports.refuse_saves(step)",
+        "if isinstance(step, StepMetadata) and step.saves:\n            self._start_saves(step)",
+    ),
+    Fault(
+        "a lease may be shorter than two expiry margins",
+        "client/engines/vllm/config.py",
+        "_MIN_LEASE_S = 3 * EXPIRY_MARGIN_S",
+        "_MIN_LEASE_S = EXPIRY_MARGIN_S",
+    ),
+    Fault(
+        "an engine connects to any server that a request names",
+        "client/engines/vllm/peers.py",
+        "return self._allowed.get(address)",
+        'return self._allowed.get(address, f"{remote.host}:{remote.port}")',
+    ),
+    Fault(
+        "an abandoned job begins its copy",
+        _TIER + "transfers.py",
+        "            if job.ended:\n                raise _Abandoned\n",
+        "",
+    ),
+    Fault(
+        "a lookup without hits keeps its leases",
+        _TIER + "tier_lookups.py",
+        "            else:\n                self.release_leases(batch.leases)\n",
+        "",
+    ),
+    Fault(
+        "hits are released while a load runs",
+        _TIER + "tier_lookups.py",
+        "        if request.loading == 0:\n",
+        "        if True:\n",
+    ),
+    Fault(
+        "nothing of a partial load is used",
+        _TIER + "manager.py",
+        "done.successful_keys = tuple(job.done) if job.done and not job.succeeded else None",
+        "done.successful_keys = None",
+    ),
+    Fault(
+        "a loaded hit stays pinned",
+        "client/offload/loads.py",
+        "        state.loading = lookup\n        if lookup is None",
+        "        if lookup is None",
+    ),
+    Fault(
+        "the head of a prefix is released before its tail",
+        "client/offload/saves.py",
+        "self._pool.release(job.block_ids[::-1])",
+        "self._pool.release(job.block_ids)",
+    ),
+    Fault(
+        "a block counts as stored when one worker has stored it",
+        "client/offload/saves.py",
+        "if state.workers.bit_count() >= self._world_size:",
+        "if state.workers:",
+    ),
+    Fault(
+        "a request that ends while it is loaded ends at once",
+        "client/offload/core.py",
+        "            state.phase = RequestPhase.ENDING\n            return\n",
+        "            self._end(state)\n            return\n",
+    ),
+    Fault(
+        "a hold is pulled within its expiry margin",
+        "client/handoff/core.py",
+        "params.expiry_time - EXPIRY_MARGIN_S <= wall_time",
+        "params.expiry_time <= wall_time",
+    ),
+    Fault(
+        "an aborted request is held",
+        "client/handoff/core.py",
+        "if not state.hold_at_end or not reason.is_normal:",
+        "if not state.hold_at_end:",
+    ),
+    Fault(
+        "the peer's hold is not released after the pull",
+        "client/handoff/core.py",
+        "        if state.params.remote is not None:\n            self._server.release(state.params.remote)\n",
+        "",
+    ),
+    Fault(
+        "the end of a session does not end its streams",
+        "client/session/session.py",
+        "        for cancel in cancels:\n            cancel()\n",
+        "",
+    ),
+    Fault(
+        "a client never notices a silent server",
+        "client/session/connection.py",
+        "heartbeats.next_within(_SILENT_INTERVALS * first",
+        "heartbeats.next_within(1000 * _SILENT_INTERVALS * first",
+    ),
+    Fault(
+        "a session with a server that was restarted meanwhile is used",
+        "client/session/connection.py",
+        "if first.session.epoch != capabilities.epoch:",
+        "if False:",
+    ),
+    Fault(
+        "a cancelled stream runs to its end",
+        "client/transport/aio_transport.py",
+        "            cancelled = error\n            on_cancel()\n",
+        "            cancelled = error\n",
+    ),
+    Fault(
+        "a damaged frame of a socket is accepted",
+        "client/transport/socket_streams.py",
+        "sink.verify(data, checksum_on(connection, views))",
+        "sink.verify(data, data.xxh3_64)",
+    ),
+    Fault(
+        "a stream over a socket has no deadline",
+        "client/transport/socket_streams.py",
+        "                    connection.set_deadline(deadline - time.monotonic())\n",
+        "",
+    ),
+    Fault(
+        "a part that arrived in part counts as complete",
+        "client/part_streams.py",
+        "if any(start < last and first < stop for start, stop in gaps)",
+        "if any(start <= first and last <= stop for start, stop in gaps)",
+    ),
+)

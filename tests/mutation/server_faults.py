@@ -1,0 +1,327 @@
+"""Faults in the server: services, calls, the bulk process, devices, access, settings, status."""
+
+from __future__ import annotations
+
+from harness.planting import Fault
+
+__all__ = ["SERVER_FAULTS"]
+
+_CACHE = "server/services/cache.py"
+_TRANSFER = "server/services/transfer.py"
+_DEVICES = "server/services/devices.py"
+_SESSIONS = "server/rpc/sessions.py"
+_SOCKETS = "server/rpc/socket_calls.py"
+_STREAMS = "server/bulk/streams.py"
+_BROKER = "server/bulk/broker.py"
+_CLIENT = "server/bulk/broker_client.py"
+_WORKER = "server/devices/copy_worker.py"
+_WORKER_CLIENT = "server/devices/copy_worker_client.py"
+_REGISTRY = "server/devices/registry.py"
+
+SERVER_FAULTS = (
+    Fault(
+        "a load under an expired lease is confirmed",
+        _CACHE,
+        "        if lease.expires_at <= self._runtime.now():\n"
+        '            raise LeaseNotFound(f"lease {lease.id} has expired")\n',
+        "",
+    ),
+    Fault(
+        "a store is completed while streams write to it",
+        _CACHE,
+        "        await self._end_writers(store_id)\n",
+        "",
+    ),
+    Fault(
+        "a draining server begins requests",
+        _CACHE,
+        "        self._sessions.refuse_if_draining()\n"
+        "        session = self._sessions.get(request.session)\n"
+        "        if not request.request_id:",
+        "        session = self._sessions.get(request.session)\n        if not request.request_id:",
+    ),
+    Fault(
+        "a cancelled lookup keeps its lease",
+        _CACHE,
+        "            with contextlib.suppress(CoreError):\n"
+        "                self._core.release(session, lease.id)\n"
+        "            raise\n",
+        "            raise\n",
+    ),
+    Fault(
+        "a long Push does not renew its store",
+        _TRANSFER,
+        "            self._core.renew_store(session, store_id, expires_at)\n",
+        "",
+    ),
+    Fault(
+        "a Pull continues after its lease has ended",
+        _TRANSFER,
+        "            self._core.lease(session, lease_id)\n            nbytes",
+        "            nbytes",
+    ),
+    Fault(
+        "bytes of a Pull do not count for the rate limit",
+        _TRANSFER,
+        "            self._pulled.inc(nbytes)\n            if limiter is not None:\n",
+        "            self._pulled.inc(nbytes)\n            if False:\n",
+    ),
+    Fault(
+        "a Push may exceed its store",
+        "protos/wire/part_sequence.py",
+        "if position + nbytes > self.total_bytes:",
+        "if position > self.total_bytes:",
+    ),
+    Fault(
+        "a claim does not wait for the hold",
+        "server/services/handoff.py",
+        "            await self._wait_ready(session, name, self._validator.wait(request.wait))",
+        "            pass",
+    ),
+    Fault(
+        "a session of revoked credentials gets heartbeats",
+        "server/services/session.py",
+        "                if session.revoked:\n",
+        "                if False:\n",
+    ),
+    Fault(
+        "bytes copied to an ended store count as stored",
+        _DEVICES,
+        "        # Raises if the store has ended meanwhile, because then the copied bytes are lost.\n"
+        "        self._core.renew_store(session, store_id, self._runtime.now() + self._validator.leases.default)\n",
+        "",
+    ),
+    Fault(
+        "a load from reused slots is confirmed",
+        _DEVICES,
+        "        # Raises if the lease has ended meanwhile, because then the copy may have read reused slots.\n"
+        "        self._core.lease(session, lease.id)\n",
+        "",
+    ),
+    Fault(
+        "a client may set any deadline for copies",
+        _DEVICES,
+        "return min(request.give_up_at_nanoseconds or latest, latest)",
+        "return request.give_up_at_nanoseconds or latest",
+    ),
+    Fault(
+        "an unfinished eviction continues after its call",
+        "server/services/admin.py",
+        "            task.cancel()\n",
+        "",
+    ),
+    Fault(
+        "a check that ends early prevents further checks",
+        "server/services/online_fsck.py",
+        "        finally:\n            self._running = False\n",
+        "        finally:\n",
+    ),
+    Fault(
+        "a lease may be longer than the maximum",
+        "server/rpc/request_checks.py",
+        'return min(duration_seconds(duration, "lease_duration") or self.leases.default, self.leases.max)',
+        'return duration_seconds(duration, "lease_duration") or self.leases.default',
+    ),
+    Fault(
+        "a refused session counts for its tenant",
+        _SESSIONS,
+        "            if limiter is not None:\n                limiter.close_session()\n            raise\n",
+        "            raise\n",
+    ),
+    Fault(
+        "an ended session keeps its connections",
+        _SESSIONS,
+        "            session.limiter.close_session()\n        for disconnect in session.disconnects:\n",
+        "            session.limiter.close_session()\n        for disconnect in ():\n",
+    ),
+    Fault(
+        "a caller without shared memory may map the region",
+        _SESSIONS,
+        "if session is None or not session.identity.shared_memory:",
+        "if session is None:",
+    ),
+    Fault(
+        "connections that wait for memory wait for ever",
+        _SOCKETS,
+        "for each in self._waiting if nbytes else ():",
+        "for each in ():",
+    ),
+    Fault(
+        "a lost connection keeps its memory",
+        _SOCKETS,
+        "        self._release()\n        if not self.ended.done():",
+        "        if not self.ended.done():",
+    ),
+    Fault(
+        "the slots of a process that mapped the region are not freed",
+        "server/rpc/attach.py",
+        "        finally:\n            self._sessions.detach(hello.session_id, number)\n",
+        "        finally:\n            pass\n",
+    ),
+    Fault("other users may attach", "server/rpc/attach.py", "return uid in (0, os.getuid())", "return True"),
+    Fault(
+        "an ended copy stays a writer of its store",
+        "server/rpc/writers.py",
+        "            self._runtime.core.writer_gone(session_id, number)\n",
+        "",
+    ),
+    Fault(
+        "a Push writes to the slots of an ended store",
+        _STREAMS,
+        "                stream.check()\n                connection.receive(views)",
+        "                connection.receive(views)",
+    ),
+    Fault(
+        "a Push with a gap completes its store",
+        _STREAMS,
+        "return bool(request.complete and stream.covers(parts.total_bytes))",
+        "return bool(request.complete)",
+    ),
+    Fault(
+        "ended connections count as open",
+        _STREAMS,
+        "        finally:\n            self._connections.release()\n",
+        "        finally:\n            pass\n",
+    ),
+    Fault(
+        "a load by streams under an expired lease is confirmed",
+        _BROKER,
+        "        if lease.expires_at <= self._runtime.now():\n"
+        '            raise LeaseNotFound(f"lease {lease.id} has expired")\n',
+        "",
+    ),
+    Fault(
+        "a store is completed while another stream writes",
+        _BROKER,
+        "            if self.writers.busy(stream.target):\n                return False\n",
+        "",
+    ),
+    Fault("streams do not count as calls", _BROKER, "            self._sessions.count_call(opened)\n", ""),
+    Fault(
+        "the end of a session ends streams of all sessions",
+        _BROKER,
+        "            if stream.ref.session_id == session_id:\n",
+        "            if True:\n",
+    ),
+    Fault(
+        "a refused stream keeps the thread of a slow client",
+        _CLIENT,
+        "            if self.touching.locked():\n                self.abort()\n",
+        "",
+    ),
+    Fault(
+        "a slow stream is not ended",
+        _CLIENT,
+        "        return now > self._began_at + seconds",
+        "        return False",
+    ),
+    Fault(
+        "bytes of a stream are reported at its end only",
+        _CLIENT,
+        "if self._unreported >= _REPORT_BYTES or time.monotonic() - self._reported_at >= _REPORT_SECONDS:",
+        "if False:",
+    ),
+    Fault(
+        "a plan outside of the blocks ends the copy worker",
+        _WORKER,
+        "except (DeviceError, LayoutError, CopyCancelled, RegionError) as error:",
+        "except (DeviceError, CopyCancelled, RegionError) as error:",
+    ),
+    Fault(
+        "copies begin after their deadline",
+        _WORKER,
+        'return header["copy"] in engine.cancelled or time.monotonic_ns() >= header["give_up_at"]',
+        'return header["copy"] in engine.cancelled',
+    ),
+    Fault("registrations outlive their copy worker", _WORKER_CLIENT, "        self._on_ended()\n", ""),
+    Fault(
+        "a copy worker that hangs is not killed",
+        _WORKER_CLIENT,
+        "            child.kill()\n        return await answer",
+        "            raise Refused('DEVICE_LOST', 'no answer')\n        return await answer",
+    ),
+    Fault(
+        "earlier registrations stay open",
+        _REGISTRY,
+        "            for one in earlier:\n                self._drop(one)\n            try:",
+        "            try:",
+    ),
+    Fault(
+        "slots are reused during a copy of a device",
+        _REGISTRY,
+        "            writing.enter_context(self._writers.writing(store))\n",
+        "            pass\n",
+    ),
+    Fault(
+        "a cancelled call does not cancel its copy",
+        _REGISTRY,
+        "            registration.worker.cancel(registration.id, number)\n",
+        "",
+    ),
+    Fault(
+        "releases are refused above the rate limit",
+        "server/auth/rate_limits.py",
+        "if not is_release or self._calls.overdraft(self._clock()) >= _MAX_OVERDRAFT:",
+        "if True:",
+    ),
+    Fault(
+        "a limiter with open sessions is dropped",
+        "server/auth/rate_limits.py",
+        "return not self.sessions and all(",
+        "return all(",
+    ),
+    Fault(
+        "an expired token is accepted",
+        "server/auth/tokens.py",
+        "return self.identity if self.expires is None or now < self.expires else None",
+        "return self.identity",
+    ),
+    Fault(
+        "a broken token file removes all tokens",
+        "server/auth/authenticator.py",
+        "        except TokensError as error:\n            _log.error(",
+        "        except TokensError as error:\n            self._token_file = None\n            _log.error(",
+    ),
+    Fault(
+        "each refusal is a line of the audit log",
+        "server/auth/audit_log.py",
+        "if now - last < _INTERVAL_SECONDS:",
+        "if False:",
+    ),
+    Fault(
+        "a default lease equal to the maximum is refused",
+        "server/config/validation.py",
+        'if values["leases.default"] > values["leases.max"]:',
+        'if values["leases.default"] >= values["leases.max"]:',
+    ),
+    Fault(
+        "a server without memory is healthy",
+        "server/telemetry/health.py",
+        "works = stats.tiers[0].available_bytes > 0",
+        "works = True",
+    ),
+    Fault(
+        "the status page shows tenants without a token",
+        "server/telemetry/http.py",
+        'elif path != "/healthz" and not self.server.admits(',
+        'elif path == "/metrics" and not self.server.admits(',
+    ),
+    Fault(
+        "a tier may return too few outcomes",
+        "server/tier_host/guard.py",
+        "if len(answers) == len(asked):",
+        "if len(answers) <= len(asked):",
+    ),
+    Fault(
+        "a block that a tier did not fill is served",
+        "server/tier_host/guard.py",
+        "                outcomes[number] = Outcome.CORRUPT\n",
+        "",
+    ),
+    Fault(
+        "loads wait for a stalled tier",
+        "server/tier_host/worker.py",
+        "            self._threads.abandon(WorkQueue.LOAD)\n",
+        "            pass\n",
+    ),
+)
