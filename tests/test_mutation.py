@@ -27,7 +27,7 @@ def test_a_fault_that_cannot_be_planted_is_an_error(tmp_path: Path) -> None:
 
 
 def test_faults_cover_adapters_services_and_workers() -> None:
-    """More than 100 faults with different names; at least a third are where short tests are hard."""
+    """More than 100 faults with different names, at least a third of them in these areas."""
     areas = ("client/engines/", "server/services/", "server/rpc/", "server/bulk/", "server/devices/", "cuda/device/")
     assert max(Counter(fault.name for fault in FAULTS).values()) == 1
     assert len(FAULTS) > 100

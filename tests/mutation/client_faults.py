@@ -272,7 +272,7 @@ CLIENT_FAULTS = (
     Fault(
         "a stream over a socket has no deadline",
         "client/transport/socket_streams.py",
-        "                    connection.set_deadline(deadline - time.monotonic())\n",
+        "                    connection.set_deadline(deadline - time.monotonic(), _STALL_SECONDS)\n",
         "",
     ),
     Fault(

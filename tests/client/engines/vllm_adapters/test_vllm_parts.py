@@ -241,7 +241,7 @@ def test_a_request_is_finished_after_its_last_lookup() -> None:
 
 
 def test_a_partial_block_has_a_key_when_its_tokens_are_known() -> None:
-    """B2.17 The key covers the tokens up to the end of the hold and the hash of the block before."""
+    """B2.17 The key covers the tokens up to the end of the hold, and the hash before them."""
     request = SimpleNamespace(
         request_id="r",
         block_hashes=[bytes([number]) * 32 for number in range(2)],

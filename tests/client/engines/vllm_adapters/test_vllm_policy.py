@@ -39,7 +39,7 @@ def _keys(count: int) -> list[bytes]:
 
 
 def _offered(scheduler: SchedulerSide, output: Any) -> list[bytes]:
-    """Builds a step; returns the keys of its saves, which all succeed, except saves of held blocks."""
+    """Builds a step. Returns the keys of its saves, without saves of held blocks; all succeed."""
     saves = scheduler.build_step(output).saves
     for save in saves:
         scheduler.saves_reported(WorkerReport({save.job_id: 1}))

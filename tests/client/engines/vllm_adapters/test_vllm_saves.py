@@ -78,7 +78,7 @@ def test_a_request_is_begun_with_its_first_lookup_and_finished_once() -> None:
 
 
 def test_blocks_of_a_failed_load_are_computed_and_saved() -> None:
-    """B4.3 After a failed load the request is not loaded again, and none of its blocks counts as stored."""
+    """B4.3 After a failed load the engine computes the blocks, and all of them are saved."""
     client = FakeClient({make_key(bytes([number]) * 32, 0) for number in range(2)})
     with scheduler_side(client) as (scheduler, _):
         request = make_request(3)
