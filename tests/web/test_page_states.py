@@ -21,6 +21,7 @@ from kvtier.protos.v1.admin_pb2 import (
     ShareStatus,
     TierStatus,
 )
+from kvtier.server.config.units import human_size
 from kvtier.server.printable import printable
 from kvtier.server.telemetry.http import MetricsServer
 from kvtier.server.telemetry.status_page import StatusPage
@@ -189,6 +190,15 @@ def test_control_characters_are_escaped(serve: Serve, browser: Browser) -> None:
         known,
     )
     assert escaped == [printable(chr(code)) for code in known if printable(chr(code)) != chr(code)]
+
+
+def test_sizes_are_those_of_the_commands(serve: Serve, browser: Browser) -> None:
+    """No size is rounded up to 1024 of a unit."""
+    sizes = [0, 1, 0.4, 1023, 1023.7, 1024, 1500, 1 << 60]
+    sizes += [factor + change for factor in (1 << 20, 1 << 30, 1 << 40) for change in (-1000, -1, 0, 1)]
+    open_page(browser, serve())
+    shown = browser.run("return import('./format.js').then(({ size }) => arguments[0].map(size))", sizes)
+    assert shown == [human_size(size) for size in sizes]
 
 
 def test_every_trouble_has_a_line(serve: Serve, browser: Browser) -> None:

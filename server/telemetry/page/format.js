@@ -1,15 +1,16 @@
 // Formats values like `kvtier status`.
 
 const WHOLE = new Intl.NumberFormat("en");
-const UNITS = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]];
+const UNITS = [["KiB", 2 ** 10], ["MiB", 2 ** 20], ["GiB", 2 ** 30], ["TiB", 2 ** 40]];
 
 export const count = (value) => WHOLE.format(Math.round(value));
 
 export const size = (bytes) => {
+  if (Math.round(bytes) < 1024) return `${Math.round(bytes)} B`;
   for (const [unit, factor] of UNITS) {
-    if (bytes >= factor) return `${(bytes / factor).toFixed(1)} ${unit}`;
+    const number = (bytes / factor).toFixed(1);
+    if (Number(number) < 1024 || unit === "TiB") return `${number} ${unit}`;
   }
-  return `${Math.round(bytes)} B`;
 };
 
 export const percent = (ratio) => (ratio === null || ratio === undefined ? "–" : `${(ratio * 100).toFixed(1)}%`);

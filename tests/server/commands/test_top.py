@@ -295,6 +295,7 @@ def test_a_count_ends_the_screen(shared: ServerProcess) -> None:
         assert terminal.is_restored()
 
 
+@pytest.mark.slow
 def test_a_server_goes_away_and_comes_back(tmp_path: Path) -> None:
     """The screen keeps the last figures, and shows those of the new server."""
     with ServerProcess(tmp_path).start() as server, Terminal(server.endpoint) as terminal:
