@@ -73,7 +73,8 @@ const showRates = (status) => {
 // Adds the throughput of the last seconds, and the blocks dropped in the last minute, to each tier.
 const withRates = (status) => {
   const now = past.at(-1);
-  const first = (span) => past.find((sample) => now.at - sample.at <= span);
+  // A hidden page asks less often than the span: then the last two samples count.
+  const first = (span) => past.slice(0, -1).find((sample) => now.at - sample.at <= span) ?? past.at(-2) ?? now;
   const [recent, minute] = [first(THROUGHPUT_MS), first(RECENT_MS)];
   const seconds = (now.at - recent.at) / 1000;
   const tiers = status.tiers.map((tier, place) => {
