@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 
+from ..config.loader import Loaded
 from ..config.schema import ConfigError
+from ..config.units import human_size
 from ..telemetry import logs
 from .config import load
 from .console import EXIT_CONFIG, refuse
@@ -19,8 +21,10 @@ def run(options: argparse.Namespace) -> int:
     except ConfigError as error:
         return refuse(error.problems, EXIT_CONFIG)
     logs.configure(loaded.config.log)
+    log = logs.get_logger(__name__)
     for warning in loaded.warnings:
-        logs.get_logger(__name__).warning(warning)
+        log.warning(warning)
+    _log_storage(log, loaded)
     from ..app import EXIT_LEFT_BEHIND, serve
 
     try:
@@ -30,3 +34,16 @@ def run(options: argparse.Namespace) -> int:
     if code == EXIT_LEFT_BEHIND:
         os._exit(code)  # a normal exit would unmap memory that a thread may be writing to
     return code
+
+
+def _log_storage(log: logs.Logger, loaded: Loaded) -> None:
+    """Logs where the server keeps blocks, and how much memory and disk it may use."""
+    config = loaded.config
+    log.info(
+        "storage",
+        memory=human_size(config.region_size),
+        data_dir=str(config.data_dir),
+        tiers=[f"{tier.name}: at most {human_size(tier.size)} in {tier.path}" for tier in config.tiers],
+    )
+    for note in loaded.notes:
+        log.info(note)

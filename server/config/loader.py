@@ -17,14 +17,15 @@ from typing import Any
 
 import msgspec
 
+from ...cuda.host.memory import available_bytes
 from ...protos.endpoint import CREDENTIAL_VARIABLES, ENDPOINT_VARIABLE, default_endpoint
 from .fields import LISTS, SETTINGS, TABLES, nearest
 from .machine import memory_bytes
 from .schema import Config, ConfigError
 from .tenants import read_tenants
-from .tiers import default_tiers, read_tiers
+from .tiers import DEFAULT_TABLES, read_tiers, size_notes
 from .toml import toml_text
-from .units import GIB, MIB
+from .units import GIB, MIB, human_size
 from .validation import conflicts, read_value, warnings
 
 __all__ = ["CONFIG_VARIABLE", "Loaded", "load"]
@@ -32,6 +33,7 @@ __all__ = ["CONFIG_VARIABLE", "Loaded", "load"]
 CONFIG_VARIABLE = "KVTIER_CONFIG"
 """Environment variable with the path of the configuration file."""
 
+_USUAL_REGION = 8 * GIB
 _PREFIX = "KVTIER_"
 _VARIABLES = {setting.variable: setting for setting in SETTINGS.values()}
 _OTHER_VARIABLES = (CONFIG_VARIABLE, ENDPOINT_VARIABLE, *CREDENTIAL_VARIABLES.values())
@@ -52,6 +54,8 @@ class Loaded:
     """Origin of each setting's value by key, as text."""
     warnings: tuple[str, ...] = ()
     """Warnings about permitted settings, for the log."""
+    notes: tuple[str, ...] = ()
+    """Lines about defaults that are smaller than usual for lack of memory or disk space."""
 
 
 @dataclass(slots=True)
@@ -62,6 +66,7 @@ class _Builder:
     origins: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def put(self, key: str, value: Any, origin: str, *, is_text: bool = False) -> None:
         """Records a value, or a problem if the value is invalid."""
@@ -101,9 +106,11 @@ def load(
     _add_defaults(builder, environ)
     values = builder.values
     if "tiers" in builder.origins:
-        values["tiers"], tier_problems = read_tiers(values["tiers"], values["data_dir"])
+        tier_tables = values["tiers"]
+        values["tiers"], tier_problems = read_tiers(tier_tables, values["data_dir"])
     else:
-        values["tiers"], tier_problems = default_tiers(values["data_dir"]), []
+        tier_tables = DEFAULT_TABLES
+        values["tiers"], tier_problems = read_tiers(tier_tables, values["data_dir"])
         builder.origins["tiers"] = "default"
     builder.origins.setdefault("tenants", "default")
     tables = values.get("tenants", {})
@@ -115,7 +122,8 @@ def load(
     if problems:
         raise ConfigError(*problems)
     config = _build(values)
-    return Loaded(config, builder.origins, (*builder.warnings, *warnings(config)))
+    notes = (*builder.notes, *size_notes(config.tiers, tier_tables))
+    return Loaded(config, builder.origins, (*builder.warnings, *warnings(config)), notes)
 
 
 def _flag(key: str) -> str:
@@ -186,16 +194,30 @@ def _parse_tables(key: str, value: Any) -> Any:
 
 
 def _add_defaults(builder: _Builder, environ: Mapping[str, str]) -> None:
-    memory = memory_bytes()
+    region_size, note = _default_region()
+    if note and "region_size" not in builder.values:
+        builder.notes.append(note)
     data_home = environ.get("XDG_DATA_HOME") or "~/.local/share"
     computed: dict[str, Any] = {
         "listen": (str(default_endpoint(environ)),),
-        "region_size": max(MIB, min(8 * GIB, memory // 4 // MIB * MIB)),
+        "region_size": region_size,
         "data_dir": f"{data_home}/kvtier",
     }
     for key, setting in SETTINGS.items():
         if key not in builder.values and key not in LISTS:
             builder.put(key, computed.get(key, setting.default), "default")
+
+
+def _default_region() -> tuple[int, str]:
+    """Returns the default size of the region, and a note if it is less than usual."""
+    rooms = [(memory_bytes() // 4, "a quarter of this machine's memory")]
+    if (free := available_bytes()) is not None:
+        rooms.append((free // 2, f"half of the {human_size(free)} of free memory"))
+    room, name = min(rooms)
+    if room >= _USUAL_REGION:
+        return _USUAL_REGION, ""
+    size = max(MIB, room // MIB * MIB)
+    return size, f"region_size is {human_size(size)} by default, not {human_size(_USUAL_REGION)}: {name}"
 
 
 def _build(values: Mapping[str, Any]) -> Config:

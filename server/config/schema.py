@@ -387,7 +387,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         _size(
             "Size of the region, the shared memory with the blocks of the CPU tier.",
             MIB,
-            default="8 GiB, but at most a quarter of the memory",
+            default="8 GiB, but at most a quarter of the memory, and half of the free memory",
         ),
     ]
     numa: Annotated[

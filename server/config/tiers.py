@@ -10,9 +10,12 @@ from typing import Any
 from .fields import TIER_SETTINGS, TableError, nearest, read_table
 from .machine import disk_bytes
 from .schema import TierConfig
-from .units import GIB, MIB
+from .units import GIB, MIB, human_size
 
-__all__ = ["default_tiers", "read_tiers"]
+__all__ = ["DEFAULT_TABLES", "read_tiers", "size_notes"]
+
+DEFAULT_TABLES = ({"type": "lmdb"},)
+"""Tier tables of a server without a configuration."""
 
 _BUILT_IN_TYPES = ("lmdb", "disk")
 """Tier types that are part of kvtier. The CPU tier always exists and has no table."""
@@ -20,11 +23,6 @@ _BUILT_IN_TYPES = ("lmdb", "disk")
 _DEFAULT_SIZE = 16 * GIB
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 _CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
-
-
-def default_tiers(data_dir: Path) -> tuple[TierConfig, ...]:
-    """Returns the tiers of a server without a configuration: one LMDB tier."""
-    return (_read_tier({"type": "lmdb"}, data_dir),)
 
 
 def read_tiers(tables: object, data_dir: Path) -> tuple[tuple[TierConfig, ...], list[str]]:
@@ -59,6 +57,14 @@ def _read_tier(table: Mapping[str, Any], data_dir: Path) -> TierConfig:
 def _default_size(path: Path) -> int:
     """Returns 16 GiB, but at most half of the free disk space, in whole MiB and at least 1 MiB."""
     return max(MIB, min(_DEFAULT_SIZE, disk_bytes(path) // 2 // MIB * MIB))
+
+
+def size_notes(tiers: Sequence[TierConfig], tables: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yields a line for each tier whose default size is less than usual for lack of disk space."""
+    for tier, table in zip(tiers, tables, strict=True):
+        if "size" not in table and tier.size < _DEFAULT_SIZE:
+            why = f"half of the free space at {tier.path}"
+            yield f"tier {tier.name}: size is {human_size(tier.size)} by default, not {human_size(_DEFAULT_SIZE)}: {why}"
 
 
 def _check_type(tier_type: str, given: Mapping[str, Any]) -> None:

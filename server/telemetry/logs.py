@@ -27,7 +27,7 @@ from structlog.typing import EventDict, ExcInfo
 from ..config.schema import LogConfig
 from ..printable import printable
 
-__all__ = ["configure", "flush", "get_logger"]
+__all__ = ["Logger", "configure", "flush", "get_logger"]
 
 _QUEUE_LINES = 8192
 _FLUSH_SECONDS = 2.0

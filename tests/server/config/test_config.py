@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.server.config import machine
+from kvtier.server.config import loader, machine, tiers
 from kvtier.server.config.fields import SETTINGS
 from kvtier.server.config.loader import load
 from kvtier.server.config.schema import ConfigError
@@ -50,6 +50,30 @@ class TestSources:
         assert set(loaded.origins) == set(SETTINGS)
         assert set(loaded.origins.values()) == {"default"}
         assert not loaded.warnings
+
+    def test_default_sizes_ask_only_for_room_that_is_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A note says which default is smaller than usual, and why."""
+        monkeypatch.setattr(loader, "memory_bytes", lambda: 64 * GIB)
+        monkeypatch.setattr(loader, "available_bytes", lambda: 3 * GIB)
+        monkeypatch.setattr(tiers, "disk_bytes", lambda _: 2 * GIB)
+        loaded = load(environ=ENVIRON)
+        assert loaded.config.region_size == 1536 * MIB
+        assert loaded.config.tiers[0].size == GIB
+        assert loaded.notes == (
+            "region_size is 1.5 GiB by default, not 8.0 GiB: half of the 3.0 GiB of free memory",
+            "tier lmdb: size is 1.0 GiB by default, not 16.0 GiB: half of the free space at /data/kvtier/lmdb",
+        )
+
+    def test_sizes_that_are_set_or_usual_need_no_note(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(loader, "memory_bytes", lambda: 64 * GIB)
+        monkeypatch.setattr(loader, "available_bytes", lambda: 3 * GIB)
+        monkeypatch.setattr(tiers, "disk_bytes", lambda _: 2 * GIB)
+        given = {"region_size": "2GiB", "tiers": [{"type": "disk", "size": "1GiB"}]}
+        assert load(given, environ=ENVIRON).notes == ()
+        monkeypatch.setattr(loader, "available_bytes", lambda: None)
+        monkeypatch.setattr(tiers, "disk_bytes", lambda _: 64 * GIB)
+        loaded = load(environ=ENVIRON)
+        assert (loaded.config.region_size, loaded.config.tiers[0].size, loaded.notes) == (8 * GIB, 16 * GIB, ())
 
     def test_later_sources_win(self, write: Any) -> None:
         """A flag overrides the environment, the environment the file, and the file the default."""

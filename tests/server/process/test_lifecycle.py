@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import socket
@@ -150,6 +151,16 @@ class TestEnd:
             server.wait_ready(backed=False)
             assert server.end() == 0
             assert "region backed" not in {line["event"] for line in server.log}
+
+
+def test_the_log_says_where_blocks_are_kept(directory: Path) -> None:
+    """And how much memory and disk the server may use."""
+    with launch(directory) as server:
+        server.wait_ready()
+        [line] = [line for line in server.log if line["event"] == "storage"]
+    assert (line["memory"], line["data_dir"]) == ("32.0 MiB", f"{directory}/data")
+    [tier] = line["tiers"]
+    assert re.fullmatch(rf"lmdb: at most \d+\.\d [MG]iB in {directory}/data/lmdb", tier)
 
 
 class TestCollisions:
