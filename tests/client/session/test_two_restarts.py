@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ from typing import Any
 import grpc
 import pytest
 from harness.payloads import assert_serves, key_of, namespace_of, payload
-from harness.polling import polls
+from harness.polling import polls, wait_until
 from harness.server_process import ServerProcess
 
 from kvtier.client import Client
@@ -130,15 +131,46 @@ class _Lives(session_pb2_grpc.SessionServiceServicer):
             yield answer
 
 
-def test_a_restart_during_the_opening_of_a_session(tmp_path: Path) -> None:
-    """The client asks for the capabilities again if the epoch has changed."""
-    server, lives = grpc.server(futures.ThreadPoolExecutor(4)), _Lives()
-    session_pb2_grpc.add_SessionServiceServicer_to_server(lives, server)
-    endpoint = f"unix:{tmp_path / 's'}"
+class _Silent(session_pb2_grpc.SessionServiceServicer):
+    """A server that sends one heartbeat per session and keeps the stream open."""
+
+    def __init__(self) -> None:
+        self.opened = 0
+
+    def Capabilities(self, request: Any, context: Any) -> session_pb2.CapabilitiesResponse:  # noqa: N802
+        return session_pb2.CapabilitiesResponse(epoch=1)
+
+    def Open(self, request: Any, context: Any) -> Iterator[session_pb2.OpenResponse]:  # noqa: N802
+        self.opened += 1
+        answer = session_pb2.OpenResponse(session={"session_id": bytes(16), "epoch": 1})
+        answer.heartbeat_interval.FromMilliseconds(100)
+        yield answer
+        wait_until(lambda: not context.is_active())
+
+
+@contextlib.contextmanager
+def _served(servicer: session_pb2_grpc.SessionServiceServicer, folder: Path) -> Iterator[str]:
+    """Serves only sessions; yields the endpoint."""
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    session_pb2_grpc.add_SessionServiceServicer_to_server(servicer, server)
+    endpoint = f"unix:{folder / 's'}"
     server.add_insecure_port(endpoint)
     server.start()
-    with Client(endpoint, namespace=NAMESPACE) as client:
+    yield endpoint
+    server.stop(None).wait()
+
+
+def test_a_restart_during_the_opening_of_a_session(tmp_path: Path) -> None:
+    """The client asks for the capabilities again if the epoch has changed."""
+    with _served(_Lives(), tmp_path) as endpoint, Client(endpoint, namespace=NAMESPACE) as client:
         client.wait_until_connected(60)
         session = client._transport.session
         assert (client.epoch, session.tiers) == (2, ("tier of life 2",))
-    server.stop(None).wait()
+
+
+def test_a_session_without_heartbeats_ends(tmp_path: Path) -> None:
+    """A server that stays connected but sends no heartbeats has hung: the client opens a session."""
+    silent = _Silent()
+    with _served(silent, tmp_path) as endpoint, Client(endpoint, namespace=NAMESPACE) as client:
+        client.wait_until_connected(60)
+        wait_until(lambda: silent.opened > 1)

@@ -6,6 +6,7 @@ Refused with a reason, nothing is copied.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from devices.service import Service, keys_of
 from harness.server_process import MIB
 
 from kvtier.protos.v1 import cache_pb2, transfer_pb2
+from kvtier.server.services.devices import _give_up_at
 
 KEYS = keys_of(BLOCKS)
 
@@ -188,3 +190,12 @@ def test_events_of_another_shm(caller: Caller) -> None:
     caller.buffers_id = answer.buffers_id
     store_id = caller.prepare(keys_of(1, "another shm"))
     assert caller.store(store_id, blocks=[0], after={"event_index": 0}) == "INVALID_ARGUMENT"
+
+
+def test_a_copy_may_begin_within_a_minute() -> None:
+    """A client may set an earlier deadline, but no later one: blocks stay pinned until then."""
+    minute = 60 * 10**9
+    for wanted in (0, time.monotonic_ns() + 2 * minute):
+        request = transfer_pb2.StoreFromDeviceRequest(give_up_at_nanoseconds=wanted)
+        assert time.monotonic_ns() < _give_up_at(request) <= time.monotonic_ns() + minute
+    assert _give_up_at(transfer_pb2.StoreFromDeviceRequest(give_up_at_nanoseconds=7)) == 7

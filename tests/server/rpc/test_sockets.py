@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from kvtier.protos.endpoint import Endpoint
+from kvtier.server.rpc import attach
 from kvtier.server.rpc.sockets import SocketClaim, SocketError
 
 CLAIM_AND_WAIT = """
@@ -121,3 +125,13 @@ def test_an_unusable_path_is_named(tmp_path: Path) -> None:
         SocketClaim(Endpoint(path=str(tmp_path / "file" / "k.sock")))
     with pytest.raises(SocketError, match="is not a Unix socket"):
         SocketClaim(Endpoint(host="h", port=1))
+
+
+def test_only_root_and_the_user_of_the_server_may_attach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel tells the peer's user, independently of the mode of the socket's directory."""
+
+    def peer(uid: int) -> Any:
+        return SimpleNamespace(getsockopt=lambda *_: struct.pack("3i", 1, uid, 1))
+
+    monkeypatch.setattr(attach.os, "getuid", lambda: 1000)
+    assert [attach._is_ours(peer(uid)) for uid in (0, 1000, 1001)] == [True, True, False]
