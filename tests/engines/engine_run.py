@@ -61,6 +61,10 @@ def _step(llm: Any, step: dict[str, Any]) -> dict[str, Any]:
             return _generate(llm, **step)
         case "reset":
             return _reset(llm, step)
+        case "weights":
+            return _update_weights(llm, **step)
+        case "lookup":
+            return _await_lookup(llm)
         case "shell":
             done = subprocess.run(step["command"], capture_output=True, text=True, check=True, timeout=STEP_SECONDS)
             return {"stdout": done.stdout}
@@ -73,6 +77,29 @@ def _reset(llm: Any, how: dict[str, Any]) -> dict[str, Any]:
     wait_until(
         lambda: llm.reset_prefix_cache(**how), RESET_SECONDS, otherwise="the engine keeps its blocks", interval=0.05
     )
+    return {}
+
+
+def _update_weights(llm: Any, path: str, version: str | None = None) -> dict[str, Any]:
+    """Changes the engine's weights in place, as a trainer does, and resets all caches."""
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+    if version is not None:
+        llm.update_weight_version(version)
+    return _reset(llm, {"reset_connector": True})
+
+
+def _await_lookup(llm: Any) -> dict[str, Any]:
+    """Asks prompts of their own until the server answers a lookup."""
+    deadline, number = time.monotonic() + RESET_SECONDS, 0
+
+    def misses() -> float:
+        return _counters(llm).get("vllm:kvtier_lookups:miss", 0)
+
+    before = misses()
+    while misses() == before:
+        assert time.monotonic() < deadline, "the server answers no lookup"
+        number += 1
+        _generate(llm, [[5] * 64], max_tokens=1, salt=f"lookup {time.time()} {number}")
     return {}
 
 

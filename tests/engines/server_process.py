@@ -134,6 +134,13 @@ if __name__ == "__main__":
                 ),
                 START_SECONDS,
             )
+        case "await-durable":
+
+            def is_durable() -> bool:
+                cpu, lmdb = server.status()["tiers"]
+                return not (lmdb["queued_bytes"] or lmdb["jobs"]) and int(lmdb["blocks"]) >= int(cpu["blocks"]) > 0
+
+            wait_until(is_durable, START_SECONDS)
         case "await-session":
             wait_until(lambda: server.status()["sessions"], START_SECONDS)
         case "status":

@@ -30,12 +30,12 @@ _SIZES: dict[str, Any] = {
 _PEAKED = 2.5
 
 
-def make_dense(path: Path) -> None:
+def make_dense(path: Path, seed: int = 1234) -> None:
     """Writes a Llama with one KV cache group."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, tie_word_embeddings=False, **_SIZES))
-    _randomize(model, normed=False)
+    _randomize(model, normed=False, seed=seed)
     model.save_pretrained(path)
 
 
@@ -102,8 +102,8 @@ def make_tokenizer(path: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **names).save_pretrained(path)
 
 
-def _randomize(model: torch.nn.Module, *, normed: bool) -> None:
-    generator = torch.Generator().manual_seed(1234)
+def _randomize(model: torch.nn.Module, *, normed: bool, seed: int = 1234) -> None:
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() == 1:

@@ -22,10 +22,10 @@ for another engine. See `docs/handoffs.md`.
 
 Limits that come from vLLM's connector interface:
 
-- `reset_prefix_cache(reset_connector=True)` drops lookups and empties the server's CPU tier. The
-  lower tiers keep their data (B3.19). If an engine's weights are updated in place, the engine would
-  find KV of the old weights in a lower tier. Restart the engine from other files, change its
-  `tenant`, or use a server without lower tiers. See `docs/engines.md`.
+- `reset_prefix_cache(reset_connector=True)` does not say whether the weights have changed, and to
+  which. The connector assumes a change, and uses another namespace from then on. Engines share
+  blocks after a reset only if vLLM was given the same name for their weights. See
+  `docs/engines.md`.
 - `reset_prefix_cache(reset_running_requests=True)` raises in vLLM while saves are in flight,
   because saves hold references to blocks. Repeat the call after a few milliseconds: the saves end
   in idle steps.

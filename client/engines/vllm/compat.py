@@ -15,7 +15,11 @@ ImportError. With a newer release the import logs a warning.
 
 from __future__ import annotations
 
+import functools
 import re
+import sys
+import weakref
+from typing import Any
 
 Release = tuple[int, int]
 
@@ -89,3 +93,31 @@ if release_of(vllm_version) not in _KNOWN:
     init_logger("vllm." + __name__).warning(
         f"kvtier: this is vLLM {vllm_version}; the connector was tested with {SUPPORTED} only. It starts anyway: no name is missing"
     )
+
+_named: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def watch_weight_version(connector: Any) -> None:
+    """Calls `connector.weights_named(version)` after each `EngineCore.set_weight_version`.
+
+    vLLM calls that method at the end of a weight update (`finish_weight_update`), and for
+    `update_weight_version`. It tells no connector, so this function wraps the method. Without the
+    method or its module, as in workers, nothing happens. `connector` is that of a scheduler.
+    """
+    engine_core: Any = getattr(sys.modules.get("vllm.v1.engine.core"), "EngineCore", None)
+    method = getattr(engine_core, "set_weight_version", None)
+    if method is None:
+        return
+    _named.add(connector)
+    if hasattr(method, "__wrapped__"):
+        return
+
+    @functools.wraps(method)
+    def set_weight_version(self: Any, weight_version: str) -> None:
+        method(self, weight_version)
+        own = getattr(self.scheduler, "connector", None)
+        for each in list(_named):
+            if each is own or each in getattr(own, "_connectors", ()):  # those of a MultiConnector
+                each.weights_named(weight_version)
+
+    engine_core.set_weight_version = set_weight_version

@@ -33,6 +33,8 @@ class ServerConfig:
     engine copies.
     `lookup_timeout_s`: a request whose lookup takes longer is computed without the cache.
     `tenant`: part of the namespace; engines of different tenants never share blocks.
+    `weights_version`: name of the weights, if the engine gets other weights than those of the model
+    files. Part of the namespace.
     `ca`, `cert`, `key`, `token_file`: paths of files, see `kvtier.client.Credentials`. Defaults:
     `$KVTIER_CA`, `$KVTIER_CERT` and so on. There is no `token`, because vLLM logs these settings.
     """
@@ -43,6 +45,7 @@ class ServerConfig:
     transport: TransportName = "auto"
     lookup_timeout_s: float = 1.0
     tenant: str = ""
+    weights_version: str = ""
     ca: str | None = None
     cert: str | None = None
     key: str | None = None
@@ -75,8 +78,9 @@ class ServerConfig:
             raise ValueError(
                 f"kvtier: transport must be one of {', '.join(get_args(TransportName))}, not {self.transport!r}"
             )
-        if not isinstance(self.tenant, str):
-            raise ValueError(f"kvtier: tenant must be a string, not {self.tenant!r}")  # noqa: TRY004 - one kind for all
+        for name in ("tenant", "weights_version"):
+            if not isinstance(value := getattr(self, name), str):
+                raise ValueError(f"kvtier: {name} must be a string, not {value!r}")  # noqa: TRY004 - one kind for all
         for name in ("ca", "cert", "key", "token_file"):
             if not isinstance(value := getattr(self, name), str | None):
                 raise ValueError(f"kvtier: {name} must be the path of a file, not {value!r}")  # noqa: TRY004 - as above
@@ -90,6 +94,8 @@ class ConnectorConfig(ServerConfig):
     `max_held_fraction`: saves in flight hold at most this fraction of the engine's KV blocks. Until
     these saves have ended, other blocks are not saved.
     `lazy_offload`: store blocks when the engine is about to evict them, not when they are full.
+    `weights_change_on_reset`: whether the weights may have changed when vLLM resets the connector.
+    If true, the engine then uses another namespace. If false, only the CPU tier is emptied.
 
     Hand-offs between engines (`kv_transfer_params`, see `HandoffOptions`):
     `kv_recompute_threshold`, `bidirectional_kv_xfer`, `kv_lease_duration`, `decoder_kv_blocks_ttl`,
@@ -102,6 +108,7 @@ class ConnectorConfig(ServerConfig):
 
     max_held_fraction: float = 0.5
     lazy_offload: bool = False
+    weights_change_on_reset: bool = True
     kv_recompute_threshold: int = 64
     bidirectional_kv_xfer: bool = False
     kv_lease_duration: float = 30.0
@@ -122,7 +129,7 @@ class ConnectorConfig(ServerConfig):
 
     def check(self) -> None:
         super().check()
-        for name in ("lazy_offload", "bidirectional_kv_xfer"):
+        for name in ("lazy_offload", "weights_change_on_reset", "bidirectional_kv_xfer"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"kvtier: {name} must be true or false, not {value!r}")  # noqa: TRY004 - as above
         _check_number("max_held_fraction", self.max_held_fraction, 0.01, 1.0)

@@ -7,6 +7,7 @@ and the hook returns a fallback value. The loads and saves of that step are repo
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +17,18 @@ from ... import Client, InvalidRequest, Namespace
 from ...handoff import EngineIdentity
 from ...offload import CacheGeometry
 from .background import RateLimitedLog, logger
-from .compat import KVConnectorHandshakeMetadata, KVConnectorPromMetrics, KVConnectorRole, KVConnectorStats
+from .compat import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorPromMetrics,
+    KVConnectorRole,
+    KVConnectorStats,
+    watch_weight_version,
+)
 from .config import ConnectorConfig
 from .groups import Unsupported, is_known_to_scheduler, resolve_geometry
 from .hooks import SchedulerHooks, WorkerHooks, never_raises
-from .namespace import build_namespace, namespace_digest
-from .peers import Peers, address_of, wait_for_server
+from .namespace import WeightsVersion, build_namespace, namespace_digest, with_weights_version
+from .peers import Peers, ServerLink, address_of, wait_for_server
 from .ranks import Parts, merge_stages, parts_of, resolve_ranks, worker_number
 from .scheduler.scheduler import SchedulerSide
 from .stats import ConnectorStats, KVTierPromMetrics, TransferCounters
@@ -52,8 +59,12 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
         self._block_pool: Any = None
         self._kv_caches: dict[str, Any] = {}
         self._all_parts: Parts | None = None
+        self._namespace: Namespace | None = None
         warn = logger.warning if role == KVConnectorRole.SCHEDULER else logger.debug
         self._config = ConnectorConfig.parse(vllm_config.kv_transfer_config.kv_connector_extra_config or {}, warn)
+        self._weights = WeightsVersion(
+            self._config.weights_version, changes_on_reset=self._config.weights_change_on_reset
+        )
         try:
             self._set_up()
         except Unsupported as reason:
@@ -84,22 +95,25 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
     def _make_scheduler_side(self, geometry: CacheGeometry, parts: Parts) -> SchedulerSide:
         transfer = self._vllm_config.kv_transfer_config
         assert transfer is not None
-        namespace = self._namespace(geometry, parts)
-        digest, config = namespace_digest(namespace), self._scheduler_config()
-        client = self._connect(namespace, None)
-        wait_for_server(client)
+        namespace, config = self._build_namespace(geometry, parts), self._scheduler_config()
+        link = self._link(namespace, self._weights.current)
+        wait_for_server(link.client)
         if config.peers and client_endpoint(config.advertise or config.endpoint).is_loopback:
             logger.warning(
                 "kvtier: `peers` are on other hosts, but engines there cannot reach this engine's server at %s: set `advertise`",
                 self._address[0],
             )
         logger.info(
-            "kvtier: namespace %s, %d KV cache group(s), transport %s", digest, len(geometry.groups), client.transport
+            "kvtier: namespace %s, %d KV cache group(s), transport %s",
+            link.digest,
+            len(geometry.groups),
+            link.client.transport,
         )
+        watch_weight_version(self)
         return SchedulerSide(
-            client,
+            link.client,
             geometry,
-            digest,
+            link.digest,
             config,
             resolve_ranks(self._vllm_config, parts).workers,
             may_load=transfer.is_kv_consumer,
@@ -108,9 +122,11 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
             counters=self._counters,
             publish_events=_publishes_events(self._vllm_config),
             identity=EngineIdentity(
-                client.engine_id, *self._address, self._vllm_config.parallel_config.tensor_parallel_size
+                link.client.engine_id, *self._address, self._vllm_config.parallel_config.tensor_parallel_size
             ),
-            peers=self._peers(client, namespace, None),
+            peers=link.peers,
+            weights=self._weights,
+            connect=functools.partial(self._link, namespace),
             batched_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens if config.lazy_offload else 0,
         )
 
@@ -131,21 +147,32 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
     def _make_worker_side(self, geometry: CacheGeometry, parts: Parts) -> WorkerSide:
         assert self._kv_cache_config is not None
         rank, ranks = self._vllm_config.parallel_config.rank, resolve_ranks(self._vllm_config, parts)
-        namespace = self._namespace(geometry, parts)
+        self._namespace = self._build_namespace(geometry, parts)
         return WorkerSide(
-            lambda pin: self._connect(namespace, ranks.part(rank), pin),
+            lambda pin: self._connect(self._worker_namespace, ranks.part(rank), pin),
             geometry.groups,
-            namespace_digest(namespace),
+            namespace_digest(self._worker_namespace),
             self._kv_cache_config.num_blocks,
             self._reports,
             self.log,
             self._counters,
             stores=ranks.stores(rank),
-            peers_of=lambda own, pin: self._peers(own, namespace, ranks.part(rank), pin),
+            peers_of=lambda own, pin: self._peers(own, self._worker_namespace, ranks.part(rank), pin),
             route_of=cuda_route if self._config.transport in {"auto", "cuda_ipc"} else None,
         )
 
-    def _namespace(self, geometry: CacheGeometry, parts: Parts) -> Namespace:
+    def _link(self, namespace: Namespace, version: str) -> ServerLink:
+        """Returns the scheduler's clients for weights of this version."""
+        namespace = with_weights_version(namespace, version)
+        client = self._connect(namespace, None)
+        return ServerLink(version, namespace_digest(namespace), client, self._peers(client, namespace, None))
+
+    @property
+    def _worker_namespace(self) -> Namespace:
+        assert self._namespace is not None
+        return with_weights_version(self._namespace, self._weights.current)
+
+    def _build_namespace(self, geometry: CacheGeometry, parts: Parts) -> Namespace:
         assert self._kv_cache_config is not None
         return build_namespace(self._vllm_config, self._kv_cache_config, geometry, self._config.tenant, parts)
 
@@ -223,6 +250,27 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
             self._register(worker)
             worker.wait_for_server()
             self._worker = worker
+
+    # ---- versions of the weights (see WeightsVersion)
+
+    @never_raises()
+    def weights_named(self, version: str) -> None:
+        """Called on the scheduler's thread when vLLM was given the name of the weights."""
+        if self._scheduler is not None:
+            self._scheduler.weights_named(str(version))
+
+    @never_raises()
+    def _adopt_weights(self, version: str) -> None:
+        before = self._weights.current
+        if version == before:
+            return
+        self._weights.current = version
+        try:
+            if self._worker is not None:
+                self._worker.reconnect(namespace_digest(self._worker_namespace))
+        except BaseException:
+            self._weights.current = before  # so that the next step tries again
+            raise
 
     # ---- statistics and shutdown
 

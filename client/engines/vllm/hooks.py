@@ -237,6 +237,8 @@ class WorkerHooks(KVConnectorBase_V1):
         step = self._connector_metadata
         if isinstance(step, StepMetadata) and step.parts is not None:
             self._adopt_parts(step.parts)
+        if isinstance(step, StepMetadata) and step.weights_version is not None:
+            self._adopt_weights(step.weights_version)
         if self._worker is not None:
             self._worker.serving = True
         if isinstance(step, StepMetadata) and step.loads and not self._start_loads(step):
@@ -245,6 +247,10 @@ class WorkerHooks(KVConnectorBase_V1):
     @abstractmethod
     def _adopt_parts(self, parts: Parts) -> None:
         """Sets up the worker with the parts of all workers. Only the first call has an effect."""
+
+    @abstractmethod
+    def _adopt_weights(self, version: str) -> None:
+        """Connects the worker in the namespace of another version of the weights."""
 
     @never_raises(lambda: False)
     def _start_loads(self, step: StepMetadata) -> bool:

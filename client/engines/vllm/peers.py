@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from ....protos.endpoint import client_endpoint
 from ... import Client, KVTierError, Unavailable
 from ...handoff import RemoteRequest
 from .background import logger
 
-__all__ = ["OWN", "Peers", "address_of", "wait_for_server"]
+__all__ = ["OWN", "Peers", "ServerLink", "address_of", "wait_for_server"]
 
 OWN = ""
 """This engine's own server in `BlockRead.endpoint` and `Peers`."""
@@ -82,3 +83,17 @@ class Peers:
             self._clients = {OWN: self._clients[OWN]}
         for client in clients:
             client.close()
+
+
+@dataclass(frozen=True)
+class ServerLink:
+    """Clients of a scheduler in one namespace. `digest`: digest of the namespace."""
+
+    weights_version: str
+    digest: str
+    client: Client
+    peers: Peers
+
+    def close(self) -> None:
+        self.peers.close()
+        self.client.close()

@@ -28,7 +28,7 @@ Limits:
   not mark the chunk as used, and may evict the chunk earlier.
 - A reset of vLLM's caches keeps the blocks in kvtier, as in every secondary tier (B3.19). If an
   engine's weights are updated in place, the engine would find KV of the old weights. Restart the
-  engine from other files, or with another `tenant`.
+  engine from other files, or with another `weights_version`. The connector needs no restart.
 """
 
 from .manager import KVTierSecondaryTier

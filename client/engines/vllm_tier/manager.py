@@ -17,7 +17,7 @@ from ..vllm.background import BackgroundThreads, RateLimitedLog, leave_compute_c
 from ..vllm.config import ServerConfig
 from ..vllm.groups import Unsupported
 from ..vllm.hooks import never_raises
-from ..vllm.namespace import namespace_digest
+from ..vllm.namespace import namespace_digest, with_weights_version
 from ..vllm.peers import wait_for_server
 from . import compat
 from .compat import JobResult, Locality, LookupResult, RequestOffloadingContext, SecondaryTierManager
@@ -103,6 +103,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         namespace = build_tier_namespace(
             config, engine_config, primary.row_bytes, tenant=settings.tenant, identity=settings.identity
         )
+        namespace = with_weights_version(namespace, settings.weights_version)
         self._client = client = Client(
             settings.endpoint,
             namespace=namespace,

@@ -113,6 +113,11 @@ class HandoffScheduler:
         reason = _REASONS.get(request.status.name, FinishReason.OTHER) if may_hold else FinishReason.OTHER
         return self._core.finished(request.request_id, block_ids, confirmed_tokens, reason, time.time())
 
+    def use(self, peers: Peers) -> None:
+        """Makes all later calls with other clients, because the namespace has changed."""
+        self._peers = peers
+        self._calls.use(peers)
+
     def close(self) -> None:
         self._calls.close()
 

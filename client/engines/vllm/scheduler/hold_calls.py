@@ -69,10 +69,13 @@ class HoldCalls:
         """Returns id, blocks (None: failed, or empty hold) and time of each newly ended claim."""
         return [self._answers.popleft() for _ in range(len(self._answers))]
 
+    def use(self, peers: Peers) -> None:
+        """Makes all later calls with other clients, because the namespace has changed."""
+        self._peers = peers
+
     def close(self) -> None:
         for threads in (*self._claim_threads.values(), *self._notify_threads.values()):
             threads.close(0.5)
-        self._peers.close()
 
     # ---- HandoffServer
 
@@ -92,10 +95,10 @@ class HoldCalls:
         with self._lock:
             self._open_claims[claim] = _OpenClaim(endpoint)
         # Only the engine's own server knows this request by name.
-        name, positions = request.server_name if endpoint == OWN else "", list(first_positions)
+        name, positions, peers = request.server_name if endpoint == OWN else "", list(first_positions), self._peers
         deadline = time.monotonic() + self._wait_s
         self._claim_threads[endpoint].submit(
-            lambda: self._claim(claim, endpoint, _hold_of(remote), name, positions, deadline)
+            lambda: self._claim(claim, peers, endpoint, _hold_of(remote), name, positions, deadline)
         )
         return True
 
@@ -155,7 +158,8 @@ class HoldCalls:
         return endpoint != OWN or self._peers.client(OWN).connected
 
     def _notify_server(self, endpoint: str, call: Callable[[Client], object]) -> None:
-        self._notify(endpoint, lambda: call(self._peers.client(endpoint)))
+        peers = self._peers  # a hold of old weights must not get into the namespace of new weights
+        self._notify(endpoint, lambda: call(peers.client(endpoint)))
 
     def _notify(self, endpoint: str, call: Callable[[], object]) -> None:
         thread = self._notify_threads.get(endpoint)
@@ -198,6 +202,7 @@ class HoldCalls:
     def _claim(
         self,
         number: ClaimId,
+        peers: Peers,
         endpoint: str,
         hold: HoldName,
         request_name: str,
@@ -208,7 +213,7 @@ class HoldCalls:
         try:
             # Checked again, because an earlier claim in the queue may have opened the circuit.
             if number in self._open_claims and self._reachable(endpoint):
-                client = self._peers.client(endpoint)
+                client = peers.client(endpoint)
                 if endpoint != OWN:
                     client.wait_until_connected(_CONNECT_WITHIN_S)
                 wait = max(0.0, deadline - time.monotonic())
@@ -218,7 +223,7 @@ class HoldCalls:
             outcome = "gone"
             self.debug(f"{hold.request_id} of {hold.engine_id} cannot be pulled: {error}")
         except KVTierError as error:
-            if not isinstance(error, (InvalidRequest, LimitExceeded)):
+            if peers is self._peers and not isinstance(error, (InvalidRequest, LimitExceeded)):
                 self._circuit_open_until[endpoint] = time.monotonic() + _CIRCUIT_OPEN_S
             self._log.warn("claim", f"a claim failed, so its request is computed: {error}")
         finally:

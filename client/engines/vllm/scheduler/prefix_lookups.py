@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -66,9 +66,12 @@ class LookupService(RequestCalls):
         timeout_s: float,
         log: RateLimitedLog,
         counters: TransferCounters | None = None,
+        on_drained: Callable[[], None] | None = None,
     ) -> None:
+        """`on_drained`: starts the reset; by default, the reset empties the CPU tier."""
         super().__init__(client, log)
-        self.resets = CacheReset(client, log)
+        self.resets = CacheReset(log)
+        self._on_drained = on_drained or self.empty_cpu_tier
         self._counters = counters or TransferCounters()
         self._geometry = geometry
         self._timeout_s = timeout_s
@@ -137,7 +140,10 @@ class LookupService(RequestCalls):
         self.finish_request(request.registration)
 
     def empty(self) -> None:
-        self.resets.start()
+        self._on_drained()
+
+    def empty_cpu_tier(self) -> None:
+        self.resets.empty(self._client)
 
     # ---- details
 
@@ -162,8 +168,9 @@ class LookupService(RequestCalls):
             if lookup.state is LookupState.PENDING and not self.circuit_open and time.monotonic() < lookup.deadline:
                 hit = self._search(lookup)
         except KVTierError as error:
-            self.open_circuit(error)
-            self._log.warn("lookup", f"a lookup failed, so its request is computed: {error}")
+            if lookup.state is LookupState.PENDING:  # a reset drops lookups and closes their client
+                self.open_circuit(error)
+                self._log.warn("lookup", f"a lookup failed, so its request is computed: {error}")
         finally:
             # If the lookup did not end here, its request would wait for the whole timeout.
             self._done(lookup, hit)

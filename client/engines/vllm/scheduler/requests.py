@@ -73,6 +73,8 @@ class VllmRequest:
     may_save: bool
     may_pull: bool = False
     may_hold: bool = False
+    # Whether the request has KV from before a change of weights, which must not be saved or held.
+    stale: bool = False
 
     @property
     def request_id(self) -> str:
@@ -152,6 +154,11 @@ class VllmBlockPool:
             while count < len(hashes) and self._pool.get_cached_block(hashes[count], [group.index]):
                 count += 1
         return count * group.block_tokens // self._geometry.step_tokens * self._geometry.step_tokens
+
+    @property
+    def unused(self) -> bool:
+        """Whether no request and no save uses a block. vLLM's null block is always in use."""
+        return self._pool is None or self._pool.get_num_free_blocks() == self._pool.num_gpu_blocks - 1
 
     @property
     def num_blocks(self) -> int:

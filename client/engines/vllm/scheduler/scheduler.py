@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .... import Client, is_hold_key
@@ -25,7 +25,8 @@ from ....offload import (
 from ..background import RateLimitedLog
 from ..compat import MEDIUM_CPU, AllBlocksCleared, BlockStored, CacheHitSource, KVCacheEvent, maybe_convert_block_hash
 from ..config import ConnectorConfig
-from ..peers import Peers
+from ..namespace import WeightsVersion
+from ..peers import Peers, ServerLink
 from ..request_settings import RequestSettings
 from ..stats import TransferCounters
 from ..worker.reports import SAVE_LOST_AFTER_S, StepMetadata, WorkerReport
@@ -96,7 +97,8 @@ class SchedulerSide:
     """Half of KVTierConnector in the scheduler's process.
 
     `batched_tokens`: maximum number of tokens in a step; 0 if lazy mode is off. `publish_events`:
-    whether vLLM's settings enable KV events.
+    whether vLLM's settings enable KV events. `weights`: version of the weights; None if no reset
+    changes them. `connect`: connects in the namespace of another version.
     """
 
     def __init__(
@@ -115,6 +117,8 @@ class SchedulerSide:
         publish_events: bool = False,
         identity: EngineIdentity,
         peers: Peers,
+        weights: WeightsVersion | None = None,
+        connect: Callable[[str], ServerLink] | None = None,
     ) -> None:
         self._geometry = geometry
         self._digest = namespace_digest
@@ -124,7 +128,16 @@ class SchedulerSide:
         self._pool = VllmBlockPool(geometry)
         self._counters = counters or TransferCounters()
         self._events = KVEvents(geometry.groups, enabled=publish_events)
-        self._server = LookupService(client, geometry, config.lookup_timeout_s, log, self._counters)
+        self._server = LookupService(
+            client, geometry, config.lookup_timeout_s, log, self._counters, self._transfers_ended
+        )
+        self._client, self._peers = client, peers
+        self._weights = weights
+        self._weights_version = weights.current if weights is not None else None
+        self._connect = connect
+        self._reset_is_complete = False
+        # Whether the engine has computed nothing since its start or the last complete reset.
+        self._fresh = True
         options = OffloadOptions(
             mode=OffloadMode.LAZY if config.lazy_offload and may_save else OffloadMode.EAGER,
             lookup_timeout_s=config.lookup_timeout_s,
@@ -147,6 +160,7 @@ class SchedulerSide:
     def new_request(self, request: Any) -> None:
         """Registers a request, and starts a lookup of the blocks that the engine does not have."""
         self._process_answers()
+        self._fresh = False
         adapted = self._adapt(request)
         # A pull from another engine makes a lookup unnecessary.
         pulls = self._handoffs.arrived(adapted)
@@ -202,6 +216,7 @@ class SchedulerSide:
             namespace_digest=self._digest,
             idle=scheduler_output.total_num_scheduled_tokens == 0,
             sent_at=time.time(),
+            weights_version=self._weights_version,
         )
 
     def loads_reported(self, finished_loads: Iterable[str], failed_loads: Iterable[str]) -> None:
@@ -223,12 +238,13 @@ class SchedulerSide:
 
         Returns the parameters for the engine that continues the request, or None.
         """
-        self._requests.pop(request.request_id, None)
+        adapted = self._requests.pop(request.request_id, None)
+        may_hold = not self._resetting and (adapted is None or not adapted.stale)
         # Draft tokens that were accepted after the request's end are computed, but not confirmed.
         confirmed = min(request.num_computed_tokens - request.num_output_placeholders, request.num_tokens)
         handed_on = FinishedRequest(drop_saves=True)
         try:
-            handed_on = self._handoffs.finished(request, block_ids, confirmed, may_hold=not self._resetting)
+            handed_on = self._handoffs.finished(request, block_ids, confirmed, may_hold=may_hold)
         finally:
             # Also after an exception, because the request has ended.
             if handed_on.drop_saves:
@@ -248,18 +264,34 @@ class SchedulerSide:
         return self._core.frees_pending(time.monotonic())
 
     def reset(self) -> bool:
-        """Drops all lookups and empties the CPU tier.
+        """Drops all lookups, and empties the CPU tier or changes the namespace to new weights.
 
         Does not wait for the server. Returns True if no transfer is in flight (B4.13). Until the
-        CPU tier is empty, requests miss and nothing is saved.
+        reset has ended, requests miss and nothing is saved.
         """
         self._resetting = True
         self._events.cleared()
         pulls_nothing = self._handoffs.reset()
-        return self._core.reset() and pulls_nothing
+        self._reset_is_complete = complete = pulls_nothing and self._weights is not None and self._pool.unused
+        drained = self._core.reset()
+        self._reset_is_complete = False
+        self._fresh = self._fresh or (complete and drained)
+        return drained and pulls_nothing
+
+    def weights_named(self, version: str) -> None:
+        """Records the name of new weights. It applies from the next complete reset on.
+
+        If the engine has computed nothing since the last reset, it applies at once: vLLM resets the
+        connector when it pauses for a weight update, before it knows the name.
+        """
+        if self._weights is not None:
+            self._weights.name(version)
+            if self._fresh:
+                self.reset()
 
     def close(self) -> None:
         self._handoffs.close()
+        self._peers.close()
         self._server.close()
 
     # ---- details
@@ -270,8 +302,36 @@ class SchedulerSide:
         for lookup, found, at in self._server.answers():
             self._core.lookup_ended(lookup, found, at)
         if self._server.resets.take_done():
+            self._use_new_link()
             self._core.emptied()
             self._resetting = False
+
+    def _transfers_ended(self) -> None:
+        """Called by the core when no transfer from before a reset is in flight (B4.13)."""
+        version = self._weights.advance(complete=self._reset_is_complete) if self._weights is not None else None
+        connect = self._connect
+        if version is None or connect is None:
+            self._server.empty_cpu_tier()
+            return
+        for adapted in self._requests.values():
+            if adapted.request.num_computed_tokens > 0:
+                adapted.stale, adapted.may_save = True, False
+        # If the engine has used no block of the namespace, other engines may still use it.
+        self._server.resets.renew(lambda: connect(version), None if self._fresh else self._client)
+
+    def _use_new_link(self) -> None:
+        client, peers = self._client, self._peers
+
+        def close_old() -> None:
+            peers.close()
+            client.close()
+
+        link = self._server.resets.take_link(close_old)
+        if link is not None:
+            self._client, self._peers = link.client, link.peers
+            self._digest, self._weights_version = link.digest, link.weights_version
+            self._server.use(link.client)
+            self._handoffs.use(link.peers)
 
     def _count_saves(self, ended: Iterable[EndedSave]) -> None:
         """Counts ended saves, and publishes events unless a save may be older than a reset."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from .... import Client, InvalidRequest, KVTierError, Lease, LimitExceeded
 from ..background import BackgroundThreads, RateLimitedLog, logger
+from ..peers import ServerLink
 from .requests import RequestRegistration, plain_params
 
 __all__ = ["CacheReset", "RequestCalls"]
@@ -87,6 +90,10 @@ class RequestCalls:
         for lease in leases:
             self._control_thread.submit(lease.release)
 
+    def use(self, client: Client) -> None:
+        """Makes all later calls with another client, because the namespace has changed."""
+        self._client = client
+
     def close(self) -> None:
         self._control_thread.close(1.0)
 
@@ -129,11 +136,13 @@ class RequestCalls:
         return lease
 
     def _register(self, request: RequestRegistration) -> None:
+        client = self._client
         try:
             if not request.registered:
                 self.lookup_keys(request, (), 0.0, prefix=True)
         except KVTierError as error:
-            self.open_circuit(error)
+            if client is self._client:
+                self.open_circuit(error)
             self._log.warn("register", f"could not register a request: {error}")
         finally:
             request.voting = False
@@ -147,24 +156,27 @@ class RequestCalls:
 
 
 class CacheReset:
-    """Reset of the server's CPU tier, retried until it succeeds.
+    """Reset of the cache, retried until it succeeds.
 
     Public methods run on the scheduler's thread. Only `close` blocks.
     """
 
-    def __init__(self, client: Client, log: RateLimitedLog) -> None:
-        self._client = client
+    def __init__(self, log: RateLimitedLog) -> None:
         self._log = log
         self._threads = BackgroundThreads("reset", log)
         self._closed = threading.Event()
         # Numbers of the latest reset: started, ended, reported by `take_done`. Only the background
         # thread writes `_done`.
         self._started = self._done = self._taken = 0
+        self._links: deque[ServerLink] = deque()
 
-    def start(self) -> None:
-        """Starts a reset. This engine's own saves must have ended before."""
-        self._started = number = self._started + 1
-        self._threads.submit(lambda: self._run(number))
+    def empty(self, client: Client) -> None:
+        """Starts to empty the CPU tier. This engine's own saves must have ended before."""
+        self._start(lambda: self._empty(client))
+
+    def renew(self, connect: Callable[[], ServerLink], retire: Client | None) -> None:
+        """Starts to connect in another namespace, and to retire the namespace of `retire`."""
+        self._start(lambda: self._renew(connect, retire))
 
     def take_done(self) -> bool:
         """Whether the latest reset has ended since the last call of this method."""
@@ -173,19 +185,49 @@ class CacheReset:
             self._taken = self._started
         return done
 
+    def take_link(self, old: Callable[[], None]) -> ServerLink | None:
+        """Returns the link of the latest reset if it made one, and closes the other links.
+
+        `old` closes the link that the returned link replaces. It is called in the background.
+        """
+        link = self._links.pop() if self._links else None
+        for close in [*(unused.close for unused in self._links), *([old] if link is not None else [])]:
+            self._threads.submit(close)
+        self._links.clear()
+        return link
+
     def close(self) -> None:
         self._closed.set()
         self._threads.close(0.5)
+        while self._links:
+            self._links.pop().close()
 
-    def _run(self, number: int) -> None:
-        rounds = _RESET_ROUNDS
-        while rounds and not self._closed.is_set():
+    def _start(self, work: Callable[[], None]) -> None:
+        self._started = number = self._started + 1
+        self._threads.submit(lambda: self._run(number, work))
+
+    def _run(self, number: int, work: Callable[[], None]) -> None:
+        # A later reset replaces one that has not begun: users repeat a reset until it succeeds.
+        while number == self._started and not self._closed.is_set():
             try:
-                rounds -= self._client.reset(wait=_RESET_WAIT_S) == 0
+                work()
+                break
             except Exception as error:  # noqa: BLE001 - no lookup may find stale blocks
-                self._log.warn(
-                    "reset",
-                    f"the CPU tier could not be emptied; every request is a miss until the reset succeeds: {error!r}",
-                )
+                self._log.warn("reset", f"a reset failed; every request is a miss until the reset succeeds: {error!r}")
                 self._closed.wait(_RESET_RETRY_S)
         self._done = number
+
+    def _empty(self, client: Client) -> None:
+        rounds = _RESET_ROUNDS
+        while rounds and not self._closed.is_set():
+            rounds -= client.reset(wait=_RESET_WAIT_S) == 0
+
+    def _renew(self, connect: Callable[[], ServerLink], retire: Client | None) -> None:
+        link = connect()
+        self._links.append(link)
+        if retire is not None:
+            # If this fails, the blocks are evicted later. This engine does not find them.
+            with suppress(KVTierError):
+                retire.reset(retire=True)
+        with suppress(KVTierError):
+            link.client.wait_until_connected(_RESET_WAIT_S)

@@ -38,6 +38,7 @@ class StepMetadata(KVConnectorMetadata):
     `idle`: the step computes nothing, so a worker may wait a moment for its copies. `sent_at`: wall
     clock time at which the scheduler sent the step. A worker that was stopped for a while uses it
     to recognize old saves. `parts`: the parts of all workers, if a worker cannot compute them.
+    `weights_version`: version in the namespace of the scheduler; None after a failure.
     """
 
     loads: list[LoadJob] = field(default_factory=list)
@@ -46,6 +47,7 @@ class StepMetadata(KVConnectorMetadata):
     idle: bool = False
     sent_at: float = math.inf
     parts: Parts | None = None
+    weights_version: str | None = None
 
 
 @dataclass

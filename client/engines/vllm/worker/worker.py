@@ -8,6 +8,7 @@ queues behind saves or behind a slow peer.
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -63,6 +64,7 @@ class WorkerSide:
         self._num_blocks = num_blocks
         self._log = log
         self._client: Client | None = None
+        self._pin: Pin | None = None
         self._copier: BlockCopier | None = None
         self._threads: tuple[BackgroundThreads, BackgroundThreads] | None = None
         self._peer_load_threads: dict[str, BackgroundThreads] = {}
@@ -90,15 +92,30 @@ class WorkerSide:
         if self._client is not None:
             self._register_route()
             return
-        pin = self._pin_for(device)
-        self._client = self._connect(pin)
-        self._peers = self._peers_of(self._client, pin)
+        self._pin = self._pin_for(device)
+        self._client = self._connect(self._pin)
+        self._peers = self._peers_of(self._client, self._pin)
         self._on_start = leave_compute_cores if device.type == "cpu" else None
         self._threads = (
             BackgroundThreads("load", self._log, on_start=self._on_start),
             BackgroundThreads("save", self._log, on_start=self._on_start),
         )
         self._register_route()
+
+    def reconnect(self, namespace_digest: str) -> None:
+        """Connects in another namespace, because the engine's weights have changed.
+
+        Jobs of earlier steps keep the old client, so that they store nothing in the new namespace.
+        They fail when this client is closed.
+        """
+        if self._client is not None:
+            client, peers = self._client, self._peers
+            self._client = self._connect(self._pin)
+            self._peers = self._peers_of(self._client, self._pin)
+            self._register_route()
+            self.wait_for_server()
+            threading.Thread(target=_close, args=(peers, client), name="kvtier-close", daemon=True).start()
+        self._digest = namespace_digest
 
     def suspend(self) -> None:
         """Refuses new copies and waits up to 60 s for running ones. Called before a sleep."""
@@ -113,7 +130,7 @@ class WorkerSide:
     def wait_for_server(self) -> None:
         """Makes the next jobs wait briefly until the client is connected."""
         for threads in self._threads or ():
-            threads.submit(self._await_connection)
+            threads.submit(functools.partial(self._await_connection, self._client))
 
     def start_loads(self, step: StepMetadata) -> None:
         """Queues the step's loads behind compute that may still read the old content of the blocks.
@@ -125,11 +142,12 @@ class WorkerSide:
         if not self._usable(step):
             self._reports.refuse_loads(step)
             return
+        assert self._peers is not None
         after = self._mark(sum(bool(job.reads) for job in step.loads))
         for job in step.loads:
             if job.reads:
                 self._load_threads_for(job.reads[0].endpoint).submit(
-                    functools.partial(self._load, job, after, time.monotonic())
+                    functools.partial(self._load, job, self._peers, after, time.monotonic())
                 )
             else:
                 self._reports.load_ended(job.request_id, failed=True)
@@ -146,11 +164,12 @@ class WorkerSide:
             self._reports.refuse_saves(step)
             return
         assert self._threads is not None
+        assert self._client is not None
         after = self._mark(len(step.saves))
         now = time.monotonic()
         write_until = now + SAVE_WITHIN_S - max(0.0, time.time() - step.sent_at)
         for job in step.saves:
-            self._threads[1].submit(functools.partial(self._save, job, after, now, write_until))
+            self._threads[1].submit(functools.partial(self._save, job, self._client, after, now, write_until))
 
     def close(self) -> None:
         for threads in (*(self._threads or ()), *self._peer_load_threads.values()):
@@ -175,7 +194,7 @@ class WorkerSide:
         """Registers the blocks before the first save, because a copy worker starts slowly."""
         route, client = self._route, self._client
         if route is not None and client is not None and self._threads is not None:
-            self._threads[1].submit(self._await_connection)
+            self._threads[1].submit(functools.partial(self._await_connection, client))
             self._threads[1].submit(lambda: route.register(client))
 
     def _mark(self, jobs: int) -> StepMark:
@@ -202,16 +221,17 @@ class WorkerSide:
 
     # ---- on background threads
 
-    def _await_connection(self) -> None:
-        if self._client is not None:
+    @staticmethod
+    def _await_connection(client: Client | None) -> None:
+        if client is not None:
             with suppress(KVTierError):
-                self._client.wait_until_connected(_CONNECT_WITHIN_S)
+                client.wait_until_connected(_CONNECT_WITHIN_S)
 
-    def _load(self, job: LoadJob, after: StepMark, queued_at: float) -> None:
+    def _load(self, job: LoadJob, peers: Peers, after: StepMark, queued_at: float) -> None:
         failed = True
         try:
             for read in job.reads:
-                self._read(read, after)
+                self._read(read, peers.client(read.endpoint), after)
             failed = False
         except (KVTierError, EngineAsleep) as error:
             self._log.warn("load", f"a load failed, so its blocks are computed: {error}")
@@ -222,9 +242,7 @@ class WorkerSide:
             self._counters.observe("load_seconds", time.monotonic() - queued_at)
             self._reports.load_ended(job.request_id, failed=failed)
 
-    def _read(self, read: BlockRead, after: StepMark) -> None:
-        assert self._peers is not None
-        client = self._peers.client(read.endpoint)
+    def _read(self, read: BlockRead, client: Client, after: StepMark) -> None:
         for chunk in self._chunks(read.groups, client):
             if not self._read_by_server(client, read, chunk, after):
                 self._copy_in(client, read, chunk, after)
@@ -246,19 +264,19 @@ class WorkerSide:
                 with self._gate.copying():
                     self._copier.copy_in(group, [block_ids[row] for row in rows], batch.memory, offsets, after.compute)
 
-    def _save(self, job: SaveJob, after: StepMark, queued_at: float, write_until: float) -> None:
+    def _save(self, job: SaveJob, client: Client, after: StepMark, queued_at: float, write_until: float) -> None:
         not_stored = set(range(len(job.keys)))
         try:
             # After a failure saves pause, so that they do not hold blocks while a server hangs.
-            if time.monotonic() >= self._saves_paused_until and self._client is not None and self._client.connected:
-                for chunk in self._chunks(job.groups, self._client):
+            if time.monotonic() >= self._saves_paused_until and client.connected:
+                for chunk in self._chunks(job.groups, client):
                     if time.monotonic() >= write_until:
                         # The scheduler will soon give up the job and reuse its blocks (B5.6).
                         self._log.warn("late", "saves take minutes, so blocks are not stored")
                         break
-                    not_stored.difference_update(self._write(job, chunk, after))
+                    not_stored.difference_update(self._write(job, client, chunk, after))
         except (KVTierError, EngineAsleep) as error:
-            if not isinstance(error, (InvalidRequest, EngineAsleep)):
+            if client is self._client and not isinstance(error, (InvalidRequest, EngineAsleep)):
                 # InvalidRequest concerns one request only.
                 self._saves_paused_until = time.monotonic() + _CIRCUIT_OPEN_S
             self._log.warn("save", f"a save failed, so its blocks are not stored: {error}")
@@ -267,27 +285,26 @@ class WorkerSide:
             self._counters.observe("save_seconds", time.monotonic() - queued_at)
             self._reports.save_ended(job.job_id, not_stored)
 
-    def _write(self, job: SaveJob, chunk: slice, after: StepMark) -> list[int]:
+    def _write(self, job: SaveJob, client: Client, chunk: slice, after: StepMark) -> list[int]:
         """Returns indices of the stored keys, without keys that another writer is still storing."""
-        statuses = self._write_by_server(job, chunk, after)
+        statuses = self._write_by_server(job, client, chunk, after)
         if statuses is None:
-            statuses = self._copy_out(job, chunk, after)
+            statuses = self._copy_out(job, client, chunk, after)
         groups = job.groups[chunk]
         granted = [groups[index] for index, status in enumerate(statuses) if status == StoreStatus.GRANTED]
         self._counters.count("save_bytes", self._bytes_of(granted))
         return [chunk.start + index for index, status in enumerate(statuses) if status in _STORED]
 
-    def _write_by_server(self, job: SaveJob, chunk: slice, after: StepMark) -> bytes | None:
-        if self._route is None or self._client is None:
+    def _write_by_server(self, job: SaveJob, client: Client, chunk: slice, after: StepMark) -> bytes | None:
+        if self._route is None:
             return None
         with self._gate.copying():
-            return self._route.store(self._client, job.keys[chunk], job.block_ids[chunk], after, job.request_id)
+            return self._route.store(client, job.keys[chunk], job.block_ids[chunk], after, job.request_id)
 
-    def _copy_out(self, job: SaveJob, chunk: slice, after: StepMark) -> bytes:
-        assert self._client is not None
+    def _copy_out(self, job: SaveJob, client: Client, chunk: slice, after: StepMark) -> bytes:
         assert self._copier is not None
         groups, block_ids = job.groups[chunk], job.block_ids[chunk]
-        with self._client.write(job.keys[chunk], request_id=job.request_id) as batch:
+        with client.write(job.keys[chunk], request_id=job.request_id) as batch:
             wanted, offsets = list(batch.wanted), list(batch.offsets)
             for group, rows in _by_group([groups[index] for index in wanted]).items():
                 ids = [block_ids[wanted[row]] for row in rows]
@@ -310,6 +327,12 @@ class WorkerSide:
             size += part_bytes
         chunks.append(slice(start, len(groups)))
         return chunks
+
+
+def _close(peers: Peers | None, client: Client) -> None:
+    if peers is not None:
+        peers.close()
+    client.close()
 
 
 def _by_group(groups: Sequence[int]) -> dict[int, list[int]]:

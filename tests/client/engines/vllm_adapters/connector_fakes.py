@@ -11,7 +11,8 @@ from typing import Any
 from kvtier.client import KeyStatus, OffloadPolicy, StoreStatus
 from kvtier.client.engines.vllm.background import RateLimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
-from kvtier.client.engines.vllm.peers import Peers
+from kvtier.client.engines.vllm.namespace import WeightsVersion
+from kvtier.client.engines.vllm.peers import Peers, ServerLink
 from kvtier.client.engines.vllm.scheduler.prefix_lookups import LookupService, PendingLookup
 from kvtier.client.engines.vllm.scheduler.requests import RequestRegistration, VllmRequest
 from kvtier.client.engines.vllm.scheduler.scheduler import SchedulerSide
@@ -50,6 +51,9 @@ class FakePool:
 
     def get_cached_block(self, block_hash: bytes, groups: Sequence[int]) -> Any:
         return [object() for _ in groups] if block_hash in self.cached else None
+
+    def get_num_free_blocks(self) -> int:
+        return sum(block.ref_cnt <= 1 for block in self.blocks) - 1  # without the null block
 
     def touch(self, blocks: Sequence[Any]) -> None:
         for block in blocks:
@@ -107,6 +111,8 @@ def scheduler_side(
     may_load: bool = True,
     counters: TransferCounters | None = None,
     events: bool = False,
+    weights: WeightsVersion | None = None,
+    connect: Callable[[str], ServerLink] | None = None,
 ) -> Iterator[tuple[SchedulerSide, FakePool]]:
     """Scheduler half over one group of full attention, in an engine with an empty prefix cache.
 
@@ -124,6 +130,8 @@ def scheduler_side(
         log=RateLimitedLog(),
         counters=counters,
         publish_events=events,
+        weights=weights,
+        connect=connect,
         **single_engine(client),
     )
     side.bind_pool(pool)
@@ -249,8 +257,11 @@ class FakeTransfers:
         if self.error:
             raise self.error
 
-    def close(self) -> None:
+    def wait_until_connected(self, _: float) -> None:
         pass
+
+    def close(self) -> None:
+        self.connected = False
 
 
 def close_when_idle(worker: WorkerSide) -> None:

@@ -17,7 +17,8 @@ from harness.polling import wait_until
 from kvtier.client import Client, Group, Namespace, Timeouts
 from kvtier.client.engines.vllm.background import RateLimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
-from kvtier.client.engines.vllm.peers import Peers, address_of
+from kvtier.client.engines.vllm.namespace import WeightsVersion, namespace_digest, with_weights_version
+from kvtier.client.engines.vllm.peers import Peers, ServerLink, address_of
 from kvtier.client.engines.vllm.scheduler.scheduler import SchedulerSide
 from kvtier.client.engines.vllm.stats import TransferCounters
 from kvtier.client.engines.vllm.worker.reports import WorkerReports
@@ -32,9 +33,9 @@ BLOCKS = 64
 FIRST_TURN = {"do_remote_decode": True, "do_remote_prefill": False, "remote_block_ids": None}
 
 
-def kv_of(tokens: Sequence[int]) -> bytes:
-    """Returns one layer's KV; each token's depends on all tokens before it."""
-    seen, kv = hashlib.sha256(), bytearray()
+def kv_of(tokens: Sequence[int], weights: str = "") -> bytes:
+    """Returns one layer's KV; each token's depends on the weights and on all tokens before it."""
+    seen, kv = hashlib.sha256(weights.encode()), bytearray()
     for token in tokens:
         seen.update(token.to_bytes(4, "big"))
         kv += seen.digest()[:TOKEN_BYTES]
@@ -89,17 +90,20 @@ class ToyEngine:
     config: ConnectorConfig = field(default_factory=lambda: ConnectorConfig(bidirectional_kv_xfer=True))
     may_load: bool = True
     may_save: bool = True
+    weights: str = ""
 
     def __post_init__(self) -> None:
         # nothing is late
         self.config = replace(self.config, lookup_timeout_s=60.0, claim_timeout_s=60.0)
         self.counters, self.reports, self.pool = TransferCounters(), WorkerReports(), FakePool(BLOCKS)
         self.caches = {layer: torch.zeros(BLOCKS * PAGE, dtype=torch.uint8).view(BLOCKS, PAGE) for layer in FULL.layers}
-        client, log = self._connect(self.endpoint), RateLimitedLog()
+        version = WeightsVersion(self.config.weights_version, changes_on_reset=self.config.weights_change_on_reset)
+        self._workers_version = version.current
+        link, log = self._link(version.current), RateLimitedLog()
         self.scheduler = SchedulerSide(
-            client,
+            link.client,
             CacheGeometry((FULL,), BLOCK, BLOCK),
-            "ns",
+            link.digest,
             self.config,
             1,
             may_load=self.may_load,
@@ -107,18 +111,20 @@ class ToyEngine:
             log=log,
             counters=self.counters,
             identity=EngineIdentity(self.name, *address_of(self.endpoint, self.config.advertise), 1),
-            peers=self._peers(client),
+            peers=link.peers,
+            weights=version,
+            connect=self._link,
         )
         self.scheduler.bind_pool(self.pool)
         self.worker = WorkerSide(
-            lambda _: self._connect(self.endpoint),
+            lambda _: self._connect(self.endpoint, self._workers_version),
             [FULL],
-            "ns",
+            link.digest,
             BLOCKS,
             self.reports,
             log,
             self.counters,
-            peers_of=lambda own, _: self._peers(own),
+            peers_of=lambda own, _: self._peers(own, self._workers_version),
         )
         self.worker.register(self.caches)
         self._numbers = itertools.count()
@@ -194,6 +200,9 @@ class ToyEngine:
     def step(self, **scheduled: int) -> None:
         """One step of the engine with its workers, without compute."""
         step = self.scheduler.build_step(make_step(self._tables, **scheduled))
+        if step.weights_version not in (None, self._workers_version):
+            self._workers_version = step.weights_version
+            self.worker.reconnect(step.namespace_digest)
         self.worker.start_loads(step)
         self.worker.start_saves(step)
         results, report = self.reports.take_results(idle=True), self.reports.take_report()
@@ -203,6 +212,24 @@ class ToyEngine:
         self.failed = set(results.failed_recving or ())
         if report is not None:
             self.scheduler.saves_reported(report)
+
+    def update(self, weights: str) -> None:
+        """Changes the weights in place, and resets the connector as vLLM does."""
+        self.weights = weights
+        self.reset()
+
+    def reset(self) -> None:
+        wait_until(self.scheduler.reset)
+        self.finish_reset()
+
+    def finish_reset(self) -> None:
+        """Steps until the reset has ended at the server."""
+
+        def has_ended() -> bool:
+            self.step()
+            return not self.scheduler._resetting
+
+        wait_until(has_ended)
 
     def close(self) -> None:
         self.scheduler.close()
@@ -226,12 +253,12 @@ class ToyEngine:
         return True
 
     def _compute(self, request: ToyRequest, table: list[int], start: int, new_tokens: int) -> None:
-        kv = kv_of(request.all_token_ids[:start])
+        kv = kv_of(request.all_token_ids[:start], self.weights)
         assert self._read(table)[: len(kv)] == kv, "tokens would be computed from wrong KV"
         for _ in range(new_tokens):
             request.all_token_ids.append(hashlib.sha256(repr(request.all_token_ids).encode()).digest()[0])
         computed = len(request.all_token_ids) - (1 if new_tokens else 0)
-        self._write(table, kv_of(request.all_token_ids[:computed]))
+        self._write(table, kv_of(request.all_token_ids[:computed], self.weights))
         self._tables = {request.request_id: [table]}
         self.step(**{request.request_id: computed - start})
         request.num_computed_tokens = computed
@@ -248,11 +275,17 @@ class ToyEngine:
             for layer in FULL.layers:
                 self.caches[layer][table[number]] = page
 
-    def _connect(self, endpoint: str) -> Client:
-        client = Client(endpoint, namespace=NAMESPACE, engine_id=self.name, timeouts=Timeouts(connect=60, call=60))
+    def _link(self, version: str) -> ServerLink:
+        own = self._connect(self.endpoint, version)
+        digest = namespace_digest(with_weights_version(NAMESPACE, version))
+        return ServerLink(version, digest, own, self._peers(own, version))
+
+    def _connect(self, endpoint: str, version: str) -> Client:
+        namespace, timeouts = with_weights_version(NAMESPACE, version), Timeouts(connect=60, call=60)
+        client = Client(endpoint, namespace=namespace, engine_id=self.name, timeouts=timeouts)
         client.wait_until_connected()
         return client
 
-    def _peers(self, own: Client) -> Peers:
+    def _peers(self, own: Client, version: str) -> Peers:
         addresses = [address_of(self.endpoint), address_of(self.endpoint, self.config.advertise)]
-        return Peers(own, addresses, self.config.peers, self._connect)
+        return Peers(own, addresses, self.config.peers, lambda endpoint: self._connect(endpoint, version))

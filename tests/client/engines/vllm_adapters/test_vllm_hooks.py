@@ -112,6 +112,7 @@ SCHEDULER_HOOKS: dict[str, tuple[tuple[Any, ...], Any, str | None]] = {
     "has_pending_push_work": ((), False, "has_pending_push_work"),
     "has_pending_block_frees": ((), False, "has_pending_block_frees"),
     "reset_cache": ((), False, "reset_cache"),
+    "weights_named": (("7",), None, "weights_named"),
     "shutdown": ((), None, "_close_scheduler"),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,18 +30,26 @@ def _caches() -> dict[str, torch.Tensor]:
 
 
 @contextlib.contextmanager
+def worker_with(connect: Callable[[Any], Any]) -> Iterator[tuple[WorkerSide, WorkerReports]]:
+    """A worker and its reports."""
+    reports = WorkerReports()
+    side = WorkerSide(connect, [FULL], "ns", 8, reports, RateLimitedLog())
+    side.register(_caches())
+    yield side, reports
+    close_when_idle(side)
+
+
+@contextlib.contextmanager
 def _worker(client: Any) -> Iterator[tuple[WorkerSide, WorkerReports, list[int]]]:
     """A worker, its reports, and the number of clients that it created."""
-    reports, made = WorkerReports(), []
+    made: list[int] = []
 
     def connect(_: Any) -> Any:
         made.append(1)
         return client
 
-    side = WorkerSide(connect, [FULL], "ns", 8, reports, RateLimitedLog())
-    side.register(_caches())
-    yield side, reports, made
-    close_when_idle(side)
+    with worker_with(connect) as (side, reports):
+        yield side, reports, made
 
 
 class Slow:
@@ -93,11 +101,11 @@ def test_a_copy_that_was_queued_before_the_sleep_does_not_begin_in_it() -> None:
         side._copier = slow
         slow.gate.set()
         side._gate.close(1)
-        side._save(SAVES.saves[0], StepMark(None, None, 1), 0.0, float("inf"))
+        side._save(SAVES.saves[0], client, StepMark(None, None, 1), 0.0, float("inf"))
         assert not slow.begun.is_set()
         assert reports.take_report() == WorkerReport({1: 1}, {1: {0, 1}})
         side.resume()
-        side._save(SAVES.saves[0], StepMark(None, None, 1), 0.0, float("inf"))
+        side._save(SAVES.saves[0], client, StepMark(None, None, 1), 0.0, float("inf"))
         assert slow.done == 1
         assert reports.take_report() == WorkerReport({1: 1})
 
