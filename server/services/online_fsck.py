@@ -117,7 +117,7 @@ class OnlineFsck:
 
         def apply_repairs(step: asyncio.Future[Slice | None]) -> None:
             found = None if step.exception() else step.result()
-            names = [finding.name for finding in found.findings if finding.repaired] if found else []
+            names = [finding.name for finding in found.findings if finding.repaired and finding.name] if found else []
             if names:
                 named = [(NamespaceId(name[:NAMESPACE_BYTES]), name[NAMESPACE_BYTES:]) for name in names]
                 self._runtime.entries_lost(number, named)

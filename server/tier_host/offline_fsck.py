@@ -151,7 +151,7 @@ def exit_code(reports: Sequence[TierReport]) -> int:
 
 def finding_lines(name: str, findings: Iterable[Finding]) -> Iterator[str]:
     for finding in findings:
-        yield f"{name}: {finding}{', quarantined' if finding.repaired else ''}"
+        yield f"{name}: {finding}{', quarantined' if finding.repaired and finding.name else ''}"
 
 
 def summary_lines(report: TierReport) -> Iterator[str]:
@@ -163,7 +163,8 @@ def summary_lines(report: TierReport) -> Iterator[str]:
     elif report.note:
         yield f"{name}: nothing to check: {report.note}{where}"
     elif not report.damage or report.damage_repaired:
-        found = f"{len(report.findings)} damaged" if report.findings else "none damaged"
+        named = sum(bool(finding.name) for finding in report.findings)
+        found = f"{named or 'none'} damaged{', blocks are lost' if named < len(report.findings) else ''}"
         yield f"{name}: {report.blocks} blocks, {human_size(report.nbytes)}, {found}{where}"
 
 

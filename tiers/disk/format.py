@@ -8,7 +8,8 @@ slabs:
 | database | key | value |
 |---|---|---|
 | `meta` | `b"disk format"` | the format version, u32 |
-| `meta` | `b"slab pages"` | pages per slab, u64 |
+| `meta` | `b"slab pages"` | pages per slab, u64, and the complement of this number, u64 |
+| `meta` | `b"tally"` | number and digest of the blocks (`lmdb.tally`) |
 | `blocks` | namespace (16 bytes) + block key | a `SlabRecord` |
 """
 
@@ -21,15 +22,26 @@ from typing import NamedTuple
 
 import xxhash
 
-from ..lmdb.environment import Layout
 from ..lmdb.format import DamagedRecordError
+from ..lmdb.identity import Layout
 
 __all__ = ["DISK_STORE", "PAGE_BYTES", "SLAB_PAGES_KEY", "PagePiece", "PageRun", "SlabRecord", "pages_for", "pieces"]
 
 PAGE_BYTES = 4096
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""In version 1 there is no tally, and `slab pages` has no complement."""
+RECORD_VERSION = 1
 SLAB_PAGES_KEY = b"slab pages"
-DISK_STORE = Layout("disk store", (b"meta", b"blocks"), b"disk format", FORMAT_VERSION, 1 << 62)
+DISK_STORE = Layout(
+    "disk store",
+    (b"meta", b"blocks"),
+    b"disk format",
+    FORMAT_VERSION,
+    tally_version=2,
+    step_bytes=1 << 62,
+    guarded_key=SLAB_PAGES_KEY,
+    block_files="slab-*",
+)
 
 _HEAD = struct.Struct("<BxHIQQ")
 _CHECK = struct.Struct("<Q")
@@ -68,7 +80,7 @@ class SlabRecord(NamedTuple):
         return sum(self.sizes)
 
     def pack(self, name: bytes) -> bytes:
-        head = _HEAD.pack(FORMAT_VERSION, len(self.sizes), len(self.runs), self.number, self.checksum)
+        head = _HEAD.pack(RECORD_VERSION, len(self.sizes), len(self.runs), self.number, self.checksum)
         fields = [*self.sizes, *(field for run in self.runs for field in run)]
         body = head + _fields(len(fields)).pack(*fields)
         return body + _CHECK.pack(xxhash.xxh3_64_intdigest(name + body))
@@ -82,7 +94,7 @@ class SlabRecord(NamedTuple):
         if _CHECK.unpack_from(value, len(value) - 8)[0] != xxhash.xxh3_64_intdigest(name + value[:-8]):
             raise DamagedRecordError
         version, parts, runs, number, checksum = _HEAD.unpack_from(value)
-        if version != FORMAT_VERSION or parts + 2 * runs != count:
+        if version != RECORD_VERSION or parts + 2 * runs != count:
             raise DamagedRecordError
         fields = _fields(count).unpack_from(value, _HEAD.size)
         sizes = fields[:parts]

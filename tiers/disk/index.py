@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import lmdb
 
-from ..lmdb.environment import Durability, open_environment
+from ..lmdb.environment import Durability, check_count, lost_text, open_environment
 from ..lmdb.format import DamagedRecordError
+from ..lmdb.identity import guarded
+from ..lmdb.tally import change_tally, read_tally, tally_of
+from ..storage.fsck import Finding
 from .format import DISK_STORE, SLAB_PAGES_KEY, SlabRecord
 
 __all__ = ["Index"]
@@ -45,10 +49,10 @@ class Index:
         with self._env.begin() as txn:
             packed = txn.get(SLAB_PAGES_KEY, db=self._store.meta)
         if packed is None:
-            packed = default.to_bytes(8, "little")
+            packed = guarded(default)
             with self._env.begin(write=True) as txn:
                 txn.put(SLAB_PAGES_KEY, packed, db=self._store.meta)
-        return int.from_bytes(packed, "little")
+        return int.from_bytes(packed[:8], "little")
 
     def get(self, names: Sequence[bytes]) -> list[bytes | None]:
         """Returns packed records; None for missing names. Raises `lmdb.Error`."""
@@ -81,24 +85,46 @@ class Index:
                 except DamagedRecordError:
                     yield name, None
 
+    def lost(self, names: Iterable[bytes]) -> str | None:
+        """Returns how many blocks are missing in `names`, all names with intact records."""
+        with self._env.begin() as txn:
+            expected = read_tally(txn, self._store.meta)
+        return lost_text(expected, tally_of(names), self._store.marker.before)
+
+    def set_tally(self, names: Iterable[bytes]) -> None:
+        self._store.set_tally(names)
+
+    def check_count(self, writing: threading.Lock, *, repair: bool) -> Finding | None:
+        return check_count(self._store, writing, repair=repair)
+
     def records_after(self, name: bytes, count: int) -> list[tuple[bytes, bytes]]:
         return self._store.records_after(name, count)
 
     def _put(self, packed: Sequence[tuple[bytes, bytes]]) -> list[SlabRecord]:
-        replaced = []
+        replaced, added = [], []
         with self._env.begin(write=True) as txn:
             for name, record in packed:
-                replaced += _whole(name, txn.replace(name, record, db=self._blocks))
+                before = txn.replace(name, record, db=self._blocks)
+                if before is None:
+                    added.append(name)
+                replaced += _whole(name, before)
+            tally = change_tally(txn, self._store.meta, added, ())
             stat = txn.stat(self._blocks)
             if stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] > self._max_pages:
                 raise lmdb.MapFullError("the index is full")
+        if tally is not None:
+            self._store.marker.write(tally.blocks)
         return replaced
 
     def _remove(self, names: Sequence[bytes]) -> list[SlabRecord]:
-        removed = []
+        removed, there = [], []
         with self._env.begin(write=True) as txn:
             for name in names:
-                removed += _whole(name, txn.pop(name, db=self._blocks))
+                packed = txn.pop(name, db=self._blocks)
+                if packed is not None:
+                    there.append(name)
+                removed += _whole(name, packed)
+            self._store.note_removed(txn, there)
         return removed
 
     def _reclaim_freed_pages(self) -> None:

@@ -41,6 +41,8 @@ class Recovered:
     outside: list[bytes]
     """Names of blocks with pages beyond the size limit, because the limit was reduced."""
     last_number: int
+    missing: str | None
+    """How many blocks the index lacks, for operators."""
 
 
 def recover(index: Index, slabs: Slabs) -> Recovered:
@@ -49,10 +51,12 @@ def recover(index: Index, slabs: Slabs) -> Recovered:
     claims: list[tuple[int, int, int, bytes]] = []
     damaged, lost, outside = [], [], []
     last_number = 0
+    intact: list[bytes] = []
     for name, record in index.scan():
         if record is None:
             damaged.append(name)
             continue
+        intact.append(name)
         number = record.number
         last_number = max(last_number, number)
         if not all(map(slabs.within, record.runs)):
@@ -70,7 +74,7 @@ def recover(index: Index, slabs: Slabs) -> Recovered:
         claims = [claim for claim in claims if claim[3] not in twice]
     blocks.sort()
     free = _between([(start, end) for start, end, _, _ in claims], slabs.extents())
-    return Recovered(blocks, free, damaged, lost, outside, last_number)
+    return Recovered(blocks, free, damaged, lost, outside, last_number, index.lost(intact))
 
 
 def _claimed_twice(claims: list[tuple[int, int, int, bytes]]) -> set[bytes]:
@@ -154,6 +158,7 @@ class DiskStore:
         unusable = [*found.damaged, *found.lost, *found.outside]
         for start in range(0, len(unusable), BATCH_BLOCKS):
             self.index.remove(unusable[start : start + BATCH_BLOCKS])
+        self.index.set_tally(name for _, name, _ in found.blocks)
         self.slabs.trim()
         self._number = found.last_number
         self._space = FreePages(self._slab_pages)

@@ -17,7 +17,7 @@ from ..negotiation import vote
 from ..storage.batching import BATCH_BLOCKS, batches
 from ..storage.checksum import block_checksum
 from ..storage.disk_space import FULL
-from ..storage.fsck import Slice
+from ..storage.fsck import Finding, Slice
 from ..storage.health import TierHealth
 from .check import check_slice
 from .format import SlabRecord, pieces
@@ -75,6 +75,7 @@ class DiskTier(SecondaryTier):
         ):
             if names:
                 _log.warning("tier %s: %d %s", self.name, len(names), what)
+        self._health.report("lost", found.missing)
         if found.lost:
             self._health.report("files", f"slab files were missing or too short: {len(found.lost)} blocks are lost")
         yield from entries_of(found.blocks)
@@ -133,6 +134,9 @@ class DiskTier(SecondaryTier):
 
     def check_slice(self, after: bytes, *, repair: bool) -> Slice:
         return check_slice(self._store, after, repair=repair)
+
+    def check_count(self, *, repair: bool) -> Finding | None:
+        return self._store.index.check_count(self._store.writing, repair=repair)
 
     def close(self) -> None:
         self._store.close()

@@ -45,18 +45,19 @@ class WrongPagesError(Exception):
     """A record, a chunk or the page header of a chunk is damaged."""
 
 
-def put_blocks(store: Environment, txn: Any, blocks: Sequence[BlockBytes], first_id: int) -> None:
+def put_blocks(store: Environment, txn: Any, blocks: Sequence[BlockBytes], first_id: int) -> list[bytes]:
     """Writes blocks with distinct names, replacing stored blocks of the same names.
 
-    Record ids count up from `first_id`, which must be greater than all stored record ids.
+    Returns the names that are new. Record ids count up from `first_id`, which must be greater than
+    all stored record ids.
     """
     records: list[tuple[bytes, bytes]] = []
     put, added = txn.cursor(db=store.data).putmulti(_chunks(store, blocks, first_id, records), append=True)
     if added < put:
         raise lmdb.CorruptedError("the chunks of the store are out of order")
     _, added = txn.cursor(db=store.index).putmulti(records, overwrite=False)
-    if added < len(records):
-        _replace(store, txn, records)
+    replaced = _replace(store, txn, records) if added < len(records) else set()
+    return [name for name, _ in records if name not in replaced]
 
 
 def read_block(store: Environment, txn: Any, block: BlockBytes) -> Outcome:
@@ -78,25 +79,27 @@ def read_block(store: Environment, txn: Any, block: BlockBytes) -> Outcome:
     return Outcome.DONE if checksum_of(name, parts) == checksum else Outcome.CORRUPT
 
 
-def delete_block(store: Environment, txn: Any, index_key: bytes, cursor: Any) -> None:
+def delete_block(store: Environment, txn: Any, index_key: bytes, cursor: Any) -> bool:
     """Removes a block's record and chunks. The chunks of a damaged record stay (`clear_orphans`).
 
-    `cursor`: a cursor of `store.data`, the same one for all blocks of a transaction.
+    `cursor`: a cursor of `store.data`, the same one for all blocks of a transaction. Returns
+    whether there was a record.
     """
     packed = txn.get(index_key, db=store.index)
     if packed is None:
-        return
+        return False
     packed = bytes(packed)
     txn.delete(index_key, db=store.index)
     try:
         record = BlockRecord.unpack(index_key, packed)
     except DamagedRecordError:
-        return
+        return True
     _delete_chunks(store, cursor, record.record_id)
+    return True
 
 
-def delete_blocks(store: Environment, txn: Any, names: Sequence[bytes]) -> None:
-    """Removes blocks at half the cost of `delete_block`.
+def delete_blocks(store: Environment, txn: Any, names: Sequence[bytes]) -> list[bytes]:
+    """Removes blocks at half the cost of `delete_block`; returns those that were present.
 
     Does not read page headers, but compares the number of freed pages with the expected number.
     Raises WrongPagesError if the numbers differ or a record is damaged. The caller must then abort
@@ -104,11 +107,12 @@ def delete_blocks(store: Environment, txn: Any, names: Sequence[bytes]) -> None:
     """
     before = txn.stat(store.data)["overflow_pages"]
     records, data = txn.cursor(db=store.index), store.data
-    pages = 0
+    pages, removed = 0, []
     for name in names:
         packed = records.pop(name)
         if packed is None:
             continue
+        removed.append(name)
         try:
             record = BlockRecord.unpack(name, packed)
         except DamagedRecordError:
@@ -121,6 +125,7 @@ def delete_blocks(store: Environment, txn: Any, names: Sequence[bytes]) -> None:
                 raise WrongPagesError
     if before - txn.stat(data)["overflow_pages"] != pages:
         raise WrongPagesError
+    return removed
 
 
 def read_index(store: Environment, txn: Any) -> tuple[list[tuple[int, bytes, int]], list[bytes]]:
@@ -186,13 +191,15 @@ def _chunks(
         record_id += 1
 
 
-def _replace(store: Environment, txn: Any, records: Sequence[tuple[bytes, bytes]]) -> None:
-    """Overwrites existing records and removes the chunks of the old blocks."""
-    cursor = txn.cursor(db=store.data)
+def _replace(store: Environment, txn: Any, records: Sequence[tuple[bytes, bytes]]) -> set[bytes]:
+    """Overwrites existing records and removes the chunks of the old blocks; returns their names."""
+    cursor, replaced = txn.cursor(db=store.data), set()
     for name, record in records:
         if bytes(txn.get(name, None, store.index)) != record:
             delete_block(store, txn, name, cursor)
             txn.put(name, record, db=store.index)
+            replaced.add(name)
+    return replaced
 
 
 def _fill_tails(parts: Sequence[memoryview], where: Cut, tails: bytes) -> bool:

@@ -59,4 +59,5 @@ def _confirm(
                     clear_orphans(store, txn, live, [name])
                 else:
                     delete_block(store, txn, name, txn.cursor(db=store.data))
+                store.note_removed(txn, [name])
         return True

@@ -12,6 +12,8 @@ import logging
 import os
 import re
 import shutil
+import threading
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -19,11 +21,14 @@ from typing import Any, Literal, NoReturn
 import lmdb
 
 from ..base import TierDamagedError, TierInUseError, TierOpenError
+from ..storage.fsck import Finding
 from .format import DATA_FILE, DATABASES, FORMAT_VERSION
-from .probe import find_damage
+from .identity import Layout, MarkerFile, guarded, is_ours, newer_format_is_damage, read_marker
+from .probe import FileState, examine
 from .space import FileSpace
+from .tally import Tally, change_tally, count_reachable, read_tally, tally_of, write_tally
 
-__all__ = ["LMDB_STORE", "Durability", "Environment", "Layout", "open_environment", "sync_directory"]
+__all__ = ["LMDB_STORE", "Durability", "Environment", "check_count", "lost_text", "open_environment", "sync_directory"]
 
 _log = logging.getLogger(__name__)
 
@@ -42,20 +47,7 @@ empty. `power`: also a power failure. With `power`, every transaction waits for 
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Databases, format and growth of an environment, and the name that messages use for it."""
-
-    what: str
-    databases: tuple[bytes, ...]
-    """Names of the databases. The first database has the metadata, including the format version."""
-    format_key: bytes
-    format_version: int
-    step_bytes: int
-    """How much to reserve at once if the file needs more of the disk; at most the whole file."""
-
-
-LMDB_STORE = Layout("LMDB store", DATABASES, b"format", FORMAT_VERSION, 64 << 20)
+LMDB_STORE = Layout("LMDB store", DATABASES, b"format", FORMAT_VERSION, 3, 64 << 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +65,9 @@ class Environment:
     """Major version of LMDB that wrote the file."""
     owner_fd: int
     space: FileSpace
+    marker: MarkerFile
+    counts_blocks: bool
+    """Whether the format has a tally. Formats of earlier releases have none."""
     warning: str | None
     """Damage found when the environment was opened, for operators."""
 
@@ -82,10 +77,27 @@ class Environment:
         with self.env.begin() as txn:
             cursor = txn.cursor(db=self.index)
             more = cursor.set_range(name + b"\0") if name else cursor.first()
-            while more and len(records) < count:
+            # In a damaged tree the next name can be smaller: the check must not begin again.
+            while more and len(records) < count and cursor.key() > (records[-1][0] if records else name):
                 records.append(cursor.item())
                 more = cursor.next()
         return records
+
+    def set_tally(self, names: Iterable[bytes]) -> None:
+        """Makes `names` the blocks that the index should have. Raises `lmdb.Error`."""
+        tally = tally_of(names)
+        with self.env.begin() as txn:
+            same = read_tally(txn, self.meta) == tally
+        if not same:
+            with self.env.begin(write=True) as txn:
+                write_tally(txn, self.meta, tally)
+        self.marker.write(tally.blocks)
+
+    def note_removed(self, txn: Any, names: Sequence[bytes]) -> None:
+        """Removes names from the tally. The marker file must never have too many blocks."""
+        tally = change_tally(txn, self.meta, (), names)
+        if tally is not None:
+            self.marker.write(tally.blocks)
 
     def close(self) -> None:
         """Flushes, and releases the directory."""
@@ -93,8 +105,37 @@ class Environment:
             self.env.sync(True)
         finally:
             self.space.close()
+            self.marker.close()
             self.env.close()
             os.close(self.owner_fd)
+
+
+def check_count(store: Environment, writing: threading.Lock, *, repair: bool) -> Finding | None:
+    """Compares index and tally; with `repair`, corrects the tally. `writing`: lock of writers.
+
+    Implements `fsck.Checkable.check_count`. Raises `lmdb.Error`.
+    """
+    if not store.counts_blocks:
+        return None
+    with store.env.begin() as txn:
+        text = lost_text(read_tally(txn, store.meta), count_reachable(txn, store.index), store.marker.before)
+    if text and repair:
+        with writing, store.env.begin() as txn:
+            names = list(txn.cursor(store.index).iternext(values=False))
+            store.set_tally(names)
+    return Finding(b"", 0, text, repair) if text else None
+
+
+def lost_text(expected: Tally | None, found: Tally, marked_blocks: int) -> str | None:
+    """Returns how many blocks are lost, for operators; None if all are found.
+
+    `expected` is the tally, `marked_blocks` is `MarkerFile.before`.
+    """
+    if expected is None:
+        return f"the number of its blocks is damaged; {found.blocks} blocks can be found"
+    most = max(expected.blocks, marked_blocks)
+    lost = max(expected.lost(found), most - found.blocks)
+    return f"{lost} of its {max(most, found.blocks)} blocks are lost" if lost else None
 
 
 def open_environment(
@@ -106,18 +147,56 @@ def open_environment(
     `damaged-<n>`, and only the newest damaged files are kept. Raises `TierOpenError`, without
     `mend` also for a damaged file. If the call raises, no file was moved.
     """
+    owned_before = (directory / OWNER_FILE).exists()
     owner_fd = _own(directory, layout)
     try:
         warning = None
         size_bytes = max(size_bytes, _file_bytes(directory))
-        if _file_bytes(directory) and (damage := find_damage(directory, size_bytes, layout.databases)):
+        if damage := _find_damage(directory, size_bytes, layout, owned_before=owned_before):
             warning = _move_aside(directory, damage, layout) if mend else _refuse(directory, damage, layout)
-        return _open(directory, size_bytes, durability, layout, owner_fd, warning)
+        return _open(directory, size_bytes, durability, layout, owner_fd, warning, mend=mend)
     except BaseException as error:
         os.close(owner_fd)
         if isinstance(error, (OSError, lmdb.Error)):
             raise TierOpenError(f"cannot open the {layout.what} in {directory}: {error}") from error
         raise
+
+
+def _find_damage(directory: Path, size_bytes: int, layout: Layout, *, owned_before: bool) -> str | None:
+    """Checks the file; returns the damage of a store of kvtier, or None.
+
+    Raises `TierOpenError` if the file belongs to another program or to a newer release, or if the
+    check has no result. These files stay unchanged.
+    """
+    marker = read_marker(directory)
+    if not _file_bytes(directory):
+        return _explain_empty(directory, layout)
+    state, why = examine(directory, size_bytes, layout)
+    if state is FileState.SOUND:
+        return None
+    if state is FileState.NEWER and not newer_format_is_damage(int(why), layout, marker):
+        known = f"this release knows formats up to {layout.format_version}"
+        raise TierOpenError(f"the {layout.what} in {directory} has format {why}; {known}")
+    if marker is None or marker.what == layout.what:
+        ours = is_ours(directory, layout)
+        if state is FileState.EMPTY and not ours:
+            return None
+        # The marks of an unreadable file can be lost, but no other program uses these directories.
+        if ours or (state is FileState.DAMAGED and (marker is not None or owned_before)):
+            return why if state is not FileState.NEWER else f"its format is damaged: {why}"
+    if not owned_before:
+        (directory / OWNER_FILE).unlink()
+    raise TierOpenError(f"the LMDB environment in {directory} is not a kvtier {layout.what}: {why}")
+
+
+def _explain_empty(directory: Path, layout: Layout) -> str | None:
+    """Returns why a missing or empty file is damage; None in a new directory."""
+    marker = read_marker(directory)
+    blocks = marker.blocks if marker is not None and marker.what == layout.what else 0
+    files = [path for path in directory.glob(layout.block_files) if path.stat().st_size] if layout.block_files else []
+    if blocks or (files and marker is None):
+        return f"{DATA_FILE} is missing or empty"
+    return None
 
 
 def _own(directory: Path, layout: Layout) -> int:
@@ -149,11 +228,13 @@ def _file_bytes(directory: Path) -> int:
 def _move_aside(directory: Path, damage: str, layout: Layout) -> str:
     earlier = _damaged(directory)
     aside = directory / f"damaged-{_number_of(earlier[-1]) + 1 if earlier else 1}"
+    lost = _describe_lost(directory, layout)
     aside.mkdir(mode=0o700)
     for name in (DATA_FILE, LOCK_FILE):
         with contextlib.suppress(FileNotFoundError):
             (directory / name).rename(aside / name)
-    warning = f"the {layout.what} in {directory} was damaged ({damage}); it was moved to {aside}, and an empty store was created"
+    moved = f"it was moved to {aside}, and an empty store was created"
+    warning = f"the {layout.what} in {directory} was damaged ({damage}{lost}); {moved}"
     _log.error("%s", warning)
     for old in [*earlier, aside][:-MAX_DAMAGED_FILES]:
         _log.warning("removing %s: only the last %d damaged stores are kept", old, MAX_DAMAGED_FILES)
@@ -172,11 +253,25 @@ def _number_of(path: Path) -> int:
 
 
 def _refuse(directory: Path, damage: str, layout: Layout) -> NoReturn:
-    raise TierDamagedError(f"the {layout.what} in {directory} is damaged: {damage}")
+    lost = _describe_lost(directory, layout)
+    raise TierDamagedError(f"the {layout.what} in {directory} is damaged: {damage}{lost}")
+
+
+def _describe_lost(directory: Path, layout: Layout) -> str:
+    marker = read_marker(directory)
+    known = marker is not None and marker.what == layout.what
+    return f"; its {marker.blocks} blocks are lost" if known and marker else ""
 
 
 def _open(
-    directory: Path, size_bytes: int, durability: Durability, layout: Layout, owner_fd: int, warning: str | None
+    directory: Path,
+    size_bytes: int,
+    durability: Durability,
+    layout: Layout,
+    owner_fd: int,
+    warning: str | None,
+    *,
+    mend: bool,
 ) -> Environment:
     synchronous = durability == "power"
     env = lmdb.open(
@@ -192,12 +287,15 @@ def _open(
     with contextlib.ExitStack() as failed:
         failed.callback(env.close)
         env.reader_check()
-        _check_format(directory, env, layout)
-        meta, index, *data = databases = [env.open_db(name) for name in layout.databases]
+        databases, version = _open_databases(env, layout, upgrade=mend)
+        meta, index, *data = databases
+        marked = None if warning else read_marker(directory)
         space = FileSpace(directory, env, databases, layout.step_bytes)
         failed.callback(space.close)
-        with env.begin(write=True) as txn:
-            txn.put(layout.format_key, layout.format_version.to_bytes(4, "little"), db=meta)
+        marker = MarkerFile(directory, layout, marked.blocks if marked else 0, create=mend)
+        failed.callback(marker.close)
+        if warning:
+            marker.write(0)
         if synchronous:
             sync_directory(directory)
         environment = Environment(
@@ -210,29 +308,36 @@ def _open(
             engine=_engine(env),
             owner_fd=owner_fd,
             space=space,
+            marker=marker,
+            counts_blocks=version >= layout.tally_version,
             warning=warning,
         )
         failed.pop_all()
     return environment
 
 
-def _check_format(directory: Path, env: lmdb.Environment, layout: Layout) -> None:
-    """Refuses stores of a newer format, of another type, or of another program."""
-    with env.begin() as txn:
-        names = set(txn.cursor().iternext(values=False))
-    if not names:
-        return
-    version = None
-    if b"meta" in names:
-        meta = env.open_db(b"meta", create=False)
+def _open_databases(env: lmdb.Environment, layout: Layout, *, upgrade: bool) -> tuple[list[Any], int]:
+    """Opens the databases, which it creates in a new file; returns them and the format version.
+
+    With `upgrade`, converts a store of an earlier format: the blocks that it has make its tally.
+    """
+    new = not env.stat()["entries"]
+    if not new:
+        databases = [env.open_db(name, create=False) for name in layout.databases]
         with env.begin() as txn:
-            version = txn.get(layout.format_key, db=meta)
-    if version is None:
-        raise TierOpenError(f"the LMDB environment in {directory} is not a kvtier {layout.what}")
-    found = int.from_bytes(version, "little")
-    if found > layout.format_version:
-        known = f"this release knows formats up to {layout.format_version}"
-        raise TierOpenError(f"the {layout.what} in {directory} has format {found}; {known}")
+            version = int.from_bytes(txn.get(layout.format_key, b"", databases[0]), "little")
+        if version == layout.format_version or not upgrade:
+            return databases, version
+    with env.begin(write=True) as txn:
+        if new:
+            databases = [env.open_db(name, txn=txn) for name in layout.databases]
+        txn.put(layout.format_key, layout.format_version.to_bytes(4, "little"), db=databases[0])
+        if new or version < layout.tally_version:
+            write_tally(txn, databases[0], tally_of(txn.cursor(databases[1]).iternext(values=False)))
+            plain = txn.get(layout.guarded_key, b"", databases[0]) if layout.guarded_key else b""
+            if len(plain) == 8:
+                txn.put(layout.guarded_key, guarded(int.from_bytes(plain, "little")), db=databases[0])
+    return databases, layout.format_version
 
 
 def _engine(env: lmdb.Environment) -> int:

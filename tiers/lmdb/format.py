@@ -3,6 +3,7 @@
 | database | key | value |
 |---|---|---|
 | `meta` | `b"format"` | the format version, u32 |
+| `meta` | `b"tally"` | number and digest of the blocks (`tally`) |
 | `index` | namespace (16 bytes) + block key | a `BlockRecord` |
 | `data` | record id u64, part u16, chunk u32, all big-endian | the bytes of one chunk |
 
@@ -29,6 +30,7 @@ from ..base import BlockBytes, Entry, NamespaceId
 from ..storage.fsck import NAMESPACE_BYTES
 
 __all__ = [
+    "CHUNK_KEY_BYTES",
     "CHUNK_PAGES",
     "DATABASES",
     "DATA_FILE",
@@ -48,8 +50,8 @@ __all__ = [
     "tail_bytes",
 ]
 
-FORMAT_VERSION = 2
-"""Version 2 allows tails in records."""
+FORMAT_VERSION = 3
+"""Version 2 allows tails in records. Version 3 has a tally of the blocks."""
 DATA_FILE = "data.mdb"
 DATABASES = (b"meta", b"index", b"data")
 MAX_KEY_BYTES = 511 - NAMESPACE_BYTES
@@ -64,7 +66,7 @@ _HEAD = struct.Struct("<BxHQQ")
 _CHECK = struct.Struct("<Q")
 _PREFIX = struct.Struct(">Q")
 _SUFFIX = struct.Struct(">HI")
-_KEY_BYTES = _PREFIX.size + _SUFFIX.size
+CHUNK_KEY_BYTES = _PREFIX.size + _SUFFIX.size
 _NODE_HEADER_BYTES = 8
 
 
@@ -138,7 +140,7 @@ def chunk_prefix(record_id: int) -> bytes:
 
 
 def record_id_of(key: bytes) -> int:
-    if len(key) != _KEY_BYTES:
+    if len(key) != CHUNK_KEY_BYTES:
         raise DamagedRecordError
     record_id: int = _PREFIX.unpack_from(key)[0]
     return record_id
@@ -186,7 +188,7 @@ def cut(sizes: tuple[int, ...], page_bytes: int, *, tails: bool) -> Cut:
 def _longest_in_tree(page_bytes: int) -> int:
     """Returns the largest value size such that two fit a tree page (`me_nodemax` of LMDB)."""
     node_bytes = ((page_bytes - PAGE_HEADER_BYTES) // 2 & -2) - 2
-    return node_bytes - _NODE_HEADER_BYTES - _KEY_BYTES
+    return node_bytes - _NODE_HEADER_BYTES - CHUNK_KEY_BYTES
 
 
 @lru_cache(maxsize=256)

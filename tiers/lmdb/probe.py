@@ -9,20 +9,21 @@ way (interrupted, killed, timed out, not started), the check has no result.
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
 import select
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import lmdb
 
 from ..base import TierOpenError
-from .format import CHUNK_PAGES, DATA_FILE, DATABASES
+from .format import CHUNK_KEY_BYTES, CHUNK_PAGES, DATA_FILE
+from .identity import Layout
 
-__all__ = ["SILENCE_SECONDS", "UNWRITTEN_PAGES", "find_damage"]
+__all__ = ["SILENCE_SECONDS", "UNWRITTEN_PAGES", "FileState", "examine"]
 
 UNWRITTEN_PAGES = 2048
 """An intact file may lack up to this many pages at the end (see the comment below)."""
@@ -37,26 +38,58 @@ _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 
 # The kernel kills the child when the thread that started the child ends. This thread waits for the
 # result, so it does not end before the child.
-# The child reads the trees, but not the long values. Then the child begins a write, because LMDB
-# reads the list of free pages for a write. The child aborts the write, so the data does not change.
+# The child first checks the two meta pages, because LMDB trusts them. It then reads the trees, but
+# not the long values. Then it begins a write, because LMDB reads the list of free pages for a
+# write. The child aborts the write, so the data does not change.
 # A file may end before the last page that LMDB has numbered: 1 of 25 files did, by up to 31 pages.
 # The reason is that LMDB does not write a page that one transaction both adds and frees. The child
 # extends such a file, because reading beyond the end would cause SIGBUS.
 _PROBE = rf"""
 import ctypes, os, sys
 parent, directory, size_bytes, path = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
-ours = {{name.encode() for name in sys.argv[5:]}}
+format_key, known, guarded = sys.argv[5].encode(), int(sys.argv[6]), sys.argv[7].encode()
+ours = [name.encode() for name in sys.argv[8:]]
 ctypes.CDLL(None).prctl(1, ctypes.c_ulong({signal.SIGKILL:d}))  # PR_SET_PDEATHSIG
 if os.getppid() != parent:
     sys.exit("the parent has ended")
-import itertools, resource
+import itertools, resource, struct
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 sys.path.append(path)
 import lmdb
 
+META = struct.Struct("=8x2xH4x II QQ IHHQQQQQ IHHQQQQQ QQ")  # page header and MDB_meta of LMDB 0.9
+MAGIC, DATA_VERSION, META_PAGE, INTEGER_KEYS, NO_PAGE = 0xBEEFC0DE, 1, 0x08, 0x08, 2**64 - 1
+
 
 def say(*words):
     print(*words, flush=True)
+
+
+def check_meta():
+    with open(os.path.join(directory, "{DATA_FILE}"), "rb") as file:
+        first = file.read(META.size)
+        page = META.unpack(first)[5] if len(first) == META.size else 0
+        have = os.fstat(file.fileno()).st_size
+        if page.bit_count() != 1 or not 512 <= page <= 65536:
+            raise lmdb.InvalidError("the size of its pages is damaged")
+        file.seek(page)
+        both = [META.unpack(piece) for piece in (first, file.read(META.size)) if len(piece) == META.size]
+    if len(both) < 2 or DATA_VERSION not in (meta[2] for meta in both):
+        return  # LMDB itself refuses the file
+    for meta in both:
+        flags, magic, version = meta[:3]
+        _, free_flags, _, _, _, _, _, free_root = meta[5:13]
+        main_page, main_flags, depth, _, _, _, _, root = meta[13:21]
+        last, _ = meta[21:]
+        used = (last + 1) * page
+        if have < used - {UNWRITTEN_PAGES} * page:
+            raise lmdb.CorruptedError(f"the file has only {{have}} of the {{used}} bytes that LMDB uses")
+        if (
+            flags != META_PAGE or magic != MAGIC or version != DATA_VERSION or meta[5] != page or depth > 32
+            or free_flags != INTEGER_KEYS or main_flags
+            or any(number != NO_PAGE and number > last for number in (root, free_root))
+        ):
+            raise lmdb.CorruptedError("a meta page is damaged")
 
 
 def fill_in(env):
@@ -71,27 +104,65 @@ def fill_in(env):
     os.close(fd)
 
 
-def walk(txn, db):
-    records = txn.cursor(db).iternext()
-    left = txn.stat(db)["entries"]
-    while seen := sum(1 for _ in itertools.islice(records, 10_000)):
-        left -= seen
+def check_names(txn, db, key_bytes):
+    # A search that misses a name would find the block never again.
+    last, found = None, 0
+    for name in txn.cursor(db).iternext(values=False):
+        if last is not None and name <= last or key_bytes and len(name) != key_bytes:
+            raise lmdb.CorruptedError("its records are out of order")
+        last = name
+        found += txn.get(name, db=db) is not None
+        yield found
+
+
+def walk(txn, db, key_bytes=None):
+    names, found = check_names(txn, db, key_bytes), 0
+    have = left = txn.stat(db)["entries"]
+    while seen := list(itertools.islice(names, 10_000)):
+        left -= len(seen)
+        found = seen[-1]
         if left < 0:  # a page refers back to an earlier page
             raise lmdb.CorruptedError("a tree has more records than its header says")
         say("walking")
+    if found < have:
+        raise lmdb.CorruptedError(f"only {{found}} of {{have}} records can be found")
+
+
+def check_metadata(txn, meta, index):
+    version = txn.get(format_key, db=meta)
+    if version is None or len(version) != 4:
+        return "strange", "it has no format"
+    version = int.from_bytes(version, "little")
+    if version > known:
+        return "newer", version
+    value = txn.get(guarded, db=meta) if guarded else None
+    half = 2**64 - 1
+    good = value is None or len(value) == 8 and version == 1
+    if value is not None and len(value) == 16:
+        good = int.from_bytes(value[:8], "little") + int.from_bytes(value[8:], "little") == half
+    if not version or not good or (guarded and value is None and txn.stat(index)["entries"]):
+        raise lmdb.CorruptedError("its metadata is damaged")
+    return None
 
 
 def look():
+    check_meta()
     env = lmdb.open(directory, map_size=size_bytes, max_dbs=len(ours), lock=False, create=False)
-    fill_in(env)
     with env.begin() as txn:
         names = set(txn.cursor().iternext(values=False))
-    if names and not names & ours:
-        return "unfit", "it has no database of kvtier"
-    dbs = [env.open_db(name, create=False) for name in names & ours]
-    with env.begin(buffers=True) as txn:
-        for db in dbs:
+    if not names:
+        return "empty", "it has no database"
+    if missing := [name.decode() for name in ours if name not in names]:
+        return "strange", "it has no database", missing[0]
+    dbs = [env.open_db(name, create=False) for name in ours]
+    with env.begin() as txn:
+        if problem := check_metadata(txn, *dbs[:2]):
+            return problem
+        fill_in(env)
+        for db in dbs[:2]:
             walk(txn, db)
+        for db in dbs[2:]:
+            walk(txn, db, {CHUNK_KEY_BYTES})
     txn = env.begin(write=True)
     try:
         for db in dbs:
@@ -103,8 +174,9 @@ def look():
 
 
 DAMAGE = (
-    lmdb.BadTxnError, lmdb.BadValsizeError, lmdb.CorruptedError, lmdb.CursorFullError, lmdb.IncompatibleError,
-    lmdb.InvalidError, lmdb.NotFoundError, lmdb.PageFullError, lmdb.PageNotFoundError, lmdb.PanicError,
+    lmdb.BadDbiError, lmdb.BadTxnError, lmdb.BadValsizeError, lmdb.CorruptedError, lmdb.CursorFullError,
+    lmdb.IncompatibleError, lmdb.InvalidError, lmdb.NotFoundError, lmdb.PageFullError, lmdb.PageNotFoundError,
+    lmdb.PanicError,
 )
 say("looking")
 try:
@@ -116,30 +188,46 @@ except (lmdb.Error, OSError) as error:
 """
 
 
-def find_damage(directory: Path, size_bytes: int, databases: Sequence[bytes] = DATABASES) -> str | None:
-    """Checks the file in `directory` in a child process; returns the damage, or None.
+class FileState(enum.Enum):
+    """Result of a check."""
+
+    SOUND = "sound"
+    EMPTY = "empty"
+    """A database without tables: new, or its list of tables is damaged."""
+    STRANGE = "strange"
+    """Readable, but not a complete store: of another program, or damaged."""
+    NEWER = "newer"
+    """A format that this release does not know; the text is its version."""
+    DAMAGED = "damaged"
+
+
+def examine(directory: Path, size_bytes: int, layout: Layout) -> tuple[FileState, str]:
+    """Checks the file in `directory` in a child process; returns the result and its reason.
 
     The caller must own the directory, and must not have opened the file. Blocks while the child
     makes progress. Raises `TierOpenError` if the check has no result; the file is then unchanged.
     """
-    status, said = _run(directory, size_bytes, databases)
+    status, said = _run(directory, size_bytes, layout)
     outcome, _, why = (said.splitlines() or [""])[-1].partition(" ")
-    if outcome == "sound":
-        return None
-    if outcome == "damaged":
-        return why
     if outcome == "unfit":
         raise _no_result(directory, why)
+    if outcome in [one.value for one in FileState]:
+        return FileState(outcome), why
     if -status in _CRASHES and said.startswith("looking\n"):
-        return f"the check of the file crashed with {_signal_name(-status)} {_error_text(said)}".strip()
+        return (
+            FileState.DAMAGED,
+            f"the check of the file crashed with {_signal_name(-status)} {_error_text(said)}".strip(),
+        )
     if status < 0:
         raise _no_result(directory, f"the checking process was ended by {_signal_name(-status)}")
     raise _no_result(directory, _error_text(said) or f"the checking process ended with exit status {status}")
 
 
-def _run(directory: Path, size_bytes: int, databases: Sequence[bytes]) -> tuple[int, str]:
+def _run(directory: Path, size_bytes: int, layout: Layout) -> tuple[int, str]:
     packages = str(Path(lmdb.__file__).parent.parent)
-    arguments = [str(os.getpid()), str(directory), str(size_bytes), packages, *map(os.fsdecode, databases)]
+    names = map(os.fsdecode, (layout.guarded_key, *layout.databases))
+    formats = [os.fsdecode(layout.format_key), str(layout.format_version)]
+    arguments = [str(os.getpid()), str(directory), str(size_bytes), packages, *formats, *names]
     child = subprocess.Popen(  # noqa: S603 - the program text is a constant
         [sys.executable, "-I", "-S", "-c", _PROBE, *arguments],
         stdin=subprocess.DEVNULL,

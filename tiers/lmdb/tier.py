@@ -17,7 +17,7 @@ from ..base import BlockBytes, Entry, NamespaceId, Outcome, RequestInfo, Seconda
 from ..negotiation import vote
 from ..storage.batching import BATCH_BLOCKS, batches
 from ..storage.disk_space import FULL
-from ..storage.fsck import Slice
+from ..storage.fsck import Finding, Slice
 from ..storage.health import TierHealth
 from .blocks import (
     WrongPagesError,
@@ -30,9 +30,10 @@ from .blocks import (
     read_index,
 )
 from .check import check_slice
-from .environment import Durability, open_environment
+from .environment import Durability, check_count, lost_text, open_environment
 from .format import PAGE_HEADER_BYTES, DamagedRecordError, entries_of, is_name, is_storable
 from .space import RESERVE_PAGES
+from .tally import change_tally, read_tally, tally_of
 
 __all__ = ["LMDBTier"]
 
@@ -93,8 +94,12 @@ class LMDBTier(SecondaryTier):
         """Yields the blocks in store order. Removes damaged index records."""
         with self._store.env.begin() as txn:
             records, damaged = read_index(self._store, txn)
+            expected = read_tally(txn, self._store.meta)
+        names = [name for _, name, _ in records]
+        self._health.report("lost", lost_text(expected, tally_of(names), self._store.marker.before))
         if damaged:
             self._clear(damaged, {record_id for record_id, _, _ in records})
+        self._set_tally(names)
         yield from entries_of(records)
 
     def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
@@ -131,6 +136,9 @@ class LMDBTier(SecondaryTier):
     def check_slice(self, after: bytes, *, repair: bool) -> Slice:
         return check_slice(self._store, self._writer, after, repair=repair)
 
+    def check_count(self, *, repair: bool) -> Finding | None:
+        return check_count(self._store, self._writer, repair=repair)
+
     def close(self) -> None:
         self._store.close()
 
@@ -160,9 +168,12 @@ class LMDBTier(SecondaryTier):
 
     def _put(self, blocks: Sequence[BlockBytes]) -> None:
         with self._store.env.begin(write=True, buffers=True) as txn:
-            put_blocks(self._store, txn, blocks, self._record_id + 1)
+            added = put_blocks(self._store, txn, blocks, self._record_id + 1)
             self._record_id += len(blocks)
+            tally = change_tally(txn, self._store.meta, added, ())
             self._keep_reserve(txn)
+        if tally is not None:
+            self._store.marker.write(tally.blocks)
         self._has_freed_pages = True
         self._writes += 1
         if self._writes % READER_CHECK_EVERY == 0:
@@ -242,12 +253,19 @@ class LMDBTier(SecondaryTier):
         if HEADERS_ARE_BOUNDED:
             with contextlib.suppress(WrongPagesError, lmdb.CorruptedError):
                 with self._store.env.begin(write=True, buffers=True) as txn:
-                    delete_blocks(self._store, txn, index_keys)
+                    self._store.note_removed(txn, delete_blocks(self._store, txn, index_keys))
                 return
         with self._store.env.begin(write=True, buffers=True) as txn:
             cursor = txn.cursor(db=self._store.data)
-            for index_key in index_keys:
-                delete_block(self._store, txn, index_key, cursor)
+            removed = [key for key in index_keys if delete_block(self._store, txn, key, cursor)]
+            self._store.note_removed(txn, removed)
+
+    def _set_tally(self, names: Sequence[bytes]) -> None:
+        try:
+            with self._writer:
+                self._store.set_tally(names)
+        except lmdb.Error as error:
+            self._health.report("lost", f"cannot correct the number of blocks: {error}")
 
     def _clear(self, damaged: Sequence[bytes], live: set[int]) -> None:
         _log.warning("tier %s: %d index records are damaged and are dropped", self.name, len(damaged))

@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from ..base import TierError
 
-__all__ = ["NAMESPACE_BYTES", "SLICE_BLOCKS", "SLICE_BYTES", "Checkable", "Finding", "Slice", "check"]
+__all__ = ["NAMESPACE_BYTES", "SLICE_BLOCKS", "SLICE_BYTES", "Checkable", "Counted", "Finding", "Slice", "check"]
 
 NAMESPACE_BYTES = 16
 """Length of the namespace at the start of a name."""
@@ -27,7 +27,8 @@ class Finding:
     """A damaged block. The server never serves it."""
 
     name: bytes
-    """Namespace (16 bytes) and key. In a damaged index these are unchecked bytes."""
+    """Namespace (16 bytes) and key. In a damaged index these are unchecked bytes. Empty if the
+    names of the damaged blocks are unknown."""
     nbytes: int
     """Size of all parts; 0 if unknown."""
     problem: str
@@ -35,6 +36,8 @@ class Finding:
     """Whether the block was removed from the index and its space quarantined."""
 
     def __str__(self) -> str:
+        if not self.name:
+            return self.problem
         return f"{self.name[:NAMESPACE_BYTES].hex()} {self.name[NAMESPACE_BYTES:].hex()}: {self.problem}"
 
 
@@ -66,6 +69,19 @@ class Checkable(Protocol):
         ...
 
 
+@runtime_checkable
+class Counted(Protocol):
+    """A `Checkable` tier that knows how many blocks it should have."""
+
+    def check_count(self, *, repair: bool) -> Finding | None:
+        """Returns how many stored blocks the index lacks; None if it lacks none.
+
+        With `repair`, the index as it is becomes the new expectation. Called on any thread, after
+        the last slice, while loads and one store or removal may run.
+        """
+        ...
+
+
 def check(tier: object, *, repair: bool) -> Iterator[Slice]:
     """Checks a tier in slices and yields the result of each slice.
 
@@ -84,3 +100,5 @@ def _slices(tier: Checkable, *, repair: bool) -> Iterator[Slice]:
         step = tier.check_slice(after, repair=repair)
         yield step
         after = step.last
+    if isinstance(tier, Counted) and (finding := tier.check_count(repair=repair)):
+        yield Slice(None, 0, 0, (finding,))

@@ -1,0 +1,361 @@
+"""Damage of the index of each tier on disk: the tier starts, and says how many blocks are lost."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import lmdb
+import pytest
+from contracts.tier import DONE, MIB, SPACE, content, full, key
+
+from kvtier.tiers.base import TierDamagedError, TierOpenError
+from kvtier.tiers.disk.format import DISK_STORE, SLAB_PAGES_KEY
+from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.lmdb.environment import LMDB_STORE
+from kvtier.tiers.lmdb.identity import MARKER_FILE
+from kvtier.tiers.lmdb.tier import LMDBTier
+from kvtier.tiers.storage.fsck import check
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+Tier = DiskTier | LMDBTier
+Kind = type[DiskTier] | type[LMDBTier]
+Change = Callable[[bytearray], None]
+PAGE = 4096
+BLOCKS = 60
+SIZE = 8 * MIB
+SIZES = (3000,)
+
+
+def opened(kind: Kind, directory: Path, *, mend: bool = True) -> Tier:
+    return kind("tier", directory, SIZE, "process", mend=mend)
+
+
+@pytest.fixture(params=[DiskTier, LMDBTier])
+def kind(request: pytest.FixtureRequest) -> Kind:
+    made: Kind = request.param
+    return made
+
+
+@pytest.fixture
+def store(kind: Kind, tmp_path: Path) -> Path:
+    """Returns the directory of a closed store with 60 blocks, whose index has several pages."""
+    tier = opened(kind, tmp_path / "store")
+    list(tier.entries())
+    for number in range(BLOCKS):
+        assert tier.store([full(name(number), content(number, SIZES))]) == [DONE]
+    tier.close()
+    return tmp_path / "store"
+
+
+def name(number: int) -> bytes:
+    return key(number) + bytes(300)
+
+
+def findings(kind: Kind, directory: Path) -> list[str]:
+    """Returns what `kvtier fsck` finds; changes no file."""
+    try:
+        tier = opened(kind, directory, mend=False)
+    except TierDamagedError as error:
+        return [str(error)]
+    try:
+        return [str(finding) for step in check(tier, repair=False) for finding in step.findings]
+    finally:
+        tier.close()
+
+
+# Opens a changed store as a server does: a crash must not end the test.
+USE = """
+import logging, sys
+from pathlib import Path
+from contracts.tier import *
+from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.lmdb.tier import LMDBTier
+
+logging.disable()
+kind = {"DiskTier": DiskTier, "LMDBTier": LMDBTier}[sys.argv[1]]
+for line in sys.stdin:
+    tier = kind("tier", Path(line.rstrip("\\n")), 8 * MIB, "process")
+    listed = len(list(tier.entries()))
+    said = tier.last_error or ""
+    wrong = lost = 0
+    for number in range(60):
+        block = empty(key(number) + bytes(300), (3000,))
+        outcome = tier.load([block])
+        lost += outcome == [MISSING]
+        wrong += outcome == [DONE] and held(block) != content(number, (3000,))
+    assert tier.store([full(key(1000), [b"new"])]) == [DONE]
+    tier.close()
+    print("wrong" if wrong else "silent" if lost and not said else "good", listed, lost, said, flush=True)
+"""
+
+
+@pytest.fixture
+def use(kind: Kind) -> Iterator[Callable[[Path], str]]:
+    """Returns a function that opens a store in a child process, and uses and describes it."""
+    children: list[subprocess.Popen[str]] = []
+
+    def ask(directory: Path) -> str:
+        if not children:
+            command = [sys.executable, "-c", USE, kind.__name__]
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+            children.append(
+                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+            )
+        pipes = children[0]
+        assert pipes.stdin
+        assert pipes.stdout
+        pipes.stdin.write(f"{directory}\n")
+        pipes.stdin.flush()
+        answer = pipes.stdout.readline()
+        if not answer:
+            children.clear()
+            pipes.communicate()
+            return f"ended with {pipes.returncode}"
+        return answer
+
+    yield ask
+    for child in children:
+        child.communicate()
+
+
+def changed(store: Path, data: bytes, copy: Path) -> Path:
+    """Returns a copy of a store with another index."""
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(store, copy)
+    (copy / "data.mdb").write_bytes(data)
+    return copy
+
+
+def metadata(data: bytes) -> list[int]:
+    """Returns the offsets of the used bytes of LMDB's meta pages, and of pages with metadata."""
+    offsets = [page * PAGE + at for page in (0, 1) for at in range(152)]
+    for start in range(2 * PAGE, len(data), PAGE):
+        page = data[start : start + PAGE]
+        if page[10:12] == b"\2\0" and any(word in page for word in (b"meta", b"format", b"tally")):
+            offsets += [start + at for at in range(PAGE) if at < 16 or page[at]]
+    return offsets
+
+
+def check_flips(store: Path, use: Callable[[Path], str], offsets: list[int], seed: int) -> None:
+    source, data = random.Random(seed), (store / "data.mdb").read_bytes()
+    for at in offsets:
+        bit = source.randrange(8)
+        other = bytearray(data)
+        other[at] ^= 1 << bit
+        answer = use(changed(store, bytes(other), store.with_name("changed")))
+        assert answer.startswith("good"), f"page {at // PAGE}, byte {at % PAGE}, bit {bit}: {answer}"
+
+
+def test_a_flipped_bit_in_the_metadata_never_stops_the_server(store: Path, use: Callable[[Path], str]) -> None:
+    """For any bit, the tier starts, and no block is lost without a message."""
+    offsets = metadata((store / "data.mdb").read_bytes())
+    check_flips(store, use, random.Random(1).sample(offsets, 10), seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+def test_every_flipped_byte_of_the_metadata(store: Path, use: Callable[[Path], str], part: int) -> None:
+    check_flips(store, use, metadata((store / "data.mdb").read_bytes())[part::4], seed=part)
+
+
+def check_swaps(kind: Kind, store: Path, use: Callable[[Path], str], pairs: list[tuple[int, int]]) -> None:
+    data = (store / "data.mdb").read_bytes()
+    for a, b in pairs:
+        other = bytearray(data)
+        other[a * PAGE : (a + 1) * PAGE] = data[b * PAGE : (b + 1) * PAGE]
+        other[b * PAGE : (b + 1) * PAGE] = data[a * PAGE : (a + 1) * PAGE]
+        copy = changed(store, bytes(other), store.with_name("changed"))
+        found = findings(kind, copy)
+        answer = use(copy)
+        assert answer.startswith("good"), f"pages {a} and {b}: {answer}"
+        lost = int(answer.split()[2])
+        assert found or not lost, f"pages {a} and {b}: fsck finds nothing, and {lost} blocks are lost"
+
+
+def tree_pairs(store: Path) -> list[tuple[int, int]]:
+    """Returns the pairs of different pages of trees. Other pages have blocks, or are unused."""
+    data = (store / "data.mdb").read_bytes()
+    pages = [data[at : at + PAGE] for at in range(0, len(data), PAGE)]
+    trees = [number for number, page in enumerate(pages) if number < 2 or page[10:12] in (b"\1\0", b"\2\0")]
+    return [(a, b) for a, b in itertools.combinations(trees, 2) if pages[a] != pages[b]]
+
+
+def test_swapped_pages_never_stop_the_server(kind: Kind, store: Path, use: Callable[[Path], str]) -> None:
+    """The server says that blocks are lost, and so does `fsck` before."""
+    check_swaps(kind, store, use, random.Random(3).sample(tree_pairs(store), 8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+def test_all_swapped_pages(kind: Kind, store: Path, use: Callable[[Path], str], part: int) -> None:
+    check_swaps(kind, store, use, tree_pairs(store)[part::4])
+
+
+def flip(directory: Path, wanted: bytes) -> None:
+    """Flips a bit in all copies of a text in the index."""
+    path = directory / "data.mdb"
+    data = path.read_bytes()
+    assert wanted in data
+    path.write_bytes(data.replace(wanted, bytes([wanted[0] ^ 1]) + wanted[1:]))
+
+
+@pytest.mark.parametrize("what", ["meta", "format key", "database"])
+def test_a_damaged_name_is_ours(kind: Kind, store: Path, what: str) -> None:
+    """The store is moved aside, and `fsck` reports it before; both say how many blocks are lost."""
+    layout = DISK_STORE if kind is DiskTier else LMDB_STORE
+    flip(store, {"meta": b"meta", "format key": layout.format_key, "database": layout.databases[1]}[what])
+    [found] = findings(kind, store)
+    assert f"its {BLOCKS} blocks are lost" in found
+    tier = opened(kind, store)
+    assert list(tier.entries()) == []
+    assert f"its {BLOCKS} blocks are lost); it was moved to {store / 'damaged-1'}" in (tier.last_error or "")
+    tier.close()
+
+
+def test_files_of_another_program_stay_untouched(kind: Kind, tmp_path: Path) -> None:
+    """The directory has the same files with the same content afterwards."""
+    for database in (None, b"meta", b"index", b"blocks", b"data"):
+        with lmdb.open(str(tmp_path), max_dbs=8) as env:
+            theirs = env.open_db(database)
+            with env.begin(write=True) as txn:
+                txn.put(b"key", b"value", db=theirs)
+        before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name != "lock.mdb"}
+        for _ in range(2):
+            with pytest.raises(TierOpenError, match=f"{tmp_path} is not a kvtier "):
+                opened(kind, tmp_path)
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name != "lock.mdb"} == before
+
+
+def test_a_damaged_file_of_another_program_stays_untouched(kind: Kind, tmp_path: Path) -> None:
+    (tmp_path / "data.mdb").write_bytes(random.Random(1).randbytes(5 * PAGE))
+    with pytest.raises(TierOpenError, match="is not a kvtier "):
+        opened(kind, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["data.mdb"]
+
+
+@pytest.mark.parametrize("length", [0, None])
+def test_an_empty_index_is_a_loss(kind: Kind, store: Path, length: int | None) -> None:
+    """`data.mdb` is empty or missing: `fsck` and the server say how many blocks are lost."""
+    (store / "data.mdb").unlink()
+    if length is not None:
+        (store / "data.mdb").touch()
+    [found] = findings(kind, store)
+    assert f"data.mdb is missing or empty; its {BLOCKS} blocks are lost" in found
+    tier = opened(kind, store)
+    assert list(tier.entries()) == []
+    assert f"its {BLOCKS} blocks are lost" in (tier.last_error or "")
+    assert tier.store([full(key(1), [b"new"])]) == [DONE]
+    tier.close()
+    assert findings(kind, store) == []
+
+
+def drop_records(kind: Kind, store: Path, count: int) -> None:
+    """Removes records from the index in a transaction that is not the tier's."""
+    layout = DISK_STORE if kind is DiskTier else LMDB_STORE
+    with lmdb.open(str(store), max_dbs=3, map_size=SIZE) as env:
+        index = env.open_db(layout.databases[1])
+        with env.begin(write=True) as txn:
+            for number in range(count):
+                assert txn.delete(SPACE + name(number), db=index)
+
+
+def test_vanished_blocks_are_counted(kind: Kind, store: Path) -> None:
+    """`fsck` and the next start report them; the start corrects the number."""
+    drop_records(kind, store, 19)
+    assert findings(kind, store) == [f"19 of its {BLOCKS} blocks are lost"]
+    tier = opened(kind, store)
+    assert len(list(tier.entries())) == BLOCKS - 19
+    assert f"19 of its {BLOCKS} blocks are lost" in (tier.last_error or "")
+    tier.close()
+    assert findings(kind, store) == []
+
+
+def test_a_repair_corrects_the_number_of_blocks(kind: Kind, store: Path) -> None:
+    drop_records(kind, store, 7)
+    for expected in ([f"7 of its {BLOCKS} blocks are lost"], []):
+        tier = opened(kind, store, mend=False)
+        assert [str(finding) for step in check(tier, repair=True) for finding in step.findings] == expected
+        tier.close()
+
+
+def test_an_older_copy_of_the_index_is_a_loss(kind: Kind, store: Path) -> None:
+    """The file was restored from a backup: the marker file knows of more blocks."""
+    before = (store / "data.mdb").read_bytes()
+    tier = opened(kind, store)
+    list(tier.entries())
+    assert tier.store([full(key(2000 + number), [b"new"]) for number in range(5)]) == [DONE] * 5
+    tier.close()
+    (store / "data.mdb").write_bytes(before)
+    assert findings(kind, store) == [f"5 of its {BLOCKS + 5} blocks are lost"]
+
+
+def test_changes_keep_the_number_of_blocks_correct(kind: Kind, store: Path) -> None:
+    """Stores, replacements, removals, and removals of unknown blocks."""
+    source = random.Random(5)
+    tier = opened(kind, store)
+    list(tier.entries())
+    for _ in range(60):
+        some = source.sample(range(BLOCKS * 2), 8)
+        tier.store([full(name(number), content(number, SIZES)) for number in some])
+        tier.remove([(SPACE, name(number)) for number in source.sample(range(BLOCKS * 2), 8)])
+        assert tier.check_count(repair=False) is None
+    blocks = tier.blocks_to_check()
+    tier.close()
+    assert (store / MARKER_FILE).read_text().split() == f"kvtier {marker_of(kind)} {blocks} blocks".split()
+    assert findings(kind, store) == []
+
+
+def marker_of(kind: Kind) -> str:
+    layout = DISK_STORE if kind is DiskTier else LMDB_STORE
+    return f"{layout.what}, format {layout.format_version},"
+
+
+def make_old(kind: Kind, store: Path) -> None:
+    """Turns a store into one of the format before the tally."""
+    layout = DISK_STORE if kind is DiskTier else LMDB_STORE
+    with lmdb.open(str(store), max_dbs=3, map_size=SIZE) as env:
+        meta = env.open_db(b"meta")
+        with env.begin(write=True) as txn:
+            txn.put(layout.format_key, (layout.tally_version - 1).to_bytes(4, "little"), db=meta)
+            txn.delete(b"tally", db=meta)
+            if kind is DiskTier:
+                txn.put(SLAB_PAGES_KEY, txn.get(SLAB_PAGES_KEY, db=meta)[:8], db=meta)
+    (store / MARKER_FILE).unlink()
+
+
+def test_a_store_of_the_released_format_is_converted(kind: Kind, store: Path) -> None:
+    """It keeps its blocks; `fsck` does not convert it."""
+    make_old(kind, store)
+    assert findings(kind, store) == []
+    assert not (store / MARKER_FILE).exists()
+    for _ in range(2):
+        tier = opened(kind, store)
+        assert len(list(tier.entries())) == BLOCKS
+        assert tier.last_error is None
+        tier.close()
+        assert (store / MARKER_FILE).exists()
+    drop_records(kind, store, 3)
+    assert findings(kind, store) == [f"3 of its {BLOCKS} blocks are lost"]
+
+
+def test_a_newer_format_is_refused(kind: Kind, store: Path) -> None:
+    """The release that wrote the format also wrote it in the marker file."""
+    layout = DISK_STORE if kind is DiskTier else LMDB_STORE
+    newer = layout.format_version + 1
+    with lmdb.open(str(store), max_dbs=3, map_size=SIZE) as env:
+        meta = env.open_db(b"meta")
+        with env.begin(write=True) as txn:
+            txn.put(layout.format_key, newer.to_bytes(4, "little"), db=meta)
+    marker = store / MARKER_FILE
+    marker.write_text(marker.read_text().replace(f"format {layout.format_version}", f"format {newer}"))
+    with pytest.raises(TierOpenError, match=f"has format {newer}; this release knows formats up to"):
+        opened(kind, store)
+    assert not list(store.glob("damaged-*"))
