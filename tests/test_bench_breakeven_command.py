@@ -45,7 +45,6 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
 
 
 def bench(server: ServerProcess, *flags: str) -> int:
-    """Runs the command; returns its exit code."""
     return command.main(["--endpoint", server.endpoint, "--timeout", "20", *flags])
 
 
@@ -79,7 +78,6 @@ def totals(server: ServerProcess) -> admin_pb2.HandoffTotals:
 
 
 def samples_of(part: Any) -> dict[int, list[float]]:
-    """Returns the timings of a report."""
     return {sample["tokens"]: sample["seconds"] for sample in part["samples"]}
 
 

@@ -48,7 +48,6 @@ OTHERS = {"up": set[str](), "ALERTS": {"alertname", "alertstate"}} | {
 
 
 def kebab(name: str) -> str:
-    """Returns the anchor of an alert's name."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", name).lower()
 
 

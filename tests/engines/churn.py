@@ -114,7 +114,6 @@ class Churn:
                 return
 
     def _rest(self) -> None:
-        """An idle engine must have nothing left."""
         while self.prompts:
             self._step()
         self.live.rest()

@@ -134,7 +134,6 @@ def _run_afresh(
 
 
 def connector_config(endpoint: str, extra: dict[str, Any], *, long_timeout: bool) -> dict[str, Any]:
-    """Returns the engine's `kv_transfer_config`."""
     return {
         "kv_connector": "KVTierConnector",
         "kv_connector_module_path": "long_timeout_connector" if long_timeout else "kvtier.client.engines.vllm",

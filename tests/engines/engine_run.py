@@ -151,7 +151,6 @@ def _generate(
 
 
 def describe(output: Any) -> dict[str, Any]:
-    """Returns a request's result as JSON."""
     completion = output.outputs[0]
     return {
         "tokens": list(completion.token_ids),

@@ -115,7 +115,6 @@ class LiveEngine:
         )
 
     def counters(self) -> dict[str, float]:
-        """Returns vLLM's own counters, each summed over its labels."""
         from vllm.v1.metrics.reader import Counter
 
         values: dict[str, float] = {}

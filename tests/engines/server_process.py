@@ -93,7 +93,6 @@ class ServerProcess:
         return self._ask("status")
 
     def handoffs(self) -> dict[str, Any]:
-        """Returns the requests that it holds for other engines."""
         return self._ask("handoffs")
 
     def evict_all(self) -> None:

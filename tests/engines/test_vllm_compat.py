@@ -144,7 +144,6 @@ def test_the_stand_in_computes_what_vllm_computes() -> None:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The warnings that were logged."""
     texts: list[str] = []
     monkeypatch.setattr(logging.Logger, "warning", lambda _, text, *values, **__: texts.append(text % values))
     return texts

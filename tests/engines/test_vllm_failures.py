@@ -39,7 +39,6 @@ need 30 blocks."""
 
 
 def server_command(server: ServerProcess, action: str) -> list[str]:
-    """Returns the command that makes the server fail."""
     return [sys.executable, str(Path(__file__).with_name("server_process.py")), str(server.folder), action]
 
 

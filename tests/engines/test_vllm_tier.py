@@ -21,7 +21,6 @@ RESET_ALL = {"op": "reset", "reset_connector": True}
 
 
 def _tiering(endpoint: str, module: str = "long_timeout_connector", **tier: Any) -> dict[str, Any]:
-    """Returns the engine's `kv_transfer_config`."""
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",

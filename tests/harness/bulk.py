@@ -144,7 +144,6 @@ class Route:
 
 
 def tls_route(site: Site, holder: str | None = "acme-far") -> Route:
-    """The route of a token's holder."""
     return Route("tls", site.server, site.server.tcp, site.credentials(holder))
 
 

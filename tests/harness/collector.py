@@ -67,7 +67,6 @@ def _values(attributes: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def collector() -> Iterator[Collector]:
-    """Runs a collector on the loopback."""
     kept = Collector()
     with ThreadPoolExecutor(2) as threads:
         server = grpc.server(threads)

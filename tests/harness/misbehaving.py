@@ -136,10 +136,16 @@ Call = Callable[[World], object]
 
 
 def call(method: str, make: Callable[[World], Any]) -> Call:
-    """A call of a service as session `mine`, unless the request names another."""
+    """A call of a service as session `mine`, unless the request names another.
+
+    `make` returns the request or its fields.
+    """
 
     def run(world: World) -> object:
         request = make(world)
+        if isinstance(request, dict):
+            module = cache_pb2 if hasattr(cache_pb2, f"{method}Request") else handoff_pb2
+            request = getattr(module, f"{method}Request")(**request)
         if not request.HasField("session"):
             request.session.CopyFrom(world.mine.ref)
         return world.mine.method(method)(request, timeout=TIMEOUT)

@@ -19,7 +19,6 @@ def wait_connected(client: Client, seconds: float = 60.0) -> None:
 
 
 def store(endpoint: str, count: int = 8, *, flush: bool = True) -> list[bytes]:
-    """Stores blocks and returns their keys."""
     keys = [key_of(number) for number in range(count)]
     with Client(endpoint, namespace=namespace_of(PART)) as client:
         wait_connected(client)

@@ -37,7 +37,6 @@ def store(client: Client, keys: list[bytes]) -> None:
 
 
 def file_of(server: ServerProcess) -> Path:
-    """Returns the file of the LMDB tier."""
     return server.data_dir / "lmdb" / "data.mdb"
 
 

@@ -47,7 +47,6 @@ class ResultLog:
         self.line("failure", text=text)
 
     def publish(self, kind: str = "counts") -> None:
-        """Writes the current counters."""
         with self._lock:
             counts = dict(self._counts)
         self.line(kind, counts=counts)

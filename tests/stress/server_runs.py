@@ -85,7 +85,6 @@ class StressServer:
         self.server_runs.append(ServerRun(ready["epoch"], time.monotonic()))
 
     def end(self, number: signal.Signals) -> None:
-        """Ends the process by this signal."""
         self.look()
         self.wake(at_once=True)
         run = self.server_runs[-1]

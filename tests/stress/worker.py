@@ -150,7 +150,6 @@ class Worker:
 
 
 def main() -> int:
-    """Runs the configuration in the first argument."""
     return Worker(msgspec.json.decode(sys.argv[1], type=Task)).run()
 
 

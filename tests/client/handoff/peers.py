@@ -90,8 +90,6 @@ class Request:
 
 @dataclass
 class Server:
-    """A `HandoffServer` that records its calls."""
-
     reachable: bool = True
     claims: list[tuple[ClaimId, RemoteRequest, list[int]]] = field(default_factory=list)
     dropped: list[ClaimId] = field(default_factory=list)

@@ -44,7 +44,6 @@ class Script:
 
 
 def next_token(label: int) -> int:
-    """Returns the model's next token after a prefix."""
     return label % 5
 
 

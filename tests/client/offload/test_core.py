@@ -35,7 +35,6 @@ class Engine:
         self.core.lookup_ended(LookupId(number), FOUND, now)
 
     def save(self, tokens: int, now: float = 0.2) -> list[list[int]]:
-        """Returns the blocks that a step saves."""
         self.core.plan_saves([ScheduledRequest("r", tokens, lambda: TABLES)], now)
         return [job.block_ids for job in self.core.take_plan(0.0).saves]
 

@@ -36,7 +36,6 @@ class Engine:
         self.core.allocated("r", TABLES, tokens)
 
     def plan(self, now: float = 0.0, tokens: int | None = None) -> dict[int, list[int]]:
-        """Returns the blocks that a step saves, by job."""
         computed = [ScheduledRequest("r", tokens, lambda: TABLES)] if tokens is not None else []
         self.core.plan_saves(computed, now)
         return {job.job_id: job.block_ids for job in self.core.take_plan(now).saves}

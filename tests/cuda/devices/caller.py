@@ -53,12 +53,10 @@ class Caller:
         self.raw.cache.CompleteStore(request, timeout=60)
 
     def store(self, store_id: int, **fields: Any) -> str | None:
-        """The reason of a refused StoreFromDevice."""
         fields = {"session": self.raw.ref, "buffers_id": self.buffers_id, "store_id": store_id} | fields
         return refusal_reason(self.calls.StoreFromDevice, transfer_pb2.StoreFromDeviceRequest(**fields))
 
     def load(self, lease_id: int, **fields: Any) -> str | None:
-        """The reason of a refused LoadToDevice."""
         fields = {"session": self.raw.ref, "buffers_id": self.buffers_id, "lease_id": lease_id} | fields
         return refusal_reason(self.calls.LoadToDevice, transfer_pb2.LoadToDeviceRequest(**fields))
 

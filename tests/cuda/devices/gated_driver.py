@@ -36,7 +36,6 @@ class Gate:
         self._path.touch()
 
     def wait_reached(self, seconds: float = 60.0) -> None:
-        """Returns when a copy is held."""
         wait_until(self._reached.exists, seconds, otherwise="no copy came to the gate", interval=0.002)
 
     def open(self) -> None:
@@ -66,7 +65,6 @@ class _Pace:
 
 
 def make(device: str) -> HostDriver:
-    """The callable in `devices.driver`."""
     if device.startswith("missing"):
         raise DeviceError(Cause.NO_DEVICE, device)
     return HostDriver(device, pace=_Pace(Path(os.environ[_VARIABLE])))

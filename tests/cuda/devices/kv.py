@@ -82,7 +82,6 @@ class Kv:
         return describe([shape_of(np.empty(self.shape, np.uint16), self.block_axis)] * self.count)
 
     def parts(self, seed: int) -> list[bytes]:
-        """The slot contents of each block."""
         tensors = [np.moveaxis(tensor, self.block_axis, 0) for tensor in self.tensors(seed)]
         return [gather(tensors, block) for block in range(self.shape[self.block_axis])]
 

@@ -22,8 +22,6 @@ MIB = 1 << 20
 
 
 class FakeTensor:
-    """The used attributes of a torch tensor."""
-
     class Device:  # noqa: D106
         def __init__(self, type_: str) -> None:
             self.type = type_

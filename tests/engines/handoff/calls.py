@@ -78,7 +78,6 @@ class Stream:
         self._connection.close()
 
     def send(self) -> None:
-        """Sends the request without waiting for an answer."""
         path, body = self._request
         self._connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
 

@@ -157,7 +157,6 @@ class EngineServer:
         return int(sum(self.metrics("kvtier_pull_tokens_total").values()))
 
     def ended(self) -> dict[str, float]:
-        """Returns the number of ended requests by reason."""
         return self.metrics("request_success_total", "finished_reason")
 
     def is_idle(self) -> bool:

@@ -26,7 +26,6 @@ from kvtier.server.auth.tokens import new_token
 
 
 def peer_serial(address: str, ca: str, protocol: str = "h2") -> int:
-    """Returns the serial number of the server's certificate."""
     host, _, port = address.rpartition(":")
     context = ssl.create_default_context(cafile=ca)
     context.set_alpn_protocols([protocol])

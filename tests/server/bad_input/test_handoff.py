@@ -76,38 +76,17 @@ CASES: dict[str, tuple[Call, tuple[str, str | None]]] = {
     "a claim with a negative wait": (claim(wait=seconds(-1)), INVALID),
     "a claim with a negative lease": (claim(lease_duration=seconds(-1)), INVALID),
     "a claim of a million groups": (claim(first_positions=[0] * 1_000_000), INVALID),
-    "a renewal without a name": (
-        call("RenewHolds", lambda _: handoff_pb2.RenewHoldsRequest(holds=[HOLD, name("")])),
-        INVALID,
-    ),
-    "a renewal into the past": (
-        call("RenewHolds", lambda _: handoff_pb2.RenewHoldsRequest(holds=[HOLD], extension=seconds(-1))),
-        INVALID,
-    ),
-    "a renewal of too many": (
-        call("RenewHolds", lambda _: handoff_pb2.RenewHoldsRequest(holds=[name("e", "r")] * 65_537)),
-        INVALID,
-    ),
-    "a release without a name": (
-        call("ReleaseHolds", lambda _: handoff_pb2.ReleaseHoldsRequest(holds=[name(request_id="")])),
-        INVALID,
-    ),
-    "a report without a reason": (
-        call("ReportNotClaimed", lambda _: handoff_pb2.ReportNotClaimedRequest(hold=HOLD, request_id="r")),
-        INVALID,
-    ),
+    "a renewal without a name": (call("RenewHolds", lambda _: {"holds": [HOLD, name("")]}), INVALID),
+    "a renewal into the past": (call("RenewHolds", lambda _: {"holds": [HOLD], "extension": seconds(-1)}), INVALID),
+    "a renewal of too many": (call("RenewHolds", lambda _: {"holds": [name("e", "r")] * 65_537}), INVALID),
+    "a release without a name": (call("ReleaseHolds", lambda _: {"holds": [name(request_id="")]}), INVALID),
+    "a report without a reason": (call("ReportNotClaimed", lambda _: {"hold": HOLD, "request_id": "r"}), INVALID),
     "a report with the outcome of a claim as reason": (
-        call("ReportNotClaimed", lambda _: handoff_pb2.ReportNotClaimedRequest(hold=HOLD, request_id="r", reason=4)),
+        call("ReportNotClaimed", lambda _: {"hold": HOLD, "request_id": "r", "reason": 4}),
         INVALID,
     ),
-    "a report without a request": (
-        call("ReportNotClaimed", lambda _: handoff_pb2.ReportNotClaimedRequest(hold=HOLD, reason=5)),
-        INVALID,
-    ),
-    "a release of too many": (
-        call("ReleaseHolds", lambda _: handoff_pb2.ReleaseHoldsRequest(holds=[name("e", "r")] * 65_537)),
-        INVALID,
-    ),
+    "a report without a request": (call("ReportNotClaimed", lambda _: {"hold": HOLD, "reason": 5}), INVALID),
+    "a release of too many": (call("ReleaseHolds", lambda _: {"holds": [name("e", "r")] * 65_537}), INVALID),
 }
 
 

@@ -59,8 +59,6 @@ def test_an_unknown_session_is_refused(world: World, method: str, which: str) ->
 
 
 def as_scheduler(method: str, make: Callable[[World], Any]) -> Call:
-    """Returns a call of the scheduler's session."""
-
     def run(world: World) -> object:
         request = make(world)
         request.session.CopyFrom(world.headless.ref)

@@ -46,7 +46,6 @@ TOTAL = PART * len(FRESH)
 
 
 def message_of(world: World, store_id: int, data: bytes, offset: int = 0, checksum: int | None = None) -> bytes:
-    """Returns a message of a Push over gRPC."""
     checksum = xxhash.xxh3_64_intdigest(data) if checksum is None else checksum
     return encode_push_frame(offset, checksum, [data], session=world.mine.ref, store_id=store_id)
 

@@ -57,7 +57,6 @@ def kvtier(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def answer(tmp_path: Path, *arguments: str) -> Any:
-    """Returns the JSON that a command prints."""
     done = kvtier(tmp_path, *arguments, "--json")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

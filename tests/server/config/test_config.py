@@ -16,16 +16,6 @@ from kvtier.server.config.units import GIB, MIB
 ENVIRON = {"XDG_RUNTIME_DIR": "/run/user/7", "XDG_DATA_HOME": "/data"}
 
 
-@pytest.fixture
-def write(tmp_path: Path) -> Any:
-    def write_file(text: str) -> Path:
-        path = tmp_path / "kvtier.toml"
-        path.write_text(text, encoding="utf-8")
-        return path
-
-    return write_file
-
-
 def problems(**arguments: Any) -> list[str]:
     """Returns the errors of a configuration, one line each."""
     with pytest.raises(ConfigError) as refused:

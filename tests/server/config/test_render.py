@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from kvtier.server.config import render
 from kvtier.server.config.fields import SETTINGS, TIER_SETTINGS
@@ -16,16 +13,6 @@ from kvtier.server.config.schema import Config
 from kvtier.server.config.units import GIB, MIB
 
 ENVIRON = {"XDG_RUNTIME_DIR": "/run/user/7", "XDG_DATA_HOME": "/data"}
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Any:
-    def write_file(text: str) -> Path:
-        path = tmp_path / "kvtier.toml"
-        path.write_text(text, encoding="utf-8")
-        return path
-
-    return write_file
 
 
 def test_toml_reads_back(write: Any) -> None:

@@ -46,7 +46,6 @@ def stub(server: ServerProcess) -> Iterator[admin_pb2_grpc.AdminServiceStub]:
 
 
 def blocks(stub: admin_pb2_grpc.AdminServiceStub) -> int:
-    """Returns the number of blocks in the CPU tier."""
     answer = stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=60)
     return int(answer.tiers[0].blocks)
 

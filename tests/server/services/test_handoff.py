@@ -83,8 +83,6 @@ def published(client: Client, keys: list[bytes], request_id: str = "r", **fields
 
 
 class WaitingClaim:
-    """A claim that waits, on a thread of its own."""
-
     def __init__(self, client: Client, wait: float = 20.0) -> None:
         self._found: list[Lease | HoldGone] = []
 

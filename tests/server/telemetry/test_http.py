@@ -9,10 +9,11 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
-from http.client import HTTPConnection, HTTPResponse
+from http.client import HTTPResponse
 from typing import Any
 
 import pytest
+from harness.http_get import get
 from harness.polling import stays
 from prometheus_client import CollectorRegistry
 
@@ -28,16 +29,6 @@ def server(no_leaks: None) -> Iterator[MetricsServer]:  # noqa: ARG001 - is to w
     server = MetricsServer("127.0.0.1:0", REGISTRY)
     yield server
     server.close()
-
-
-def get(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, str, str]:
-    connection = HTTPConnection("127.0.0.1", port, timeout=60)
-    try:
-        connection.request(method, path, headers=headers)
-        response = connection.getresponse()
-        return response.status, response.headers["Content-Type"], response.read().decode()
-    finally:
-        connection.close()
 
 
 class TestEndpoint:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from http.client import HTTPConnection
 
 import pytest
+from harness.http_get import get
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -99,16 +99,6 @@ def server(no_leaks: None, metrics: Metrics) -> Iterator[MetricsServer]:  # noqa
     server = MetricsServer("127.0.0.1:0", metrics.registry)
     yield server
     server.close()
-
-
-def get(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, str, str]:
-    connection = HTTPConnection("127.0.0.1", port, timeout=60)
-    try:
-        connection.request(method, path, headers=headers)
-        response = connection.getresponse()
-        return response.status, response.headers["Content-Type"], response.read().decode()
-    finally:
-        connection.close()
 
 
 class TestFigures:

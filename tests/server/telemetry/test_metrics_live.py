@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from http.client import HTTPConnection
 from pathlib import Path
 
+from harness.http_get import get
 from harness.launch import launch
 from harness.payloads import key_of, namespace_of
 from harness.polling import wait_until
@@ -52,26 +52,15 @@ def test_a_scrape_adds_up(tmp_path: Path) -> None:
         )
         assert values["kvtier_snapshot_ok", ()] == 1
         wait_until(lambda: total(scrape(port), "kvtier_loop_lag_seconds_count"))
-        assert get(port, "/healthz") == "ok\n"
+        assert get(port, "/healthz")[2] == "ok\n"
         assert server.end() == 0
-
-
-def get(port: int, path: str) -> str:
-    connection = HTTPConnection("127.0.0.1", port, timeout=60)
-    try:
-        connection.request("GET", path)
-        response = connection.getresponse()
-        assert response.status == 200
-        return response.read().decode()
-    finally:
-        connection.close()
 
 
 Values = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def scrape(port: int) -> Values:
-    families = list(text_string_to_metric_families(get(port, "/metrics")))
+    families = list(text_string_to_metric_families(get(port, "/metrics")[2]))
     samples = [sample for family in families for sample in family.samples]
     values = {(sample.name, tuple(sorted(sample.labels.items()))): sample.value for sample in samples}
     assert len(values) == len(samples)

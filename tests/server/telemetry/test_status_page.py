@@ -7,10 +7,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from http.client import HTTPConnection, HTTPMessage
 from pathlib import Path
 
 import pytest
+from harness.http_get import get_raw as get
 from harness.launch import launch
 from prometheus_client import CollectorRegistry
 
@@ -28,16 +28,6 @@ STATUS = GetStatusResponse(
     lookup_keys=4,
     misses=[MissCount(reason=MissReason.MISS_REASON_EVICTED, keys=1)],
 )
-
-
-def get(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, HTTPMessage, bytes]:
-    connection = HTTPConnection("127.0.0.1", port, timeout=60)
-    try:
-        connection.request(method, path, headers=headers)
-        response = connection.getresponse()
-        return response.status, response.headers, response.read()
-    finally:
-        connection.close()
 
 
 Start = Callable[..., MetricsServer]

@@ -336,8 +336,6 @@ def test_a_tiers_own_trouble_is_reported_with_errors(rig: Rig) -> None:
 
 
 class FailingTrouble(BadTier):
-    """A tier whose `trouble` raises."""
-
     moody = False
 
     @property

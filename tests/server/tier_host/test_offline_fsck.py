@@ -54,7 +54,6 @@ def damage_a_block(config: Path) -> None:
 
 
 def run(config: Path, *arguments: str) -> int:
-    """Runs `kvtier fsck`."""
     return main(["fsck", "--config", str(config), *arguments])
 
 

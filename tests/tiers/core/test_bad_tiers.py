@@ -62,7 +62,6 @@ class Rig:
 
 
 def removed(commands: list[Command]) -> list[bytes]:
-    """Returns the keys that a tier is told to remove."""
     return [key for command in commands if isinstance(command, RemoveFromTier) for _, key in command.keys]
 
 

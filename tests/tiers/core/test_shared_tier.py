@@ -31,7 +31,6 @@ def statuses(rig: Rig, names: list[bytes], *, prefix: bool = True) -> bytes:
 
 
 def questions(rig: Rig) -> list[LookupInTier]:
-    """Returns the queries to tiers among the core's commands."""
     return [command for command in rig.core.take_commands() if isinstance(command, LookupInTier)]
 
 

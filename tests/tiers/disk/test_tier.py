@@ -111,7 +111,6 @@ def free_and_used(tier: DiskTier) -> tuple[int, int]:
 
 
 def slab_pages(tier: DiskTier) -> int:
-    """Returns the number of pages in the slab files."""
     return sum(run.pages for run in tier._store.slabs.extents())
 
 

@@ -160,7 +160,6 @@ class ToyEngine:
         return Turn(request.all_token_ids, request.num_computed_tokens - loaded, params)
 
     def arrive(self, prompt: Sequence[int], params: Any = None) -> ToyRequest:
-        """A request arrives."""
         request = ToyRequest(f"{self.name}-{next(self._numbers)}", prompt, params)
         self.scheduler.new_request(request)
         return request

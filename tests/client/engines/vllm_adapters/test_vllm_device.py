@@ -83,7 +83,6 @@ class Worker:
         return self.whole.clone()
 
     def page(self, whole: torch.Tensor, group: int, block: int) -> bytes:
-        """Returns the bytes of a block's slot."""
         layers = whole.view(4, BLOCKS, PAGE)[2 * group : 2 * group + 2, block]
         return bytes(layers.flatten().tolist())
 

@@ -59,7 +59,6 @@ def holds_of(server: ServerProcess) -> list[str]:
 
 
 def params_of(engine: ToyEngine, tokens: list[int], params: Any = FIRST_TURN, new_tokens: int = 0) -> dict[str, Any]:
-    """Returns the parameters of a request's answer."""
     answer = engine.run(tokens, params, new_tokens).params
     assert answer is not None
     return answer

@@ -34,8 +34,6 @@ REPORT = SimpleNamespace(kv_connector_worker_meta=WorkerReport({7: 1}), finished
 
 
 class Broken:
-    """A scheduler or worker half whose every method raises."""
-
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def fail(*_: object, **__: object) -> None:
             raise KeyError(name)

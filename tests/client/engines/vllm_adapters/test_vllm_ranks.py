@@ -145,7 +145,6 @@ class Engine:
     # ---- what an engine does
 
     def step(self, worker: KVTierConnector, loads: list[LoadJob], saves: list[SaveJob]) -> None:
-        """Sends a step of the scheduler's connector to a worker."""
         digest = self.scheduler._scheduler._digest if self.scheduler._scheduler is not None else ""
         step = StepMetadata(loads, saves, digest, parts=self.scheduler._all_parts)
         worker.bind_connector_metadata(pickle.loads(pickle.dumps(step)))  # noqa: S301 - our own

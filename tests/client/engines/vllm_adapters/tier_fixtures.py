@@ -52,7 +52,6 @@ def keys_of(count: int, seed: int = 0, group: int = 0) -> list[Any]:
 
 
 def request_of(request_id: str, keys: Sequence[Any] = (), params: dict[str, Any] | None = None) -> ReqContext:
-    """Returns a request with these chunks."""
     context = ReqContext(request_id, params)
     for number, key in enumerate(keys):
         context.set_offload_key_position(key, 16 * (number + 1))
