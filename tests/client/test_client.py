@@ -22,63 +22,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         yield server
 
 
-class _OnRealServer(CacheClientContract):
-    transport: str
-    make: Callable[..., Any]
-    remote = False
-
-    @pytest.fixture
-    def connect(self, server: ServerProcess) -> Iterator[Callable[..., Any]]:
-        clients: list[Any] = []
-
-        def connect(namespace: Any, **kwargs: Any) -> Any:
-            make = type(self).make
-            endpoint = server.tcp if self.remote else server.endpoint
-            client = make(endpoint, namespace=namespace, transport=self.transport, **kwargs)
-            clients.append(client)
-            client.wait_until_connected()
-            if self.transport == "tcp":  # sockets are discovered in the background
-                wait_for_bulk(getattr(client, "_client", client))
-            assert client.transport == self.transport
-            return client
-
-        yield connect
-        for client in clients:
-            client.close()
-        # The server notices the end a moment after the client.
-        status = server.wait_for(lambda status: not status.sessions)
-        assert (status.leases, status.stores, status.holds, len(status.sessions)) == (0, 0, 0, 0)
-
-
-class TestSharedMemory(_OnRealServer):
-    """Blocks are copied into and out of the region."""
-
-    transport = "shm"
-    make = Client
-
-
-class TestGrpc(_OnRealServer):
-    """Blocks travel in gRPC streams to the server process."""
-
-    transport = "grpc"
-    make = Client
-
-
-class TestUnixSocket(_OnRealServer):
-    """Blocks travel over the Unix socket to the bulk process."""
-
-    transport = "tcp"
-    make = Client
-
-
-class TestTcp(_OnRealServer):
-    """Blocks travel over TCP to the bulk process."""
-
-    transport = "tcp"
-    make = Client
-    remote = True
-
-
 class _Blocking:
     """An `AsyncClient` on its own event loop, called like a `Client`."""
 
@@ -149,26 +92,40 @@ class _BlockingLease:
         self.release()
 
 
-class TestAsyncSharedMemory(_OnRealServer):
-    """The asyncio client over shared memory."""
-
-    transport = "shm"
-    make = _Blocking
-
-
-class TestAsyncGrpc(_OnRealServer):
-    """The asyncio client over gRPC streams to the server process."""
-
-    transport = "grpc"
-    make = _Blocking
+WAYS: dict[str, tuple[Callable[..., Any], str, bool]] = {
+    "shared memory": (Client, "shm", False),
+    "gRPC": (Client, "grpc", False),
+    "Unix socket": (Client, "tcp", False),
+    "TCP": (Client, "tcp", True),
+    "asyncio, shared memory": (_Blocking, "shm", False),
+    "asyncio, gRPC": (_Blocking, "grpc", False),
+    "asyncio, TCP": (_Blocking, "tcp", True),
+}
+"""Client, transport, and whether it connects over TCP."""
 
 
-class TestAsyncTcp(_OnRealServer):
-    """The asyncio client over TCP to the bulk process."""
+class TestClients(CacheClientContract):
+    @pytest.fixture(params=WAYS)
+    def connect(self, request: pytest.FixtureRequest, server: ServerProcess) -> Iterator[Callable[..., Any]]:
+        make, transport, remote = WAYS[request.param]
+        clients: list[Any] = []
 
-    transport = "tcp"
-    make = _Blocking
-    remote = True
+        def connect(namespace: Any, **kwargs: Any) -> Any:
+            endpoint = server.tcp if remote else server.endpoint
+            client = make(endpoint, namespace=namespace, transport=transport, **kwargs)
+            clients.append(client)
+            client.wait_until_connected()
+            if transport == "tcp":  # sockets are discovered in the background
+                wait_for_bulk(getattr(client, "_client", client))
+            assert client.transport == transport
+            return client
+
+        yield connect
+        for client in clients:
+            client.close()
+        # The server notices the end a moment after the client.
+        status = server.wait_for(lambda status: not status.sessions)
+        assert (status.leases, status.stores, status.holds, len(status.sessions)) == (0, 0, 0, 0)
 
 
 def test_a_client_without_a_server_fails_at_once(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from kvtier.client import Client, Credentials
+from kvtier.client import Client, Credentials, StoreStatus
 from kvtier.client.namespace import Namespace
 from kvtier.client.part_streams import PartSender
 from kvtier.client.transport.grpc_methods import LOCATE, path_of, serialize
@@ -29,9 +29,10 @@ from kvtier.protos.wire.socket_frames import (
 )
 
 from .auth_site import Site, make_site
+from .payloads import key_of, payload
 from .polling import wait_until
 from .raw import RawSession, RawSocket, hello_of
-from .server_process import ServerProcess
+from .server_process import MIB, ServerProcess
 from .signals import stop
 
 __all__ = [
@@ -39,12 +40,14 @@ __all__ = [
     "Route",
     "bulk_pid",
     "data_frame",
+    "fresh",
     "kill_bulk",
     "locate",
     "prepare",
     "pull_call",
     "push_call",
     "serving",
+    "store_all",
     "tls_route",
     "wait_for_bulk",
     "wait_until_received",
@@ -87,6 +90,16 @@ def kill_bulk(server: ServerProcess, number: int = signal.SIGKILL) -> int:
     else:
         os.kill(pid, number)
     return pid
+
+
+def fresh(salt: str, count: int = 24) -> list[bytes]:
+    """Returns keys that no other test uses."""
+    return [key_of(number, salt=salt) for number in range(count)]
+
+
+def store_all(client: Client, keys: list[bytes]) -> None:
+    """Stores blocks of 1 MiB with payloads that depend on the key."""
+    assert set(client.store(keys, [payload(key, MIB) for key in keys])) == {StoreStatus.GRANTED}
 
 
 def locate(session: RawSession, store_id: int = 0) -> transfer_pb2.LocateResponse:

@@ -38,12 +38,6 @@ def route(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
         assert "Traceback" not in route.server.log
 
 
-@pytest.fixture
-def session(route: Route, request: pytest.FixtureRequest) -> Iterator[RawSession]:
-    with route.session(NAMESPACE, request.node.name) as session:
-        yield session
-
-
 def tls_session(site: Site) -> RawSession:
     return tls_route(site).session(NAMESPACE, "tls")
 

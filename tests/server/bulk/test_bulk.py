@@ -19,16 +19,18 @@ from harness.bulk import (
     Route,
     bulk_pid,
     data_frame,
+    fresh,
     kill_bulk,
     locate,
     prepare,
     push_call,
     serving,
+    store_all,
     wait_for_bulk,
 )
 from harness.delay_proxy import delay_proxy
 from harness.long_timeouts import DEFAULTS
-from harness.payloads import assert_serves, filled, is_payload, key_of, namespace_of, payload
+from harness.payloads import assert_serves, filled, is_payload, namespace_of, payload
 from harness.polling import polls, wait_until
 from harness.ports import ReservedPort
 from harness.raw import RawSession, RawSocket, hello_of
@@ -83,28 +85,12 @@ def server(route: Route) -> Iterator[ServerProcess]:
     route.server.wait_for(lambda status: not (status.leases or status.stores or status.quarantined_bytes))
 
 
-@pytest.fixture
-def client(route: Route) -> Iterator[Client]:
-    """Yields a client whose streams go to the bulk process."""
-    with route.client(NAMESPACE) as client:
-        wait_for_bulk(client)
-        yield client
-
-
 @contextlib.asynccontextmanager
 async def async_client(server: ServerProcess, **more: Any) -> Any:
     """Yields a client for asyncio whose streams go to the bulk process."""
     async with AsyncClient(server.endpoint, namespace=NAMESPACE, transport="tcp", **more) as client:
         await asyncio.to_thread(wait_for_bulk, client)
         yield client
-
-
-def fresh(salt: str, count: int = 24) -> list[bytes]:
-    return [key_of(number, salt=salt) for number in range(count)]
-
-
-def store_all(client: Client, keys: list[bytes]) -> None:
-    assert set(client.store(keys, [payload(key, PART) for key in keys])) == {StoreStatus.GRANTED}
 
 
 async def test_an_interrupted_asynchronous_load_resumes(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,22 +18,24 @@ from harness.bulk import (
     Route,
     bulk_pid,
     data_frame,
+    fresh,
     kill_bulk,
     locate,
     prepare,
     pull_call,
     push_call,
     serving,
+    store_all,
     wait_for_bulk,
     wait_until_received,
 )
-from harness.payloads import assert_serves, filled, is_payload, key_of, namespace_of, payload
+from harness.payloads import assert_serves, filled, is_payload, namespace_of
 from harness.polling import stays, wait_until
 from harness.push_frames import encode_push_frame
 from harness.raw import RawSession, RawSocket
 from harness.server_process import MIB, own_bytes
 
-from kvtier.client import Client, StoreStatus, part_streams
+from kvtier.client import Client, part_streams
 from kvtier.client.transport.socket_connector import GrpcStreams
 from kvtier.client.transport.socket_streams import SocketStreams
 from kvtier.protos.v1 import cache_pb2, transfer_pb2
@@ -61,32 +63,9 @@ def nothing_is_left(route: Route) -> Iterator[None]:
 
 
 @pytest.fixture
-def client(route: Route) -> Iterator[Client]:
-    """Yields a client whose streams use sockets."""
-    with route.client(NAMESPACE) as client:
-        wait_for_bulk(client)
-        yield client
-
-
-@pytest.fixture
-def session(route: Route, request: pytest.FixtureRequest) -> Iterator[RawSession]:
-    """Yields a raw session of an engine of this test; the previous session may still be closing."""
-    with route.session(NAMESPACE, request.node.name) as session:
-        yield session
-
-
-@pytest.fixture
 def connection(route: Route, session: RawSession) -> Iterator[RawSocket]:
     with route.open(session) as connection:
         yield connection
-
-
-def fresh(salt: str, count: int = COUNT) -> list[bytes]:
-    return [key_of(number, salt=salt) for number in range(count)]
-
-
-def store_all(client: Client, keys: list[bytes]) -> None:
-    assert set(client.store(keys, [payload(key, PART) for key in keys])) == {StoreStatus.GRANTED}
 
 
 def frame_of(connection: RawSocket, data: bytes, offset: int = 0) -> bytes:
@@ -133,7 +112,7 @@ def test_an_interrupted_load_resumes(
     route: Route, client: Client, begun: list[Any], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """After process or connection end, only the missing blocks are requested again (B4)."""
-    keys = fresh(f"load {what}")
+    keys = fresh(f"load {what}", COUNT)
     store_all(client, keys)
     begun.clear()
     taken: list[int] = []
@@ -160,7 +139,7 @@ def test_an_interrupted_store_resumes(
     route: Route, client: Client, begun: list[Any], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """After process or connection end, only frames that may be missing are sent again."""
-    keys = fresh(f"store {what}")
+    keys = fresh(f"store {what}", COUNT)
     original = part_streams.PartSender.pieces
 
     def pieces(source: Any, start: int, step: int) -> Iterator[Any]:
@@ -193,7 +172,7 @@ def test_a_client_returns_to_sockets(route: Route, client: Client) -> None:
 
 def test_the_status_shows_the_last_used_route(route: Route, session: RawSession, connection: RawSocket) -> None:
     """A client that returns to gRPC streams is not shown as a client of sockets."""
-    keys = iter(fresh("ways"))
+    keys = iter(fresh("ways", COUNT))
 
     def shown() -> str:
         mine = (one for one in route.server.status().sessions if one.engine_id == session.request.engine_id)

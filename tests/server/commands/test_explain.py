@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import command_line
 from harness.launch import Launched, launch
 from harness.payloads import key_of, namespace_of, payload
 
@@ -45,21 +44,12 @@ def reader(server: Launched, tmp_path: Path) -> Iterator[Client]:
         yield client
 
 
-def kvtier(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command against the server."""
-    return subprocess.run(
-        [sys.executable, "-m", "kvtier.server", *arguments, "--endpoint", f"unix:{tmp_path}/s"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+def kvtier(tmp_path: Path, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    return command_line.kvtier(*arguments, "--endpoint", f"unix:{tmp_path}/s", code=code)
 
 
 def answer(tmp_path: Path, *arguments: str) -> Any:
-    done = kvtier(tmp_path, *arguments, "--json")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return command_line.json_output(*arguments, "--endpoint", f"unix:{tmp_path}/s")
 
 
 def store(client: Client, *numbers: int) -> list[bytes]:
@@ -138,10 +128,9 @@ def test_an_unknown_request_exits_with_1(client: Client, tmp_path: Path) -> None
     store(client, 0)
     client.lookup([key_of(0)], request_id="mine").release()
     for arguments in (("unknown",), ("mine", "--engine", "other")):
-        done = kvtier(tmp_path, "explain", *arguments)
-        assert done.returncode == 1
+        done = kvtier(tmp_path, "explain", *arguments, code=1)
         assert "there is no record of request" in done.stderr
-    assert kvtier(tmp_path, "leases", "--most", "-1").returncode == 2
+    kvtier(tmp_path, "leases", "--most", "-1", code=2)
 
 
 def test_a_handoff_is_explained_on_both_sides(client: Client, reader: Client, tmp_path: Path) -> None:

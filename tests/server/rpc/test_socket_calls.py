@@ -54,12 +54,6 @@ def server(route: Route) -> ServerProcess:
 
 
 @pytest.fixture
-def session(route: Route, request: pytest.FixtureRequest) -> Iterator[RawSession]:
-    with route.session(NAMESPACE, request.node.name) as session:
-        yield session
-
-
-@pytest.fixture
 def connection(route: Route, session: RawSession) -> Iterator[RawSocket]:
     with route.open(session, Purpose.CALLS) as connection:
         yield connection

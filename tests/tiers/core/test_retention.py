@@ -1,5 +1,6 @@
 """`retain_for`: blocks that a request wants to keep for a time, up to a limit."""
 
+import pytest
 from simulation import EXTENT, ModelTier
 from tenants import PAGE, Rig, keys, spec, tenant
 
@@ -29,30 +30,17 @@ def test_retained_blocks_stay_in_secondary_tiers() -> None:
     assert not set(keys(range(16))) & rig.below("alice")
 
 
-def test_hits_can_be_retained() -> None:
-    """In every tier that has them, and for promoted blocks, too."""
+@pytest.mark.parametrize("use", ["hit", "store of a present block", "promotion"])
+def test_used_blocks_are_retained_in_both_tiers(use: str) -> None:
+    """In every tier that has them, independent of the request that wrote them."""
     rig = Rig(tiers=[ModelTier("disk", 64 * PAGE)])
     rig.store("alice", range(8))
-    assert rig.look_up("alice", range(8), retain_until=60) == 8
-    rig.store("alice", range(100, 740))
-    assert set(keys(range(8))) <= rig.visible("alice") & rig.below("alice")
-
-
-def test_present_blocks_of_a_store_are_retained() -> None:
-    """In secondary tiers as well, independent of the request that wrote them."""
-    rig = Rig(tiers=[ModelTier("disk", 64 * PAGE)])
-    rig.store("alice", range(8))
-    rig.store("alice", range(8), retain_until=60)
-    rig.store("alice", range(100, 740))
-    assert set(keys(range(8))) <= rig.visible("alice") & rig.below("alice")
-
-
-def test_promoted_blocks_are_retained_in_both_tiers() -> None:
-    """A promotion for a request is a use of both tiers."""
-    rig = Rig(tiers=[ModelTier("disk", 64 * PAGE)])
-    rig.store("alice", range(8))
-    rig.core.reset(rig.session(spec("alice")))
-    assert rig.look_up("alice", range(8), retain_until=60) == 8
+    if use == "promotion":
+        rig.core.reset(rig.session(spec("alice")))
+    if use == "store of a present block":
+        rig.store("alice", range(8), retain_until=60)
+    else:
+        assert rig.look_up("alice", range(8), retain_until=60) == 8
     rig.store("alice", range(100, 740))
     assert set(keys(range(8))) <= rig.visible("alice") & rig.below("alice")
 
