@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's log lines would mix with the output
@@ -21,6 +21,7 @@ from ...protos.v1.admin_pb2 import GetStatusRequest, GetStatusResponse
 from ...protos.v1.admin_pb2_grpc import AdminServiceStub
 from ..config.units import seconds_of
 from ..printable import printable
+from ..telemetry.status import enum_name
 from .console import EXIT_FAILURE, EXIT_UNREACHABLE, EXIT_USAGE, print_line, refuse
 
 __all__ = [
@@ -121,16 +122,13 @@ def show_answer(
     return 0
 
 
-def json_values(message: Message, **names: Mapping[Any, str]) -> dict[str, Any]:
-    """Returns the fields of a message for JSON: durations in seconds, enum values by their name.
-
-    `names` maps the values of each field with an enum type to their names.
-    """
+def json_values(message: Message) -> dict[str, Any]:
+    """Returns the fields of a message for JSON: durations in seconds, enum values by their name."""
     values: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
-        if field.name in names:
-            values[field.name] = names[field.name].get(value, "unknown")
+        if field.enum_type is not None:
+            values[field.name] = enum_name(field.enum_type, value)
         elif field.message_type is not None:
             values[f"{field.name}_seconds"] = seconds_of(value)
         else:

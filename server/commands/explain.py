@@ -18,11 +18,11 @@ from ...protos.v1.admin_pb2 import (
     MissReason,
 )
 from ...protos.v1.cache_pb2 import OffloadPolicy
-from ...protos.v1.handoff_pb2 import PublishStatus
+from ...protos.v1.handoff_pb2 import HandoffDirection, PublishStatus
 from ..config.units import human_age, seconds_of
 from ..telemetry.status import enum_name
 from .admin_client import ask, plain_console, show_answer
-from .handoffs import DIRECTIONS
+from .handoffs import direction_text
 
 __all__ = ["run", "to_json"]
 
@@ -114,22 +114,22 @@ def _show(answer: ExplainRequestResponse, request_id: str) -> None:
 
 def _publication(hold: HoldExplained) -> str:
     when = f"{human_age(seconds_of(hold.age))} ago"
-    what = f"{DIRECTIONS.get(hold.direction, '?')}, {hold.blocks} blocks of {hold.num_tokens} tokens"
-    status = enum_name(PublishStatus, "PUBLISH_STATUS_", hold.status)
+    what = f"{direction_text(hold.direction)}, {hold.blocks} blocks of {hold.num_tokens} tokens"
+    status = enum_name(PublishStatus.DESCRIPTOR, hold.status)
     if status != "published":
         return f"declined {when} ({what}): {_DECLINED.get(status, status)}"
     pending = f", {hold.pending_blocks} of them not yet stored" if hold.pending_blocks else ""
     claims = f"claimed {hold.claims} times, {hold.claimed_blocks} blocks" if hold.claims else "never claimed"
     end = "is still held"
     if hold.end:
-        name = enum_name(HoldEnd, "HOLD_END_", hold.end)
+        name = enum_name(HoldEnd.DESCRIPTOR, hold.end)
         end = f"{_ENDED.get(name, name)} {human_age(seconds_of(hold.end_age))} ago"
     return f"published {when} ({what}{pending}): {claims}, {end}"
 
 
 def _lines(lookup: LookupExplained) -> Iterator[str]:
     if lookup.claim_outcome:
-        outcome = enum_name(ClaimOutcome, "CLAIM_OUTCOME_", lookup.claim_outcome)
+        outcome = enum_name(ClaimOutcome.DESCRIPTOR, lookup.claim_outcome)
         yield _CLAIMED.get(outcome, outcome)
         if outcome != "held":
             return
@@ -152,7 +152,7 @@ def _outcome(span: KeySpan) -> str:
         case "hit_tier":
             return f"hit in {span.hit_tier}"
         case "miss_reason":
-            reason = enum_name(MissReason, "MISS_REASON_", span.miss_reason)
+            reason = enum_name(MissReason.DESCRIPTOR, span.miss_reason)
             return f"miss, {reason}: {_WHY.get(reason, 'a reason that this version of kvtier does not know')}"
         case _:
             return "a tier had not answered yet"
@@ -166,12 +166,12 @@ def _lookup_values(lookup: LookupExplained) -> dict[str, Any]:
         if kind == "hit_tier":
             met = {"hit_tier": span.hit_tier}
         elif kind == "miss_reason":
-            met = {"miss_reason": enum_name(MissReason, "MISS_REASON_", span.miss_reason)}
+            met = {"miss_reason": enum_name(MissReason.DESCRIPTOR, span.miss_reason)}
         spans.append({"keys": span.keys} | met)
     claim = {
         "engine_id": lookup.hold.engine_id,
         "request_id": lookup.hold.request_id,
-        "outcome": enum_name(ClaimOutcome, "CLAIM_OUTCOME_", lookup.claim_outcome),
+        "outcome": enum_name(ClaimOutcome.DESCRIPTOR, lookup.claim_outcome),
         "unwanted_blocks": lookup.unwanted_blocks,
     }
     return {
@@ -186,13 +186,13 @@ def _hold_values(hold: HoldExplained) -> dict[str, Any]:
     names = ("num_tokens", "blocks", "pending_blocks", "claims", "claimed_blocks")
     return {
         "age_seconds": seconds_of(hold.age),
-        "direction": DIRECTIONS.get(hold.direction, "unknown"),
-        "status": enum_name(PublishStatus, "PUBLISH_STATUS_", hold.status),
+        "direction": enum_name(HandoffDirection.DESCRIPTOR, hold.direction),
+        "status": enum_name(PublishStatus.DESCRIPTOR, hold.status),
         **{name: getattr(hold, name) for name in names},
-        "end": enum_name(HoldEnd, "HOLD_END_", hold.end) if hold.end else None,
+        "end": enum_name(HoldEnd.DESCRIPTOR, hold.end) if hold.end else None,
         "end_age_seconds": seconds_of(hold.end_age) if hold.end else None,
     }
 
 
 def _policy(policy: OffloadPolicy) -> str:
-    return OffloadPolicy.Name(policy).removeprefix("OFFLOAD_POLICY_").lower()
+    return enum_name(OffloadPolicy.DESCRIPTOR, policy)

@@ -14,12 +14,7 @@ from ..telemetry.status import enum_name
 from .admin_client import ask, json_values, plain_console, show_answer
 from .tables import ResponsiveTable
 
-__all__ = ["DIRECTIONS", "run", "to_json", "values"]
-
-DIRECTIONS = {
-    HandoffDirection.HANDOFF_DIRECTION_PREFILL_TO_DECODE: "prefill to decode",
-    HandoffDirection.HANDOFF_DIRECTION_DECODE_TO_PREFILL: "decode to prefill",
-}
+__all__ = ["direction_text", "run", "to_json", "values"]
 
 
 _NOT_PULLED = {
@@ -39,6 +34,11 @@ def run(options: argparse.Namespace) -> int:
     )
 
 
+def direction_text(direction: HandoffDirection) -> str:
+    """Returns the direction for people: "prefill to decode"."""
+    return enum_name(HandoffDirection.DESCRIPTOR, direction).replace("_", " ")
+
+
 def to_json(answer: ListHandoffsResponse) -> str:
     return json.dumps(values(answer), indent=2)
 
@@ -48,9 +48,9 @@ def values(answer: ListHandoffsResponse) -> dict[str, Any]:
     return {
         "total": answer.total,
         "held_bytes": answer.held_bytes,
-        "handoffs": [json_values(hold, direction=DIRECTIONS) for hold in answer.handoffs],
+        "handoffs": [json_values(hold) for hold in answer.handoffs],
         "missed_claims": {_outcome(missed): missed.claims for missed in answer.missed_claims},
-        "totals": [json_values(totals, direction=DIRECTIONS) for totals in answer.totals],
+        "totals": [json_values(totals) for totals in answer.totals],
     }
 
 
@@ -73,7 +73,7 @@ def _holds(answer: ListHandoffsResponse) -> ResponsiveTable:
         table.add_row(
             hold.engine_id,
             hold.request_id,
-            DIRECTIONS.get(hold.direction, "?"),
+            direction_text(hold.direction),
             hold.tenant or "-",
             f"{hold.num_tokens:,}",
             f"{hold.blocks:,}",
@@ -92,7 +92,7 @@ def _missed(answer: ListHandoffsResponse) -> str:
 
 
 def _outcome(missed: MissedClaims) -> str:
-    return enum_name(ClaimOutcome, "CLAIM_OUTCOME_", missed.outcome)
+    return enum_name(ClaimOutcome.DESCRIPTOR, missed.outcome)
 
 
 def _totals(answer: ListHandoffsResponse) -> ResponsiveTable:
@@ -100,7 +100,7 @@ def _totals(answer: ListHandoffsResponse) -> ResponsiveTable:
     table = ResponsiveTable("since start", numbers=numbers)
     for totals in answer.totals:
         table.add_row(
-            DIRECTIONS.get(totals.direction, "?"),
+            direction_text(totals.direction),
             f"{totals.published:,}",
             f"{totals.declined:,}",
             f"{totals.claimed:,}",

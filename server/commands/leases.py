@@ -8,12 +8,11 @@ import json
 from ...protos.endpoint import Endpoint
 from ...protos.v1.admin_pb2 import LeaseKind, ListLeasesRequest, ListLeasesResponse
 from ..config.units import human_age, human_size, seconds_of
+from ..telemetry.status import enum_name
 from .admin_client import ask, json_values, plain_console, show_answer
 from .tables import ResponsiveTable
 
 __all__ = ["run", "to_json"]
-
-_KINDS = {LeaseKind.LEASE_KIND_READ: "read", LeaseKind.LEASE_KIND_WRITE: "write"}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -23,7 +22,7 @@ def run(options: argparse.Namespace) -> int:
 
 def to_json(answer: ListLeasesResponse) -> str:
     """Returns the leases as JSON, with the fields of `kvtier/v1/admin.proto`; times in seconds."""
-    leases = [json_values(lease, kind=_KINDS) for lease in answer.leases]
+    leases = [json_values(lease) for lease in answer.leases]
     return json.dumps({"total": answer.total, "leases": leases}, indent=2)
 
 
@@ -37,7 +36,7 @@ def _show(answer: ListLeasesResponse, _: Endpoint) -> None:
     for lease in answer.leases:
         table.add_row(
             str(lease.lease_id),
-            _KINDS.get(lease.kind, "?"),
+            enum_name(LeaseKind.DESCRIPTOR, lease.kind),
             lease.engine_id,
             lease.client_name,
             str(lease.pid),

@@ -165,7 +165,7 @@ _HANDOFFS = View(
     (
         _name("engine", "engine_id"),
         _name("request", "request_id"),
-        _name("direction", "direction"),
+        Column("direction", lambda row: row["direction"].replace("_", " "), lambda row: row["direction"]),
         _number("size", "bytes", human_size),
         _number("claims", "claims", _count),
         _number("age", "age_seconds", human_age),

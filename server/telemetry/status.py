@@ -93,18 +93,22 @@ def _region_values(region: RegionStatus) -> dict[str, Any]:
 
 
 def _miss_values(miss: MissCount) -> dict[str, Any]:
-    return {"reason": enum_name(MissReason, "MISS_REASON_", miss.reason), "keys": miss.keys}
+    return {"reason": enum_name(MissReason.DESCRIPTOR, miss.reason), "keys": miss.keys}
 
 
 def _handoff_values(totals: HandoffTotals) -> dict[str, Any]:
     shown = [field.name for field in totals.DESCRIPTOR.fields if field.name not in ("direction", "held_time")]
-    return {"direction": enum_name(HandoffDirection, "HANDOFF_DIRECTION_", totals.direction)} | {
+    return {"direction": enum_name(HandoffDirection.DESCRIPTOR, totals.direction)} | {
         **{name: getattr(totals, name) for name in shown},
         "held_time_seconds": seconds_of(totals.held_time),
     }
 
 
-def enum_name(enum: Any, prefix: str, number: int) -> str:
-    """Returns the name of an enum value as in metrics, or its number if it is unknown."""
-    names: dict[int, str] = {value.number: value.name for value in enum.DESCRIPTOR.values}
-    return names.get(number, f"{number}").removeprefix(prefix).lower()
+def enum_name(enum: Any, number: int) -> str:
+    """Returns the name of a value of an `EnumDescriptor` as in metrics, its number if unknown.
+
+    The prefix of the names is that of the value 0, which ends in UNSPECIFIED.
+    """
+    prefix: str = enum.values_by_number[0].name.removesuffix("UNSPECIFIED")
+    value = enum.values_by_number.get(number)
+    return f"{number}" if value is None else value.name.removeprefix(prefix).lower()

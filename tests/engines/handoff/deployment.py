@@ -29,7 +29,7 @@ they count what is open."""
 HELD_PART = 0.9
 """Many, so that the pool is not the limit."""
 
-DIRECTIONS = {"to_decode": "prefill to decode", "to_prefill": "decode to prefill"}
+DIRECTIONS = {"to_decode": "prefill_to_decode", "to_prefill": "decode_to_prefill"}
 _TOTALS = ("open", "published", "declined", "claimed", "released", "expired", "dropped", "claimed_bytes")
 EXTRA: dict[str, Any] = {
     "bidirectional_kv_xfer": True,

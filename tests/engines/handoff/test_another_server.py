@@ -100,7 +100,7 @@ def turns(run_engine: RunEngine, hosts: Hosts, first: dict[str, Any]) -> dict[st
         generate("P 2", second, **PREFILL) | {"takes_over": "D 1"},
         {"op": "reset"},
         generate("D 2", second, **DECODE) | {"takes_over": "P 2"},
-        server_step(hosts.servers[1], "await-holds", "decode to prefill", "6"),
+        server_step(hosts.servers[1], "await-holds", "decode_to_prefill", "6"),
     ]
     return first | run_engine(steps, **hosts.engine_of(1))
 
@@ -124,6 +124,6 @@ def test_all_but_the_last_token_is_taken_over(turns: dict[str, Any]) -> None:
 def test_each_server_has_what_its_own_engine_holds(hosts: Hosts, turns: dict[str, Any]) -> None:
     """B2.11, B2.18 Parameters name the server that holds the blocks, and it gets the release."""
     assert {row["transfer"]["remote_port"] for row in turns["P 1"]["rows"]} == {int(hosts.addresses[0].split(":")[1])}
-    assert hosts.totals(0) == {"prefill to decode": [3, 3, 3], "decode to prefill": [0, 0, 0]}
-    assert hosts.totals(1) == {"prefill to decode": [3, 3, 3], "decode to prefill": [6, 3, 3]}
+    assert hosts.totals(0) == {"prefill_to_decode": [3, 3, 3], "decode_to_prefill": [0, 0, 0]}
+    assert hosts.totals(1) == {"prefill_to_decode": [3, 3, 3], "decode_to_prefill": [6, 3, 3]}
     eventually(lambda: not any(host.status()["leases"] for host in hosts.servers), "leases are left")

@@ -144,7 +144,7 @@ def test_a_handoff_is_explained_on_both_sides(client: Client, reader: Client, tm
     [hold] = answer(tmp_path, "explain", "p-1")["holds"]
     assert 0 <= hold.pop("end_age_seconds") <= hold.pop("age_seconds") < 30
     assert hold == {
-        "direction": "prefill to decode",
+        "direction": "prefill_to_decode",
         "status": "published",
         "num_tokens": 64,
         "blocks": 4,
@@ -223,3 +223,21 @@ def test_requests_that_engines_do_not_claim_are_explained(reader: Client, tmp_pa
         in kvtier(tmp_path, "explain", "n-0").stdout
     )
     assert "the other engine holds no blocks" in kvtier(tmp_path, "explain", "n-1").stdout
+
+
+def test_enums_have_one_spelling_in_json(client: Client, reader: Client, tmp_path: Path) -> None:
+    """Each command prints the same lower-case words, joined by underscores."""
+    keys = store(client, 0, 1)
+    client.publish("p-1", keys, [0, 1], num_tokens=32, hold_for=60)
+    with reader.lookup(keys, request_id="d-1"):
+        directions = {
+            answer(tmp_path, "explain", "p-1")["holds"][0]["direction"],
+            answer(tmp_path, "handoffs")["handoffs"][0]["direction"],
+        }
+        directions |= {totals["direction"] for totals in answer(tmp_path, "status")["handoffs"] if totals["open"]}
+        directions |= {totals["direction"] for totals in answer(tmp_path, "handoffs")["totals"] if totals["open"]}
+        kinds = {lease["kind"] for lease in answer(tmp_path, "leases")["leases"]}
+
+    assert directions == {"prefill_to_decode"}
+    assert kinds == {"read"}
+    assert "prefill to decode" in kvtier(tmp_path, "handoffs").stdout

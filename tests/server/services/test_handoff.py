@@ -228,12 +228,12 @@ def test_holds_are_listed(prefill: Client, decode: Client, server: ServerProcess
     answer = json.loads(kvtier(server, "--json"))
     first, second = answer["handoffs"]
     assert (answer["total"], answer["held_bytes"]) == (2, 4 * PART)
-    assert (first["engine_id"], first["request_id"], first["direction"]) == ("prefill", "r", "prefill to decode")
+    assert (first["engine_id"], first["request_id"], first["direction"]) == ("prefill", "r", "prefill_to_decode")
     assert (first["num_tokens"], first["blocks"], first["bytes"], first["pending_blocks"]) == (64, 4, 4 * PART, 1)
     assert first["claims"] == 1
     assert 0 <= first["age_seconds"] < 30
     assert 30 < first["remaining_seconds"] <= 60
-    assert (second["request_id"], second["direction"]) == ("back", "decode to prefill")
+    assert (second["request_id"], second["direction"]) == ("back", "decode_to_prefill")
     forth, back = answer["totals"]
     assert (forth["published"], forth["open"], forth["released"], forth["claimed_bytes"]) == (2, 1, 1, 3 * PART)
     assert (back["published"], back["open"], back["claimed"]) == (1, 1, 0)

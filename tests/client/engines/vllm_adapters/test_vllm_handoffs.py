@@ -81,7 +81,7 @@ def test_a_conversation_of_three_turns(server: ServerProcess, prefill: ToyEngine
     assert counts["pull_blocks:pulled"] == sum(-(-(len(PROMPT) + 9 + 15 * turn) // BLOCK) for turn in range(2))
     assert holds_of(server) == [params["remote_request_id"]], "the others were released by who pulled them"
     totals = {total["direction"]: total["published"] for total in server.handoffs()["totals"]}
-    assert totals == {"prefill to decode": 3, "decode to prefill": 3}
+    assert totals == {"prefill_to_decode": 3, "decode_to_prefill": 3}
 
 
 @pytest.mark.parametrize("lazy", [False, True])
