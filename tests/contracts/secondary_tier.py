@@ -25,7 +25,6 @@ from contracts.tier import (
     KIB,
     MIB,
     MISSING,
-    NO_SPACE,
     OTHER_SPACE,
     SPACE,
     Tier,
@@ -39,23 +38,7 @@ from contracts.tier import (
 
 from kvtier.tiers.base import BlockBytes, Entry, NamespaceId, OffloadPolicy, RequestInfo, SecondaryTier
 
-__all__ = [
-    "CORRUPT",
-    "DONE",
-    "FAILED",
-    "KIB",
-    "MIB",
-    "MISSING",
-    "NO_SPACE",
-    "OTHER_SPACE",
-    "SPACE",
-    "SecondaryTierContract",
-    "content",
-    "empty",
-    "fetch",
-    "full",
-    "held",
-]
+__all__ = ["SecondaryTierContract"]
 
 SHAPES = [(4080,), (100, 2000, 30_000), (2 * MIB, 1), (1, 0, 4096)]
 """Part sizes of test blocks, besides those of `contracts.tier`; ranks may differ."""
@@ -66,7 +49,7 @@ SHAPES = [(4080,), (100, 2000, 30_000), (2 * MIB, 1), (1, 0, 4096)]
 KILLED_CHILD = """
 import random, sys
 from pathlib import Path
-from contracts.secondary_tier import DONE, MIB, content, full
+from contracts.tier import DONE, MIB, content, full
 
 {child_source}
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contracts.secondary_tier import DONE, MIB, MISSING, SPACE, SecondaryTierContract, empty, full
+from contracts.secondary_tier import SecondaryTierContract
+from contracts.tier import DONE, MIB, MISSING, SPACE, empty, full
 from harness.launch import launch
 from harness.traffic import PART, assert_stored, store
 

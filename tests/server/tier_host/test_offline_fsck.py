@@ -6,7 +6,7 @@ from pathlib import Path
 
 import lmdb
 import pytest
-from contracts.secondary_tier import DONE, MIB, SPACE, content, full
+from contracts.tier import DONE, MIB, SPACE, content, full
 from harness.launch import launch
 
 from kvtier.server.cli import main

@@ -15,22 +15,8 @@ from typing import Any
 
 import lmdb
 import pytest
-from contracts.secondary_tier import (
-    CORRUPT,
-    DONE,
-    FAILED,
-    KIB,
-    MIB,
-    MISSING,
-    NO_SPACE,
-    SPACE,
-    SecondaryTierContract,
-    content,
-    empty,
-    fetch,
-    full,
-    held,
-)
+from contracts.secondary_tier import SecondaryTierContract
+from contracts.tier import CORRUPT, DONE, FAILED, KIB, MIB, MISSING, NO_SPACE, SPACE, content, empty, fetch, full, held
 
 from kvtier.tiers.base import BlockBytes, NamespaceId, Outcome, SecondaryTier, TierOpenError
 from kvtier.tiers.disk.format import PAGE_BYTES, PageRun, SlabRecord
@@ -562,7 +548,7 @@ def test_a_crash_before_the_index_write_loses_only_new_blocks(tmp_path: Path) ->
     """Unpublished bytes are not listed after a restart, and their pages are free."""
     filled(tmp_path, 3)
     child = (
-        "import os, sys; from pathlib import Path; from contracts.secondary_tier import *;"
+        "import os, sys; from pathlib import Path; from contracts.tier import *;"
         "from kvtier.tiers.disk.tier import DiskTier; tier = DiskTier('disk', Path(sys.argv[1]), 32 * MIB, 'process');"
         "tier._store.index.put = lambda records: os._exit(7);"
         "tier.store([full(b'0', [bytes(70_000)]), full(b'new', [bytes(70_000)])])"

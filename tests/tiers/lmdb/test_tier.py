@@ -15,21 +15,8 @@ from pathlib import Path
 
 import lmdb
 import pytest
-from contracts.secondary_tier import (
-    CORRUPT,
-    DONE,
-    FAILED,
-    KIB,
-    MIB,
-    MISSING,
-    NO_SPACE,
-    SPACE,
-    SecondaryTierContract,
-    content,
-    empty,
-    fetch,
-    full,
-)
+from contracts.secondary_tier import SecondaryTierContract
+from contracts.tier import CORRUPT, DONE, FAILED, KIB, MIB, MISSING, NO_SPACE, SPACE, content, empty, fetch, full
 from harness.polling import wait_until
 
 from kvtier.tiers.base import NamespaceId, Outcome, SecondaryTier, TierOpenError
@@ -394,7 +381,7 @@ def test_the_check_never_shortens_the_file(sound: Path) -> None:
 USE_A_DAMAGED_STORE = """
 import sys
 from pathlib import Path
-from contracts.secondary_tier import *
+from contracts.tier import *
 from kvtier.tiers.lmdb.tier import LMDBTier
 
 tier = LMDBTier("lmdb", Path(sys.argv[1]), 32 * MIB, "process")

@@ -6,18 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from contracts.secondary_tier import (
-    CORRUPT,
-    DONE,
-    MIB,
-    MISSING,
-    SPACE,
-    content,
-    empty,
-    fetch,
-    full,
-    held,
-)
+from contracts.tier import CORRUPT, DONE, MIB, MISSING, SPACE, content, empty, fetch, full, held
 
 from kvtier.tiers.base import TierError
 from kvtier.tiers.disk.format import PAGE_BYTES
