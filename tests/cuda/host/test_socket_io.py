@@ -152,3 +152,32 @@ def test_a_stalled_peer_is_detected_before_the_deadline(pair: Pair) -> None:
     with pytest.raises(BlockingIOError):
         ours.send([bytes(64 << 20)])
     assert time.monotonic() - began < 30
+
+
+class SlowSocket:
+    """A socket that sends or receives three bytes per call and takes four seconds for it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.sent, self.limits = 100.0, bytearray(), list[int]()
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+    def setsockopt(self, _level: int, _option: int, value: bytes) -> None:
+        self.limits.append(int.from_bytes(value[:8], "little"))
+
+    def sendmsg(self, pieces: list[memoryview]) -> int:
+        self.now += 4
+        data = b"".join(pieces)[:3]
+        self.sent += data
+        return len(data)
+
+
+def test_a_slow_peer_gets_every_byte_once_within_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call to the kernel is limited to the time that is left of the deadline."""
+    slow: Any = SlowSocket(monkeypatch)
+    connection = Connection(slow)
+    connection.set_deadline(10)
+    slow.limits.clear()
+    connection.send([b"abcde", b"fgh"])
+    assert (slow.sent, slow.limits) == (b"abcdefgh", [10, 6, 2])
+    with pytest.raises(BlockingIOError):
+        connection.send([b"late"])

@@ -143,8 +143,8 @@ def test_repeated_refusals_are_combined_into_few_lines(monkeypatch: pytest.Monke
 
 def test_a_file_is_read_once_its_mode_is_corrected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A change of owner or mode leaves the contents as they are, and still causes a new read."""
-    path, token = tmp_path / "tokens.toml", new_token()
-    path.write_text("")
+    path, token, early = tmp_path / "tokens.toml", new_token(), new_token()
+    path.write_text(format_entry("early", token_hash(early), "acme", ["engine"], shared_memory=False))
     who = Authenticator(Config(listen=(), region_size=0, data_dir=tmp_path, tiers=(), auth=AuthConfig(tokens=path)))
     path.write_text(format_entry("late", token_hash(token), "acme", ["engine"], shared_memory=False))
     with monkeypatch.context() as patched:
@@ -156,6 +156,7 @@ def test_a_file_is_read_once_its_mode_is_corrected(tmp_path: Path, monkeypatch: 
         who.refresh()
     with pytest.raises(Refused):
         who.identify(token, [], is_local=False)
+    assert who.identify(early, [], is_local=False).name == "early", "the tokens before stay valid"
     changed = path.stat().st_ctime_ns
     # The clock of the file system is coarse.
     wait_until(lambda: path.chmod(0o640) or path.stat().st_ctime_ns > changed)

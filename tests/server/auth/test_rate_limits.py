@@ -18,6 +18,7 @@ from harness.server_process import MIB, ServerProcess
 from kvtier.client import Client, LimitExceeded
 from kvtier.protos.error_reasons import status_within
 from kvtier.protos.v1 import cache_pb2
+from kvtier.server.auth import rate_limits
 from kvtier.server.auth.rate_limits import RateLimiter, RateLimiters
 from kvtier.server.config.schema import RateConfig
 from kvtier.server.refused import Refused
@@ -28,6 +29,19 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+def test_a_limiter_with_open_sessions_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many tenants: only limiters without sessions are dropped, so that the limit of sessions holds."""
+    monkeypatch.setattr(rate_limits, "_MAX_LIMITERS", 2)
+    limiters = RateLimiters(RateConfig(sessions=1), {}, Clock())
+    busy = limiters.for_tenant("busy")
+    assert busy is not None
+    busy.open_session()
+    idle = limiters.for_tenant("idle")
+    limiters.for_tenant("third")
+    assert limiters.for_tenant("busy") is busy
+    assert limiters.for_tenant("idle") is not idle
 
 
 def test_calls_beyond_a_burst_of_ten_seconds_are_refused() -> None:

@@ -41,6 +41,10 @@ class TestSources:
         assert set(loaded.origins.values()) == {"default"}
         assert not loaded.warnings
 
+    def test_a_default_may_equal_its_maximum(self, write: Any) -> None:
+        loaded = load(file=write('[leases]\ndefault = "5m"\nmax = "5m"\n'), environ=ENVIRON)
+        assert (loaded.config.leases.default, loaded.config.leases.max) == (300.0, 300.0)
+
     def test_default_sizes_ask_only_for_room_that_is_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A note says which default is smaller than usual, and why."""
         monkeypatch.setattr(loader, "memory_bytes", lambda: 64 * GIB)
