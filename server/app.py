@@ -13,7 +13,7 @@ from ..cuda.host.memory import tune_malloc
 from .config.machine import allow_descriptors
 from .config.schema import Config
 from .drain import Drain
-from .process.gc_tuning import FullCollector, disable_full_gc
+from .process.gc_tuning import FullCollector, HeapTrimmer, disable_full_gc
 from .process.systemd import ServiceManager
 from .rpc.sessions import SessionRegistry
 from .runtime import TierRuntime
@@ -170,13 +170,14 @@ class Server:
 async def _watch(backend: Backend, health: Health) -> None:
     """Every second reloads changed tokens, updates the health service, and runs `FullCollector`."""
     runtime, metrics = backend.runtime, backend.metrics
-    collector = FullCollector(runtime.now())
+    collector, trimmer = FullCollector(runtime.now()), HeapTrimmer(runtime.now())
     while True:
         await asyncio.sleep(_WATCH_SECONDS)
         try:
             backend.access.refresh(backend.sessions.revoke)
             await health.update(runtime.stats())
             collector.tick(runtime.now(), metrics.calls)
+            await trimmer.tick(runtime.now())
         except Exception as error:  # noqa: BLE001 - otherwise revoked tokens would stay valid
             metrics.failed("watch")
             _log.error("watch failed", exc_info=error)

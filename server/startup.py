@@ -87,6 +87,8 @@ _GRPC_OPTIONS = [
     ("grpc.server_handshake_timeout_ms", 5_000),
     ("grpc.max_connection_idle_ms", 300_000),
     ("grpc.max_concurrent_streams", 256),
+    # Otherwise each stream may get megabytes before its call asks for them: see `Receptions`.
+    ("grpc.http2.bdp_probe", 0),
 ]
 
 

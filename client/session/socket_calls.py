@@ -203,8 +203,13 @@ class SocketCalls(SocketPool):
             raise
 
     def avoid_connecting(self) -> None:
-        """Called if an attempt to connect timed out, because the bulk process hangs."""
-        self.avoid_until = time.monotonic() + _AVOID_SECONDS
+        """Called if an attempt to connect timed out.
+
+        Over TCP the bulk process accepts the connection, and hangs. Over a Unix socket the server
+        itself hangs, so that gRPC would not answer either.
+        """
+        if not isinstance(self.target.address, str):
+            self.avoid_until = time.monotonic() + _AVOID_SECONDS
 
     def call(self, name: str, message: bytes, timeout: float) -> bytes | None:
         """Calls a method and returns its response. Returns None if no connection is possible.

@@ -1,4 +1,4 @@
-"""Tuning of Python's cyclic garbage collector for the server.
+"""Tuning of Python's cyclic garbage collector and of malloc's heap for the server.
 
 The index of a full server has a million long-lived objects without cycles. A full collection visits
 all of them and blocks the event loop: 90 ms with 200,000 blocks. By default Python runs a full
@@ -6,14 +6,20 @@ collection whenever the number of objects has grown by a quarter. Calls leave cy
 asyncio objects, but these are found by collections of the young generations: after 80,000 lookups
 and releases no garbage was in the old generation. So only the young generations are collected
 automatically. `FullCollector` collects the old generation.
+
+`tune_malloc` makes malloc keep freed memory, so that the memory of a burst of large requests would
+stay in the process. `HeapTrimmer` returns it to the kernel.
 """
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import time
 
-__all__ = ["FullCollector", "disable_full_gc"]
+from ...cuda.host.memory import free_heap_bytes, trim_heap
+
+__all__ = ["FullCollector", "HeapTrimmer", "disable_full_gc"]
 
 _YOUNG = 2000
 """Number of new objects that triggers a collection of the youngest generation (0.5 ms)."""
@@ -23,6 +29,9 @@ _NEVER = 1 << 30
 
 _IDLE_SECONDS = 60.0
 _BUSY_SECONDS = 3600.0
+_TRIM_SECONDS = 5.0
+_FREE_BYTES = 64 << 20
+"""Additional free memory that the heap keeps for further requests."""
 _SHARE = 2000
 """Minimum ratio of the pause before a full collection to the duration of the previous one.
 
@@ -62,4 +71,28 @@ class FullCollector:
         gc.collect()
         self._took = time.perf_counter() - started
         self._collected_at = now
+        return True
+
+
+class HeapTrimmer:
+    """Returns free memory to the kernel if the heap has much of it in two checks in a row."""
+
+    def __init__(self, now: float) -> None:
+        self._checked_at = now
+        self._known_free = free_heap_bytes()
+        """Free bytes of the heap after the last trim. Most of them need no memory any more."""
+        self._had_much = False
+
+    async def tick(self, now: float) -> bool:
+        """Checks the heap every five seconds; returns whether it was trimmed. `now`: seconds."""
+        if now - self._checked_at < _TRIM_SECONDS:
+            return False
+        self._checked_at = now
+        free = free_heap_bytes()
+        self._known_free = min(self._known_free, free)
+        had_much, self._had_much = self._had_much, free > self._known_free + _FREE_BYTES
+        if not (had_much and self._had_much):
+            return False
+        await asyncio.to_thread(trim_heap)  # takes 0.1 s for hundreds of MiB
+        self._known_free, self._had_much = free_heap_bytes(), False
         return True

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Self
 
 import grpc
@@ -18,6 +18,7 @@ from ..auth.audit_log import AuditLog
 from ..refused import Refused
 from ..telemetry.logs import get_logger
 from ..telemetry.tracing import Tracing
+from .receptions import Receptions
 from .request_bounds import RequestBounds
 
 __all__ = ["RefusalInterceptor"]
@@ -54,6 +55,7 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         self.audit_log = audit_log
         self.bounds = bounds
         self._authorize = authorize
+        self._receptions = Receptions()
 
     async def intercept_service(
         self,
@@ -61,7 +63,28 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         handler: Any = await continuation(handler_call_details)
-        return None if handler is None else self.wrap(handler_call_details.method, handler)
+        if handler is None:
+            return None
+        wrapped = self.wrap(handler_call_details.method, handler)
+        if handler.request_streaming:
+            return wrapped
+        return self._with_reception(wrapped, _token_of(handler_call_details.invocation_metadata))
+
+    def _with_reception(self, handler: Any, caller: str) -> Any:
+        """Makes a handler of a single request receive this request with `Receptions`.
+
+        For gRPC it is the handler of a stream of requests, because gRPC calls such a handler before
+        it receives. On the wire both kinds are equal.
+        """
+        behavior = handler.unary_unary or handler.unary_stream
+
+        async def call(_: Any, context: grpc.aio.ServicerContext) -> Any:
+            message = await self._receptions.receive(context, caller)
+            return await behavior(message, context)
+
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(call, None, handler.response_serializer)
+        return grpc.stream_unary_rpc_method_handler(call, None, handler.response_serializer)
 
     def wrap(self, method: str, handler: Any) -> Any:
         """Wraps a handler. `method` is the handler's name in metrics and log."""
@@ -125,6 +148,10 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
                         del answer  # frees the frame (2 MiB) during the wait for the next one
 
         return call
+
+
+def _token_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    return next((str(value) for key, value in metadata or () if key == "authorization"), "")
 
 
 async def _send(context: grpc.aio.ServicerContext, answer: Any) -> None:

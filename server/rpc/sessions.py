@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -23,6 +24,8 @@ __all__ = ["OpenSession", "SessionRegistry", "namespace_spec"]
 PROTOCOL_VERSIONS = (1,)
 _MAX_CONNECTIONS = 64
 """Maximum number of call connections that one session may have. Each carries one call at a time."""
+_MAX_ALL_CONNECTIONS, _MAX_TENANT_CONNECTIONS = 4096, 2048
+"""Maximum number of such connections of all sessions, and of the sessions of a tenant."""
 _MAX_MODELS = 1024
 _MAX_MODEL_LENGTH = 128
 _MAX_SHOWN_GROUPS = 32
@@ -80,6 +83,8 @@ class SessionRegistry:
         """Model names of the most recent namespaces, for the status."""
         self._limiters = limiters or RateLimiters(RateConfig(), {})
         self._sessions: dict[bytes, OpenSession] = {}
+        self._connections: Counter[str] = Counter()
+        """Number of connections for calls per tenant."""
         self._last_heard: OpenSession | None = None
         self._heard_before = 0.0
         """Time of the last call of a session other than `_last_heard`."""
@@ -151,6 +156,8 @@ class SessionRegistry:
             session.limiter.close_session()
         for disconnect in session.disconnects:
             disconnect()
+        if session.disconnects:
+            self._drop_connections(session.core.tenant, len(session.disconnects))
         self._runtime.core.close_session(session.core.id)
         for tell in self.on_close:
             tell(session.core.id)
@@ -251,7 +258,11 @@ class SessionRegistry:
             raise Refused("UNKNOWN_SESSION", "the session has ended, or belongs to another run of the server")
         if len(session.disconnects) >= _MAX_CONNECTIONS:
             raise Refused("LIMIT_EXCEEDED", f"the session has {_MAX_CONNECTIONS} connections for calls")
+        tenant = session.core.tenant
+        if self._connections.total() >= _MAX_ALL_CONNECTIONS or self._connections[tenant] >= _MAX_TENANT_CONNECTIONS:
+            raise Refused("LIMIT_EXCEEDED", "the tenant or the server has too many connections for calls")
         session.disconnects.add(disconnect)
+        self._connections[tenant] += 1
         if via_tcp:
             session.transport = "tcp"  # a client that calls over TCP also streams over TCP
         return session.identity
@@ -259,8 +270,14 @@ class SessionRegistry:
     def disconnect(self, session_id: bytes, disconnect: Callable[[], object]) -> None:
         """Records the end of a connection for calls."""
         session = self._sessions.get(session_id)
-        if session is not None:
+        if session is not None and disconnect in session.disconnects:
             session.disconnects.discard(disconnect)
+            self._drop_connections(session.core.tenant, 1)
+
+    def _drop_connections(self, tenant: str, number: int) -> None:
+        self._connections[tenant] -= number
+        if not self._connections[tenant]:
+            del self._connections[tenant]
 
     def _find_valid(self, session_id: bytes, epoch: int) -> OpenSession | None:
         session = self._sessions.get(session_id)

@@ -28,7 +28,11 @@ _log = get_logger(__name__)
 
 _SERVICES = "kvtier.v1."
 _REQUEST_SECONDS = 30.0
-"""Maximum time between the first and the last byte of a request."""
+"""Maximum time between the first and the last byte of a request, and to read an answer."""
+_BUDGET_MESSAGES = 8
+"""Size of the `MessageBudget`, in requests of the largest size."""
+_READ_BYTES = 64 << 10
+"""Bytes that the server receives at a time; asyncio would receive 256 KiB."""
 _NAME_BYTES = 1 + 255
 """Largest name of a method, with its length."""
 _SMALL_BYTES = 64 << 10
@@ -38,33 +42,44 @@ _SMALL_BYTES = 64 << 10
 class MessageBudget:
     """Memory for requests of more than 64 KiB, from their first byte to the end of their call.
 
-    A connection whose request does not fit waits: the server does not read from it. A session may
-    reserve an eighth of the budget, but at least one request.
+    A connection whose request does not fit waits: the server does not read from it. A tenant may
+    reserve half of the budget, and a session an eighth, but at least one request.
     """
 
     def __init__(self, total_bytes: int) -> None:
         self._free = total_bytes
         self._per_session = total_bytes // 8
-        self._reserved: Counter[bytes] = Counter()
+        self._per_tenant = total_bytes // 2
+        self._reserved: Counter[bytes | str | None] = Counter()
+        """By session id, and by tenant."""
         self._waiting: dict[_Connection, None] = {}
 
-    def reserve(self, session_id: bytes, nbytes: int, connection: _Connection) -> bool:
-        """Returns whether memory could be reserved. If not, calls `connection.resume` later."""
+    def reserve(self, session_id: bytes, tenant: str | None, nbytes: int, connection: _Connection) -> bool:
+        """Returns whether memory could be reserved. If not, calls `connection.resume` later.
+
+        `tenant` is None if the caller may access all tenants.
+        """
         before = self._reserved[session_id]
-        if nbytes > self._free or (before and before + nbytes > self._per_session):
+        if (
+            nbytes > self._free
+            or (before and before + nbytes > self._per_session)
+            or self._reserved[tenant] + nbytes > self._per_tenant
+        ):
             self._waiting[connection] = None
             return False
         self._waiting.pop(connection, None)
         self._free -= nbytes
         self._reserved[session_id] += nbytes
+        self._reserved[tenant] += nbytes
         return True
 
-    def release(self, session_id: bytes, nbytes: int, connection: _Connection) -> None:
+    def release(self, session_id: bytes, tenant: str | None, nbytes: int, connection: _Connection) -> None:
         self._waiting.pop(connection, None)
         self._free += nbytes
-        self._reserved[session_id] -= nbytes
-        if self._reserved[session_id] <= 0:
-            del self._reserved[session_id]
+        for owner in (session_id, tenant):
+            self._reserved[owner] -= nbytes
+            if self._reserved[owner] <= 0:
+                del self._reserved[owner]
         for each in self._waiting if nbytes else ():
             asyncio.get_running_loop().call_soon(each.resume)
 
@@ -79,7 +94,7 @@ class SocketCallServer:
     def __init__(self, interceptor: RefusalInterceptor, max_message_bytes: int) -> None:
         """The server refuses and discards a message of more than `max_message_bytes`."""
         self.max_message_bytes = max_message_bytes
-        self.budget = MessageBudget(16 * max_message_bytes)
+        self.budget = MessageBudget(_BUDGET_MESSAGES * max_message_bytes)
         self._interceptor = interceptor
         self._handlers: dict[bytes, Any] = {}
 
@@ -168,6 +183,8 @@ class _Connection(asyncio.Protocol):
         self._caller = caller
         self._deadline: asyncio.TimerHandle | None = None
         """Closes the connection if the rest of a request does not arrive in time."""
+        self._unread: asyncio.TimerHandle | None = None
+        """Closes the connection if the client does not read an answer in time."""
         self._received = bytearray()
         self._reserved = 0
         self._oversized = 0
@@ -184,6 +201,7 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        transport.max_size = _READ_BYTES  # type: ignore[attr-defined]  # of asyncio's transports
 
     def data_received(self, data: bytes) -> None:
         self._received += data
@@ -194,15 +212,20 @@ class _Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._write_paused = True
+        self._unread = asyncio.get_running_loop().call_later(_REQUEST_SECONDS, self.close)
 
     def resume_writing(self) -> None:
         self._write_paused = False
+        if self._unread is not None:
+            self._unread.cancel()
         self.resume()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._task is not None:
             self._task.cancel()
         self._set_deadline(waiting=False)
+        if self._unread is not None:
+            self._unread.cancel()
         self._release()
         if not self.ended.done():
             self.ended.set_result(None)
@@ -264,7 +287,7 @@ class _Connection(asyncio.Protocol):
 
     def _reserve(self, nbytes: int) -> bool:
         """Reserves memory for a request and continues to read it, if there is memory."""
-        if not self._calls.budget.reserve(self._session_id, nbytes, self):
+        if not self._calls.budget.reserve(self._session_id, self._caller.tenant, nbytes, self):
             return False
         self._reserved = nbytes
         if not self._buffer_is_full:
@@ -273,7 +296,7 @@ class _Connection(asyncio.Protocol):
 
     def _release(self) -> None:
         reserved, self._reserved = self._reserved, 0
-        self._calls.budget.release(self._session_id, reserved, self)
+        self._calls.budget.release(self._session_id, self._caller.tenant, reserved, self)
 
     def resume(self) -> None:
         """Starts the next call, unless a call is running or the client does not read answers."""

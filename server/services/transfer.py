@@ -10,6 +10,7 @@ written only while its store is in flight, and the slot is not reused during the
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import grpc
@@ -30,6 +31,25 @@ from ..runtime import TierRuntime
 from ..telemetry.metrics import Metrics
 
 __all__ = ["TransferService"]
+
+
+_FRAME_SECONDS = 30.0
+"""Maximum time for a frame of a Push to arrive; its memory is in use until then."""
+
+
+async def _in_time(frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yields the frames of a Push. Raises `Refused` if the next one takes too long."""
+    iterator = aiter(frames)
+    while True:
+        try:
+            async with asyncio.timeout(_FRAME_SECONDS):
+                frame = await anext(iterator)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise Refused("LIMIT_EXCEEDED", f"a frame did not arrive within {_FRAME_SECONDS:g} s") from None
+        yield frame
+        del frame  # frees the frame during the wait for the next one
 
 
 class TransferService:
@@ -84,7 +104,7 @@ class TransferService:
         parts = PartSequence((), ())
         received = 0
         limiter = None
-        async for message in frames:
+        async for message in _in_time(frames):
             self._bounds.check("TransferService/Push", message)
             try:
                 frame = transfer_pb2.PushRequest.FromString(message)

@@ -53,6 +53,7 @@ def test_defaults() -> None:
         (session, "_ATTACH_SECONDS"): 2.0,
         (socket_calls, "_CONNECT_SECONDS"): 2.0,
         (socket_streams, "_CONNECT_SECONDS"): 5.0,
+        (socket_streams, "_STALL_SECONDS"): 5.0,
     } == DEFAULTS
 
 

@@ -139,7 +139,7 @@ def test_a_handshake_needs_a_common_protocol(tmp_path: Path, offered: str | None
 
 
 def test_a_stalled_peer_is_detected_before_the_deadline(pair: Pair) -> None:
-    """Without progress a call ends after the stall limit; progress is only limited by the deadline."""
+    """A call ends after the stall limit if no byte moves, otherwise at the deadline."""
     ours, theirs = pair
     ours.set_deadline(60, 0.2)
     sender = threading.Thread(target=lambda: [(time.sleep(0.05), theirs.send([b"x"])) for _ in range(10)])

@@ -541,7 +541,7 @@ def test_slow_bytes_do_not_extend_the_deadline() -> None:
 async def test_a_stopped_bulk_process_delays_streams_only_briefly(
     server: ServerProcess, client: Client, monkeypatch: pytest.MonkeyPatch, *, asynchronous: bool
 ) -> None:
-    """After a SIGSTOP of the process, a load and a store use gRPC long before their own time-out."""
+    """After a SIGSTOP of the process, loads and stores use gRPC long before their time-out."""
     keys, more = fresh(f"stopped {asynchronous}", 2), fresh(f"stopped too {asynchronous}", 2)
     monkeypatch.setattr(socket_streams, "_STALL_SECONDS", 0.5)
     monkeypatch.setattr(socket_calls, "_CONNECT_SECONDS", DEFAULTS[socket_calls, "_CONNECT_SECONDS"])

@@ -6,18 +6,23 @@ import contextlib
 import struct
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from harness.payloads import namespace_of
 from harness.raw import RawSession, RawSocket
 from harness.server_process import MIB, ServerProcess
+from harness.unfinished_grpc import UnfinishedCalls
 
+from kvtier.client.results import KeyStatus
 from kvtier.protos.v1 import cache_pb2
 from kvtier.protos.wire.socket_frames import HEAD_BYTES, FrameKind, Purpose, pack_call, pack_hello
+from kvtier.server.rpc.socket_calls import MessageBudget
 
 NAMESPACE = namespace_of(64 << 10)
 LIMIT = 8 * MIB
-"""A lookup may be as large by default. Four of them use the share of a session."""
+"""A lookup may be as large by default. Two of them use the share of a session."""
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +78,7 @@ def test_unfinished_requests_hold_little_memory(server: ServerProcess, session: 
 def test_a_waiting_request_is_received_when_another_ends(session: RawSession) -> None:
     """A session can send large requests again after those that used its share have ended."""
     with contextlib.ExitStack() as opened:
-        blockers = [opened.enter_context(calls_of(session)) for _ in range(4)]
+        blockers = [opened.enter_context(calls_of(session)) for _ in range(2)]
         for blocker in blockers:
             begin_large_call(blocker)
         with calls_of(session) as waiting:
@@ -85,3 +90,58 @@ def test_a_waiting_request_is_received_when_another_ends(session: RawSession) ->
                 blocker.socket.close()
             waiting.socket.settimeout(60)
             assert waiting.answer()[0] == 0
+
+
+@pytest.mark.slow
+def test_unfinished_grpc_requests_hold_little_memory(tmp_path: Path) -> None:
+    """60 calls send 10 MiB each and never end. Others are served, and the memory is freed."""
+    with ServerProcess(tmp_path, region=16 * MIB) as server:
+        before = server.start().own_bytes()
+        with UnfinishedCalls(str(server.path), "CacheService/Lookup", 60, 10 * MIB) as abuse:
+            sent = 0
+            while abuse.sent < 300 * MIB:
+                abuse.send_for(1)
+                assert server.own_bytes() - before < 320 * MIB
+                with RawSession(server.endpoint, NAMESPACE, engine_id="honest", rank=0) as honest:
+                    answer = honest.cache.Lookup(large_lookup(honest), timeout=60)
+                assert set(answer.statuses) == {KeyStatus.MISS}
+                if abuse.sent == sent:
+                    break  # the server takes no more
+                sent = abuse.sent
+        assert sent > 100 * MIB
+        server.wait_for(lambda _: server.own_bytes() - before < 80 * MIB)
+
+
+@pytest.mark.slow
+def test_memory_of_large_socket_calls_is_returned(tmp_path: Path) -> None:
+    """After the end of the calls, malloc returns the memory of their requests to the kernel."""
+    with (
+        ServerProcess(tmp_path, region=16 * MIB) as server,
+        contextlib.ExitStack() as opened,
+    ):
+        before = server.start().own_bytes()
+        sessions = [
+            opened.enter_context(RawSession(server.endpoint, NAMESPACE, engine_id=f"abuse {number}", rank=0))
+            for number in range(16)
+        ]
+        connections = [opened.enter_context(calls_of(session)) for session in sessions for _ in range(4)]
+        for connection in connections:
+            begin_large_call(connection)
+        most = server.own_bytes() - before
+        assert 64 * MIB < most < 256 * MIB
+        for connection in connections:
+            connection.socket.close()
+        server.wait_for(lambda _: server.own_bytes() - before < 64 * MIB)
+
+
+def test_tenants_share_the_memory_for_requests() -> None:
+    """A session reserves at most an eighth, a tenant at most half, all together the budget."""
+    budget, waiting = MessageBudget(80), cast(Any, object())
+    assert budget.reserve(b"large", "a", 30, waiting), "one request may exceed the share of a session"
+    assert not budget.reserve(b"large", "a", 1, waiting)
+    assert budget.reserve(b"small", "a", 10, waiting)
+    assert not budget.reserve(b"third", "a", 1, waiting), "half of the budget"
+    assert budget.reserve(b"other", "b", 40, waiting)
+    assert not budget.reserve(b"last", "c", 1, waiting), "nothing is left"
+    budget.release(b"other", "b", 40, waiting)
+    assert budget.reserve(b"last", "c", 40, waiting)
