@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+from functools import partial
 
 from ..config.loader import Loaded
 from ..config.schema import ConfigError
 from ..config.units import human_size
+from ..process.crash_reporter import start_crash_reporter
 from ..telemetry import logs
 from .config import load
 from .console import EXIT_CONFIG, refuse
@@ -20,7 +23,10 @@ def run(options: argparse.Namespace) -> int:
         loaded = load(options)
     except ConfigError as error:
         return refuse(error.problems, EXIT_CONFIG)
-    logs.configure(loaded.config.log)
+    configure_logs = partial(logs.configure, loaded.config.log)
+    with contextlib.suppress(OSError):  # no process available: the server works without the reporter
+        start_crash_reporter(configure_logs, [tier.path for tier in loaded.config.tiers])
+    configure_logs()
     log = logs.get_logger(__name__)
     for warning in loaded.warnings:
         log.warning(warning)
