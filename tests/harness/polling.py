@@ -28,7 +28,7 @@ def wait_until(
     otherwise: object = "condition not met",
     interval: float = 0.01,
 ) -> T:
-    """Waits until `what()` is true; returns its value, or fails with `otherwise` (or its result)."""
+    """Waits until `what()` is true; returns its value, or fails with `otherwise` or its result."""
     for _ in polls(seconds, interval):
         if found := what():
             return found
