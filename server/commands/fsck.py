@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from ...protos.endpoint import EndpointError, client_endpoint
 from ...protos.v1 import admin_pb2
 from ...tiers.storage.fsck import Finding
+from ..config.loader import Loaded
 from ..config.schema import Config, ConfigError
 from ..config.units import KIB, human_size, parse_size
 from ..printable import printable
 from ..tier_host import offline_fsck
 from ..tier_host.offline_fsck import TierReport
-from .admin_client import AdminClientError, UnreachableError, follow
+from .admin_client import AdminClientError, UnreachableError, ask_status, follow
 from .config import load
 from .console import EXIT_CONFIG, EXIT_UNREACHABLE, EXIT_USAGE, complain, print_line, refuse
 from .progress import progress_bar
@@ -39,8 +40,25 @@ def run(options: argparse.Namespace) -> int:
         loaded = load(options)
     except ConfigError as error:
         return refuse(error.problems, EXIT_CONFIG)
-    complain(f"warning: {warning}" for warning in loaded.warnings)
+    complain(f"warning: {warning}" for warning in (*loaded.warnings, *_other_server(loaded, options.timeout)))
     return _offline(loaded.config, options)
+
+
+def _other_server(loaded: Loaded, timeout: float) -> Iterator[str]:
+    """Yields a warning if only defaults say which files to check, and a server runs here."""
+    if {loaded.origins["data_dir"], loaded.origins["tiers"]} != {"default"}:
+        return
+    endpoint = client_endpoint(None)
+    try:
+        tiers = ", ".join(tier.name for tier in ask_status(endpoint, timeout).tiers[1:]) or "none"
+    except UnreachableError:
+        return
+    except AdminClientError as error:
+        tiers = f"unknown ({error})"
+    yield (
+        f"a server runs at {endpoint} (tiers: {tiers}); without --config or --data-dir this command checks the default "
+        f"tiers in {loaded.config.data_dir}, which may not be those of the server: give its --config, or use --online"
+    )
 
 
 def _offline(config: Config, options: argparse.Namespace) -> int:

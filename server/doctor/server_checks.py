@@ -45,10 +45,31 @@ def configuration(context: CheckContext) -> Iterator[CheckResult]:
         )
     for warning in context.warnings:
         yield warn(warning, "this is permitted, but perhaps a mistake", "kvtier config shows the origin of each value")
-    if context.config is not None and not context.warnings:
+    if difference := _difference(context):
+        yield warn(
+            f"these settings are not those of the running server: {difference}",
+            "the checks of memory and disks describe these settings, not the server",
+            "run kvtier doctor with the server's --config, environment and flags",
+        )
+    elif context.config is not None and not context.warnings:
         yield ok(
             f"valid: CPU tier of {human_size(context.config.region_size)}, tiers below it: {len(context.config.tiers)}"
         )
+
+
+def _difference(context: CheckContext) -> str:
+    """Returns how the settings differ from the running server's; empty if they agree."""
+    config, status = context.config, context.status
+    if config is None or status is None:
+        return ""
+    pairs = {
+        "region_size": (human_size(config.region_size), human_size(status.region.size_bytes)),
+        "tiers": tuple(
+            ", ".join(names) or "none"
+            for names in ([tier.name for tier in config.tiers], [tier.name for tier in status.tiers[1:]])
+        ),
+    }
+    return "; ".join(f"{name} is {here} here, {there} there" for name, (here, there) in pairs.items() if here != there)
 
 
 def socket_file(context: CheckContext) -> Iterator[CheckResult]:

@@ -348,3 +348,35 @@ def _engine(place: Path, *flags: str, seed: str | None = None) -> Iterator[int]:
             yield process.pid
         finally:
             process.kill()
+
+
+def test_settings_other_than_the_servers_are_named(place: Path) -> None:
+    """Without --config, doctor looks at defaults, which a running server may not have."""
+    with launch(place, "--cpu-only") as server:
+        server.wait_ready()
+        other = doctor(place, "--only", "configuration", "--endpoint", f"unix:{place}/s")
+        same = doctor(
+            place,
+            *("--only", "configuration", "--endpoint", f"unix:{place}/s", "--cpu-only", "--region-size", "32MiB"),
+        )
+
+    difference = "region_size is 64.0 MiB here, 32.0 MiB there; tiers is lmdb here, none there"
+    named(other, "configuration", "warn", difference, "with the server's --config")
+    assert [finding["verdict"] for finding in same["configuration"]] == ["ok"]
+
+
+def test_fsck_warns_if_a_server_runs_with_other_tiers(place: Path) -> None:
+    """Without --config, --data-dir and --online, fsck checks the default tiers."""
+    environment = {"XDG_RUNTIME_DIR": f"{place}", "XDG_DATA_HOME": f"{place}/home", "HOME": f"{place}"}
+    socket_path = place / "kvtier" / "kvtier.sock"
+    socket_path.parent.mkdir(mode=0o700)
+    with launch(place, "--cpu-only", listen=f"unix:{socket_path}") as server:
+        server.wait_ready()
+        guessed = kvtier("fsck", environment=environment, code=4).stderr
+        named_here = kvtier("fsck", "--data-dir", f"{place}/data", environment=environment, code=4).stderr
+    alone = kvtier("fsck", environment=environment, code=4).stderr
+
+    assert f"a server runs at unix:{socket_path} (tiers: none)" in guessed
+    assert f"checks the default tiers in {place}/home/kvtier" in guessed
+    assert "use --online" in guessed
+    assert "a server runs" not in named_here + alone
