@@ -159,3 +159,12 @@ def test_a_failed_open_leaves_nothing_open(
         EngineBlocks(backend.driver, handles, region, export)
     assert handles.allocations == 0
     assert backend.driver.in_use == {"mappings": 0, "events": 0, "streams": 0}
+
+
+@pytest.mark.parametrize("backend", ["host"], indirect=True)
+def test_copies_leave_no_events(backend: HostBackend, start_engine: StartEngine, open_blocks: Open) -> None:
+    """Each batch has an event; a copy worker that kept them would run out of them."""
+    blocks = open_blocks(start_engine(JOINED), batch_copies=1)
+    before = backend.driver.in_use["events"]
+    blocks.copy(CopyDirection.OUT, 0, range(BLOCKS), range(0, BLOCKS * STEP, STEP))
+    assert backend.driver.in_use["events"] == before

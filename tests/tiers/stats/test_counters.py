@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.stats.counters import MAX_NAMESPACES, HitCounters
+from kvtier.tiers.stats.eviction_history import EvictionHistory
 from kvtier.tiers.stats.request_log import OutcomeRun
 from kvtier.tiers.types import MissReason
 
@@ -44,3 +45,15 @@ def test_namespaces_beyond_the_limit_share_counters_per_tenant() -> None:
     assert others == {"": [1000], "acme": [1000]}
     assert cells[0].hits == [2]
     assert tally.hits == [MAX_NAMESPACES + 2001]
+
+
+def test_the_eviction_history_keeps_the_latest_blocks_within_its_limit() -> None:
+    history = EvictionHistory(8)
+    keys = [bytes([number]) for number in range(100)]
+    for key in keys:
+        history.record(namespace(1), key, MissReason.EVICTED)
+        assert history.reason_for(namespace(1), key) is MissReason.EVICTED
+        known = [key for key in keys if history.reason_for(namespace(1), key)]
+        assert len(known) <= 8
+    assert known == keys[-len(known) :]
+    assert len(known) >= 4

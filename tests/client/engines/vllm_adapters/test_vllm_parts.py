@@ -310,6 +310,17 @@ def test_a_worker_of_another_namespace_moves_nothing() -> None:
     close_when_idle(worker)
 
 
+def test_a_worker_whose_bytes_another_rank_stores_reports_saves() -> None:
+    """B4.5 It stores nothing, but the scheduler waits for the report of each worker."""
+    client, reports = FakeTransfers(), WorkerReports()
+    worker = WorkerSide(lambda _: client, [FULL], "ns", 8, reports, RateLimitedLog(), stores=False)  # type: ignore[arg-type,return-value]
+    worker.register(_caches(8))
+    worker.start_saves(StepMetadata([], [SaveJob(1, "r", [b"k"], [0], [3])], "ns"))
+    close_when_idle(worker)
+    assert client.written == []
+    assert reports.take_report() == WorkerReport({1: 1})
+
+
 def test_a_worker_says_what_it_did_not_store() -> None:
     """B3.5 Blocks without room, or of another writer, do not count as stored."""
     client, reports = FakeTransfers(max_keys=4), WorkerReports()
