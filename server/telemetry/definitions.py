@@ -97,7 +97,7 @@ SECTIONS: dict[str, tuple[MetricDefinition, ...]] = {
         _gauge("tier_queued_bytes", "bytes", "tier", "Bytes that wait to be stored in the tier or are being stored."),
         _gauge("tier_blocks", "blocks", "tier", "Blocks that the tier holds."),
         _gauge("tier_jobs", "jobs", "tier", "Jobs of the tier that wait or run."),
-        _gauge("tier_healthy", "0 or 1", "tier", "Whether the tier works without errors."),
+        _gauge("tier_healthy", "0 or 1", "tier", "1 if the tier works, 0 if it is in trouble."),
         _counter("tier_hits", "keys", "tier", "Keys found in the tier."),
         _counter("tier_misses", "keys", "tier", "Keys looked up in the tier and not found."),
         _counter("tier_evictions", "blocks", "tier", "Blocks evicted from the tier."),

@@ -110,7 +110,7 @@ def serve() -> Iterator[Serve]:
         server.close()
 
 
-def open_page(browser: Browser, url: str, state: str = "degraded") -> None:
+def open_page(browser: Browser, url: str, state: str = "in trouble") -> None:
     """Opens a page and waits for its state of the server."""
     browser.open(url)
     browser.wait(lambda: browser.text("#state") == state, "the page does not say what is so")
@@ -130,13 +130,13 @@ def findings(browser: Browser) -> list[str]:
     ]
 
 
-def test_degraded_tier(serve: Serve, browser: Browser) -> None:
-    """A degraded tier is shown at the top; its row shows the reason."""
+def test_tier_in_trouble(serve: Serve, browser: Browser) -> None:
+    """A tier in trouble is shown at the top; its row shows the reason."""
     open_page(browser, serve())
-    trouble = "Tier disk-of-the-second-shelf is degraded: no space left on /var/lib/kvtier"
+    trouble = "Tier disk-of-the-second-shelf is in trouble: no space left on /var/lib/kvtier"
     assert browser.text("#notice").startswith(trouble)
     row = "[data-key=disk-of-the-second-shelf]"
-    assert browser.text(f"{row} [data-name=health]") == "degraded"
+    assert browser.text(f"{row} [data-name=health]") == "trouble"
     assert browser.text(f"{row} [data-name=jobs]") == "42\n7.0 GiB"
     assert browser.text(f"{row} [data-name=disk_free]") == "5.0 TiB"
     assert browser.text("[data-key=cpu] [data-name=disk_free]") == "\N{EN DASH}"
@@ -219,7 +219,7 @@ def test_every_trouble_has_a_line(serve: Serve, browser: Browser) -> None:
     browser.wait(lambda: "in the last minute" in browser.text("#notice"), "dropped blocks are not shown")
     lines = [line for line in browser.text("#notice").splitlines() if line]
     assert len(lines) == 4
-    for line, words in zip(lines, ("is degraded: no space", "is draining", "did not store", "2.0 s"), strict=True):
+    for line, words in zip(lines, ("is in trouble: no space", "is draining", "did not store", "2.0 s"), strict=True):
         assert words in line
     row = "[data-key=disk-of-the-second-shelf]"
     assert "GiB/s" in browser.text(f"{row} [data-name=stored]")
@@ -257,7 +257,7 @@ def test_token(serve: Serve, browser: Browser) -> None:
     browser.press(*"wrong", "Enter")
     browser.wait(lambda: "does not allow" in browser.text("#notice"), "a wrong token is not refused")
     browser.press(*"secret", "Enter")
-    browser.wait(lambda: browser.text("#state") == "degraded", "the right one is")
+    browser.wait(lambda: browser.text("#state") == "in trouble", "the right one is")
     assert not browser.visible("#token-text")
     assert all("401" in message for message in browser.console_messages())
 

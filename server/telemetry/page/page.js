@@ -93,8 +93,8 @@ const showCurve = (status) => {
 };
 
 const showState = (status) => {
-  const degraded = status.tiers.filter((tier) => !tier.healthy);
-  const troubles = degraded.map((tier) => `Tier ${tier.name} is degraded: ${tier.trouble || "no reason is known"}`);
+  const inTrouble = status.tiers.filter((tier) => !tier.healthy);
+  const troubles = inTrouble.map((tier) => `Tier ${tier.name} is in trouble: ${tier.trouble || "no reason is known"}`);
   if (status.draining) troubles.push("This server is draining: it refuses new work, and ends when running work is done.");
   for (const tier of status.tiers) {
     if (tier.dropped) troubles.push(`Tier ${tier.name} did not store ${count(tier.dropped)} blocks in the last minute, because it or its queue was full.`);
@@ -103,9 +103,9 @@ const showState = (status) => {
     troubles.push(`The server answered no call for ${status.loop_lag_seconds.toFixed(1)} s in the last seconds.`);
   }
   if (status.draining) state("draining", "warn");
-  else if (degraded.length) state("degraded", "bad");
+  else if (inTrouble.length) state("in trouble", "bad");
   else state("serving", "ok");
-  notify([...troubles, ...news], degraded.length ? "bad" : troubles.length ? "warn" : "info");
+  notify([...troubles, ...news], inTrouble.length ? "bad" : troubles.length ? "warn" : "info");
 };
 
 const render = (status) => {

@@ -63,7 +63,7 @@ const tierColumns = [
       const pill = element("span", { class: "pill" });
       cell.append(pill);
       return (it) => {
-        setText(pill, it.healthy ? "ok" : "degraded");
+        setText(pill, it.healthy ? "ok" : "trouble");
         setAttribute(pill, "data-state", it.healthy ? "ok" : "bad");
       };
     },

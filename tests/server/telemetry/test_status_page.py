@@ -19,6 +19,8 @@ from kvtier.server.telemetry import status_page
 from kvtier.server.telemetry.http import MetricsServer
 from kvtier.server.telemetry.status_page import SECURITY_HEADERS, StatusPage
 
+ROOT = Path(__file__).parents[3]
+
 FOLDER = Path(status_page.__file__).parent / "page"
 FILES = sorted(FOLDER.iterdir())
 STATUS = GetStatusResponse(
@@ -164,3 +166,18 @@ def test_same_as_the_command(tmp_path: Path) -> None:
         assert min(page.pop("loop_lag_seconds"), told.pop("loop_lag_seconds")) >= 0
         assert page == told
         assert server.end() == 0
+
+
+def test_a_tier_with_an_error_is_in_trouble_everywhere() -> None:
+    """Status page, commands, documentation and alerts use one word, so that a search finds all."""
+    texts = [
+        path
+        for folder in ("server/telemetry/page", "server/commands", "server/doctor", "docs", "dashboards")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".js", ".html", ".py", ".md", ".yml") and "decisions" not in path.parts
+    ]
+    assert len(texts) > 50
+    assert [
+        path.name for path in texts if re.search(r"\b(degraded|unhealthy)\b", path.read_text(), re.IGNORECASE)
+    ] == []
+    assert "in trouble" in (ROOT / "server/telemetry/page/page.js").read_text()
