@@ -44,8 +44,8 @@ CLIENT_FAULTS = (
     Fault(
         "one refused save pauses all saves",
         _WORKER,
-        "if not isinstance(error, (InvalidRequest, EngineAsleep)):",
-        "if not isinstance(error, EngineAsleep):",
+        "and not isinstance(error, (InvalidRequest, EngineAsleep)):",
+        "and not isinstance(error, EngineAsleep):",
     ),
     Fault(
         "a worker of another namespace copies blocks", _WORKER, "if step.namespace_digest != self._digest:", "if False:"
