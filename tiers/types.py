@@ -253,7 +253,7 @@ class MissReason(enum.Enum):
     STORE_FAILED = 3
     """A store failed: no slot was free, the client was lost, or a tier was too busy."""
     POLICY = 4
-    """The lookup excluded the tier with the block, or an admission filter rejected the block."""
+    """The lookup excluded the tier with the block, or a tier declined to store the block."""
     BELOW_THRESHOLD = 5
     """The block was present, but the matching prefix was shorter than the requested minimum."""
     FORMAT_MISMATCH = 6

@@ -30,7 +30,7 @@ _WHY = {
     "never_stored": "the server has no record of a store of these blocks",
     "evicted": "the blocks were evicted to make room",
     "store_failed": "the store failed: no free space, a failed writer, or an overloaded tier",
-    "policy": "a rule excluded the blocks",
+    "policy": "a rule excluded the blocks, or the tier declined them because its eviction policy valued others more",
     "below_threshold": "the prefix found is shorter than the minimum that the lookup asked for",
     "format_mismatch": "the blocks are stored in another format (revision, dtype, layout, parallelism)",
     "expired": "the blocks were unused for longer than the tier's ttl",

@@ -107,7 +107,8 @@ SECTIONS: dict[str, tuple[MetricDefinition, ...]] = {
             "tier_declined",
             "blocks",
             "tier",
-            "Times that the tier's `admission` setting excluded a block. A block can count several times.",
+            "Times that the tier did not store a block because of its `admission` setting or its eviction policy. "
+            "A block can count several times.",
         ),
         _counter(
             "tier_expired", "blocks", "tier", "Blocks removed because they were not used within the tier's `ttl`."

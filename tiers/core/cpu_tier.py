@@ -43,6 +43,8 @@ class CpuTier:
         """Number of requested slots that were not available."""
         self.stored_bytes = 0
         self.loaded_bytes = 0
+        self.declines = 0
+        """Number of blocks that were not stored because the policy valued them less than others."""
         self._history = history
         self._index = BlockIndex()
         self._owners: dict[int, Block] = {}
@@ -151,6 +153,32 @@ class CpuTier:
                     block.slots = (offset,)
                 else:
                     block.put_slot(block.slots.index(None) if rank is None else rank, offset)
+
+    def declined(self, blocks: Sequence[Block]) -> list[Block]:
+        """Returns the blocks that the eviction policy would evict first if they were stored now.
+
+        The blocks are new and without slots; the caller has pinned them and recorded their use.
+        """
+        declined: list[Block] = []
+        for queue, new in by_queue(blocks):
+            missing = self._missing_slots(queue.size_class, len(new))
+            if missing > 0 and queue.policy.declines:
+                declined += self._reclaimer.declined(queue.share, queue.size_class, missing, frozenset(new))
+        self.declines += len(declined)
+        return declined
+
+    def may_decline(self, blocks: Sequence[Block]) -> bool:
+        """Returns whether `declined` may return any of these new blocks."""
+        return any(
+            queue.policy.declines and self._missing_slots(queue.size_class, len(new)) > 0
+            for queue, new in by_queue(blocks)
+        )
+
+    def _missing_slots(self, slot_bytes: int, count: int) -> int:
+        """Returns how many blocks to evict for a store of `count` slots that leaves spare slots."""
+        free = self.memory.free_slots(slot_bytes)
+        spare = self._spare_slots(slot_bytes, count) if slot_bytes in self._under_pressure else 0
+        return count - max(0, free - spare)
 
     def unpin(self, blocks: Iterable[Block]) -> None:
         """Removes one pin per block; drops unpinned blocks that are empty or must be evicted."""
@@ -272,6 +300,7 @@ class CpuTier:
             stored_bytes=self.stored_bytes,
             loaded_bytes=self.loaded_bytes,
             shares=self.queues.stats(),
+            declined=self.declines,
         )
 
     def _new_queue(self, namespace: NamespaceId, part_bytes: int) -> EvictionQueue[Block]:

@@ -9,7 +9,7 @@ its quota.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain, islice
 
 from ..eviction.queues import EvictionQueue, EvictionQueues
@@ -44,6 +44,20 @@ class SlotReclaimer:
         if len(self._lines.all()) == 1:
             return chosen  # there is no other class to take an extent from
         return self._idle_extent(share, slot_bytes, self._oldest(share, slot_bytes) if chosen else None) or chosen
+
+    def declined(self, share: TenantShare, slot_bytes: int, count: int, new: Collection[Block]) -> list[Block]:
+        """Returns the new blocks that would be among the victims, if a share needed `count` slots.
+
+        `new`: blocks without slots that their queue already orders.
+        """
+        queues = [
+            (queue.share, (block for block in queue.policy.victims() if block.pins == 0 or block in new))
+            for queue in self._donors(share, slot_bytes)
+        ]
+        chosen = pick_victims(
+            share, count * slot_bytes, queues, lambda block: slot_bytes if block in new else _freed_bytes(block)
+        )
+        return [block for block in chosen if block in new]
 
     def own_victims(self, share: TenantShare, slot_bytes: int, nbytes: int) -> list[Block]:
         """Returns blocks of a share that free `nbytes` if possible, first of this slot size."""

@@ -161,15 +161,17 @@ class StoreHandler:
         for block in found:
             block.pins += 1  # no block of this store may be evicted to make room for another
         statuses, wanted = self._claim(blocks, rank)
-        self._cpu_tier.reserve(list(wanted), rank)
+        owner = Owner(session.engine, session.id, request_id)
+        declined = self._declined(found, wanted, owner) if not retain_until else None
+        self._cpu_tier.reserve([block for block in wanted if block not in declined] if declined else list(wanted), rank)
         granted, slots = self._grant(wanted, rank)
         refused = dict.fromkeys(block for block in wanted if block.slots[rank] is None)
         for block in refused:
             statuses[wanted[block]] = StoreStatus.NO_ROOM
-            self._history.record(block.namespace, block.key, MissReason.STORE_FAILED)
-        owner = Owner(session.engine, session.id, request_id)
+            reason = MissReason.POLICY if declined and block in declined else MissReason.STORE_FAILED
+            self._history.record(block.namespace, block.key, reason)
         used = [block for block in found if block not in refused] if refused else found
-        not_retained = self._cpu_tier.use(used, owner.user, retain_until)
+        not_retained = 0 if declined is not None else self._cpu_tier.use(used, owner.user, retain_until)
         if retain_until:
             self._transfers.retain(used)
         request = self._requests.get(session.engine, request_id)
@@ -224,6 +226,19 @@ class StoreHandler:
         # Tail first: unpinning removes empty blocks from policies, which remove a tail faster.
         self._cpu_tier.unpin(reversed(store.blocks))
         self._ended(store.request)
+
+    def _declined(self, found: Sequence[Block], wanted: Iterable[Block], owner: Owner) -> set[Block] | None:
+        """Returns the wanted blocks that are worth less than the blocks that they would replace.
+
+        Returns None, and records no use, if the tier must not decline a block: if there is enough
+        room, or if there is another tier, because only the CPU tier passes blocks to it. A block
+        that has a part of another rank is never declined.
+        """
+        new = [block for block in wanted if not any(slot is not None for slot in block.slots)]
+        if self._transfers.secondaries or owner.user is None or not self._cpu_tier.may_decline(new):
+            return None
+        self._cpu_tier.use(found, owner.user)  # the policy orders the new blocks among the others
+        return set(self._cpu_tier.declined(new))
 
     @staticmethod
     def _claim(blocks: Sequence[Block], rank: int) -> tuple[bytearray, dict[Block, int]]:

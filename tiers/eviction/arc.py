@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Generic
+from typing import ClassVar, Generic
 
 from .open_requests import LastRequest
 from .policy import T
@@ -19,6 +19,8 @@ class ARC(Generic[T]):
     The policy does not know the capacity of the tier. As the paper's capacity it uses the current
     number of items, because victims are needed only when the tier is full.
     """
+
+    declines: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._recent: OrderedDict[T, int] = OrderedDict()

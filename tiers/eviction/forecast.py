@@ -30,7 +30,7 @@ import itertools
 from bisect import bisect_left, insort
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Generic
+from typing import ClassVar, Generic
 
 from .open_requests import OpenRequests
 from .policy import T
@@ -55,6 +55,8 @@ _MAX_SHARED = 10
 
 
 class Forecast(Generic[T]):
+    declines: ClassVar[bool] = True
+
     def __init__(self) -> None:
         self._model = ReuseModel()
         self._unknown = self._model.kind()

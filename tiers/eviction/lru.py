@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import groupby
-from typing import Generic
+from typing import ClassVar, Generic
 
 from .open_requests import OpenRequests
 from .policy import T
@@ -24,6 +24,8 @@ class _Chain(Generic[T]):
 
 class LRU(Generic[T]):
     """Evicts the chain of the least recent request first, tail before head (B4.9)."""
+
+    declines: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._chain_of: dict[T, _Chain[T]] = {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Generic
+from typing import ClassVar, Generic
 
 from .open_requests import LastRequest
 from .policy import T
@@ -35,6 +35,8 @@ class MQ(Generic[T]):
 
     The lifetime is adapted as in the paper: from the peak of a histogram of reuse distances.
     """
+
+    declines: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._queues: list[OrderedDict[T, _State]] = [OrderedDict() for _ in range(QUEUES)]

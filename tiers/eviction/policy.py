@@ -8,7 +8,7 @@ policy has no clock: it counts uses.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 __all__ = ["EvictionPolicy", "Item", "T"]
 
@@ -34,6 +34,10 @@ class EvictionPolicy(Protocol[T]):
     A policy stores at most four ghosts (names of evicted items) per item, or about a thousand
     ghosts if there are few items.
     """
+
+    declines: ClassVar[bool]
+    """Whether the caller does not store a new item that would be evicted first. If False, the
+    caller stores every new item."""
 
     def use(self, items: Sequence[T], request: Hashable = None) -> None:
         """Records that a request used these items, and adds new ones.

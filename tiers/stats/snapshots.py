@@ -43,8 +43,8 @@ class TierStats:
     shares: tuple[ShareStats, ...] = ()
     """Use per tenant with a quota or limit; the default share is the first."""
     declined: int = 0
-    """How often the admission filter refused to admit a block. The filter is asked at each use of a
-    block, so a block can count several times."""
+    """How often the admission filter, or the eviction policy of the CPU tier, declined to store a
+    block. A block can count several times."""
     queued_bytes: int = 0
     """Bytes of blocks that are queued or being stored."""
     jobs: int = 0

@@ -1,0 +1,78 @@
+"""Stores that the CPU tier declines because the eviction policy values the present blocks more."""
+
+import pytest
+from core_rig import GRANTED, HIT, MISS, NO_ROOM, Rig, keys
+from simulation import ModelTier
+
+from kvtier.tiers.base import RequestInfo
+from kvtier.tiers.types import MissReason
+
+POPULAR = keys(*range(12))
+NEW = keys(*range(100, 108))
+
+
+def serve(rig: Rig, request_id: str, names: list[bytes], *, retain_until: float = 0.0) -> bytes:
+    """Serves a request as an engine does: looks up the blocks and stores all of them."""
+    core, session = rig.core, rig.session
+    core.begin_request(session, RequestInfo(request_id, session.namespace.id))
+    core.lookup(session, names, prefix=True, request_id=request_id, expires_at=60)
+    answer = core.prepare_store(session, names, request_id=request_id, expires_at=60, retain_until=retain_until)
+    if answer.store_id is not None:
+        core.complete_store(session, answer.store_id)
+    core.finish_request(session, request_id)
+    return answer.statuses
+
+
+def filled(*tiers: ModelTier, policy: str = "forecast") -> Rig:
+    """Returns a core with room for 16 blocks, 12 of which many requests have used."""
+    rig = Rig(*tiers, eviction={"cpu": policy})
+    for number in range(8):
+        serve(rig, f"popular-{number}", POPULAR)
+        rig.finish_jobs()
+    return rig
+
+
+def test_a_block_worth_less_than_all_victims_is_declined() -> None:
+    """The head of the new chain fills the free slots; the rest is declined, and counted."""
+    rig = filled()
+    assert serve(rig, "new", NEW) == GRANTED * 4 + NO_ROOM * 4
+    assert rig.look_up(POPULAR) == HIT * 12
+    cpu = rig.core.stats().tiers[0]
+    assert (cpu.declined, cpu.dropped, cpu.evictions) == (4, 0, 0)
+
+
+def test_the_miss_reason_of_a_declined_block_is_policy() -> None:
+    rig = filled()
+    serve(rig, "new", NEW)
+    assert rig.look_up(NEW[4:]) == MISS * 4
+    assert rig.core.stats().misses_by_reason[MissReason.POLICY] == 4
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "mq"])
+def test_other_policies_decline_nothing(policy: str) -> None:
+    rig = filled(policy=policy)
+    assert serve(rig, "new", NEW) == GRANTED * 8
+
+
+def test_nothing_is_declined_that_another_tier_can_store() -> None:
+    """Blocks reach a secondary tier only through the CPU tier."""
+    rig = filled(ModelTier("near", 1 << 20))
+    assert serve(rig, "new", NEW) == GRANTED * 8
+
+
+def test_retained_blocks_are_not_declined() -> None:
+    rig = filled()
+    assert serve(rig, "new", NEW, retain_until=50.0) == GRANTED * 8
+
+
+def test_blocks_of_an_unknown_request_are_not_declined() -> None:
+    rig = filled()
+    assert rig.store(NEW) == GRANTED * 8
+
+
+def test_declined_blocks_are_stored_once_they_are_used_more() -> None:
+    """A declined block leaves a ghost, so the policy learns that requests use it again."""
+    rig = filled()
+    answers = [serve(rig, f"new-{number}", NEW) for number in range(40)]
+    assert answers[0] == GRANTED * 4 + NO_ROOM * 4
+    assert rig.look_up(NEW) == HIT * 8
