@@ -30,7 +30,7 @@ Kind = type[DiskTier] | type[LMDBTier]
 Change = Callable[[bytearray], None]
 PAGE = 4096
 BLOCKS = 60
-SIZE = 8 * MIB
+SIZE = 32 * MIB
 SIZES = (3000,)
 
 
@@ -82,7 +82,7 @@ from kvtier.tiers.lmdb.tier import LMDBTier
 logging.disable()
 kind = {"DiskTier": DiskTier, "LMDBTier": LMDBTier}[sys.argv[1]]
 for line in sys.stdin:
-    tier = kind("tier", Path(line.rstrip("\\n")), 8 * MIB, "process")
+    tier = kind("tier", Path(line.rstrip("\\n")), 32 * MIB, "process")
     listed = len(list(tier.entries()))
     said = tier.last_error or ""
     wrong = lost = 0
@@ -135,12 +135,17 @@ def changed(store: Path, data: bytes, copy: Path) -> Path:
 
 
 def metadata(data: bytes) -> list[int]:
-    """Returns the offsets of the used bytes of LMDB's meta pages, and of pages with metadata."""
+    """Returns the offsets of the bytes that describe the store.
+
+    They are in LMDB's two meta pages, in its list of databases, and in the database `meta`.
+    """
+    newest = max((0, 1), key=lambda page: data[page * PAGE + 144 : page * PAGE + 152][::-1])
+    root = int.from_bytes(data[newest * PAGE + 128 : newest * PAGE + 136], "little")
+    at = data.index(b"meta", root * PAGE) + len(b"meta")
+    pages = [root, int.from_bytes(data[at + 40 : at + 48], "little")]
     offsets = [page * PAGE + at for page in (0, 1) for at in range(152)]
-    for start in range(2 * PAGE, len(data), PAGE):
-        page = data[start : start + PAGE]
-        if page[10:12] == b"\2\0" and any(word in page for word in (b"meta", b"format", b"tally")):
-            offsets += [start + at for at in range(PAGE) if at < 16 or page[at]]
+    for start in (page * PAGE for page in pages):
+        offsets += [start + at for at in range(PAGE) if at < 16 or data[start + at]]
     return offsets
 
 
