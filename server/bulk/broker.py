@@ -205,10 +205,14 @@ class BulkBroker:
             self._send(Refusal(stream.number, error.reason, str(error)))
 
     def _complete(self, stream: _Stream) -> bool:
-        """Completes a store or load; returns False if another stream still writes to the store."""
+        """Completes a store or load; returns False if the client must complete the store.
+
+        This is necessary if another stream still writes to the store, or if the store is long.
+        """
         session = self._sessions.find(stream.ref).core
         if stream.push:
-            if self.writers.busy(stream.target):
+            store = self._core.store(session, StoreId(stream.target))
+            if self.writers.busy(stream.target) or len(store.blocks) > _COMPLETED_BLOCKS:
                 return False
             try:
                 self._core.complete_store(session, StoreId(stream.target))
@@ -240,6 +244,8 @@ class BulkBroker:
 
 
 _SWEEP_ENTRIES = 256
+_COMPLETED_BLOCKS = 1024
+"""The end of a longer store would hold the event loop; CompleteStore runs in slices."""
 
 
 class ReceivedOffsets:

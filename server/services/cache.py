@@ -132,15 +132,13 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         session = self._sessions.get(request.session)
         keys = self._validator.keys_of(request, session.namespace)
         retain_for = self._validator.retention(request.retain_for)
-        self._runtime.get_finished_jobs()
-        answer = self._core.prepare_store(
+        answer = await self._long_calls.prepare_store(
             session,
             keys,
             request_id=request.request_id,
-            expires_at=self._runtime.now() + self._validator.leases.default,
-            retain_until=self._retain_until(session, request.request_id, retain_for),
+            lease_seconds=self._validator.leases.default,
+            retain_for=retain_for or self._core.retention_of(session, request.request_id),
         )
-        self._runtime.run_commands()
         return cache_pb2.PrepareStoreResponse(
             store_id=answer.store_id or 0,
             statuses=answer.statuses,
@@ -158,7 +156,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             failed: Sequence[int] = request.failed_items
             if request.abort:
                 failed = range(len(self._core.store(session, store_id).blocks))
-            self._core.complete_store(session, store_id, failed)
+            await self._long_calls.complete_store(session, store_id, failed)
         except StoreNotFound:
             self._core.writer_done(session, store_id)
             raise

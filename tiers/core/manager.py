@@ -138,7 +138,7 @@ class TierManager:
             history=self._history,
             commands=self._commands,
         )
-        self._stores = StoreHandler(
+        self.store_handler = self._stores = StoreHandler(
             cpu_tier=self._cpu_tier,
             transfers=self._transfers,
             requests=self._requests,
@@ -295,14 +295,15 @@ class TierManager:
         request_id: str,
         expires_at: float,
         retain_until: float = 0,
+        extends: StoreId | None = None,
+        more: bool = False,
     ) -> StoreAnswer:
-        """Grants slots for the missing parts of this session's rank. `retain_until`: see `lookup`.
+        """Grants slots for the missing parts of this session's rank. See `StoreHandler.prepare`.
 
         Raises InvalidKey if a key names an unknown group, InvalidItem if the session has no rank.
         """
-        answer = self._stores.prepare(
-            session, keys, request_id=request_id, expires_at=expires_at, now=self._now, retain_until=retain_until
-        )
+        limits = {"expires_at": expires_at, "now": self._now, "retain_until": retain_until}
+        answer = self._stores.prepare(session, keys, request_id=request_id, extends=extends, more=more, **limits)
         self._sliced_work.continue_if(self._cpu_tier.needs_spare_room)
         return answer
 
@@ -318,7 +319,7 @@ class TierManager:
 
     def complete_store(self, session: EngineSession, store_id: StoreId, failed: Collection[int] = ()) -> None:
         """Ends a store; `failed`: positions of the blocks not written. Raises like `store`."""
-        self._stores.complete(session, store_id, failed)
+        self._stores.complete_slice(self._stores.begin_completion(session, store_id, failed))
 
     def writer_done(self, session: EngineSession, store_id: StoreId) -> None:
         """Called when a client completes an ended store. Frees the store's quarantined slots."""

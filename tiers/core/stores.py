@@ -26,11 +26,17 @@ class Store:
     owner: Owner
     rank: int
     expires_at: float
-    blocks: Sequence[Block]
+    blocks: list[Block]
     request: Request | None = None
     """None if the client has not begun the request."""
     begun_at: float = 0.0
     """In seconds of the core's clock."""
+    others: list[Block] = field(default_factory=list)
+    """Pinned blocks of earlier slices of PrepareStore that need no slot."""
+    failed: frozenset[int] | None = None
+    """Positions of the blocks not written; None until the client completes the store."""
+    completed: int = 0
+    """Number of blocks that the completion has already removed from `blocks`."""
 
     def slots(self) -> list[int]:
         return [offset for block in self.blocks if (offset := block.slots[self.rank]) is not None]
@@ -72,7 +78,7 @@ class InFlightStores:
         owner: Owner,
         rank: int,
         expires_at: float,
-        blocks: Sequence[Block],
+        blocks: list[Block],
         request: Request | None = None,
         *,
         now: float = 0.0,
@@ -85,11 +91,14 @@ class InFlightStores:
 
     def get(self, store_id: StoreId, engine: EngineKey) -> Store:
         store = self._stores.get(store_id)
-        if store is None:
+        if store is None or store.failed is not None:
             raise StoreNotFound(f"there is no store {store_id}: it was completed, expired or ended with its session")
         if store.owner.engine != engine:
             raise NotOwner(f"store {store_id} belongs to another engine")
         return store
+
+    def is_open(self, store: Store) -> bool:
+        return self._stores.get(store.id) is store
 
     def end(self, store: Store) -> None:
         """Removes a store; the caller must then release the store's pins and slots."""
@@ -154,8 +163,15 @@ class StoreHandler:
         expires_at: float,
         now: float,
         retain_until: float = 0.0,
+        extends: StoreId | None = None,
+        more: bool = False,
     ) -> StoreAnswer:
+        """Grants slots. `more`: the next slice of the keys follows, which `extends` the store.
+
+        Until the last slice the store pins all blocks of its keys, also those that need no slot.
+        """
         rank = session.own_rank()
+        store = self.table.get(extends, session.engine) if extends is not None else None
         blocks = self._cpu_tier.find_or_add(session.namespace, keys)
         found = list(dict.fromkeys(blocks))
         for block in found:
@@ -177,26 +193,62 @@ class StoreHandler:
         request = self._requests.get(session.engine, request_id)
         if request is not None and request.request_level_tiers:
             self._cascade_present(request, found, set(granted))
-        if len(granted) < len(found):
-            own = set(granted)  # the store keeps the pins of these blocks
-            self._cpu_tier.unpin([block for block in found if block not in own])
         if self._miss_ratio_curves is not None:
             self._miss_ratio_curves.stored(granted)
-        if not granted:
+        if store is None and (granted or more):
+            if request is not None:
+                request.stores += 1
+            store = self.table.begin(owner, rank, expires_at, [], request, now=now)
+        # The store keeps the pins of the granted blocks.
+        own = set(granted) if len(granted) < len(found) else ()
+        others = [block for block in found if block not in own] if own or not granted else []
+        if store is None:
+            self._cpu_tier.unpin(others)
             return StoreAnswer(None, bytes(statuses), [], not_retained)
-        if request is not None:
-            request.stores += 1
-        store = self.table.begin(owner, rank, expires_at, granted, request, now=now)
-        return StoreAnswer(store.id, bytes(statuses), slots, not_retained)
+        store.expires_at = max(store.expires_at, expires_at)
+        store.blocks += granted
+        store.others += others
+        store_id = store.id if more else self._end_prepare(store)
+        return StoreAnswer(store_id, bytes(statuses), slots, not_retained)
 
-    def complete(self, session: EngineSession, store_id: StoreId, failed: Collection[int] = ()) -> None:
+    def _end_prepare(self, store: Store) -> StoreId | None:
+        """Unpins the blocks that need no slot. Ends a store without blocks, and returns None."""
+        others, store.others = store.others, []
+        self._cpu_tier.unpin(others)
+        if store.blocks:
+            return store.id
+        self.table.end(store)
+        self._ended(store.request)
+        return None
+
+    def begin_completion(self, session: EngineSession, store_id: StoreId, failed: Collection[int] = ()) -> Store:
+        """Begins to complete a store. From now on no call of a client finds the store."""
         store = self.table.get(store_id, session.engine)
         if any(number >= len(store.blocks) for number in failed):
             raise InvalidItem(f"store {store_id} has {len(store.blocks)} blocks")
-        self.table.end(store)
-        missing = set(failed)
+        store.failed = frozenset(failed)
+        return store
+
+    def complete_slice(self, store: Store, most: int | None = None) -> bool:
+        """Completes up to `most` blocks of a store; returns whether blocks are left.
+
+        Does nothing if the store has been abandoned meanwhile.
+        """
+        if not self.table.is_open(store):
+            return False
+        self._complete(store, store.blocks[:most])
+        return bool(store.blocks)
+
+    def _complete(self, store: Store, blocks: Sequence[Block]) -> None:
+        missing, first = store.failed or frozenset(), store.completed
+        store.blocks = store.blocks[len(blocks) :]
+        store.completed += len(blocks)
+        if not store.blocks:
+            self.table.end(store)
+            others, store.others = store.others, []
+            self._cpu_tier.unpin(others)
         complete = []
-        for number, block in enumerate(store.blocks):
+        for number, block in enumerate(blocks, start=first):
             block.writers -= 1
             if number in missing or block.namespace_index.invalidated:
                 self._record_failure(block)
@@ -209,9 +261,10 @@ class StoreHandler:
         if request is not None:
             self._transfers.cascade_for(request, complete)
         self._transfers.cascade(complete, store.owner.user)
-        self._completions.settle(store.blocks)
-        self._cpu_tier.unpin(store.blocks)
-        self._ended(request)
+        self._completions.settle(blocks)
+        self._cpu_tier.unpin(blocks)
+        if not store.blocks:
+            self._ended(request)
 
     def abandon(self, store: Store, writers: set[int]) -> None:
         """Ends a store of a lost client; quarantines slots until no client can write to them."""
@@ -225,6 +278,7 @@ class StoreHandler:
         self._completions.settle(store.blocks)
         # Tail first: unpinning removes empty blocks from policies, which remove a tail faster.
         self._cpu_tier.unpin(reversed(store.blocks))
+        self._cpu_tier.unpin(store.others)
         self._ended(store.request)
 
     def _declined(self, found: Sequence[Block], wanted: Iterable[Block], owner: Owner) -> set[Block] | None:

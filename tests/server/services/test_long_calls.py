@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,15 @@ from harness.payloads import key_of
 
 from kvtier.cuda.host.region import HostRegion
 from kvtier.protos.v1 import cache_pb2
+from kvtier.protos.wire.packed_keys import unpack_offsets
 from kvtier.server.config.schema import HandoffConfig, LeaseConfig, LimitConfig, RetentionConfig
+from kvtier.server.refused import Refused
 from kvtier.server.rpc.request_checks import RequestValidator
 from kvtier.server.runtime import TierRuntime
 from kvtier.server.services.cache import CacheService
 from kvtier.tiers.base import NamespaceId
-from kvtier.tiers.types import DurableStatus, EngineSession, NamespaceSpec
+from kvtier.tiers.errors import StoreNotFound
+from kvtier.tiers.types import DurableStatus, EngineSession, KeyStatus, NamespaceSpec, StoreId, StoreStatus
 
 PART = 4096
 SPEC = NamespaceSpec(NamespaceId(b"n" * 16), world_size=1, part_bytes=(PART,))
@@ -34,9 +38,10 @@ class Calls:
     def __init__(self, runtime: TierRuntime) -> None:
         self.runtime = runtime
         self.session: EngineSession = runtime.core.open_session(b"s", "e", 0, SPEC)
+        self.registry_ended = False
         registry: Any = SimpleNamespace(
             get=lambda _, **__: self.session,
-            check=lambda session: runtime.core.session(session.id),
+            check=self._check,
             others_heard_at=lambda _: 0.0,
             refuse_if_draining=lambda: None,
         )
@@ -46,7 +51,7 @@ class Calls:
 
         self.service: Any = CacheService(runtime, registry, validator, end_writers)
 
-    def store(self, keys: Sequence[bytes]) -> int:
+    def store(self, keys: Sequence[bytes]) -> StoreId:
         """Begins a store, so that the keys are pending."""
         answer = self.runtime.core.prepare_store(self.session, keys, request_id="", expires_at=1e12)
         assert answer.store_id is not None
@@ -56,6 +61,23 @@ class Calls:
         request = cache_pb2.FlushRequest(keys=keys, wait=duration(seconds))
         statuses: bytes = (await self.service.Flush(request, None)).statuses
         return statuses
+
+    async def prepare(self, keys: Sequence[bytes]) -> cache_pb2.PrepareStoreResponse:
+        answer: cache_pb2.PrepareStoreResponse = await self.service.PrepareStore(
+            cache_pb2.PrepareStoreRequest(keys=keys), None
+        )
+        return answer
+
+    async def complete(self, store_id: int, failed: Sequence[int]) -> None:
+        await self.service.CompleteStore(cache_pb2.CompleteStoreRequest(store_id=store_id, failed_items=failed), None)
+
+    def pins(self) -> set[bytes]:
+        """Returns the keys of pinned blocks."""
+        return {key for key, block in self.runtime.core._cpu_tier.blocks_of(SPEC.id).items() if block.pins}
+
+    def _check(self, session: EngineSession) -> None:
+        if self.registry_ended:
+            raise Refused("UNKNOWN_SESSION", "the session has ended")
 
     def statuses_read(self, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
         """Returns a list that gets each key whose durability is read."""
@@ -79,6 +101,7 @@ async def serving() -> AsyncIterator[Calls]:
     runtime = TierRuntime(HostRegion.create(4 * MANY * PART), [])
     await runtime.start()
     try:
+        await until(lambda: runtime.core.stats().tiers[0].available_bytes == runtime.region.size_bytes)
         yield Calls(runtime)
     finally:
         await runtime.close()
@@ -88,6 +111,13 @@ async def change(runtime: TierRuntime) -> None:
     """Wakes all waiting calls, and lets them run."""
     runtime.notify_change()
     for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    for _ in itertools.count():
+        if condition():
+            return
         await asyncio.sleep(0)
 
 
@@ -171,6 +201,108 @@ def test_long_calls_run_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
             assert sum(slices) == MANY
             assert max(slices) <= 512
             assert turns > len(slices)
+
+    asyncio.run(scenario())
+
+
+def test_stores_run_in_slices() -> None:
+    """One store of all keys, with one answer. Other calls run between the slices."""
+
+    async def scenario() -> None:
+        async with serving() as calls:
+            known = calls.store(KEYS[:300])
+            calls.runtime.core.complete_store(calls.session, known)
+            prepare = asyncio.create_task(calls.prepare([*KEYS, *KEYS[:5], *KEYS[-5:]]))
+            assert await turns_of(prepare) > MANY // 512
+            answer = prepare.result()
+            present, granted, in_progress = StoreStatus.PRESENT, StoreStatus.GRANTED, StoreStatus.IN_PROGRESS
+            expected = [present] * 300 + [granted] * (MANY - 300) + [present] * 5 + [in_progress] * 5
+            assert answer.statuses == bytes(expected)
+            slots = unpack_offsets(answer.slot_offsets)
+            assert len(set(slots)) == MANY - 300
+            store = calls.runtime.core.store(calls.session, StoreId(answer.store_id))
+            assert [block.key for block in store.blocks] == KEYS[300:]
+            assert store.slots() == list(slots)
+            failed = [0, MANY - 301]
+            complete = asyncio.create_task(calls.complete(answer.store_id, failed))
+            assert await turns_of(complete) > MANY // 512
+            found = calls.runtime.core.lookup(calls.session, KEYS, prefix=False, request_id="", expires_at=1e12)
+            missed = [number for number, status in enumerate(found.statuses()) if status != KeyStatus.HIT]
+            assert missed == [300, MANY - 1]
+            assert calls.pins() == set(KEYS) - {KEYS[300], KEYS[-1]}, "only the lookup pins blocks"
+
+    asyncio.run(scenario())
+
+
+def test_a_long_store_of_present_blocks_has_no_id() -> None:
+    async def scenario() -> None:
+        async with serving() as calls:
+            calls.runtime.core.complete_store(calls.session, calls.store(KEYS))
+            answer = await calls.prepare(KEYS)
+            assert (answer.store_id, set(answer.statuses)) == (0, {StoreStatus.PRESENT})
+            assert not calls.pins()
+            assert not calls.runtime.core.stores()
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_store_leaves_nothing() -> None:
+    """The client disconnects between two slices, so it never gets the id of the store."""
+
+    async def scenario() -> None:
+        async with serving() as calls:
+            prepare = asyncio.create_task(calls.prepare(KEYS))
+            await until(calls.runtime.core.stores)
+            prepare.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await prepare
+            await until(lambda: not calls.runtime.core.stores())
+            assert not calls.pins()
+            assert len(unpack_offsets((await calls.prepare(KEYS)).slot_offsets)) == MANY
+
+    asyncio.run(scenario())
+
+
+def test_a_session_that_ends_during_a_long_store_leaves_nothing() -> None:
+    async def scenario() -> None:
+        async with serving() as calls:
+            for call in ("prepare", "complete"):
+                store = (await calls.prepare(KEYS)).store_id if call == "complete" else None
+                work = calls.prepare(KEYS) if store is None else calls.complete(store, [])
+                task = asyncio.create_task(work)
+                for _ in range(12):
+                    await asyncio.sleep(0)
+                assert not task.done()
+                calls.runtime.core.close_session(calls.session.id)
+                calls.registry_ended = True
+                await asyncio.wait([task])
+                assert not calls.runtime.core.stores()
+                assert not calls.pins()
+                calls.registry_ended = False
+                calls.session = calls.runtime.core.open_session(b"s", "e", 0, SPEC)
+
+    asyncio.run(scenario())
+
+
+def test_a_store_that_is_being_completed_is_not_found() -> None:
+    """Another completion, or a write, does not find the store; a cancellation does not stop it."""
+
+    async def scenario() -> None:
+        async with serving() as calls:
+            store = (await calls.prepare(KEYS)).store_id
+            complete = asyncio.create_task(calls.complete(store, []))
+            for _ in range(12):
+                await asyncio.sleep(0)
+            with pytest.raises(StoreNotFound):
+                await calls.complete(store, [])
+            with pytest.raises(StoreNotFound):
+                calls.runtime.core.renew_store(calls.session, StoreId(store), 1e12)
+            complete.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await complete
+            await until(lambda: not calls.runtime.core.stores())
+            assert not calls.pins()
+            assert set(await calls.flush(KEYS, 0)) == {DurableStatus.VOLATILE}
 
     asyncio.run(scenario())
 
