@@ -111,6 +111,7 @@ def _generate(
     salt: str | None = None,
     settings: dict[str, Any] | None = None,
     transfers: list[dict[str, Any]] | None = None,
+    adapter: dict[str, Any] | None = None,
     *,
     at_once: bool = False,
 ) -> dict[str, Any]:
@@ -134,7 +135,8 @@ def _generate(
     before, start = _counters(llm), time.perf_counter()
     asked = list(zip(inputs, samplings, strict=True))
     batches = [asked] if at_once else [[one] for one in asked]
-    outputs = [out for batch in batches for out in llm.generate(*map(list, zip(*batch, strict=True)), use_tqdm=False)]
+    options = {"use_tqdm": False, "lora_request": _adapter(adapter) if adapter else None}
+    outputs = [out for batch in batches for out in llm.generate(*map(list, zip(*batch, strict=True)), **options)]
     seconds = time.perf_counter() - start
     time.sleep(0.3)  # most saves end in these idle steps; a reset waits for the rest
     after = _counters(llm)
@@ -148,6 +150,12 @@ def _generate(
         "kvtier": {name: value for name, value in after.items() if name.startswith("vllm:kvtier_")},
         "rows": [{**describe(output), "transfer": output.kv_transfer_params} for output in outputs],
     }
+
+
+def _adapter(fields: dict[str, Any]) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(**fields)
 
 
 def describe(output: Any) -> dict[str, Any]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-from connector_fakes import FULL, FakeClient, make_step, single_engine
+from connector_fakes import FULL, FakeClient, make_request, make_step, single_engine
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from kvtier.client import make_key
-from kvtier.client.engines.vllm import KVTierConnector, connector
 from kvtier.client.engines.vllm.background import RateLimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
 from kvtier.client.engines.vllm.scheduler.scheduler import SchedulerSide
@@ -93,15 +92,22 @@ def test_the_beginning_of_a_block_is_not_saved_for_a_block() -> None:
     side.close()
 
 
-def test_with_adapters_lazy_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A free block does not name its request, and an adapter's KV must not be stored."""
-    warnings: list[str] = []
-    monkeypatch.setattr(KVTierConnector, "_set_up", lambda _: None)
-    monkeypatch.setattr(connector.logger, "warning", lambda text, *_: warnings.append(text))
-    transfer = SimpleNamespace(kv_connector_extra_config={"lazy_offload": True}, engine_id="e")
-    parallel = SimpleNamespace(rank=0, tensor_parallel_size=1, pipeline_parallel_size=1)
-    for lora, lazy in ((None, True), (object(), False)):
-        config = SimpleNamespace(kv_transfer_config=transfer, lora_config=lora, parallel_config=parallel)
-        made: Any = KVTierConnector(config, connector.KVConnectorRole.SCHEDULER, SimpleNamespace())  # type: ignore[arg-type]
-        assert made._scheduler_config().lazy_offload is lazy
-    assert [text for text in warnings if "LoRA" in text]
+def test_an_adapter_s_free_blocks_are_saved_under_its_tag(tmp_path: Path) -> None:
+    """A free block does not name its request, so the connector keeps the tags of the hashes."""
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
+    adapters = {name: SimpleNamespace(lora_name=name, lora_int_id=1, lora_path=str(tmp_path)) for name in "ab"}
+    pool = BlockPool(3, enable_caching=True, hash_block_size=4)
+    side = _side(pool, held=1.0)
+    for name, adapter in adapters.items():  # both have one id, so the second is refused
+        side.new_request(make_request(2, name, lora_request=adapter))
+        if name == "a":
+            pool.free_blocks(reversed(_cached(pool, 2)))
+            (job,) = side.build_step(make_step({})).saves
+            tag = side._adapters.tag_of(adapter)
+            assert tag is not None
+            assert job.keys == [make_key(bytes([number]) * 32 + tag, 0) for number in (1, 0)]
+            side.saves_reported(WorkerReport({job.job_id: 1}))
+            pool.reset_prefix_cache()
+    pool.free_blocks(reversed(_cached(pool, 2)))
+    assert not side.build_step(make_step({})).saves
+    side.close()

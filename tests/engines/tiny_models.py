@@ -6,13 +6,14 @@ moves log-probabilities by 1e-2, float32 noise by 1e-5.
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["VOCABULARY", "make_dense", "make_hybrid", "make_state", "make_tokenizer"]
+__all__ = ["VOCABULARY", "make_adapter", "make_dense", "make_hybrid", "make_state", "make_tokenizer"]
 
 VOCABULARY = 1024
 _SIZES: dict[str, Any] = {
@@ -37,6 +38,25 @@ def make_dense(path: Path, seed: int = 1234) -> None:
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, tie_word_embeddings=False, **_SIZES))
     _randomize(model, normed=False, seed=seed)
     model.save_pretrained(path)
+
+
+def make_adapter(path: Path, seed: int) -> None:
+    """Writes a LoRA adapter for the dense model, whose answers differ from those of the model."""
+    from safetensors.torch import save_file
+
+    rank, size, generator = 8, _SIZES["hidden_size"], torch.Generator().manual_seed(seed)
+    outputs = {"q_proj": size, "k_proj": size // 2, "v_proj": size // 2, "o_proj": size}
+    weights = {}
+    for layer in range(4):
+        for name, width in outputs.items():
+            module = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            for part, shape in (("lora_A", (rank, size)), ("lora_B", (width, rank))):
+                noise = torch.randn(shape, generator=generator)
+                weights[f"{module}.{part}.weight"] = noise / math.sqrt(shape[1])
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(weights, path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted(outputs), "bias": "none"}
+    (path / "adapter_config.json").write_text(json.dumps(config))
 
 
 def make_hybrid(path: Path) -> None:

@@ -8,7 +8,6 @@ and the hook returns a fallback value. The loads and saves of that step are repo
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 from ....cuda.host.pinning import Pin
@@ -95,7 +94,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
     def _make_scheduler_side(self, geometry: CacheGeometry, parts: Parts) -> SchedulerSide:
         transfer = self._vllm_config.kv_transfer_config
         assert transfer is not None
-        namespace, config = self._build_namespace(geometry, parts), self._scheduler_config()
+        namespace, config = self._build_namespace(geometry, parts), self._config
         link = self._link(namespace, self._weights.current)
         wait_for_server(link.client)
         if config.peers and client_endpoint(config.advertise or config.endpoint).is_loopback:
@@ -129,20 +128,6 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
             connect=functools.partial(self._link, namespace),
             batched_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens if config.lazy_offload else 0,
         )
-
-    def _scheduler_config(self) -> ConnectorConfig:
-        """Returns the settings, with lazy mode turned off if LoRA is on.
-
-        Lazy mode saves blocks that no request uses any more. Such a block does not show whether its
-        request had a LoRA adapter.
-        """
-        config = self._config
-        if config.lazy_offload and getattr(self._vllm_config, "lora_config", None) is not None:
-            logger.warning(
-                "kvtier: lazy_offload is off because LoRA adapters are on; blocks are stored when they are full"
-            )
-            return replace(config, lazy_offload=False)
-        return config
 
     def _make_worker_side(self, geometry: CacheGeometry, parts: Parts) -> WorkerSide:
         assert self._kv_cache_config is not None

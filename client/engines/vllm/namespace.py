@@ -24,7 +24,15 @@ from .compat import KVCacheConfig, vllm_version
 from .groups import Unsupported
 from .ranks import Parts, parts_of, resolve_ranks
 
-__all__ = ["WeightsVersion", "build_namespace", "model_attributes", "namespace_digest", "with_weights_version"]
+__all__ = [
+    "WeightsVersion",
+    "build_namespace",
+    "fingerprint_of",
+    "model_attributes",
+    "namespace_digest",
+    "weight_files",
+    "with_weights_version",
+]
 
 _KINDS = {
     OffloadKind.FULL: GroupKind.FULL_ATTENTION,
@@ -152,7 +160,7 @@ def model_attributes(vllm_config: Any) -> dict[str, str]:
 def _weights_of(model: Any) -> str:
     """Identifies the weights. For a model hub the commit is preferred, because a branch changes."""
     if Path(model.model).is_dir():
-        return _model_fingerprint(Path(model.model))
+        return fingerprint_of(Path(model.model), "config.json")
     revision = str(model.revision or "")
     commit = revision if _COMMIT.fullmatch(revision) else getattr(model.revision, "resolved", None)
     if commit is None and not getattr(model, "hf_config_path", None):
@@ -185,21 +193,27 @@ def _device_name(vllm_config: Any) -> str:
     return f"{device} {current_platform.get_device_capability()}"
 
 
-def _model_fingerprint(directory: Path) -> str:
-    """Returns a hash of samples of the model's files.
+def weight_files(directory: Path, config: str) -> list[Path]:
+    """Returns the file `config`, if it exists, and the files with weights. Raises OSError."""
+    files = (path for path in directory.iterdir() if path.name == config or path.suffix in _WEIGHT_SUFFIXES)
+    return sorted(path for path in files if path.is_file())
 
-    The hash covers config.json, and the name, the size and eight samples of 4 KiB of each weight
-    file. A fine-tune changes nearly all samples. Copies of one model have the same hash.
+
+def fingerprint_of(directory: Path, config: str) -> str:
+    """Returns a hash of samples of the files of a model or LoRA adapter. Raises OSError.
+
+    The hash covers the file `config`, and the name, the size and eight samples of 4 KiB of each
+    weight file. A fine-tune changes nearly all samples. Copies of one model have the same hash.
     """
     digest = hashlib.sha256()
-    for path in sorted(directory.iterdir()):
-        if path.name == "config.json":
+    for path in weight_files(directory, config):
+        if path.name == config:
             digest.update(path.read_bytes())
-        elif path.suffix in _WEIGHT_SUFFIXES and path.is_file():
-            size = path.stat().st_size
-            digest.update(f"{path.name}:{size}".encode())
-            with path.open("rb") as file:
-                for sample in range(_SAMPLES_PER_FILE):
-                    file.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES_PER_FILE - 1))
-                    digest.update(file.read(_SAMPLE_BYTES))
+            continue
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
+        with path.open("rb") as file:
+            for sample in range(_SAMPLES_PER_FILE):
+                file.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES_PER_FILE - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()

@@ -50,6 +50,7 @@ class PendingLookup:
     hashes: dict[int, Sequence[bytes]]
     deadline: float
     found: PrefixHit
+    tag: bytes = b""
     state: LookupState = LookupState.PENDING
     started: bool = False
     leases: list[Lease] = field(default_factory=list)
@@ -116,7 +117,7 @@ class LookupService(RequestCalls):
             for group in self._geometry.groups
         }
         deadline = time.monotonic() + self._timeout_s
-        started = PendingLookup(lookup, registration, start, limit, hashes, deadline, PrefixHit(start))
+        started = PendingLookup(lookup, registration, start, limit, hashes, deadline, PrefixHit(start), request.tag)
         self._lookups[lookup] = started
         self.acquire(registration)
         self._lookup_threads.submit(lambda: self._run(started))
@@ -226,7 +227,7 @@ class LookupService(RequestCalls):
         self, lookup: PendingLookup, blocks: Sequence[BlockPosition], *, prefix: bool, first: bool
     ) -> list[BlockPosition]:
         keys = [
-            make_key(lookup.hashes[g.index][position - lookup.start // g.block_tokens], g.index)
+            make_key(lookup.hashes[g.index][position - lookup.start // g.block_tokens] + lookup.tag, g.index)
             for g, position in blocks
         ]
         # The server waits for less than the timeout, so that its answer arrives in time.

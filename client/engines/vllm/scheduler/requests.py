@@ -73,6 +73,8 @@ class VllmRequest:
     may_save: bool
     may_pull: bool = False
     may_hold: bool = False
+    # Appended to each block hash: identity of the request's LoRA adapter, see `LoraAdapters`.
+    tag: bytes = b""
     # Whether the request has KV from before a change of weights, which must not be saved or held.
     stale: bool = False
 
@@ -110,7 +112,7 @@ class VllmRequest:
         return len(self.hashes(group))
 
     def key(self, group: CacheGroup, position: int) -> bytes:
-        return make_key(self.hashes(group)[position], group.index)
+        return make_key(self.hashes(group)[position] + self.tag, group.index)
 
     def hold_key(
         self, engine_id: str, request_id: str, group: CacheGroup, position: int, num_tokens: int
@@ -126,7 +128,7 @@ class VllmRequest:
         before = hashes[position - 1] if position else b""
         extra, _ = generate_block_hash_extra_keys(self.request, start, num_tokens, 0)
         return make_hold_key(
-            engine_id, request_id, group.index, position, before + repr((list(tokens), extra)).encode()
+            engine_id, request_id, group.index, position, before + self.tag + repr((list(tokens), extra)).encode()
         )
 
     def hashes(self, group: CacheGroup) -> Sequence[bytes]:
@@ -142,6 +144,9 @@ class VllmBlockPool:
     def __init__(self, geometry: CacheGeometry) -> None:
         self._geometry = geometry
         self._pool: Any = None
+        # By block hash of a request with a LoRA adapter: the adapter's tag; None: not to be saved.
+        # Without its tag, such a block gets a key that no lookup names.
+        self._tags: dict[bytes, bytes | None] = {}
 
     def bind(self, pool: Any) -> None:
         self._pool = pool
@@ -154,6 +159,22 @@ class VllmBlockPool:
             while count < len(hashes) and self._pool.get_cached_block(hashes[count], [group.index]):
                 count += 1
         return count * group.block_tokens // self._geometry.step_tokens * self._geometry.step_tokens
+
+    def learn_tag(self, request: VllmRequest, tag: bytes | None) -> None:
+        """Records the tag of the blocks of a request with a LoRA adapter, for lazy mode.
+
+        Called at the request's arrival and end. Hashes that the pool no longer has are forgotten.
+        """
+        groups = self._geometry.groups
+        if len(self._tags) > 4 * max(self.num_blocks, 1024):
+            cached = self._pool.get_cached_block if self._pool is not None else lambda *_: None
+            self._tags = {
+                block_hash: known
+                for block_hash, known in self._tags.items()
+                if any(cached(block_hash, [group.index]) for group in groups)
+            }
+        for group in groups:
+            self._tags.update(dict.fromkeys(request.hashes(group), tag))
 
     @property
     def unused(self) -> bool:
@@ -206,7 +227,9 @@ class VllmBlockPool:
             return FreeBlock(block.block_id, 0, None)
         group = self._geometry.groups[get_group_id(block_hash)]
         # A hash may cover only the first tokens of a block. Such a block has no key.
-        key = make_key(get_block_hash(block_hash), group.index) if tokens % group.block_tokens == 0 else None
+        content = get_block_hash(block_hash)
+        tag = self._tags.get(content, b"")
+        key = make_key(content + tag, group.index) if tokens % group.block_tokens == 0 and tag is not None else None
         return FreeBlock(block.block_id, group.index, key)
 
 

@@ -25,6 +25,7 @@ from ....offload import (
 from ..background import RateLimitedLog
 from ..compat import MEDIUM_CPU, AllBlocksCleared, BlockStored, CacheHitSource, KVCacheEvent, maybe_convert_block_hash
 from ..config import ConnectorConfig
+from ..lora import LoraAdapters
 from ..namespace import WeightsVersion
 from ..peers import Peers, ServerLink
 from ..request_settings import RequestSettings
@@ -38,6 +39,7 @@ __all__ = ["SchedulerSide"]
 
 _SOURCES = {"cpu": CacheHitSource.HOST, "lmdb": CacheHitSource.DISK, "disk": CacheHitSource.DISK}
 _GROUP_BYTES = 4  # at the end of a key, see make_key
+_HASH_BYTES = 32  # of vLLM's block hashes, which are made by SHA-256
 
 
 class KVEvents:
@@ -82,7 +84,7 @@ class KVEvents:
     def _stored(self, key: bytes, group_index: int) -> KVCacheEvent:
         # One event per block: readers take a block of an event as the parent of the next block.
         return BlockStored(
-            block_hashes=[maybe_convert_block_hash(key[:-_GROUP_BYTES])],
+            block_hashes=[maybe_convert_block_hash(key[:-_GROUP_BYTES][:_HASH_BYTES])],  # without a tag
             parent_block_hash=None,
             token_ids=[],
             block_size=self._groups[group_index].block_tokens,
@@ -126,6 +128,7 @@ class SchedulerSide:
         self._may_load = may_load
         self._may_save = may_save
         self._pool = VllmBlockPool(geometry)
+        self._adapters = LoraAdapters(log)
         self._counters = counters or TransferCounters()
         self._events = KVEvents(geometry.groups, enabled=publish_events)
         self._server = LookupService(
@@ -240,6 +243,8 @@ class SchedulerSide:
         """
         adapted = self._requests.pop(request.request_id, None)
         may_hold = not self._resetting and (adapted is None or not adapted.stale)
+        if adapted is not None and request.lora_request is not None:
+            self._pool.learn_tag(adapted, adapted.tag or None)
         # Draft tokens that were accepted after the request's end are computed, but not confirmed.
         confirmed = min(request.num_computed_tokens - request.num_output_placeholders, request.num_tokens)
         handed_on = FinishedRequest(drop_saves=True)
@@ -272,10 +277,12 @@ class SchedulerSide:
         self._resetting = True
         self._events.cleared()
         pulls_nothing = self._handoffs.reset()
-        self._reset_is_complete = complete = pulls_nothing and self._weights is not None and self._pool.unused
+        self._reset_is_complete = complete = pulls_nothing and self._pool.unused
         drained = self._core.reset()
         self._reset_is_complete = False
-        self._fresh = self._fresh or (complete and drained)
+        if complete and drained:
+            self._fresh = True
+            self._adapters.reset()
         return drained and pulls_nothing
 
     def weights_named(self, version: str) -> None:
@@ -348,7 +355,9 @@ class SchedulerSide:
             )
 
     def _adapt(self, request: Any) -> VllmRequest:
-        served = self._serves(request)
+        adapter = request.lora_request
+        tag = b"" if adapter is None else self._adapters.tag_of(adapter)
+        served = tag is not None
         reads = served and not request.skip_reading_prefix_cache
         handed_on = served and self._handoffs.holds_at_end(request.kv_transfer_params)
         settings = RequestSettings.parse(request.kv_transfer_params, functools.partial(self._log.warn, "settings"))
@@ -368,15 +377,11 @@ class SchedulerSide:
             may_save=(self._may_save or handed_on) and served and not settings.skip_save,
             may_pull=reads and not settings.skip_load,
             may_hold=handed_on and settings.hold and not settings.skip_save,
+            tag=tag or b"",
         )
+        if adapter is not None:
+            self._pool.learn_tag(adapted, tag)
         return adapted
-
-    def _serves(self, request: Any) -> bool:
-        """Whether the request's KV may be shared. False if the request has a LoRA adapter."""
-        if request.lora_request is None:
-            return True
-        self._log.warn("lora", "requests with a LoRA adapter are neither loaded nor saved", interval_s=float("inf"))
-        return False
 
     def _computed(self, scheduler_output: Any) -> Iterable[ScheduledRequest]:
         """Yields the step's requests that may be saved, without those whose vote is pending."""

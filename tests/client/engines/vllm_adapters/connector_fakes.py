@@ -24,6 +24,7 @@ from kvtier.client.offload import CacheGeometry, CacheGroup, LookupId
 __all__ = [
     "FULL",
     "PAGE",
+    "UNKNOWN_ADAPTER",
     "WINDOW",
     "FakeClient",
     "FakePool",
@@ -39,6 +40,10 @@ PAGE = 64
 WAIT_SECONDS = 120.0
 FULL = CacheGroup(0, 4, None, ("a", "b"), (PAGE, PAGE))
 WINDOW = CacheGroup(1, 4, 7, ("c", "d"), (PAGE, PAGE))
+
+
+UNKNOWN_ADAPTER = SimpleNamespace(lora_name="unknown", lora_int_id=1, lora_path="/nowhere")
+"""A LoRA adapter whose files are not on this host."""
 
 
 class FakePool:

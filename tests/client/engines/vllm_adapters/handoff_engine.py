@@ -143,9 +143,10 @@ class ToyEngine:
         *,
         end: str = "FINISHED_LENGTH_CAPPED",
         before_pull: Callable[[], None] = lambda: None,
+        adapter: Any = None,
     ) -> Turn:
         """Runs a request to its end; `before_pull` is called after the match."""
-        request = self.arrive(prompt, params)
+        request = self.arrive(prompt, params, adapter)
         hit = self.match(request)
         before_pull()
         table = [next(self._blocks) for _ in range(-(-(len(prompt) + new_tokens) // BLOCK))]
@@ -159,8 +160,9 @@ class ToyEngine:
         self.settle()
         return Turn(request.all_token_ids, request.num_computed_tokens - loaded, params)
 
-    def arrive(self, prompt: Sequence[int], params: Any = None) -> ToyRequest:
+    def arrive(self, prompt: Sequence[int], params: Any = None, adapter: Any = None) -> ToyRequest:
         request = ToyRequest(f"{self.name}-{next(self._numbers)}", prompt, params)
+        request.lora_request = adapter
         self.scheduler.new_request(request)
         return request
 
@@ -252,12 +254,13 @@ class ToyEngine:
         return True
 
     def _compute(self, request: ToyRequest, table: list[int], start: int, new_tokens: int) -> None:
-        kv = kv_of(request.all_token_ids[:start], self.weights)
+        weights = self.weights + (request.lora_request.weights if request.lora_request is not None else "")
+        kv = kv_of(request.all_token_ids[:start], weights)
         assert self._read(table)[: len(kv)] == kv, "tokens would be computed from wrong KV"
         for _ in range(new_tokens):
             request.all_token_ids.append(hashlib.sha256(repr(request.all_token_ids).encode()).digest()[0])
         computed = len(request.all_token_ids) - (1 if new_tokens else 0)
-        self._write(table, kv_of(request.all_token_ids[:computed], self.weights))
+        self._write(table, kv_of(request.all_token_ids[:computed], weights))
         self._tables = {request.request_id: [table]}
         self.step(**{request.request_id: computed - start})
         request.num_computed_tokens = computed

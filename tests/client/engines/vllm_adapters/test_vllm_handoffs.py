@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from connector_fakes import UNKNOWN_ADAPTER
 from handoff_engine import BLOCK, FIRST_TURN, ToyEngine
 from harness.polling import wait_until
 from harness.ports import ReservedPort
@@ -283,11 +284,11 @@ def test_the_same_end_of_another_beginning_is_not_pulled(prefill: ToyEngine, dec
         decode.scheduler._core._requests.clear()
 
 
-def test_requests_with_adapters_are_not_handed_on(server: ServerProcess, prefill: ToyEngine) -> None:
+def test_a_request_with_an_unknown_adapter_is_not_handed_on(server: ServerProcess, prefill: ToyEngine) -> None:
     """The hashes of an adapter's blocks do not cover its weights."""
     request = prefill.arrive(PROMPT, FIRST_TURN)
     prefill.end(request, [], "FINISHED_ABORTED")
-    request.lora_request = object()
+    request.lora_request = UNKNOWN_ADAPTER
     request.request_id = "adapted"
     prefill.scheduler.new_request(request)
     prefill.scheduler.blocks_allocated(request, [list(range(1, 8))], 0)

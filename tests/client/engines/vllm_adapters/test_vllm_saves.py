@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from connector_fakes import FakeClient, make_request, make_step, scheduler_side
+from connector_fakes import UNKNOWN_ADAPTER, FakeClient, make_request, make_step, scheduler_side
 from harness.polling import stays, wait_until
 
 from kvtier.client import make_key
@@ -41,11 +41,11 @@ def test_what_was_not_stored_is_counted_and_offered_again() -> None:
         assert again.block_ids == [7, 8]
 
 
-def test_adapters_are_neither_loaded_nor_saved() -> None:
-    """A LoRA adapter's name does not identify its weights."""
+def test_an_adapter_without_files_is_neither_loaded_nor_saved() -> None:
+    """The name of a LoRA adapter does not identify its weights."""
     client = FakeClient({make_key(bytes(32), 0)})
     with scheduler_side(client) as (scheduler, _):
-        request = make_request(2, lora_request=object())
+        request = make_request(2, lora_request=UNKNOWN_ADAPTER)
         scheduler.new_request(request)
         assert scheduler.matched_tokens(request, 0) == (0, False)
         assert not scheduler.build_step(make_step({"r": [[7, 8]]}, r=8)).saves

@@ -64,6 +64,7 @@ def restart(server: ServerProcess, *engines: ToyEngine) -> None:
             client.wait_until_connected(60)
 
 
+@pytest.mark.slow
 def test_blocks_of_old_weights_are_found_in_no_tier(server: ServerProcess, make: MakeEngine) -> None:
     """After a reset nothing old is found, also after a restart of the server; new blocks are."""
     engine = make("A")
@@ -78,6 +79,7 @@ def test_blocks_of_old_weights_are_found_in_no_tier(server: ServerProcess, make:
     assert make("A again").run(PROMPT).computed == LAST, "an engine that starts has the weights of the files"
 
 
+@pytest.mark.slow
 def test_without_a_change_of_weights_a_reset_keeps_the_blocks_below(server: ServerProcess, make: MakeEngine) -> None:
     """B3.19: with `weights_change_on_reset` false, only the CPU tier is emptied."""
     engine = make("A", weights_change_on_reset=False)

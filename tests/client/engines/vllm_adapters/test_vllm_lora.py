@@ -1,0 +1,133 @@
+"""LoRA adapters: keys name the content of the adapter with which the engine computed a block."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from connector_fakes import UNKNOWN_ADAPTER, FakeClient, make_request, make_step, scheduler_side
+from handoff_engine import BLOCK, FIRST_TURN, ToyEngine
+from server_process import ServerProcess
+
+from kvtier.client.engines.vllm.background import RateLimitedLog
+from kvtier.client.engines.vllm.config import ConnectorConfig
+from kvtier.client.engines.vllm.lora import LoraAdapters
+from kvtier.client.engines.vllm.worker.reports import WorkerReport
+
+PROMPT = list(range(100, 100 + 4 * BLOCK + 1))
+LAST = 1  # the engine always computes the last token
+MakeEngine = Callable[[str], ToyEngine]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[MakeEngine]:
+    server, engines = ServerProcess(tmp_path, "64MiB"), []
+    server.start()
+
+    def make(name: str) -> ToyEngine:
+        engines.append(ToyEngine(server.endpoint, name, ConnectorConfig(bidirectional_kv_xfer=True)))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+    server.kill()
+
+
+def write(folder: Path, content: str) -> None:
+    """Writes an adapter's files, at another time than before."""
+    folder.mkdir(exist_ok=True)
+    path = folder / "adapter_model.safetensors"
+    before = path.stat().st_mtime if path.exists() else 0.0
+    (folder / "adapter_config.json").write_text("{}")
+    path.write_text(content)
+    os.utime(path, (before + 10, before + 10))
+
+
+def adapter(name: str, folder: Path, number: int = 1, **fields: Any) -> Any:
+    """Fields of vLLM's `LoRARequest`, and in `weights` what the engine has loaded."""
+    weights = (folder / "adapter_model.safetensors").read_text()
+    return SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=str(folder), weights=weights, **fields)
+
+
+def test_blocks_are_found_by_requests_with_the_same_adapter_only(make: MakeEngine, tmp_path: Path) -> None:
+    """The toy's hashes do not cover the adapter, so that only the tag tells its blocks apart."""
+    for name in "ab":
+        write(tmp_path / name, name)
+    a, b = adapter("a", tmp_path / "a", 1), adapter("b", tmp_path / "b", 2)
+    first, second = make("first"), make("second")
+    assert first.run(PROMPT, adapter=a).computed == len(PROMPT)
+    assert second.run(PROMPT).computed == second.run(PROMPT, adapter=b).computed == len(PROMPT)
+    a.lora_int_id = 7  # ids are counted per engine
+    for found in (a, b, None):
+        assert second.run(PROMPT, adapter=found).computed == LAST
+
+
+def test_a_request_with_an_adapter_is_handed_over(make: MakeEngine, tmp_path: Path) -> None:
+    """B2.3: the decode engine pulls the blocks for the same adapter, the partial one too."""
+    for name in "ab":
+        write(tmp_path / name, name)
+    a, b = adapter("a", tmp_path / "a", 1), adapter("b", tmp_path / "b", 2)
+    prefill, decode = make("P"), make("D")
+    params = prefill.run(PROMPT, FIRST_TURN, adapter=a).params
+    assert decode.run(PROMPT, params, adapter=b).computed == len(PROMPT)
+    params = prefill.run(PROMPT, FIRST_TURN, adapter=a).params
+    assert decode.run(PROMPT, params, adapter=a).computed == 0
+
+
+def test_an_adapter_with_other_content_under_its_name_and_path_finds_nothing(make: MakeEngine, tmp_path: Path) -> None:
+    """Another engine has loaded the files after they had changed."""
+    write(tmp_path / "a", "old")
+    assert make("old").run(PROMPT, adapter=adapter("a", tmp_path / "a")).computed == len(PROMPT)
+    write(tmp_path / "a", "new")
+    new, changed = make("new"), adapter("a", tmp_path / "a")
+    assert new.run(PROMPT, adapter=changed).computed == len(PROMPT)
+    assert new.run(PROMPT, adapter=changed).computed == LAST
+
+
+def test_an_adapter_that_may_differ_from_its_files_is_not_identified(tmp_path: Path) -> None:
+    """Workers load an id once, and vLLM's prefix cache has KV of the old content until a reset."""
+    a, b = tmp_path / "a", tmp_path / "b"
+    write(a, "1")
+    write(b, "2")
+    adapters = LoraAdapters(RateLimitedLog())
+    tag = adapters.tag_of(adapter("a", a))
+    assert tag is not None
+    assert adapters.tag_of(adapter("a", a, 3)) == tag
+    assert adapters.tag_of(adapter("b", b)) is None, "another adapter with the same id"
+    assert adapters.tag_of(adapter("b", b, 2)) not in (None, tag)
+    write(a, "changed")
+    assert adapters.tag_of(adapter("a", a)) is None, "the workers have the old content"
+    assert adapters.tag_of(adapter("a", a, 4)) is None, "the prefix cache may have old blocks"
+    adapters.reset()
+    assert adapters.tag_of(adapter("a", a)) is None
+    assert adapters.tag_of(adapter("a", a, 4)) not in (None, tag)
+    assert adapters.tag_of(UNKNOWN_ADAPTER) is None
+
+
+def test_an_adapter_that_is_loaded_in_place_is_identified_after_a_reset(tmp_path: Path) -> None:
+    write(tmp_path / "a", "1")
+    adapters = LoraAdapters(RateLimitedLog())
+    first = adapters.tag_of(adapter("a", tmp_path / "a", load_inplace=True))
+    write(tmp_path / "a", "2")
+    again = adapter("a", tmp_path / "a", load_inplace=True)
+    assert adapters.tag_of(again) is None
+    adapters.reset()
+    assert adapters.tag_of(again) not in (None, first)
+
+
+def test_events_name_an_adapter_s_blocks_as_vllm_does(tmp_path: Path) -> None:
+    """The tag is part of the key, and not of the hash in the event."""
+    write(tmp_path / "a", "1")
+    hashes: list[list[Any]] = []
+    for given in (None, adapter("a", tmp_path / "a")):
+        with scheduler_side(FakeClient(), events=True) as (scheduler, _):
+            scheduler.new_request(make_request(2, lora_request=given))
+            (job,) = scheduler.build_step(make_step({"r": [[7, 8]]}, r=8)).saves
+            scheduler.saves_reported(WorkerReport({job.job_id: 1}))
+            hashes.append([event.block_hashes for event in scheduler.take_events()])  # type: ignore[attr-defined]
+    assert hashes[0] == hashes[1] != []
