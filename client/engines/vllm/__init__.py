@@ -33,8 +33,8 @@ Limits that come from vLLM's connector interface:
   calls. Saves that are in flight at the end of a call therefore end only during the next call.
   Until then a reset returns False and a sleep is refused. Call `llm_engine.step()` until the saves
   have ended.
-- If the files of a LoRA adapter change, requests with this adapter are neither loaded nor saved. See
-  `lora`.
+- If the files of a LoRA adapter change, requests with this adapter are neither loaded nor saved.
+  See `lora`.
 """
 
 from .connector import KVTierConnector

@@ -1,8 +1,8 @@
 """Identity of LoRA adapters, which becomes part of the keys of blocks.
 
-vLLM's block hashes contain the name and the path of a request's adapter. Both can stay the same when
-the content of the files changes. So the connector appends a tag to each hash: a digest of name, path
-and samples of the adapter's files.
+vLLM's block hashes contain the name and the path of a request's adapter. Both can stay the same
+when the content of the files changes. So the connector appends a tag to each hash: a digest of
+name, path and samples of the adapter's files.
 
 The connector reads the files when requests arrive, but the engine computes with the content that
 its workers loaded. If the two may differ, requests with the adapter are neither loaded nor saved:
