@@ -98,7 +98,7 @@ test-dashboards: $(VENV)/.stamp $(PROMETHEUS)/.stamp  ## Evaluate each expressio
 performance: $(VENV)/.stamp  ## Generate the figures and plots of docs/performance*.md from bench/results
 	$(VENV)/bin/python -m bench.document
 
-bench-policies: trace $(VENV)/.stamp  ## Replay a request trace, TRACE=FILE, through the decision core with each eviction policy (1 minute)
+bench-policies: trace $(VENV)/.stamp  ## Replay a request trace, TRACE=FILE, through the decision core with each eviction policy (1 minute); TRACE=a,b replays several
 	$(VENV)/bin/python -m bench.policies --trace $(TRACE) $(if $(JSON),--json $(JSON)) $(ARGS)
 
 bench-break-even: $(VENV)/.stamp  ## Measure from how many tokens a KV transfer is faster than computing; ARGS='--engine URL'
@@ -107,10 +107,12 @@ bench-break-even: $(VENV)/.stamp  ## Measure from how many tokens a KV transfer 
 bench-curve: trace $(VENV)/.stamp  ## Compare the estimated miss-ratio curve with measured miss ratios on TRACE=FILE (2 minutes)
 	$(VENV)/bin/python -m bench.curve --trace $(TRACE) $(if $(JSON),--json $(JSON)) $(ARGS)
 
-# Checks that TRACE names a file: one JSON object per request, one request per line.
+comma := ,
+
+# Checks that TRACE names files: one JSON object per request, one request per line.
 trace:
 	$(if $(TRACE),,$(error Set TRACE to a request trace, for example: make bench-policies TRACE=conversation_trace.jsonl))
-	$(if $(wildcard $(TRACE)),,$(error There is no file $(TRACE)))
+	$(foreach file,$(subst $(comma), ,$(TRACE)),$(if $(wildcard $(file)),,$(error There is no file $(file))))
 	@:
 
 stress: $(VENV)/.stamp  ## Load a server, and kill it and its clients at random, for SECONDS=600; SEED=N repeats the choices of another run

@@ -1,9 +1,10 @@
 """Benchmark of eviction policies: replays a trace through the core.
 
-    make bench-policies TRACE=FILE [JSON=FILE]
-    python -m bench.policies --trace FILE [--json FILE] [--variants]
+    make bench-policies TRACE=FILE[,FILE...] [JSON=FILE]
+    python -m bench.policies --trace FILE[,FILE...] [--json FILE] [--variants]
 
 The hit ratio is the fraction of requested blocks that belong to the leading hits of their request.
+The regret is the best hit ratio of the other policies minus the hit ratio of the default policy.
 A trace has one JSON request per line. `hash_ids` names the chained blocks of the request: blocks
 with equal ids have equal prefixes.
 """
@@ -11,6 +12,7 @@ with equal ids have equal prefixes.
 from __future__ import annotations
 
 import argparse
+import gzip
 import heapq
 import json
 import time
@@ -36,8 +38,15 @@ OPTIMUM = "optimum"
 
 
 def read_trace(path: Path) -> Trace:
-    with path.open() as lines:
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
         return [json.loads(line)["hash_ids"] for line in lines if line.strip()]
+
+
+def read_times(path: Path) -> Sequence[float]:
+    """Returns the time of each request in seconds; empty if the trace has no timestamps."""
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+        times = [json.loads(line).get("timestamp") for line in lines if line.strip()]
+    return [] if None in times else [time / 1000 for time in times]
 
 
 class Replay:
@@ -51,9 +60,11 @@ class Replay:
         self.session: EngineSession = self.core.open_session(b"replay", "engine", 0, spec)
         self.asked = self.hits = 0
 
-    def run(self, trace: Trace) -> float:
-        """Serves all requests in order; returns the hit ratio."""
+    def run(self, trace: Trace, times: Sequence[float] = ()) -> float:
+        """Serves all requests in order, at `times` in seconds; returns the hit ratio."""
         for number, blocks in enumerate(trace):
+            if times:
+                self.core.tick(times[number])
             keys = [str(block).encode() + GROUP for block in blocks]
             self.hits += self.serve(f"request-{number}", keys)
             self.asked += len(keys)
@@ -111,19 +122,23 @@ def _next_uses(trace: Trace) -> Iterator[list[int]]:
     return reversed(found)
 
 
-def compare(trace: Trace, policies: Sequence[str], capacities: Sequence[int]) -> list[dict[str, object]]:
+def compare(
+    trace: Trace, policies: Sequence[str], capacities: Sequence[int], times: Sequence[float] = ()
+) -> list[dict[str, object]]:
     """Prints a table of hit ratios; returns its rows."""
     references = sum(map(len, trace))
     distinct = len({block for blocks in trace for block in blocks})
     print(f"{len(trace):,} requests, {references:,} blocks, {distinct:,} of them distinct; capacity in blocks")
     print(f"{'policy':12}" + "".join(f"{capacity:>10,}" for capacity in capacities) + f"{'µs/block':>12}")
     rows: list[dict[str, object]] = []
+    measured: dict[str, list[float]] = {}
     for policy in [*policies, OPTIMUM]:
         started = time.process_time()
         ratios = [
-            optimum(trace, capacity) if policy == OPTIMUM else Replay(policy, capacity).run(trace)
+            optimum(trace, capacity) if policy == OPTIMUM else Replay(policy, capacity).run(trace, times)
             for capacity in capacities
         ]
+        measured[policy] = ratios
         cost = (time.process_time() - started) / len(ratios) / max(1, references) * 1e6
         default = policy == DEFAULT_POLICY
         name = policy + " *" * default
@@ -133,13 +148,23 @@ def compare(trace: Trace, policies: Sequence[str], capacities: Sequence[int]) ->
             {"policy": policy, "capacity": capacity, "hit_ratio": ratio, "default": default}
             for capacity, ratio in zip(capacities, ratios, strict=True)
         ]
+    others = [measured[policy] for policy in policies if policy != DEFAULT_POLICY]
+    if others and DEFAULT_POLICY in policies:
+        regrets = (
+            max(best) - own for best, own in zip(zip(*others, strict=True), measured[DEFAULT_POLICY], strict=True)
+        )
+        print(f"{'regret':12}" + "".join(f"{regret:+10.4f}" for regret in regrets), flush=True)
     return rows
+
+
+def _files(names: str) -> list[Path]:
+    return [Path(name) for name in names.split(",")]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.policies", description="Replay a trace through the core.")
     parser.add_argument(
-        "--trace", type=Path, required=True, metavar="FILE", help="one JSON request with hash_ids per line"
+        "--trace", type=_files, required=True, metavar="FILE[,FILE...]", help="one JSON request with hash_ids per line"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
     parser.add_argument(
@@ -150,16 +175,26 @@ def main() -> None:
         "--variants", action="store_true", help="also replay variants of the trace and synthetic traces (20 minutes)"
     )
     options = parser.parse_args()
-    trace = read_trace(options.trace)
-    print(f"hit ratio: fraction of the blocks of {options.trace.name} that are leading hits of their request\n")
-    rows = compare(trace, options.policies, options.capacities)
-    print("\n* the default. optimum: policy that knows the future (Belady), and need not store a block.")
+    print("hit ratio: fraction of the blocks of a trace that are leading hits of their request")
+    print("* the default. optimum: policy that knows the future (Belady), and need not store a block.")
+    print("regret: the best of the other policies minus the default; a negative number is better.")
+    rows: list[dict[str, object]] = []
+    more: dict[str, Trace] = {}
+    times: dict[str, Sequence[float]] = {}
+    for path in options.trace:
+        trace = more[path.name] = read_trace(path)
+        times[path.name] = read_times(path)
+        if options.variants:
+            variants = variants_of(trace)
+            del variants["as it is"]
+            more.update((f"{path.name}, {name}", variant) for name, variant in variants.items())
     if options.variants:
-        more = {**variants_of(trace), **{name: make() for name, make in MADE_UP.items()}}
-        del more["as it is"]
-        for name, variant in more.items():
-            print(f"\n{name}: ", end="")
-            rows += [{"trace": name, **row} for row in compare(variant, options.policies, options.capacities)]
+        more.update((name, make()) for name, make in MADE_UP.items())
+    for name, trace in more.items():
+        print(f"\n{name}: ", end="")
+        rows += [
+            {"trace": name, **row} for row in compare(trace, options.policies, options.capacities, times.get(name, ()))
+        ]
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
 

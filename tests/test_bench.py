@@ -45,7 +45,7 @@ def test_policies_on_a_trace(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
     rows = json.loads(path.read_text())
-    assert all(set(row) == {"policy", "capacity", "hit_ratio", "default"} for row in rows)
+    assert all(set(row) == {"trace", "policy", "capacity", "hit_ratio", "default"} for row in rows)
     assert {row["policy"] for row in rows if row["default"]} == {DEFAULT_POLICY}
     ratios = {(row["policy"], row["capacity"]): row["hit_ratio"] for row in rows}
     assert ratios.keys() == {(policy, capacity) for policy in (*POLICIES, "optimum") for capacity in (20, 1000)}

@@ -32,7 +32,7 @@ class ARC(Generic[T]):
         self._requests = LastRequest[T]()
         self._clock = 0
 
-    def use(self, items: Sequence[T], request: Hashable = None) -> None:
+    def use(self, items: Sequence[T], request: Hashable = None, now: float = 0.0) -> None:
         for item in reversed(self._requests.fresh(items, request)):
             self._clock += 1
             if item in self._recent:

@@ -11,10 +11,11 @@ The algorithm, for each use of blocks by a request:
 4. Append the runs to the request's *chain* (`_append`). New blocks form one run, except the last
    block. The last block is a separate run, because a partly filled block is rarely used again.
 5. Assign every run of the chain to a *kind* (`_classify`). The run of the last block has the kind
-   "end". A run that was used more often than its conversation has turns has the kind "shared" with
-   the logarithm of its number of uses. All other runs have a kind of two values: the turn, and the
-   logarithm of the number of blocks that the request added.
-6. Put the runs into the *bucket* of their kind and age bin. Age is counted in block uses.
+   "end". All other runs have a kind of three values: the turn, the logarithm of the number of
+   blocks that the request added, and the logarithm of the mean *pause* between uses of the run. A
+   system prompt that many conversations share has short pauses.
+6. Put the runs into the *bucket* of their kind and age bin. Age is time in units of the mean time
+   between two block uses (`UseClock`).
 7. Move runs that have become too old for their bin to the next bin, and count a miss for each in
    the model (`_age_runs`).
 8. Fit the model (`reuse_model`) in small steps. The model computes a value per kind and age bin:
@@ -27,6 +28,7 @@ Victims are taken from the bucket with the lowest value, tail before head within
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_left, insort
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Hashable, Iterator, Sequence
@@ -35,7 +37,7 @@ from typing import ClassVar, Generic
 from .open_requests import OpenRequests
 from .policy import T
 from .reuse_model import BIN_ENDS, BINS, Kind, ReuseModel
-from .runs import BlockRun, RankBucket, RequestChain
+from .runs import BlockRun, RankBucket, RequestChain, UseClock
 
 __all__ = ["Forecast"]
 
@@ -43,15 +45,14 @@ _MIN_GHOSTS = 1024
 _GHOST_EVERY = 8
 """Every eighth block of a chain leaves a ghost when it is evicted. The last two blocks of a chain
 always leave a ghost, because the next turn of the conversation continues there."""
-_MIN_LEARNING_PERIOD = 2048
+_MIN_LEARNING_PERIOD = 4096
 """The model is fitted after this many block uses, or after half as many uses as there are items if
 that is more."""
 _AGE_RESOLUTION = 16
 """A run stays in its age bin until at least 1/16 as many block uses as there are items have
 followed its last use. This limits the work per use."""
-_MAX_TURN = 5
+_MAX_TURN = 3
 _MAX_GROWTH = 8
-_MAX_SHARED = 10
 
 
 class Forecast(Generic[T]):
@@ -66,16 +67,17 @@ class Forecast(Generic[T]):
         self._buckets: dict[tuple[Kind, int], RankBucket[T]] = {}
         self._ranked: list[tuple[tuple[float, int], RankBucket[T]]] = []
         """The non-empty buckets, by rank. Ranks are unique, so buckets are never compared."""
-        self._due: defaultdict[int, deque[tuple[int, BlockRun[T]]]] = defaultdict(deque)
+        self._due: defaultdict[int, deque[tuple[float, BlockRun[T]]]] = defaultdict(deque)
         """Per bin the runs, each with the clock at which the run leaves the bin, in order. An entry
         is stale if this time differs from `run.due`."""
-        self._clock = 0
-        self._next_fit = _MIN_LEARNING_PERIOD
+        self._clock = UseClock()
+        self._next_fit = float(_MIN_LEARNING_PERIOD)
         self._fit: Iterator[Kind | None] | None = None
 
-    def use(self, items: Sequence[T], request: Hashable = None) -> None:
+    def use(self, items: Sequence[T], request: Hashable = None, now: float = 0.0) -> None:
         chain = self._requests.of(request)
         pieces = self._split(items, chain)
+        self._clock.advance(sum(len(piece) for _, piece in pieces), now)
         reused: dict[BlockRun[T], list[list[T]]] = {}
         for old, piece in pieces:
             if old is not None:
@@ -89,7 +91,6 @@ class Forecast(Generic[T]):
         self._refresh(chain)
         if request is None:
             chain.close()
-        self._clock += sum(len(piece) for _, piece in pieces)
         self._age_runs()
         self._learn_step()
 
@@ -205,6 +206,7 @@ class Forecast(Generic[T]):
                 chain.matched_length = position
                 continues = 1 < chain.matched_length >= old.chain.length - 1
                 chain.turn = old.chain.turn + 1 if continues else 0
+                chain.pause = self._mean_pause(old) if continues else 0.0
 
     def _merge_last_block(self, chain: RequestChain[T]) -> None:
         """Merges the earlier last block of a request into its run of new blocks."""
@@ -226,12 +228,12 @@ class Forecast(Generic[T]):
         position = chain.length
         chain.length += len(piece)
         if old is not None and old.items == piece:
+            old.pause = self._mean_pause(old)
             old.chain, old.start, old.at_risk = chain, position, len(piece)
-            old.uses += 1
             chain.runs.append(old)
             return
         if old is not None:
-            self._add_run(chain, piece, position, old.uses + 1)
+            self._add_run(chain, piece, position, self._mean_pause(old))
             return
         tail = [piece.pop()] if last else []
         if piece:
@@ -241,12 +243,17 @@ class Forecast(Generic[T]):
                 run.at_risk += len(piece)
                 self._assign(piece, run)
             else:
-                chain.new_run = self._add_run(chain, piece, position, 1)
+                chain.new_run = self._add_run(chain, piece, position, chain.pause)
         if tail:
-            chain.last_block = self._add_run(chain, tail, position + len(piece), 1)
+            chain.last_block = self._add_run(chain, tail, position + len(piece), chain.pause)
 
-    def _add_run(self, chain: RequestChain[T], items: list[T], position: int, uses: int) -> BlockRun[T]:
-        run = BlockRun(chain, items, position, uses, self._unknown)
+    def _mean_pause(self, run: BlockRun[T]) -> float:
+        """Returns the geometric mean of a run's pauses, with more weight for the recent ones."""
+        pause = max(1.0, self._clock.now - run.chain.last_use)
+        return math.sqrt(run.pause * pause) if run.pause else pause
+
+    def _add_run(self, chain: RequestChain[T], items: list[T], position: int, pause: float) -> BlockRun[T]:
+        run = BlockRun(chain, items, position, pause, self._unknown)
         chain.runs.append(run)
         self._assign(items, run)
         return run
@@ -258,7 +265,7 @@ class Forecast(Generic[T]):
 
     def _refresh(self, chain: RequestChain[T]) -> None:
         """Resets the age of a request's runs to 0, and determines their kinds again."""
-        chain.last_use = self._clock
+        chain.last_use = self._clock.now
         chain.runs = [run for run in chain.runs if run.at_risk and run.chain is chain]
         for run in chain.runs:
             run.kind, run.bin = self._classify(run), 0
@@ -269,19 +276,21 @@ class Forecast(Generic[T]):
         chain = run.chain
         if run is chain.last_block:
             return self._model.kind(("end", 0))
-        if run.uses > chain.turn + 1:
-            return self._model.kind(("shared", min((run.uses - 1).bit_length(), _MAX_SHARED)))
         growth = (chain.length - chain.matched_length).bit_length()
-        return self._model.kind(("turn", min(chain.turn, _MAX_TURN)), ("growth", min(growth, _MAX_GROWTH)))
+        return self._model.kind(
+            ("turn", min(chain.turn, _MAX_TURN)),
+            ("growth", min(growth, _MAX_GROWTH) // 2),
+            ("pause", max(1, (int(run.pause) >> 4).bit_length()) if run.pause else 0),
+        )
 
     def _age_runs(self) -> None:
         for due in list(self._due.values()):
-            while due and due[0][0] <= self._clock:
+            while due and due[0][0] <= self._clock.now:
                 when, run = due.popleft()
                 if not run.at_risk or when != run.due:
                     continue
                 self._count_misses(run)
-                if self._clock < run.chain.last_use + BIN_ENDS[-1]:
+                if self._clock.now < run.chain.last_use + BIN_ENDS[-1]:
                     self._put_in_bucket(run)
                     self._schedule(run)
                 else:
@@ -289,7 +298,7 @@ class Forecast(Generic[T]):
 
     def _count_misses(self, run: BlockRun[T]) -> None:
         """Sets the bin for a run's age, and counts a miss in each bin that the run has passed."""
-        number, age = run.bin, self._clock - run.chain.last_use
+        number, age = run.bin, self._clock.now - run.chain.last_use
         while age >= BIN_ENDS[number] and number + 1 < BINS:
             run.kind.misses[number] += run.at_risk
             number += 1
@@ -297,9 +306,9 @@ class Forecast(Generic[T]):
 
     def _learn_step(self) -> None:
         if self._fit is None:
-            if self._clock < self._next_fit:
+            if self._clock.now < self._next_fit:
                 return
-            self._next_fit = self._clock + max(_MIN_LEARNING_PERIOD, self._count // 2)
+            self._next_fit = self._clock.now + max(_MIN_LEARNING_PERIOD, self._count // 2)
             self._fit = self._model.fit()
         try:
             kind = next(self._fit)

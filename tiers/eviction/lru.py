@@ -32,7 +32,7 @@ class LRU(Generic[T]):
         self._chains: OrderedDict[_Chain[T], None] = OrderedDict()
         self._requests = OpenRequests[_Chain[T]](_Chain)
 
-    def use(self, items: Sequence[T], request: Hashable = None) -> None:
+    def use(self, items: Sequence[T], request: Hashable = None, now: float = 0.0) -> None:
         chain = self._requests.of(request)
         for known, group in groupby(items, self._chain_of.get):
             if known is chain:

@@ -48,7 +48,7 @@ class MQ(Generic[T]):
         self._next_review = 0
         self._requests = LastRequest[T]()
 
-    def use(self, items: Sequence[T], request: Hashable = None) -> None:
+    def use(self, items: Sequence[T], request: Hashable = None, now: float = 0.0) -> None:
         for item in reversed(self._requests.fresh(items, request)):
             self._clock += 1
             state = self._states.get(item)

@@ -1,8 +1,7 @@
 """Interface of eviction policies, which decide the order in which items are evicted.
 
 A policy only orders items. The caller checks whether an item can be evicted, for example whether it
-is pinned. The caller reports each use with the request, and with the items in chain order. A
-policy has no clock: it counts uses.
+is pinned. The caller reports each use with the request, the time, and the items in chain order.
 """
 
 from __future__ import annotations
@@ -39,13 +38,14 @@ class EvictionPolicy(Protocol[T]):
     """Whether the caller does not store a new item that would be evicted first. If False, the
     caller stores every new item."""
 
-    def use(self, items: Sequence[T], request: Hashable = None) -> None:
+    def use(self, items: Sequence[T], request: Hashable = None, now: float = 0.0) -> None:
         """Records that a request used these items, and adds new ones.
 
         Args:
             items: distinct, head first; in the chain they follow the request's earlier items.
                 Repeated items are ignored.
             request: the request. If unknown (None), each call counts as a separate request.
+            now: time in seconds. If all calls pass the same time, the policy counts uses instead.
         """
 
     def finish(self, request: Hashable) -> None:

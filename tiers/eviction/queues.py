@@ -265,7 +265,7 @@ class EvictionQueues(Generic[L]):
             items = [item for item in items if item not in self._protected]
         for queue, mine in by_queue(items):
             queue.victim_buffer.clear()
-            queue.policy.use(mine, request)
+            queue.policy.use(mine, request, self.now)
 
     def retain(self, items: Iterable[L], until: float) -> list[L]:
         """Retains items at least until `until`; returns the items beyond the retention budget."""

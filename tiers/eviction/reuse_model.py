@@ -1,14 +1,14 @@
 """Reuse model of the `forecast` policy: the chance and the value of reuse, by kind and age.
 
-The model is a discrete-time proportional hazards model. Age is the number of block uses since a
-block's last use, in bins of half an octave. Per kind and bin, the model counts the blocks that were
-reused at that age (hits) and the blocks that grew older without reuse (misses). The chance of reuse
-is
+The model is a discrete-time proportional hazards model. Age is the time since a block's last use,
+in units of the mean time between two block uses, in bins of half an octave. Per kind and bin, the
+model counts the blocks that were reused at that age (hits) and the blocks that grew older without
+reuse (misses). The chance of reuse is
 
     hazard(kind, bin) = baseline(bin) · product of the factors of the kind's features,
 
 with one baseline for all kinds and one factor per feature. A thousand requests suffice to learn
-these few parameters.
+these few parameters. A kind with many observations uses its own hazard instead.
 
 The value of a block is its Gittins index: the highest ratio of expected hits to expected time over
 all stopping ages. The index does not depend on the size of the cache. If users think before the
@@ -38,7 +38,9 @@ PRIOR_BLOCKS = 500.0
 """Weight of the prior baseline, in blocks: about twenty requests."""
 PRIOR_HITS = 50.0
 """Weight of the prior of a factor, in hits."""
-DECAY = 0.98
+OWN_BLOCKS = 300.0
+"""A kind's own observations replace the model when they are many more than this many blocks."""
+DECAY = 0.97
 """Each fit multiplies the weight of earlier observations by this factor, so observations count for
 about fifty fits."""
 _ITERATIONS = 3
@@ -135,7 +137,9 @@ class ReuseModel:
         later: list[tuple[float, float, float]] = []
         """Stages after the current bin, nearest last: (hits, time, fraction of blocks left)."""
         for number in range(BINS - 1, -1, -1):
-            hazard = min(ratio * self._baseline[number], _MAX_HAZARD)
+            seen = kind.hits[number] + kind.misses[number]
+            hazard = (kind.hits[number] + OWN_BLOCKS * ratio * self._baseline[number]) / (seen + OWN_BLOCKS)
+            hazard = min(hazard, _MAX_HAZARD)
             hits, left = hazard, 1 - hazard
             time = (1 - hazard / 2) * (_EDGES[number + 1] - _EDGES[number])
             while later and later[-1][0] * time >= hits * later[-1][1]:
@@ -151,4 +155,4 @@ class ReuseModel:
 def _prior(factor: Factor) -> float:
     """Returns the prior of a feature. It is higher for blocks that were used more often."""
     feature, value = factor
-    return {"turn": 1 + value / 2, "shared": 1.5 * (1 + value), "end": 0.5}.get(feature, 1.0)
+    return {"turn": 1 + value / 2, "end": 0.5}.get(feature, 1.0)

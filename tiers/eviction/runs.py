@@ -1,4 +1,4 @@
-"""Block runs, request chains and rank buckets: the data structures of the `forecast` policy."""
+"""Block runs, request chains, rank buckets and clock: data structures of the `forecast` policy."""
 
 from __future__ import annotations
 
@@ -9,22 +9,32 @@ from typing import Generic
 from .policy import T
 from .reuse_model import BINS, Kind
 
-__all__ = ["BlockRun", "RankBucket", "RequestChain"]
+__all__ = ["BlockRun", "RankBucket", "RequestChain", "UseClock"]
+
+_WINDOW = 1 << 17
+"""After this many block uses, the rate of earlier uses counts half."""
+
+_CALIBRATION = 1 << 13
+"""The scale is fixed after this many block uses, so that it does not follow the load."""
+_TOLERANCE = 16
+"""The scale changes again if the rate has changed by more than this factor."""
 
 
 class RequestChain(Generic[T]):
     """The blocks of one request, as runs in chain order, and the turn of the conversation."""
 
-    __slots__ = ("last_block", "last_use", "length", "matched_length", "new_run", "runs", "turn")
+    __slots__ = ("last_block", "last_use", "length", "matched_length", "new_run", "pause", "runs", "turn")
 
     def __init__(self) -> None:
-        self.last_use = 0
+        self.last_use = 0.0
         """Clock of the request's last use."""
         self.length = 0
         self.matched_length = 0
         """Number of leading blocks up to the last block that an earlier request had used."""
         self.turn = 0
         """Turn of the conversation: number of earlier requests that this one continues."""
+        self.pause = 0.0
+        """Mean pause between the turns of the conversation; 0 if unknown."""
         self.runs: list[BlockRun[T]] = []
         self.new_run: BlockRun[T] | None = None
         """The run of blocks that no earlier request had used, except the last block."""
@@ -40,21 +50,21 @@ class RequestChain(Generic[T]):
 class BlockRun(Generic[T]):
     """Consecutive blocks of one request with the same history: the unit of ranking."""
 
-    __slots__ = ("at_risk", "bin", "bucket", "chain", "due", "ghosts", "items", "kind", "start", "uses")
+    __slots__ = ("at_risk", "bin", "bucket", "chain", "due", "ghosts", "items", "kind", "pause", "start")
 
-    def __init__(self, chain: RequestChain[T], items: list[T], start: int, uses: int, kind: Kind) -> None:
+    def __init__(self, chain: RequestChain[T], items: list[T], start: int, pause: float, kind: Kind) -> None:
         self.chain = chain
         self.items = items
         """The resident blocks, head first."""
         self.start = start
         """Position of the first item in the chain."""
-        self.uses = uses
-        """Number of requests that have used the blocks."""
+        self.pause = pause
+        """Mean pause between uses of the blocks, in units of the clock; 0 if unknown."""
         self.kind = kind
         self.bin = 0
         self.bucket: RankBucket[T] | None = None
         """The bucket of the run; None while the run has no items."""
-        self.due = 0
+        self.due = 0.0
         """Clock at which the run leaves its bin."""
         self.at_risk = len(items)
         """Number of resident and evicted blocks without a later use (population at risk)."""
@@ -78,3 +88,37 @@ class RankBucket(Generic[T]):
         """Yields the oldest run first, or the youngest first if the value rises with age."""
         rising = self.bin + 1 < BINS and self.kind.values[self.bin + 1] > self.kind.values[self.bin]
         return reversed(self.runs) if rising else iter(self.runs)
+
+
+class UseClock:
+    """Time, scaled so that it advances by about one per block use.
+
+    The scale makes the policy independent of the unit and of the speed of a workload. If the caller
+    reports no time, each block use advances the clock by one.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._time: float | None = None
+        self._seconds = 0.0
+        self._uses = 0
+        self._calibrated = 0
+        self._rate = 1.0
+
+    def advance(self, uses: int, time: float) -> None:
+        """Counts block uses at a time in seconds."""
+        passed = 0.0 if self._time is None else max(0.0, time - self._time)
+        self._time = time
+        self._seconds += passed
+        self._uses += uses
+        if not self._seconds:
+            self.now += uses
+            return
+        rate = self._uses / self._seconds
+        if self._calibrated < _CALIBRATION or not self._rate / _TOLERANCE < rate < self._rate * _TOLERANCE:
+            self._rate = rate
+            self._calibrated += uses
+        self.now += min(passed * self._rate, _WINDOW / 2)
+        if self._uses >= _WINDOW:
+            self._uses //= 2
+            self._seconds /= 2

@@ -17,7 +17,7 @@ from kvtier.tiers.eviction.open_requests import MAX_OPEN, LastRequest, OpenReque
 from kvtier.tiers.eviction.queues import EvictionQueues
 from kvtier.tiers.eviction.quotas import Quotas
 from kvtier.tiers.eviction.reuse_model import BINS, Kind, ReuseModel
-from kvtier.tiers.eviction.runs import BlockRun
+from kvtier.tiers.eviction.runs import BlockRun, UseClock
 from kvtier.tiers.stats.eviction_history import EvictionHistory
 
 SPACE = NamespaceId(bytes(16))
@@ -334,8 +334,8 @@ def test_forecast_recognises_an_evicted_conversation() -> None:
     assert (0, 0) not in cache.items
     cache.serve(*chain(0, 24))
     run = run_of(cache.items[0, 0])
-    assert (run.chain.turn, run.uses) == (1, 2)
-    assert run_of(cache.items[0, 22]).uses == 1
+    assert (run.chain.turn, run.pause) == (1, 204.0), "the requests between and its own new blocks"
+    assert run_of(cache.items[0, 22]).pause == run.pause, "new blocks inherit the pause of the conversation"
 
 
 def test_forecast_separates_a_shared_prompt_from_a_conversation() -> None:
@@ -345,8 +345,38 @@ def test_forecast_separates_a_shared_prompt_from_a_conversation() -> None:
     for number in range(1, 10):
         cache.serve(*chain(0, 8), *chain(number, 8))
     run = run_of(cache.items[0, 0])
-    assert (run.chain.turn, run.uses) == (0, 9)
-    assert run.kind.factors == (("shared", 4),)
+    assert run.chain.turn == 0
+    assert 8 <= run.pause <= 16, "each request uses the prompt"
+    assert run_of(cache.items[9, 0]).pause == 0, "unknown"
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e-3, 1.0, 100.0])
+def test_the_unit_of_time_does_not_matter(seconds: float) -> None:
+    """A trace that is compressed or stretched gives the same order of eviction."""
+    clock = UseClock()
+    ages = []
+    for number in range(4000):
+        before = clock.now
+        clock.advance(8, number * seconds)
+        ages.append(clock.now - before)
+    assert ages[-1] == pytest.approx(8, rel=0.01)
+
+
+def test_the_clock_follows_time_and_not_the_load() -> None:
+    """If half as many requests come, a pause of the same length has the same age."""
+    clock, now = UseClock(), 0.0
+    for step in [1.0] * 2000 + [2.0] * 2000:
+        before, now = clock.now, now + step
+        clock.advance(8, now)
+    assert clock.now - before == pytest.approx(16, rel=0.01)
+
+
+def test_the_clock_recalibrates_after_a_large_change_of_the_load() -> None:
+    clock, now = UseClock(), 0.0
+    for step in [1.0] * 2000 + [1e-3] * 200_000:
+        before, now = clock.now, now + step
+        clock.advance(8, now)
+    assert 8 / 20 < clock.now - before < 8 * 20
 
 
 @pytest.mark.slow
