@@ -173,7 +173,7 @@ class SocketCalls(SocketPool):
         """Does not connect; see `prepare`."""
         super().__init__(target, Purpose.CALLS)
         self.avoid_until = 0.0
-        """Until this time (monotonic) the client opens no further connection, and calls use gRPC."""
+        """Until this time (monotonic) the client opens no connection, and calls use gRPC."""
         self._close_callbacks: list[Callable[[], object]] = []
 
     def on_close(self, callback: Callable[[], object]) -> None:

@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
     except ConfigError as error:
         return refuse(error.problems, EXIT_CONFIG)
     configure_logs = partial(logs.configure, loaded.config.log)
-    with contextlib.suppress(OSError):  # no process available: the server works without the reporter
+    with contextlib.suppress(OSError):  # without a free process the server has no reporter
         start_crash_reporter(configure_logs, [tier.path for tier in loaded.config.tiers])
     configure_logs()
     log = logs.get_logger(__name__)

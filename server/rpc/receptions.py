@@ -73,10 +73,10 @@ class Receptions:
             if not self._callers[caller]:
                 del self._callers[caller]
             self._wake()
-        if message is grpc.aio.EOF:
+        if not isinstance(message, bytes):  # `grpc.aio.EOF`: the call has no request
             text = "the call has no request"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text, error_details("INVALID_ARGUMENT", text))
-        return bytes(message)
+        return message
 
     def _wake(self) -> None:
         # The latest first: a caller that stays within the limits does not wait behind many calls.

@@ -169,7 +169,7 @@ def test_a_restart_during_the_opening_of_a_session(tmp_path: Path) -> None:
 
 
 def test_a_session_without_heartbeats_ends(tmp_path: Path) -> None:
-    """A server that stays connected but sends no heartbeats has hung: the client opens a session."""
+    """If a connected server sends no heartbeats, it hangs, and the client opens a new session."""
     silent = _Silent()
     with _served(silent, tmp_path) as endpoint, Client(endpoint, namespace=NAMESPACE) as client:
         client.wait_until_connected(60)

@@ -32,7 +32,7 @@ class Clock:
 
 
 def test_a_limiter_with_open_sessions_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many tenants: only limiters without sessions are dropped, so that the limit of sessions holds."""
+    """Only limiters without sessions are dropped, so that the limit of sessions holds."""
     monkeypatch.setattr(rate_limits, "_MAX_LIMITERS", 2)
     limiters = RateLimiters(RateConfig(sessions=1), {}, Clock())
     busy = limiters.for_tenant("busy")

@@ -55,8 +55,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """Save jobs that ended: stored, dropped or failed.
 
     `ended_saves[job_id]`: the workers that report the job, as one bit per worker.
-    `not_stored[job_id]`: indices of the job's keys that at least one worker did not store; absent if
-    all keys were stored.
+    `not_stored[job_id]`: indices of the job's keys that at least one worker did not store; absent
+    if all keys were stored.
     """
 
     ended_saves: dict[int, int] = field(default_factory=dict)
