@@ -79,8 +79,8 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         behavior = handler.unary_unary or handler.unary_stream
 
         async def call(_: Any, context: grpc.aio.ServicerContext) -> Any:
-            message = await self._receptions.receive(context, caller)
-            return await behavior(message, context)
+            # Without a variable: see `_Outcome.abort`.
+            return await behavior(await self._receptions.receive(context, caller), context)
 
         if handler.response_streaming:
             return grpc.stream_stream_rpc_method_handler(call, None, handler.response_serializer)
