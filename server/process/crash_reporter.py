@@ -63,7 +63,11 @@ def _report(reader: int, configure_logs: Callable[[], object], directories: Sequ
         # The reporter ends with the server, also after Ctrl-C in the server's terminal.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-        if dump := os.read(reader, _DUMP_BYTES):
+        # `faulthandler` writes its first line, which names the signal, in several pieces.
+        dump = b""
+        while b"\n" not in dump and (piece := os.read(reader, _DUMP_BYTES)):
+            dump += piece
+        if dump:
             configure_logs()
             known = [(name, why) for text, (name, why) in _SIGNALS.items() if text.encode() in dump[:100]]
             name, reason = known[0] if known else ("a fatal error", _DEFECT)

@@ -193,8 +193,8 @@ SERVER_FAULTS = (
     Fault(
         "a store is completed while another stream writes",
         _BROKER,
-        "            if self.writers.busy(stream.target):\n                return False\n",
-        "",
+        "            if self.writers.busy(stream.target) or len(",
+        "            if len(",
     ),
     Fault("streams do not count as calls", _BROKER, "            self._sessions.count_call(opened)\n", ""),
     Fault(

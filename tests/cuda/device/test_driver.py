@@ -233,6 +233,7 @@ def test_memory_used_after_it_was_closed_breaks_the_context(host: HostBackend, r
 
 @pytest.mark.usefixtures("no_leaks")
 def test_the_host_back_end_leaves_nothing_behind() -> None:
+    mapped = _mapped_devices()
     host = HostBackend()
     engine = Engine("host", JOINED)
     host.driver.open_memory(engine.export.allocations[0].handle)
@@ -242,4 +243,9 @@ def test_the_host_back_end_leaves_nothing_behind() -> None:
     host.driver.allocate(PAGE_BYTES)
     engine.kill()
     host.close()
-    assert "kvtier-device" not in Path("/proc/self/maps").read_text()
+    assert _mapped_devices() <= mapped
+
+
+def _mapped_devices() -> set[str]:
+    """The mappings of host devices; other tests of this process may have some."""
+    return {line for line in Path("/proc/self/maps").read_text().splitlines() if "kvtier-device" in line}

@@ -51,6 +51,8 @@ class Terminal:
         self.raw = b""
         self._stream = pyte.ByteStream(self.screen)
         self._leader, follower = pty.openpty()
+        self._readable = select.poll()  # `select` refuses descriptors above 1,023
+        self._readable.register(self._leader, select.POLLIN)
         self.resize(columns, lines)
         self.attributes = termios.tcgetattr(self._leader)
         kept = {name: text for name, text in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
@@ -122,7 +124,7 @@ class Terminal:
     def _read(self) -> bool:
         data = b""
         with contextlib.suppress(OSError):
-            if select.select([self._leader], [], [], 0.05)[0]:
+            if self._readable.poll(50):
                 data = os.read(self._leader, 1 << 16)
         self.raw += data
         self._stream.feed(data)
