@@ -172,10 +172,18 @@ class TierRuntime:
             if not waiting:
                 self._waiting.pop(name, None)
 
-    async def wait_for_change(self, seconds: float) -> None:
-        """Waits, at most `seconds`, until `notify_change` is called, for example after a tick."""
+    @property
+    def next_change(self) -> asyncio.Event:
+        """Event that the next call of `notify_change` sets."""
+        return self._changed
+
+    async def wait_for_change(self, seconds: float, change: asyncio.Event | None = None) -> None:
+        """Waits, at most `seconds`, until `notify_change` is called, for example after a tick.
+
+        `change` is an earlier `next_change`. If it is set meanwhile, the call returns at once.
+        """
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), seconds)
+            await asyncio.wait_for((change or self._changed).wait(), seconds)
 
     def notify_change(self) -> None:
         """Wakes the callers of `wait_for_change`."""

@@ -50,8 +50,10 @@ class LongCalls:
         waited = False
         while pending and (remaining := deadline - self._runtime.now()) > 0:
             waited = True
-            await self._runtime.wait_for_change(remaining)
+            change = self._runtime.next_change  # also of changes during the slices
             await self._drop_settled(session, pending, statuses)
+            if pending:
+                await self._runtime.wait_for_change(remaining, change)
         if waited:
             await self._drop_settled(session, pending, statuses, even_if_pending=True)
         return bytes(map(statuses.__getitem__, keys))
@@ -156,17 +158,29 @@ class LongCalls:
             if prefix and has_miss:
                 break
         while open_keys and (remaining := deadline - self._runtime.now()) > 0:
-            await self._runtime.wait_for_change(remaining)
-            self._sessions.check(session)
-            for number in range(1, len(open_keys) + 1):
-                presence = self._core.shared_tiers.presence(session, open_keys[0], tiers)
-                if presence is Presence.UNKNOWN:
-                    break
-                open_keys.popleft()
-                if prefix and presence is not Presence.HELD:
-                    return
-                if not number % _SLICE:
-                    await self._scheduler.turn(session)
+            change = self._runtime.next_change
+            await self._drop_answered(session, open_keys, tiers, prefix=prefix)
+            if open_keys:
+                # Asks again if the answer has expired.
+                self._core.shared_tiers.query(session, [open_keys[0]], tiers, prefix=prefix)
+                self._runtime.run_commands()
+                await self._runtime.wait_for_change(remaining, change)
+                self._sessions.check(session)
+
+    async def _drop_answered(
+        self, session: EngineSession, open_keys: deque[bytes], tiers: TierFilter, *, prefix: bool
+    ) -> None:
+        """Drops the first keys, up to a key without an answer. With `prefix`, a miss drops all."""
+        for number in range(1, len(open_keys) + 1):
+            presence = self._core.shared_tiers.presence(session, open_keys[0], tiers)
+            if presence is Presence.UNKNOWN:
+                return
+            open_keys.popleft()
+            if prefix and presence is not Presence.HELD:
+                open_keys.clear()
+                return
+            if not number % _SLICE:
+                await self._scheduler.turn(session)
 
     async def release(self, session: EngineSession, lease_ids: Iterable[int]) -> None:
         """Releases leases; ignores unknown ones. Raises NotOwner."""

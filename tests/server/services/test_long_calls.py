@@ -6,12 +6,14 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from harness.payloads import key_of
+from harness.shared_tier import SharedDirectory
 
 from kvtier.cuda.host.region import HostRegion
 from kvtier.protos.v1 import cache_pb2
@@ -21,9 +23,10 @@ from kvtier.server.refused import Refused
 from kvtier.server.rpc.request_checks import RequestValidator
 from kvtier.server.runtime import TierRuntime
 from kvtier.server.services.cache import CacheService
-from kvtier.tiers.base import NamespaceId
+from kvtier.tiers.base import NamespaceId, SecondaryTier, TierFilter
+from kvtier.tiers.core.secondary import Presence
 from kvtier.tiers.errors import StoreNotFound
-from kvtier.tiers.types import DurableStatus, EngineSession, KeyStatus, NamespaceSpec, StoreId, StoreStatus
+from kvtier.tiers.types import DurableStatus, EngineSession, JobId, KeyStatus, NamespaceSpec, StoreId, StoreStatus
 
 PART = 4096
 SPEC = NamespaceSpec(NamespaceId(b"n" * 16), world_size=1, part_bytes=(PART,))
@@ -97,8 +100,8 @@ def duration(seconds: float) -> Duration:
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[Calls]:
-    runtime = TierRuntime(HostRegion.create(4 * MANY * PART), [])
+async def serving(*tiers: SecondaryTier) -> AsyncIterator[Calls]:
+    runtime = TierRuntime(HostRegion.create(4 * MANY * PART), tiers)
     await runtime.start()
     try:
         await until(lambda: runtime.core.stats().tiers[0].available_bytes == runtime.region.size_bytes)
@@ -180,6 +183,72 @@ def test_a_flush_tells_settled_keys_behind_a_pending_one() -> None:
             calls.runtime.core.complete_store(calls.session, store)
             calls.runtime.notify_change()
             assert await flush == bytes([DurableStatus.PENDING] + [DurableStatus.VOLATILE] * 999)
+
+    asyncio.run(scenario())
+
+
+def stop_ticks(runtime: TierRuntime) -> None:
+    """Afterwards only `change` wakes waiting calls."""
+    assert runtime._ticker is not None
+    runtime._ticker.cancel()
+
+
+def test_a_flush_misses_no_change_during_its_slices() -> None:
+    """All blocks are stored before the flush has asked for its last keys."""
+
+    async def scenario() -> None:
+        async with serving() as calls:
+            stop_ticks(calls.runtime)
+            store = calls.store(KEYS)
+            first = calls.runtime.core.durability.of(SPEC.id, KEYS[0])
+            flush = asyncio.create_task(calls.flush(KEYS, 30))
+            for _ in range(3):
+                await asyncio.sleep(0)
+            calls.runtime.core.complete_store(calls.session, store)
+            calls.runtime.notify_change()
+            assert first == DurableStatus.PENDING
+            assert await asyncio.wait_for(flush, 10) == bytes([DurableStatus.VOLATILE]) * MANY
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("expired", [False, True])
+def test_a_query_of_shared_tiers_misses_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, expired: bool
+) -> None:
+    """The answers arrive, or also expire, before the call has asked for its last keys."""
+
+    async def scenario() -> None:
+        async with serving(SharedDirectory("far", tmp_path, 1 << 20, durability="process")) as calls:
+            core, stored = calls.runtime.core, KEYS[512:1024]
+            stop_ticks(calls.runtime)
+            core.complete_store(calls.session, calls.store(stored))
+            calls.runtime.run_commands()
+            await until(lambda: not calls.runtime._running_jobs())
+            scheduler, original = calls.service._long_calls._scheduler, core.lookup_finished
+            answered = 0
+
+            def lookup_finished(job_id: JobId, found: Sequence[bool]) -> None:
+                nonlocal answered
+                original(job_id, found)
+                answered += len(found)
+                if expired and answered == len(stored):
+                    core.tick(calls.runtime.now() + 60)
+
+            turn = scheduler.turn
+
+            async def turn_after_answers(session: EngineSession) -> None:
+                await turn(session)
+                if scheduler.turns > 1:
+                    await until(lambda: answered >= len(stored))
+
+            monkeypatch.setattr(core, "lookup_finished", lookup_finished)
+            monkeypatch.setattr(scheduler, "turn", turn_after_answers)
+            query = calls.service._long_calls.query_shared_tiers(
+                calls.session, KEYS[:1024], TierFilter(), calls.runtime.now() + 30, prefix=False
+            )
+            await asyncio.wait_for(query, 10)
+            assert core.shared_tiers.presence(calls.session, KEYS[0]) is Presence.ABSENT
 
     asyncio.run(scenario())
 
