@@ -21,6 +21,9 @@ from .base import Base, duration, member, message
 
 __all__ = ["HandoffOperations"]
 
+_HOLDS_PER_CALL = 4096
+"""Maximum number of holds in one call; servers refuse calls with more."""
+
 
 class HandoffOperations(Base):
     def publish(
@@ -84,14 +87,19 @@ class HandoffOperations(Base):
         )
 
     def renew_holds(self, holds: Sequence[HoldName], *, extension: float | None) -> Operation[list[HoldName]]:
-        refs, extend = map(_ref, holds), duration("extension", extension)
-        answer = yield from self._request(
-            handoff_pb2.RenewHoldsRequest, "HandoffService/RenewHolds", holds=refs, extension=extend
-        )
-        return [holds[number] for number in answer.missing_holds]
+        missing: list[HoldName] = []
+        for part in _parts(holds):
+            refs, extend = map(_ref, part), duration("extension", extension)
+            answer = yield from self._request(
+                handoff_pb2.RenewHoldsRequest, "HandoffService/RenewHolds", holds=refs, extension=extend
+            )
+            missing += (part[number] for number in answer.missing_holds)
+        return missing
 
     def release_holds(self, holds: Iterable[HoldName]) -> Operation[None]:
-        yield from self._request(handoff_pb2.ReleaseHoldsRequest, "HandoffService/ReleaseHolds", holds=map(_ref, holds))
+        for part in _parts(list(holds)):
+            refs = map(_ref, part)
+            yield from self._request(handoff_pb2.ReleaseHoldsRequest, "HandoffService/ReleaseHolds", holds=refs)
 
     def report_not_claimed(self, hold: HoldName, *, request_id: str, reason: NotClaimedReason) -> Operation[None]:
         yield from self._request(
@@ -101,6 +109,11 @@ class HandoffOperations(Base):
             request_id=request_id,
             reason=int(reason),
         )
+
+
+def _parts(holds: Sequence[HoldName]) -> list[Sequence[HoldName]]:
+    """Returns the holds of each call; one call if there are none, to get the server's answer."""
+    return [holds[at : at + _HOLDS_PER_CALL] for at in range(0, max(1, len(holds)), _HOLDS_PER_CALL)]
 
 
 def _ref(hold: HoldName) -> handoff_pb2.HoldRef:
