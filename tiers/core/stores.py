@@ -127,7 +127,8 @@ class InFlightStores:
         return [store for store in self._stores.values() if store.owner.session_id == session_id]
 
     def expired(self, now: float) -> list[Store]:
-        return [store for store in self._stores.values() if store.expires_at <= now]
+        """Returns the expired stores. A store whose completion has begun does not expire."""
+        return [store for store in self._stores.values() if store.failed is None and store.expires_at <= now]
 
     def _lift_if_free(self, store_id: StoreId) -> None:
         if not self._quarantine[store_id].writers:

@@ -376,6 +376,24 @@ def test_a_store_that_is_being_completed_is_not_found() -> None:
     asyncio.run(scenario())
 
 
+def test_a_store_does_not_expire_during_its_completion() -> None:
+    """All blocks of a completed store are hits, although its time ends between two slices."""
+
+    async def scenario() -> None:
+        async with serving() as calls:
+            store = (await calls.prepare(KEYS)).store_id
+            complete = asyncio.create_task(calls.complete(store, []))
+            for _ in range(12):
+                await asyncio.sleep(0)
+            assert calls.runtime.core.stores()
+            calls.runtime.core.tick(calls.runtime.now() + 1e6)
+            await complete
+            found = calls.runtime.core.lookup(calls.session, KEYS, prefix=False, request_id="", expires_at=1e12)
+            assert set(found.statuses()) == {KeyStatus.HIT}
+
+    asyncio.run(scenario())
+
+
 def test_releases_and_renewals_run_in_slices() -> None:
     """65,536 leases in one call, known or not, do not hold the event loop."""
 
