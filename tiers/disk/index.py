@@ -8,10 +8,10 @@ from pathlib import Path
 
 import lmdb
 
-from ..lmdb.environment import Durability, check_count, lost_text, open_environment
+from ..lmdb.environment import Durability, check_count, open_environment
 from ..lmdb.format import DamagedRecordError
 from ..lmdb.identity import guarded
-from ..lmdb.tally import change_tally, read_tally, tally_of
+from ..lmdb.tally import change_tally
 from ..storage.fsck import Finding
 from .format import DISK_STORE, SLAB_PAGES_KEY, SlabRecord
 
@@ -87,9 +87,7 @@ class Index:
 
     def lost(self, names: Iterable[bytes]) -> str | None:
         """Returns how many blocks are missing in `names`, all names with intact records."""
-        with self._env.begin() as txn:
-            expected = read_tally(txn, self._store.meta)
-        return lost_text(expected, tally_of(names), self._store.marker.before)
+        return self._store.lost(names)
 
     def set_tally(self, names: Iterable[bytes]) -> None:
         self._store.set_tally(names)

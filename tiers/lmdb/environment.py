@@ -28,7 +28,7 @@ from .probe import FileState, examine
 from .space import FileSpace
 from .tally import Tally, change_tally, count_reachable, read_tally, tally_of, write_tally
 
-__all__ = ["LMDB_STORE", "Durability", "Environment", "check_count", "lost_text", "open_environment", "sync_directory"]
+__all__ = ["LMDB_STORE", "Durability", "Environment", "check_count", "open_environment", "sync_directory"]
 
 _log = logging.getLogger(__name__)
 
@@ -85,6 +85,8 @@ class Environment:
 
     def set_tally(self, names: Iterable[bytes]) -> None:
         """Makes `names` the blocks that the index should have. Raises `lmdb.Error`."""
+        if not self.counts_blocks:
+            return
         tally = tally_of(names)
         with self.env.begin() as txn:
             same = read_tally(txn, self.meta) == tally
@@ -92,6 +94,14 @@ class Environment:
             with self.env.begin(write=True) as txn:
                 write_tally(txn, self.meta, tally)
         self.marker.write(tally.blocks)
+
+    def lost(self, names: Iterable[bytes]) -> str | None:
+        """Returns how many blocks are missing in `names`, all names with intact records."""
+        if not self.counts_blocks:
+            return None
+        with self.env.begin() as txn:
+            expected = read_tally(txn, self.meta)
+        return lost_text(expected, tally_of(names), self.marker.before)
 
     def note_removed(self, txn: Any, names: Sequence[bytes]) -> None:
         """Removes names from the tally. The marker file must never have too many blocks."""
@@ -152,13 +162,23 @@ def open_environment(
     try:
         warning = None
         size_bytes = max(size_bytes, _file_bytes(directory))
-        if damage := _find_damage(directory, size_bytes, layout, owned_before=owned_before):
+        if damage := _check(directory, size_bytes, layout, owned_before=owned_before):
             warning = _move_aside(directory, damage, layout) if mend else _refuse(directory, damage, layout)
         return _open(directory, size_bytes, durability, layout, owner_fd, warning, mend=mend)
     except BaseException as error:
         os.close(owner_fd)
         if isinstance(error, (OSError, lmdb.Error)):
             raise TierOpenError(f"cannot open the {layout.what} in {directory}: {error}") from error
+        raise
+
+
+def _check(directory: Path, size_bytes: int, layout: Layout, *, owned_before: bool) -> str | None:
+    """Like `_find_damage`. A file that is not opened must not look like one of kvtier later."""
+    try:
+        return _find_damage(directory, size_bytes, layout, owned_before=owned_before)
+    except BaseException:
+        if not owned_before:
+            (directory / OWNER_FILE).unlink(missing_ok=True)
         raise
 
 
@@ -184,8 +204,6 @@ def _find_damage(directory: Path, size_bytes: int, layout: Layout, *, owned_befo
         # The marks of an unreadable file can be lost, but no other program uses these directories.
         if ours or (state is FileState.DAMAGED and (marker is not None or owned_before)):
             return why if state is not FileState.NEWER else f"its format is damaged: {why}"
-    if not owned_before:
-        (directory / OWNER_FILE).unlink()
     raise TierOpenError(f"the LMDB environment in {directory} is not a kvtier {layout.what}: {why}")
 
 

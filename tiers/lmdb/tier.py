@@ -30,10 +30,10 @@ from .blocks import (
     read_index,
 )
 from .check import check_slice
-from .environment import Durability, check_count, lost_text, open_environment
+from .environment import Durability, check_count, open_environment
 from .format import PAGE_HEADER_BYTES, DamagedRecordError, entries_of, is_name, is_storable
 from .space import RESERVE_PAGES
-from .tally import change_tally, read_tally, tally_of
+from .tally import change_tally
 
 __all__ = ["LMDBTier"]
 
@@ -94,9 +94,8 @@ class LMDBTier(SecondaryTier):
         """Yields the blocks in store order. Removes damaged index records."""
         with self._store.env.begin() as txn:
             records, damaged = read_index(self._store, txn)
-            expected = read_tally(txn, self._store.meta)
         names = [name for _, name, _ in records]
-        self._health.report("lost", lost_text(expected, tally_of(names), self._store.marker.before))
+        self._health.report("lost", self._store.lost(names))
         if damaged:
             self._clear(damaged, {record_id for record_id, _, _ in records})
         self._set_tally(names)

@@ -18,6 +18,7 @@ from contracts.tier import DONE, MIB, SPACE, content, full, key
 from kvtier.tiers.base import TierDamagedError, TierOpenError
 from kvtier.tiers.disk.format import DISK_STORE, SLAB_PAGES_KEY
 from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.lmdb import probe
 from kvtier.tiers.lmdb.environment import LMDB_STORE
 from kvtier.tiers.lmdb.identity import MARKER_FILE
 from kvtier.tiers.lmdb.tier import LMDBTier
@@ -246,6 +247,20 @@ def test_a_damaged_file_of_another_program_stays_untouched(kind: Kind, tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["data.mdb"]
 
 
+def test_a_check_without_a_result_does_not_make_a_file_ours(
+    kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next check refuses a damaged file of another program, as without the first."""
+    (tmp_path / "data.mdb").write_bytes(random.Random(1).randbytes(5 * PAGE))
+    with monkeypatch.context() as patched:
+        patched.setattr(probe, "_PROBE", "raise SystemExit(3)")
+        with pytest.raises(TierOpenError, match="cannot check"):
+            opened(kind, tmp_path)
+    with pytest.raises(TierOpenError, match="is not a kvtier "):
+        opened(kind, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["data.mdb"]
+
+
 @pytest.mark.parametrize("length", [0, None])
 def test_an_empty_index_is_a_loss(kind: Kind, store: Path, length: int | None) -> None:
     """`data.mdb` is empty or missing: `fsck` and the server say how many blocks are lost."""
@@ -339,6 +354,10 @@ def make_old(kind: Kind, store: Path) -> None:
 def test_a_store_of_the_released_format_is_converted(kind: Kind, store: Path) -> None:
     """It keeps its blocks; `fsck` does not convert it."""
     make_old(kind, store)
+    assert findings(kind, store) == []
+    tier = opened(kind, store, mend=False)
+    assert (len(list(tier.entries())), tier.last_error) == (BLOCKS, None)
+    tier.close()
     assert findings(kind, store) == []
     assert not (store / MARKER_FILE).exists()
     for _ in range(2):
