@@ -163,6 +163,8 @@ _ERROR_OF_STATUS = MappingProxyType(
         grpc.StatusCode.UNAUTHENTICATED: AccessDenied,
     }
 )
+_HTTP_STATUS = "Received http2 header with status"
+"""Begin of the details if the peer has answered with an HTTP status, and not as gRPC."""
 
 
 def error_for(reason: str, message: str) -> KVTierError:
@@ -181,4 +183,7 @@ def error_from(code: grpc.StatusCode, details: str | None, reason: str | None) -
     """Returns the exception for a failed call; `reason` is None if the server gave none."""
     if reason is not None:
         return error_for(reason, details or reason)
-    return _ERROR_OF_STATUS.get(code, ServerError)(f"{code.name}: {details or 'no details'}")
+    error = _ERROR_OF_STATUS.get(code, ServerError)(f"{code.name}: {details or 'no details'}")
+    # A proxy that restarts can refuse calls for a while. gRPC turns its HTTP status into a code.
+    error.permanent = code is grpc.StatusCode.UNIMPLEMENTED and not (details or "").startswith(_HTTP_STATUS)
+    return error

@@ -119,9 +119,9 @@ def test_the_wait_goes_on_after_a_refusal_that_can_end(tmp_path: Path) -> None:
     ("code", "permanent"),
     [
         (grpc.StatusCode.UNIMPLEMENTED, True),
-        (grpc.StatusCode.INVALID_ARGUMENT, True),
-        (grpc.StatusCode.UNAUTHENTICATED, True),
-        (grpc.StatusCode.PERMISSION_DENIED, True),
+        (grpc.StatusCode.INVALID_ARGUMENT, False),
+        (grpc.StatusCode.UNAUTHENTICATED, False),
+        (grpc.StatusCode.PERMISSION_DENIED, False),
         (grpc.StatusCode.UNAVAILABLE, False),
         (grpc.StatusCode.DEADLINE_EXCEEDED, False),
         (grpc.StatusCode.INTERNAL, False),
@@ -130,6 +130,12 @@ def test_the_wait_goes_on_after_a_refusal_that_can_end(tmp_path: Path) -> None:
 def test_a_status_without_a_reason_is_classified(code: grpc.StatusCode, *, permanent: bool) -> None:
     """Proxies and other servers give no reason."""
     assert error_from(code, "from a proxy", None).permanent is permanent
+
+
+def test_a_proxy_without_its_server_is_no_permanent_refusal() -> None:
+    """A proxy answers with the HTTP status 404, which gRPC turns into UNIMPLEMENTED."""
+    details = "Received http2 header with status: 404"
+    assert not error_from(grpc.StatusCode.UNIMPLEMENTED, details, None).permanent
 
 
 RETRIES: dict[str, tuple[Callable[[], KVTierError], bool]] = {
