@@ -80,7 +80,7 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
 
         async def call(_: Any, context: grpc.aio.ServicerContext) -> Any:
             # Without a variable: see `_Outcome.abort`.
-            return await behavior(await self._receptions.receive(context, caller), context)
+            return await behavior(await self._receptions.receive(context, caller or _address_of(context)), context)
 
         if handler.response_streaming:
             return grpc.stream_stream_rpc_method_handler(call, None, handler.response_serializer)
@@ -152,6 +152,12 @@ class RefusalInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
 
 def _token_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
     return next((str(value) for key, value in metadata or () if key == "authorization"), "")
+
+
+def _address_of(context: grpc.aio.ServicerContext) -> str:
+    """Returns the address of a caller without its port, such as "ipv4:127.0.0.1"."""
+    peer: str = context.peer() or ""
+    return peer.rpartition(":")[0] if peer.startswith("ip") else peer
 
 
 async def _send(context: grpc.aio.ServicerContext, answer: Any) -> None:
