@@ -96,19 +96,21 @@ def test_other_engines_find_the_blocks_of_the_weights_that_they_have(
     after: dict[str, Any],
     trained: Path,
 ) -> None:
-    """One with the files' weights finds the old blocks, one with the named weights the new ones."""
+    """One with the files' weights finds the old blocks; new weights are shared by setting only."""
     assert updated["named"]["external_hits"] == 0
     assert_same(after, updated["named"])
     wait_until_durable(server)
     server.kill()
     server.start()
-    steps = [
-        generate("old", PROMPTS),
-        {"op": "weights", "path": str(trained), "version": "step 7"},
-        LOOKUP,
-        generate("new", PROMPTS),
-    ]
+    steps = [generate("old", PROMPTS), {"op": "weights", "path": str(trained), "version": "step 7"}]
+    steps += [LOOKUP, generate("new", PROMPTS)]
     other = run_engine(steps, endpoint=server.endpoint)
     assert_same(before, other["old"])
+    assert other["old"]["external_hits"] == hit_limit(PROMPTS)
     assert_same(after, other["new"])
-    assert other["old"]["external_hits"] == other["new"]["external_hits"] == hit_limit(PROMPTS)
+    assert other["new"]["external_hits"] == 0, "a name is not a version"
+    extra = {"weights_version": "step 7"}
+    for hits in (0, hit_limit(PROMPTS)):
+        started = run_engine([generate("new", PROMPTS)], endpoint=server.endpoint, model=str(trained), extra=extra)
+        assert started["new"]["external_hits"] == hits
+        assert_same(after, started["new"])

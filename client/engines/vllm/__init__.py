@@ -23,9 +23,8 @@ for another engine. See `docs/handoffs.md`.
 Limits that come from vLLM's connector interface:
 
 - `reset_prefix_cache(reset_connector=True)` does not say whether the weights have changed, and to
-  which. The connector assumes a change, and uses another namespace from then on. Engines share
-  blocks after a reset only if vLLM was given the same name for their weights. See
-  `docs/engines.md`.
+  which. The connector assumes a change, and uses another namespace from then on. Engines share no
+  blocks after a reset. See `docs/engines.md`.
 - `reset_prefix_cache(reset_running_requests=True)` raises in vLLM while saves are in flight,
   because saves hold references to blocks. Repeat the call after a few milliseconds: the saves end
   in idle steps.

@@ -15,6 +15,7 @@ ImportError. With a newer release the import logs a warning.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import sys
@@ -94,30 +95,55 @@ if release_of(vllm_version) not in _KNOWN:
         f"kvtier: this is vLLM {vllm_version}; the connector was tested with {SUPPORTED} only. It starts anyway: no name is missing"
     )
 
-_named: weakref.WeakSet[Any] = weakref.WeakSet()
+_watching: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def watch_weight_version(connector: Any) -> None:
-    """Calls `connector.weights_named(version)` after each `EngineCore.set_weight_version`.
+def watch_engine_core(connector: Any) -> None:
+    """Makes vLLM's `EngineCore` report names of weights and loads of LoRA adapters to `connector`.
 
-    vLLM calls that method at the end of a weight update (`finish_weight_update`), and for
-    `update_weight_version`. It tells no connector, so this function wraps the method. Without the
-    method or its module, as in workers, nothing happens. `connector` is that of a scheduler.
+    vLLM reports neither to connectors, so this function wraps two methods of the class:
+
+    - `set_weight_version`, which vLLM calls at the end of a weight update: after a new name come
+      `connector.weights_named()` and a reset of vLLM's prefix cache and connectors.
+    - `add_lora`, which loads an adapter before its first request: it runs inside the context
+      manager `connector.loading_adapter(lora_request)`.
+
+    Without a method or its module, as in workers, nothing happens. `connector` is that of a
+    scheduler.
     """
     engine_core: Any = getattr(sys.modules.get("vllm.v1.engine.core"), "EngineCore", None)
-    method = getattr(engine_core, "set_weight_version", None)
-    if method is None:
+    if engine_core is None:
         return
-    _named.add(connector)
-    if hasattr(method, "__wrapped__"):
-        return
+    _watching.add(connector)
+    for name, wrap in (("set_weight_version", _report_name), ("add_lora", _report_adapter)):
+        method = getattr(engine_core, name, None)
+        if method is not None and not hasattr(method, "__wrapped__"):
+            setattr(engine_core, name, functools.wraps(method)(wrap(method)))
 
-    @functools.wraps(method)
-    def set_weight_version(self: Any, weight_version: str) -> None:
-        method(self, weight_version)
-        own = getattr(self.scheduler, "connector", None)
-        for each in list(_named):
-            if each is own or each in getattr(own, "_connectors", ()):  # those of a MultiConnector
-                each.weights_named(weight_version)
 
-    engine_core.set_weight_version = set_weight_version
+def _connectors_of(core: Any) -> list[Any]:
+    own = getattr(core.scheduler, "connector", None)
+    parts = getattr(own, "_connectors", ())  # those of a MultiConnector
+    return [each for each in list(_watching) if each is own or each in parts]
+
+
+def _report_name(method: Any) -> Any:
+    def set_weight_version(core: Any, weight_version: str) -> None:
+        changed = weight_version != getattr(core, "_weight_version", None)
+        method(core, weight_version)
+        if changed and (connectors := _connectors_of(core)):
+            for each in connectors:
+                each.weights_named()
+            core.reset_prefix_cache(reset_connector=True)
+
+    return set_weight_version
+
+
+def _report_adapter(method: Any) -> Any:
+    def add_lora(core: Any, lora_request: Any) -> Any:
+        with contextlib.ExitStack() as loading:
+            for each in _connectors_of(core):
+                loading.enter_context(each.loading_adapter(lora_request))
+            return method(core, lora_request)
+
+    return add_lora

@@ -7,7 +7,9 @@ and the hook returns a fallback value. The loads and saves of that step are repo
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 from ....cuda.host.pinning import Pin
@@ -21,12 +23,12 @@ from .compat import (
     KVConnectorPromMetrics,
     KVConnectorRole,
     KVConnectorStats,
-    watch_weight_version,
+    watch_engine_core,
 )
 from .config import ConnectorConfig
 from .groups import Unsupported, is_known_to_scheduler, resolve_geometry
 from .hooks import SchedulerHooks, WorkerHooks, never_raises
-from .namespace import WeightsVersion, build_namespace, namespace_digest, with_weights_version
+from .namespace import build_namespace, namespace_digest, with_weights_version
 from .peers import Peers, ServerLink, address_of, wait_for_server
 from .ranks import Parts, merge_stages, parts_of, resolve_ranks, worker_number
 from .scheduler.scheduler import SchedulerSide
@@ -61,9 +63,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
         self._namespace: Namespace | None = None
         warn = logger.warning if role == KVConnectorRole.SCHEDULER else logger.debug
         self._config = ConnectorConfig.parse(vllm_config.kv_transfer_config.kv_connector_extra_config or {}, warn)
-        self._weights = WeightsVersion(
-            self._config.weights_version, changes_on_reset=self._config.weights_change_on_reset
-        )
+        self._weights_version = self._config.weights_version
         try:
             self._set_up()
         except Unsupported as reason:
@@ -95,7 +95,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
         transfer = self._vllm_config.kv_transfer_config
         assert transfer is not None
         namespace, config = self._build_namespace(geometry, parts), self._config
-        link = self._link(namespace, self._weights.current)
+        link = self._link(namespace, self._weights_version)
         wait_for_server(link.client)
         if config.peers and client_endpoint(config.advertise or config.endpoint).is_loopback:
             logger.warning(
@@ -108,7 +108,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
             len(geometry.groups),
             link.client.transport,
         )
-        watch_weight_version(self)
+        watch_engine_core(self)
         return SchedulerSide(
             link.client,
             geometry,
@@ -124,7 +124,6 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
                 link.client.engine_id, *self._address, self._vllm_config.parallel_config.tensor_parallel_size
             ),
             peers=link.peers,
-            weights=self._weights,
             connect=functools.partial(self._link, namespace),
             batched_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens if config.lazy_offload else 0,
         )
@@ -155,7 +154,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
     @property
     def _worker_namespace(self) -> Namespace:
         assert self._namespace is not None
-        return with_weights_version(self._namespace, self._weights.current)
+        return with_weights_version(self._namespace, self._weights_version)
 
     def _build_namespace(self, geometry: CacheGeometry, parts: Parts) -> Namespace:
         assert self._kv_cache_config is not None
@@ -236,25 +235,42 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
             worker.wait_for_server()
             self._worker = worker
 
-    # ---- versions of the weights (see WeightsVersion)
+    # ---- weights and adapters that change (see watch_engine_core)
 
     @never_raises()
-    def weights_named(self, version: str) -> None:
-        """Called on the scheduler's thread when vLLM was given the name of the weights."""
+    def weights_named(self) -> None:
+        """Called when vLLM was given a new name of the weights, before a reset of connectors."""
         if self._scheduler is not None:
-            self._scheduler.weights_named(str(version))
+            self._scheduler.weights_named()
+
+    @contextlib.contextmanager
+    def loading_adapter(self, adapter: Any) -> Iterator[None]:
+        """Context in which workers load a LoRA adapter. If it raises, the adapter is not served."""
+        self._adapter_loads(adapter)
+        yield
+        self._adapter_loaded(adapter)
+
+    @never_raises()
+    def _adapter_loads(self, adapter: Any) -> None:
+        if self._scheduler is not None:
+            self._scheduler.adapter_loads(adapter)
+
+    @never_raises()
+    def _adapter_loaded(self, adapter: Any) -> None:
+        if self._scheduler is not None:
+            self._scheduler.adapters.loaded(adapter)
 
     @never_raises()
     def _adopt_weights(self, version: str) -> None:
-        before = self._weights.current
+        before = self._weights_version
         if version == before:
             return
-        self._weights.current = version
+        self._weights_version = version
         try:
             if self._worker is not None:
                 self._worker.reconnect(namespace_digest(self._worker_namespace))
         except BaseException:
-            self._weights.current = before  # so that the next step tries again
+            self._weights_version = before  # so that the next step tries again
             raise
 
     # ---- statistics and shutdown

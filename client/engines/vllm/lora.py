@@ -4,13 +4,16 @@ vLLM's block hashes contain the name and the path of a request's adapter. Both c
 when the content of the files changes. So the connector appends a tag to each hash: a digest of
 name, path and samples of the adapter's files.
 
-The connector reads the files when requests arrive, but the engine computes with the content that
-its workers loaded. If the two may differ, requests with the adapter are neither loaded nor saved:
+The scheduler's process reads the files, but the engine computes with the content that its workers
+loaded. The connector sees a load in `EngineCore.add_lora`. It takes sizes and times of the files
+before the load and compares them after it. An adapter that no such call has loaded is loaded by the
+workers in the first step of its first request, so the connector takes those of the files when this
+request arrives. In these cases requests with the adapter are neither loaded nor saved:
 
-- The files have changed since the first request with this `lora_int_id`, or another adapter has the
-  same id. Workers load an id once, unless each request says `load_inplace`.
-- The files have changed since the first request with this name and path. vLLM's own prefix cache
-  may still have KV of the old content under the same hashes, until the connector is reset.
+- The files have changed since that moment or during the load, the load failed, or another adapter
+  has the same id. Workers load an id once, unless each request says `load_inplace`.
+- vLLM's own prefix cache may have KV of other content under the same name and path. This ends when
+  the connector is reset.
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ __all__ = ["LoraAdapters"]
 _TAG_BYTES = 16
 _CONFIG = "adapter_config.json"
 
-_Identity = tuple[str, str, str]
 _Stamp = tuple[tuple[str, int, int, int], ...]
+_Identity = tuple[str, str, _Stamp, str]
 
 
 class LoraAdapters:
@@ -39,43 +42,62 @@ class LoraAdapters:
         self._log = log
         # By path: sizes and times of the files, and the fingerprint that they had then.
         self._fingerprints: dict[str, tuple[_Stamp, str]] = {}
-        # By `lora_int_id`: what workers have loaded.
-        self._loaded: dict[int, _Identity] = {}
-        # By name and path: fingerprint of the adapter whose KV vLLM's prefix cache may have.
+        # By `lora_int_id`: what workers have loaded; None: not known.
+        self._loaded: dict[int, _Identity | None] = {}
+        self._loading: _Identity | None = None
+        # By name and path: fingerprint of the adapter whose KV vLLM's prefix cache may have; "" if
+        # it may have KV of a refused request.
         self._cached: dict[tuple[str, str], str] = {}
         self._used_since_reset: set[int] = set()
 
+    def loads(self, adapter: Any) -> bool:
+        """Called before workers load an adapter. Returns whether it replaces one with its id."""
+        number = int(adapter.lora_int_id)
+        replaces = number in self._loaded
+        self._loading = self._loaded.get(number)
+        if not replaces or getattr(adapter, "load_inplace", False):
+            self._loading, self._loaded[number] = self._identify(adapter), None
+            return replaces
+        return False
+
+    def loaded(self, adapter: Any) -> None:
+        """Called when workers have loaded the adapter of the latest call of `loads`."""
+        unchanged = self._identify(adapter) == self._loading
+        self._loaded[int(adapter.lora_int_id)] = self._loading if unchanged else None
+
     def tag_of(self, adapter: Any) -> bytes | None:
         """Returns the tag of a request's adapter; None if the adapter cannot be identified."""
-        name, path, number = str(adapter.lora_name), str(adapter.lora_path), int(adapter.lora_int_id)
-        try:
-            fingerprint = self._fingerprint(path)
-        except OSError as error:
-            self._refuse(name, f"its files cannot be read: {error}")
-            return None
-        identity = (name, path, fingerprint)
+        number, identity = int(adapter.lora_int_id), self._identify(adapter)
         reloads = getattr(adapter, "load_inplace", False) and number not in self._used_since_reset
         if reloads or number not in self._loaded:
             self._loaded[number] = identity
         self._used_since_reset.add(number)
-        if self._loaded[number] != identity or self._cached.setdefault((name, path), fingerprint) != fingerprint:
-            self._refuse(name, "its id was used for another adapter, or its files have changed")
+        name, path = str(adapter.lora_name), str(adapter.lora_path)
+        fingerprint = identity[-1] if identity is not None and self._loaded[number] == identity else ""
+        if not fingerprint or self._cached.setdefault((name, path), fingerprint) != fingerprint:
+            self._cached[name, path] = ""
+            if identity is not None:
+                self._refuse(name, "its id was used for another adapter, or its files have changed")
             return None
-        return hashlib.sha256(repr(identity).encode()).digest()[:_TAG_BYTES]
+        return hashlib.sha256(repr((name, path, fingerprint)).encode()).digest()[:_TAG_BYTES]
 
     def reset(self) -> None:
         """Called when vLLM's prefix cache is empty, and no request runs."""
         self._cached.clear()
         self._used_since_reset.clear()
 
-    def _fingerprint(self, path: str) -> str:
-        """Returns a digest of the adapter's files. Raises OSError."""
-        folder = _folder_of(path)
-        stamp = tuple((file.name, *_stamp(file)) for file in weight_files(folder, _CONFIG))
-        known = self._fingerprints.get(path)
-        if known is None or known[0] != stamp:
-            known = self._fingerprints[path] = (stamp, fingerprint_of(folder, _CONFIG))
-        return known[1]
+    def _identify(self, adapter: Any) -> _Identity | None:
+        name, path = str(adapter.lora_name), str(adapter.lora_path)
+        try:
+            folder = _folder_of(path)
+            stamp = tuple((file.name, *_stamp(file)) for file in weight_files(folder, _CONFIG))
+            known = self._fingerprints.get(path)
+            if known is None or known[0] != stamp:
+                known = self._fingerprints[path] = (stamp, fingerprint_of(folder, _CONFIG))
+        except OSError as error:
+            self._refuse(name, f"its files cannot be read: {error}")
+            return None
+        return name, path, *known
 
     def _refuse(self, name: str, reason: str) -> None:
         self._log.warn(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import uuid
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from .groups import Unsupported
 from .ranks import Parts, parts_of, resolve_ranks
 
 __all__ = [
-    "WeightsVersion",
     "build_namespace",
     "fingerprint_of",
     "model_attributes",
@@ -85,37 +83,6 @@ def build_namespace(
         # Not the number of ranks, because ranks with the same bytes share one part.
         | {"tensor_parallel_size": str(ranks.shards), "layers": parts.digest},
     )
-
-
-class WeightsVersion:
-    """Version of the engine's weights, a part of the namespace.
-
-    The connector cannot see which weights an engine has after its weights were changed in place. So
-    after a reset the version is unique, unless vLLM was given a name for the new weights. Engines
-    share blocks after a reset only if they were given the same name.
-    """
-
-    def __init__(self, configured: str, *, changes_on_reset: bool) -> None:
-        self.current = configured
-        self._changes_on_reset = changes_on_reset
-        self._next: str | None = None
-
-    def name(self, version: str) -> None:
-        """Records the name of the weights. It becomes the version at the next complete reset."""
-        self._next = version
-
-    def advance(self, *, complete: bool) -> str | None:
-        """Returns the version after a reset, or None if the weights are the same.
-
-        `complete`: the reset leaves no KV of the old weights in the engine. Otherwise blocks of the
-        old weights could get the name of the new ones.
-        """
-        before = self.current
-        if complete and self._next is not None:
-            self.current, self._next = self._next, None
-        elif self._changes_on_reset:
-            self.current = f"reset {uuid.uuid4().hex}"
-        return self.current if self.current != before else None
 
 
 def with_weights_version(namespace: Namespace, version: str) -> Namespace:

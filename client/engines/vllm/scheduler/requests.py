@@ -75,7 +75,7 @@ class VllmRequest:
     may_hold: bool = False
     # Appended to each block hash: identity of the request's LoRA adapter, see `LoraAdapters`.
     tag: bytes = b""
-    # Whether the request has KV from before a change of weights, which must not be saved or held.
+    # Whether the request's LoRA adapter was replaced, so that its KV must not be saved or held.
     stale: bool = False
 
     @property

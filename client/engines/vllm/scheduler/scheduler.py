@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,6 @@ from ..background import RateLimitedLog
 from ..compat import MEDIUM_CPU, AllBlocksCleared, BlockStored, CacheHitSource, KVCacheEvent, maybe_convert_block_hash
 from ..config import ConnectorConfig
 from ..lora import LoraAdapters
-from ..namespace import WeightsVersion
 from ..peers import Peers, ServerLink
 from ..request_settings import RequestSettings
 from ..stats import TransferCounters
@@ -99,8 +99,8 @@ class SchedulerSide:
     """Half of KVTierConnector in the scheduler's process.
 
     `batched_tokens`: maximum number of tokens in a step; 0 if lazy mode is off. `publish_events`:
-    whether vLLM's settings enable KV events. `weights`: version of the weights; None if no reset
-    changes them. `connect`: connects in the namespace of another version.
+    whether vLLM's settings enable KV events. `connect`: connects in the namespace of another
+    version of the weights; None if the namespace never changes.
     """
 
     def __init__(
@@ -119,7 +119,6 @@ class SchedulerSide:
         publish_events: bool = False,
         identity: EngineIdentity,
         peers: Peers,
-        weights: WeightsVersion | None = None,
         connect: Callable[[str], ServerLink] | None = None,
     ) -> None:
         self._geometry = geometry
@@ -128,19 +127,20 @@ class SchedulerSide:
         self._may_load = may_load
         self._may_save = may_save
         self._pool = VllmBlockPool(geometry)
-        self._adapters = LoraAdapters(log)
+        self.adapters = LoraAdapters(log)
         self._counters = counters or TransferCounters()
         self._events = KVEvents(geometry.groups, enabled=publish_events)
         self._server = LookupService(
             client, geometry, config.lookup_timeout_s, log, self._counters, self._transfers_ended
         )
         self._client, self._peers = client, peers
-        self._weights = weights
-        self._weights_version = weights.current if weights is not None else None
+        self._weights_change_on_reset = config.weights_change_on_reset
+        self._first_version = self._weights_version = config.weights_version
         self._connect = connect
-        self._reset_is_complete = False
-        # Whether the engine has computed nothing since its start or the last complete reset.
-        self._fresh = True
+        # Whether the reset that has not ended changes the version of the weights.
+        self._weights_changed = False
+        # Whether the latest reset found no block in use, so that the engine has no KV of before.
+        self._reset_is_complete = True
         options = OffloadOptions(
             mode=OffloadMode.LAZY if config.lazy_offload and may_save else OffloadMode.EAGER,
             lookup_timeout_s=config.lookup_timeout_s,
@@ -163,7 +163,6 @@ class SchedulerSide:
     def new_request(self, request: Any) -> None:
         """Registers a request, and starts a lookup of the blocks that the engine does not have."""
         self._process_answers()
-        self._fresh = False
         adapted = self._adapt(request)
         # A pull from another engine makes a lookup unnecessary.
         pulls = self._handoffs.arrived(adapted)
@@ -244,7 +243,7 @@ class SchedulerSide:
         adapted = self._requests.pop(request.request_id, None)
         may_hold = not self._resetting and (adapted is None or not adapted.stale)
         if adapted is not None and request.lora_request is not None:
-            self._pool.learn_tag(adapted, adapted.tag or None)
+            self._pool.learn_tag(adapted, None if adapted.stale else adapted.tag or None)
         # Draft tokens that were accepted after the request's end are computed, but not confirmed.
         confirmed = min(request.num_computed_tokens - request.num_output_placeholders, request.num_tokens)
         handed_on = FinishedRequest(drop_saves=True)
@@ -271,30 +270,34 @@ class SchedulerSide:
     def reset(self) -> bool:
         """Drops all lookups, and empties the CPU tier or changes the namespace to new weights.
 
-        Does not wait for the server. Returns True if no transfer is in flight (B4.13). Until the
-        reset has ended, requests miss and nothing is saved.
+        Does not wait for the server. Until the reset has ended, requests miss and nothing is saved.
+        Returns False while transfers are in flight (B4.13). For new weights it also returns False
+        while a block is in use, because its KV may be of the old weights. The reset then does not
+        end: the caller must repeat it.
         """
         self._resetting = True
+        self._weights_changed |= self._weights_change_on_reset and self._connect is not None
         self._events.cleared()
+        self._server.resets.supersede()
         pulls_nothing = self._handoffs.reset()
-        self._reset_is_complete = complete = pulls_nothing and self._pool.unused
+        self._reset_is_complete = pulls_nothing and self._pool.unused
         drained = self._core.reset()
-        self._reset_is_complete = False
-        if complete and drained:
-            self._fresh = True
-            self._adapters.reset()
-        return drained and pulls_nothing
+        if self._reset_is_complete and drained:
+            self.adapters.reset()
+        return drained and pulls_nothing and (self._reset_is_complete or not self._weights_changed)
 
-    def weights_named(self, version: str) -> None:
-        """Records the name of new weights. It applies from the next complete reset on.
+    def weights_named(self) -> None:
+        """The weights have changed. The reset that follows changes the namespace in any case."""
+        self._weights_changed = self._connect is not None
 
-        If the engine has computed nothing since the last reset, it applies at once: vLLM resets the
-        connector when it pauses for a weight update, before it knows the name.
-        """
-        if self._weights is not None:
-            self._weights.name(version)
-            if self._fresh:
-                self.reset()
+    def adapter_loads(self, adapter: Any) -> None:
+        """Called before workers load an adapter. If the adapter replaces one, requests go stale."""
+        if self.adapters.loads(adapter):
+            for adapted in self._requests.values():
+                used = adapted.request.lora_request
+                if used is not None and used.lora_int_id == adapter.lora_int_id:
+                    adapted.stale, adapted.may_save, adapted.may_load, adapted.may_pull = True, False, False, False
+                    self._pool.learn_tag(adapted, None)
 
     def close(self) -> None:
         self._handoffs.close()
@@ -311,20 +314,23 @@ class SchedulerSide:
         if self._server.resets.take_done():
             self._use_new_link()
             self._core.emptied()
-            self._resetting = False
+            self._resetting = self._weights_changed = False
 
     def _transfers_ended(self) -> None:
         """Called by the core when no transfer from before a reset is in flight (B4.13)."""
-        version = self._weights.advance(complete=self._reset_is_complete) if self._weights is not None else None
         connect = self._connect
-        if version is None or connect is None:
+        if connect is None or not self._weights_changed:
             self._server.empty_cpu_tier()
-            return
-        for adapted in self._requests.values():
-            if adapted.request.num_computed_tokens > 0:
-                adapted.stale, adapted.may_save = True, False
-        # If the engine has used no block of the namespace, other engines may still use it.
-        self._server.resets.renew(lambda: connect(version), None if self._fresh else self._client)
+        elif self._reset_is_complete:
+            version = f"reset {uuid.uuid4().hex}"
+            # Other engines may use the namespace in which this engine started.
+            shared = self._weights_version == self._first_version
+            self._server.resets.renew(lambda: connect(version), None if shared else self._client)
+        else:
+            self._log.warn(
+                "incomplete",
+                "the weights may have changed while requests used blocks; every request is a miss until a reset returns True",
+            )
 
     def _use_new_link(self) -> None:
         client, peers = self._client, self._peers
@@ -356,7 +362,7 @@ class SchedulerSide:
 
     def _adapt(self, request: Any) -> VllmRequest:
         adapter = request.lora_request
-        tag = b"" if adapter is None else self._adapters.tag_of(adapter)
+        tag = b"" if adapter is None else self.adapters.tag_of(adapter)
         served = tag is not None
         reads = served and not request.skip_reading_prefix_cache
         handed_on = served and self._handoffs.holds_at_end(request.kv_transfer_params)

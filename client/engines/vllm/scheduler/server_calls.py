@@ -178,6 +178,10 @@ class CacheReset:
         """Starts to connect in another namespace, and to retire the namespace of `retire`."""
         self._start(lambda: self._renew(connect, retire))
 
+    def supersede(self) -> None:
+        """Makes all resets so far count as not ended, and drops those that have not begun."""
+        self._started += 1
+
     def take_done(self) -> bool:
         """Whether the latest reset has ended since the last call of this method."""
         done = self._done == self._started != self._taken

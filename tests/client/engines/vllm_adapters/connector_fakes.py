@@ -11,7 +11,6 @@ from typing import Any
 from kvtier.client import KeyStatus, OffloadPolicy, StoreStatus
 from kvtier.client.engines.vllm.background import RateLimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
-from kvtier.client.engines.vllm.namespace import WeightsVersion
 from kvtier.client.engines.vllm.peers import Peers, ServerLink
 from kvtier.client.engines.vllm.scheduler.prefix_lookups import LookupService, PendingLookup
 from kvtier.client.engines.vllm.scheduler.requests import RequestRegistration, VllmRequest
@@ -116,8 +115,8 @@ def scheduler_side(
     may_load: bool = True,
     counters: TransferCounters | None = None,
     events: bool = False,
-    weights: WeightsVersion | None = None,
     connect: Callable[[str], ServerLink] | None = None,
+    **settings: Any,
 ) -> Iterator[tuple[SchedulerSide, FakePool]]:
     """Scheduler half over one group of full attention, in an engine with an empty prefix cache.
 
@@ -128,14 +127,13 @@ def scheduler_side(
         client,  # type: ignore[arg-type]
         CacheGeometry((FULL,), 4, 4),
         "ns",
-        ConnectorConfig(lookup_timeout_s=60.0, claim_timeout_s=60.0, kv_lease_duration=3600.0),
+        ConnectorConfig(lookup_timeout_s=60.0, claim_timeout_s=60.0, kv_lease_duration=3600.0, **settings),
         world_size,
         may_load=may_load,
         may_save=True,
         log=RateLimitedLog(),
         counters=counters,
         publish_events=events,
-        weights=weights,
         connect=connect,
         **single_engine(client),
     )

@@ -17,7 +17,7 @@ from harness.polling import wait_until
 from kvtier.client import Client, Group, Namespace, Timeouts
 from kvtier.client.engines.vllm.background import RateLimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
-from kvtier.client.engines.vllm.namespace import WeightsVersion, namespace_digest, with_weights_version
+from kvtier.client.engines.vllm.namespace import namespace_digest, with_weights_version
 from kvtier.client.engines.vllm.peers import Peers, ServerLink, address_of
 from kvtier.client.engines.vllm.scheduler.scheduler import SchedulerSide
 from kvtier.client.engines.vllm.stats import TransferCounters
@@ -97,9 +97,8 @@ class ToyEngine:
         self.config = replace(self.config, lookup_timeout_s=60.0, claim_timeout_s=60.0)
         self.counters, self.reports, self.pool = TransferCounters(), WorkerReports(), FakePool(BLOCKS)
         self.caches = {layer: torch.zeros(BLOCKS * PAGE, dtype=torch.uint8).view(BLOCKS, PAGE) for layer in FULL.layers}
-        version = WeightsVersion(self.config.weights_version, changes_on_reset=self.config.weights_change_on_reset)
-        self._workers_version = version.current
-        link, log = self._link(version.current), RateLimitedLog()
+        self._workers_version = self.config.weights_version
+        link, log = self._link(self._workers_version), RateLimitedLog()
         self.scheduler = SchedulerSide(
             link.client,
             CacheGeometry((FULL,), BLOCK, BLOCK),
@@ -112,7 +111,6 @@ class ToyEngine:
             counters=self.counters,
             identity=EngineIdentity(self.name, *address_of(self.endpoint, self.config.advertise), 1),
             peers=link.peers,
-            weights=version,
             connect=self._link,
         )
         self.scheduler.bind_pool(self.pool)

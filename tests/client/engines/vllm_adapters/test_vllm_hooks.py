@@ -23,7 +23,7 @@ from kvtier.client.offload import BlockRead, CacheGeometry, LoadJob, SaveJob
 from kvtier.cuda.host.region import PAGE_BYTES, HostRegion
 
 SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
-LIFECYCLE = {"requires_kv_delivery", "build_kv_connector_stats", "build_prom_metrics", "log"}
+LIFECYCLE = {"loading_adapter", "requires_kv_delivery", "build_kv_connector_stats", "build_prom_metrics", "log"}
 STEP = StepMetadata(
     loads=[LoadJob("r", [BlockRead(1, [0], [0], [2])])],
     saves=[SaveJob(7, "r", [b"k0", b"k1"], [0, 0], [4, 5])],
@@ -110,7 +110,7 @@ SCHEDULER_HOOKS: dict[str, tuple[tuple[Any, ...], Any, str | None]] = {
     "has_pending_push_work": ((), False, "has_pending_push_work"),
     "has_pending_block_frees": ((), False, "has_pending_block_frees"),
     "reset_cache": ((), False, "reset_cache"),
-    "weights_named": (("7",), None, "weights_named"),
+    "weights_named": ((), None, "weights_named"),
     "shutdown": ((), None, "_close_scheduler"),
 }
 

@@ -99,13 +99,16 @@ def test_an_adapter_that_may_differ_from_its_files_is_not_identified(tmp_path: P
     assert tag is not None
     assert adapters.tag_of(adapter("a", a, 3)) == tag
     assert adapters.tag_of(adapter("b", b)) is None, "another adapter with the same id"
-    assert adapters.tag_of(adapter("b", b, 2)) not in (None, tag)
+    assert adapters.tag_of(adapter("b", b, 2)) is None, "the prefix cache may have KV of the refused request"
     write(a, "changed")
     assert adapters.tag_of(adapter("a", a)) is None, "the workers have the old content"
     assert adapters.tag_of(adapter("a", a, 4)) is None, "the prefix cache may have old blocks"
     adapters.reset()
     assert adapters.tag_of(adapter("a", a)) is None
-    assert adapters.tag_of(adapter("a", a, 4)) not in (None, tag)
+    assert adapters.tag_of(adapter("a", a, 5)) is None, "the prefix cache may have KV of the refused request"
+    adapters.reset()
+    assert adapters.tag_of(adapter("a", a, 5)) not in (None, tag)
+    assert adapters.tag_of(adapter("b", b, 2)) not in (None, tag)
     assert adapters.tag_of(UNKNOWN_ADAPTER) is None
 
 
@@ -131,3 +134,64 @@ def test_events_name_an_adapter_s_blocks_as_vllm_does(tmp_path: Path) -> None:
             scheduler.saves_reported(WorkerReport({job.job_id: 1}))
             hashes.append([event.block_hashes for event in scheduler.take_events()])  # type: ignore[attr-defined]
     assert hashes[0] == hashes[1] != []
+
+
+def test_an_adapter_that_changes_after_its_load_is_not_identified(tmp_path: Path) -> None:
+    """Workers load an adapter before its first request (`add_lora`)."""
+    write(tmp_path / "a", "c0")
+    used = adapter("a", tmp_path / "a")
+    adapters = LoraAdapters(RateLimitedLog())
+    assert not adapters.loads(used)
+    adapters.loaded(used)
+    assert adapters.tag_of(used) is not None
+    write(tmp_path / "a", "c1")
+    first = LoraAdapters(RateLimitedLog())
+    assert not first.loads(used)
+    first.loaded(used)
+    write(tmp_path / "a", "c2")
+    assert first.tag_of(used) is None
+    again = adapter("a", tmp_path / "a", 2)
+    first.loads(again)
+    first.loaded(again)
+    assert first.tag_of(again) is None, "the prefix cache may have KV of the refused request"
+    first.reset()
+    assert first.tag_of(again) is not None
+
+
+def test_an_adapter_that_changes_during_its_load_is_not_identified(tmp_path: Path) -> None:
+    write(tmp_path / "a", "c0")
+    adapters, used = LoraAdapters(RateLimitedLog()), adapter("a", tmp_path / "a")
+    adapters.loads(used)
+    write(tmp_path / "a", "c1")
+    adapters.loaded(used)
+    assert adapters.tag_of(used) is None
+    failed = adapter("a", tmp_path / "a", 2)
+    adapters.loads(failed)  # and the load raises
+    adapters.reset()
+    assert adapters.tag_of(failed) is None
+
+
+def test_no_blocks_of_a_changed_adapter_get_to_an_engine_with_the_old_one(make: MakeEngine, tmp_path: Path) -> None:
+    """Load c0, overwrite the files with c1, then the first request: its KV is of c0."""
+    write(tmp_path / "a", "c0")
+    loaded = adapter("a", tmp_path / "a")
+    first = make("first")
+    first.scheduler.adapter_loads(loaded)
+    first.scheduler.adapters.loaded(loaded)
+    write(tmp_path / "a", "c1")
+    first.run(PROMPT, adapter=loaded)
+    second, changed = make("second"), adapter("a", tmp_path / "a")
+    assert second.run(PROMPT, adapter=changed).computed == len(PROMPT)
+
+
+def test_a_request_that_runs_while_its_adapter_is_replaced_is_not_saved(tmp_path: Path) -> None:
+    """Its later blocks are computed with the new content."""
+    write(tmp_path / "a", "c0")
+    used = adapter("a", tmp_path / "a")
+    with scheduler_side(FakeClient()) as (scheduler, _):
+        scheduler.new_request(make_request(2, lora_request=used))
+        write(tmp_path / "a", "c1")
+        replacing = adapter("a", tmp_path / "a", load_inplace=True)
+        scheduler.adapter_loads(replacing)
+        scheduler.adapters.loaded(replacing)
+        assert not scheduler.build_step(make_step({"r": [[7, 8]]}, r=8)).saves

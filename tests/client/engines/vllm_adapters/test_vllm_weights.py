@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -17,7 +19,6 @@ from server_process import ServerProcess
 from kvtier.client import NotConnected
 from kvtier.client.engines.vllm import compat
 from kvtier.client.engines.vllm.config import ConnectorConfig
-from kvtier.client.engines.vllm.namespace import WeightsVersion
 from kvtier.client.engines.vllm.peers import Peers, ServerLink
 from kvtier.client.engines.vllm.worker.reports import WorkerReport
 
@@ -46,6 +47,13 @@ def make(server: ServerProcess) -> Iterator[MakeEngine]:
     yield make
     for engine in engines:
         engine.close()
+
+
+def name_weights(engine: ToyEngine, weights: str) -> None:
+    """Gives the weights another name; `watch_engine_core` resets the connector then."""
+    engine.weights = weights
+    engine.scheduler.weights_named()
+    engine.reset()
 
 
 def restart(server: ServerProcess, *engines: ToyEngine) -> None:
@@ -101,32 +109,48 @@ def test_an_engine_of_old_weights_shares_nothing_with_one_of_new_weights(make: M
     assert old.run(PROMPT).computed == len(PROMPT), "no name says that these are the same weights"
 
 
-def test_engines_share_the_blocks_of_weights_with_one_name(make: MakeEngine) -> None:
-    """The name counts if it was given before the reset, after it, or as a setting."""
-    before, after, started = make("A"), make("B"), make("C", "new", weights_version="7")
-    before.run(OTHER)
-    before.scheduler.weights_named("7")
-    before.update("new")
-    after.run(OTHER)
-    after.update("new")
-    after.scheduler.weights_named("7")
-    after.finish_reset()
-    assert before.run(PROMPT).computed == len(PROMPT)
-    assert after.run(PROMPT).computed == started.run(PROMPT).computed == LAST
+def test_vllm_s_name_of_weights_is_never_a_version(make: MakeEngine) -> None:
+    """The name may be that of weights before or after those of the KV: only the setting counts."""
+    first, second = make("A", weights_version="1"), make("B", weights_version="1")
+    for engine in (first, second):
+        engine.scheduler.weights_named()
+        engine.update("2")
+    assert first.run(PROMPT).computed == second.run(PROMPT).computed == len(PROMPT)
+    assert make("C", "1", weights_version="1").run(OTHER).computed == len(OTHER)
+    assert second.run(OTHER).computed == len(OTHER)
+    assert make("D", "1", weights_version="1").run(OTHER).computed == LAST
 
 
-def test_a_name_that_arrives_after_requests_waits_for_the_next_reset(make: MakeEngine) -> None:
-    """The engine may still have KV of the old weights, which must not get the new name."""
-    engine, other = make("A"), make("B", "new", weights_version="7")
+def test_a_name_that_arrives_after_requests_of_the_pause_is_a_new_version(make: MakeEngine) -> None:
+    """A request that arrived between reset and name does not delay the change by one update."""
+    engine = make("A")
     engine.update("between")
-    engine.run(OTHER)
-    engine.scheduler.weights_named("7")
     engine.run(PROMPT)
-    assert other.run(PROMPT).computed == len(PROMPT)
-    engine.update("new")
+    between = engine.scheduler._weights_version
+    name_weights(engine, "new")
+    assert engine.scheduler._weights_version != between
+    assert engine.run(PROMPT).computed == len(PROMPT), "its KV is of other weights"
     assert engine.run(PROMPT).computed == LAST
-    engine.update("newer")
-    assert engine.run(PROMPT).computed == len(PROMPT), "a name counts once"
+
+
+def test_a_name_without_a_reset_changes_the_namespace(make: MakeEngine) -> None:
+    """Also if the setting says that resets keep the weights."""
+    for number, settings in enumerate(({}, {"weights_change_on_reset": False})):
+        engine = make(f"engine {number}", **settings)
+        prompt = [number, *PROMPT]
+        engine.run(prompt)
+        name_weights(engine, "new")
+        assert engine.run(prompt).computed == len(prompt)
+
+
+def test_an_update_leaves_blocks_and_holds_of_engines_that_have_the_old_weights(make: MakeEngine) -> None:
+    """Engines are updated one after the other; the others go on with what is in the CPU tier."""
+    updated, prefill, decode = make("A"), make("P"), make("D")
+    updated.run(OTHER)
+    params = prefill.run(PROMPT, FIRST_TURN).params
+    updated.update("new")
+    assert decode.run(OTHER).computed == LAST
+    assert decode.run(PROMPT, params).computed <= LAST
 
 
 def test_a_hold_of_old_weights_is_not_pulled(make: MakeEngine) -> None:
@@ -173,25 +197,68 @@ def _settle(scheduler: Any) -> None:
     wait_until(has_ended)
 
 
-def test_requests_that_run_during_a_reset_are_neither_saved_nor_held() -> None:
-    """Their KV is of the old weights; requests that had computed nothing are saved again."""
-    client, retired = _retiring_client()
-    weights = WeightsVersion("", changes_on_reset=True)
-    with scheduler_side(client, weights=weights, connect=Links(client).connect) as (scheduler, _):
-        running, waiting = make_request(2, "running", num_computed_tokens=8), make_request(2, "waiting")
-        held = make_request(2, "held", num_computed_tokens=8, kv_transfer_params={"do_remote_decode": True})
-        for request in (running, waiting, held):
-            scheduler.new_request(request)
+def test_while_blocks_of_old_weights_are_in_use_no_version_is_entered() -> None:
+    """A running request and vLLM's own prefix cache may have old KV until a reset is complete."""
+    client, _ = _retiring_client()
+    links = Links(client)
+    with scheduler_side(client, connect=links.connect) as (scheduler, pool):
+        running = make_request(2, "running", num_computed_tokens=8, kv_transfer_params={"do_remote_decode": True})
+        scheduler.new_request(running)
+        pool.touch(pool.blocks[1:3])
+        assert not scheduler.reset()
+        late = make_request(2, "late", num_computed_tokens=4)
+        scheduler.new_request(late)
+        step = scheduler.build_step(make_step({"running": [[1, 2]], "late": [[1, 3]]}, running=8, late=8))
+        assert not step.saves
+        assert scheduler.matched_tokens(late, 0) == (0, False)
+        assert scheduler.request_finished(running, [[1, 2]]) is None
+        assert list(links.clients) == [""]
+        pool.free_blocks(pool.blocks[1:3])
         assert scheduler.reset()
         _settle(scheduler)
-        assert retired == [True]
-        tables = {"running": [[1, 2]], "waiting": [[3, 4]], "held": [[5, 6]]}
-        step = scheduler.build_step(make_step(tables, running=8, waiting=8, held=8))
+        scheduler.new_request(make_request(2, "new"))
+        step = scheduler.build_step(make_step({"new": [[3, 4]]}, new=8))
         assert [job.block_ids for job in step.saves] == [[3, 4]]
-        assert step.namespace_digest == f"ns of {weights.current}"
+        assert step.namespace_digest == f"ns of {scheduler._weights_version}" != "ns"
         scheduler.saves_reported(WorkerReport({step.saves[0].job_id: 1}))
-        assert scheduler.request_finished(held, [[5, 6]]) is None
-        assert not scheduler.build_step(make_step({})).saves
+
+
+def test_only_a_namespace_of_this_engine_alone_is_retired() -> None:
+    """Other engines may have the weights with which this engine started."""
+    client, retired = _retiring_client()
+    links = Links(client)
+    with scheduler_side(client, connect=links.connect) as (scheduler, _):
+        scheduler.reset()
+        _settle(scheduler)
+        assert not retired
+        own: Any = scheduler._client
+        own.reset = client.reset
+        scheduler.reset()
+        _settle(scheduler)
+        assert retired == [True]
+
+
+def test_a_renewal_that_a_later_reset_replaces_is_made_by_that_reset() -> None:
+    """Resets follow each other before the first one has begun to connect."""
+    client, _ = _retiring_client()
+    links, blocked = Links(client), threading.Event()
+    with scheduler_side(client, connect=links.connect, weights_change_on_reset=False) as (scheduler, pool):
+        scheduler._server.resets._threads.submit(blocked.wait)
+        scheduler.weights_named()
+        assert scheduler.reset()
+        pool.touch(pool.blocks[1:2])
+        assert not scheduler.reset(), "the second reset is not complete"
+        blocked.set()
+        passed = threading.Event()
+        scheduler._server.resets._threads.submit(passed.set)
+        assert passed.wait(60)
+        scheduler.build_step(make_step({}))
+        assert scheduler._resetting
+        pool.free_blocks(pool.blocks[1:2])
+        assert scheduler.reset()
+        _settle(scheduler)
+        assert scheduler._weights_version
+        assert scheduler._client is links.clients[scheduler._weights_version]
 
 
 def test_a_lost_server_does_not_delay_a_change_of_weights() -> None:
@@ -202,27 +269,29 @@ def test_a_lost_server_does_not_delay_a_change_of_weights() -> None:
         raise NotConnected("gone")
 
     client.reset = gone
-    weights = WeightsVersion("", changes_on_reset=True)
     links = Links(client)
-    with scheduler_side(client, weights=weights, connect=links.connect) as (scheduler, _):
+    with scheduler_side(client, connect=links.connect) as (scheduler, _):
         scheduler.new_request(make_request(1))
         assert scheduler.reset()
         _settle(scheduler)
-        assert scheduler._server._client is links.clients[weights.current]
+        assert scheduler._server._client is links.clients[scheduler._weights_version]
         wait_until(lambda: not client.connected, otherwise="the old client is closed")
 
 
 def test_only_the_last_of_repeated_resets_counts() -> None:
     """Users repeat a reset until it succeeds; clients of earlier attempts are closed."""
     client, _ = _retiring_client()
-    weights = WeightsVersion("", changes_on_reset=True)
     links = Links(client)
-    with scheduler_side(client, weights=weights, connect=links.connect) as (scheduler, _):
+    with scheduler_side(client, connect=links.connect) as (scheduler, _):
         scheduler.new_request(make_request(1))
         for _ in range(20):
             scheduler.reset()
         _settle(scheduler)
-        wait_until(lambda: [version for version, each in links.clients.items() if each.connected] == [weights.current])
+        wait_until(
+            lambda: (
+                [version for version, each in links.clients.items() if each.connected] == [scheduler._weights_version]
+            )
+        )
 
 
 def test_a_job_of_old_weights_never_uses_the_new_namespace() -> None:
@@ -249,48 +318,50 @@ def test_a_job_of_old_weights_never_uses_the_new_namespace() -> None:
     assert made[1].written == []
 
 
-def test_a_name_of_an_incomplete_reset_is_kept() -> None:
-    """Blocks in use may be of the old weights, so the version is unique until a complete reset."""
-    weights = WeightsVersion("1", changes_on_reset=True)
-    weights.name("2")
-    first, second = weights.advance(complete=False), weights.advance(complete=False)
-    assert first != second
-    assert not {"1", "2"} & {first, second}
-    assert weights.advance(complete=True) == "2"
-    weights.name("2")
-    assert weights.advance(complete=True) is None, "the same weights"
-    assert weights.advance(complete=True) not in (None, "1", "2")
-
-
-def test_the_name_that_vllm_was_given_reaches_the_connector(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the connector of that engine; and an engine without the method starts too."""
+def test_vllm_s_engine_core_reports_names_and_loads_of_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only to the connectors of that engine. An engine without the methods starts too."""
+    calls: list[Any] = []
 
     class EngineCore:
         scheduler: Any = None
 
         def set_weight_version(self, weight_version: str) -> None:
-            self.version = weight_version
+            self._weight_version = weight_version
+
+        def reset_prefix_cache(self, *, reset_connector: bool) -> None:
+            calls.append(("reset", reset_connector))
+
+        def add_lora(self, lora_request: str) -> bool:
+            calls.append(f"load {lora_request}")
+            return True
 
     class Connector:
-        def __init__(self) -> None:
-            self.names: list[str] = []
+        def weights_named(self) -> None:
+            calls.append("named")
 
-        def weights_named(self, version: str) -> None:
-            self.names.append(version)
+        @contextlib.contextmanager
+        def loading_adapter(self, adapter: str) -> Iterator[None]:
+            calls.append(f"before {adapter}")
+            yield
+            calls.append(f"after {adapter}")
 
     module: Any = ModuleType("vllm.v1.engine.core")
     monkeypatch.setitem(sys.modules, "vllm.v1.engine.core", module)
     ours, part, other = Connector(), Connector(), Connector()
-    compat.watch_weight_version(ours)
+    compat.watch_engine_core(ours)
     module.EngineCore = EngineCore
     for connector in (ours, part, other):
-        compat.watch_weight_version(connector)
+        compat.watch_engine_core(connector)
     engine: Any = EngineCore()
-    for own in (ours, SimpleNamespace(_connectors=[part]), None):
+    for number, own in enumerate((ours, SimpleNamespace(_connectors=[part]), None)):
         engine.scheduler = SimpleNamespace(connector=own)
-        engine.set_weight_version("7")
-    assert engine.version == "7"
-    assert (ours.names, part.names, other.names) == (["7"], ["7"], [])
+        for _ in range(2):
+            engine.set_weight_version(f"{number}")
+        assert engine._weight_version == f"{number}"
+        assert engine.add_lora("a")
+        heard = ["named", ("reset", True), "before a", "load a", "after a"]
+        assert calls == (heard if own is not None else ["load a"]), "a repeated name is the same weights"
+        calls.clear()
 
 
 @pytest.mark.parametrize("wrong", [{"weights_version": 7}, {"weights_change_on_reset": "yes"}])
