@@ -81,7 +81,7 @@ class Receptions:
         if not isinstance(message, bytes):  # `grpc.aio.EOF`: the call has no request
             text = "the call has no request"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text, error_details("INVALID_ARGUMENT", text))
-        return message
+        return bytes(message)
 
     def _wake(self) -> None:
         # The latest first: a caller that stays within the limits does not wait behind many calls.
