@@ -38,7 +38,6 @@ DISK_STORE = Layout(
     b"disk format",
     FORMAT_VERSION,
     tally_version=2,
-    step_bytes=1 << 62,
     guarded_key=SLAB_PAGES_KEY,
     block_files="slab-*",
 )

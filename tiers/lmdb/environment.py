@@ -47,7 +47,7 @@ empty. `power`: also a power failure. With `power`, every transaction waits for 
 """
 
 
-LMDB_STORE = Layout("LMDB store", DATABASES, b"format", FORMAT_VERSION, 3, 64 << 20)
+LMDB_STORE = Layout("LMDB store", DATABASES, b"format", FORMAT_VERSION, tally_version=3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +308,7 @@ def _open(
         databases, version = _open_databases(env, layout, upgrade=mend)
         meta, index, *data = databases
         marked = None if warning else read_marker(directory)
-        space = FileSpace(directory, env, databases, layout.step_bytes)
+        space = FileSpace(directory, env, databases)
         failed.callback(space.close)
         marker = MarkerFile(directory, layout, marked.blocks if marked else 0, create=mend)
         failed.callback(marker.close)

@@ -48,8 +48,6 @@ class Layout:
     format_version: int
     tally_version: int
     """First format with a tally of the blocks and with `guarded_key`."""
-    step_bytes: int
-    """How much to reserve at once if the file needs more of the disk; at most the whole file."""
     guarded_key: bytes = b""
     """Key of the metadata whose value is a u64 and its complement."""
     block_files: str = ""

@@ -19,6 +19,8 @@ from .format import DATA_FILE
 
 __all__ = ["RESERVE_PAGES", "FileSpace"]
 
+STEP_BYTES = 16 << 20
+"""How much to reserve at once if the file needs more of the disk; at most the whole file."""
 RESERVE_PAGES = 32
 """Stores leave this many pages free for removals. A removal needs about a dozen pages (copies of
 tree paths) before it frees pages."""
@@ -30,13 +32,13 @@ _UNRESERVED_PAGES = 16
 class FileSpace:
     """Blocks of the disk that belong to an LMDB file. Calls must not overlap."""
 
-    def __init__(self, directory: Path, env: lmdb.Environment, databases: Sequence[Any], step_bytes: int) -> None:
+    def __init__(self, directory: Path, env: lmdb.Environment, databases: Sequence[Any]) -> None:
         """Reserves what the file uses and one step; a full disk is no error. Raises `OSError`."""
         self.refusal = DiskRefusal(directory)
         self._env = env
         self._databases = databases
         self._page_bytes: int = env.stat()["psize"]
-        self._step_pages = max(1, step_bytes // self._page_bytes)
+        self._step_pages = STEP_BYTES // self._page_bytes
         self._limit_pages: int = env.info()["map_size"] // self._page_bytes - _UNRESERVED_PAGES
         self._pages = 0
         self._fd = os.open(directory / DATA_FILE, os.O_RDWR | os.O_CLOEXEC)
