@@ -39,7 +39,7 @@ CALLERS = 4
 """Threads of the abusive client, each with one call in progress."""
 SECONDS = 2.0
 WARM_UP_SECONDS = 0.5
-_TENANTS = 'tenants.honest = {quota = "45%"}\ntenants.abusive = {limit = "45%"}\n'
+_TENANTS = 'tenants.honest = {quota = "45%", limit = "45%"}\ntenants.abusive = {limit = "45%"}\n'
 _PATIENCE = 30.0
 _PAUSE_SECONDS = 0.01
 
