@@ -192,10 +192,9 @@ def test_a_stalled_stream_does_not_delay_the_end_of_its_store(
     route: Route, session: RawSession, connection: RawSocket
 ) -> None:
     """The second half of its last frame reaches no slot (B4.5)."""
-    store_id = prepare(session, fresh("stalled", 2))
-    frame = frame_of(connection, BLOCK, PART)
-    connection.send(push_call(store_id), frame_of(connection, BLOCK), frame[: PART // 2])
-    wait_until(lambda: locate(session, store_id).received_bytes)
+    store_id = begin_push(session, connection, fresh("stalled", 12))
+    frame = frame_of(connection, BLOCK, 8 * PART)
+    connection.send(frame[: PART // 2])
     pid = bulk_pid(route.server.pid)
     started = time.monotonic()
     complete(session, store_id, abort=True)
@@ -222,9 +221,8 @@ def test_a_completion_waits_for_the_streams_of_its_store(session: RawSession, co
 def test_slots_of_an_ended_session_become_free(route: Route, session: RawSession, connection: RawSocket) -> None:
     """Its stalled stream is ended and keeps no slot; an idle connection ends at its next call."""
     with route.open(session) as idle:
-        store_id = prepare(session, fresh("ended", 2))
-        connection.send(push_call(store_id), frame_of(connection, BLOCK), frame_of(connection, BLOCK, PART)[:1000])
-        wait_until(lambda: locate(session, store_id).received_bytes)
+        begin_push(session, connection, fresh("ended", 12))
+        connection.send(frame_of(connection, BLOCK, 8 * PART)[:1000])
         session.end()
         route.server.wait_for(lambda status: not (status.stores or status.quarantined_bytes))
         idle.send(pull_call(1, [0]))
