@@ -104,7 +104,10 @@ class Environment:
         return lost_text(expected, tally_of(names), self.marker.before)
 
     def note_removed(self, txn: Any, names: Sequence[bytes]) -> None:
-        """Removes names from the tally. The marker file must never have too many blocks."""
+        """Removes names from the tally and writes the lower number to the marker file.
+
+        Call it before the commit, so that the marker file never has too many blocks.
+        """
         tally = change_tally(txn, self.meta, (), names)
         if tally is not None:
             self.marker.write(tally.blocks)
@@ -310,7 +313,7 @@ def _open(
         marked = None if warning else read_marker(directory)
         space = FileSpace(directory, env, databases)
         failed.callback(space.close)
-        marker = MarkerFile(directory, layout, marked.blocks if marked else 0, create=mend)
+        marker = MarkerFile(directory, layout, marked.blocks if marked else 0, create=mend, sync=synchronous)
         failed.callback(marker.close)
         if warning:
             marker.write(0)

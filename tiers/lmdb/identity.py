@@ -60,7 +60,11 @@ class Marker(NamedTuple):
     what: str
     format: int
     blocks: int
-    """Number of blocks in the store. After a kill it may be too low, but never too high."""
+    """Number of blocks in the store. It may be too low after a crash of the server.
+
+    It is never too high after the event that `durability` names. Only a power failure with
+    `durability = "process"` can make it too high.
+    """
 
 
 def read_marker(directory: Path) -> Marker | None:
@@ -72,13 +76,19 @@ def read_marker(directory: Path) -> Marker | None:
 
 
 class MarkerFile:
-    """The open marker file of a store: one line, overwritten in place, without sync."""
+    """The open marker file of a store: one line, overwritten in place."""
 
-    def __init__(self, directory: Path, layout: Layout, before: int, *, create: bool) -> None:
-        """Opens the file. Without `create`, a missing file stays missing. Raises `OSError`."""
+    def __init__(self, directory: Path, layout: Layout, before: int, *, create: bool, sync: bool) -> None:
+        """Opens the file. Without `create`, a missing file stays missing. Raises `OSError`.
+
+        With `sync`, a lower number is on the disk when `write` returns.
+        """
         self.before = before
         """Number of blocks when the file was opened; 0 once a number is written."""
         self._layout = layout
+        self._sync = sync
+        self._blocks: int | None = None
+        """The number that was written last."""
         self._fd: int | None = None
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
         with contextlib.nullcontext() if create else contextlib.suppress(FileNotFoundError):
@@ -92,6 +102,9 @@ class MarkerFile:
         text = f"kvtier {self._layout.what}, format {self._layout.format_version}, {blocks} blocks"
         with contextlib.suppress(OSError):
             os.pwrite(self._fd, f"{text:<{_MARKER_BYTES - 1}}\n".encode("ascii"), 0)
+            if self._sync and (self._blocks is None or blocks < self._blocks):
+                os.fdatasync(self._fd)
+        self._blocks = blocks
 
     def close(self) -> None:
         if self._fd is not None:

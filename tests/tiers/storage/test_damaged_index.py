@@ -19,8 +19,8 @@ from kvtier.tiers.base import TierDamagedError, TierOpenError
 from kvtier.tiers.disk.format import DISK_STORE, SLAB_PAGES_KEY
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.lmdb import probe
-from kvtier.tiers.lmdb.environment import LMDB_STORE
-from kvtier.tiers.lmdb.identity import MARKER_FILE
+from kvtier.tiers.lmdb.environment import LMDB_STORE, Durability
+from kvtier.tiers.lmdb.identity import MARKER_FILE, read_marker
 from kvtier.tiers.lmdb.tier import LMDBTier
 from kvtier.tiers.storage.fsck import check
 
@@ -331,6 +331,32 @@ def test_changes_keep_the_number_of_blocks_correct(kind: Kind, store: Path) -> N
     tier.close()
     assert (store / MARKER_FILE).read_text().split() == f"kvtier {marker_of(kind)} {blocks} blocks".split()
     assert findings(kind, store) == []
+
+
+@pytest.mark.parametrize("durability", ["process", "power"])
+def test_a_lower_number_is_synced_before_a_removal_commits(
+    kind: Kind, tmp_path: Path, durability: Durability, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With "power" the marker file never has too many blocks on the disk. Stores sync nothing."""
+    tier = kind("tier", tmp_path, SIZE, durability)
+    assert tier.store([full(name(number), [b"part"]) for number in range(3)]) == [DONE] * 3
+    synced: list[tuple[int, int]] = []
+    real_fdatasync = os.fdatasync
+
+    def fdatasync(fd: int) -> None:
+        real_fdatasync(fd)
+        if os.path.samestat(os.fstat(fd), (tmp_path / MARKER_FILE).stat()):
+            marker = read_marker(tmp_path)
+            assert marker is not None
+            synced.append((marker.blocks, tier.blocks_to_check()))
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    tier.remove([(SPACE, name(0))])
+    assert synced == ([(2, 3)] if durability == "power" else []), "(marked blocks, committed blocks)"
+    synced.clear()
+    tier.store([full(name(3), [b"part"])])
+    assert synced == []
+    tier.close()
 
 
 def marker_of(kind: Kind) -> str:
