@@ -8,6 +8,7 @@ server hangs) or if the heartbeat stream ends (the server process has ended).
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
 import random
@@ -125,8 +126,8 @@ class SessionConnection:
                 raise NotConnected("the client is closed")
             if self._error is None:
                 raise NotConnected("the session has ended" if self._session else "no server has answered yet")
-            # A new exception for each caller, because raising an exception adds stack frames to it.
-            raise type(self._error)(str(self._error), self._error.reason)
+            # A copy for each caller, because raising an exception adds stack frames to it.
+            raise copy.copy(self._error)
 
     def _is_decided(self, *, patient: bool) -> bool:
         """Whether a wait for a session can end."""

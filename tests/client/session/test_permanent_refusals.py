@@ -115,6 +115,31 @@ def test_the_wait_goes_on_after_a_refusal_that_can_end(tmp_path: Path) -> None:
     assert not refused.value.permanent
 
 
+def test_a_refusal_by_a_proxy_stays_marked_as_temporary(tmp_path: Path) -> None:
+    """The error of a wait has the mark of the refusal, not the default of its class."""
+
+    class Proxy(grpc.GenericRpcHandler):
+        def service(self, _: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+            return grpc.unary_unary_rpc_method_handler(self.refuse)
+
+        @staticmethod
+        def refuse(_: bytes, context: grpc.ServicerContext) -> None:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "from a proxy")
+
+    server = grpc.server(ThreadPoolExecutor(1), handlers=(Proxy(),))
+    server.add_insecure_port(f"unix:{tmp_path}/proxy")
+    server.start()
+    try:
+        with (
+            contextlib.closing(Client(f"unix:{tmp_path}/proxy", namespace=NAMESPACE)) as client,
+            pytest.raises(AccessDenied, match="from a proxy") as refused,
+        ):
+            client.wait_until_connected(2)
+    finally:
+        server.stop(0).wait()
+    assert not refused.value.permanent
+
+
 @pytest.mark.parametrize(
     ("code", "permanent"),
     [
