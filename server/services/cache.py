@@ -94,9 +94,10 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self, request: cache_pb2.PrepareLoadRequest, context: grpc.aio.ServicerContext
     ) -> cache_pb2.PrepareLoadResponse:
         session = self._sessions.get(request.session)
-        lease = self._core.lease(session, LeaseId(request.lease_id))
         # Without shared memory, `Pull` counts the bytes.
-        slots, sizes = lease.read(request.items, session.own_rank(), counted=bool(session.writers))
+        slots, sizes = await self._long_calls.read(
+            session, LeaseId(request.lease_id), request.items, counted=bool(session.writers)
+        )
         return cache_pb2.PrepareLoadResponse(slot_offsets=pack_offsets(slots), part_sizes_bytes=pack_offsets(sizes))
 
     async def CompleteLoad(
@@ -227,22 +228,22 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     async def _look_up(
         self, session: EngineSession, options: _LookupOptions, *, want_slots: bool = False
     ) -> cache_pb2.LookupResponse:
-        # `own_rank` may raise. After the lookup, an error would leave a lease that no client knows.
-        rank = session.own_rank() if want_slots else 0
+        # May raise. After the lookup, an error would leave a lease that no client knows.
+        if want_slots:
+            session.own_rank()
         await self._long_calls.query_shared_tiers(
             session, options.keys, options.tiers, options.deadline, prefix=options.prefix
         )
-        found = self._core.lookup(
+        lookup = self._core.lookup_handler.begin(
             session,
             options.keys,
             prefix=options.prefix,
             request_id=options.request_id,
-            expires_at=self._runtime.now() + options.lease_seconds,
             tiers=options.tiers,
             min_hits=options.min_hits,
             retain_until=self._retain_until(session, options.request_id, options.retain_for),
         )
-        self._runtime.run_commands()
+        found = await self._long_calls.look_up(lookup, options.lease_seconds)
         remaining = options.deadline - self._runtime.now()
         if found.lease is not None and found.lease.pending and remaining > 0:
             found = replace(found, lease=await self._wait_ready(session, found.lease, remaining))
@@ -250,11 +251,21 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         if lease is None:
             return cache_pb2.LookupResponse(statuses=statuses, sources=bytes(len(options.keys)))
         hits = len(statuses) - len(statuses.lstrip(bytes([KeyStatus.HIT])))
-        answer = cache_pb2.LookupResponse(statuses=statuses, prefix_hits=hits, sources=lease.sources, lease_id=lease.id)
+        sources = lease.sources.ljust(len(options.keys), b"\0")
+        answer = cache_pb2.LookupResponse(statuses=statuses, prefix_hits=hits, sources=sources, lease_id=lease.id)
         answer.not_retained_blocks = found.not_retained
         if want_slots:
-            answer.slot_offsets = pack_offsets(lease.read(range(hits), rank)[0])
+            answer.slot_offsets = pack_offsets(await self._read_slots(session, lease, range(hits)))
         return answer
+
+    async def _read_slots(self, session: EngineSession, lease: BlockLease, items: Sequence[int]) -> list[int]:
+        """Returns the slots for the answer of a lookup. If this fails, the lease ends."""
+        try:
+            return (await self._long_calls.read(session, lease.id, items))[0]
+        except BaseException:  # also a cancellation: the client never gets the lease's id
+            with contextlib.suppress(CoreError):
+                self._core.release(session, lease.id)
+            raise
 
     def _retain_until(self, session: EngineSession, request_id: str, retain_for: float) -> float:
         """Returns the time until which blocks are retained, on the runtime's clock; 0 for never."""

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Coroutine, Iterable, Sequence
 
 from ...tiers.base import TierFilter
+from ...tiers.core.leases import LookupAnswer, SlicedLookup
 from ...tiers.core.secondary import Presence
 from ...tiers.core.stores import Store
 from ...tiers.errors import CoreError, LeaseNotFound
@@ -23,6 +24,10 @@ _SLICE = 512
 """Keys per slice. A flush takes 2 to 4 µs per key."""
 _STORE_SLICE = 256
 """A store takes 2 to 3 µs per key at its begin, and 4 to 6 µs at its end."""
+_LOOKUP_SLICE = 256
+"""A lookup takes 1 to 2 µs per key."""
+_READ_SLICE = 1024
+"""To read the slot of a block takes 0.3 µs."""
 _UNPIN_SLICE = 8192
 """Blocks of released leases per slice: 0.1 µs per block."""
 _LEASE_COST = 16
@@ -79,6 +84,42 @@ class LongCalls:
             pending.popleft()
             if not number % _SLICE:
                 await self._scheduler.turn(session)
+
+    async def look_up(self, lookup: SlicedLookup, lease_seconds: float) -> LookupAnswer:
+        """Performs a lookup. If the call is cancelled or fails, no lease remains."""
+        handler, more = self._core.lookup_handler, True
+        try:
+            while more:
+                if len(lookup.keys) > _LOOKUP_SLICE:
+                    await self._scheduler.turn(lookup.session)
+                now = self._runtime.now()
+                more = handler.look_up_slice(lookup, _LOOKUP_SLICE, expires_at=now + lease_seconds, now=now)
+                self._runtime.run_commands()
+        except BaseException:  # also a cancellation: the client never gets the lease's id
+            handler.abandon(lookup)
+            raise
+        return lookup.answer()
+
+    async def read(
+        self, session: EngineSession, lease_id: LeaseId, items: Sequence[int], *, counted: bool = True
+    ) -> tuple[list[int], list[int]]:
+        """Returns slots and sizes of the items of a lease. Raises like `BlockLease.read`.
+
+        `counted`: whether to count the bytes as loaded from the CPU tier.
+        """
+        rank = session.own_rank()
+        slots: list[int] = []
+        sizes: list[int] = []
+        for part in slices_of(items, _READ_SLICE):
+            if len(part) < len(items):
+                await self._scheduler.turn(session)
+            lease = self._core.lease(session, lease_id)  # it may have ended since the last slice
+            found = lease.read(part, rank, counted=False)
+            slots += found[0]
+            sizes += found[1]
+        if counted:
+            lease.cpu_tier.loaded_bytes += sum(sizes)
+        return slots, sizes
 
     async def prepare_store(
         self, session: EngineSession, keys: Sequence[bytes], *, request_id: str, lease_seconds: float, retain_for: float

@@ -6,12 +6,12 @@ A lease belongs to an engine and ends with the session that it was granted to.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import InvalidItem, LeaseNotFound, NotOwner, NotReady
-from ..types import EngineKey, KeyStatus, LeaseId, Owner
+from ..types import EngineKey, EngineSession, KeyStatus, LeaseId, MissReason, Owner
 from .block import Block
 from .cpu_tier import CpuTier
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..stats.request_log import LookupRecord
 
 
-__all__ = ["BlockLease", "LeaseTable", "LookupAnswer"]
+__all__ = ["BlockLease", "LeaseTable", "LookupAnswer", "SlicedLookup"]
 
 K = TypeVar("K")
 
@@ -33,7 +33,7 @@ class BlockLease:
     Attributes:
         items: per key the pinned block, or None for a miss; trailing misses are omitted.
         keys: number of looked-up keys.
-        sources: per key the position of the tier that had the block; undefined for misses.
+        sources: per item the position of the tier that had the block; undefined for misses.
         cpu_tier: the CPU tier, which counts the loaded bytes.
         granted_at: time of the grant, in seconds of the core's clock.
         pending: number of items whose block is not ready.
@@ -115,6 +115,41 @@ class LookupAnswer:
         return bytes(deferred)
 
 
+@dataclass(slots=True, eq=False)
+class SlicedLookup:
+    """A lookup that runs in slices. Between two slices its lease owns the pins of the hits.
+
+    Attributes:
+        position: number of keys that the slices so far have looked up.
+        counted: number of leading keys that were examined for `min_hits` before the first slice.
+        is_short: whether there are fewer leading hits than `min_hits`. Then no key is a hit.
+        lease: the lease on the hits so far; None if there are none.
+        rest: default reason of the further misses, if no further key can be a hit.
+        record: the lookup in the request log.
+    """
+
+    session: EngineSession
+    owner: Owner
+    keys: Sequence[bytes]
+    prefix: bool
+    excluded: Collection[int]
+    min_hits: int = 0
+    retain_until: float = 0.0
+    position: int = 0
+    counted: int = 0
+    is_short: bool = False
+    lease: BlockLease | None = None
+    retries: list[int] = field(default_factory=list)
+    not_retained: int = 0
+    rest: MissReason | None = None
+    record: LookupRecord | None = None
+    user: Hashable = None
+    """The request, for eviction policies. A lookup in slices counts as one use of its blocks."""
+
+    def answer(self) -> LookupAnswer:
+        return LookupAnswer(len(self.keys), self.lease, self.retries, self.not_retained)
+
+
 class LeaseTable:
     """The leases by id, and the pending blocks that leases wait for."""
 
@@ -146,19 +181,26 @@ class LeaseTable:
         all_ready: bool = False,
     ) -> BlockLease:
         """Grants a lease that owns the pins of its blocks. `all_ready`: no block is pending."""
-        lease = BlockLease(
-            LeaseId(self._next_id), owner, expires_at, items, keys, sources, self._cpu_tier, now, record=record
-        )
+        lease = BlockLease(LeaseId(self._next_id), owner, expires_at, [], keys, b"", self._cpu_tier, now, record=record)
         self._next_id += 1
-        for item, block in enumerate(() if all_ready else items):
-            if block is not None and not block.ready:
-                lease.pending += 1
-                self._waiting.setdefault(block, {}).setdefault(lease, []).append(item)
         self._leases[lease.id] = lease
         self._by_session[owner.session_id][lease] = None
         self._by_request[owner.engine, owner.request_id][lease] = None
-        self._items[owner.session_id] += len(items)
+        self.extend(lease, items, sources, all_ready=all_ready)
         return lease
+
+    def extend(self, lease: BlockLease, items: list[Block | None], sources: bytes, *, all_ready: bool = False) -> None:
+        """Adds items to a lease, which then owns the pins of their blocks."""
+        for item, block in enumerate(() if all_ready else items, start=len(lease.items)):
+            if block is not None and not block.ready:
+                lease.pending += 1
+                self._waiting.setdefault(block, {}).setdefault(lease, []).append(item)
+        lease.items += items
+        lease.sources += sources
+        self._items[lease.owner.session_id] += len(items)
+
+    def is_open(self, lease: BlockLease) -> bool:
+        return self._leases.get(lease.id) is lease
 
     def get(self, lease_id: LeaseId, engine: EngineKey) -> BlockLease:
         lease = self._leases.get(lease_id)
@@ -167,10 +209,6 @@ class LeaseTable:
         if lease.owner.engine != engine:
             raise NotOwner(f"lease {lease_id} belongs to another engine")
         return lease
-
-    def release(self, lease: BlockLease) -> None:
-        self._forget(lease)
-        self._cpu_tier.unpin(filter(None, lease.items))
 
     def end(self, lease: BlockLease) -> None:
         """Ends a lease, but keeps its pins until `unpin_slice` removes them."""

@@ -7,6 +7,7 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from ..base import TierFilter
 from ..errors import LimitExceeded
 from ..negotiation import NamespaceId
 from ..stats.counters import HitCounters
@@ -16,7 +17,7 @@ from ..stats.request_log import LookupOutcome, LookupRecord, OutcomeRun, Request
 from ..types import EngineSession, MissReason, NamespaceSpec, Owner
 from .block import Block
 from .cpu_tier import CpuTier
-from .leases import BlockLease, LeaseTable, LookupAnswer
+from .leases import BlockLease, LeaseTable, SlicedLookup
 from .secondary import Presence, SecondaryTierState
 from .transfers import TransferScheduler
 
@@ -24,6 +25,8 @@ __all__ = ["LookupHandler"]
 
 MAX_LEASED_ITEMS = 4 << 20
 """Limit for the items of all leases of one session. A lookup beyond it raises LimitExceeded."""
+
+_ALL_TIERS = TierFilter()
 
 _FORMATS = 16
 """How many namespaces of a tenant are searched for a missing block, to report FORMAT_MISMATCH."""
@@ -38,6 +41,7 @@ class _Match:
         sources: per item the position of the tier that has the block.
         promotions: position, tier and block of each promotion.
         retries: positions with an outstanding query to a shared tier.
+        deferred: whether an earlier key of the prefix has an outstanding query.
         reasons: known reasons of misses, by position.
         ready: number of leading items that are ready in the CPU tier.
     """
@@ -46,6 +50,7 @@ class _Match:
     sources: bytearray = field(default_factory=bytearray)
     promotions: list[tuple[int, SecondaryTierState, Block]] = field(default_factory=list)
     retries: list[int] = field(default_factory=list)
+    deferred: bool = False
     reasons: dict[int, MissReason] = field(default_factory=dict)
     ready: int = 0
 
@@ -85,36 +90,105 @@ class LookupHandler:
         if len(formats) > _FORMATS:
             del formats[next(iter(formats))]
 
-    def look_up(
+    def begin(
         self,
         session: EngineSession,
         keys: Sequence[bytes],
         *,
         request_id: str,
-        expires_at: float,
-        now: float,
         prefix: bool,
-        excluded: Collection[int] = (),
+        tiers: TierFilter = _ALL_TIERS,
         min_hits: int = 0,
         retain_until: float = 0.0,
-    ) -> LookupAnswer:
-        if self.leases.items_of(session.id) + len(keys) > MAX_LEASED_ITEMS:
-            raise LimitExceeded(f"the session holds leases on {MAX_LEASED_ITEMS} blocks; release some")
+    ) -> SlicedLookup:
+        """Begins a lookup, which `look_up_slice` continues. Raises InvalidItem, LimitExceeded."""
+        excluded = self._residency.excluded(tiers)
+        self._check_room(session, len(keys))
         owner = Owner(session.engine, session.id, request_id)
-        if self._cpu_tier.pending_reset_blocks(session.namespace.id):
-            self._record(owner, now, outcome_runs([MissReason.RESET] * len(keys)), keys[0] if keys else None)
-            return LookupAnswer(len(keys), None)
-        match = self._match(session.namespace, keys, excluded, prefix=prefix)
-        if prefix and len(match.items) < min_hits and not match.retries:
-            self._discard_hits(match)
-        self._start_promotions(match, owner.user, prefix=prefix)
-        runs, first_miss = self._explain(session, keys, match, prefix=prefix)
-        record = self._record(owner, now, runs, first_miss)
-        if self._miss_ratio_curves is not None:
-            self._miss_ratio_curves.looked_up(session.namespace, keys, runs)
+        return SlicedLookup(session, owner, keys, prefix, excluded, min_hits, retain_until, user=owner.user)
+
+    def look_up_slice(self, lookup: SlicedLookup, most: int | None = None, *, expires_at: float, now: float) -> bool:
+        """Looks up the next `most` keys; returns whether keys are left. Raises LimitExceeded.
+
+        If the lease of the earlier slices has ended meanwhile, no key is a hit.
+        """
+        if lookup.lease is not None and not self.leases.is_open(lookup.lease):
+            self.abandon(lookup)
+            return False
+        namespace, start = lookup.session.namespace, lookup.position
+        size = len(lookup.keys) if most is None else most
+        resetting = self._cpu_tier.pending_reset_blocks(namespace.id)
+        if not resetting and lookup.rest is None and self._count_hits(lookup, size):
+            return True
+        keys = lookup.keys[start : start + size]
+        if lookup.user is None and len(keys) < len(lookup.keys):
+            lookup.user = lookup
+        match = _Match(deferred=bool(lookup.retries))
+        if resetting:
+            lookup.rest = MissReason.RESET
+            self._record(lookup, now, outcome_runs([MissReason.RESET] * len(keys)), keys[0] if keys else None)
+        else:
+            if lookup.rest is None:
+                self._check_room(lookup.session, len(lookup.keys) - start)
+                self._find(lookup, keys, match)
+            runs, first_miss = self._explain(lookup, keys, match)
+            self._record(lookup, now, runs, first_miss)
+            if self._miss_ratio_curves is not None:
+                self._miss_ratio_curves.looked_up(namespace, keys, runs)
         self._residency.send_queries()
-        not_retained = self._record_use(match, owner.user, retain_until)
-        return LookupAnswer(len(keys), self._grant(owner, keys, match, expires_at, record), match.retries, not_retained)
+        lookup.not_retained += self._record_use(match, lookup.user, lookup.retain_until)
+        self._grant(lookup, match, expires_at, now)
+        lookup.retries += [start + position for position in match.retries]
+        lookup.position += len(keys)
+        if lookup.position < len(lookup.keys):
+            return True
+        self._finish(lookup)
+        return False
+
+    def abandon(self, lookup: SlicedLookup) -> None:
+        """Ends a lookup without hits: ends its lease, if that is still open."""
+        lease, lookup.lease, lookup.retries = lookup.lease, None, []
+        lookup.position = len(lookup.keys)
+        if lease is not None and self.leases.is_open(lease):
+            self.end([lease])  # `tick` removes pins that are left
+        self._finish(lookup)
+
+    def _finish(self, lookup: SlicedLookup) -> None:
+        if lookup.user is lookup:
+            self._cpu_tier.finish(lookup)
+            self._transfers.request_finished(lookup)
+        lease = lookup.lease
+        if lease is not None and lookup.counted and len(lease.items) < lookup.min_hits and not lookup.retries:
+            self.abandon(lookup)  # blocks were evicted after `_count_hits` had found them
+
+    def _check_room(self, session: EngineSession, keys: int) -> None:
+        if self.leases.items_of(session.id) + keys > MAX_LEASED_ITEMS:
+            raise LimitExceeded(f"the session holds leases on {MAX_LEASED_ITEMS} blocks; release some")
+
+    def _count_hits(self, lookup: SlicedLookup, most: int) -> bool:
+        """Checks `min_hits` if one slice is too short for it; returns whether keys are left.
+
+        So no promotion starts if there are too few leading hits.
+        """
+        wanted = min(lookup.min_hits, len(lookup.keys))
+        if not lookup.prefix or wanted <= most or lookup.counted >= wanted or lookup.is_short:
+            return False
+        namespace = lookup.session.namespace.id
+        blocks = self._cpu_tier.blocks_of(namespace)
+        for key in lookup.keys[lookup.counted : min(lookup.counted + most, wanted)]:
+            lookup.counted += 1
+            block = blocks.get(key)
+            if block is not None and (block.ready or block.pending):
+                continue
+            presence = self._residency.peek(namespace, key, lookup.excluded)
+            if presence is Presence.UNKNOWN:
+                lookup.counted = len(lookup.keys)
+                return True
+            if presence is not Presence.HELD:
+                lookup.is_short = True
+                return True
+        lookup.is_short = len(lookup.keys) < lookup.min_hits and lookup.counted == wanted
+        return True
 
     def fetch(self, namespace: NamespaceId, blocks: Iterable[Block]) -> None:
         """Promotes pinned blocks that only a secondary tier has, except during a reset (B3.19)."""
@@ -136,13 +210,11 @@ class LookupHandler:
         self._transfers.promote([(secondary, block) for secondary, block in found if block.promoting], None)
         self._residency.send_queries()
 
-    def release(self, lease: BlockLease) -> None:
-        """Ends a lease. Blocks that are still pending count as hits."""
-        self._count_pending(lease)
-        self.leases.release(lease)
-
     def end(self, leases: Iterable[BlockLease]) -> bool:
-        """Ends leases; returns whether `LeaseTable.unpin_slice` must still remove pins."""
+        """Ends leases; returns whether `LeaseTable.unpin_slice` must still remove pins.
+
+        Blocks that are still pending count as hits.
+        """
         for lease in leases:
             self._count_pending(lease)
             self.leases.end(lease)
@@ -177,11 +249,25 @@ class LookupHandler:
         block.written = 0
         self._cpu_tier.release([self._cpu_tier.detach_slot(block, rank) for rank in ranks])
 
+    def _find(self, lookup: SlicedLookup, keys: Sequence[bytes], match: _Match) -> None:
+        """Pins the hits among the next keys of a lookup, and starts promotions."""
+        self._match(lookup.session.namespace, keys, lookup.excluded, match, prefix=lookup.prefix)
+        if lookup.prefix and not match.retries and not match.deferred:
+            found = lookup.position + len(match.items)
+            if lookup.is_short or (found < lookup.min_hits and not lookup.counted):
+                self._discard_hits(match)
+        self._start_promotions(match, lookup.user, prefix=lookup.prefix)
+
     def _match(
-        self, namespace: NamespaceSpec, keys: Sequence[bytes], excluded: Collection[int], *, prefix: bool
-    ) -> _Match:
+        self,
+        namespace: NamespaceSpec,
+        keys: Sequence[bytes],
+        excluded: Collection[int],
+        match: _Match,
+        *,
+        prefix: bool,
+    ) -> None:
         blocks = self._cpu_tier.blocks_of(namespace.id)
-        match = _Match()
         items = match.items
         for block in map(blocks.get, keys):  # the common case: a run of ready blocks
             if block is None or not block.ready:
@@ -196,7 +282,6 @@ class LookupHandler:
                 match.add(block)
             elif not self._match_below(namespace, key, excluded, match, prefix=prefix) and prefix:
                 break
-        return match
 
     def _match_below(
         self, namespace: NamespaceSpec, key: bytes, excluded: Collection[int], match: _Match, *, prefix: bool
@@ -205,7 +290,7 @@ class LookupHandler:
         secondary, presence = self._residency.find(namespace.id, key, excluded)
         position = len(match.items)
         # Blocks behind an outstanding answer are promoted when the client repeats the lookup.
-        deferred = prefix and bool(match.retries)
+        deferred = prefix and (match.deferred or bool(match.retries))
         if presence is Presence.UNKNOWN or (secondary is not None and deferred):
             match.retries.append(position)
             match.add(None)
@@ -275,32 +360,34 @@ class LookupHandler:
             self._transfers.retain(hits)
         return not_retained
 
-    def _grant(
-        self, owner: Owner, keys: Sequence[bytes], match: _Match, expires_at: float, record: LookupRecord
-    ) -> BlockLease | None:
-        if not any(match.items):
-            return None
-        sources = bytes(match.sources) + bytes(len(keys) - len(match.sources))
-        lease = self.leases.grant(
-            owner,
-            expires_at,
-            match.items,
-            sources,
-            keys=len(keys),
-            now=record.at,
-            record=record,
-            all_ready=match.ready == len(match.items),
-        )
-        if lease.pending:
-            for block, source in zip(match.items, match.sources, strict=True):
-                if block is not None and not block.ready:
-                    self.counters.hit(block.namespace, source, -1)
-        return lease
+    def _grant(self, lookup: SlicedLookup, match: _Match, expires_at: float, now: float) -> None:
+        """Adds the hits to the lookup's lease; grants the lease at the first hit."""
+        lease = lookup.lease
+        if lease is None and any(match.items):
+            earlier, sources = [None] * lookup.position, bytes(lookup.position)
+            lease = lookup.lease = self.leases.grant(
+                lookup.owner,
+                expires_at,
+                list[Block | None](earlier),
+                sources,
+                keys=len(lookup.keys),
+                now=now,
+                record=lookup.record,
+                all_ready=True,
+            )
+        if lease is None:
+            return
+        lease.expires_at = max(lease.expires_at, expires_at)
+        is_ready = match.ready == len(match.items)
+        self.leases.extend(lease, match.items, bytes(match.sources), all_ready=is_ready)
+        for block, source in () if is_ready else zip(match.items, match.sources, strict=True):
+            if block is not None and not block.ready:
+                self.counters.hit(block.namespace, source, -1)
 
     def _explain(
-        self, session: EngineSession, keys: Sequence[bytes], match: _Match, *, prefix: bool
+        self, lookup: SlicedLookup, keys: Sequence[bytes], match: _Match
     ) -> tuple[tuple[OutcomeRun, ...], bytes | None]:
-        """Returns the outcomes and the first missing key."""
+        """Returns the outcomes and the first missing key. Sets the reason behind a prefix."""
         if match.ready == len(keys):
             return ((OutcomeRun(len(keys), 0),) if keys else ()), None
         outcomes: list[LookupOutcome] = list(match.sources)
@@ -312,21 +399,24 @@ class LookupHandler:
         if not missed:
             return outcome_runs(outcomes), None
         outcomes += [None] * (len(keys) - len(outcomes))
-        default = self._default_reason(session, keys, match, missed, prefix=prefix)
-        known = self._history.reasons_for(session.namespace.id, (keys[n] for n in missed), default)
+        default = lookup.rest or self._default_reason(lookup, keys, match, missed)
+        if lookup.prefix and not (lookup.is_short and len(match.items) == len(keys)):
+            lookup.rest = default if len(match.items) < len(keys) else match.reasons[missed[0]]
+        namespace = lookup.session.namespace.id
+        known = self._history.reasons_for(namespace, (keys[n] for n in missed), default)
         for position, why in zip(missed, known, strict=True):
             outcomes[position] = match.reasons.get(position) or why
         return outcome_runs(outcomes), keys[missed[0]]
 
     def _default_reason(
-        self, session: EngineSession, keys: Sequence[bytes], match: _Match, missed: Sequence[int], *, prefix: bool
+        self, lookup: SlicedLookup, keys: Sequence[bytes], match: _Match, missed: Sequence[int]
     ) -> MissReason:
         """Returns the reason for misses that neither `match` nor the eviction history explains."""
         broken_at = len(match.items)
-        if prefix and broken_at < len(keys):
-            return match.reasons.get(broken_at) or self._miss_reason(session, keys[broken_at])
+        if lookup.prefix and broken_at < len(keys):
+            return match.reasons.get(broken_at) or self._miss_reason(lookup.session, keys[broken_at])
         unexplained = next((n for n in missed if n not in match.reasons), None)
-        why = None if unexplained is None else self._miss_reason(session, keys[unexplained])
+        why = None if unexplained is None else self._miss_reason(lookup.session, keys[unexplained])
         return MissReason.FORMAT_MISMATCH if why is MissReason.FORMAT_MISMATCH else MissReason.NEVER_STORED
 
     def _miss_reason(self, session: EngineSession, key: bytes) -> MissReason:
@@ -341,8 +431,11 @@ class LookupHandler:
         block = self._cpu_tier.blocks_of(namespace).get(key)
         return (block is not None and block.ready) or self._residency.position_of(namespace, key) is not None
 
-    def _record(self, owner: Owner, now: float, runs: tuple[OutcomeRun, ...], first_miss: bytes | None) -> LookupRecord:
+    def _record(self, lookup: SlicedLookup, now: float, runs: tuple[OutcomeRun, ...], first_miss: bytes | None) -> None:
+        owner = lookup.owner
         self.counters.count(owner.engine[0], runs)
-        record = LookupRecord(now, limit_runs(runs), first_miss)
-        self._request_log.record_lookup(owner.engine, owner.request_id, record)
-        return record
+        if lookup.record is None:
+            lookup.record = LookupRecord(now, limit_runs(runs), first_miss)
+            self._request_log.record_lookup(owner.engine, owner.request_id, lookup.record)
+        else:
+            lookup.record.extend(runs, first_miss)

@@ -112,7 +112,7 @@ class TierManager:
     def _create_handlers(self, settings: TierSettings, tiers: Sequence[SecondaryTier], first_id: int) -> None:
         """Creates the event handlers. A handler refers only to handlers created before it."""
         self._requests = RequestTable(tiers=tiers, on_end=self._request_ended)
-        self._lookups = LookupHandler(
+        self.lookup_handler = self._lookups = LookupHandler(
             cpu_tier=self._cpu_tier,
             transfers=self._transfers,
             history=self._history,
@@ -259,17 +259,17 @@ class TierManager:
         from eviction in all tiers until that time, within the retention budget. Raises
         LimitExceeded if the session has too many leases, InvalidItem for an unknown tier.
         """
-        return self._lookups.look_up(
+        lookup = self._lookups.begin(
             session,
             keys,
-            request_id=request_id,
-            expires_at=expires_at,
-            now=self._now,
             prefix=prefix,
-            excluded=self._transfers.residency.excluded(tiers),
+            request_id=request_id,
+            tiers=tiers,
             min_hits=min_hits,
             retain_until=retain_until,
         )
+        self._lookups.look_up_slice(lookup, expires_at=expires_at, now=self._now)
+        return lookup.answer()
 
     def check_filter(self, tiers: TierFilter) -> None:
         """Raises InvalidItem if the filter names an unknown tier or the CPU tier."""
@@ -285,7 +285,7 @@ class TierManager:
         lease.expires_at = max(lease.expires_at, expires_at)
 
     def release(self, session: EngineSession, lease_id: LeaseId) -> None:
-        self._lookups.release(self._lookups.leases.get(lease_id, session.engine))
+        self._sliced_work.continue_if(self._lookups.end([self._lookups.leases.get(lease_id, session.engine)]))
 
     def prepare_store(
         self,

@@ -74,6 +74,14 @@ class LookupRecord:
     claim: ClaimRecord | None = None
     """The claim that looked up the keys of a hold; None for a normal lookup."""
 
+    def extend(self, runs: tuple[OutcomeRun, ...], first_miss: bytes | None) -> None:
+        """Adds the outcomes of the next keys of the lookup."""
+        known = self.found
+        if known and runs and known[-1].outcome == runs[0].outcome:
+            known, runs = known[:-1], (OutcomeRun(known[-1].count + runs[0].count, runs[0].outcome), *runs[1:])
+        self.found = limit_runs(known + runs)
+        self.first_miss = self.first_miss or first_miss
+
     def outcomes(self) -> tuple[OutcomeRun, ...]:
         if not self.failed:
             return self.found

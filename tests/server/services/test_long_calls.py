@@ -25,7 +25,7 @@ from kvtier.server.runtime import TierRuntime
 from kvtier.server.services.cache import CacheService
 from kvtier.tiers.base import NamespaceId, SecondaryTier, TierFilter
 from kvtier.tiers.core.secondary import Presence
-from kvtier.tiers.errors import StoreNotFound
+from kvtier.tiers.errors import InvalidItem, StoreNotFound
 from kvtier.tiers.types import DurableStatus, EngineSession, JobId, KeyStatus, NamespaceSpec, StoreId, StoreStatus
 
 PART = 4096
@@ -69,6 +69,14 @@ class Calls:
         answer: cache_pb2.PrepareStoreResponse = await self.service.PrepareStore(
             cache_pb2.PrepareStoreRequest(keys=keys), None
         )
+        return answer
+
+    async def look_up(
+        self, keys: Sequence[bytes], *, prefix: bool = False, want_slots: bool = False
+    ) -> cache_pb2.LookupResponse:
+        mode = cache_pb2.LOOKUP_MODE_PREFIX if prefix else cache_pb2.LOOKUP_MODE_EACH
+        request = cache_pb2.LookupRequest(keys=keys, mode=mode, want_slots=want_slots)
+        answer: cache_pb2.LookupResponse = await self.service.Lookup(request, None)
         return answer
 
     async def complete(self, store_id: int, failed: Sequence[int]) -> None:
@@ -405,5 +413,72 @@ def test_releases_and_renewals_run_in_slices() -> None:
             call = asyncio.create_task(calls.service.Touch(touch, None))
             assert await turns_of(call) > 65536 // 1024
             assert list(call.result().missing_lease_ids) == list(range(1, 65537))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+@pytest.mark.parametrize("known", [True, False])
+def test_lookups_run_in_slices(*, prefix: bool, known: bool) -> None:
+    """Other calls run between two slices of at most 256 keys; the answer is of the whole lookup."""
+
+    async def scenario() -> None:
+        async with serving() as calls:
+            if known:
+                calls.runtime.core.complete_store(calls.session, calls.store(KEYS))
+            call = asyncio.create_task(calls.look_up(KEYS, prefix=prefix, want_slots=True))
+            assert await turns_of(call) > MANY // 256
+            answer = call.result()
+            assert set(answer.statuses) == {KeyStatus.HIT if known else KeyStatus.MISS}
+            assert len(answer.statuses) == len(answer.sources) == MANY
+            assert len(unpack_offsets(answer.slot_offsets)) == answer.prefix_hits == (MANY if known else 0)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("ends", ["call", "session"])
+@pytest.mark.parametrize("turns", [2, 9, 17, 19])
+def test_a_lookup_that_ends_early_leaves_nothing(ends: str, turns: int) -> None:
+    """The client disconnects, or its session ends, between two slices of the lookup or read."""
+
+    async def scenario() -> None:
+        async with serving() as calls:
+            calls.runtime.core.complete_store(calls.session, calls.store(KEYS))
+            call = asyncio.create_task(calls.look_up(KEYS, want_slots=True))
+            await until(lambda: calls.service._long_calls._scheduler.turns == turns)
+            assert not call.done()
+            assert calls.pins()
+            if ends == "call":
+                call.cancel()
+            else:
+                calls.runtime.core.close_session(calls.session.id)
+                calls.registry_ended = True
+            await asyncio.wait([call])
+            assert call.cancelled() or isinstance(call.exception(), Refused)
+            await until(lambda: not calls.pins())
+            assert not calls.runtime.core.leases()
+
+    asyncio.run(scenario())
+
+
+def test_loads_are_prepared_in_slices() -> None:
+    """Other calls run between two slices. A refused item leaves the counted bytes as they were."""
+
+    async def scenario() -> None:
+        async with serving() as calls:
+            calls.runtime.core.complete_store(calls.session, calls.store(KEYS))
+            calls.session.writers.add(1)
+            lease_id = (await calls.look_up(KEYS)).lease_id
+            request = cache_pb2.PrepareLoadRequest(lease_id=lease_id, items=[*range(MANY)] * 4)
+            call = asyncio.create_task(calls.service.PrepareLoad(request, None))
+            assert await turns_of(call) > 4 * MANY // 1024
+            assert len(unpack_offsets(call.result().slot_offsets)) == 4 * MANY
+            loaded = calls.runtime.core.stats().tiers[0].loaded_bytes
+            assert loaded == 4 * MANY * PART
+            with pytest.raises(InvalidItem):
+                await calls.service.PrepareLoad(
+                    cache_pb2.PrepareLoadRequest(lease_id=lease_id, items=[*range(MANY), MANY]), None
+                )
+            assert calls.runtime.core.stats().tiers[0].loaded_bytes == loaded
 
     asyncio.run(scenario())

@@ -1,0 +1,139 @@
+"""Lookups in slices: they answer as a lookup in one piece, and count as one use of the blocks."""
+
+import random
+
+import pytest
+from core_rig import HIT, MISS, PENDING, Rig, keys
+from simulation import ModelTier
+
+from kvtier.tiers.core.leases import SlicedLookup
+from kvtier.tiers.stats.request_log import LookupRecord
+from kvtier.tiers.types import MissReason
+
+FAR = 1e9
+
+
+def begin(
+    rig: Rig, names: list[bytes], *, prefix: bool = True, request_id: str = "", min_hits: int = 0
+) -> SlicedLookup:
+    return rig.core.lookup_handler.begin(rig.session, names, prefix=prefix, request_id=request_id, min_hits=min_hits)
+
+
+def look_up_slice(rig: Rig, lookup: SlicedLookup, most: int) -> bool:
+    before = lookup.position + lookup.counted
+    more = rig.core.lookup_handler.look_up_slice(lookup, most, expires_at=FAR, now=0.0)
+    assert lookup.position + lookup.counted <= before + most or not more
+    return more
+
+
+def look_up(rig: Rig, lookup: SlicedLookup, most: int) -> None:
+    while look_up_slice(rig, lookup, most):
+        pass
+
+
+def mixed_rig() -> Rig:
+    """Blocks 0 to 9 only in the tier below, 10 to 19 also in memory, 20 to 29 being stored."""
+    rig = Rig(ModelTier("near", 1 << 20), extents=8, queue=1 << 20)
+    rig.store_in_all_tiers(keys(*range(20)))
+    rig.core.reset(rig.session)
+    while rig.core.resetting(rig.session):
+        rig.core.work()
+    rig.store_in_all_tiers(keys(*range(10, 20)))
+    rig.core.prepare_store(rig.session, keys(*range(20, 30)), request_id="", expires_at=FAR)
+    rig.core.take_commands()
+    return rig
+
+
+def names_of(seed: int) -> list[bytes]:
+    """Returns runs of blocks of all kinds; 30 to 39 are unknown."""
+    rng = random.Random(seed)
+    numbers: list[int] = []
+    for _ in range(rng.randint(1, 6)):
+        start = rng.choice([0, 4, 10, 12, 20, 25, *([30] if rng.random() < 0.3 else [])])
+        numbers += range(start, start + rng.randint(1, 9))
+    return keys(*numbers)
+
+
+def result_of(rig: Rig, lookup: SlicedLookup) -> tuple[object, ...]:
+    answer = lookup.answer()
+    [record] = rig.core.explain("r")
+    asked: LookupRecord = record.lookups[-1]
+    stats = rig.core.stats()
+    counts = [(tier.hits, tier.misses, tier.used_bytes) for tier in stats.tiers]
+    sources = answer.lease.sources.ljust(answer.keys, b"\0") if answer.lease is not None else None
+    return answer.statuses(), sources, asked.outcomes(), asked.first_miss, counts, stats.misses_by_reason
+
+
+@pytest.mark.parametrize("most", [1, 3, 7])
+@pytest.mark.parametrize("seed", range(20))
+def test_slices_answer_as_one_piece(seed: int, most: int) -> None:
+    """Statuses, sources, explanation and counters are equal; also with `min_hits`."""
+    names = names_of(seed)
+    for prefix in (True, False):
+        for min_hits in (0, 2, len(names), len(names) + 1):
+            whole, sliced = mixed_rig(), mixed_rig()
+            results = []
+            for rig, size in ((whole, len(names)), (sliced, most)):
+                lookup = begin(rig, names, prefix=prefix, request_id="r", min_hits=min_hits)
+                look_up(rig, lookup, size)
+                results.append(result_of(rig, lookup))
+            assert results[0] == results[1], (prefix, min_hits)
+
+
+def test_the_head_of_a_sliced_lookup_is_evicted_last() -> None:
+    """Without a request id, the slices still count as one use: the tail is evicted first (B4.9)."""
+    rig = Rig(eviction={"cpu": "lru"})
+    rig.store(keys(*range(16)))
+    lookup = begin(rig, keys(*range(16)))
+    look_up(rig, lookup, 4)
+    assert lookup.lease is not None
+    rig.core.release(rig.session, lookup.lease.id)
+    rig.store(keys(100, 101))
+    assert rig.look_up(keys(*range(16))) == HIT * 14 + MISS * 2
+
+
+def test_an_abandoned_lookup_leaves_no_pin() -> None:
+    rig = mixed_rig()
+    lookup = begin(rig, keys(*range(10, 30)), prefix=False)
+    look_up_slice(rig, lookup, 15)
+    assert len(rig.core.leases()) == 1
+    rig.core.lookup_handler.abandon(lookup)
+    assert not rig.core.leases()
+    assert not rig.core.lookup_handler.leases.awaited(list(rig.core._cpu_tier._index))
+    assert sum(block.pins for block in rig.core._cpu_tier._index if block.ready) == 0
+
+
+def test_a_lookup_whose_lease_ends_has_no_hits() -> None:
+    """Here the engine finishes the request between two slices."""
+    rig = mixed_rig()
+    lookup = begin(rig, keys(*range(10, 30)), request_id="r")
+    assert look_up_slice(rig, lookup, 5)
+    rig.core.finish_request(rig.session, "r")
+    assert not look_up_slice(rig, lookup, 5)
+    assert lookup.answer().statuses() == MISS * 20
+    assert sum(block.pins for block in rig.core._cpu_tier._index if block.ready) == 0
+
+
+def test_a_reset_ends_a_lookup_in_slices() -> None:
+    """Keys behind the last slice before the reset are misses (B3.19)."""
+    rig = mixed_rig()
+    lookup = begin(rig, keys(*range(10, 20)), prefix=False, request_id="r")
+    assert look_up_slice(rig, lookup, 5)
+    rig.core.reset(rig.session)
+    look_up(rig, lookup, 5)
+    assert lookup.answer().statuses() == HIT * 5 + MISS * 5
+    [record] = rig.core.explain("r")
+    assert record.lookups[-1].outcomes()[-1].outcome is MissReason.RESET
+
+
+def test_a_block_that_settles_between_slices_is_a_hit() -> None:
+    """A lease knows its pending blocks by their position in the whole lookup."""
+    rig = mixed_rig()
+    lookup = begin(rig, keys(*range(30, 36), *range(10)), prefix=False)
+    assert look_up_slice(rig, lookup, 8)
+    rig.finish_jobs()
+    assert look_up_slice(rig, lookup, 7)
+    assert lookup.answer().statuses() == MISS * 6 + HIT * 2 + PENDING * 7 + MISS
+    rig.finish_jobs()
+    look_up(rig, lookup, 8)
+    assert lookup.answer().statuses() == MISS * 6 + HIT * 9 + PENDING
