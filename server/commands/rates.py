@@ -32,14 +32,14 @@ _HANDOFF_COUNTERS = ("published", "declined", "claimed", "claimed_bytes", "relea
 def rates(before: Values, after: Values, seconds: float) -> Values:
     """Returns the values of `after`, and rates (`…_per_s`) since `before`.
 
-    Both arguments are results of `status.values` with the same epoch. Hit ratios are those of the
+    Both arguments are results of `status.values` with the same epoch. Hit rates are those of the
     interval, None without lookups. Sessions are sorted by calls per second.
     """
     keys, misses = (after[name] - before[name] for name in ("lookup_keys", "lookup_misses"))
     return {name: after[name] for name in _VALUES} | {
         "interval_seconds": seconds,
         "lookup_keys_per_s": keys / seconds,
-        "hit_ratio": 1 - misses / keys if keys else None,
+        "hit_rate": 1 - misses / keys if keys else None,
         "tiers": [_tier(old, new, seconds) for old, new in zip(before["tiers"], after["tiers"], strict=True)],
         "tenants": list(_tenants(before, after, seconds)),
         "sessions": sorted(_sessions(before, after, seconds), key=lambda session: -session["calls_per_s"]),
@@ -49,8 +49,8 @@ def rates(before: Values, after: Values, seconds: float) -> Values:
 
 def _tier(old: Values, new: Values, seconds: float) -> Values:
     hits, misses = new["hits"] - old["hits"], new["misses"] - old["misses"]
-    ratio = {"hit_ratio": hits / (hits + misses) if hits + misses else None}
-    return {name: new[name] for name in _TIER_VALUES} | _per_second(_TIER_COUNTERS, old, new, seconds) | ratio
+    rate = {"hit_rate": hits / (hits + misses) if hits + misses else None}
+    return {name: new[name] for name in _TIER_VALUES} | _per_second(_TIER_COUNTERS, old, new, seconds) | rate
 
 
 def _tenants(before: Values, after: Values, seconds: float) -> list[Values]:

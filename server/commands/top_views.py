@@ -94,7 +94,7 @@ _TIERS = View(
         ),
         _number("used", "used_bytes", human_size),
         _number("fill", "fill", _percent),
-        _number("hit rate", "hit_ratio", _percent),
+        _number("hit rate", "hit_rate", _percent),
         _number("stored", "stored_bytes_per_s", _throughput),
         _number("loaded", "loaded_bytes_per_s", _throughput),
         _number("hits/s", "hits_per_s", _count),
@@ -187,7 +187,7 @@ VIEWS = (_TIERS, _TENANTS, _SESSIONS, _HANDOFFS)
 def summary(sample: Values) -> str:
     """Returns the figures of the whole server."""
     return (
-        f"{sample['lookup_keys_per_s']:,.0f} keys/s looked up, {_percent(sample['hit_ratio'])} hits, "
+        f"{sample['lookup_keys_per_s']:,.0f} keys/s looked up, {_percent(sample['hit_rate'])} hits, "
         f"loop lag {sample['loop_lag_seconds'] * 1e3:.1f} ms, {sample['leases']:,} leases, {sample['stores']:,} stores"
     )
 

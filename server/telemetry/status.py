@@ -64,7 +64,7 @@ def tier_values(tier: TierStatus) -> dict[str, Any]:
     values = {field.name: getattr(tier, field.name) for field in tier.DESCRIPTOR.fields}
     return values | {
         "shares": [_share_values(share) for share in tier.shares],
-        "estimates": [{"scale": it.scale, "hit_ratio": it.hit_ratio} for it in tier.estimates],
+        "estimates": [{"scale": it.scale, "hit_rate": it.hit_ratio} for it in tier.estimates],
         "free_disk_bytes": tier.free_disk_bytes if tier.HasField("free_disk_bytes") else None,
         "fill": tier.used_bytes / tier.capacity_bytes if tier.capacity_bytes else 0,
         "hit_rate": hit_rate(tier),

@@ -107,7 +107,7 @@ def expected(status: dict[str, Any]) -> dict[str, Any]:
             if it["published"] or it["declined"]
         },
         "curve": {
-            tier["name"]: {f"{it['scale']:g}": it["hit_ratio"] for it in tier["estimates"]} for tier in status["tiers"]
+            tier["name"]: {f"{it['scale']:g}": it["hit_rate"] for it in tier["estimates"]} for tier in status["tiers"]
         },
     }
 

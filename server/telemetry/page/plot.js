@@ -38,7 +38,7 @@ export class CurvePlot {
     this.tiers = tiers;
     const width = Math.max(NARROWEST, this.plot.parentElement.clientWidth);
     if (!tiers.length) return;
-    const figures = tiers.map((tier) => [tier.name, tier.estimates.map((it) => [it.scale, percent(it.hit_ratio)])]);
+    const figures = tiers.map((tier) => [tier.name, tier.estimates.map((it) => [it.scale, percent(it.hit_rate)])]);
     const seen = JSON.stringify([width, figures]);
     if (seen === this.drawn) return;
     this.drawn = seen;
@@ -57,15 +57,15 @@ export class CurvePlot {
       const text = scale === 1 ? "1× now" : times(scale);
       parts.push(shape("text", { x: x(scale), y: HEIGHT - BOTTOM + 20, "text-anchor": "middle" }, text));
     }
-    const ends = tiers.map((tier) => ({ y: y(tier.estimates.at(-1).hit_ratio) }));
+    const ends = tiers.map((tier) => ({ y: y(tier.estimates.at(-1).hit_rate) }));
     spread(ends);
     tiers.forEach((tier, number) => {
-      const points = tier.estimates.map((it) => `${x(it.scale)} ${y(it.hit_ratio)}`);
+      const points = tier.estimates.map((it) => `${x(it.scale)} ${y(it.hit_rate)}`);
       parts.push(shape("path", { class: color(tier.number), d: `M${points.join("L")}`, "data-tier": tier.name }));
       for (const it of tier.estimates) {
         const own = it.scale === 1 ? " own" : "";
-        const dot = shape("circle", { class: color(tier.number) + own, cx: x(it.scale), cy: y(it.hit_ratio), r: own ? 5 : 4.5 });
-        dot.append(shape("title", {}, `${tier.name} at ${times(it.scale)}: ${percent(it.hit_ratio)}`));
+        const dot = shape("circle", { class: color(tier.number) + own, cx: x(it.scale), cy: y(it.hit_rate), r: own ? 5 : 4.5 });
+        dot.append(shape("title", {}, `${tier.name} at ${times(it.scale)}: ${percent(it.hit_rate)}`));
         parts.push(dot);
       }
       const name = tier.name.length > 9 ? `${tier.name.slice(0, 8)}…` : tier.name;
@@ -83,7 +83,7 @@ export class CurvePlot {
       const key = element("span", { class: `key ${color(tier.number)}`, "aria-hidden": "true" });
       const line = element("tr", { "data-key": tier.name }, element("th", { scope: "row" }, key, tier.name));
       for (const it of tier.estimates) {
-        line.append(element("td", { class: "num", "data-scale": it.scale, "data-value": it.hit_ratio }, percent(it.hit_ratio)));
+        line.append(element("td", { class: "num", "data-scale": it.scale, "data-value": it.hit_rate }, percent(it.hit_rate)));
       }
       body.append(line);
     }

@@ -172,10 +172,10 @@ def test_rates_of_an_interval(shared: ServerProcess) -> None:
         client.load(keys, filled(1, PART))
         look = rates(before, _status(shared), 0.5)
         idle = json_output("top", "--once", "--interval", "0.2", "--endpoint", shared.endpoint)
-    assert (look["lookup_keys_per_s"], look["hit_ratio"]) == (6, pytest.approx(2 / 3))
+    assert (look["lookup_keys_per_s"], look["hit_rate"]) == (6, pytest.approx(2 / 3))
     cpu, lmdb = look["tiers"]
-    assert (cpu["hits_per_s"], cpu["misses_per_s"], cpu["hit_ratio"]) == (4, 2, 2 / 3)
-    assert (lmdb["hits_per_s"], lmdb["misses_per_s"], lmdb["hit_ratio"]) == (0, 2, 0)
+    assert (cpu["hits_per_s"], cpu["misses_per_s"], cpu["hit_rate"]) == (4, 2, 2 / 3)
+    assert (lmdb["hits_per_s"], lmdb["misses_per_s"], lmdb["hit_rate"]) == (0, 2, 0)
     assert (cpu["stored_bytes_per_s"], cpu["loaded_bytes_per_s"]) == (2 * PART, 2 * PART)
     assert (lmdb["stored_bytes_per_s"], lmdb["loaded_bytes_per_s"]) == (2 * PART, 0)
     session = look["sessions"][0]
@@ -183,7 +183,7 @@ def test_rates_of_an_interval(shared: ServerProcess) -> None:
     assert {share["tenant"] for share in look["tenants"]} == {"", "acme", LONG}
     [held, _] = look["handoffs"]
     assert (held["direction"], held["open"], held["published_per_s"]) == ("prefill_to_decode", 2, 0)
-    assert (idle["lookup_keys_per_s"], idle["hit_ratio"]) == (0, None)
+    assert (idle["lookup_keys_per_s"], idle["hit_rate"]) == (0, None)
     command = [sys.executable, "-m", "kvtier.server", "top", "--json", "--interval", "2", "--count", "1"]
     done = subprocess.run(
         [*command, "--endpoint", shared.endpoint], capture_output=True, text=True, check=True, timeout=60

@@ -19,6 +19,9 @@ from harness.server_process import ServerProcess
 from kvtier import __version__
 from kvtier.client import Client
 from kvtier.client.session.connection import TransportName
+from kvtier.protos.v1.admin_pb2 import GetStatusResponse, HitRatioEstimate, TierStatus
+from kvtier.server.commands.rates import rates
+from kvtier.server.telemetry.status import values
 
 PART = 64 << 10
 
@@ -67,6 +70,17 @@ def test_status(tmp_path: Path) -> None:
         while json.loads(status(endpoint, "--json"))["sessions"]:
             assert time.monotonic() < deadline, "the session does not end"
         assert server.end() == 0
+
+
+def test_the_json_of_each_command_says_hit_rate() -> None:
+    """`status --json` and `top --json` have one name for the fraction of keys that a tier had."""
+    tier = TierStatus(name="cpu", hits=3, misses=1, estimates=[HitRatioEstimate(scale=2, hit_ratio=0.75)])
+    shown = values(GetStatusResponse(tiers=[tier]))
+    assert shown["tiers"][0]["hit_rate"] == 0.75
+    assert shown["tiers"][0]["estimates"] == [{"scale": 2, "hit_rate": 0.75}]
+    sample = rates(shown, shown, 1)
+    assert sample["hit_rate"] is None
+    assert sample["tiers"][0]["hit_rate"] is None
 
 
 @pytest.fixture(scope="module")
