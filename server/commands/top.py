@@ -15,6 +15,7 @@ import select
 import signal
 import sys
 import termios
+import threading
 import time
 import tty
 from collections.abc import Iterator
@@ -180,18 +181,33 @@ class _Feed:
 
 
 def _run_screen(console: Console, endpoint: Endpoint, options: argparse.Namespace) -> None:
-    """Draws the screen until the user quits, or until `options.count` intervals are shown."""
+    """Draws the screen until the user quits, or until `options.count` intervals are shown.
+
+    Ctrl-Z restores the terminal and suspends the command. Then `fg` draws the screen again.
+    """
     screen = TopScreen(console, f"{endpoint}")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)  # so that the terminal is restored
-    with (
-        channel_to(endpoint, _CHANNEL_OPTIONS) as channel,
-        _keyboard() as keyboard,
-        Live(console=console, screen=True, auto_refresh=False) as live,
-    ):
+    suspended = threading.Event()
+    with channel_to(endpoint, _CHANNEL_OPTIONS) as channel:
         feed = _Feed(channel, endpoint, options.timeout)
+        while True:
+            before = signal.signal(signal.SIGTSTP, lambda *_: suspended.set())
+            _draw(screen, feed, console, options, suspended)
+            if not suspended.is_set():
+                return
+            signal.signal(signal.SIGTSTP, before)
+            os.kill(os.getpid(), signal.SIGTSTP)  # returns at SIGCONT
+            suspended.clear()
+
+
+def _draw(
+    screen: TopScreen, feed: _Feed, console: Console, options: argparse.Namespace, suspended: threading.Event
+) -> None:
+    """Sets up the terminal, draws until the end or a suspension, and restores the terminal."""
+    with _keyboard() as keyboard, Live(console=console, screen=True, auto_refresh=False) as live:
         next_call, size, keys = 0.0, None, list[str]()
-        while not options.count or feed.samples < options.count:
+        while not suspended.is_set() and (not options.count or feed.samples < options.count):
             if time.monotonic() >= next_call and not feed.waiting:
                 feed.ask(holds=screen.wants_holds)
                 next_call = time.monotonic() + options.interval

@@ -42,11 +42,34 @@ RIGHT, DOWN, PAGE_UP, PAGE_DOWN, END, HOME = "\x1b[C", "\x1b[B", "\x1b[5~", "\x1
 BACKTAB, ESCAPE, ENTER = "\x1b[Z", "\x1b", "\r"
 HEADS = {"tiers": "tier▲", "tenants": "tenant", "sessions": "client", "hand-offs": "engine"}
 
+SHELL = """
+import os, signal, sys
+signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+command = os.fork()
+if not command:
+    os.setpgid(0, 0)
+    os.tcsetpgrp(0, os.getpid())
+    os.execvp(sys.argv[1], sys.argv[1:])
+while True:
+    _, status = os.waitpid(command, os.WUNTRACED)
+    os.tcsetpgrp(0, os.getpgrp())
+    if not os.WIFSTOPPED(status):
+        sys.exit(os.waitstatus_to_exitcode(status))
+    print("the job is suspended", flush=True)
+    sys.stdin.readline()
+    os.tcsetpgrp(0, command)
+    os.killpg(command, signal.SIGCONT)
+"""
+"""Shell with one job: runs a command, and continues it after a line. The kernel stops only jobs
+whose parent is in another process group of the session."""
+
 
 class Terminal:
     """`kvtier top` in a pseudo-terminal, and the screen that a user would see."""
 
-    def __init__(self, endpoint: str, *flags: str, columns: int = 80, lines: int = 24, **environment: str) -> None:
+    def __init__(
+        self, endpoint: str, *flags: str, columns: int = 80, lines: int = 24, shell: str = "", **environment: str
+    ) -> None:
         self.screen = pyte.Screen(columns, lines)
         self.raw = b""
         self._stream = pyte.ByteStream(self.screen)
@@ -58,6 +81,7 @@ class Terminal:
         kept = {name: text for name, text in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
         # With a controlling terminal, Ctrl-C is a signal.
         start = ["setsid", "--ctty", "env", "--default-signal=INT", sys.executable]
+        start += ["-c", shell, sys.executable] if shell else []
         self.process = subprocess.Popen(
             [*start, "-m", "kvtier.server", "top", "--endpoint", endpoint, "--interval", "0.3", *flags],
             stdin=follower,
@@ -289,6 +313,21 @@ def test_the_terminal_is_restored(terminal: Terminal, end: str) -> None:
     assert terminal.wait_end() == 0
     assert terminal.is_restored()
     assert b"Traceback" not in terminal.raw
+
+
+def test_ctrl_z_restores_the_terminal(shared: ServerProcess) -> None:
+    """The user gets a usable shell. If the job continues, the screen is drawn again."""
+    with Terminal(shared.endpoint, shell=SHELL) as terminal:
+        terminal.wait(lambda text: "tier▲" in text)
+        for _ in range(2):
+            terminal.press("\x1a", lambda _: b"the job is suspended" in terminal.raw)
+            assert terminal.is_restored()
+            terminal.raw = b""
+            terminal.press("\n", lambda _: b"\x1b[?1049h" in terminal.raw and b"lmdb" in terminal.raw)
+            terminal.press("2", lambda text: "a-tenant-with" in text)
+        terminal.press("q", lambda _: True)
+        assert terminal.wait_end() == 0
+        assert terminal.is_restored()
 
 
 def test_a_count_ends_the_screen(shared: ServerProcess) -> None:
