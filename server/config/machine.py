@@ -29,13 +29,19 @@ def existing_directory(path: Path) -> Path:
     return path
 
 
-def disk_bytes(directory: Path) -> int:
-    """Returns the bytes of a directory's files plus the free space. The directory may not exist."""
-    existing = existing_directory(directory)
-    occupied = 0
-    if existing == directory:
-        occupied = sum(entry.stat().st_blocks * 512 for entry in os.scandir(directory) if entry.is_file())
-    return shutil.disk_usage(existing).free + occupied
+def disk_bytes(*directories: Path) -> int:
+    """Returns the bytes of the directories' files plus the free space.
+
+    The directories have one file system. They may not exist.
+    """
+    occupied = sum(
+        entry.stat().st_blocks * 512
+        for directory in directories
+        if directory.is_dir()
+        for entry in os.scandir(directory)
+        if entry.is_file()
+    )
+    return shutil.disk_usage(existing_directory(directories[0])).free + occupied
 
 
 def allow_descriptors() -> None:

@@ -303,7 +303,8 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
         _size(
             "Maximum size of the tier's files. Blocks can use 80 % of this size in `lmdb` and 93 % in `disk`.",
             MIB,
-            default="16 GiB, but at most half of the free disk space",
+            default="16 GiB, but at most half of the free disk space, which the tiers without `size` on one file system "
+            "share equally",
         ),
     ]
     durability: Annotated[

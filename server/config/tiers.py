@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from .fields import TIER_SETTINGS, TableError, nearest, read_table
-from .machine import disk_bytes
+from .machine import disk_bytes, existing_directory
 from .schema import TierConfig
 from .units import GIB, MIB, human_size
 
@@ -21,6 +24,8 @@ _BUILT_IN_TYPES = ("lmdb", "disk")
 """Tier types that are part of kvtier. The CPU tier always exists and has no table."""
 
 _DEFAULT_SIZE = 16 * GIB
+_NO_SIZE = 0
+"""Size of a tier whose table has no size, until all tables are read."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 _CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
@@ -36,7 +41,7 @@ def read_tiers(tables: object, data_dir: Path) -> tuple[tuple[TierConfig, ...], 
             tiers.append(_read_tier(table, data_dir))
         except TableError as error:
             problems.append(f"tiers, number {number}: {error}")
-    return tuple(tiers), problems + list(_collisions(tiers))
+    return tuple(_with_default_sizes(tiers)), problems + list(_collisions(tiers))
 
 
 def _read_tier(table: Mapping[str, Any], data_dir: Path) -> TierConfig:
@@ -48,22 +53,43 @@ def _read_tier(table: Mapping[str, Any], data_dir: Path) -> TierConfig:
     name: str = given.setdefault("name", tier_type.rpartition(":")[2].lower())
     if not _NAME.fullmatch(name) or name == "cpu":
         raise TableError(f'name = "{name}": must be 1 to 32 characters of a-z, 0-9, _ and -, and must not be "cpu"')
-    path: Path = given.setdefault("path", data_dir / name)
-    if "size" not in given:
-        given["size"] = _default_size(path)
+    given.setdefault("path", data_dir / name)
+    given.setdefault("size", _NO_SIZE)
     return TierConfig(**given)
 
 
-def _default_size(path: Path) -> int:
-    """Returns 16 GiB, but at most half of the free disk space, in whole MiB and at least 1 MiB."""
-    return max(MIB, min(_DEFAULT_SIZE, disk_bytes(path) // 2 // MIB * MIB))
+def _with_default_sizes(tiers: Sequence[TierConfig]) -> Iterator[TierConfig]:
+    """Yields the tiers with sizes: at most 16 GiB, in whole MiB and at least 1 MiB.
+
+    Tiers without a size on one file system share half of its free space in equal parts.
+    """
+    sharing = _sharing(tier.path for tier in tiers if tier.size == _NO_SIZE)
+    for tier in tiers:
+        if tier.size != _NO_SIZE:
+            yield tier
+            continue
+        paths = sharing[tier.path]
+        size = disk_bytes(*paths) // (2 * len(paths)) // MIB * MIB
+        yield msgspec.structs.replace(tier, size=max(MIB, min(_DEFAULT_SIZE, size)))
+
+
+def _sharing(paths: Iterable[Path]) -> dict[Path, list[Path]]:
+    """Returns for each path all paths on its file system."""
+    by_device: defaultdict[int, list[Path]] = defaultdict(list)
+    devices = {path: existing_directory(path).stat().st_dev for path in paths}
+    for path, device in devices.items():
+        by_device[device].append(path)
+    return {path: by_device[device] for path, device in devices.items()}
 
 
 def size_notes(tiers: Sequence[TierConfig], tables: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yields a line for each tier whose default size is less than usual for lack of disk space."""
-    for tier, table in zip(tiers, tables, strict=True):
-        if "size" not in table and tier.size < _DEFAULT_SIZE:
-            why = f"half of the free space at {tier.path}"
+    by_default = [tier for tier, table in zip(tiers, tables, strict=True) if "size" not in table]
+    sharing = _sharing(tier.path for tier in by_default)
+    for tier in by_default:
+        if tier.size < _DEFAULT_SIZE:
+            others = [str(path) for path in sharing[tier.path] if path != tier.path]
+            why = f"half of the free space at {tier.path}" + (f", shared with {', '.join(others)}" if others else "")
             yield f"tier {tier.name}: size is {human_size(tier.size)} by default, not {human_size(_DEFAULT_SIZE)}: {why}"
 
 

@@ -58,6 +58,22 @@ class TestSources:
             "tier lmdb: size is 1.0 GiB by default, not 16.0 GiB: half of the free space at /data/kvtier/lmdb",
         )
 
+    def test_default_sizes_of_tiers_share_a_disk(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Tiers without `size` promise at most half of the free space of one file system."""
+        monkeypatch.setattr(tiers, "disk_bytes", lambda *_: 12 * GIB)
+        given = {"tiers": [{"type": "lmdb"}, {"type": "disk", "size": "1GiB"}, {"type": "disk", "name": "second"}]}
+        loaded = load(given, environ=ENVIRON)
+        assert [tier.size for tier in loaded.config.tiers] == [3 * GIB, GIB, 3 * GIB]
+        where = "half of the free space at /data/kvtier/second, shared with /data/kvtier/lmdb"
+        assert f"tier second: size is 3.0 GiB by default, not 16.0 GiB: {where}" in loaded.notes
+
+    def test_tiers_on_two_disks_share_nothing(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr(tiers, "disk_bytes", lambda *_: 12 * GIB)
+        given = {"tiers": [{"type": "lmdb", "path": f"{tmp_path}/lmdb"}, {"type": "disk", "path": "/dev/shm/disk"}]}
+        if tmp_path.stat().st_dev == Path("/dev/shm").stat().st_dev:
+            pytest.skip("needs two file systems")
+        assert [tier.size for tier in load(given, environ=ENVIRON).config.tiers] == [6 * GIB, 6 * GIB]
+
     def test_sizes_that_are_set_or_usual_need_no_note(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(loader, "memory_bytes", lambda: 64 * GIB)
         monkeypatch.setattr(loader, "available_bytes", lambda: 3 * GIB)

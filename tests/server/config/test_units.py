@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -137,3 +139,12 @@ def test_a_tiers_own_files_count_as_free_space(tmp_path: Path) -> None:
     assert not missing.exists()
     (tmp_path / "full").write_bytes(b"x" * MIB)
     assert machine.disk_bytes(tmp_path) >= MIB
+
+
+def test_files_of_all_directories_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiers of one file system share one free space."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=7 * MIB))
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "full").write_bytes(b"x" * MIB)
+    assert machine.disk_bytes(tmp_path / "one", tmp_path / "two", tmp_path / "missing") == 9 * MIB
