@@ -256,7 +256,7 @@ def add_services(backend: Backend, listeners: Listeners, admin: AdminService, cl
     session = SessionService(config, runtime, sessions, attach.path, devices.capabilities)
     session_pb2_grpc.add_SessionServiceServicer_to_server(session, listeners.grpc)
     cache = CacheService(runtime, sessions, validator, bulk.end_writers)
-    handoff = HandoffService(runtime, sessions, validator)
+    handoff = HandoffService(runtime, sessions, validator, cache.long_calls)
     device_calls = DeviceCopyCalls(runtime, sessions, validator, metrics, devices)
     for server in (listeners.grpc, listeners.socket_calls):
         cache_pb2_grpc.add_CacheServiceServicer_to_server(cache, server)

@@ -18,16 +18,20 @@ from ..rpc.request_checks import RequestValidator
 from ..rpc.sessions import SessionRegistry
 from ..runtime import TierRuntime
 from .admin_messages import duration_of
+from .long_calls import LongCalls
 
 __all__ = ["HandoffService"]
 
 
 class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
-    def __init__(self, runtime: TierRuntime, sessions: SessionRegistry, validator: RequestValidator) -> None:
+    def __init__(
+        self, runtime: TierRuntime, sessions: SessionRegistry, validator: RequestValidator, long_calls: LongCalls
+    ) -> None:
         self._runtime = runtime
         self._handoffs = runtime.core.handoffs
         self._sessions = sessions
         self._validator = validator
+        self._long_calls = long_calls
 
     async def PublishHold(
         self, request: handoff_pb2.PublishHoldRequest, context: grpc.aio.ServicerContext
@@ -35,8 +39,7 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         self._sessions.refuse_if_draining()
         session = self._sessions.get(request.session)
         request_id = _required(request.request_id, "request_id")
-        self._runtime.get_finished_jobs()
-        held = self._handoffs.publish(
+        publication = self._handoffs.begin(
             session,
             request_id,
             list(self._validator.keys(request.keys, session.namespace)),
@@ -44,9 +47,8 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
             num_tokens=request.num_tokens,
             direction=_direction(request.direction),
             duration=self._validator.hold(request.duration),
-            now=self._runtime.now(),
         )
-        self._runtime.run_commands()
+        held = await self._long_calls.publish(publication)
         if isinstance(held, PublishStatus):
             return handoff_pb2.PublishHoldResponse(status=handoff_pb2.PublishStatus.Name(held.value))
         return handoff_pb2.PublishHoldResponse(

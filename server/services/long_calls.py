@@ -8,11 +8,12 @@ from collections import deque
 from collections.abc import Coroutine, Iterable, Sequence
 
 from ...tiers.base import TierFilter
+from ...tiers.core.holds import Hold, SlicedPublication
 from ...tiers.core.leases import LookupAnswer, SlicedLookup
 from ...tiers.core.secondary import Presence
 from ...tiers.core.stores import Store
 from ...tiers.errors import CoreError, LeaseNotFound
-from ...tiers.types import DurableStatus, EngineSession, LeaseId, StoreAnswer, StoreId
+from ...tiers.types import DurableStatus, EngineSession, LeaseId, PublishStatus, StoreAnswer, StoreId
 from ..refused import Refused
 from ..rpc.sessions import SessionRegistry
 from ..rpc.slice_scheduler import SliceScheduler, slices_of
@@ -120,6 +121,23 @@ class LongCalls:
         if counted:
             lease.cpu_tier.loaded_bytes += sum(sizes)
         return slots, sizes
+
+    async def publish(self, publication: SlicedPublication) -> Hold | PublishStatus:
+        """Publishes a hold. If the call is cancelled or fails, no hold remains."""
+        handoffs, more = self._core.handoffs, True
+        try:
+            while more:
+                if len(publication.keys) > _STORE_SLICE:
+                    await self._scheduler.turn(publication.session)
+                self._runtime.get_finished_jobs()
+                more = handoffs.publish_slice(publication, _STORE_SLICE, self._runtime.now())
+                self._runtime.run_commands()
+        except BaseException:  # also a cancellation
+            handoffs.abandon(publication, self._runtime.now())
+            self._runtime.run_commands()
+            raise
+        assert publication.result is not None
+        return publication.result
 
     async def prepare_store(
         self, session: EngineSession, keys: Sequence[bytes], *, request_id: str, lease_seconds: float, retain_for: float

@@ -8,23 +8,13 @@ stores the blocks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from ..base import NamespaceId
 from ..errors import HoldExpired, HoldNotFound, InvalidItem, LimitExceeded
 from ..eviction.quotas import RetentionBudget, TenantShare
-from ..stats.eviction_history import EvictionHistory
-from ..stats.request_log import (
-    ClaimOutcome,
-    ClaimRecord,
-    HoldRecord,
-    LookupOutcome,
-    LookupRecord,
-    RequestLog,
-    limit_runs,
-    outcome_runs,
-)
+from ..stats.request_log import ClaimOutcome
 from ..stats.snapshots import HandoffStats
 from ..types import (
     EngineKey,
@@ -33,18 +23,18 @@ from ..types import (
     HoldEnd,
     HoldName,
     KeyStatus,
-    MissReason,
     Owner,
     PublishStatus,
 )
 from .block import Block
 from .commands import Command, HoldChanged
 from .cpu_tier import CpuTier
-from .holds import Hold, HoldClaim, HoldTable
+from .handoff_log import HandoffLog
+from .holds import Hold, HoldClaim, HoldTable, SlicedPublication
 from .lookups import MAX_LEASED_ITEMS, LookupHandler
 from .settings import TierSettings
 
-__all__ = ["EXPIRY_MARGIN_SECONDS", "HandoffHandler", "HandoffLog"]
+__all__ = ["EXPIRY_MARGIN_SECONDS", "HandoffHandler"]
 
 EXPIRY_MARGIN_SECONDS = 5.0
 """A hold cannot be claimed during this time before its expiry (B2.19)."""
@@ -56,6 +46,9 @@ from now. It never shortens a hold (B2.1)."""
 MAX_HELD_ITEMS = 4 << 20
 """Limit for the items of all holds of one tenant; a publication beyond it is refused. A shared
 block counts once per hold."""
+
+_UNPIN_SLICE = 2048
+"""Pins of ended holds that one slice removes, at 0.5 µs per pin."""
 
 _REMEMBERED = 4096
 """The core remembers this many ended and refused holds. A claim of one of them fails at once,
@@ -74,12 +67,19 @@ class HandoffHandler:
         region_bytes: int,
         commands: list[Command],
         log: HandoffLog,
+        continue_if: Callable[[bool], None],
     ) -> None:
+        """`continue_if`: if its argument is True, `unpin_slice` is called later."""
         self._cpu_tier = cpu_tier
         self._lookups = lookups
         self._max_holds = settings.max_holds
         self._commands = commands
         self._log = log
+        self._continue_if = continue_if
+        self._publications: set[SlicedPublication] = set()
+        """Publications that have not pinned all of their blocks."""
+        self._pending_unpins: list[Block] = []
+        """Blocks of ended holds that are still pinned."""
         self._table = HoldTable(unpin=self._unpin_held)
         self._pins: dict[Block, int] = {}
         self._budgets = _budgets(list(cpu_tier.queues.shares), region_bytes, settings.held_part)
@@ -120,38 +120,120 @@ class HandoffHandler:
         An earlier hold of the same name ends, even if the new one is refused. Raises InvalidKey
         if a key names an unknown group, InvalidItem if the numbers of keys and positions differ.
         """
+        publication = self.begin(
+            session,
+            request_id,
+            keys,
+            positions,
+            num_tokens=num_tokens,
+            direction=direction,
+            duration=duration,
+        )
+        self.publish_slice(publication, max(1, len(keys)), now)
+        assert publication.result is not None
+        return publication.result
+
+    def begin(
+        self,
+        session: EngineSession,
+        request_id: str,
+        keys: Sequence[bytes],
+        positions: Sequence[int],
+        *,
+        num_tokens: int,
+        direction: HandoffDirection,
+        duration: float,
+    ) -> SlicedPublication:
+        """Begins a publication, which `publish_slice` continues. Raises InvalidItem."""
         if len(keys) != len(positions):
             raise InvalidItem(f"{len(keys)} keys and {len(positions)} positions")
         name: HoldName = (*session.engine, request_id)
-        blocks = self._pin(session, keys)
+        return SlicedPublication(session, name, keys, positions, num_tokens, direction, duration)
+
+    def publish_slice(self, publication: SlicedPublication, most: int, now: float) -> bool:
+        """Continues a publication with `most` blocks; returns whether to call it again."""
+        if publication.result is None:
+            start, session = len(publication.blocks), publication.session
+            blocks = self._pin(session, publication.keys[start : start + most])
+            publication.blocks += blocks
+            publication.budgets.update(map(self._budget, blocks))
+            self._publications.add(publication)
+            if len(publication.blocks) < len(publication.keys):
+                return True
+            self._publications.discard(publication)
+            self._open(publication, now)
+            if most < len(publication.keys):
+                return isinstance(publication.result, Hold)
+        hold = publication.result
+        return isinstance(hold, Hold) and self._prepare_slice(publication, hold, most)
+
+    def abandon(self, publication: SlicedPublication, now: float) -> None:
+        """Ends a publication whose engine gets no answer, and its hold."""
+        self._publications.discard(publication)
+        hold = publication.result
+        if hold is None:
+            self._unpin_held(publication.blocks)
+        elif isinstance(hold, Hold) and self._table.get(hold.name) is hold:
+            self._end(hold, HoldEnd.RELEASED, now)
+        self._cpu_tier.finish(publication)
+
+    def _open(self, publication: SlicedPublication, now: float) -> None:
+        """Opens the hold of a publication whose blocks are pinned, or refuses it."""
+        name, direction, blocks = publication.name, publication.direction, publication.blocks
         known = self._table.get(name)
         if known is not None:  # the new hold's blocks are already pinned, so common blocks stay
             self._stats[known.direction].dropped += 1
             self._end(known, HoldEnd.REPLACED, now)
-        # Use the key objects of the blocks, so that memory has each key once.
-        keys = [block.key for block in blocks]
-        refused = self._refusal(session.tenant, blocks)
+        tenant, tokens = publication.session.tenant, publication.num_tokens
+        refused = self._refusal(tenant, len(blocks), publication.budgets)
         status = refused or PublishStatus.PUBLISHED
-        record = self._log.published(name, direction, num_tokens=num_tokens, blocks=len(blocks), status=status, now=now)
+        record = self._log.published(name, direction, num_tokens=tokens, blocks=len(blocks), status=status, now=now)
         if refused is not None:
+            self._commands.append(HoldChanged(name))
+            publication.result = refused
             self._stats[direction].declined += 1
             self._unpin_held(blocks)
             self._remember_end(name, refused)
-            self._commands.append(HoldChanged(name))
-            return refused
-        self._lookups.fetch(session.namespace.id, blocks)
-        self._cpu_tier.queues.protect(blocks)
-        self._cpu_tier.use(list(dict.fromkeys(blocks)), None)
-        items: list[Block | None] = list(blocks)
-        hold = Hold(
-            name, session.tenant, direction, keys, positions, items, num_tokens, duration, now, now + duration, record
+            return
+        # Use the key objects of the blocks, so that memory has each key once.
+        keys = [block.key for block in blocks]
+        expires_at = now + publication.duration
+        hold = publication.result = Hold(
+            name,
+            tenant,
+            direction,
+            keys,
+            publication.positions,
+            list[Block | None](blocks),
+            tokens,
+            publication.duration,
+            now,
+            expires_at,
+            record,
+            awaited=1,  # until the last slice
         )
         self._table.add(hold)
-        record.pending = hold.awaited
         self._ended.pop(name, None)
         self._stats[direction].published += 1
-        self._commands.append(HoldChanged(name))
-        return hold
+
+    def _prepare_slice(self, publication: SlicedPublication, hold: Hold, most: int) -> bool:
+        """Promotes, protects and records the use of the next blocks, unless the hold has ended."""
+        start, end = publication.prepared, min(publication.prepared + most, len(hold.items))
+        is_open = self._table.get(hold.name) is hold
+        if is_open:
+            blocks = [block for block in hold.items[start:end] if block is not None]
+            self._lookups.fetch(hold.name[0], blocks)
+            self._cpu_tier.queues.protect(blocks)
+            self._cpu_tier.use(list(dict.fromkeys(blocks)), publication)
+            self._table.wait_for(hold, range(start, end))
+            publication.prepared = end
+            if end < len(hold.items):
+                return True
+            hold.awaited -= 1
+            hold.record.pending = hold.awaited
+            self._commands.append(HoldChanged(hold.name))
+        self._cpu_tier.finish(publication)
+        return False
 
     def find(self, name: HoldName, now: float) -> Hold | None:
         """Returns the open hold of this name, or None.
@@ -249,7 +331,14 @@ class HandoffHandler:
             self._end(hold, HoldEnd.EXPIRED, now)
 
     def reset(self, namespace: NamespaceId, now: float) -> None:
-        """Ends all holds of a namespace. Called before the CPU tier drops the blocks."""
+        """Ends all holds of a namespace. Called before the CPU tier drops the blocks.
+
+        Publications pin their blocks again from the first one.
+        """
+        for publication in self._publications:
+            if publication.name[0] == namespace:
+                blocks, publication.blocks = publication.blocks, []
+                self._unpin_held(blocks)
         for hold in [hold for hold in self._table if hold.name[0] == namespace]:
             self._stats[hold.direction].dropped += 1
             self._end(hold, HoldEnd.RESET, now)
@@ -277,11 +366,10 @@ class HandoffHandler:
             self._charge(block)
         return blocks
 
-    def _refusal(self, tenant: str, blocks: Sequence[Block]) -> PublishStatus | None:
-        most = MAX_HELD_ITEMS - len(blocks)
+    def _refusal(self, tenant: str, count: int, budgets: Collection[RetentionBudget]) -> PublishStatus | None:
+        most = MAX_HELD_ITEMS - count
         if self._table.count(tenant) >= self._max_holds or self._table.items_of(tenant) > most:
             return PublishStatus.TOO_MANY
-        budgets = {self._budget(block) for block in blocks}
         return PublishStatus.NO_ROOM if any(budget.used > budget.bound for budget in budgets) else None
 
     def _end(self, hold: Hold, how: HoldEnd, now: float) -> None:
@@ -300,7 +388,14 @@ class HandoffHandler:
             del self._ended[next(iter(self._ended))]
 
     def _unpin_held(self, blocks: Sequence[Block]) -> None:
-        """Removes a hold's pins. A hold-only block is dropped with its last pin."""
+        """Removes a hold's pins, in slices. A hold-only block is dropped with its last pin."""
+        self._pending_unpins += blocks
+        self._continue_if(self.unpin_slice())
+
+    def unpin_slice(self) -> bool:
+        """Removes a slice of the pins of ended holds; returns whether pins are left."""
+        blocks = self._pending_unpins[-_UNPIN_SLICE:]
+        del self._pending_unpins[-_UNPIN_SLICE:]
         for block in blocks:
             self._pins[block] -= 1
             if not self._pins[block]:
@@ -309,6 +404,7 @@ class HandoffHandler:
                 block.evict_on_unpin = block.hold_only
         self._cpu_tier.queues.unprotect(block for block in blocks if block not in self._pins)
         self._cpu_tier.unpin(blocks)
+        return bool(self._pending_unpins)
 
     def _charge(self, block: Block) -> None:
         if block not in self._pins:
@@ -343,48 +439,3 @@ def _status(block: Block | None, wanted: bool) -> int:  # noqa: FBT001 - from a 
     if block is None:
         return KeyStatus.MISS
     return KeyStatus.HIT if block.ready else KeyStatus.HIT_PENDING
-
-
-_CPU_TIER = 0
-
-
-class HandoffLog:
-    def __init__(self, request_log: RequestLog, history: EvictionHistory) -> None:
-        self._request_log = request_log
-        self._history = history
-
-    def published(
-        self,
-        name: HoldName,
-        direction: HandoffDirection,
-        *,
-        num_tokens: int,
-        blocks: int,
-        status: PublishStatus,
-        now: float,
-    ) -> HoldRecord:
-        record = HoldRecord(now, direction, num_tokens, blocks, status)
-        self._request_log.latest(name[:2], name[2], now).holds.append(record)
-        return record
-
-    def claimed(self, owner: Owner, hold: Hold, statuses: bytes, now: float) -> None:
-        keys = [key for key, status in zip(hold.keys, statuses, strict=True) if status]
-        met = [status for status in statuses if status]
-        outcomes = self._verdicts(hold, keys, met)
-        first = next((key for key, outcome in zip(keys, outcomes, strict=True) if outcome != _CPU_TIER), None)
-        hold.record.claims += 1
-        hold.record.hits += met.count(KeyStatus.HIT)
-        claim = ClaimRecord(hold.name[1], hold.name[2], ClaimOutcome.HELD, len(statuses) - len(met))
-        record = LookupRecord(now, limit_runs(outcome_runs(outcomes)), first, claim=claim)
-        self._request_log.record_lookup(owner.engine, owner.request_id, record)
-
-    def not_claimed(self, owner: Owner, name: HoldName, outcome: ClaimOutcome, now: float) -> None:
-        record = LookupRecord(now, (), claim=ClaimRecord(name[1], name[2], outcome))
-        self._request_log.record_lookup(owner.engine, owner.request_id, record)
-
-    def _verdicts(self, hold: Hold, keys: Sequence[bytes], met: Sequence[int]) -> list[LookupOutcome]:
-        known: dict[int, LookupOutcome] = {KeyStatus.HIT: _CPU_TIER, KeyStatus.HIT_PENDING: MissReason.PENDING}
-        if KeyStatus.MISS not in met:
-            return [known[status] for status in met]
-        lost = self._history.reasons_for(hold.name[0], keys, MissReason.NEVER_STORED)
-        return [known.get(status, reason) for status, reason in zip(met, lost, strict=True)]

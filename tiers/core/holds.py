@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from ..eviction.quotas import RetentionBudget
 from ..stats.request_log import HoldRecord
-from ..types import EngineKey, HandoffDirection, HoldName
+from ..types import EngineKey, EngineSession, HandoffDirection, HoldName, PublishStatus
 from .block import Block
 from .leases import BlockLease
 
-__all__ = ["Hold", "HoldClaim", "HoldTable"]
+__all__ = ["Hold", "HoldClaim", "HoldTable", "SlicedPublication"]
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +57,30 @@ class Hold:
     @property
     def nbytes(self) -> int:
         return sum(block.nbytes for block in self.items if block is not None)
+
+
+@dataclass(slots=True, eq=False)
+class SlicedPublication:
+    """A publication that runs in slices: it pins all blocks, opens the hold, and prepares it.
+
+    Attributes:
+        blocks: the blocks pinned so far, until the hold owns their pins.
+        budgets: the hold budgets of these blocks.
+        result: the open hold, or the reason of a refusal; None until all blocks are pinned.
+        prepared: number of items of the hold that are promoted, protected and recorded as used.
+    """
+
+    session: EngineSession
+    name: HoldName
+    keys: Sequence[bytes]
+    positions: Sequence[int]
+    num_tokens: int
+    direction: HandoffDirection
+    duration: float
+    blocks: list[Block] = field(default_factory=list)
+    budgets: set[RetentionBudget] = field(default_factory=set)
+    result: Hold | PublishStatus | None = None
+    prepared: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +125,19 @@ class HoldTable:
         return self._items.get(tenant, 0)
 
     def add(self, hold: Hold) -> None:
-        """Adds a hold, which owns the pins of its blocks."""
-        for item, block in enumerate(hold.items):
-            if block is not None and not block.ready:
-                hold.awaited += 1
-                self._waiting.setdefault(block, {}).setdefault(hold, []).append(item)
+        """Adds a hold, which owns the pins of its blocks. `wait_for` must follow for all items."""
         self._holds[hold.name] = hold
         self._per_name[hold.name[1:]] += 1
         self._per_tenant[hold.tenant] += 1
         self._items[hold.tenant] += len(hold.keys)
+
+    def wait_for(self, hold: Hold, items: range) -> None:
+        """Registers the blocks of these items that are not ready."""
+        for item in items:
+            block = hold.items[item]
+            if block is not None and not block.ready:
+                hold.awaited += 1
+                self._waiting.setdefault(block, {}).setdefault(hold, []).append(item)
 
     def remove(self, hold: Hold) -> None:
         """Removes a hold; the caller must remove the pins of the hold."""

@@ -23,7 +23,8 @@ from .bulk_eviction import EvictionRequest, EvictionTask
 from .commands import Command, LeaseSettled
 from .completions import CompletionHandler, Durability
 from .cpu_tier import CpuTier
-from .handoffs import HandoffHandler, HandoffLog
+from .handoff_log import HandoffLog
+from .handoffs import HandoffHandler
 from .leases import BlockLease, LookupAnswer
 from .lookups import LookupHandler
 from .requests import Request, RequestTable
@@ -128,6 +129,7 @@ class TierManager:
             region_bytes=self._region_bytes,
             commands=self._commands,
             log=HandoffLog(self._request_log, self._history),
+            continue_if=lambda more: self._sliced_work.continue_if(more),  # noqa: PLW0108 - created below
         )
         self._completions = CompletionHandler(
             cpu_tier=self._cpu_tier,
@@ -148,7 +150,10 @@ class TierManager:
             first_id=first_id,
         )
         self._sliced_work = IncrementalWork(
-            cpu_tier=self._cpu_tier, transfers=self._transfers, leases=self._lookups.leases, commands=self._commands
+            cpu_tier=self._cpu_tier,
+            transfers=self._transfers,
+            pin_owners=(self._lookups.leases, self.handoffs),
+            commands=self._commands,
         )
 
     def take_commands(self) -> list[Command]:

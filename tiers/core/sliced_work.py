@@ -7,27 +7,39 @@ such command is outstanding.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 from .bulk_eviction import EvictionRequest, EvictionSource, EvictionTask
 from .commands import Command, ContinueWork
 from .cpu_tier import CpuTier
-from .leases import LeaseTable
 from .transfers import TransferScheduler
 
 __all__ = ["IncrementalWork"]
 
 
+class PinOwner(Protocol):
+    def unpin_slice(self) -> bool:
+        """Removes a slice of the pins that are no longer needed; returns whether some are left."""
+        ...
+
+
 class IncrementalWork:
-    """Unfinished resets, unpins of ended leases, expiries and operator evictions."""
+    """Unfinished resets, unpins of ended leases and holds, expiries and operator evictions."""
 
     def __init__(
-        self, *, cpu_tier: CpuTier, transfers: TransferScheduler, leases: LeaseTable, commands: list[Command]
+        self,
+        *,
+        cpu_tier: CpuTier,
+        transfers: TransferScheduler,
+        pin_owners: Sequence[PinOwner],
+        commands: list[Command],
     ) -> None:
+        """`pin_owners`: the leases and the holds."""
         self._cpu_tier = cpu_tier
         self._transfers = transfers
-        self._leases = leases
+        self._pin_owners = pin_owners
         self._commands = commands
         self._eviction_tasks: deque[EvictionTask] = deque()
         self._continue_requested = False
@@ -44,10 +56,10 @@ class IncrementalWork:
         error is raised. If an operator eviction raised, it has ended.
         """
         self._continue_requested = False
-        slices = (
+        slices: tuple[Callable[[], bool], ...] = (
             self._cpu_tier.make_spare_room,
             self._cpu_tier.reset_slice,
-            self._leases.unpin_slice,
+            *(each.unpin_slice for each in self._pin_owners),
             partial(self._drop_expired, now),
             self._evict_requested,
         )

@@ -19,6 +19,7 @@ from kvtier.server.refused import Refused
 from kvtier.server.rpc.request_checks import RequestValidator
 from kvtier.server.runtime import TierRuntime
 from kvtier.server.services.handoff import HandoffService
+from kvtier.server.services.long_calls import LongCalls
 from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.errors import HoldExpired, HoldNotFound, UnknownSession
 from kvtier.tiers.stats.request_log import ClaimOutcome
@@ -38,10 +39,11 @@ class Engine:
         registry: Any = SimpleNamespace(
             get=lambda _, **__: self.session,
             check=lambda session: runtime.core.session(session.id),
+            others_heard_at=lambda _: 0.0,
             refuse_if_draining=self._refuse_if_draining,
         )
         validator = RequestValidator(LimitConfig(), LeaseConfig(), RetentionConfig(), HandoffConfig())
-        self._service: Any = HandoffService(runtime, registry, validator)
+        self._service: Any = HandoffService(runtime, registry, validator, LongCalls(runtime, registry))
 
     def _refuse_if_draining(self) -> None:
         if self.draining:
@@ -190,3 +192,22 @@ async def test_claims_do_not_wait_for_holds_of_other_namespaces(engine: Engine, 
     with pytest.raises(HoldNotFound):
         await engine.claim(wait=3600)
     assert runtime.core.stats().claims_missed == {ClaimOutcome.OTHER_NAMESPACE: 1}
+
+
+async def test_a_publication_runs_in_slices(engine: Engine, runtime: TierRuntime) -> None:
+    """Other calls run between two slices; a cancelled publication leaves no hold and no pin."""
+    turns = 0
+    publishing = asyncio.ensure_future(engine.publish(keys(0, 4096)))
+    while not publishing.done():
+        turns += 1
+        await asyncio.sleep(0)
+    assert turns > 4096 // 256
+    assert (await publishing).status == handoff_pb2.PUBLISH_STATUS_NO_ROOM
+    publishing = asyncio.ensure_future(engine.publish(keys(0, 4096)))
+    await async_wait_until(lambda: bool(runtime.core.handoffs._pins))
+    assert not publishing.done()
+    publishing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await publishing
+    await async_wait_until(lambda: not runtime.core.handoffs._pins)
+    assert runtime.core.stats().held_bytes == 0

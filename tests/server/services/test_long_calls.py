@@ -233,7 +233,7 @@ def test_a_query_of_shared_tiers_misses_no_answer(
             core.complete_store(calls.session, calls.store(stored))
             calls.runtime.run_commands()
             await until(lambda: not calls.runtime._running_jobs())
-            scheduler, original = calls.service._long_calls._scheduler, core.lookup_finished
+            scheduler, original = calls.service.long_calls._scheduler, core.lookup_finished
             answered = 0
 
             def lookup_finished(job_id: JobId, found: Sequence[bool]) -> None:
@@ -252,7 +252,7 @@ def test_a_query_of_shared_tiers_misses_no_answer(
 
             monkeypatch.setattr(core, "lookup_finished", lookup_finished)
             monkeypatch.setattr(scheduler, "turn", turn_after_answers)
-            query = calls.service._long_calls.query_shared_tiers(
+            query = calls.service.long_calls.query_shared_tiers(
                 calls.session, KEYS[:1024], TierFilter(), calls.runtime.now() + 30, prefix=False
             )
             await asyncio.wait_for(query, 10)
@@ -445,7 +445,7 @@ def test_a_lookup_that_ends_early_leaves_nothing(ends: str, turns: int) -> None:
         async with serving() as calls:
             calls.runtime.core.complete_store(calls.session, calls.store(KEYS))
             call = asyncio.create_task(calls.look_up(KEYS, want_slots=True))
-            await until(lambda: calls.service._long_calls._scheduler.turns == turns)
+            await until(lambda: calls.service.long_calls._scheduler.turns == turns)
             assert not call.done()
             assert calls.pins()
             if ends == "call":

@@ -1,0 +1,118 @@
+"""Publications in slices: a hold in slices is equal to one in one piece, and leaves nothing."""
+
+import pytest
+from core_rig import HIT, PENDING, keys
+from hold_rig import P2D, HoldRig
+from simulation import ModelTier
+
+from kvtier.tiers.core.commands import HoldChanged
+from kvtier.tiers.core.holds import Hold, SlicedPublication
+from kvtier.tiers.types import PublishStatus
+
+NAMES = keys(*range(12))
+
+
+def new_rig() -> HoldRig:
+    """Blocks 0 to 3 are ready, 4 to 7 only in the tier below, the others unknown."""
+    rig = HoldRig(ModelTier("near", 1 << 20), extents=2)
+    rig.store_in_all_tiers(keys(*range(4, 8)))
+    rig.core.reset(rig.session)
+    rig.store_in_all_tiers(keys(*range(4)))
+    rig.core.take_commands()
+    return rig
+
+
+def begin(rig: HoldRig) -> SlicedPublication:
+    positions = range(len(NAMES))
+    return rig.core.handoffs.begin(rig.session, "r", NAMES, positions, num_tokens=192, direction=P2D, duration=30.0)
+
+
+def publish_slice(rig: HoldRig, publication: SlicedPublication, times: int = 1) -> bool:
+    return [rig.core.handoffs.publish_slice(publication, 3, 0.0) for _ in range(times)][-1]
+
+
+def nothing_is_held(rig: HoldRig) -> bool:
+    handoffs = rig.core.handoffs
+    pinned = [block for block in rig.core._cpu_tier._index if block.pins and not block.pending]
+    return not (len(handoffs) or handoffs.held_bytes or handoffs._pins or pinned)
+
+
+def test_slices_publish_the_same_hold() -> None:
+    """A hold has the same items, awaited blocks and commands if it is published in slices."""
+    whole, sliced = new_rig(), new_rig()
+    expected = whole.publish(NAMES)
+    publication = begin(sliced)
+    assert publish_slice(sliced, publication, 7)
+    assert HoldChanged(sliced.name()) not in sliced.core.take_commands(), "claims still wait"
+    assert not publish_slice(sliced, publication)
+    hold = publication.result
+    assert isinstance(hold, Hold)
+    assert isinstance(expected, Hold)
+    assert (hold.awaited, hold.record) == (8, hold.record)
+    assert (hold.awaited, hold.keys, hold.expires_at) == (expected.awaited, expected.keys, expected.expires_at)
+    assert [block and block.key for block in hold.items] == [block and block.key for block in expected.items]
+    assert sliced.core.handoffs.held_bytes == whole.core.handoffs.held_bytes
+    assert sliced.core.take_commands()[-1] == HoldChanged(sliced.name())
+    sliced.flood()
+    assert sliced.claim().statuses == HIT * 4 + PENDING * 8
+    assert sliced.core.handoffs.release(sliced.name(), 1.0)
+
+
+@pytest.mark.parametrize("slices", range(1, 9))
+def test_an_abandoned_publication_leaves_nothing(slices: int) -> None:
+    """The engine's session ends before, or after, the hold is open."""
+    rig = new_rig()
+    publication = begin(rig)
+    publish_slice(rig, publication, slices)
+    rig.core.close_session(rig.session.id)
+    rig.core.handoffs.abandon(publication, 0.0)
+    rig.finish_jobs()
+    assert nothing_is_held(rig)
+    assert not rig.core.handoffs._publications
+
+
+def test_a_refused_publication_leaves_nothing() -> None:
+    rig = HoldRig(part=0.5)
+    publication = begin(rig)
+    while publish_slice(rig, publication):
+        pass
+    assert publication.result is PublishStatus.NO_ROOM
+    assert nothing_is_held(rig)
+
+
+def test_a_reset_restarts_the_pins_of_a_publication() -> None:
+    """The hold has no block of before the reset (B3.19)."""
+    rig = new_rig()
+    publication = begin(rig)
+    publish_slice(rig, publication, 2)
+    old = list(publication.blocks)
+    rig.core.reset(rig.session)
+    while publish_slice(rig, publication):
+        pass
+    hold = publication.result
+    assert isinstance(hold, Hold)
+    assert set(old).isdisjoint(hold.items)
+    assert len(hold.items) == len(NAMES)
+
+
+def test_a_hold_released_during_its_preparation_stays_released() -> None:
+    rig = new_rig()
+    publication = begin(rig)
+    publish_slice(rig, publication, 5)
+    assert rig.core.handoffs.release(rig.name(), 1.0)
+    assert not publish_slice(rig, publication)
+    rig.finish_jobs()
+    assert nothing_is_held(rig)
+
+
+def test_the_pins_of_a_long_hold_end_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other events run between two slices."""
+    monkeypatch.setattr("kvtier.tiers.core.handoffs._UNPIN_SLICE", 5)
+    rig = new_rig()
+    rig.publish(NAMES)
+    rig.finish_jobs()
+    assert rig.core.handoffs.release(rig.name(), 1.0)
+    assert len(rig.core.handoffs._pins) == 7
+    rig.core.work()
+    rig.core.work()
+    assert nothing_is_held(rig)
