@@ -91,7 +91,8 @@ class TransferServiceServicer(object):
         `PushResponse.completed` is true.
 
         Errors: STORE_NOT_FOUND, NOT_OWNER, WRONG_SIZE (nothing is stored), CHECKSUM_MISMATCH (retry
-        the transfer), UNKNOWN_SESSION, STALE_EPOCH.
+        the transfer), LIMIT_EXCEEDED (retry after another stream of the session has ended),
+        UNKNOWN_SESSION, STALE_EPOCH.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -101,7 +102,8 @@ class TransferServiceServicer(object):
         """Reads items of a lease. Afterwards the client calls CompleteLoad, unless
         `PullResponse.completed` is true.
 
-        Errors: LEASE_NOT_FOUND (a miss), NOT_OWNER, NOT_READY (a miss), UNKNOWN_SESSION, STALE_EPOCH.
+        Errors: LEASE_NOT_FOUND (a miss), NOT_OWNER, NOT_READY (a miss), LIMIT_EXCEEDED (as for Push),
+        UNKNOWN_SESSION, STALE_EPOCH.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import secrets
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ...protos.v1 import common_pb2, session_pb2
@@ -23,7 +24,10 @@ __all__ = ["OpenSession", "SessionRegistry", "namespace_spec"]
 
 PROTOCOL_VERSIONS = (1,)
 _MAX_CONNECTIONS = 64
-"""Maximum number of call connections that one session may have. Each carries one call at a time."""
+"""Maximum number of call connections that one session may have. Each carries one call at a time.
+
+Also the maximum number of streams Push and Pull over gRPC that one session may have.
+"""
 _MAX_ALL_CONNECTIONS, _MAX_TENANT_CONNECTIONS = 4096, 2048
 """Maximum number of such connections of all sessions, and of the sessions of a tenant."""
 _MAX_MODELS = 1024
@@ -54,6 +58,8 @@ class OpenSession:
     attachments: set[int] = field(default_factory=set)
     disconnects: set[Callable[[], object]] = field(default_factory=set)
     """Callbacks that close the session's connections for calls."""
+    streams: int = 0
+    """Number of running streams over gRPC."""
     calls: int = 0
     heard_at: float = 0.0
     """Time of the last call in seconds; 0 before the first call."""
@@ -212,9 +218,24 @@ class SessionRegistry:
         session = self._sessions.get(session_id)
         return session.identity.name if session is not None else "unknown"
 
-    def limiter(self, session: EngineSession) -> RateLimiter | None:
-        known = self._sessions.get(session.id)
-        return known.limiter if known is not None else None
+    @contextlib.contextmanager
+    def stream(self, session: EngineSession) -> Iterator[RateLimiter | None]:
+        """Counts a stream over gRPC while it runs; yields the tenant's rate limiter.
+
+        Raises `Refused` if the session has too many streams, or its tenant has used up its bytes.
+        """
+        self.check(session)
+        known = self._sessions[session.id]
+        if known.streams >= _MAX_CONNECTIONS:
+            raise Refused("LIMIT_EXCEEDED", f"the session has {_MAX_CONNECTIONS} streams over gRPC")
+        if known.limiter is not None:
+            known.limiter.check_stream()
+        known.transport = "grpc"
+        known.streams += 1
+        try:
+            yield known.limiter
+        finally:
+            known.streams -= 1
 
     def revoke(self, is_still_valid: Callable[[Identity], bool]) -> None:
         """Revokes the sessions whose credentials are no longer valid, and refuses their calls.

@@ -11,6 +11,7 @@ written only while its store is in flight, and the slot is not reused during the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 
 import grpc
@@ -104,42 +105,40 @@ class TransferService:
         parts = PartSequence((), ())
         received = 0
         limiter = None
-        async for message in _in_time(frames):
-            self._bounds.check("TransferService/Push", message)
-            try:
-                frame = transfer_pb2.PushRequest.FromString(message)
-            except DecodeError as error:
-                raise Refused("INVALID_ARGUMENT", f"the message cannot be parsed: {error}") from error
-            if session is None:
-                ref = frame.session
-                session = self._sessions.get(ref)
-                store_id = StoreId(frame.store_id)
-                store = self._core.store(session, store_id)
-                limiter = self._sessions.limiter(session)
+        with contextlib.ExitStack() as running:
+            async for message in _in_time(frames):
+                self._bounds.check("TransferService/Push", message)
+                try:
+                    frame = transfer_pb2.PushRequest.FromString(message)
+                except DecodeError as error:
+                    raise Refused("INVALID_ARGUMENT", f"the message cannot be parsed: {error}") from error
+                if session is None:
+                    ref = frame.session
+                    session = self._sessions.get(ref)
+                    store_id = StoreId(frame.store_id)
+                    store = self._core.store(session, store_id)
+                    limiter = running.enter_context(self._sessions.stream(session))
+                    parts = PartSequence(store.slots(), [block.part_bytes for block in store.blocks])
+                payload = memoryview(frame.payload)
+                if checksum([payload]) != frame.xxh3_64:
+                    self._damaged.inc()
+                    raise Refused("CHECKSUM_MISMATCH", f"the frame at byte {frame.offset_bytes} arrived damaged")
+                # For each frame: the store may have ended, or the token may have been revoked.
+                self._sessions.find(ref)
+                expires_at = self._runtime.now() + self._validator.leases.default
+                self._core.renew_store(session, store_id, expires_at)
+                taken = 0
+                try:
+                    for start, nbytes in parts.locate(frame.offset_bytes, payload.nbytes):
+                        self._memory[start : start + nbytes] = payload[taken : taken + nbytes]
+                        taken += nbytes
+                except ValueError as error:
+                    raise Refused("WRONG_SIZE", str(error)) from error
+                received += taken
+                self._pushed.inc(taken)
                 if limiter is not None:
-                    limiter.check_stream()
-                self._sessions.set_transport(session, "grpc")
-                parts = PartSequence(store.slots(), [block.part_bytes for block in store.blocks])
-            payload = memoryview(frame.payload)
-            if checksum([payload]) != frame.xxh3_64:
-                self._damaged.inc()
-                raise Refused("CHECKSUM_MISMATCH", f"the frame at byte {frame.offset_bytes} arrived damaged")
-            # Checked for each frame: the store may have ended, or the token may have been revoked.
-            self._sessions.find(ref)
-            expires_at = self._runtime.now() + self._validator.leases.default
-            self._core.renew_store(session, store_id, expires_at)
-            taken = 0
-            try:
-                for start, nbytes in parts.locate(frame.offset_bytes, payload.nbytes):
-                    self._memory[start : start + nbytes] = payload[taken : taken + nbytes]
-                    taken += nbytes
-            except ValueError as error:
-                raise Refused("WRONG_SIZE", str(error)) from error
-            received += taken
-            self._pushed.inc(taken)
-            if limiter is not None:
-                limiter.count_bytes(taken)
-            self._received.add(store_id, frame.offset_bytes, frame.offset_bytes + taken)
+                    limiter.count_bytes(taken)
+                self._received.add(store_id, frame.offset_bytes, frame.offset_bytes + taken)
         if session is None:
             raise Refused("INVALID_ARGUMENT", "the stream ended before its first frame")
         return transfer_pb2.PushResponse(received_bytes=received)
@@ -152,20 +151,17 @@ class TransferService:
         lease = self._core.lease(session, lease_id)
         parts = PartSequence(*lease.read(request.items, session.own_rank()))
         offset = 0
-        limiter = self._sessions.limiter(session)
-        if limiter is not None:
-            limiter.check_stream()
-        self._sessions.set_transport(session, "grpc")
-        while offset < parts.total_bytes:
-            self._sessions.find(request.session)  # checked for each frame, as in `Push`
-            self._core.lease(session, lease_id)
-            nbytes = min(self._validator.limits.max_frame_bytes, parts.total_bytes - offset)
-            pieces = [self._memory[start : start + size] for start, size in parts.locate(offset, nbytes)]
-            yield transfer_pb2.PullResponse(offset_bytes=offset, xxh3_64=checksum(pieces), payload=b"".join(pieces))
-            offset += nbytes
-            self._pulled.inc(nbytes)
-            if limiter is not None:
-                limiter.count_bytes(nbytes)
+        with self._sessions.stream(session) as limiter:
+            while offset < parts.total_bytes:
+                self._sessions.find(request.session)  # checked for each frame, as in `Push`
+                self._core.lease(session, lease_id)
+                nbytes = min(self._validator.limits.max_frame_bytes, parts.total_bytes - offset)
+                pieces = [self._memory[start : start + size] for start, size in parts.locate(offset, nbytes)]
+                yield transfer_pb2.PullResponse(offset_bytes=offset, xxh3_64=checksum(pieces), payload=b"".join(pieces))
+                offset += nbytes
+                self._pulled.inc(nbytes)
+                if limiter is not None:
+                    limiter.count_bytes(nbytes)
 
     async def Locate(
         self, request: transfer_pb2.LocateRequest, context: grpc.aio.ServicerContext

@@ -179,6 +179,31 @@ def test_a_push_to_an_ended_store_is_refused(world: World) -> None:
     assert outcome_of(lambda: world.mine.push(messages(), timeout=TIMEOUT)) == NO_STORE
 
 
+def test_a_session_has_a_limited_number_of_grpc_streams(world: World) -> None:
+    """A further Push or Pull is refused. Its place is free when another stream has ended."""
+    store_id, lease_id, end = world.store(), world.lease(), threading.Event()
+
+    def frames(number: int) -> Iterator[bytes]:
+        yield message_of(world, store_id, b"x", number)
+        end.wait(TIMEOUT)
+
+    def pull() -> Outcome:
+        return outcome_of(lambda: world.pull(world.mine, lease_id, [0]))
+
+    pushes = [world.mine.push.future(frames(number), timeout=TIMEOUT) for number in range(64)]
+    wait_until(lambda: locate(world.mine, store_id).received_bytes == 64)
+    try:
+        too_many = "RESOURCE_EXHAUSTED", "LIMIT_EXCEEDED"
+        assert outcome_of(lambda: world.push([message_of(world, store_id, b"x")])) == too_many
+        assert pull() == too_many
+        assert outcome_of(lambda: world.pull(world.theirs, 4711, [0])) == NO_LEASE, "another session has its own"
+        pushes.pop().cancel()
+        wait_until(lambda: pull() is None)
+    finally:
+        end.set()
+    assert [push.result().received_bytes for push in pushes] == [1] * 63
+
+
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_cancelled_push_leaves_no_block(world: World, service: str) -> None:
     """The store can still be aborted (B4.5)."""
