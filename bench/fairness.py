@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Self
 
 from kvtier.client import Client, KVTierError, StoreStatus
 from kvtier.protos.endpoint import parse_endpoint
@@ -25,7 +26,7 @@ from .report import Report
 from .service import Service
 from .workload import Keys, connect
 
-__all__ = ["ABUSES", "measure_fairness"]
+__all__ = ["ABUSES", "TENANTS", "Abuser", "HonestClient", "measure_fairness"]
 
 REGION_BYTES = 512 << 20
 LMDB_BYTES = 1 << 30
@@ -39,12 +40,12 @@ CALLERS = 4
 """Threads of the abusive client, each with one call in progress."""
 SECONDS = 2.0
 WARM_UP_SECONDS = 0.5
-_TENANTS = 'tenants.honest = {quota = "45%", limit = "45%"}\ntenants.abusive = {limit = "45%"}\n'
+TENANTS = 'tenants.honest = {quota = "45%", limit = "45%"}\ntenants.abusive = {limit = "45%"}\n'
 _PATIENCE = 30.0
 _PAUSE_SECONDS = 0.01
 
 
-class _Abuser:
+class Abuser:
     """One caller of the abusive client. Each public method is an abuse: its largest legal calls."""
 
     def __init__(self, endpoint: str, caller: int) -> None:
@@ -56,6 +57,12 @@ class _Abuser:
         self._client.store(self._stored, [memoryview(bytes(ABUSER_BLOCK_BYTES))] * len(self._stored))
         self._request_id = f"abuse-{caller}"
         self._explained = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
 
     def spin(self) -> None:
         """Uses a processor without any call: the part of a slow-down that is not the server's."""
@@ -112,7 +119,7 @@ class _Abuser:
             pass
 
 
-class _Honest:
+class HonestClient:
     """The honest client: lookups of hits, and stores and loads of a few blocks."""
 
     def __init__(self, endpoint: str) -> None:
@@ -123,15 +130,21 @@ class _Honest:
         self.failed = 0
         self._client.store(self._found, [memoryview(self._block)] * LOOKUP_KEYS)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
     def attempt(self) -> None:
         """Makes one step. A failed step lasts until the client has a session again."""
         try:
-            self._step()
+            self.step()
         except KVTierError:
             self.failed += 1
             self._client.wait_until_connected(_PATIENCE)
 
-    def _step(self) -> None:
+    def step(self) -> None:
         """Raises if a call gives another result than on an idle server."""
         with self._client.lookup(self._found) as lease:
             if lease.prefix_hits != LOOKUP_KEYS:
@@ -144,7 +157,7 @@ class _Honest:
             raise RuntimeError("not all blocks were loaded")
 
 
-ABUSES = tuple(name for name in vars(_Abuser) if not name.startswith("_"))
+ABUSES = tuple(name for name in vars(Abuser) if not name.startswith("_"))
 
 
 def measure_fairness(report: Report, directory: Path) -> None:
@@ -152,7 +165,7 @@ def measure_fairness(report: Report, directory: Path) -> None:
 
     The row `spin` shows what a client costs that only uses a processor of the machine.
     """
-    with Service(directory, REGION_BYTES, lmdb_bytes=LMDB_BYTES, config=_TENANTS) as service:
+    with Service(directory, REGION_BYTES, lmdb_bytes=LMDB_BYTES, config=TENANTS) as service:
         service.start()
         with _process("honest", service.unix) as honest:
             _measure(report, honest, "alone")
@@ -193,14 +206,14 @@ def _process(name: str, endpoint: str) -> Iterator[subprocess.Popen[str]]:
 
 def _main(name: str, endpoint: str) -> None:
     if name == "honest":
-        honest = _Honest(endpoint)
+        honest = HonestClient(endpoint)
         print("ready", flush=True)
         for _ in sys.stdin:
             _repeat(honest.attempt, WARM_UP_SECONDS)
             honest.failed = 0
             print(json.dumps({"seconds": _repeat(honest.attempt, SECONDS), "failed": honest.failed}), flush=True)
         return
-    callers = [_Abuser(endpoint, caller) for caller in range(CALLERS)]
+    callers = [Abuser(endpoint, caller) for caller in range(CALLERS)]
     for caller in callers:
         threading.Thread(target=_abuse, args=(getattr(caller, name),), daemon=True).start()
     print("ready", flush=True)

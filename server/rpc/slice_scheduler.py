@@ -22,6 +22,9 @@ __all__ = ["SliceScheduler", "slices_of"]
 
 T = TypeVar("T")
 
+_TURN_SECONDS = 0.0005
+"""Short slices share a turn for so long, because a wait for the next turn takes at least 1 ms."""
+
 _ACTIVE_SECONDS = 0.05
 """For so long after a call, the loop keeps time free for further calls of the session."""
 
@@ -39,10 +42,11 @@ class SliceScheduler:
         self.turns = 0
         """Number of granted turns."""
 
-    async def turn(self, session: EngineSession) -> None:
+    async def turn(self, session: EngineSession) -> float:
         """Waits until a call may run its next slice, up to its next `await`.
 
-        Raises `Refused` if the session has ended meanwhile.
+        Returns the time, on the clock of `time.monotonic`, until which the call may run further
+        short slices in this turn. Raises `Refused` if the session has ended meanwhile.
         """
         future = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(session.tenant, deque()).append(future)
@@ -52,6 +56,7 @@ class SliceScheduler:
         await future
         self._owner, self._began = session, time.monotonic()
         self._sessions.check(session)
+        return self._began + _TURN_SECONDS
 
     def _grant(self) -> None:
         """Grants a turn to the next call that still waits, and continues after its slice."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from collections.abc import Coroutine, Iterable, Sequence
 
@@ -88,11 +89,11 @@ class LongCalls:
 
     async def look_up(self, lookup: SlicedLookup, lease_seconds: float) -> LookupAnswer:
         """Performs a lookup. If the call is cancelled or fails, no lease remains."""
-        handler, more = self._core.lookup_handler, True
+        handler, more, turn_ends = self._core.lookup_handler, True, 0.0
         try:
             while more:
-                if len(lookup.keys) > _LOOKUP_SLICE:
-                    await self._scheduler.turn(lookup.session)
+                if len(lookup.keys) > _LOOKUP_SLICE and time.monotonic() >= turn_ends:
+                    turn_ends = await self._scheduler.turn(lookup.session)
                 now = self._runtime.now()
                 more = handler.look_up_slice(lookup, _LOOKUP_SLICE, expires_at=now + lease_seconds, now=now)
                 self._runtime.run_commands()

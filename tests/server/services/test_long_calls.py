@@ -35,6 +35,12 @@ CHANGES = 200
 KEYS = [key_of(number) for number in range(MANY)]
 
 
+@pytest.fixture(autouse=True)
+def one_slice_per_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of turns does not depend on the speed of the machine."""
+    monkeypatch.setattr("kvtier.server.rpc.slice_scheduler._TURN_SECONDS", 0.0)
+
+
 class Calls:
     """The service of the cache, with one session, and counters of the core's work."""
 
