@@ -147,6 +147,11 @@ class Catalog:
         entries = self._entries.get(namespace)
         return entries.get(key) if entries else None
 
+    def keys_among(self, namespace: NamespaceId, keys: Collection[bytes]) -> set[bytes]:
+        """Returns those of the keys that have an entry."""
+        entries = self._entries.get(namespace)
+        return {key for key in keys if key in entries} if entries else set()
+
     def held(self, namespace: NamespaceId, key: bytes) -> CatalogEntry | None:
         entry = self.get(namespace, key)
         return entry if entry and entry.state is EntryState.HELD else None

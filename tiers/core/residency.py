@@ -58,6 +58,17 @@ class ResidencyIndex:
                 presence = found
         return None, presence
 
+    def keys_among(self, namespace: NamespaceId, keys: Sequence[bytes]) -> set[bytes]:
+        """Returns those of the keys for which `find` may return a tier, or a reason."""
+        if self.has_shared_tiers:
+            return set(keys)
+        return set().union(*(secondary.catalog.keys_among(namespace, keys) for secondary in self._secondaries))
+
+    def count_misses(self, count: int, excluded: Collection[int]) -> None:
+        """Counts misses of keys that `keys_among` does not return, as `find` would."""
+        for secondary in self._secondaries:
+            secondary.misses += count * (secondary.index not in excluded)
+
     def peek(self, namespace: NamespaceId, key: bytes, excluded: Collection[int] = ()) -> Presence:
         """Returns the presence that `find` would return; does not count misses."""
         found = {secondary.presence(namespace, key, excluded) for secondary in self._secondaries}

@@ -32,7 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.mark.parametrize("abuse", [name for name in ABUSES if name != "spin"])
 def test_an_honest_client_is_served_during_each_call_of_an_abuser(server: ServerProcess, abuse: str) -> None:
-    """Each step finds, stores and loads its blocks. Long calls let other calls run between slices."""
+    """Each step finds, stores and loads its blocks. Other calls run between two slices."""
     steps, ended = 0, threading.Event()
     steps_per_call: list[int] = []
 

@@ -6,6 +6,7 @@ import pytest
 from core_rig import HIT, MISS, PENDING, Rig, keys
 from simulation import ModelTier
 
+from kvtier.tiers.base import TierFilter
 from kvtier.tiers.core.leases import SlicedLookup
 from kvtier.tiers.stats.request_log import LookupRecord
 from kvtier.tiers.types import MissReason
@@ -78,6 +79,18 @@ def test_slices_answer_as_one_piece(seed: int, most: int) -> None:
                 look_up(rig, lookup, size)
                 results.append(result_of(rig, lookup))
             assert results[0] == results[1], (prefix, min_hits)
+
+
+def test_unknown_keys_are_not_searched_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They still count as misses of each tier that the lookup does not exclude."""
+    rig = Rig(ModelTier("near", 1 << 20), ModelTier("far", 1 << 20), extents=8, queue=1 << 20)
+    rig.store_in_all_tiers(keys(0))
+    residency, searched = rig.core._transfers.residency, list[bytes]()
+    monkeypatch.setattr(residency, "find", lambda _, key, __: searched.append(key))
+    names, tiers = keys(0, *range(100, 200)), TierFilter(names=frozenset(["far"]))
+    found = rig.core.lookup(rig.session, names, prefix=False, request_id="", expires_at=FAR, tiers=tiers)
+    assert (found.statuses(), searched) == (HIT + MISS * 100, [])
+    assert [tier.misses for tier in rig.core.stats().tiers] == [100, 100, 0]
 
 
 def test_the_head_of_a_sliced_lookup_is_evicted_last() -> None:
