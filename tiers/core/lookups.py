@@ -277,11 +277,7 @@ class LookupHandler:
         match.ready = len(items)
         match.sources.extend(bytes(match.ready))
         # A prefix has at most one miss.
-        known = (
-            None
-            if prefix or match.ready == len(keys)
-            else self._residency.keys_among(namespace.id, keys[match.ready :])
-        )
+        known = None if prefix else self._residency.keys_among(namespace.id, keys[match.ready :])
         absent = 0
         for key in islice(keys, len(items), None):
             block = blocks.get(key)
@@ -289,8 +285,7 @@ class LookupHandler:
                 match.add(block)
             elif known is not None and key not in known:
                 absent += 1
-                items.append(None)
-                match.sources.append(0)
+                match.add(None)
             elif not self._match_below(namespace, key, excluded, match, prefix=prefix) and prefix:
                 break
         self._residency.count_misses(absent, excluded)
