@@ -263,7 +263,9 @@ def add_services(backend: Backend, listeners: Listeners, admin: AdminService, cl
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(handoff, server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
         add_device_calls(device_calls, server)
-    transfer = TransferService(runtime, sessions, validator, metrics, bulk, RequestBounds(config.limits))
+    transfer = TransferService(
+        runtime, sessions, validator, metrics, bulk, RequestBounds(config.limits), cache.long_calls
+    )
     listeners.grpc.add_generic_rpc_handlers((transfer.handler(),))
     transfer.add_calls(listeners.socket_calls)
     reflection.enable_server_reflection([*_SERVICES, SERVICE_NAME, reflection.SERVICE_NAME], listeners.grpc)

@@ -30,6 +30,7 @@ from ..rpc.sessions import SessionRegistry
 from ..rpc.socket_calls import SocketCallServer
 from ..runtime import TierRuntime
 from ..telemetry.metrics import Metrics
+from .long_calls import LongCalls
 
 __all__ = ["TransferService"]
 
@@ -62,6 +63,7 @@ class TransferService:
         metrics: Metrics,
         bulk: BulkProcess,
         bounds: RequestBounds,
+        long_calls: LongCalls,
     ) -> None:
         self._runtime = runtime
         self._core = runtime.core
@@ -70,6 +72,7 @@ class TransferService:
         self._validator = validator
         self._bulk = bulk
         self._bounds = bounds
+        self._long_calls = long_calls
         self._received = bulk.received
         self._pushed = metrics.transfer("grpc", "in")
         self._pulled = metrics.transfer("grpc", "out")
@@ -148,10 +151,9 @@ class TransferService:
     ) -> AsyncIterator[transfer_pb2.PullResponse]:
         session = self._sessions.get(request.session)
         lease_id = LeaseId(request.lease_id)
-        lease = self._core.lease(session, lease_id)
-        parts = PartSequence(*lease.read(request.items, session.own_rank()))
-        offset = 0
         with self._sessions.stream(session) as limiter:
+            parts = PartSequence(*await self._long_calls.read(session, lease_id, request.items))
+            offset = 0
             while offset < parts.total_bytes:
                 self._sessions.find(request.session)  # checked for each frame, as in `Push`
                 self._core.lease(session, lease_id)

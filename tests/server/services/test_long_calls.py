@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -16,13 +17,14 @@ from harness.payloads import key_of
 from harness.shared_tier import SharedDirectory
 
 from kvtier.cuda.host.region import HostRegion
-from kvtier.protos.v1 import cache_pb2
+from kvtier.protos.v1 import cache_pb2, transfer_pb2
 from kvtier.protos.wire.packed_keys import unpack_offsets
 from kvtier.server.config.schema import HandoffConfig, LeaseConfig, LimitConfig, RetentionConfig
 from kvtier.server.refused import Refused
 from kvtier.server.rpc.request_checks import RequestValidator
 from kvtier.server.runtime import TierRuntime
 from kvtier.server.services.cache import CacheService
+from kvtier.server.services.transfer import TransferService
 from kvtier.tiers.base import NamespaceId, SecondaryTier, TierFilter
 from kvtier.tiers.core.secondary import Presence
 from kvtier.tiers.errors import InvalidItem, StoreNotFound
@@ -48,17 +50,17 @@ class Calls:
         self.runtime = runtime
         self.session: EngineSession = runtime.core.open_session(b"s", "e", 0, SPEC)
         self.registry_ended = False
-        registry: Any = SimpleNamespace(
+        self.registry: Any = SimpleNamespace(
             get=lambda _, **__: self.session,
             check=self._check,
             others_heard_at=lambda _: 0.0,
             refuse_if_draining=lambda: None,
         )
-        validator = RequestValidator(LimitConfig(), LeaseConfig(), RetentionConfig(), HandoffConfig())
+        self.validator = RequestValidator(LimitConfig(), LeaseConfig(), RetentionConfig(), HandoffConfig())
 
         async def end_writers(_: int) -> None: ...
 
-        self.service: Any = CacheService(runtime, registry, validator, end_writers)
+        self.service: Any = CacheService(runtime, self.registry, self.validator, end_writers)
 
     def store(self, keys: Sequence[bytes]) -> StoreId:
         """Begins a store, so that the keys are pending."""
@@ -486,5 +488,36 @@ def test_loads_are_prepared_in_slices() -> None:
                     cache_pb2.PrepareLoadRequest(lease_id=lease_id, items=[*range(MANY), MANY]), None
                 )
             assert calls.runtime.core.stats().tiers[0].loaded_bytes == loaded
+
+    asyncio.run(scenario())
+
+
+def test_a_pull_is_prepared_in_slices() -> None:
+    """Other calls run before the first frame. A pull whose session ends sends no frame."""
+
+    async def scenario() -> None:
+        async with serving() as calls:
+            calls.runtime.core.complete_store(calls.session, calls.store(KEYS))
+            lease_id = (await calls.look_up(KEYS)).lease_id
+            registry = calls.registry
+            registry.stream = lambda _: contextlib.nullcontext()
+            registry.find = lambda _: None
+            counter = SimpleNamespace(inc=lambda _: None)
+            metrics = SimpleNamespace(transfer=lambda *_: counter, mismatches=lambda _: counter)
+            bulk = SimpleNamespace(received=None)
+            runtime, validator, long_calls = calls.runtime, calls.validator, calls.service.long_calls
+            service: Any = TransferService(runtime, registry, validator, metrics, bulk, None, long_calls)  # type: ignore[arg-type]
+            request = transfer_pb2.PullRequest(lease_id=lease_id, items=[*range(MANY)] * 4)
+
+            async def first_frame() -> transfer_pb2.PullResponse:
+                frame: transfer_pb2.PullResponse = await anext(service.Pull(request, None))
+                return frame
+
+            call = asyncio.create_task(first_frame())
+            assert await turns_of(call) > 4 * MANY // 1024
+            assert call.result().payload
+            calls.registry_ended = True
+            with pytest.raises(Refused):
+                await first_frame()
 
     asyncio.run(scenario())
