@@ -161,6 +161,7 @@ class LongCalls:
                     retain_until=now + retain_for if retain_for else 0.0,
                     extends=store_id,
                     more=number < len(parts),
+                    now=now,
                 )
                 self._runtime.run_commands()
                 store_id = answer.store_id

@@ -113,8 +113,8 @@ MUTANTS = (
         "a query is never sent to its tier",
         Invariant.JOBS,
         "core/lookups.py",
-        "        self._residency.send_queries()\n        not_retained",
-        "        not_retained",
+        "        self._residency.send_queries()\n        lookup.not_retained",
+        "        lookup.not_retained",
     ),
     Mutant(
         "a tier gets two concurrent stores",
@@ -260,8 +260,8 @@ MUTANTS = (
         "a lookup during a reset has hits",
         Invariant.RESET,
         "core/lookups.py",
-        "if self._cpu_tier.pending_reset_blocks(session.namespace.id):",
-        "if False:",
+        "resetting = self._cpu_tier.pending_reset_blocks(namespace.id)",
+        "resetting = 0",
     ),
     Mutant(
         "pinned blocks survive a reset",
@@ -421,8 +421,8 @@ MUTANTS = (
         "shared blocks are unpinned with the first hold",
         Invariant.PINS,
         "core/handoffs.py",
-        "        self._cpu_tier.unpin(blocks)\n\n    def _charge",
-        "        for block in blocks:\n            block.pins = 1\n            self._cpu_tier.unpin([block])\n\n    def _charge",
+        "        self._cpu_tier.unpin(blocks)\n        return",
+        "        for block in blocks:\n            block.pins = 1\n            self._cpu_tier.unpin([block])\n        return",
     ),
     Mutant(
         "published blocks are promoted during a reset",
