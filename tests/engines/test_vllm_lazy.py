@@ -103,7 +103,7 @@ def test_an_adapter_s_free_blocks_are_saved_under_its_tag(tmp_path: Path) -> Non
         if name == "a":
             pool.free_blocks(reversed(_cached(pool, 2)))
             (job,) = side.build_step(make_step({})).saves
-            tag = side._adapters.tag_of(adapter)
+            tag = side.adapters.tag_of(adapter)
             assert tag is not None
             assert job.keys == [make_key(bytes([number]) * 32 + tag, 0) for number in (1, 0)]
             side.saves_reported(WorkerReport({job.job_id: 1}))

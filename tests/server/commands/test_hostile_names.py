@@ -57,7 +57,8 @@ def test_names_of_clients_are_escaped_in_the_output(server: ServerProcess, comma
     words = command.split()
     if words == ["explain"]:
         words.append(f"request {HOSTILE}")
-    done = kvtier(*words, "--endpoint", server.endpoint)
+    # `doctor` examines the whole machine, where other tests run at the same time.
+    done = kvtier(*words, "--endpoint", server.endpoint, code=None if command == "doctor" else 0)
 
     assert_harmless(done.stdout + done.stderr)
     if command not in ("tiers", "doctor"):
