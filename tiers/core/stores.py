@@ -204,7 +204,7 @@ class StoreHandler:
         own = set(granted) if len(granted) < len(found) else ()
         others = [block for block in found if block not in own] if own or not granted else []
         if store is None:
-            self._cpu_tier.unpin(others)
+            self._cpu_tier.unpin(reversed(others))
             return StoreAnswer(None, bytes(statuses), [], not_retained)
         store.expires_at = max(store.expires_at, expires_at)
         store.blocks += granted
@@ -214,8 +214,9 @@ class StoreHandler:
 
     def _end_prepare(self, store: Store) -> StoreId | None:
         """Unpins the blocks that need no slot. Ends a store without blocks, and returns None."""
+        # Tail first: a policy needs this order to know which positions leave ghosts.
         others, store.others = store.others, []
-        self._cpu_tier.unpin(others)
+        self._cpu_tier.unpin(reversed(others))
         if store.blocks:
             return store.id
         self.table.end(store)
@@ -247,7 +248,7 @@ class StoreHandler:
         if not store.blocks:
             self.table.end(store)
             others, store.others = store.others, []
-            self._cpu_tier.unpin(others)
+            self._cpu_tier.unpin(reversed(others))
         complete = []
         for number, block in enumerate(blocks, start=first):
             block.writers -= 1
@@ -279,7 +280,7 @@ class StoreHandler:
         self._completions.settle(store.blocks)
         # Tail first: unpinning removes empty blocks from policies, which remove a tail faster.
         self._cpu_tier.unpin(reversed(store.blocks))
-        self._cpu_tier.unpin(store.others)
+        self._cpu_tier.unpin(reversed(store.others))
         self._ended(store.request)
 
     def _declined(self, found: Sequence[Block], wanted: Iterable[Block], owner: Owner) -> set[Block] | None:

@@ -5,6 +5,7 @@ from core_rig import GRANTED, HIT, MISS, NO_ROOM, Rig, keys
 from simulation import ModelTier
 
 from kvtier.tiers.base import RequestInfo
+from kvtier.tiers.eviction import Forecast
 from kvtier.tiers.types import MissReason
 
 POPULAR = keys(*range(12))
@@ -76,3 +77,22 @@ def test_declined_blocks_are_stored_once_they_are_used_more() -> None:
     answers = [serve(rig, f"new-{number}", NEW) for number in range(40)]
     assert answers[0] == GRANTED * 4 + NO_ROOM * 4
     assert rig.look_up(NEW) == HIT * 8
+
+
+@pytest.mark.parametrize("free", [4, 0], ids=["some are granted", "all are declined"])
+def test_declined_blocks_leave_the_policy_tail_first(free: int) -> None:
+    """Every eighth block of the chain and the last two leave a ghost, as after an eviction.
+
+    If the head is removed first, the policy takes each block for the first one of its run. Then
+    ghosts of all blocks remain, or of almost none.
+    """
+    rig = filled()
+    for number in range(8):
+        serve(rig, f"more-popular-{number}", keys(*range(16 - free)))
+    chain = keys(*range(100, 140))
+    assert serve(rig, "new", chain) == GRANTED * free + NO_ROOM * (40 - free)
+    (queue,) = rig.core._cpu_tier.queues.all()
+    assert isinstance(queue.policy, Forecast)
+    ghosts = {key for _, key in queue.policy._ghosts}  # type: ignore[misc]
+    places = [place for place, key in enumerate(chain) if key in ghosts]
+    assert places == [place for place in (0, 8, 16, 24, 32, 38, 39) if place >= free]
