@@ -89,7 +89,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             totals=[handoff_totals(direction, stats) for direction, stats in core.handoffs.stats().items()],
             missed_claims=[
                 admin_pb2.MissedClaims(outcome=admin_pb2.ClaimOutcome.Name(outcome.value), claims=claims)
-                for outcome, claims in core.handoffs.claims_missed.items()
+                for outcome, claims in core.handoffs.claims.missed.items()
             ],
         )
 

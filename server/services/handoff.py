@@ -61,22 +61,16 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         session = self._sessions.get(request.session)
         name, request_id = self._name(session, request.hold), request.request_id
         lease_seconds = self._validator.lease(request.lease_duration)
-        with contextlib.suppress(HoldExpired):  # `claim` below raises it too, and records the miss
+        with contextlib.suppress(HoldExpired):  # `begin_claim` raises it too, and records the miss
             await self._wait_ready(session, name, self._validator.wait(request.wait))
-        now = self._runtime.now()
-        claim = self._handoffs.claim(
-            session,
-            name,
-            first_positions=request.first_positions,
-            request_id=request_id,
-            expires_at=now + lease_seconds,
-            now=now,
-        )
+        positions, now = list(request.first_positions), self._runtime.now()
+        claim = self._handoffs.begin_claim(session, name, first_positions=positions, request_id=request_id, now=now)
+        await self._long_calls.claim(claim, lease_seconds)
         hold = claim.hold
         return handoff_pb2.ClaimHoldResponse(
             keys=hold.keys,
             positions=hold.positions,
-            statuses=claim.statuses,
+            statuses=bytes(claim.statuses),
             lease_id=claim.lease.id if claim.lease is not None else 0,
             num_tokens=hold.num_tokens,
             direction=handoff_pb2.HandoffDirection.Name(hold.direction.value),
@@ -107,7 +101,7 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         session = self._sessions.get(request.session)
         name, request_id = self._name(session, request.hold), _required(request.request_id, "request_id")
         owner = Owner(session.engine, session.id, request_id)
-        self._handoffs.not_claimed(owner, name, _outcome(request.reason), self._runtime.now())
+        self._handoffs.claims.not_claimed(owner, name, _outcome(request.reason), self._runtime.now())
         return handoff_pb2.ReportNotClaimedResponse()
 
     async def _wait_ready(self, session: EngineSession, name: HoldName, seconds: float) -> None:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Coroutine, Iterable, Sequence
 
 from ...tiers.base import TierFilter
-from ...tiers.core.holds import Hold, SlicedPublication
+from ...tiers.core.holds import Hold, HoldClaim, SlicedPublication
 from ...tiers.core.leases import LookupAnswer, SlicedLookup
 from ...tiers.core.secondary import Presence
 from ...tiers.core.stores import Store
@@ -139,6 +139,21 @@ class LongCalls:
             raise
         assert publication.result is not None
         return publication.result
+
+    async def claim(self, claim: HoldClaim, lease_seconds: float) -> None:
+        """Performs a claim. If the call is cancelled or fails, no lease remains."""
+        claims, more = self._core.handoffs.claims, True
+        try:
+            while more:
+                if len(claim.hold.keys) > _STORE_SLICE:
+                    await self._scheduler.turn(claim.session)
+                now = self._runtime.now()
+                more = claims.claim_slice(claim, _STORE_SLICE, expires_at=now + lease_seconds, now=now)
+                self._runtime.run_commands()
+        except BaseException:  # also a cancellation: the client never gets the lease's id
+            claims.abandon(claim)
+            self._runtime.run_commands()
+            raise
 
     async def prepare_store(
         self, session: EngineSession, keys: Sequence[bytes], *, request_id: str, lease_seconds: float, retain_for: float

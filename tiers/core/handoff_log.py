@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ..stats.eviction_history import EvictionHistory
 from ..stats.request_log import (
@@ -16,7 +17,7 @@ from ..stats.request_log import (
     outcome_runs,
 )
 from ..types import HandoffDirection, HoldName, KeyStatus, MissReason, Owner, PublishStatus
-from .holds import Hold
+from .holds import Hold, HoldClaim
 
 __all__ = ["HandoffLog"]
 
@@ -42,16 +43,24 @@ class HandoffLog:
         self._request_log.latest(name[:2], name[2], now).holds.append(record)
         return record
 
-    def claimed(self, owner: Owner, hold: Hold, statuses: bytes, now: float) -> None:
-        keys = [key for key, status in zip(hold.keys, statuses, strict=True) if status]
+    def claimed(self, claim: HoldClaim, keys: Sequence[bytes], statuses: bytes, now: float) -> None:
+        """Records the outcomes of the next keys of a claim."""
+        hold = claim.hold
+        keys = [key for key, status in zip(keys, statuses, strict=True) if status]
         met = [status for status in statuses if status]
         outcomes = self._verdicts(hold, keys, met)
         first = next((key for key, outcome in zip(keys, outcomes, strict=True) if outcome != _CPU_TIER), None)
-        hold.record.claims += 1
+        runs, unwanted = outcome_runs(outcomes), len(statuses) - len(met)
         hold.record.hits += met.count(KeyStatus.HIT)
-        claim = ClaimRecord(hold.name[1], hold.name[2], ClaimOutcome.HELD, len(statuses) - len(met))
-        record = LookupRecord(now, limit_runs(outcome_runs(outcomes)), first, claim=claim)
-        self._request_log.record_lookup(owner.engine, owner.request_id, record)
+        record = claim.record
+        if record is None or record.claim is None:
+            hold.record.claims += 1
+            about = ClaimRecord(hold.name[1], hold.name[2], ClaimOutcome.HELD, unwanted)
+            claim.record = LookupRecord(now, limit_runs(runs), first, claim=about)
+            self._request_log.record_lookup(claim.owner.engine, claim.owner.request_id, claim.record)
+        else:
+            record.extend(runs, first)
+            record.claim = replace(record.claim, unwanted=record.claim.unwanted + unwanted)
 
     def not_claimed(self, owner: Owner, name: HoldName, outcome: ClaimOutcome, now: float) -> None:
         record = LookupRecord(now, (), claim=ClaimRecord(name[1], name[2], outcome))

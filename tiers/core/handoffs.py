@@ -7,12 +7,11 @@ stores the blocks.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from ..base import NamespaceId
-from ..errors import HoldExpired, HoldNotFound, InvalidItem, LimitExceeded
+from ..errors import HoldExpired, HoldNotFound, InvalidItem
 from ..eviction.quotas import RetentionBudget, TenantShare
 from ..stats.request_log import ClaimOutcome
 from ..stats.snapshots import HandoffStats
@@ -22,16 +21,16 @@ from ..types import (
     HandoffDirection,
     HoldEnd,
     HoldName,
-    KeyStatus,
     Owner,
     PublishStatus,
 )
 from .block import Block
+from .claims import ClaimHandler
 from .commands import Command, HoldChanged
 from .cpu_tier import CpuTier
 from .handoff_log import HandoffLog
 from .holds import Hold, HoldClaim, HoldTable, SlicedPublication
-from .lookups import MAX_LEASED_ITEMS, LookupHandler
+from .lookups import LookupHandler
 from .settings import TierSettings
 
 __all__ = ["EXPIRY_MARGIN_SECONDS", "HandoffHandler"]
@@ -84,8 +83,10 @@ class HandoffHandler:
         self._pins: dict[Block, int] = {}
         self._budgets = _budgets(list(cpu_tier.queues.shares), region_bytes, settings.held_part)
         self._ended: dict[HoldName, HoldEnd | PublishStatus] = {}
-        self.claims_missed: Counter[ClaimOutcome] = Counter()
         self._stats = {direction: HandoffStats() for direction in HandoffDirection}
+        self.claims = ClaimHandler(
+            cpu_tier=cpu_tier, lookups=lookups, log=log, stats=self._stats, continue_if=continue_if
+        )
 
     def __len__(self) -> int:
         return len(self._table)
@@ -253,6 +254,28 @@ class HandoffHandler:
         """Returns False if a hold was refused or ended, or another namespace holds the request."""
         return name not in self._ended and not self._table.is_in_other_namespace(name)
 
+    def begin_claim(
+        self, session: EngineSession, name: HoldName, *, first_positions: Sequence[int], request_id: str, now: float
+    ) -> HoldClaim:
+        """Begins a claim of the ready blocks of a hold, which `claims.claim_slice` continues.
+
+        `first_positions`: per group, the first position to lease; empty for all blocks. Raises
+        HoldNotFound, HoldExpired, or LimitExceeded if the session has too many leased items.
+        """
+        owner = Owner(session.engine, session.id, request_id)
+        try:
+            hold = self.find(name, now)
+        except HoldExpired:
+            self.claims.not_claimed(owner, name, ClaimOutcome.EXPIRED, now)
+            raise
+        if hold is None:
+            outcome = ClaimOutcome.OTHER_NAMESPACE if self._table.is_in_other_namespace(name) else ClaimOutcome.NOT_HELD
+            self.claims.not_claimed(owner, name, outcome, now)
+            raise HoldNotFound(
+                f"no hold of request {name[2]!r} of engine {name[1]!r} exists; it may have been released"
+            )
+        return self.claims.begin(session, hold, first_positions, request_id=request_id)
+
     def claim(
         self,
         session: EngineSession,
@@ -263,46 +286,10 @@ class HandoffHandler:
         expires_at: float,
         now: float,
     ) -> HoldClaim:
-        """Leases the ready blocks of a hold.
-
-        `first_positions`: per group, the first position to lease; empty for all blocks. Raises
-        HoldNotFound, HoldExpired, or LimitExceeded if the session has too many leased items.
-        """
-        owner = Owner(session.engine, session.id, request_id)
-        try:
-            hold = self.find(name, now)
-        except HoldExpired:
-            self.not_claimed(owner, name, ClaimOutcome.EXPIRED, now)
-            raise
-        if hold is None:
-            elsewhere = self._table.is_in_other_namespace(name)
-            self.not_claimed(owner, name, ClaimOutcome.OTHER_NAMESPACE if elsewhere else ClaimOutcome.NOT_HELD, now)
-            raise HoldNotFound(
-                f"no hold of request {name[2]!r} of engine {name[1]!r} exists; it may have been released"
-            )
-        if self._lookups.leases.items_of(session.id) + len(hold.keys) > MAX_LEASED_ITEMS:
-            raise LimitExceeded(f"the session holds leases on {MAX_LEASED_ITEMS} blocks; release some")
-        statuses = bytes(map(_status, hold.items, _wanted(hold, first_positions)))
-        self._log.claimed(owner, hold, statuses, now)
-        hit = KeyStatus.HIT
-        items = [block if status == hit else None for block, status in zip(hold.items, statuses, strict=True)]
-        found = [block for block in items if block is not None]
-        if not found:
-            return HoldClaim(hold, None, statuses)
-        for block in found:
-            block.pins += 1
-        self._cpu_tier.use([block for block in dict.fromkeys(found) if not block.invalidated], owner.user)
-        lease = self._lookups.leases.grant(owner, expires_at, items, bytes(len(items)), keys=len(items), now=now)
-        stats = self._stats[hold.direction]
-        hold.claims += 1
-        stats.claimed += 1
-        stats.claimed_bytes += sum(block.nbytes for block in found)
-        return HoldClaim(hold, lease, statuses)
-
-    def not_claimed(self, owner: Owner, name: HoldName, outcome: ClaimOutcome, now: float) -> None:
-        """Counts and records a request that an engine computes instead of pulling it."""
-        self.claims_missed[outcome] += 1
-        self._log.not_claimed(owner, name, outcome, now)
+        """Claims a hold in one piece. Arguments and errors are those of `begin_claim`."""
+        claim = self.begin_claim(session, name, first_positions=first_positions, request_id=request_id, now=now)
+        self.claims.claim_slice(claim, max(1, len(claim.hold.keys)), expires_at=expires_at, now=now)
+        return claim
 
     def renew(self, name: HoldName, now: float, extension: float | None = None) -> bool:
         """Extends a hold to `extension` seconds from now; returns whether the hold is open.
@@ -420,22 +407,3 @@ def _budgets(shares: Sequence[TenantShare], capacity_bytes: int, part: float) ->
     """Returns the hold budget per share: `part` of the quota, or of the memory without quota."""
     common = RetentionBudget(int((capacity_bytes - sum(share.quota for share in shares)) * part))
     return {share: RetentionBudget(int(share.quota * part)) if share.quota else common for share in shares}
-
-
-def _wanted(hold: Hold, first_positions: Sequence[int]) -> list[bool]:
-    """Returns per block whether it is at or behind the first wanted position of its group."""
-    if not first_positions:
-        return [True] * len(hold.keys)
-    groups = (int.from_bytes(key[-4:], "big") for key in hold.keys)
-    return [
-        group >= len(first_positions) or position >= first_positions[group]
-        for group, position in zip(groups, hold.positions, strict=True)
-    ]
-
-
-def _status(block: Block | None, wanted: bool) -> int:  # noqa: FBT001 - from a list of them
-    if not wanted:
-        return 0
-    if block is None:
-        return KeyStatus.MISS
-    return KeyStatus.HIT if block.ready else KeyStatus.HIT_PENDING

@@ -7,12 +7,12 @@ even if the session that published the hold ends earlier.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..eviction.quotas import RetentionBudget
-from ..stats.request_log import HoldRecord
-from ..types import EngineKey, EngineSession, HandoffDirection, HoldName, PublishStatus
+from ..stats.request_log import HoldRecord, LookupRecord
+from ..types import EngineKey, EngineSession, HandoffDirection, HoldName, Owner, PublishStatus
 from .block import Block
 from .leases import BlockLease
 
@@ -83,13 +83,25 @@ class SlicedPublication:
     prepared: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class HoldClaim:
-    """Result of a claim: the lease on the hits, and a status per key (0 for keys not requested)."""
+    """A claim that runs in slices. Between two slices its lease owns the pins of the hits.
 
+    Attributes:
+        statuses: a status per key that the slices so far have claimed; 0 for a key not requested.
+        lease: the lease on the hits so far; None if there are none.
+        record: the claim in the request log.
+    """
+
+    session: EngineSession
+    owner: Owner
     hold: Hold
-    lease: BlockLease | None
-    statuses: bytes
+    first_positions: Sequence[int]
+    statuses: bytearray = field(default_factory=bytearray)
+    lease: BlockLease | None = None
+    record: LookupRecord | None = None
+    user: Hashable = None
+    """The request, for eviction policies. A claim in slices counts as one use of its blocks."""
 
 
 class HoldTable:

@@ -103,7 +103,7 @@ class LookupHandler:
     ) -> SlicedLookup:
         """Begins a lookup, which `look_up_slice` continues. Raises InvalidItem, LimitExceeded."""
         excluded = self._residency.excluded(tiers)
-        self._check_room(session, len(keys))
+        self.check_room(session, len(keys))
         owner = Owner(session.engine, session.id, request_id)
         return SlicedLookup(session, owner, keys, prefix, excluded, min_hits, retain_until, user=owner.user)
 
@@ -129,7 +129,7 @@ class LookupHandler:
             self._record(lookup, now, outcome_runs([MissReason.RESET] * len(keys)), keys[0] if keys else None)
         else:
             if lookup.rest is None:
-                self._check_room(lookup.session, len(lookup.keys) - start)
+                self.check_room(lookup.session, len(lookup.keys) - start)
                 self._find(lookup, keys, match)
             runs, first_miss = self._explain(lookup, keys, match)
             self._record(lookup, now, runs, first_miss)
@@ -161,7 +161,7 @@ class LookupHandler:
         if lease is not None and lookup.counted and len(lease.items) < lookup.min_hits and not lookup.retries:
             self.abandon(lookup)  # blocks were evicted after `_count_hits` had found them
 
-    def _check_room(self, session: EngineSession, keys: int) -> None:
+    def check_room(self, session: EngineSession, keys: int) -> None:
         if self.leases.items_of(session.id) + keys > MAX_LEASED_ITEMS:
             raise LimitExceeded(f"the session holds leases on {MAX_LEASED_ITEMS} blocks; release some")
 

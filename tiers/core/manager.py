@@ -429,7 +429,7 @@ class TierManager:
             holds=len(self.handoffs),
             held_bytes=self.handoffs.held_bytes,
             handoffs=self.handoffs.stats(),
-            claims_missed=dict(self.handoffs.claims_missed),
+            claims_missed=dict(self.handoffs.claims.missed),
             lookup_keys=keys,
             lookup_misses=misses.total(),
             misses_by_reason=dict(misses),

@@ -211,3 +211,57 @@ async def test_a_publication_runs_in_slices(engine: Engine, runtime: TierRuntime
         await publishing
     await async_wait_until(lambda: not runtime.core.handoffs._pins)
     assert runtime.core.stats().held_bytes == 0
+
+
+@pytest.fixture
+async def large(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Engine]:
+    """An engine with a hold of 2,048 blocks, half of them ready. Each slice has its own turn."""
+    monkeypatch.setattr("kvtier.server.rpc.slice_scheduler._TURN_SECONDS", 0.0)
+    runtime = TierRuntime(HostRegion.create(16 * 1024 * 4096), [])
+    await runtime.start()
+    await async_wait_until(lambda: runtime.core.stats().tiers[0].available_bytes == runtime.region.size_bytes)
+    engine = Engine(runtime)
+    engine.store(keys(0, 1024))
+    await engine.publish(keys(0, 2048))
+    yield engine
+    await runtime.close()
+
+
+async def test_a_claim_runs_in_slices(large: Engine) -> None:
+    """Other calls run between two slices; the answer is of the whole hold."""
+    turns, claiming = 0, asyncio.ensure_future(large.claim())
+    while not claiming.done():
+        turns += 1
+        await asyncio.sleep(0)
+    assert turns > 2048 // 256
+    answer = await claiming
+    assert list(answer.keys) == keys(0, 2048)
+    assert list(answer.positions) == list(range(2048))
+    assert answer.statuses == bytes([KeyStatus.HIT]) * 1024 + bytes([KeyStatus.HIT_PENDING]) * 1024
+    [lease] = large.runtime.core.leases()
+    assert (lease.id, len(lease.items)) == (answer.lease_id, 2048)
+
+
+@pytest.mark.parametrize("end", ["call", "session", "hold", "reset"])
+async def test_a_claim_that_ends_early_leaves_no_lease(large: Engine, end: str) -> None:
+    """The client disconnects, or its session or the hold ends, between two slices."""
+    core = large.runtime.core
+    claiming = asyncio.ensure_future(large.claim())
+    for _ in range(4):
+        await asyncio.sleep(0)
+    assert core.leases()
+    assert not claiming.done()
+    if end == "call":
+        claiming.cancel()
+    elif end == "session":
+        core.close_session(large.session.id)
+    elif end == "hold":
+        await large.release()
+    else:
+        core.reset(large.session)
+    await asyncio.wait([claiming])
+    assert claiming.cancelled() or isinstance(claiming.exception(), HoldNotFound | UnknownSession)
+    assert not core.leases()
+    if end != "session":
+        core.reset(large.session)
+        await async_wait_until(lambda: not core.resetting(large.session))

@@ -370,7 +370,7 @@ def test_an_invalid_publication_changes_nothing() -> None:
 
 def test_leases_of_claims_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """They count like those of lookups."""
-    monkeypatch.setattr("kvtier.tiers.core.handoffs.MAX_LEASED_ITEMS", 3)
+    monkeypatch.setattr("kvtier.tiers.core.lookups.MAX_LEASED_ITEMS", 3)
     rig = HoldRig()
     rig.store(keys(0, 1))
     rig.publish(keys(0, 1))

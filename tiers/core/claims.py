@@ -1,0 +1,124 @@
+"""Claim handler: leases the blocks of a hold for another engine, in slices."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from ..errors import HoldNotFound
+from ..stats.request_log import ClaimOutcome
+from ..stats.snapshots import HandoffStats
+from ..types import EngineSession, HandoffDirection, HoldName, KeyStatus, Owner
+from .block import Block
+from .cpu_tier import CpuTier
+from .handoff_log import HandoffLog
+from .holds import Hold, HoldClaim
+from .lookups import LookupHandler
+
+__all__ = ["ClaimHandler"]
+
+
+class ClaimHandler:
+    def __init__(
+        self,
+        *,
+        cpu_tier: CpuTier,
+        lookups: LookupHandler,
+        log: HandoffLog,
+        stats: Mapping[HandoffDirection, HandoffStats],
+        continue_if: Callable[[bool], None],
+    ) -> None:
+        """`continue_if`: if its argument is True, the pins of ended leases are removed later."""
+        self._cpu_tier = cpu_tier
+        self._lookups = lookups
+        self._log = log
+        self._stats = stats
+        self._continue_if = continue_if
+        self.missed: Counter[ClaimOutcome] = Counter()
+
+    def begin(
+        self, session: EngineSession, hold: Hold, first_positions: Sequence[int], *, request_id: str
+    ) -> HoldClaim:
+        """Begins a claim of an open hold, which `claim_slice` continues. Raises LimitExceeded."""
+        self._lookups.check_room(session, len(hold.keys))
+        owner = Owner(session.engine, session.id, request_id)
+        return HoldClaim(session, owner, hold, first_positions, user=owner.user)
+
+    def claim_slice(self, claim: HoldClaim, most: int, *, expires_at: float, now: float) -> bool:
+        """Leases the hits among the next `most` blocks; returns whether blocks are left.
+
+        Raises LimitExceeded, or HoldNotFound if the hold or the lease of the earlier slices has
+        ended meanwhile. Then the caller must call `abandon`.
+        """
+        hold, start, leases = claim.hold, len(claim.statuses), self._lookups.leases
+        if hold.record.end is not None or (claim.lease is not None and not leases.is_open(claim.lease)):
+            raise HoldNotFound("the hold, or the claim's lease, has ended during the claim")
+        self._lookups.check_room(claim.session, len(hold.keys) - start)
+        held, wanted = hold.items[start : start + most], _wanted(claim, start, start + most)
+        statuses = bytes(map(_status, held, wanted))
+        claim.statuses += statuses
+        self._log.claimed(claim, hold.keys[start : start + most], statuses, now)
+        has_more = len(claim.statuses) < len(hold.keys)
+        if claim.user is None and has_more:
+            claim.user = claim
+        hit = KeyStatus.HIT
+        self._lease(claim, [b if s == hit else None for b, s in zip(held, statuses, strict=True)], expires_at, now)
+        if not has_more:
+            self._finish(claim)
+        return has_more
+
+    def abandon(self, claim: HoldClaim) -> None:
+        """Ends a claim whose engine gets no answer, and its lease."""
+        lease, claim.lease = claim.lease, None
+        if lease is not None and self._lookups.leases.is_open(lease):
+            self._continue_if(self._lookups.end([lease]))
+        self._finish(claim)
+
+    def not_claimed(self, owner: Owner, name: HoldName, outcome: ClaimOutcome, now: float) -> None:
+        """Counts and records a request that an engine computes instead of pulling it."""
+        self.missed[outcome] += 1
+        self._log.not_claimed(owner, name, outcome, now)
+
+    def _lease(self, claim: HoldClaim, items: list[Block | None], expires_at: float, now: float) -> None:
+        """Adds the hits of a slice to the claim's lease; grants the lease at the first hit."""
+        found = [block for block in items if block is not None]
+        hold, lease, leases = claim.hold, claim.lease, self._lookups.leases
+        if found and lease is None:
+            start, total = len(claim.statuses) - len(items), len(hold.keys)
+            earlier: list[Block | None] = [None] * start
+            lease = leases.grant(claim.owner, expires_at, earlier, bytes(start), keys=total, now=now)
+            claim.lease = lease
+            hold.claims += 1
+            self._stats[hold.direction].claimed += 1
+        if lease is None:
+            return
+        for block in found:
+            block.pins += 1
+        lease.expires_at = max(lease.expires_at, expires_at)
+        leases.extend(lease, items, bytes(len(items)), all_ready=True)
+        self._cpu_tier.use([block for block in dict.fromkeys(found) if not block.invalidated], claim.user)
+        self._stats[hold.direction].claimed_bytes += sum(block.nbytes for block in found)
+
+    def _finish(self, claim: HoldClaim) -> None:
+        if claim.user is claim:
+            self._cpu_tier.finish(claim)
+
+
+def _wanted(claim: HoldClaim, start: int, end: int) -> list[bool]:
+    """Returns per block whether it is at or behind the first wanted position of its group."""
+    keys, positions, first_positions = claim.hold.keys[start:end], claim.hold.positions, claim.first_positions
+    if not first_positions:
+        return [True] * len(keys)
+    groups = (int.from_bytes(key[-4:], "big") for key in keys)
+    return [
+        group >= len(first_positions) or position >= first_positions[group]
+        for group, position in zip(groups, positions[start:end], strict=True)
+    ]
+
+
+def _status(block: Block | None, wanted: bool) -> int:  # noqa: FBT001 - from a list of them
+    if not wanted:
+        return 0
+    if block is None:
+        return KeyStatus.MISS
+    return KeyStatus.HIT if block.ready else KeyStatus.HIT_PENDING
