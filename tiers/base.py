@@ -99,9 +99,11 @@ class SecondaryTier(ABC):
     """Base class of storage tiers below the CPU tier.
 
     Threads: the server calls `store`, `load`, `lookup`, `remove` and `free_disk_bytes` on worker
-    threads. At most one `store` or `remove` runs at a time, together with any number of other
-    calls. Two jobs never use the same block at the same time. Exception: the server may load a
-    block from a `shared` tier while it removes the same block. If storage is full, or a block is
+    threads. At most `parallel_stores` stores, or one `remove`, run at a time, together with any
+    number of other calls. Two jobs never use the same block at the same time. The server never
+    calls `remove` of a `shared` tier, because other servers may use the block: if the server evicts
+    the block, it only forgets the block, and the storage must limit itself (for example by a time
+    to live and by eviction). If storage is full, or a block is
     damaged or missing, `store` and `load` return an `Outcome` and do not raise. The server calls
     `entries` at its start and `close` at its end. The event loop calls all other methods or waits
     for them, so those must not do I/O.
@@ -139,8 +141,14 @@ class SecondaryTier(ABC):
     """Whether the bytes are on this host. A lookup can exclude all tiers on other hosts."""
 
     shared: ClassVar[bool] = False
-    """Whether other processes write to the storage. If so, the server calls `lookup` for blocks
-    that the core does not know."""
+    """Whether other processes write to the storage. If so, the server calls `lookup` before it
+    loads a block. It uses a positive answer for ten seconds, a negative one for a second."""
+
+    parallel_stores: ClassVar[int] = 1
+    """Number of stores that the server runs at once; 1 if the tier is not `shared`."""
+
+    parallel_loads: ClassVar[int] = 2
+    """Number of loads that the server runs at once."""
 
     def __init__(self, name: str, capacity_bytes: int) -> None:
         """`capacity_bytes` limits the sum of `Entry.nbytes` of all blocks in the tier."""
@@ -177,6 +185,7 @@ class SecondaryTier(ABC):
     def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
         """Writes blocks, and replaces stored blocks with the same keys.
 
+        A `shared` tier may keep a stored block instead, because blocks with the same key are equal.
         Returns one outcome per block, in order. After a crash during a store, the tier must have
         each block completely or not at all.
         """

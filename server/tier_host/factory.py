@@ -12,8 +12,18 @@ from .guard import describe_error, safe_repr
 
 __all__ = ["open_tier", "open_tiers", "tier_class"]
 
-_ATTRIBUTES = {"type": str, "durable": bool, "medium": Medium, "local": bool, "shared": bool}
+_ATTRIBUTES = {
+    "type": str,
+    "durable": bool,
+    "medium": Medium,
+    "local": bool,
+    "shared": bool,
+    "parallel_stores": int,
+    "parallel_loads": int,
+}
 """Types of the attributes that a tier must have besides `name` and `capacity_bytes`."""
+
+_MAX_PARALLEL = 16
 
 
 def open_tiers(configs: Sequence[TierConfig]) -> list[SecondaryTier]:
@@ -73,6 +83,13 @@ def _check(tier: SecondaryTier, config: TierConfig) -> None:
         value = getattr(tier, attribute, None)
         if not isinstance(value, kind):
             raise TierOpenError(f"its `{attribute}` is {safe_repr(value)}; it must be a {kind.__name__}")
+    # Removals of a tier that is not shared are ordered by running one store or removal at a time.
+    for attribute, most in (
+        ("parallel_stores", _MAX_PARALLEL if tier.shared else 1),
+        ("parallel_loads", _MAX_PARALLEL),
+    ):
+        if not 1 <= getattr(tier, attribute) <= most:
+            raise TierOpenError(f"its `{attribute}` is {getattr(tier, attribute)}; it must be between 1 and {most}")
 
 
 def tier_class(config: TierConfig) -> Callable[..., SecondaryTier]:

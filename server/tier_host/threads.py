@@ -25,14 +25,14 @@ class WorkQueue(enum.Enum):
     """Queue of calls. Its calls start in order; calls of different queues run in parallel."""
 
     STORE = "store"
-    """Stores and removals, in submission order: one thread."""
+    """Stores and removals, in submission order. A tier that is not shared has one thread for them,
+    so each ends before the next one starts."""
     LOAD = "load"
+    LOOKUP = "lookup"
+    """Queries to a shared tier. They do not wait for loads."""
     CHECK = "check"
     VOTE = "vote"
     """Votes of third-party tiers. They run on a thread because they may block."""
-
-
-_THREADS = {WorkQueue.STORE: 1, WorkQueue.LOAD: 2, WorkQueue.CHECK: 1, WorkQueue.VOTE: 1}
 
 
 @dataclass(slots=True, eq=False)
@@ -50,9 +50,13 @@ class TierThreads:
     Only the event loop calls `submit` and `abandon`. The other methods are thread-safe.
     """
 
-    def __init__(self, name: str) -> None:
-        """Starts no thread; `submit` starts threads when they are needed."""
+    def __init__(self, name: str, *, stores: int = 1, loads: int = 2) -> None:
+        """`stores` and `loads` are the numbers of threads of these queues; others have one thread.
+
+        Starts no thread; `submit` starts threads when they are needed.
+        """
         self._name = name
+        self._sizes = {WorkQueue.STORE: stores, WorkQueue.LOAD: loads}
         self._queues: dict[WorkQueue, SimpleQueue[_Call | None]] = {kind: SimpleQueue() for kind in WorkQueue}
         self._threads: dict[WorkQueue, list[threading.Thread]] = {kind: [] for kind in WorkQueue}
         self._running: set[_Call] = set()
@@ -70,7 +74,7 @@ class TierThreads:
         Raises RuntimeError if no thread is available; then the call is not queued.
         """
         threads = self._threads[kind]
-        if len(threads) < _THREADS[kind]:
+        if len(threads) < self._sizes.get(kind, 1):
             thread = threading.Thread(
                 target=self._work, args=(self._queues[kind],), name=f"kvtier-{self._name}-{kind.value}", daemon=True
             )

@@ -33,7 +33,7 @@ class TierWorker:
     """Runs the calls of one tier on its threads. Only `close` may run outside the event loop."""
 
     def __init__(self, tier: SecondaryTier) -> None:
-        self._threads = TierThreads(tier.name)
+        self._threads = TierThreads(tier.name, stores=tier.parallel_stores, loads=tier.parallel_loads)
         self.tier = CheckedTier(tier, self._threads)
         self.observe_job: JobObserver = lambda *_: None
         self.jobs = 0
@@ -67,7 +67,7 @@ class TierWorker:
                 answered(there)
 
         try:
-            self._threads.submit(WorkQueue.LOAD, "lookup", run, lambda: answered([]))
+            self._threads.submit(WorkQueue.LOOKUP, "lookup", run, lambda: answered([]))
         except RuntimeError as error:  # no thread available
             self._note_failure("lookup", error)
             answered([])
@@ -125,15 +125,16 @@ class TierWorker:
     def watch(self, seconds: float) -> bool:
         """Reports calls that take longer than `seconds`; returns whether the tier is stalled.
 
-        If the tier is stalled, loads that have not begun fail. So engines recompute blocks instead
-        of waiting for them.
+        If the tier is stalled, loads and lookups that have not begun fail. So engines recompute
+        blocks instead of waiting for them.
         """
         overdue = self._threads.overdue(seconds)
         calls = ", ".join(sorted(overdue.values()))
         self.tier.report("stalled", f"{calls}: still running after {seconds:g} s" if calls else None)
-        self.stalled = WorkQueue.STORE in overdue or WorkQueue.LOAD in overdue
+        self.stalled = not overdue.keys().isdisjoint((WorkQueue.STORE, WorkQueue.LOAD, WorkQueue.LOOKUP))
         if self.stalled:
             self._threads.abandon(WorkQueue.LOAD)
+            self._threads.abandon(WorkQueue.LOOKUP)
         return self.stalled
 
     def close(self) -> bool:

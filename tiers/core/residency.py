@@ -103,7 +103,7 @@ class ResidencyIndex:
     def record_answers(self, job_id: JobId, answers: Sequence[bool], now: float) -> None:
         secondary, names = self._queries.pop(job_id, (None, ()))
         if secondary is not None:
-            secondary.presence_cache.record_answers(names, answers, now)
+            secondary.record_answers(names, answers, now)
 
 
 class SharedTierQueries:

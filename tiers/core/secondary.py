@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from itertools import groupby
 from operator import attrgetter
+from typing import Any
 
 from ..base import NamespaceId, SecondaryTier, TierFilter
 from ..eviction.admission import Admission
@@ -22,8 +23,9 @@ __all__ = ["Name", "Presence", "PresenceCache", "SecondaryTierState"]
 Name = tuple[NamespaceId, bytes]
 
 VALID_SECONDS = 10.0
-"""How long a cached answer is used, in seconds. If another process removes the block during this
-time, a load reports the block as missing."""
+"""How long a positive answer is used. If the store drops the block during this time, a load reports
+the block as missing. A negative answer is used until the next tick, which is at most a second, so
+that blocks of other servers are found soon."""
 
 MAX_ANSWERS = 1 << 16
 
@@ -32,16 +34,19 @@ class PresenceCache:
     """Answers of one shared tier to the question whether it has a block, kept for a short time."""
 
     def __init__(self) -> None:
-        self._answers: dict[Name, tuple[bool, float]] = {}
-        """Per name: whether the tier has the block, and the time of the answer; oldest first."""
+        self._present: dict[Name, float] = {}
+        """Time of the answer for each block that the tier has, oldest first."""
+        self._absent: dict[Name, None] = {}
+        """Blocks that the tier lacked since the last tick, oldest answer first."""
         self._asked: set[Name] = set()
         self._to_ask: list[Name] = []
 
     def get(self, name: Name) -> bool | None:
         """Returns the cached answer. Without an answer, queues a query and returns None."""
-        answer = self._answers.get(name)
-        if answer is not None:
-            return answer[0]
+        if name in self._present:
+            return True
+        if name in self._absent:
+            return False
         if name not in self._asked:
             self._asked.add(name)
             self._to_ask.append(name)
@@ -58,20 +63,30 @@ class PresenceCache:
             self.set(name, there=number < len(answers) and answers[number] is True, now=now)
 
     def set(self, name: Name, *, there: bool, now: float) -> None:
-        self._answers.pop(name, None)
-        self._answers[name] = (there, now)
-        if len(self._answers) > MAX_ANSWERS:
-            del self._answers[next(iter(self._answers))]
+        self.forget(name)
+        if there:
+            self._present[name] = now
+            _drop_oldest(self._present)
+        else:
+            self._absent[name] = None
+            _drop_oldest(self._absent)
 
     def forget(self, name: Name) -> None:
-        self._answers.pop(name, None)
+        self._present.pop(name, None)
+        self._absent.pop(name, None)
 
     def tick(self, now: float) -> None:
-        while self._answers:
-            name, (_, said_at) = next(iter(self._answers.items()))
+        self._absent.clear()
+        while self._present:
+            name, said_at = next(iter(self._present.items()))
             if now - said_at < VALID_SECONDS:
                 return
-            del self._answers[name]
+            del self._present[name]
+
+
+def _drop_oldest(answers: dict[Name, Any]) -> None:
+    if len(answers) > MAX_ANSWERS:
+        del answers[next(iter(answers))]
 
 
 class Presence(enum.Enum):
@@ -107,8 +122,10 @@ class SecondaryTierState:
         self.write_back_queue: deque[Block] = deque()
         """Blocks waiting to be stored. Each is pinned and has a catalog entry."""
         self.pending_removals: list[CatalogEntry] = []
-        """Evicted entries that the tier must remove before the next store."""
-        self.storing = False
+        """Evicted entries that the tier must remove before the next store. A shared tier keeps
+        the blocks, because other servers may use them."""
+        self.stores = 0
+        """Number of running stores."""
         self.pending_stores: dict[tuple[NamespaceId, bytes], list[Request]] = {}
         """Per block that is queued or being stored: the REQUEST_LEVEL requests that wait for it."""
         self.queued_bytes = 0
@@ -138,7 +155,10 @@ class SecondaryTierState:
         return tier.name in tiers.names or tier.medium in tiers.media or (tiers.remote and not tier.local)
 
     def presence(self, namespace: NamespaceId, key: bytes, excluded: Collection[int]) -> Presence:
-        """Returns whether the tier can load a block; queues a query if that is unknown."""
+        """Returns whether the tier can load a block; queues a query if that is unknown.
+
+        The catalog of a shared tier is no proof, because the store can drop the block at any time.
+        """
         entry = self.catalog.held(namespace, key)
         held = entry is not None
         if self.index in excluded:
@@ -146,12 +166,20 @@ class SecondaryTierState:
         # Do not start a second load while an earlier one runs.
         if self.stalled or (entry is not None and entry.loads):
             return Presence.STALLED if held else Presence.ABSENT
-        if not held and self.tier.shared and self.catalog.get(namespace, key) is None:
+        if self.tier.shared and (held or self.catalog.get(namespace, key) is None):
             there = self.presence_cache.get((namespace, key))
             if there is None:
                 return Presence.UNKNOWN
             held = there
         return Presence.HELD if held else Presence.ABSENT
+
+    def record_answers(self, names: Sequence[Name], answers: Sequence[bool], now: float) -> None:
+        """Records a shared tier's answers. Blocks that it has lost may be stored again."""
+        self.presence_cache.record_answers(names, answers, now)
+        for name in names:
+            entry = self.catalog.held(*name)
+            if entry is not None and not entry.loads and self.presence_cache.get(name) is False:
+                self.catalog.evict([entry])
 
     def entry_of(self, block: Block) -> CatalogEntry:
         """Returns a block's catalog entry, or a temporary one for a block of another process."""

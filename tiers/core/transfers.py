@@ -246,7 +246,7 @@ class TransferScheduler:
         job.secondary.stored_bytes += moved if job.kind is JobKind.STORE else 0
         job.secondary.loaded_bytes += moved if job.kind is JobKind.LOAD else 0
         if job.kind is JobKind.STORE:
-            job.secondary.storing = False
+            job.secondary.stores -= 1
         self._advance(job.secondary)
         return FinishedJob(job.kind, results, acknowledged)
 
@@ -328,6 +328,8 @@ class TransferScheduler:
             entry.state = EntryState.HELD
             secondary.catalog.recount(entry)
             secondary.evicted_in_vain_bytes = 0
+            if secondary.tier.shared:
+                secondary.presence_cache.set(entry.name, there=True, now=secondary.catalog.queues.now)
         else:
             block.skip_reason = MissReason.STORE_FAILED
             secondary.catalog.drop(entry)
@@ -335,7 +337,8 @@ class TransferScheduler:
             secondary.pending_removals.append(entry)
             if outcome is Outcome.NO_SPACE:
                 secondary.dropped += 1
-                self._evict_for_space(secondary, entry)
+                if not secondary.tier.shared:
+                    self._evict_for_space(secondary, entry)
         self._cpu_tier.unpin([block])
 
     @staticmethod
@@ -363,10 +366,11 @@ class TransferScheduler:
                 self._advance(secondary)
             return
         secondary.damaged += outcome is Outcome.CORRUPT
-        if outcome in (Outcome.MISSING, Outcome.CORRUPT):
+        if outcome is not Outcome.DONE:
             secondary.presence_cache.forget(entry.name)
-            if secondary.catalog.get(block.namespace, block.key) is entry:
-                secondary.catalog.drop(entry)
+        gone = outcome in (Outcome.MISSING, Outcome.CORRUPT)
+        if gone and secondary.catalog.get(block.namespace, block.key) is entry:
+            secondary.catalog.drop(entry)
 
     def _enqueue(self, secondary: SecondaryTierState, block: Block, limit: int | None) -> bool:
         """Queues a block for write-back; False if queue or tier are full or the tier is stalled."""
@@ -390,16 +394,18 @@ class TransferScheduler:
         return requests
 
     def _advance(self, secondary: SecondaryTierState) -> None:
-        """Sends removals and starts the next store, unless the tier is storing or stalled."""
-        if secondary.storing or secondary.stalled:
+        """Sends removals and starts stores, as many as the tier permits, unless it is stalled."""
+        if secondary.stores >= secondary.tier.parallel_stores or secondary.stalled:
             return
         if secondary.pending_removals:
-            self._commands.append(RemoveFromTier(secondary.index, secondary.take_pending_removals()))
-        if secondary.write_back_queue:
+            names = secondary.take_pending_removals()
+            if not secondary.tier.shared:
+                self._commands.append(RemoveFromTier(secondary.index, names))
+        while secondary.write_back_queue and secondary.stores < secondary.tier.parallel_stores:
             batch = _batch(secondary.write_back_queue)
             for _ in batch:
                 secondary.write_back_queue.popleft()
-            secondary.storing = True
+            secondary.stores += 1
             self._begin(secondary, JobKind.STORE, batch)
 
     def _begin(self, secondary: SecondaryTierState, kind: JobKind, blocks: Sequence[Block]) -> _Job:

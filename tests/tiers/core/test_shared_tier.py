@@ -7,7 +7,7 @@ from core_rig import HIT, MISS, PENDING, Rig, keys
 from simulation import ModelTier
 
 from kvtier.tiers.base import Medium, Outcome, TierFilter
-from kvtier.tiers.core.commands import LoadFromTier, LookupInTier
+from kvtier.tiers.core.commands import LoadFromTier, LookupInTier, RemoveFromTier, StoreInTier
 from kvtier.tiers.errors import InvalidItem
 from kvtier.tiers.types import KeyStatus
 
@@ -53,14 +53,14 @@ def test_an_unanswered_query_is_retry() -> None:
 
 
 def test_a_negative_answer_is_a_miss() -> None:
-    """B3.15: the query is repeated only when the answer may be outdated."""
+    """B3.15: the answer is used for at most a second, until the next tick."""
     rig = Rig(Shared("far", 1 << 20))
     statuses(rig, keys(0))
     [question] = questions(rig)
     rig.core.lookup_finished(question.job_id, [False])
     assert statuses(rig, keys(0)) == MISS
     assert questions(rig) == []
-    rig.core.tick(11)
+    rig.core.tick(1)
     assert statuses(rig, keys(0)) == RETRY
     assert len(questions(rig)) == 1
 
@@ -176,3 +176,72 @@ def test_an_unknown_tier_cannot_be_left_out() -> None:
                 expires_at=60,
                 tiers=TierFilter(names=frozenset({name})),
             )
+
+
+def test_an_eviction_forgets_the_block_and_does_not_delete_it() -> None:
+    """Other servers may use the block. If the store still has it, a lookup finds it again."""
+    rig = Rig(Shared("far", 5 * 4096))
+    rig.store_in_all_tiers(keys(0))
+    rig.core.reset(rig.session)
+    rig.core.take_commands()
+    for number in range(1, 6):
+        rig.store(keys(number))
+        assert not [command for command in rig.finish_jobs() if isinstance(command, RemoveFromTier)]
+    assert rig.core.stats().tiers[1].evictions == 1
+    assert statuses(rig, keys(0)) == RETRY
+    [question] = questions(rig)
+    rig.core.lookup_finished(question.job_id, [True])
+    assert statuses(rig, keys(0)) == PENDING
+
+
+def test_stores_of_a_shared_tier_overlap() -> None:
+    """As many as the tier permits; a tier that is not shared has one store at a time."""
+    for make, permitted in ((ModelTier, 1), (Shared, 3)):
+        tier = make("far", 1 << 30)
+        tier.parallel_stores = permitted  # type: ignore[misc]
+        rig = Rig(tier, extents=64)
+        commands = []
+        for number in range(5):
+            rig.store(keys(number))
+            commands += rig.core.take_commands()
+        stores = [command for command in commands if isinstance(command, StoreInTier)]
+        assert [len(command.blocks) for command in stores] == [1] * permitted
+        for command in stores:
+            rig.core.job_finished(command.job_id, [Outcome.DONE])
+        while rig.finish_jobs():
+            pass
+        assert rig.core.stats().tiers[1].blocks == 5
+
+
+def test_a_block_that_the_store_lost_is_stored_again() -> None:
+    """After a negative answer the server no longer counts the block as stored."""
+    rig = Rig(Shared("far", 1 << 20))
+    rig.store_in_all_tiers(keys(0))
+    rig.core.reset(rig.session)
+    assert statuses(rig, keys(0)) == PENDING, "its own store is an answer"
+    rig.finish_jobs(Outcome.FAILED)
+    assert statuses(rig, keys(0)) == RETRY, "after a failed load the store is asked"
+    [question] = questions(rig)
+    rig.core.lookup_finished(question.job_id, [False])
+    assert statuses(rig, keys(0)) == MISS
+    rig.store(keys(0))
+    assert [type(command) for command in rig.core.take_commands()] == [StoreInTier]
+
+
+def test_a_positive_answer_expires() -> None:
+    """Ten seconds after its own store, the server asks the store again."""
+    rig = Rig(Shared("far", 1 << 20))
+    rig.store_in_all_tiers(keys(0))
+    rig.core.reset(rig.session)
+    rig.core.tick(11)
+    assert statuses(rig, keys(0)) == RETRY
+
+
+def test_a_full_store_evicts_nothing_here() -> None:
+    """The store evicts by itself; to forget other blocks would free no space."""
+    rig = Rig(Shared("far", 1 << 20))
+    rig.store_in_all_tiers(keys(0, 1))
+    rig.store(keys(2))
+    rig.finish_jobs(Outcome.NO_SPACE)
+    assert rig.core.stats().tiers[1].blocks == 2
+    assert rig.core.stats().tiers[1].dropped == 1

@@ -169,10 +169,14 @@ class Environment:
         self.world.core.lookup_finished(question.job_id, answers)
 
     def store_elsewhere(self) -> None:
-        """Another server writes to a shared tier."""
+        """Another server writes to a shared tier, or the tier's store evicts blocks."""
         shared = [tier for tier in self.world.tiers if tier.shared]
         if shared:
             spec, tier = self.rng.choice(SPECS), self.rng.choice(shared)
+            if self.rng.random() < 0.3:
+                tier.remove(self.rng.sample(sorted(tier.blocks), len(tier.blocks) // 2))
+                self.world.saw("blocks evicted by a shared store")
+                return
             group = self.rng.randrange(len(spec.part_bytes))
             for key in self.rng.choice(CHAINS[group])[: self.rng.randint(1, 10)]:
                 parts = tuple(label(spec.id, key, rank) for rank in range(spec.world_size))

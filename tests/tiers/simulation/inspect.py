@@ -228,7 +228,7 @@ def leftovers(core: TierManager) -> dict[str, object]:
         found[f"{secondary.tier.name}: pending removals"] = secondary.pending_removals
         found[f"{secondary.tier.name}: pending stores"] = secondary.pending_stores
         found[f"{secondary.tier.name}: queued bytes"] = secondary.queued_bytes
-        found[f"{secondary.tier.name}: storing"] = secondary.storing
+        found[f"{secondary.tier.name}: stores"] = secondary.stores
         found[f"{secondary.tier.name}: jobs"] = secondary.jobs
         found[f"{secondary.tier.name}: open questions"] = secondary.presence_cache._asked
     return {name: left for name, left in found.items() if left}

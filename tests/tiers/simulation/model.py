@@ -49,6 +49,8 @@ Name = tuple[NamespaceId, bytes]
 EXERCISED = (
     "blocks lost by a tier",
     "blocks of other servers found",
+    "blocks evicted by a shared store",
+    "blocks evicted by a shared store",
     "blocks expired",
     "blocks not retained",
     "blocks parked",
@@ -178,8 +180,9 @@ class ModelTier(SecondaryTier):
         """Sizes of blocks that it misreports."""
 
     def share(self) -> None:
-        """Lets other servers write to its storage."""
+        """Lets other servers write to its storage, which may evict blocks at any time."""
         self.shared, self.local, self.medium = True, False, Medium.NETWORK  # type: ignore[misc]
+        self.durable, self.parallel_stores = False, 2  # type: ignore[misc]
 
     def on_new_request(self, request: RequestInfo) -> Vote:
         self.begun.append(request.request_id)

@@ -32,9 +32,10 @@ class Work:
                 self.world.must(Invariant.JOBS, job_id not in questions, f"query {job_id} was sent twice")
                 questions[job_id] = command
             case RemoveFromTier(tier, keys):
-                if not self.world.tiers[tier - 1].shared:
-                    hurt = self._loading(tier) & set(keys)
-                    self.world.must(Invariant.APART, not hurt, "a block is removed while it is loaded")
+                shared = self.world.tiers[tier - 1].shared
+                self.world.must(Invariant.APART, not shared, "a block that other servers may use is removed")
+                hurt = self._loading(tier) & set(keys)
+                self.world.must(Invariant.APART, not hurt, "a block is removed while it is loaded")
                 self.written[tier].append(command)
             case StoreInTier() | LoadFromTier():
                 self._begin(command)
@@ -69,7 +70,8 @@ class Work:
         if job.is_load:
             self.world.memory.update((slot, "loading") for slots in job.slots for slot in slots if slot is not None)
         else:
-            must(Invariant.APART, not ledger.running(tier, loads=False), "two stores of a tier at a time")
+            room = len(ledger.running(tier, loads=False)) < self.world.tiers[tier - 1].parallel_stores
+            must(Invariant.APART, room, "too many stores of a tier at a time")
             self.written[tier].append(job)
         ledger.jobs[command.job_id] = job
 
