@@ -12,13 +12,22 @@ from collections.abc import Iterable
 
 __all__ = ["pack_offsets", "unpack_keys", "unpack_offsets"]
 
+_AT_ONCE = 256
+
 
 def unpack_keys(packed: bytes, key_bytes: int) -> list[bytes]:
     """Splits keys of `key_bytes` each. Raises ValueError if the length does not match."""
     if key_bytes < 1 or len(packed) % key_bytes:
         raise ValueError(f"{len(packed)} bytes are not a multiple of the key length {key_bytes}")
-    # `struct.unpack` would keep every format in a cache.
-    return list(struct.Struct(f"{key_bytes}s" * (len(packed) // key_bytes)).unpack(packed))
+    number = len(packed) // key_bytes
+    many = number - number % _AT_ONCE
+    keys: list[bytes] = []
+    # `struct.unpack` would keep every format in a cache. A format of 65,536 keys takes 6 ms.
+    if many:
+        for part in struct.Struct(f"{key_bytes}s" * _AT_ONCE).iter_unpack(memoryview(packed)[: many * key_bytes]):
+            keys += part
+    keys += struct.Struct(f"{key_bytes}s" * (number - many)).unpack_from(packed, many * key_bytes)
+    return keys
 
 
 def pack_offsets(offsets: Iterable[int]) -> bytes:

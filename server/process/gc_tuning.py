@@ -23,7 +23,7 @@ __all__ = ["FullCollector", "HeapTrimmer", "disable_full_gc"]
 
 _YOUNG = 2000
 """Number of new objects that triggers a collection of the youngest generation (0.5 ms)."""
-_YOUNG_ROUNDS = 10
+_YOUNG_ROUNDS = 5
 """Collections of the youngest generation per collection of the next."""
 _NEVER = 1 << 30
 

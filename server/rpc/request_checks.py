@@ -18,9 +18,9 @@ from ...tiers.types import GROUP_INDEX_BYTES, NamespaceSpec
 from ..config.schema import HandoffConfig, LeaseConfig, LimitConfig, RetentionConfig
 from ..refused import Refused
 
-__all__ = ["RequestValidator", "duration_seconds"]
+__all__ = ["NamesKeys", "RequestValidator", "duration_seconds"]
 
-_NamesKeys: TypeAlias = cache_pb2.BeginRequestRequest | cache_pb2.LookupRequest | cache_pb2.PrepareStoreRequest
+NamesKeys: TypeAlias = cache_pb2.BeginRequestRequest | cache_pb2.LookupRequest | cache_pb2.PrepareStoreRequest
 
 
 class RequestValidator:
@@ -45,21 +45,21 @@ class RequestValidator:
             namespace.check(keys)
         return keys
 
-    def keys_of(self, request: _NamesKeys, namespace: NamespaceSpec) -> Sequence[bytes]:
-        """Returns the keys of a request, packed or not, after the same checks as in `keys`."""
+    def check_packed(self, request: NamesKeys) -> None:
+        """Checks the number and the length of the packed keys of a request."""
         packed, key_bytes = request.packed_keys.keys, request.packed_keys.key_bytes
-        if not packed:
-            return self.keys(request.keys, namespace)
         if request.keys:
             raise Refused("INVALID_ARGUMENT", "only one of keys and packed_keys may be given")
         self._check_lengths({key_bytes})
         number = -(-len(packed) // key_bytes)
         if number > self.limits.max_keys:
             raise Refused("TOO_MANY_KEYS", f"{number} keys in one call; the limit is {self.limits.max_keys}")
-        try:
-            keys = unpack_keys(packed, key_bytes)
-        except ValueError as error:
-            raise Refused("INVALID_KEY", f"packed_keys: {error}") from None
+        if len(packed) % key_bytes:
+            raise Refused("INVALID_KEY", f"packed_keys: {len(packed)} bytes are not a multiple of {key_bytes}")
+
+    def unpack(self, packed: bytes, key_bytes: int, namespace: NamespaceSpec) -> list[bytes]:
+        """Returns packed keys. Raises `InvalidKey` like `keys`."""
+        keys = unpack_keys(packed, key_bytes)
         if not namespace.groups_are_known(packed, key_bytes):
             namespace.check(keys)
         return keys

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from ...tiers.types import EngineSession
@@ -84,8 +84,10 @@ class SliceScheduler:
             loop.call_soon(self._grant)
 
 
-def slices_of(items: Sequence[T], size: int) -> list[Sequence[T]]:
-    """Returns the items in slices; all of them if there are at most `size`."""
+def slices_of(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    """Yields the items in slices; all of them at once if there are at most `size`."""
     if len(items) <= size:
-        return [items]
-    return [items[start : start + size] for start in range(0, len(items), size)]
+        yield items
+        return
+    for start in range(0, len(items), size):
+        yield items[start : start + size]

@@ -72,7 +72,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             kv_transfer_params=_params(request.kv_transfer_params_json),
             retain_for=self._validator.retention(request.retain_for),
         )
-        options = self._lookup_options(session, request)
+        options = await self._lookup_options(session, request)
         negotiation = self._core.begin_request(session, info)
         lookup = await self._look_up(session, options)
         return cache_pb2.BeginRequestResponse(
@@ -88,7 +88,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self, request: cache_pb2.LookupRequest, context: grpc.aio.ServicerContext
     ) -> cache_pb2.LookupResponse:
         session = self._sessions.get(request.session)
-        return await self._look_up(session, self._lookup_options(session, request), want_slots=request.want_slots)
+        return await self._look_up(session, await self._lookup_options(session, request), want_slots=request.want_slots)
 
     async def PrepareLoad(
         self, request: cache_pb2.PrepareLoadRequest, context: grpc.aio.ServicerContext
@@ -131,7 +131,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     ) -> cache_pb2.PrepareStoreResponse:
         self._sessions.refuse_if_draining()
         session = self._sessions.get(request.session)
-        keys = self._validator.keys_of(request, session.namespace)
+        keys = await self.long_calls.keys_of(session, self._validator, request)
         retain_for = self._validator.retention(request.retain_for)
         answer = await self.long_calls.prepare_store(
             session,
@@ -178,8 +178,8 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self, request: cache_pb2.FlushRequest, context: grpc.aio.ServicerContext
     ) -> cache_pb2.FlushResponse:
         session = self._sessions.get(request.session)
-        keys = self._validator.keys(request.keys, session.namespace)
         deadline = self._runtime.now() + self._validator.wait(request.wait)
+        keys = await self.long_calls.keys(session, self._validator, request.keys)
         return cache_pb2.FlushResponse(statuses=await self.long_calls.flush(session, keys, deadline))
 
     async def FinishRequest(
@@ -209,13 +209,13 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             pending = self._core.resetting(session)
         return cache_pb2.ResetResponse(pending_blocks=pending)
 
-    def _lookup_options(
+    async def _lookup_options(
         self, session: EngineSession, request: cache_pb2.BeginRequestRequest | cache_pb2.LookupRequest
     ) -> _LookupOptions:
         tiers = self._validator.tiers(request.exclude)
         self._core.check_filter(tiers)
         return _LookupOptions(
-            keys=self._validator.keys_of(request, session.namespace),
+            keys=await self.long_calls.keys_of(session, self._validator, request),
             prefix=request.mode != cache_pb2.LOOKUP_MODE_EACH,
             request_id=request.request_id,
             tiers=tiers,

@@ -42,7 +42,7 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         publication = self._handoffs.begin(
             session,
             request_id,
-            list(self._validator.keys(request.keys, session.namespace)),
+            await self._long_calls.keys(session, self._validator, request.keys),
             list(request.positions),
             num_tokens=request.num_tokens,
             direction=_direction(request.direction),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ..errors import HoldNotFound
 from ..stats.request_log import ClaimOutcome
@@ -26,14 +26,11 @@ class ClaimHandler:
         lookups: LookupHandler,
         log: HandoffLog,
         stats: Mapping[HandoffDirection, HandoffStats],
-        continue_if: Callable[[bool], None],
     ) -> None:
-        """`continue_if`: if its argument is True, the pins of ended leases are removed later."""
         self._cpu_tier = cpu_tier
         self._lookups = lookups
         self._log = log
         self._stats = stats
-        self._continue_if = continue_if
         self.missed: Counter[ClaimOutcome] = Counter()
 
     def begin(
@@ -71,7 +68,7 @@ class ClaimHandler:
         """Ends a claim whose engine gets no answer, and its lease."""
         lease, claim.lease = claim.lease, None
         if lease is not None and self._lookups.leases.is_open(lease):
-            self._continue_if(self._lookups.end([lease]))
+            self._lookups.end([lease])
         self._finish(claim)
 
     def not_claimed(self, owner: Owner, name: HoldName, outcome: ClaimOutcome, now: float) -> None:

@@ -59,6 +59,9 @@ class CpuTier:
         self._spare_demand: dict[int, int] = {}
         """Per size class under pressure, the number of slots that its last store needed.
         `make_spare_room` removes the classes that it has handled."""
+        self._unevictable: set[TenantShare] = set()
+        """Shares at their limit without an evictable block. A search would look at all of their
+        blocks, which are pinned: 15 ms for 58,000 blocks. An unpinned block ends this state."""
         self._clock = 0
         """Logical time of the last use. It grows with each use, and is at least the microseconds of
         the clock at the last tick."""
@@ -126,6 +129,7 @@ class CpuTier:
     def tick(self, now: float) -> bool:
         """Advances the time, drops some expired blocks; returns whether expired blocks are left."""
         self._clock = max(self._clock, int(now * _TICKS_PER_SECOND))
+        self._unevictable.clear()
         gone = []
         for block in self.queues.tick(now):
             if block.pins or block.retained:
@@ -182,16 +186,24 @@ class CpuTier:
 
     def unpin(self, blocks: Iterable[Block]) -> None:
         """Removes one pin per block; drops unpinned blocks that are empty or must be evicted."""
+        dropped: dict[MissReason, list[Block]] = {}
         for block in blocks:
             block.pins = pins = block.pins - 1
             if pins or (block.ready and not block.evict_on_unpin and not block.namespace_index.invalidated):
+                if self._unevictable and not pins:
+                    self._unevictable.discard(block.queue.share)
                 continue
             if (
                 block.invalidated
                 or block.evict_on_unpin
                 or not (block.ready or any(slot is not None for slot in block.slots))
             ):
-                self.drop([block], MissReason.EXPIRED if block.evict_on_unpin else MissReason.RESET)
+                reason = MissReason.EXPIRED if block.evict_on_unpin else MissReason.RESET
+                dropped.setdefault(reason, []).append(block)
+            else:
+                self._unevictable.discard(block.queue.share)
+        for reason, gone in dropped.items():
+            self.drop(gone, reason)
 
     def detach_slot(self, block: Block, rank: int) -> int:
         """Removes the slot of an unwritten part from the block. `release` frees the slot later."""
@@ -359,13 +371,18 @@ class CpuTier:
         over = share.over_limit(slot_bytes * count)
         if share.limit is None or not over:
             return count
-        self.evict(self._reclaimer.own_victims(share, slot_bytes, over))
+        if share not in self._unevictable:
+            victims = self._reclaimer.own_victims(share, slot_bytes, over)
+            self.evict(victims)
+            if share.over_limit(slot_bytes * count):
+                self._unevictable.add(share)
         return min(count, max(0, share.limit - share.used) // slot_bytes)
 
     def _make_room(self, share: TenantShare, slot_bytes: int, count: int) -> bool:
         """Evicts to free slots or an extent of another class; returns whether it freed any."""
         victims = self._reclaimer.victims(share, slot_bytes, count)
         if not victims and self.queues.end_retention():
+            self._unevictable.clear()
             victims = self._reclaimer.victims(share, slot_bytes, count)
         self.evict(victims)
         return bool(victims)

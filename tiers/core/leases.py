@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
+from operator import is_
 from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import InvalidItem, LeaseNotFound, NotOwner, NotReady
@@ -23,7 +25,10 @@ __all__ = ["BlockLease", "LeaseTable", "LookupAnswer", "SlicedLookup"]
 
 K = TypeVar("K")
 
-SLICE = 8192
+SLICE = 2048
+
+_OF_MISSING = bytes([KeyStatus.HIT, KeyStatus.MISS]).ljust(256, b"\0")
+"""Status of an item, by whether it is a miss."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,12 +57,14 @@ class BlockLease:
     record: LookupRecord | None = None
 
     def statuses(self) -> bytes:
-        hit, miss, pending = KeyStatus.HIT, KeyStatus.MISS, KeyStatus.HIT_PENDING
-        if not self.pending and None not in self.items:
-            known = bytes([hit]) * len(self.items)
-        else:
-            known = bytes(miss if block is None else hit if block.ready else pending for block in self.items)
-        return known + bytes([miss]) * (self.keys - len(known))
+        is_missing = bytes(map(is_, self.items, repeat(None)))
+        known = bytearray(is_missing.translate(_OF_MISSING))
+        if self.pending:
+            pending = int(KeyStatus.HIT_PENDING)
+            for item, block in enumerate(self.items):
+                if block is not None and not block.ready:
+                    known[item] = pending
+        return bytes(known.ljust(self.keys, bytes([KeyStatus.MISS])))
 
     def slots(self, items: Iterable[int], rank: int) -> list[int]:
         """Returns the slots of one rank's parts. Raises InvalidItem, NotReady."""

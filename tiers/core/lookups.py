@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -72,7 +72,9 @@ class LookupHandler:
         counters: HitCounters,
         miss_ratio_curves: MissRatioCurves | None,
         first_id: int,
+        continue_if: Callable[[bool], None],
     ) -> None:
+        """`continue_if`: if its argument is True, `leases.unpin_slice` is called later."""
         self.leases = LeaseTable(cpu_tier, first_id)
         self.counters = counters
         self._cpu_tier = cpu_tier
@@ -81,6 +83,7 @@ class LookupHandler:
         self._history = history
         self._request_log = request_log
         self._miss_ratio_curves = miss_ratio_curves
+        self._continue_if = continue_if
         self._formats: dict[str, dict[NamespaceId, None]] = defaultdict(dict)
 
     def remember_namespace(self, namespace: NamespaceId, tenant: str) -> None:
@@ -150,7 +153,7 @@ class LookupHandler:
         lease, lookup.lease, lookup.retries = lookup.lease, None, []
         lookup.position = len(lookup.keys)
         if lease is not None and self.leases.is_open(lease):
-            self.end([lease])  # `tick` removes pins that are left
+            self.end([lease])
         self._finish(lookup)
 
     def _finish(self, lookup: SlicedLookup) -> None:
@@ -210,15 +213,12 @@ class LookupHandler:
         self._transfers.promote([(secondary, block) for secondary, block in found if block.promoting], None)
         self._residency.send_queries()
 
-    def end(self, leases: Iterable[BlockLease]) -> bool:
-        """Ends leases; returns whether `LeaseTable.unpin_slice` must still remove pins.
-
-        Blocks that are still pending count as hits.
-        """
+    def end(self, leases: Iterable[BlockLease]) -> None:
+        """Ends leases, and removes their pins in slices. Pending blocks count as hits."""
         for lease in leases:
             self._count_pending(lease)
             self.leases.end(lease)
-        return self.leases.unpin_slice()
+        self._continue_if(self.leases.unpin_slice())
 
     def _count_pending(self, lease: BlockLease) -> None:
         if lease.pending:

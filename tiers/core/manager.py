@@ -121,6 +121,7 @@ class TierManager:
             counters=self._counters,
             miss_ratio_curves=self._miss_ratio_curves,
             first_id=first_id,
+            continue_if=lambda more: self._sliced_work.continue_if(more),  # noqa: PLW0108 - created below
         )
         self.handoffs = HandoffHandler(
             cpu_tier=self._cpu_tier,
@@ -190,12 +191,11 @@ class TierManager:
     def close_session(self, session_id: bytes) -> None:
         """Ends a session, its leases and stores; quarantines slots that the client may write to."""
         session = self.session(session_id)
-        self._sliced_work.continue_if(self._lookups.end(self._lookups.leases.of_session(session_id)))
+        self._lookups.end(self._lookups.leases.of_session(session_id))
         for store in self._stores.table.owned_by(session_id):
             self._stores.abandon(store, session.writers)
         for request_id in list(session.requests):
-            request = self._requests.get(session.engine, request_id)
-            if request is not None:
+            if (request := self._requests.get(session.engine, request_id)) is not None:
                 self._requests.finish(request, give_up=True)
         del self._sessions[session_id]
         if all(other.engine != session.engine for other in self._sessions.values()):
@@ -236,7 +236,7 @@ class TierManager:
 
         A request that did not begin is begun first, so that every tier gets both calls (B3.13).
         """
-        self._sliced_work.continue_if(self._lookups.end(self._lookups.leases.of_request(session.engine, request_id)))
+        self._lookups.end(self._lookups.leases.of_request(session.engine, request_id))
         request = self._requests.get(session.engine, request_id)
         if request is None:
             request = self._requests.negotiate(session, RequestInfo(request_id, session.namespace.id))
@@ -290,7 +290,7 @@ class TierManager:
         lease.expires_at = max(lease.expires_at, expires_at)
 
     def release(self, session: EngineSession, lease_id: LeaseId) -> None:
-        self._sliced_work.continue_if(self._lookups.end([self._lookups.leases.get(lease_id, session.engine)]))
+        self._lookups.end([self._lookups.leases.get(lease_id, session.engine)])
 
     def prepare_store(
         self,
@@ -342,7 +342,7 @@ class TierManager:
         self.handoffs.tick(now)
         expired = self._lookups.leases.expired(now)
         self._expired_leases += len(expired)
-        self._sliced_work.continue_if(self._lookups.end(expired))
+        self._lookups.end(expired)
         self._commands += (LeaseSettled(lease.id) for lease in expired)
         for store in self._stores.table.expired(now):
             self._expired_stores += 1

@@ -28,6 +28,10 @@ __all__ = ["FinishedJob", "JobKind", "StallChange", "TransferScheduler"]
 JOB_BYTES = 32 << 20
 """Size limit of a job: large enough for efficient transactions, small enough for quick results."""
 
+JOB_BLOCKS = 1024
+"""Limit of the blocks of a job. The event loop ends a job, and begins the next one, in one piece:
+4 µs per block."""
+
 MAX_EVICTED_IN_VAIN = 0.25
 """Largest part of a tier that is evicted while the tier refuses every block for lack of space."""
 
@@ -428,7 +432,7 @@ def _batch(blocks: Iterable[Block]) -> list[Block]:
     nbytes = 0
     for block in blocks:
         nbytes += block.nbytes
-        if batch and nbytes > JOB_BYTES:
+        if batch and (nbytes > JOB_BYTES or len(batch) == JOB_BLOCKS):
             break
         batch.append(block)
     return batch

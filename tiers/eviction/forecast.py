@@ -119,9 +119,8 @@ class Forecast(Generic[T]):
             self._forget_run(run)
 
     def victims(self) -> Iterator[T]:
-        for _, bucket in self._ranked:
-            for run in bucket.in_order():
-                yield from reversed(run.items)
+        runs = (run for _, bucket in self._ranked for run in bucket.in_order())
+        return itertools.chain.from_iterable(reversed(run.items) for run in runs)
 
     def oldest(self) -> T | None:
         """Returns the tail of the least recently used run."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import ClassVar, Generic
 
 from .open_requests import OpenRequests
@@ -58,8 +58,7 @@ class LRU(Generic[T]):
                 del self._chains[chain]
 
     def victims(self) -> Iterator[T]:
-        for chain in self._chains:
-            yield from reversed(chain.items)
+        return chain.from_iterable(reversed(each.items) for each in self._chains)
 
     def oldest(self) -> T | None:
         return next(self.victims(), None)

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ from kvtier.server.services.cache import CacheService
 from kvtier.server.services.transfer import TransferService
 from kvtier.tiers.base import NamespaceId, SecondaryTier, TierFilter
 from kvtier.tiers.core.secondary import Presence
-from kvtier.tiers.errors import InvalidItem, StoreNotFound
+from kvtier.tiers.errors import InvalidItem, InvalidKey, StoreNotFound
 from kvtier.tiers.types import DurableStatus, EngineSession, JobId, KeyStatus, NamespaceSpec, StoreId, StoreStatus
 
 PART = 4096
@@ -284,8 +285,62 @@ def test_long_calls_run_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(durability, "flush", flush)
             turns = await turns_of(asyncio.create_task(calls.flush(KEYS, 0)))
             assert sum(slices) == MANY
-            assert max(slices) <= 512
+            assert max(slices) <= 256
             assert turns > len(slices)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("call", "packed"),
+    [("Flush", False), ("Lookup", False), ("Lookup", True), ("PrepareStore", False), ("PrepareStore", True)],
+)
+def test_the_keys_of_a_request_are_read_in_slices(monkeypatch: pytest.MonkeyPatch, call: str, *, packed: bool) -> None:
+    """Other calls run between two slices, also if the call is refused because of its last key."""
+
+    async def scenario() -> None:
+        async with serving() as calls:
+            scheduler, slices = calls.service.long_calls._scheduler, []
+
+            def read(original: Callable[..., list[bytes]], *arguments: Any) -> list[bytes]:
+                found = original(*arguments)
+                slices.append((scheduler.turns, len(found)))
+                return found
+
+            for name in ("keys", "unpack"):
+                monkeypatch.setattr(calls.validator, name, partial(read, getattr(calls.validator, name)))
+            names = [*KEYS * 15, *KEYS[:5]]
+            kind: Any = getattr(cache_pb2, f"{call}Request")
+            bad = KEYS[0][:-4] + b"\0\0\0\7"
+            for last in (bad, names[-1]):
+                slices.clear()
+                all_keys = [*names[:-1], last]
+                fields = {"packed_keys": {"keys": b"".join(all_keys), "key_bytes": len(bad)}} if packed else {}
+                work = getattr(calls.service, call)(kind(**fields or {"keys": all_keys}), None)
+                if last is bad:
+                    with pytest.raises(InvalidKey):
+                        await work
+                    assert not calls.runtime.core.stores()
+                    assert not calls.runtime.core.leases()
+                else:
+                    await work
+                    assert sum(number for _, number in slices) == len(names)
+                assert max(number for _, number in slices) <= 8192
+                assert len({turn for turn, _ in slices}) == len(slices) >= 7
+
+    asyncio.run(scenario())
+
+
+def test_the_answer_of_a_flush_is_built_in_slices() -> None:
+    """Also if all of its keys are the same one."""
+
+    async def scenario() -> None:
+        async with serving() as calls:
+            calls.runtime.core.complete_store(calls.session, calls.store(KEYS[:1]))
+            names = KEYS[:1] * 65535 + KEYS[1:2]
+            flush = asyncio.create_task(calls.flush(names, 0))
+            assert await turns_of(flush) > 65536 // 256
+            assert flush.result() == bytes([DurableStatus.VOLATILE]) * 65536
 
     asyncio.run(scenario())
 

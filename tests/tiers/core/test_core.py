@@ -344,6 +344,19 @@ def test_queued_stores_are_merged_into_one_job() -> None:
     assert len(second.blocks) == 4
 
 
+def test_a_job_has_a_limit_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop handles the end of a job in one piece, so small blocks are in several jobs."""
+    monkeypatch.setattr("kvtier.tiers.core.transfers.JOB_BLOCKS", 3)
+    rig = Rig(ModelTier("near", 1 << 20), queue=EXTENT)
+    rig.store(keys(*range(8)))
+    sizes = []
+    while jobs := [command for command in rig.core.take_commands() if isinstance(command, StoreInTier)]:
+        [job] = jobs
+        sizes.append(len(job.blocks))
+        rig.core.job_finished(job.job_id, [Outcome.DONE] * len(job.blocks))
+    assert sizes == [3, 3, 2]
+
+
 def test_a_restart_finds_the_blocks_of_tiers() -> None:
     """Blocks beyond the capacity are removed, the oldest first."""
     tier = ModelTier("near", 1 << 20)

@@ -84,6 +84,40 @@ def test_extents_with_protected_blocks_stay() -> None:
     assert rig.visible("alice") == set(keys(range(32)))
 
 
+@pytest.mark.parametrize("unpinned", ["release", "partial store", "failed store", "retention"])
+def test_a_tenant_without_evictable_blocks_is_searched_once(monkeypatch: pytest.MonkeyPatch, unpinned: str) -> None:
+    """A store finds no room until a block is evictable again. Only then the next store searches."""
+    rig = Rig(tenant("alice", limit=EXTENT))
+    alice = spec("alice")
+    session, tier = rig.session(alice), rig.core._cpu_tier
+    rig.store("alice", range(8), retain_until=5.0 if unpinned == "retention" else 0.0)
+    lease = rig.core.lookup(session, keys(range(8)), prefix=True, request_id="", expires_at=1e9).lease
+    pending = rig.core.prepare_store(session, keys(range(8, 16)), request_id="", expires_at=1e9).store_id
+    assert lease is not None
+    assert pending is not None
+    if unpinned == "retention":
+        rig.core.release(session, lease.id)
+    searches, search = [], tier._reclaimer.own_victims
+
+    def own_victims(share: TenantShare, slot_bytes: int, nbytes: int) -> list[Block]:
+        searches.append(share)
+        return search(share, slot_bytes, nbytes)
+
+    monkeypatch.setattr(tier._reclaimer, "own_victims", own_victims)
+    no_room = bytes([StoreStatus.NO_ROOM])
+    for number in range(100, 120):
+        assert rig.core.prepare_store(session, keys([number]), request_id="", expires_at=1e9).statuses == no_room
+    assert len(searches) == 1
+    if unpinned == "release":
+        rig.core.release(session, lease.id)
+    elif unpinned == "retention":
+        rig.core.tick(6.0)
+    else:
+        rig.core.complete_store(session, pending, range(8) if unpinned == "failed store" else ())
+    answer = rig.core.prepare_store(session, keys(range(200, 204)), request_id="", expires_at=1e9)
+    assert answer.statuses == bytes([StoreStatus.GRANTED]) * 4
+
+
 def test_a_tenant_at_its_limit_evicts_its_own_blocks() -> None:
     """Also if the tier has free space."""
     disk = ModelTier("disk", ROOMY)

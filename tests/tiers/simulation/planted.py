@@ -50,7 +50,7 @@ MUTANTS = (
         "a leased block is evicted",
         Invariant.PINS,
         "core/slot_reclaim.py",
-        "return (block for block in queue.policy.victims() if block.pins == 0)",
+        'return filterfalse(attrgetter("pins"), queue.policy.victims())',
         "return iter(queue.policy.victims())",
     ),
     Mutant(
