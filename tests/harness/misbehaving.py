@@ -58,7 +58,7 @@ FRESH = [key_of(number, salt="fresh") for number in range(8)]
 HOLD = handoff_pb2.HoldRef(engine_id="mine", request_id="r")
 GROWTH_BYTES = 128 * MIB
 """Allowed growth of the server's memory: malloc keeps the memory of the largest messages."""
-TIMEOUT = 20.0
+TIMEOUT = 60.0
 
 INVALID = ("INVALID_ARGUMENT", "INVALID_ARGUMENT")
 INVALID_KEY = ("INVALID_ARGUMENT", "INVALID_KEY")
