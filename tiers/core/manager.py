@@ -113,6 +113,7 @@ class TierManager:
     def _create_handlers(self, settings: TierSettings, tiers: Sequence[SecondaryTier], first_id: int) -> None:
         """Creates the event handlers. A handler refers only to handlers created before it."""
         self._requests = RequestTable(tiers=tiers, on_end=self._request_ended)
+        self._sliced_work = IncrementalWork(cpu_tier=self._cpu_tier, transfers=self._transfers, commands=self._commands)
         self.lookup_handler = self._lookups = LookupHandler(
             cpu_tier=self._cpu_tier,
             transfers=self._transfers,
@@ -121,7 +122,7 @@ class TierManager:
             counters=self._counters,
             miss_ratio_curves=self._miss_ratio_curves,
             first_id=first_id,
-            continue_if=lambda more: self._sliced_work.continue_if(more),  # noqa: PLW0108 - created below
+            continue_if=self._sliced_work.continue_if,
         )
         self.handoffs = HandoffHandler(
             cpu_tier=self._cpu_tier,
@@ -130,7 +131,7 @@ class TierManager:
             region_bytes=self._region_bytes,
             commands=self._commands,
             log=HandoffLog(self._request_log, self._history),
-            continue_if=lambda more: self._sliced_work.continue_if(more),  # noqa: PLW0108 - created below
+            continue_if=self._sliced_work.continue_if,
         )
         self._completions = CompletionHandler(
             cpu_tier=self._cpu_tier,
@@ -149,13 +150,9 @@ class TierManager:
             history=self._history,
             miss_ratio_curves=self._miss_ratio_curves,
             first_id=first_id,
+            continue_if=self._sliced_work.continue_if,
         )
-        self._sliced_work = IncrementalWork(
-            cpu_tier=self._cpu_tier,
-            transfers=self._transfers,
-            pin_owners=(self._lookups.leases, self.handoffs),
-            commands=self._commands,
-        )
+        self._sliced_work.pin_owners = (self._lookups.leases, self.handoffs, self._stores)
 
     def take_commands(self) -> list[Command]:
         commands = self._commands.copy()

@@ -33,13 +33,12 @@ class IncrementalWork:
         *,
         cpu_tier: CpuTier,
         transfers: TransferScheduler,
-        pin_owners: Sequence[PinOwner],
         commands: list[Command],
     ) -> None:
-        """`pin_owners`: the leases and the holds."""
         self._cpu_tier = cpu_tier
         self._transfers = transfers
-        self._pin_owners = pin_owners
+        self.pin_owners: Sequence[PinOwner] = ()
+        """The leases, the holds and the stores. Set once, when they have been created."""
         self._commands = commands
         self._eviction_tasks: deque[EvictionTask] = deque()
         self._continue_requested = False
@@ -59,7 +58,7 @@ class IncrementalWork:
         slices: tuple[Callable[[], bool], ...] = (
             self._cpu_tier.make_spare_room,
             self._cpu_tier.reset_slice,
-            *(each.unpin_slice for each in self._pin_owners),
+            *(each.unpin_slice for each in self.pin_owners),
             partial(self._drop_expired, now),
             self._evict_requested,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import InvalidItem, NotOwner, StoreNotFound
@@ -16,6 +16,10 @@ from .requests import Request, RequestTable
 from .transfers import TransferScheduler
 
 __all__ = ["InFlightStores", "Store", "StoreHandler"]
+
+
+_UNPIN_SLICE = 1024
+"""Blocks per slice: 0.2 µs per block, or 2 µs if the block is empty and dropped."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,10 +37,12 @@ class Store:
     """In seconds of the core's clock."""
     others: list[Block] = field(default_factory=list)
     """Pinned blocks of earlier slices of PrepareStore that need no slot."""
-    failed: frozenset[int] | None = None
+    failed: Collection[int] | None = None
     """Positions of the blocks not written; None until the client completes the store."""
     completed: int = 0
     """Number of blocks that the completion has already removed from `blocks`."""
+    user: Hashable = None
+    """The request, for eviction policies. A store in slices counts as one use of its blocks."""
 
     def slots(self) -> list[int]:
         return [offset for block in self.blocks if (offset := block.slots[self.rank]) is not None]
@@ -146,7 +152,9 @@ class StoreHandler:
         history: EvictionHistory,
         miss_ratio_curves: MissRatioCurves | None,
         first_id: int,
+        continue_if: Callable[[bool], None],
     ) -> None:
+        """`continue_if`: if its argument is True, `unpin_slice` is called later."""
         self.table = InFlightStores(cpu_tier, first_id)
         self._cpu_tier = cpu_tier
         self._transfers = transfers
@@ -154,6 +162,9 @@ class StoreHandler:
         self._history = history
         self._completions = completions
         self._miss_ratio_curves = miss_ratio_curves
+        self._continue_if = continue_if
+        self._pending_unpins: list[Block] = []
+        """Pinned blocks that no store needs any more."""
 
     def prepare(
         self,
@@ -179,6 +190,11 @@ class StoreHandler:
             block.pins += 1  # no block of this store may be evicted to make room for another
         statuses, wanted = self._claim(blocks, rank)
         owner = Owner(session.engine, session.id, request_id)
+        request = self._requests.get(session.engine, request_id)
+        if store is None and more:
+            store = self._begin(owner, rank, expires_at, request, now)
+            store.user = owner.user or store
+        user = owner.user if store is None else store.user
         declined = self._declined(found, wanted, owner) if not retain_until else None
         self._cpu_tier.reserve([block for block in wanted if block not in declined] if declined else list(wanted), rank)
         granted, slots = self._grant(wanted, rank)
@@ -188,23 +204,20 @@ class StoreHandler:
             reason = MissReason.POLICY if declined and block in declined else MissReason.STORE_FAILED
             self._history.record(block.namespace, block.key, reason)
         used = [block for block in found if block not in refused] if refused else found
-        not_retained = 0 if declined is not None else self._cpu_tier.use(used, owner.user, retain_until)
+        not_retained = 0 if declined is not None else self._cpu_tier.use(used, user, retain_until)
         if retain_until:
             self._transfers.retain(used)
-        request = self._requests.get(session.engine, request_id)
         if request is not None and request.request_level_tiers:
             self._cascade_present(request, found, set(granted))
         if self._miss_ratio_curves is not None:
             self._miss_ratio_curves.stored(granted)
-        if store is None and (granted or more):
-            if request is not None:
-                request.stores += 1
-            store = self.table.begin(owner, rank, expires_at, [], request, now=now)
+        if store is None and granted:
+            store = self._begin(owner, rank, expires_at, request, now)
         # The store keeps the pins of the granted blocks.
         own = set(granted) if len(granted) < len(found) else ()
         others = [block for block in found if block not in own] if own or not granted else []
         if store is None:
-            self._cpu_tier.unpin(reversed(others))
+            self._unpin(others)
             return StoreAnswer(None, bytes(statuses), [], not_retained)
         store.expires_at = max(store.expires_at, expires_at)
         store.blocks += granted
@@ -212,23 +225,44 @@ class StoreHandler:
         store_id = store.id if more else self._end_prepare(store)
         return StoreAnswer(store_id, bytes(statuses), slots, not_retained)
 
+    def _begin(self, owner: Owner, rank: int, expires_at: float, request: Request | None, now: float) -> Store:
+        if request is not None:
+            request.stores += 1
+        store = self.table.begin(owner, rank, expires_at, [], request, now=now)
+        store.user = owner.user
+        return store
+
     def _end_prepare(self, store: Store) -> StoreId | None:
         """Unpins the blocks that need no slot. Ends a store without blocks, and returns None."""
-        # Tail first: a policy needs this order to know which positions leave ghosts.
         others, store.others = store.others, []
-        self._cpu_tier.unpin(reversed(others))
+        self._unpin(others)
         if store.blocks:
             return store.id
         self.table.end(store)
-        self._ended(store.request)
+        self._ended(store)
         return None
+
+    def _unpin(self, blocks: Sequence[Block]) -> None:
+        """Removes pins, in slices."""
+        self._pending_unpins += blocks
+        self._continue_if(self.unpin_slice())
+
+    def unpin_slice(self) -> bool:
+        """Removes a slice of the pins that no store needs any more; returns whether pins are left.
+
+        Tail first: a policy needs this order to know which positions leave ghosts.
+        """
+        blocks = self._pending_unpins[-_UNPIN_SLICE:]
+        del self._pending_unpins[-_UNPIN_SLICE:]
+        self._cpu_tier.unpin(reversed(blocks))
+        return bool(self._pending_unpins)
 
     def begin_completion(self, session: EngineSession, store_id: StoreId, failed: Collection[int] = ()) -> Store:
         """Begins to complete a store. From now on no call of a client finds the store."""
         store = self.table.get(store_id, session.engine)
-        if any(number >= len(store.blocks) for number in failed):
+        if max(failed, default=-1) >= len(store.blocks):
             raise InvalidItem(f"store {store_id} has {len(store.blocks)} blocks")
-        store.failed = frozenset(failed)
+        store.failed = failed if isinstance(failed, range) else frozenset(failed)
         return store
 
     def complete_slice(self, store: Store, most: int | None = None) -> bool:
@@ -248,7 +282,7 @@ class StoreHandler:
         if not store.blocks:
             self.table.end(store)
             others, store.others = store.others, []
-            self._cpu_tier.unpin(reversed(others))
+            self._unpin(others)
         complete = []
         for number, block in enumerate(blocks, start=first):
             block.writers -= 1
@@ -262,11 +296,11 @@ class StoreHandler:
         request = store.request
         if request is not None:
             self._transfers.cascade_for(request, complete)
-        self._transfers.cascade(complete, store.owner.user)
+        self._transfers.cascade(complete, store.user)
         self._completions.settle(blocks)
         self._cpu_tier.unpin(blocks)
         if not store.blocks:
-            self._ended(request)
+            self._ended(store)
 
     def abandon(self, store: Store, writers: set[int]) -> None:
         """Ends a store of a lost client; quarantines slots until no client can write to them."""
@@ -280,8 +314,8 @@ class StoreHandler:
         self._completions.settle(store.blocks)
         # Tail first: unpinning removes empty blocks from policies, which remove a tail faster.
         self._cpu_tier.unpin(reversed(store.blocks))
-        self._cpu_tier.unpin(reversed(store.others))
-        self._ended(store.request)
+        self._unpin(store.others)
+        self._ended(store)
 
     def _declined(self, found: Sequence[Block], wanted: Iterable[Block], owner: Owner) -> set[Block] | None:
         """Returns the wanted blocks that are worth less than the blocks that they would replace.
@@ -332,7 +366,10 @@ class StoreHandler:
             if block.pending and block not in own and not block.hold_only:
                 self._requests.wait_for(request, block)
 
-    def _ended(self, request: Request | None) -> None:
-        if request is not None:
-            request.stores -= 1
-            self._requests.end_if_settled(request)
+    def _ended(self, store: Store) -> None:
+        if store.user is store:
+            self._cpu_tier.finish(store)
+            self._transfers.request_finished(store)
+        if store.request is not None:
+            store.request.stores -= 1
+            self._requests.end_if_settled(store.request)

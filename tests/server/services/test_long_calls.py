@@ -380,7 +380,7 @@ def test_a_long_store_of_present_blocks_has_no_id() -> None:
             calls.runtime.core.complete_store(calls.session, calls.store(KEYS))
             answer = await calls.prepare(KEYS)
             assert (answer.store_id, set(answer.statuses)) == (0, {StoreStatus.PRESENT})
-            assert not calls.pins()
+            await until(lambda: not calls.pins())
             assert not calls.runtime.core.stores()
 
     asyncio.run(scenario())

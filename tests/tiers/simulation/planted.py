@@ -295,8 +295,8 @@ MUTANTS = (
         "a refused completion ends its store",
         Invariant.REFUSALS,
         "core/stores.py",
-        "        store = self.table.get(store_id, session.engine)\n        if any(",
-        "        store = self.table.get(store_id, session.engine)\n        self.table.end(store)\n        if any(",
+        "        store = self.table.get(store_id, session.engine)\n        if max(",
+        "        store = self.table.get(store_id, session.engine)\n        self.table.end(store)\n        if max(",
     ),
     Mutant(
         "queued blocks are reported as durable",

@@ -1,0 +1,101 @@
+"""Stores in slices: they count as one use of the blocks, and leave nothing."""
+
+import pytest
+from core_rig import HIT, MISS, Rig, keys
+from simulation import ModelTier
+
+from kvtier.tiers.core.stores import Store
+from kvtier.tiers.types import StoreId
+
+FAR = 1e9
+
+
+def prepare(rig: Rig, names: list[bytes], most: int, *, request_id: str = "") -> StoreId | None:
+    store_id = None
+    for start in range(0, len(names), most):
+        more = start + most < len(names)
+        answer = rig.core.prepare_store(
+            rig.session,
+            names[start : start + most],
+            request_id=request_id,
+            expires_at=FAR,
+            extends=store_id,
+            more=more,
+        )
+        store_id = answer.store_id
+    return store_id
+
+
+def complete(rig: Rig, store_id: StoreId, most: int) -> None:
+    store = rig.core.store_handler.begin_completion(rig.session, store_id)
+    while rig.core.store_handler.complete_slice(store, most):
+        pass
+
+
+@pytest.mark.parametrize("request_id", ["", "mine"])
+def test_the_head_of_a_sliced_store_is_evicted_last(request_id: str) -> None:
+    """With and without a request id, the tail of the store is evicted first (B4.9)."""
+    rig = Rig(eviction={"cpu": "lru"})
+    store_id = prepare(rig, keys(*range(16)), 4, request_id=request_id)
+    assert store_id is not None
+    complete(rig, store_id, 4)
+    rig.store(keys(100, 101))
+    assert rig.look_up(keys(*range(16))) == HIT * 14 + MISS * 2
+
+
+def test_secondary_tiers_also_see_one_use() -> None:
+    """The head of the store is evicted last there, too."""
+    tier = ModelTier("near", 16 * 4096)
+    rig = Rig(tier, extents=2, queue=1 << 20, eviction={"near": "lru"})
+    store_id = prepare(rig, keys(*range(16)), 4)
+    assert store_id is not None
+    complete(rig, store_id, 4)
+    rig.finish_jobs()
+    while rig.finish_jobs():
+        pass
+    rig.store(keys(100, 101))
+    below = rig.core._transfers.secondaries[0].catalog
+    assert [number for number in range(16) if below.get(rig.session.namespace.id, keys(number)[0]) is None] == [14, 15]
+
+
+def requests_known(rig: Rig) -> set[object]:
+    """Returns the requests that the eviction policy of the CPU tier regards as unfinished."""
+    [queue] = rig.core._cpu_tier.queues.all()
+    return set(queue.policy._requests._open)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("end", ["complete", "fail", "present", "close", "close early", "expire"])
+def test_a_sliced_store_is_forgotten_at_its_end(end: str) -> None:
+    """The eviction policy keeps no state of a store that has ended, and no pin is left."""
+    rig = Rig(eviction={"cpu": "lru"})
+    names = keys(*range(8))
+    if end == "present":
+        rig.store(names)
+    if end == "close early":
+        rig.core.prepare_store(rig.session, names[:4], request_id="", expires_at=60, more=True)
+        assert [type(each) for each in requests_known(rig)] == [Store]
+    elif (store_id := prepare(rig, names, 3)) is not None:
+        assert [type(each) for each in requests_known(rig)] == [Store]
+        if end in ("complete", "fail"):
+            rig.core.complete_store(rig.session, store_id, range(8) if end == "fail" else ())
+    if end == "expire":
+        rig.core.tick(2 * FAR)
+    elif end.startswith("close"):
+        rig.core.close_session(rig.session.id)
+    assert not requests_known(rig)
+    assert not rig.core.stores()
+    assert not sum(block.pins for block in rig.core._cpu_tier._index)
+
+
+def test_the_pins_of_a_long_store_end_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other events run between two slices. The next store finds the blocks nevertheless."""
+    monkeypatch.setattr("kvtier.tiers.core.stores._UNPIN_SLICE", 3)
+    rig = Rig(extents=2)
+    rig.store(keys(*range(10)))
+    assert prepare(rig, keys(*range(10)), 10) is None
+    blocks = [rig.core._cpu_tier.blocks_of(rig.session.namespace.id)[key] for key in keys(*range(10))]
+    assert [block.pins for block in blocks] == [1] * 7 + [0] * 3, "the tail first"
+    assert rig.store(keys(*range(10))) == bytes([2]) * 10
+    while any(block.pins for block in blocks):
+        rig.core.work()
+    assert [block.ready for block in blocks] == [True] * 10
