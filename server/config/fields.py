@@ -29,6 +29,7 @@ __all__ = [
     "TableError",
     "nearest",
     "read_table",
+    "settings_of",
 ]
 
 
@@ -152,14 +153,14 @@ def _path(value: Any) -> Path:
         raise ValueError(f"{error}") from None
 
 
-def _settings_of(struct: type[msgspec.Struct], prefix: str = "") -> dict[str, Setting]:
+def settings_of(struct: type[msgspec.Struct], prefix: str = "") -> dict[str, Setting]:
     hints = typing.get_type_hints(struct, include_extras=True)
     found: dict[str, Setting] = {}
     for field in msgspec.structs.fields(struct):
         hint = hints[field.name]
         if typing.get_origin(hint) is not Annotated:
             if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
-                found |= _settings_of(hint, f"{prefix}{field.name}.")
+                found |= settings_of(hint, f"{prefix}{field.name}.")
             continue
         base, meta = typing.get_args(hint)
         extra = meta.extra
@@ -170,7 +171,7 @@ def _settings_of(struct: type[msgspec.Struct], prefix: str = "") -> dict[str, Se
     return found
 
 
-SETTINGS: dict[str, Setting] = _settings_of(Config)
+SETTINGS: dict[str, Setting] = settings_of(Config)
 """All settings by key, in the order of the documentation. Each of `LISTS` counts once."""
 
 LISTS = ("tiers", "tenants")
@@ -179,5 +180,5 @@ LISTS = ("tiers", "tenants")
 TABLES: tuple[str, ...] = tuple(dict.fromkeys(key.partition(".")[0] for key in SETTINGS if "." in key))
 """Names of the tables of the file: "log", "limits", …"""
 
-TIER_SETTINGS: dict[str, Setting] = _settings_of(TierConfig)
-TENANT_SETTINGS: dict[str, Setting] = _settings_of(TenantConfig)
+TIER_SETTINGS: dict[str, Setting] = settings_of(TierConfig)
+TENANT_SETTINGS: dict[str, Setting] = settings_of(TenantConfig)

@@ -10,6 +10,7 @@ import msgspec
 
 from .fields import LISTS, SETTINGS, TABLES, TENANT_SETTINGS, TIER_SETTINGS, Setting
 from .loader import Loaded
+from .remote import NO_FILES, VALKEY_OPTIONS
 from .schema import TenantConfig, TierConfig
 from .toml import toml_text
 
@@ -52,7 +53,12 @@ def reference() -> str:
         f"| `{setting.key}` | `{setting.variable}` | {_default_text(setting)} | {_meaning(setting)} |"
         for setting in SETTINGS.values()
     ]
-    for table, settings in (("[[tiers]]", TIER_SETTINGS), ("[tenants.NAME]", TENANT_SETTINGS)):
+    tables = (
+        ("[[tiers]]", TIER_SETTINGS),
+        ("[tiers.options]", VALKEY_OPTIONS),
+        ("[tenants.NAME]", TENANT_SETTINGS),
+    )
+    for table, settings in tables:
         lines += ["", f"Settings of each `{table}` table:", "", "| setting | default | meaning |", "|---|---|---|"]
         lines += [f"| `{key}` | {_default_text(setting)} | {_meaning(setting)} |" for key, setting in settings.items()]
     return "\n".join(lines) + "\n"
@@ -77,6 +83,8 @@ def _toml_tier(tier: TierConfig) -> Iterator[str]:
     for key, setting in TIER_SETTINGS.items():
         if key in ("options", "rules") and not getattr(tier, key):
             continue  # TOML has no null, so an empty value cannot be written
+        if key in NO_FILES and tier.is_remote:
+            continue
         yield f"{key} = {_toml_value(setting, getattr(tier, key))}"
 
 

@@ -255,9 +255,7 @@ class RateConfig(msgspec.Struct, frozen=True, kw_only=True):
 class TracingConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Tracing of calls and jobs with OpenTelemetry (`kvtier[tracing]`)."""
 
-    endpoint: Annotated[str | None, _setting("Address of the collector (OTLP over gRPC), like `http://HOST:4317`.")] = (
-        None
-    )
+    endpoint: Annotated[str | None, _setting("Address of the collector (OTLP, gRPC), like `http://HOST:4317`.")] = None
     ratio: Annotated[
         float,
         _setting(
@@ -293,7 +291,9 @@ class RuleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One tier below the CPU tier: `[[tiers]]` in the file, in lookup order."""
 
-    type: Annotated[str, _setting('Type of the tier: `lmdb`, `disk`, or "module:Class" for a class outside kvtier.')]
+    type: Annotated[
+        str, _setting('Type: `lmdb`, `disk`, `valkey` (also Redis), or "module:Class" for a class outside kvtier.')
+    ]
     name: Annotated[
         str, _setting("Name of the tier in status and metrics.", default="the type, or the class name in lower case")
     ]
@@ -301,7 +301,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
     size: Annotated[
         int,
         _size(
-            "Maximum size of the tier's files. Blocks can use 80 % of this size in `lmdb` and 93 % in `disk`.",
+            "Maximum size of the files. Blocks can use 80 % of it in `lmdb` and 93 % in `disk`. `valkey`: of the blocks it knows.",
             MIB,
             default="16 GiB, but at most half of the free disk space, which the tiers without `size` on one file system "
             "share equally",
@@ -330,13 +330,18 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     options: Annotated[
-        Mapping[str, Any], _setting('Keyword arguments for the class of a "module:Class" tier.', default="{}")
+        Mapping[str, Any],
+        _setting('Settings of `valkey` (below), or arguments of a "module:Class" tier.', default="{}"),
     ] = msgspec.field(default_factory=dict)
 
     @property
     def is_custom(self) -> bool:
         """Whether `type` names a class that is not part of kvtier."""
         return ":" in self.type
+
+    @property
+    def is_remote(self) -> bool:
+        return self.type == "valkey"  # without files on this host
 
 
 @dataclass(frozen=True, slots=True)

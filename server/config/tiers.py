@@ -12,6 +12,7 @@ import msgspec
 
 from .fields import TIER_SETTINGS, TableError, nearest, read_table
 from .machine import disk_bytes, existing_directory
+from .remote import read_valkey_options
 from .schema import TierConfig
 from .units import GIB, MIB, human_size
 
@@ -20,7 +21,7 @@ __all__ = ["DEFAULT_TABLES", "read_tiers", "size_notes"]
 DEFAULT_TABLES = ({"type": "lmdb"},)
 """Tier tables of a server without a configuration."""
 
-_BUILT_IN_TYPES = ("lmdb", "disk")
+_BUILT_IN_TYPES = ("lmdb", "disk", "valkey")
 """Tier types that are part of kvtier. The CPU tier always exists and has no table."""
 
 _DEFAULT_SIZE = 16 * GIB
@@ -47,12 +48,14 @@ def read_tiers(tables: object, data_dir: Path) -> tuple[tuple[TierConfig, ...], 
 def _read_tier(table: Mapping[str, Any], data_dir: Path) -> TierConfig:
     given = read_table(table, TIER_SETTINGS)
     if "type" not in given:
-        raise TableError(f"type: must be given: {' or '.join(_BUILT_IN_TYPES)}, or module:Class")
+        raise TableError(f"type: must be given: {', '.join(_BUILT_IN_TYPES)} or module:Class")
     tier_type: str = given["type"]
     _check_type(tier_type, given)
     name: str = given.setdefault("name", tier_type.rpartition(":")[2].lower())
     if not _NAME.fullmatch(name) or name == "cpu":
         raise TableError(f'name = "{name}": must be 1 to 32 characters of a-z, 0-9, _ and -, and must not be "cpu"')
+    if tier_type == "valkey":
+        read_valkey_options(table)
     given.setdefault("path", data_dir / name)
     given.setdefault("size", _NO_SIZE)
     return TierConfig(**given)
@@ -63,10 +66,13 @@ def _with_default_sizes(tiers: Sequence[TierConfig]) -> Iterator[TierConfig]:
 
     Tiers without a size on one file system share half of its free space in equal parts.
     """
-    sharing = _sharing(tier.path for tier in tiers if tier.size == _NO_SIZE)
+    sharing = _sharing(tier.path for tier in tiers if tier.size == _NO_SIZE and not tier.is_remote)
     for tier in tiers:
         if tier.size != _NO_SIZE:
             yield tier
+            continue
+        if tier.is_remote:
+            yield msgspec.structs.replace(tier, size=_DEFAULT_SIZE)
             continue
         paths = sharing[tier.path]
         size = disk_bytes(*paths) // (2 * len(paths)) // MIB * MIB
@@ -84,7 +90,7 @@ def _sharing(paths: Iterable[Path]) -> dict[Path, list[Path]]:
 
 def size_notes(tiers: Sequence[TierConfig], tables: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yields a line for each tier whose default size is less than usual for lack of disk space."""
-    by_default = [tier for tier, table in zip(tiers, tables, strict=True) if "size" not in table]
+    by_default = [tier for tier, table in zip(tiers, tables, strict=True) if "size" not in table and not tier.is_remote]
     sharing = _sharing(tier.path for tier in by_default)
     for tier in by_default:
         if tier.size < _DEFAULT_SIZE:
@@ -95,17 +101,21 @@ def size_notes(tiers: Sequence[TierConfig], tables: Sequence[Mapping[str, Any]])
 
 def _check_type(tier_type: str, given: Mapping[str, Any]) -> None:
     if tier_type in _BUILT_IN_TYPES:
-        if given.get("options"):
-            raise TableError(f"options: a tier of type {tier_type} has none; only module:Class tiers have options")
+        if given.get("options") and tier_type != "valkey":
+            raise TableError(
+                f"options: a tier of type {tier_type} has none; only valkey and module:Class tiers have options"
+            )
     elif not _CLASS.fullmatch(tier_type):
         hint = nearest(tier_type, _BUILT_IN_TYPES)
-        raise TableError(f'type = "{tier_type}": must be {" or ".join(_BUILT_IN_TYPES)}, or module:Class{hint}')
+        raise TableError(f'type = "{tier_type}": must be {", ".join(_BUILT_IN_TYPES)} or module:Class{hint}')
 
 
 def _collisions(tiers: Sequence[TierConfig]) -> Iterator[str]:
     for key in ("name", "path"):
         seen: set[object] = set()
         for tier in tiers:
+            if key == "path" and tier.is_remote:
+                continue
             value = getattr(tier, key)
             if value in seen:
                 yield f"tiers: two tiers have {key} = {value}"

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from ...tiers.base import Medium, SecondaryTier, TierError, TierOpenError
+from ..config.remote import read_valkey_options
 from ..config.schema import TierConfig
 from .guard import describe_error, safe_repr
 
@@ -48,17 +52,9 @@ def open_tier(config: TierConfig, *, mend: bool = True) -> SecondaryTier:
     With `mend=False` the tier raises `TierDamagedError` instead. Classes outside kvtier do not get
     `mend`. Raises TierError, which names the tier, if the tier cannot be opened.
     """
-    leave: dict[str, Any] = {} if mend or config.is_custom else {"mend": False}
     try:
-        make = tier_class(config)
-        tier = make(
-            name=config.name,
-            directory=config.path,
-            size_bytes=config.size,
-            durability=config.durability,
-            **leave,
-            **config.options,
-        )
+        arguments = _remote_arguments(config) if config.is_remote else _local_arguments(config, mend=mend)
+        tier = tier_class(config)(name=config.name, size_bytes=config.size, **arguments)
         _check(tier, config)
         if config.rules is not None:
             tier.rules = tuple(rule.to_rule() for rule in config.rules)
@@ -71,6 +67,21 @@ def open_tier(config: TierConfig, *, mend: bool = True) -> SecondaryTier:
     except BaseException as error:  # a third-party class may raise anything
         raise TierOpenError(f"tier {config.name}: {describe_error(error)}") from error
     return tier
+
+
+def _local_arguments(config: TierConfig, *, mend: bool) -> dict[str, Any]:
+    leave: dict[str, Any] = {} if mend or config.is_custom else {"mend": False}
+    return {"directory": config.path, "durability": config.durability, **leave, **config.options}
+
+
+def _remote_arguments(config: TierConfig) -> dict[str, Any]:
+    from ...tiers.remote.remote_tier import RemoteLimits
+
+    options = msgspec.structs.asdict(read_valkey_options({"options": config.options}))
+    limits = RemoteLimits(deadline_seconds=options.pop("deadline"), in_flight_bytes=options.pop("in_flight"))
+    if config.ttl is not None:
+        limits = replace(limits, ttl_seconds=config.ttl)
+    return {"limits": limits, **options}
 
 
 def _check(tier: SecondaryTier, config: TierConfig) -> None:
@@ -102,6 +113,10 @@ def tier_class(config: TierConfig) -> Callable[..., SecondaryTier]:
         from ...tiers.disk.tier import DiskTier
 
         return DiskTier
+    if config.type == "valkey":
+        from ...tiers.remote.valkey import ValkeyTier
+
+        return ValkeyTier
     module_name, _, class_name = config.type.partition(":")
     try:
         found = getattr(importlib.import_module(module_name), class_name)

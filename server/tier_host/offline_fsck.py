@@ -69,6 +69,8 @@ class TierReport:
 
 def check_offline(config: TierConfig, *, repair: bool, progress: Progress | None = None) -> TierReport:
     """Checks a tier that no server uses. Without `repair`, no file changes."""
+    if config.is_remote:
+        return TierReport(config.name, config.type, note="the blocks are in a store on another host")
     report = TierReport(config.name, config.type, config.path)
     try:
         if not config.path.is_dir() or not any(config.path.iterdir()):
@@ -99,7 +101,7 @@ def check_offline(config: TierConfig, *, repair: bool, progress: Progress | None
 
 def foreign_contents(data_dir: Path, tiers: Sequence[TierConfig]) -> str | None:
     """Returns an error text if `data_dir` contains only files that belong to none of the tiers."""
-    homes = [tier.path for tier in tiers if tier.path.parent == data_dir]
+    homes = [tier.path for tier in tiers if tier.path.parent == data_dir and not tier.is_remote]
     try:
         if not data_dir.is_dir() or any(os.path.lexists(home) for home in homes):
             return None

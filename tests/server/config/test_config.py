@@ -10,9 +10,11 @@ import pytest
 from kvtier.server.config import loader, machine, tiers
 from kvtier.server.config.fields import SETTINGS
 from kvtier.server.config.loader import load
+from kvtier.server.config.remote import read_valkey_options
 from kvtier.server.config.schema import ConfigError
 from kvtier.server.config.units import GIB, MIB
 
+VALKEY = '[[tiers]]\ntype = "valkey"\n[tiers.options]\n'
 ENVIRON = {"XDG_RUNTIME_DIR": "/run/user/7", "XDG_DATA_HOME": "/data"}
 
 
@@ -145,6 +147,19 @@ class TestSources:
         assert (tier.name, tier.path) == ("glaciertier", Path("/data/kvtier/glaciertier"))
         assert tier.options == {"depth": 3, "where": ["x"]}
 
+    def test_a_valkey_tier_has_options(self, write: Any) -> None:
+        """It has no files here, so its default size does not depend on the disk."""
+        file = write(
+            '[[tiers]]\ntype = "valkey"\nttl = "3d"\n[tiers.options]\nurl = "valkeys://cache:7/2"\n'
+            'username = "kv"\npassword_file = "/run/secret"\ntls_ca = "/ca"\ndeadline = "100ms"\nin_flight = "8MiB"'
+        )
+        [tier] = load(file=file, environ=ENVIRON).config.tiers
+        assert (tier.name, tier.size, tier.ttl, tier.is_remote) == ("valkey", 16 * GIB, 3 * 86400, True)
+        options = read_valkey_options({"options": tier.options})
+        assert (options.url, options.username) == ("valkeys://cache:7/2", "kv")
+        assert (options.password_file, options.tls_ca) == (Path("/run/secret"), Path("/ca"))
+        assert (options.deadline, options.in_flight) == (0.1, 8 * MIB)
+
     def test_unknown_environment_variables(self) -> None:
         """Variables that Kubernetes adds for a service named kvtier are ignored.
 
@@ -217,8 +232,11 @@ class TestRefusals:
         ("text", "problem"),
         [
             ("tiers = 3", "tiers: must be a list of tables"),
-            ('[[tiers]]\nsize = "1GiB"', "tiers, number 1: type: must be given: lmdb or disk, or module:Class"),
-            ('[[tiers]]\ntype = "lmbd"', 'type = "lmbd": must be lmdb or disk, or module:Class; did you mean lmdb?'),
+            ('[[tiers]]\nsize = "1GiB"', "tiers, number 1: type: must be given: lmdb, disk, valkey or module:Class"),
+            (
+                '[[tiers]]\ntype = "lmbd"',
+                'type = "lmbd": must be lmdb, disk, valkey or module:Class; did you mean lmdb?',
+            ),
             ('[[tiers]]\ntype = "lmdb"\nsizes = 1', "tiers, number 1: sizes: no such setting; did you mean size?"),
             ('[[tiers]]\ntype = "lmdb"\nsize = "lots"', 'tiers, number 1: size = "lots": not a size'),
             ('[[tiers]]\ntype = "lmdb"\nname = "cpu"', 'name = "cpu": must be'),
@@ -226,6 +244,16 @@ class TestRefusals:
             ('[[tiers]]\ntype = "lmdb"\ndurability = "eternal"', "must be one of process, power"),
             ('[[tiers]]\ntype = "lmdb"\noptions = {a = 1}', "options: a tier of type lmdb has none"),
             ('[[tiers]]\ntype = "lmdb"\n[[tiers]]\ntype = "lmdb"', "tiers: two tiers have name = lmdb"),
+            ('[[tiers]]\ntype = "valkey"', "options.url: must be given"),
+            (VALKEY + 'url = "cache:6379"', "options.url: must begin with valkey://"),
+            (VALKEY + 'url = "valkey://me:secret@cache"', "options.url: must not contain a user or password"),
+            (VALKEY + 'url = "valkey://c"\nttl = "1d"', "options.ttl: no such setting"),
+            (VALKEY + 'url = "valkey://c"\ndeadline = "1m"', 'options.deadline = "1m": must be between 10ms and 5s'),
+            (VALKEY + 'url = "valkey://c"\nusername = "me"', "options.username: needs options.password_file"),
+            (VALKEY + 'url = "valkeys://c"\ntls_cert = "/c"', "options.tls_cert: needs options.tls_key"),
+            (VALKEY + 'url = "valkey://c"\ntls_ca = "/c"', "options.tls_ca: needs TLS; use a url with valkeys://"),
+            ('[[tiers]]\ntype = "valkey"\npath = "/x"', "path: a tier of type valkey has no files on this host"),
+            ('[[tiers]]\ntype = "valkey"\noptions = 1', "options"),
         ],
     )
     def test_tier_tables_are_checked(self, write: Any, text: str, problem: str) -> None:

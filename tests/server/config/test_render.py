@@ -9,6 +9,7 @@ from typing import Any
 from kvtier.server.config import render
 from kvtier.server.config.fields import SETTINGS, TIER_SETTINGS
 from kvtier.server.config.loader import load
+from kvtier.server.config.remote import VALKEY_OPTIONS
 from kvtier.server.config.schema import Config
 from kvtier.server.config.units import GIB, MIB
 
@@ -24,7 +25,10 @@ def test_toml_reads_back(write: Any) -> None:
             "metrics": "h:1",
             "insecure": True,
         },
-        file=write('[[tiers]]\ntype = "lmdb"\n[[tiers]]\ntype = "a.b:C"\noptions = {x = [1, {y = true}], "z z" = 1.5}'),
+        file=write(
+            '[[tiers]]\ntype = "lmdb"\n[[tiers]]\ntype = "a.b:C"\noptions = {x = [1, {y = true}], "z z" = 1.5}\n'
+            '[[tiers]]\ntype = "valkey"\noptions = {url = "valkey://host", deadline = "100ms"}'
+        ),
         environ=ENVIRON | {"KVTIER_LEASES_DEFAULT": "1500ms"},
     )
     text = render.to_toml(first)
@@ -66,7 +70,7 @@ def test_json_has_bytes_and_seconds() -> None:
 def test_reference_describes_every_setting() -> None:
     """Every setting has its name, variable, default and meaning."""
     text = render.reference()
-    for setting in (*SETTINGS.values(), *TIER_SETTINGS.values()):
+    for setting in (*SETTINGS.values(), *TIER_SETTINGS.values(), *VALKEY_OPTIONS.values()):
         assert f"`{setting.key}`" in text
         assert setting.doc.endswith(".")
         assert setting.doc in text

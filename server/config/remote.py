@@ -1,0 +1,78 @@
+"""Settings of tiers in remote stores: the table `options` of a tier of type `valkey`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from ...tiers.remote.valkey import ValkeyAddress
+from .fields import TableError, read_table, settings_of
+from .schema import _duration, _setting, _size
+from .units import MIB
+
+__all__ = ["NO_FILES", "VALKEY_OPTIONS", "ValkeyOptions", "read_valkey_options"]
+
+NO_FILES = ("path", "durability")
+"""Settings that a tier without files on this host does not have."""
+
+
+class ValkeyOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Connection of a `valkey` tier: `[tiers.options]` in the file."""
+
+    url: Annotated[
+        str,
+        _setting(
+            "Address of the Valkey or Redis server: `valkey://HOST:PORT/DATABASE`, or `valkeys://` for TLS. The port is "
+            "6379 and the database is 0 by default."
+        ),
+    ]
+    username: Annotated[str | None, _setting("ACL user. Needs `password_file`.", default="the default user")] = None
+    password_file: Annotated[
+        Path | None, _setting("File with the password. It is read at each connection.", default="no authentication")
+    ] = None
+    tls_ca: Annotated[
+        Path | None,
+        _setting(
+            "Certificates of the authorities that sign the store's certificate (PEM).", default="those of the system"
+        ),
+    ] = None
+    tls_cert: Annotated[
+        Path | None, _setting("Certificate of this server for the store (PEM). Needs `tls_key`.", default="none")
+    ] = None
+    tls_key: Annotated[Path | None, _setting("Private key of `tls_cert` (PEM).", default="none")] = None
+    deadline: Annotated[
+        float, _duration("Maximum time of one call of the store. After it, the blocks of the job are misses.", 0.01, 5)
+    ] = 0.25
+    in_flight: Annotated[int, _size("Maximum size of all transfers to and from the store at the same time.", MIB)] = (
+        64 * MIB
+    )
+
+
+VALKEY_OPTIONS = settings_of(ValkeyOptions)
+
+
+def read_valkey_options(table: Mapping[str, Any]) -> ValkeyOptions:
+    """Returns the checked options of a tier. Raises `TableError`."""
+    options = table.get("options", {})
+    if not isinstance(options, Mapping):
+        raise TableError("options: must be a table, [tiers.options]")
+    for key in NO_FILES:
+        if key in table:
+            raise TableError(f"{key}: a tier of type valkey has no files on this host; remove this setting")
+    given = read_table(options, VALKEY_OPTIONS, "options.")
+    if "url" not in given:
+        raise TableError("options.url: must be given, like valkey://HOST:6379")
+    try:
+        address = ValkeyAddress.parse(given["url"])
+    except ValueError as error:
+        raise TableError(f"options.url: {error}") from None
+    for one, other in (("username", "password_file"), ("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
+        if one in given and other not in given:
+            raise TableError(f"options.{one}: needs options.{other}")
+    without = next((key for key in ("tls_ca", "tls_cert") if key in given and not address.tls), None)
+    if without:
+        raise TableError(f"options.{without}: needs TLS; use a url with valkeys://")
+    return ValkeyOptions(**given)

@@ -1,0 +1,329 @@
+"""Contract of tiers in a store that several servers share over the network.
+
+Subclass `SharedTierContract`, fill in the hooks of the store, and pytest runs the tests.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from contracts.tier import (
+    CORRUPT,
+    DONE,
+    FAILED,
+    KIB,
+    MIB,
+    MISSING,
+    NO_SPACE,
+    OTHER_SPACE,
+    PARTS,
+    SPACE,
+    content,
+    empty,
+    fetch,
+    full,
+    held,
+    key,
+)
+from harness.polling import wait_until
+
+from kvtier.tiers.base import Medium, NamespaceId, Outcome, RequestInfo
+from kvtier.tiers.remote.limits import PROBE_SECONDS
+from kvtier.tiers.remote.remote_tier import RemoteLimits, RemoteTier
+from kvtier.tiers.remote.value_codec import name_of
+
+__all__ = ["DEADLINE_SECONDS", "SharedTierContract"]
+
+DEADLINE_SECONDS = 0.25
+GENEROUS_SECONDS = 20.0
+"""Limit for calls that must end in bounded time, for a busy machine. Without a deadline they would
+never end."""
+
+LIMITS = RemoteLimits(deadline_seconds=DEADLINE_SECONDS, ttl_seconds=1000)
+ROW = [key(number) for number in range(20)]
+
+
+class SharedTierContract(ABC):
+    """Tests of two servers at one store. The hooks act on the store itself."""
+
+    @abstractmethod
+    def start_store(self, directory: Path) -> None:
+        """Starts an empty store, or starts it again without its values after `kill_store`."""
+
+    @abstractmethod
+    def kill_store(self) -> None:
+        """Ends the store at once, as SIGKILL does."""
+
+    @abstractmethod
+    def make_tier(self, limits: RemoteLimits) -> RemoteTier:
+        """Opens the tier of one server. The store may be absent."""
+
+    @abstractmethod
+    def write(self, name: bytes, value: bytes) -> None:
+        """Writes a value, replacing an existing one."""
+
+    @abstractmethod
+    def read(self, name: bytes) -> bytes | None: ...
+
+    @abstractmethod
+    def ttl_of(self, name: bytes) -> float: ...
+
+    @abstractmethod
+    def freeze(self, *, frozen: bool) -> None:
+        """Makes the store hang or answer again."""
+
+    @abstractmethod
+    def make_full(self) -> None:
+        """Makes the store refuse further values for lack of memory."""
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[None]:
+        self.start_store(tmp_path)
+        yield
+        self.kill_store()
+
+    @pytest.fixture
+    def open_tier(self) -> Iterator[Callable[[], RemoteTier]]:
+        """Yields a function that opens tiers, and closes these at the end."""
+        tiers: list[RemoteTier] = []
+
+        def make(limits: RemoteLimits = LIMITS) -> RemoteTier:
+            tiers.append(self.make_tier(limits))
+            return tiers[-1]
+
+        yield make
+        for tier in tiers:
+            tier.close()
+
+    @pytest.fixture
+    def first(self, store: None, open_tier: Callable[[], RemoteTier]) -> RemoteTier:
+        return open_tier()
+
+    @pytest.fixture
+    def second(self, store: None, open_tier: Callable[[], RemoteTier]) -> RemoteTier:
+        return open_tier()
+
+    def test_the_tier_is_shared_and_remote(self, first: RemoteTier) -> None:
+        """A new tier lists no blocks, has no error, votes, and accepts the end of a request."""
+        assert (first.shared, first.local, first.durable, first.medium) == (True, False, False, Medium.NETWORK)
+        assert list(first.entries()) == []
+        assert first.on_new_request(RequestInfo("request", SPACE)).why
+        first.on_request_finished("request")
+        assert first.free_disk_bytes() is None  # type: ignore[func-returns-value]
+        assert first.last_error is None
+
+    def test_empty_jobs(self, first: RemoteTier) -> None:
+        assert (first.store([]), first.load([]), first.lookup([])) == ([], [], [])
+
+    @pytest.mark.parametrize("sizes", [*PARTS, (0, 5000, 0)], ids=lambda sizes: f"{len(sizes)}x{sizes[0]}")
+    def test_the_second_server_loads_what_the_first_stored(
+        self, first: RemoteTier, second: RemoteTier, sizes: tuple[int, ...]
+    ) -> None:
+        """Bit by bit, with any size and number of parts, at once."""
+        parts = content(sizes, sizes)
+        assert second.lookup([(SPACE, ROW[0])]) == [False]
+        assert first.store([full(ROW[0], parts)]) == [DONE]
+        assert second.lookup([(SPACE, ROW[0]), (SPACE, ROW[1]), (OTHER_SPACE, ROW[0])]) == [True, False, False]
+        assert fetch(second, ROW[0], sizes) == parts
+
+    def test_hundreds_of_blocks_in_a_job(self, first: RemoteTier, second: RemoteTier) -> None:
+        """A job of several calls; outcomes are per block and in order."""
+        blocks = {key(number): content(number, (number * 997 % 90_000 + 1,)) for number in range(900)}
+        assert first.store([full(name, parts) for name, parts in blocks.items()]) == [DONE] * 900
+        into = [empty(name, [len(part) for part in parts]) for name, parts in reversed(blocks.items())]
+        assert (
+            second.load([*into[:300], empty(key(1000), (5,)), *into[300:]]) == [DONE] * 300 + [MISSING] + [DONE] * 600
+        )
+        assert all(held(block) == blocks[block.key] for block in into)
+        names = [(SPACE, key(number)) for number in range(2000)]
+        assert second.lookup(names) == [True] * 900 + [False] * 1100
+
+    def test_blocks_larger_than_a_call(self, first: RemoteTier, second: RemoteTier) -> None:
+        parts = content("large", (20 * MIB, 1))
+        assert first.store([full(ROW[0], parts), full(ROW[1], [b"x"])]) == [DONE, DONE]
+        assert fetch(second, ROW[0], (20 * MIB, 1)) == parts
+
+    def test_invalid_blocks_are_refused(self, first: RemoteTier) -> None:
+        """Other blocks of the job are stored and loaded."""
+        bad = b"k" * 5000
+        batch = [full(ROW[0], [b"a"]), full(bad, [b"x"]), full(ROW[1], [b""]), full(ROW[2], [b"b"])]
+        assert first.store(batch) == [DONE, FAILED, FAILED, DONE]
+        assert first.load([empty(bad, (1,)), empty(ROW[2], (1,)), empty(ROW[1], (1,))]) == [MISSING, DONE, MISSING]
+        assert first.lookup([(SPACE, bad), (SPACE, ROW[0])]) == [False, True]
+
+    def test_a_value_is_written_once(self, first: RemoteTier, second: RemoteTier) -> None:
+        """Keys name the content, so a second store keeps the value and starts its life again."""
+        parts = content("once", (5000,))
+        first.store([full(ROW[0], parts)])
+        name = name_of(SPACE, ROW[0])
+        before = self.read(name)
+        assert second.store([full(ROW[0], parts), full(ROW[1], [b"x"])]) == [DONE, DONE]
+        assert self.read(name) == before
+        assert 900 < self.ttl_of(name) <= 1000
+
+    def test_values_expire(self, store: None, open_tier: Callable[[RemoteLimits], RemoteTier]) -> None:
+        """Each value has a time to live, which a load and a repeated store start again."""
+        short, long = open_tier(RemoteLimits(ttl_seconds=500)), open_tier(RemoteLimits(ttl_seconds=5000))
+        short.store([full(ROW[0], [b"x"]), full(ROW[1], [b"y"])])
+        names = [name_of(SPACE, ROW[0]), name_of(SPACE, ROW[1])]
+        assert all(0 < self.ttl_of(name) <= 500 for name in names)
+        assert fetch(long, ROW[0], (1,)) == (b"x",)
+        long.store([full(ROW[1], [b"y"])])
+        assert all(4000 < self.ttl_of(name) <= 5000 for name in names)
+
+    def test_removal_leaves_the_block_to_others(self, first: RemoteTier, second: RemoteTier) -> None:
+        first.store([full(ROW[0], [b"x"])])
+        first.remove([(SPACE, ROW[0])])
+        assert fetch(second, ROW[0], (1,)) == (b"x",)
+
+    def test_names_have_format_tenant_namespace_and_key(self, first: RemoteTier) -> None:
+        """So permissions can be given per tenant, and another format sees none of the values."""
+        namespace, name = NamespaceId(bytes(range(16))), b"\xff\x00"
+        first.store([full(name, [b"x"], namespace)])
+        assert self.read(b"kvtier/1/00010203/0405060708090a0b0c0d0e0f/ff00") is not None
+
+    @pytest.mark.parametrize("damage", ["byte", "header", "short", "long", "empty", "other block"])
+    def test_a_wrong_value_is_never_loaded(self, first: RemoteTier, second: RemoteTier, damage: str) -> None:
+        """It is deleted, other blocks are unaffected, and the block can be stored again."""
+        sizes = (5000, 300)
+        blocks = {name: content(name, sizes) for name in ROW[:3]}
+        first.store([full(name, parts) for name, parts in blocks.items()])
+        name = name_of(SPACE, ROW[1])
+        value = bytearray(self.read(name) or b"")
+        match damage:
+            case "byte":
+                value[-100] ^= 1
+            case "header":
+                value[5] ^= 1
+            case "short":
+                del value[-1]
+            case "long":
+                value += b"x" * 100
+            case "empty":
+                value.clear()
+            case "other block":
+                value = bytearray(self.read(name_of(SPACE, ROW[0])) or b"")
+        self.write(name, bytes(value))
+        assert second.load([empty(name, sizes) for name in ROW[:3]]) == [DONE, CORRUPT, DONE]
+        assert self.read(name) is None
+        assert second.load([empty(ROW[1], sizes)]) == [MISSING]
+        assert first.store([full(ROW[1], blocks[ROW[1]])]) == [DONE]
+        assert fetch(second, ROW[1], sizes) == blocks[ROW[1]]
+
+    def test_blocks_with_other_part_sizes_are_corrupt(self, first: RemoteTier) -> None:
+        for sizes in [(999,), (1001,), (500, 500)]:
+            first.store([full(ROW[0], content(1, (1000,)))])
+            assert first.load([empty(ROW[0], sizes)]) == [CORRUPT]
+
+    def test_a_full_store_has_its_outcome(self, first: RemoteTier, second: RemoteTier) -> None:
+        """Stored blocks stay readable; the error is shown."""
+        first.store([full(ROW[0], content(0, (64 * KIB,)))])
+        self.make_full()
+        assert set(first.store([full(name, content(name, (MIB,))) for name in ROW[1:]])) <= {NO_SPACE, DONE}
+        assert first.store([full(key(50), content(50, (4 * MIB,)))]) == [NO_SPACE]
+        assert "full" in (first.last_error or "")
+        assert fetch(second, ROW[0], (64 * KIB,)) == content(0, (64 * KIB,))
+
+    def test_a_hanging_store_is_a_miss(self, first: RemoteTier) -> None:
+        """Each call ends at its deadline. After two, calls fail at once until a probe succeeds."""
+        first.store([full(ROW[0], [b"x"])])
+        self.freeze(frozen=True)
+        started = time.monotonic()
+        for _ in range(200):  # without a breaker: 150 s
+            assert first.lookup([(SPACE, name) for name in ROW]) == [False] * len(ROW)
+            assert first.load([empty(ROW[0], (1,))]) == [FAILED]
+            assert first.store([full(ROW[1], [b"x"])]) == [FAILED]
+        assert time.monotonic() - started < GENEROUS_SECONDS
+        assert first.last_error
+        self.freeze(frozen=False)
+        wait_until(lambda: first.lookup([(SPACE, ROW[0])]) == [True])
+        assert fetch(first, ROW[0], (1,)) == (b"x",)
+        first.store([full(ROW[2], [b"x"])])
+        assert first.last_error is None
+
+    def test_a_killed_store_is_a_miss(self, first: RemoteTier, tmp_path: Path) -> None:
+        """In the middle of loads: they end within the deadline, and work again after a restart."""
+        sizes = (MIB,)
+        first.store([full(name, content(name, sizes)) for name in ROW])
+        outcomes: list[Outcome] = []
+        loading, killed = threading.Event(), threading.Event()
+
+        def load() -> None:
+            while not killed.is_set():
+                into = [empty(name, sizes) for name in ROW]
+                done = first.load(into)
+                assert all(
+                    held(block) == content(block.key, sizes)
+                    for block, outcome in zip(into[::7], done[::7], strict=True)
+                    if outcome is DONE
+                )
+                outcomes.extend(done)
+                loading.set()
+
+        threads = [threading.Thread(target=load) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        assert loading.wait(GENEROUS_SECONDS)
+        self.kill_store()
+        assert first.load([empty(name, sizes) for name in ROW]) == [FAILED] * len(ROW)
+        killed.set()
+        for thread in threads:
+            thread.join(GENEROUS_SECONDS)
+            assert not thread.is_alive()
+        assert set(outcomes) <= {DONE, FAILED}
+        self.start_store(tmp_path)
+        wait_until(lambda: first.store([full(ROW[0], [b"new"])]) == [DONE])
+        assert fetch(first, ROW[0], (3,)) == (b"new",)
+
+    def test_a_store_may_appear_later(self, open_tier: Callable[[], RemoteTier], tmp_path: Path) -> None:
+        """A server starts without it. The status shows the store's return without any traffic."""
+        tier = open_tier()
+        assert tier.lookup([(SPACE, ROW[0])]) == [False]
+        assert tier.store([full(ROW[0], [b"x"])]) == [FAILED]
+        assert tier.last_error
+        self.start_store(tmp_path)
+        try:
+            time.sleep(PROBE_SECONDS)
+
+            def healthy() -> bool:
+                tier.free_disk_bytes()
+                return tier.last_error is None
+
+            wait_until(lambda: tier.store([full(ROW[0], [b"x"])]) == [DONE])
+            wait_until(healthy)
+            assert fetch(tier, ROW[0], (1,)) == (b"x",)
+        finally:
+            self.kill_store()
+
+    def test_threads_work_at_the_same_time(self, first: RemoteTier, second: RemoteTier) -> None:
+        """Stores of both servers for the same blocks, loads and lookups; no wrong byte."""
+        sizes = (70_000, 5)
+        stored, wrong, loads = threading.Event(), [], []
+
+        def store(tier: RemoteTier) -> None:
+            for _ in range(10):
+                outcomes = tier.store([full(name, content(name, sizes)) for name in ROW])
+                wrong.extend(outcome for outcome in outcomes if outcome is not DONE)
+
+        def load(tier: RemoteTier) -> None:
+            while not (stored.is_set() and loads):
+                into = [empty(name, sizes) for name in ROW]
+                done = [block for block, outcome in zip(into, tier.load(into), strict=True) if outcome is DONE]
+                loads.extend(done)
+                wrong.extend(block.key for block in done if held(block) != content(block.key, sizes))
+
+        writers = [threading.Thread(target=store, args=(tier,)) for tier in (first, second)]
+        readers = [threading.Thread(target=load, args=(tier,)) for tier in (first, second)]
+        for thread in writers + readers:
+            thread.start()
+        for thread in writers:
+            thread.join()
+        stored.set()
+        for thread in readers:
+            thread.join()
+        assert wrong == []

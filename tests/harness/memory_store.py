@@ -1,0 +1,98 @@
+"""An object store in memory, shared by several tiers of one process. For tests only."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from kvtier.tiers.remote.object_store import StoreUnavailableError
+
+__all__ = ["MemoryStore", "StoreClient"]
+
+
+class MemoryStore:
+    """The values of one store, and its faults."""
+
+    def __init__(self, capacity_bytes: int = 1 << 30) -> None:
+        self.values: dict[bytes, bytes] = {}
+        self.ttl_seconds: dict[bytes, float] = {}
+        """Time to live at the last store or renewal."""
+        self.capacity_bytes = capacity_bytes
+        self.written_bytes = 0
+        self.answers = threading.Event()
+        """Cleared while the store is hanging: calls end at their deadline."""
+        self.answers.set()
+        self.is_up = True
+        """If False, connections are refused."""
+        self.calls = 0
+        self.lock = threading.Lock()
+
+    def client(self, deadline_seconds: float = 0.25) -> StoreClient:
+        """Connects. Raises StoreUnavailableError."""
+        if not self.is_up:
+            raise StoreUnavailableError("connection refused")
+        return StoreClient(self, deadline_seconds)
+
+
+class StoreClient:
+    """`ObjectStore` of one thread."""
+
+    def __init__(self, store: MemoryStore, deadline_seconds: float) -> None:
+        self._store = store
+        self._deadline_seconds = deadline_seconds
+
+    def exists(self, names: Sequence[bytes]) -> list[bool]:
+        self._reach()
+        return [name in self._store.values for name in names]
+
+    def get(self, names: Sequence[bytes], buffers: Sequence[memoryview]) -> list[memoryview | None]:
+        self._reach()
+        values: list[memoryview | None] = []
+        for name, buffer in zip(names, buffers, strict=True):
+            value = self._store.values.get(name)
+            if value is not None and len(value) <= len(buffer):
+                buffer[: len(value)] = value
+                values.append(buffer[: len(value)])
+            else:
+                values.append(None if value is None else memoryview(value))
+        return values
+
+    def put(self, values: Sequence[tuple[bytes, memoryview]], ttl_seconds: float) -> list[bool]:
+        self._reach()
+        results = []
+        with self._store.lock:
+            for name, value in values:
+                if name not in self._store.values:
+                    if sum(map(len, self._store.values.values())) + value.nbytes > self._store.capacity_bytes:
+                        results.append(False)
+                        continue
+                    self._store.values[name] = bytes(value)
+                    self._store.written_bytes += value.nbytes
+                    self._store.ttl_seconds[name] = ttl_seconds
+                results.append(True)
+        return results
+
+    def renew(self, names: Sequence[bytes], ttl_seconds: float) -> None:
+        self._reach()
+        self._store.ttl_seconds.update(dict.fromkeys(names, ttl_seconds))
+
+    def delete_if_equal(self, name: bytes, value: memoryview) -> None:
+        self._reach()
+        with self._store.lock:
+            if self._store.values.get(name) == value:
+                del self._store.values[name]
+
+    def ping(self) -> None:
+        self._reach()
+
+    def close(self) -> None:
+        pass
+
+    def _reach(self) -> None:
+        self._store.calls += 1
+        if not self._store.is_up:
+            raise StoreUnavailableError("connection refused")
+        started = time.monotonic()
+        if not self._store.answers.wait(self._deadline_seconds):
+            raise StoreUnavailableError(f"no answer within {time.monotonic() - started:g} s")

@@ -1,0 +1,139 @@
+"""The part that all remote tiers have, at a store in memory."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from contracts.shared_tier import SharedTierContract
+from contracts.tier import CORRUPT, DONE, SPACE, content, empty, full, key
+from harness.memory_store import MemoryStore, StoreClient
+
+from kvtier.tiers.remote.limits import FAILURES, PROBE_SECONDS, ByteBudget, CircuitBreaker
+from kvtier.tiers.remote.remote_tier import RemoteLimits, RemoteTier
+from kvtier.tiers.remote.value_codec import name_of
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+class MemoryTier(RemoteTier):
+    type = "memory"
+
+
+def memory_tier(store: MemoryStore, limits: RemoteLimits | None = None) -> MemoryTier:
+    limits = limits or RemoteLimits()
+    return MemoryTier(
+        "far", 1 << 30, node="store", connect=lambda: store.client(limits.deadline_seconds), limits=limits
+    )
+
+
+class TestMemoryTier(SharedTierContract):
+    @pytest.fixture(autouse=True)
+    def _store_before_its_start(self) -> None:
+        self.memory = MemoryStore()
+        self.memory.is_up = False
+
+    def start_store(self, directory: Path) -> None:
+        self.memory.values.clear()
+        self.memory.is_up = True
+
+    def kill_store(self) -> None:
+        self.memory.is_up = False
+
+    def make_tier(self, limits: RemoteLimits) -> RemoteTier:
+        return memory_tier(self.memory, limits)
+
+    def write(self, name: bytes, value: bytes) -> None:
+        self.memory.values[name] = value
+
+    def read(self, name: bytes) -> bytes | None:
+        return self.memory.values.get(name)
+
+    def ttl_of(self, name: bytes) -> float:
+        return self.memory.ttl_seconds[name]
+
+    def freeze(self, *, frozen: bool) -> None:
+        self.memory.answers.clear() if frozen else self.memory.answers.set()
+
+    def make_full(self) -> None:
+        self.memory.capacity_bytes = 0
+
+
+def test_a_stored_block_is_sent_once() -> None:
+    """A server asks first which blocks the store has, and sends only the others."""
+    store = MemoryStore()
+    first, second = memory_tier(store), memory_tier(store)
+    blocks = [full(key(number), content(number, (5000,))) for number in range(4)]
+    assert first.store(blocks[:3]) == [DONE] * 3
+    before = store.written_bytes
+    assert second.store(blocks) == [DONE] * 4
+    assert store.written_bytes - before < 2 * 5000
+
+
+def test_a_good_value_survives_the_deletion_of_a_damaged_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another server may replace the damaged value before this server deletes it."""
+    store = MemoryStore()
+    tier, name = memory_tier(store), name_of(SPACE, key(1))
+    tier.store([full(key(1), [b"good"])])
+    good = store.values[name]
+    store.values[name] = good[:-1] + b"?"
+    delete = StoreClient.delete_if_equal
+
+    def replaced_first(client: StoreClient, name: bytes, value: memoryview) -> None:
+        store.values[name] = good
+        delete(client, name, value)
+
+    monkeypatch.setattr(StoreClient, "delete_if_equal", replaced_first)
+    assert tier.load([empty(key(1), (4,))]) == [CORRUPT]
+    assert tier.load([empty(key(1), (4,))]) == [DONE]
+
+
+def test_an_open_breaker_permits_one_probe_per_second() -> None:
+    """A successful probe closes it."""
+    now = 0.0
+    breaker = CircuitBreaker(lambda: now)
+    for _ in range(FAILURES):
+        assert breaker.permits()
+        breaker.failed("lost")
+    assert not breaker.permits()
+    now += PROBE_SECONDS
+    assert breaker.permits(), "one probe"
+    assert not breaker.permits(), "only one"
+    breaker.failed("lost")
+    now += PROBE_SECONDS
+    assert breaker.permits(), "the next probe"
+    breaker.succeeded()
+    assert breaker.permits()
+    assert breaker.permits()
+
+
+def test_one_failure_keeps_the_breaker_closed() -> None:
+    """Only failures in a row count."""
+    breaker = CircuitBreaker()
+    for _ in range(10):
+        breaker.failed("lost")
+        assert breaker.permits()
+        breaker.succeeded()
+
+
+def test_transfers_wait_for_the_budget() -> None:
+    """The sum of the bytes in flight stays within the budget; a larger transfer runs alone."""
+    budget = ByteBudget(100)
+    order: list[str] = []
+
+    def transfer(nbytes: int, name: str) -> None:
+        with budget.reserve(nbytes):
+            order.append(name)
+
+    waiting = threading.Thread(target=transfer, args=(60, "second"))
+    with budget.reserve(60):
+        with budget.reserve(40):
+            waiting.start()
+            order.append("first")
+        waiting.join(0.1)
+        assert order == ["first"]
+    waiting.join()
+    assert order == ["first", "second"]
+    with budget.reserve(1000):
+        pass

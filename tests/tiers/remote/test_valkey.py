@@ -1,0 +1,199 @@
+"""The tier `valkey` with a real Redis or Valkey server."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from contracts.shared_tier import SharedTierContract
+from contracts.tier import CORRUPT, DONE, FAILED, MIB, MISSING, SPACE, content, empty, fetch, full, key
+from harness.certificates import Authority
+from harness.ports import ReservedPort
+from harness.redis_server import RedisServer, debian_program, needs_redis
+
+from kvtier.tiers.base import TierOpenError
+from kvtier.tiers.remote.remote_tier import RemoteLimits
+from kvtier.tiers.remote.valkey import ValkeyAddress, ValkeyTier
+from kvtier.tiers.remote.value_codec import name_of
+
+ACL = "~kvtier/1/* +@connection +info +exists +mget +get +set +expire +unlink +eval"
+"""Permissions that docs/shared-tiers.md names."""
+
+
+def valkey_tier(url: str, limits: RemoteLimits | None = None, **options: Path | str) -> ValkeyTier:
+    return ValkeyTier("far", 1 << 30, url=url, limits=limits or RemoteLimits(), **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.remote
+class TestValkeyTier(SharedTierContract):
+    @pytest.fixture(autouse=True)
+    def _server(self, tmp_path: Path) -> Iterator[None]:
+        needs_redis()
+        self.server = RedisServer(tmp_path)
+        yield
+        self.server.end()
+
+    def start_store(self, directory: Path) -> None:
+        self.server.start()
+
+    def kill_store(self) -> None:
+        self.server.kill()
+
+    def make_tier(self, limits: RemoteLimits) -> ValkeyTier:
+        return valkey_tier(self.server.url, limits)
+
+    def write(self, name: bytes, value: bytes) -> None:
+        self.server.command("SET", name, value)
+
+    def read(self, name: bytes) -> bytes | None:
+        found: bytes | None = self.server.command("GET", name)
+        return found
+
+    def ttl_of(self, name: bytes) -> float:
+        return float(self.server.command("TTL", name))
+
+    def freeze(self, *, frozen: bool) -> None:
+        self.server.freeze(frozen=frozen)
+
+    def make_full(self) -> None:
+        self.server.command("CONFIG", "SET", "maxmemory-policy", "noeviction", "maxmemory", "3mb")
+
+
+@pytest.mark.remote
+class TestServer:
+    @pytest.fixture(autouse=True)
+    def _redis(self) -> None:
+        needs_redis()
+
+    def test_a_store_that_evicts_causes_misses(self, tmp_path: Path) -> None:
+        """Stores never fail; the store drops old values by itself."""
+        server = RedisServer(tmp_path, "--maxmemory", "8mb", "--maxmemory-policy", "allkeys-lru")
+        server.start()
+        tier = valkey_tier(server.url)
+        try:
+            names = [key(number) for number in range(40)]
+            for name in names:
+                assert tier.store([full(name, content(name, (MIB,)))]) == [DONE]
+            there = tier.lookup([(SPACE, name) for name in names])
+            assert 0 < there.count(True) < 10
+            assert tier.load([empty(names[0], (MIB,))]) == [MISSING]
+            assert tier.last_error is None
+        finally:
+            tier.close()
+            server.end()
+
+    def test_a_user_with_a_password(self, tmp_path: Path) -> None:
+        """The file is read at each connection. Without permission the tier fails and says why."""
+        password = tmp_path / "password"
+        password.write_text("wrong\n")
+        server = RedisServer(tmp_path)
+        server.start()
+        server.command("ACL", "SETUSER", "kv", "on", ">secret", *ACL.split())
+        server.command("ACL", "SETUSER", "reader", "on", ">secret", "~*", "+@read", "+@connection", "+info")
+        try:
+            tier = valkey_tier(server.url, username="kv", password_file=password)
+            assert tier.store([full(key(1), [b"x"])]) == [FAILED]
+            assert "WRONGPASS" in (tier.last_error or "")
+            password.write_text("secret\n")
+            tier.close()
+            tier = valkey_tier(server.url, username="kv", password_file=password)
+            assert tier.store([full(key(1), [b"x"])]) == [DONE]
+            server.command("SET", name_of(SPACE, key(3)), "damaged")
+            assert tier.load([empty(key(1), (1,)), empty(key(3), (1,))]) == [DONE, CORRUPT]
+            assert tier.last_error is None
+            reader = valkey_tier(server.url, username="reader", password_file=password)
+            assert fetch(reader, key(1), (1,)) == (b"x",)
+            assert reader.store([full(key(2), [b"x"])]) == [FAILED]
+            assert "permissions" in (reader.last_error or "")
+            for each in (tier, reader):
+                each.close()
+        finally:
+            server.end()
+
+    def test_tls_with_a_certificate_of_the_client(self, tmp_path: Path) -> None:
+        """The store's certificate is verified; the store can demand one of the server."""
+        authority, stranger = Authority(tmp_path), Authority(tmp_path, "stranger")
+        theirs, ours = authority.issue("store"), authority.issue("kvtier")
+        with ReservedPort() as port:
+            files = ("--tls-cert-file", theirs.cert, "--tls-key-file", theirs.key, "--tls-ca-cert-file", authority.ca)
+            server = RedisServer(tmp_path, "--tls-port", str(port.number), *files, program=debian_program())
+            server.start()
+            url = f"valkeys://127.0.0.1:{port.number}"
+            pair = {"tls_cert": Path(ours.cert), "tls_key": Path(ours.key)}
+            tiers = [
+                valkey_tier(url, tls_ca=Path(ca), **files) for ca in (authority.ca, stranger.ca) for files in (pair, {})
+            ]
+            try:
+                outcomes = [tier.store([full(key(1), [b"x"])]) for tier in tiers]
+                assert outcomes == [[DONE], [FAILED], [FAILED], [FAILED]]
+                assert fetch(tiers[0], key(1), (1,)) == (b"x",)
+                assert all(tier.last_error for tier in tiers[1:])
+            finally:
+                for tier in tiers:
+                    tier.close()
+                server.end()
+
+    def test_a_missing_file_is_named(self, tmp_path: Path) -> None:
+        """The calls fail, and work as soon as the file exists."""
+        server = RedisServer(tmp_path)
+        server.start()
+        server.command("ACL", "SETUSER", "default", ">secret", "on")
+        tier = valkey_tier(server.url, password_file=tmp_path / "password")
+        try:
+            assert tier.store([full(key(1), [b"x"])]) == [FAILED]
+            assert f"{tmp_path}/password: No such file" in (tier.last_error or "")
+            (tmp_path / "password").write_text("secret")
+            assert tier.store([full(key(1), [b"x"])]) == [DONE]
+        finally:
+            tier.close()
+            server.end()
+
+    def test_a_database_of_the_server(self, tmp_path: Path) -> None:
+        server = RedisServer(tmp_path)
+        server.start()
+        tier = valkey_tier(f"{server.url}/3")
+        try:
+            assert tier.store([full(key(1), [b"x"])]) == [DONE]
+            assert server.command("EXISTS", name_of(SPACE, key(1))) == 0
+            assert fetch(tier, key(1), (1,)) == (b"x",)
+        finally:
+            tier.close()
+            server.end()
+
+
+def test_a_missing_package_is_named() -> None:
+    """The server refuses to start and says what to install."""
+    if importlib.util.find_spec("glide_sync") is not None:
+        pytest.skip("the package is installed")
+    with pytest.raises(TierOpenError, match=r"pip install 'kvtier\[valkey\]'"):
+        valkey_tier("valkey://host")
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("valkey://cache", ValkeyAddress("cache", 6379, 0, tls=False)),
+        ("redis://cache:7/", ValkeyAddress("cache", 7, 0, tls=False)),
+        ("valkeys://10.0.0.1:6380/12", ValkeyAddress("10.0.0.1", 6380, 12, tls=True)),
+        ("rediss://[fd00::1]", ValkeyAddress("fd00::1", 6379, 0, tls=True)),
+    ],
+)
+def test_addresses(url: str, address: ValkeyAddress) -> None:
+    assert ValkeyAddress.parse(url) == address
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "cache:6379", "http://cache", "valkey://", "valkey://cache:99999", "valkey://cache/x", "valkey://cache?db=1"],
+)
+def test_invalid_addresses(url: str) -> None:
+    with pytest.raises(ValueError, match="must"):
+        ValkeyAddress.parse(url)
+
+
+def test_a_password_in_an_address_is_refused_and_not_repeated() -> None:
+    with pytest.raises(ValueError, match="password_file") as caught:
+        ValkeyAddress.parse("valkey://user:secret@cache")
+    assert "secret" not in str(caught.value)

@@ -1,0 +1,80 @@
+"""Limits of the calls to a remote store: circuit breaker of a node, budget of bytes in flight."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+__all__ = ["ByteBudget", "CircuitBreaker"]
+
+FAILURES = 2
+"""The breaker opens after this many failures in a row."""
+PROBE_SECONDS = 1.0
+"""Time between two probes of a node whose breaker is open."""
+
+
+class CircuitBreaker:
+    """Circuit breaker of one node. Thread-safe.
+
+    While the breaker is open, calls fail at once. Once per `PROBE_SECONDS` one call is permitted as
+    a probe. If the probe succeeds, the breaker closes.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._probe_at = 0.0
+        self.reason = ""
+        """Text of the last failure."""
+
+    @property
+    def is_open(self) -> bool:
+        return self._failures >= FAILURES
+
+    def permits(self) -> bool:
+        """Returns whether a call may be made. The caller must then report its result."""
+        with self._lock:
+            if not self.is_open:
+                return True
+            if self._clock() < self._probe_at:
+                return False
+            self._probe_at = self._clock() + PROBE_SECONDS
+            return True
+
+    def succeeded(self) -> None:
+        self._failures = 0
+
+    def failed(self, reason: str) -> None:
+        with self._lock:
+            self._failures += 1
+            self.reason = reason
+            self._probe_at = self._clock() + PROBE_SECONDS
+
+
+class ByteBudget:
+    """Limit for the bytes of all transfers that run at the same time. Thread-safe."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._used_bytes = 0
+        self._freed = threading.Condition()
+
+    @contextmanager
+    def reserve(self, nbytes: int) -> Iterator[None]:
+        """Waits until the bytes fit into the budget, and holds them until the `with` block ends.
+
+        More bytes than the whole budget are permitted when nothing else is in flight. The wait is
+        short, because every transfer has a deadline.
+        """
+        with self._freed:
+            self._freed.wait_for(lambda: not self._used_bytes or self._used_bytes + nbytes <= self._limit_bytes)
+            self._used_bytes += nbytes
+        try:
+            yield
+        finally:
+            with self._freed:
+                self._used_bytes -= nbytes
+                self._freed.notify_all()
