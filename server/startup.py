@@ -44,6 +44,7 @@ from .services.admin import AdminService
 from .services.cache import CacheService
 from .services.devices import DeviceCopyCalls, add_device_calls
 from .services.handoff import HandoffService
+from .services.long_calls import LongCalls
 from .services.session import SessionService
 from .services.transfer import TransferService
 from .telemetry.health import Health
@@ -247,7 +248,10 @@ def add_services(backend: Backend, listeners: Listeners, admin: AdminService, cl
     if devices.unavailable:
         _log.info("device copies are not offered", reason=devices.unavailable)
 
-    broker = BulkBroker(runtime, sessions, validator, metrics, writers, access.authenticator, access.audit_log)
+    long_calls = LongCalls(runtime, sessions)
+    broker = BulkBroker(
+        runtime, sessions, validator, metrics, writers, long_calls, access.authenticator, access.audit_log
+    )
     sessions.on_close.append(broker.end_streams_of_session)
     bulk = BulkProcess(runtime.region, config, broker, attach.adopt)
     attach.serve_streams = bulk.serve_streams
@@ -255,17 +259,15 @@ def add_services(backend: Backend, listeners: Listeners, admin: AdminService, cl
 
     session = SessionService(config, runtime, sessions, attach.path, devices.capabilities)
     session_pb2_grpc.add_SessionServiceServicer_to_server(session, listeners.grpc)
-    cache = CacheService(runtime, sessions, validator, bulk.end_writers)
-    handoff = HandoffService(runtime, sessions, validator, cache.long_calls)
+    cache = CacheService(runtime, sessions, validator, bulk.end_writers, long_calls)
+    handoff = HandoffService(runtime, sessions, validator, long_calls)
     device_calls = DeviceCopyCalls(runtime, sessions, validator, metrics, devices)
     for server in (listeners.grpc, listeners.socket_calls):
         cache_pb2_grpc.add_CacheServiceServicer_to_server(cache, server)
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(handoff, server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
         add_device_calls(device_calls, server)
-    transfer = TransferService(
-        runtime, sessions, validator, metrics, bulk, RequestBounds(config.limits), cache.long_calls
-    )
+    transfer = TransferService(runtime, sessions, validator, metrics, bulk, RequestBounds(config.limits), long_calls)
     listeners.grpc.add_generic_rpc_handlers((transfer.handler(),))
     transfer.add_calls(listeners.socket_calls)
     reflection.enable_server_reflection([*_SERVICES, SERVICE_NAME, reflection.SERVICE_NAME], listeners.grpc)

@@ -7,9 +7,11 @@ If the store ends first, the store's slots are not reused until the stream no lo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
 
 from prometheus_client import Counter
 
@@ -46,11 +48,23 @@ class _Stream:
     refused: bool = False
     detached: asyncio.Event = field(default_factory=asyncio.Event)
     limiter: RateLimiter | None = None
+    granting: asyncio.Task[None] | None = None
+    """Reads the slots of a long store or load."""
 
     def count(self, nbytes: int) -> None:
         self.moved.inc(nbytes)
         if self.limiter is not None:
             self.limiter.count_bytes(nbytes)
+
+
+class SlotReader(Protocol):
+    """Reads slots and sizes of parts in slices, while the event loop serves other calls."""
+
+    async def read(
+        self, session: EngineSession, lease_id: LeaseId, items: Sequence[int]
+    ) -> tuple[list[int], list[int]]: ...
+
+    async def read_store(self, session: EngineSession, store_id: StoreId) -> tuple[list[int], list[int]]: ...
 
 
 class BulkBroker:
@@ -63,6 +77,7 @@ class BulkBroker:
         validator: RequestValidator,
         metrics: Metrics,
         writers: Writers,
+        reader: SlotReader,
         authenticator: Authenticator | None = None,
         audit: AuditLog | None = None,
     ) -> None:
@@ -75,6 +90,7 @@ class BulkBroker:
         self._authenticator = authenticator
         self._audit = audit
         self.writers = writers
+        self._reader = reader
         self._observe = metrics.observe_rpc
         self._count_refused = metrics.refused
         self._counters = {push: metrics.transfer("tcp", "in" if push else "out") for push in (True, False)}
@@ -128,7 +144,7 @@ class BulkBroker:
         try:
             self._authenticate(message.caller)
         except Refused as error:
-            self._record_refusal(_METHODS[True], message.caller, error)
+            self._record_refusal(_METHODS[True], message.caller.session_id, error)
             self._send(Refusal(message.stream, error.reason, str(error)))
         else:
             self._send(Committed(message.stream, completed=True))
@@ -145,13 +161,12 @@ class BulkBroker:
             self._sessions.count_call(opened)
             if opened.limiter is not None:
                 opened.limiter.check_stream()
-            granted = self._grant_push(stream, opened.core) if message.push else self._grant_pull(message, opened.core)
+            self._grant_push(stream, opened.core) if message.push else self._grant_pull(stream, message, opened.core)
         except (CoreError, Refused) as error:
-            self._record_refusal(_METHODS[message.push], caller, error)
+            self._record_refusal(_METHODS[message.push], caller.session_id, error)
             self._refuse(stream, error.reason, str(error))
             return
         opened.transport = "tcp"
-        self._send(granted)
 
     def _authenticate(self, caller: Caller, method: str = "") -> OpenSession:
         """Checks session, credentials and tenant, and the roles for `method`. Raises `Refused`."""
@@ -165,18 +180,38 @@ class BulkBroker:
             require_role(method.lstrip("/"), session.identity)
         return session
 
-    def _record_refusal(self, method: str, caller: Caller, error: CoreError | Refused) -> None:
+    def _record_refusal(self, method: str, session_id: bytes, error: CoreError | Refused) -> None:
         if self._audit is not None:
-            self._audit.record_refusal(method, None, error.reason, self._sessions.name_of(caller.session_id))
+            self._audit.record_refusal(method, None, error.reason, self._sessions.name_of(session_id))
 
-    def _grant_push(self, stream: _Stream, session: EngineSession) -> Granted:
+    def _grant_push(self, stream: _Stream, session: EngineSession) -> None:
         store = self._core.renew_store(session, StoreId(stream.target), self._new_expiry())
         stream.writing.enter_context(self.writers.writing(store))
-        return Granted(stream.number, store.slots(), [block.part_bytes for block in store.blocks])
+        if len(store.blocks) > _GRANTED_BLOCKS:
+            self._grant_later(stream, partial(self._reader.read_store, session, store.id))
+        else:
+            self._send(Granted(stream.number, store.slots(), [block.part_bytes for block in store.blocks]))
 
-    def _grant_pull(self, message: Begin, session: EngineSession) -> Granted:
+    def _grant_pull(self, stream: _Stream, message: Begin, session: EngineSession) -> None:
         lease = self._core.lease(session, LeaseId(message.target))
-        return Granted(message.stream, *lease.read(message.items, session.own_rank()))
+        if len(message.items) > _GRANTED_BLOCKS:
+            self._grant_later(stream, partial(self._reader.read, session, lease.id, message.items))
+        else:
+            self._send(Granted(message.stream, *lease.read(message.items, session.own_rank())))
+
+    def _grant_later(self, stream: _Stream, read: Callable[[], Awaitable[tuple[list[int], list[int]]]]) -> None:
+        async def grant() -> None:
+            try:
+                granted = Granted(stream.number, *await read())
+            except (CoreError, Refused) as error:
+                if not stream.refused:
+                    self._record_refusal(_METHODS[stream.push], stream.ref.session_id, error)
+                    self._refuse(stream, error.reason, str(error))
+                return
+            if not stream.refused:
+                self._send(granted)
+
+        stream.granting = asyncio.get_running_loop().create_task(grant())
 
     def _moved(self, stream: _Stream, message: Moved | End) -> None:
         stream.count(message.nbytes)
@@ -233,6 +268,8 @@ class BulkBroker:
 
     def _remove(self, stream: _Stream) -> None:
         self._streams.pop(stream.number, None)
+        if stream.granting is not None:
+            stream.granting.cancel()
         self._detach(stream)
 
     def _detach(self, stream: _Stream) -> None:
@@ -244,6 +281,8 @@ class BulkBroker:
 
 
 _SWEEP_ENTRIES = 256
+_GRANTED_BLOCKS = 1024
+"""The slots of a longer store or load are read in slices."""
 _COMPLETED_BLOCKS = 1024
 """The end of a longer store would hold the event loop; CompleteStore runs in slices."""
 

@@ -47,6 +47,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         sessions: SessionRegistry,
         validator: RequestValidator,
         end_writers: Callable[[int], Awaitable[None]],
+        long_calls: LongCalls,
     ) -> None:
         """`end_writers` ends all streams that write to a store. It returns when they have ended."""
         self._runtime = runtime
@@ -54,7 +55,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self._sessions = sessions
         self._validator = validator
         self._end_writers = end_writers
-        self.long_calls = LongCalls(runtime, sessions)
+        self._long_calls = long_calls
 
     async def BeginRequest(
         self, request: cache_pb2.BeginRequestRequest, context: grpc.aio.ServicerContext
@@ -95,7 +96,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     ) -> cache_pb2.PrepareLoadResponse:
         session = self._sessions.get(request.session)
         # Without shared memory, `Pull` counts the bytes.
-        slots, sizes = await self.long_calls.read(
+        slots, sizes = await self._long_calls.read(
             session, LeaseId(request.lease_id), request.items, counted=bool(session.writers)
         )
         return cache_pb2.PrepareLoadResponse(slot_offsets=pack_offsets(slots), part_sizes_bytes=pack_offsets(sizes))
@@ -115,7 +116,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self, request: cache_pb2.ReleaseLeaseRequest, context: grpc.aio.ServicerContext
     ) -> cache_pb2.ReleaseLeaseResponse:
         session = self._sessions.get(request.session, is_release=True)
-        await self.long_calls.release(session, request.lease_ids)
+        await self._long_calls.release(session, request.lease_ids)
         return cache_pb2.ReleaseLeaseResponse()
 
     async def Touch(
@@ -123,7 +124,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     ) -> cache_pb2.TouchResponse:
         session = self._sessions.get(request.session)
         expires_at = self._runtime.now() + self._validator.lease(request.lease_duration)
-        missing = await self.long_calls.renew(session, request.lease_ids, expires_at)
+        missing = await self._long_calls.renew(session, request.lease_ids, expires_at)
         return cache_pb2.TouchResponse(missing_lease_ids=missing)
 
     async def PrepareStore(
@@ -131,9 +132,9 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     ) -> cache_pb2.PrepareStoreResponse:
         self._sessions.refuse_if_draining()
         session = self._sessions.get(request.session)
-        keys = await self.long_calls.keys_of(session, self._validator, request)
+        keys = await self._long_calls.keys_of(session, self._validator, request)
         retain_for = self._validator.retention(request.retain_for)
-        answer = await self.long_calls.prepare_store(
+        answer = await self._long_calls.prepare_store(
             session,
             keys,
             request_id=request.request_id,
@@ -157,7 +158,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             failed: Sequence[int] = request.failed_items
             if request.abort:
                 failed = range(len(self._core.store(session, store_id).blocks))
-            await self.long_calls.complete_store(session, store_id, failed)
+            await self._long_calls.complete_store(session, store_id, failed)
         except StoreNotFound:
             self._core.writer_done(session, store_id)
             raise
@@ -179,8 +180,8 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     ) -> cache_pb2.FlushResponse:
         session = self._sessions.get(request.session)
         deadline = self._runtime.now() + self._validator.wait(request.wait)
-        keys = await self.long_calls.keys(session, self._validator, request.keys)
-        return cache_pb2.FlushResponse(statuses=await self.long_calls.flush(session, keys, deadline))
+        keys = await self._long_calls.keys(session, self._validator, request.keys)
+        return cache_pb2.FlushResponse(statuses=await self._long_calls.flush(session, keys, deadline))
 
     async def FinishRequest(
         self, request: cache_pb2.FinishRequestRequest, context: grpc.aio.ServicerContext
@@ -215,7 +216,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         tiers = self._validator.tiers(request.exclude)
         self._core.check_filter(tiers)
         return _LookupOptions(
-            keys=await self.long_calls.keys_of(session, self._validator, request),
+            keys=await self._long_calls.keys_of(session, self._validator, request),
             prefix=request.mode != cache_pb2.LOOKUP_MODE_EACH,
             request_id=request.request_id,
             tiers=tiers,
@@ -231,7 +232,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         # May raise. After the lookup, an error would leave a lease that no client knows.
         if want_slots:
             session.own_rank()
-        await self.long_calls.query_shared_tiers(
+        await self._long_calls.query_shared_tiers(
             session, options.keys, options.tiers, options.deadline, prefix=options.prefix
         )
         lookup = self._core.lookup_handler.begin(
@@ -243,7 +244,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             min_hits=options.min_hits,
             retain_until=self._retain_until(session, options.request_id, options.retain_for),
         )
-        found = await self.long_calls.look_up(lookup, options.lease_seconds)
+        found = await self._long_calls.look_up(lookup, options.lease_seconds)
         remaining = options.deadline - self._runtime.now()
         if found.lease is not None and found.lease.pending and remaining > 0:
             found = replace(found, lease=await self._wait_ready(session, found.lease, remaining))
@@ -261,7 +262,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     async def _read_slots(self, session: EngineSession, lease: BlockLease, items: Sequence[int]) -> list[int]:
         """Returns the slots for the answer of a lookup. If this fails, the lease ends."""
         try:
-            return (await self.long_calls.read(session, lease.id, items))[0]
+            return (await self._long_calls.read(session, lease.id, items))[0]
         except BaseException:  # also a cancellation: the client never gets the lease's id
             with contextlib.suppress(CoreError):
                 self._core.release(session, lease.id)

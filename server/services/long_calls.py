@@ -159,6 +159,19 @@ class LongCalls:
             lease.cpu_tier.loaded_bytes += sum(sizes)
         return slots, sizes
 
+    async def read_store(self, session: EngineSession, store_id: StoreId) -> tuple[list[int], list[int]]:
+        """Returns slots and sizes of the parts of a store. Raises StoreNotFound, NotOwner."""
+        blocks = self._core.store(session, store_id).blocks
+        slots: list[int] = []
+        sizes: list[int] = []
+        for part in slices_of(blocks, _READ_SLICE):
+            if len(part) < len(blocks):
+                await self._scheduler.turn(session)
+            store = self._core.store(session, store_id)  # it may have ended since the last slice
+            slots += store.slots(part)
+            sizes += [block.part_bytes for block in part]
+        return slots, sizes
+
     async def publish(self, publication: SlicedPublication) -> Hold | PublishStatus:
         """Publishes a hold. If the call is cancelled or fails, no hold remains."""
         handoffs, more = self._core.handoffs, True

@@ -18,6 +18,7 @@ from kvtier.server.config.schema import HandoffConfig, LeaseConfig, LimitConfig,
 from kvtier.server.rpc.request_checks import RequestValidator
 from kvtier.server.runtime import TierRuntime
 from kvtier.server.services.cache import CacheService
+from kvtier.server.services.long_calls import LongCalls
 from kvtier.tiers.base import BlockBytes, Entry, NamespaceId, Outcome, RequestInfo, SecondaryTier, Vote
 from kvtier.tiers.negotiation import vote
 from kvtier.tiers.types import EngineSession, NamespaceSpec, StoreStatus
@@ -121,7 +122,7 @@ async def test_finished_jobs_are_processed_before_an_eviction(runtime: TierRunti
     session = store_beside_a_finished_job(runtime, tier)
     registry: Any = SimpleNamespace(refuse_if_draining=lambda: None, get=lambda _: session)
     validator = RequestValidator(LimitConfig(), LeaseConfig(), RetentionConfig(), HandoffConfig())
-    service = CacheService(runtime, registry, validator, end_writers=pytest.fail)
+    service = CacheService(runtime, registry, validator, pytest.fail, LongCalls(runtime, registry))
     answer = await service.PrepareStore(PrepareStoreRequest(keys=keys(200, 1)), SimpleNamespace())  # type: ignore[arg-type]
     assert answer.statuses == bytes([StoreStatus.GRANTED])
 

@@ -44,8 +44,10 @@ class Store:
     user: Hashable = None
     """The request, for eviction policies. A store in slices counts as one use of its blocks."""
 
-    def slots(self) -> list[int]:
-        return [offset for block in self.blocks if (offset := block.slots[self.rank]) is not None]
+    def slots(self, blocks: Sequence[Block] | None = None) -> list[int]:
+        """Returns the slots of these blocks of the store; None: of all."""
+        blocks = self.blocks if blocks is None else blocks
+        return [offset for block in blocks if (offset := block.slots[self.rank]) is not None]
 
 
 @dataclass(slots=True)

@@ -20,16 +20,29 @@ from harness.shared_tier import SharedDirectory
 from kvtier.cuda.host.region import HostRegion
 from kvtier.protos.v1 import cache_pb2, transfer_pb2
 from kvtier.protos.wire.packed_keys import unpack_offsets
+from kvtier.server.bulk.broker import BulkBroker
+from kvtier.server.bulk.messages import Begin, Caller, End, Granted, Refusal, ToChild
 from kvtier.server.config.schema import HandoffConfig, LeaseConfig, LimitConfig, RetentionConfig
 from kvtier.server.refused import Refused
 from kvtier.server.rpc.request_checks import RequestValidator
+from kvtier.server.rpc.writers import Writers
 from kvtier.server.runtime import TierRuntime
 from kvtier.server.services.cache import CacheService
+from kvtier.server.services.long_calls import LongCalls
 from kvtier.server.services.transfer import TransferService
 from kvtier.tiers.base import NamespaceId, SecondaryTier, TierFilter
 from kvtier.tiers.core.secondary import Presence
 from kvtier.tiers.errors import InvalidItem, InvalidKey, StoreNotFound
-from kvtier.tiers.types import DurableStatus, EngineSession, JobId, KeyStatus, NamespaceSpec, StoreId, StoreStatus
+from kvtier.tiers.types import (
+    DurableStatus,
+    EngineSession,
+    JobId,
+    KeyStatus,
+    LeaseId,
+    NamespaceSpec,
+    StoreId,
+    StoreStatus,
+)
 
 PART = 4096
 SPEC = NamespaceSpec(NamespaceId(b"n" * 16), world_size=1, part_bytes=(PART,))
@@ -61,7 +74,8 @@ class Calls:
 
         async def end_writers(_: int) -> None: ...
 
-        self.service: Any = CacheService(runtime, self.registry, self.validator, end_writers)
+        self.long_calls = LongCalls(runtime, self.registry)
+        self.service: Any = CacheService(runtime, self.registry, self.validator, end_writers, self.long_calls)
 
     def store(self, keys: Sequence[bytes]) -> StoreId:
         """Begins a store, so that the keys are pending."""
@@ -242,7 +256,7 @@ def test_a_query_of_shared_tiers_misses_no_answer(
             core.complete_store(calls.session, calls.store(stored))
             calls.runtime.run_commands()
             await until(lambda: not calls.runtime._running_jobs())
-            scheduler, original = calls.service.long_calls._scheduler, core.lookup_finished
+            scheduler, original = calls.long_calls._scheduler, core.lookup_finished
             answered = 0
 
             def lookup_finished(job_id: JobId, found: Sequence[bool]) -> None:
@@ -261,7 +275,7 @@ def test_a_query_of_shared_tiers_misses_no_answer(
 
             monkeypatch.setattr(core, "lookup_finished", lookup_finished)
             monkeypatch.setattr(scheduler, "turn", turn_after_answers)
-            query = calls.service.long_calls.query_shared_tiers(
+            query = calls.long_calls.query_shared_tiers(
                 calls.session, KEYS[:1024], TierFilter(), calls.runtime.now() + 30, prefix=False
             )
             await asyncio.wait_for(query, 10)
@@ -300,7 +314,7 @@ def test_the_keys_of_a_request_are_read_in_slices(monkeypatch: pytest.MonkeyPatc
 
     async def scenario() -> None:
         async with serving() as calls:
-            scheduler, slices = calls.service.long_calls._scheduler, []
+            scheduler, slices = calls.long_calls._scheduler, []
 
             def read(original: Callable[..., list[bytes]], *arguments: Any) -> list[bytes]:
                 found = original(*arguments)
@@ -508,7 +522,7 @@ def test_a_lookup_that_ends_early_leaves_nothing(ends: str, turns: int) -> None:
         async with serving() as calls:
             calls.runtime.core.complete_store(calls.session, calls.store(KEYS))
             call = asyncio.create_task(calls.look_up(KEYS, want_slots=True))
-            await until(lambda: calls.service.long_calls._scheduler.turns == turns)
+            await until(lambda: calls.long_calls._scheduler.turns == turns)
             assert not call.done()
             assert calls.pins()
             if ends == "call":
@@ -560,7 +574,7 @@ def test_a_pull_is_prepared_in_slices() -> None:
             counter = SimpleNamespace(inc=lambda _: None)
             metrics = SimpleNamespace(transfer=lambda *_: counter, mismatches=lambda _: counter)
             bulk = SimpleNamespace(received=None)
-            runtime, validator, long_calls = calls.runtime, calls.validator, calls.service.long_calls
+            runtime, validator, long_calls = calls.runtime, calls.validator, calls.long_calls
             service: Any = TransferService(runtime, registry, validator, metrics, bulk, None, long_calls)  # type: ignore[arg-type]
             request = transfer_pb2.PullRequest(lease_id=lease_id, items=[*range(MANY)] * 4)
 
@@ -574,5 +588,92 @@ def test_a_pull_is_prepared_in_slices() -> None:
             calls.registry_ended = True
             with pytest.raises(Refused):
                 await first_frame()
+
+    asyncio.run(scenario())
+
+
+def broker_of(calls: Calls) -> tuple[BulkBroker, list[ToChild]]:
+    """Returns a broker, and the messages that it sends."""
+    counter = SimpleNamespace(inc=lambda *_: None)
+    metrics: Any = SimpleNamespace(
+        transfer=lambda *_: counter,
+        mismatches=lambda _: counter,
+        observe_rpc=lambda *_: None,
+        refused=lambda *_: None,
+    )
+    opened = SimpleNamespace(core=calls.session, limiter=None, transport="")
+    calls.registry.find = lambda _: opened
+    calls.registry.count_call = lambda _: None
+    writers = Writers(calls.runtime)
+    broker = BulkBroker(calls.runtime, calls.registry, calls.validator, metrics, writers, calls.long_calls)
+    sent: list[ToChild] = []
+    broker.connected(sent.append)
+    return broker, sent
+
+
+async def begin_stream(calls: Calls, *, push: bool) -> tuple[Begin, Granted]:
+    """Returns the request of a long stream, and the expected answer."""
+    store_id = (await calls.prepare(KEYS)).store_id
+    store = calls.runtime.core.store(calls.session, StoreId(store_id))
+    slots, sizes = store.slots(), [PART] * MANY
+    caller = Caller(b"s", 1, None, [], is_local=True)
+    if push:
+        return Begin(1, caller, True, store_id, []), Granted(1, slots, sizes)
+    await calls.complete(store_id, [])
+    lease_id = (await calls.look_up(KEYS)).lease_id
+    return Begin(1, caller, False, lease_id, [*range(MANY)] * 4), Granted(1, slots * 4, sizes * 4)
+
+
+@pytest.mark.parametrize("push", [True, False])
+def test_the_slots_of_a_stream_are_read_in_slices(*, push: bool) -> None:
+    """Other calls run before the bulk process gets the slots of a long store or load."""
+
+    async def scenario() -> None:
+        async with serving() as calls:
+            broker, sent = broker_of(calls)
+            begin, granted = await begin_stream(calls, push=push)
+            before = calls.long_calls._scheduler.turns
+            broker.handle(begin)
+            assert not sent
+            await until(lambda: sent)
+            assert sent == [granted]
+            assert calls.long_calls._scheduler.turns - before == (4 if push else 16)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("end", ["stream", "child", "session", "target", "item"])
+@pytest.mark.parametrize("push", [True, False])
+def test_a_stream_that_ends_before_its_grant_gets_no_slots(end: str, *, push: bool) -> None:
+    """The client, the bulk process, the session, or the store or lease ends between two slices."""
+
+    async def scenario() -> None:
+        async with serving() as calls:
+            broker, sent = broker_of(calls)
+            begin, _ = await begin_stream(calls, push=push)
+            if end == "item":
+                begin.items.append(MANY)
+            broker.handle(begin)
+            stream, core = broker._streams[1], calls.runtime.core
+            assert stream.granting is not None
+            if end == "stream":
+                broker.handle(End(1, "CANCELLED"))
+            elif end == "child":
+                broker.disconnected()
+            elif end == "session":
+                core.close_session(calls.session.id)
+                calls.registry_ended = True
+                broker.end_streams_of_session(b"s")
+            elif end == "target" and push:
+                await calls.complete(begin.target, [])
+            elif end == "target":
+                core.release(calls.session, LeaseId(begin.target))
+            await asyncio.wait([stream.granting])
+            if end == "item" and push:
+                assert [type(message) for message in sent] == [Granted]
+            else:
+                assert [type(message) for message in sent] == ([] if end in ("stream", "child") else [Refusal])
+            broker.disconnected()
+            assert not broker.writers.busy(begin.target)
 
     asyncio.run(scenario())
