@@ -174,13 +174,14 @@ class LongCalls:
 
     async def publish(self, publication: SlicedPublication) -> Hold | PublishStatus:
         """Publishes a hold. If the call is cancelled or fails, no hold remains."""
-        handoffs, more = self._core.handoffs, True
+        handoffs, more, is_long = self._core.handoffs, True, len(publication.keys) > _STORE_SLICE
         try:
             while more:
-                if len(publication.keys) > _STORE_SLICE:
+                if is_long:
                     await self._scheduler.turn(publication.session)
                 self._runtime.get_finished_jobs()
                 more = handoffs.publish_slice(publication, _STORE_SLICE, self._runtime.now())
+                is_long = True  # also if few blocks wait until the pins of ended holds are removed
                 self._runtime.run_commands()
         except BaseException:  # also a cancellation
             handoffs.abandon(publication, self._runtime.now())

@@ -128,7 +128,8 @@ class HandoffHandler:
             direction=direction,
             duration=duration,
         )
-        self.publish_slice(publication, max(1, len(keys)), now)
+        while self.publish_slice(publication, max(1, len(keys)), now):
+            pass
         assert publication.result is not None
         return publication.result
 
@@ -157,10 +158,9 @@ class HandoffHandler:
             publication.blocks += blocks
             publication.budgets.update(map(self._budget, blocks))
             self._publications.add(publication)
-            if len(publication.blocks) < len(publication.keys):
+            if len(publication.blocks) < len(publication.keys) or not self._open(publication, now):
                 return True
             self._publications.discard(publication)
-            self._open(publication, now)
             if most < len(publication.keys):
                 return isinstance(publication.result, Hold)
         hold = publication.result
@@ -173,11 +173,14 @@ class HandoffHandler:
         if hold is None:
             self._unpin_held(publication.blocks)
         elif isinstance(hold, Hold) and self._table.get(hold.name) is hold:
-            self._end(hold, HoldEnd.RELEASED, now)
+            self.release(hold.name, now)
         self._cpu_tier.finish(publication)
 
-    def _open(self, publication: SlicedPublication, now: float) -> None:
-        """Opens the hold of a publication whose blocks are pinned, or refuses it."""
+    def _open(self, publication: SlicedPublication, now: float) -> bool:
+        """Opens the hold of a publication whose blocks are pinned, or refuses it.
+
+        Returns False if ended holds must be unpinned first, because they still fill the budget.
+        """
         name, direction, blocks = publication.name, publication.direction, publication.blocks
         known = self._table.get(name)
         if known is not None:  # the new hold's blocks are already pinned, so common blocks stay
@@ -185,6 +188,9 @@ class HandoffHandler:
             self._end(known, HoldEnd.REPLACED, now)
         tenant, tokens = publication.session.tenant, publication.num_tokens
         refused = self._refusal(tenant, len(blocks), publication.budgets)
+        if refused is PublishStatus.NO_ROOM and self._pending_unpins:
+            self.unpin_slice()
+            return False
         status = refused or PublishStatus.PUBLISHED
         record = self._log.published(name, direction, num_tokens=tokens, blocks=len(blocks), status=status, now=now)
         if refused is not None:
@@ -193,7 +199,7 @@ class HandoffHandler:
             self._stats[direction].declined += 1
             self._unpin_held(blocks)
             self._remember_end(name, refused)
-            return
+            return True
         # Use the key objects of the blocks, so that memory has each key once.
         keys = [block.key for block in blocks]
         expires_at = now + publication.duration
@@ -214,17 +220,18 @@ class HandoffHandler:
         self._table.add(hold)
         self._ended.pop(name, None)
         self._stats[direction].published += 1
+        return True
 
     def _prepare_slice(self, publication: SlicedPublication, hold: Hold, most: int) -> bool:
         """Promotes, protects and records the use of the next blocks, unless the hold has ended."""
         start, end = publication.prepared, min(publication.prepared + most, len(hold.items))
         is_open = self._table.get(hold.name) is hold
         if is_open:
-            blocks = [block for block in hold.items[start:end] if block is not None]
+            self._table.wait_for(hold, range(start, end))
+            blocks = [block for block in hold.items[start:end] if block is not None and not block.invalidated]
             self._lookups.fetch(hold.name[0], blocks)
             self._cpu_tier.queues.protect(blocks)
             self._cpu_tier.use(list(dict.fromkeys(blocks)), publication)
-            self._table.wait_for(hold, range(start, end))
             publication.prepared = end
             if end < len(hold.items):
                 return True

@@ -144,10 +144,17 @@ class HoldTable:
         self._items[hold.tenant] += len(hold.keys)
 
     def wait_for(self, hold: Hold, items: range) -> None:
-        """Registers the blocks of these items that are not ready."""
+        """Registers the blocks of these items that are not ready.
+
+        Gives up a block that a stall removed from the index, unless a client is writing the block.
+        """
         for item in items:
             block = hold.items[item]
-            if block is not None and not block.ready:
+            if block is None or block.ready:
+                continue
+            if block.invalidated and not block.pending:
+                self._give_up(hold, [item])
+            else:
                 hold.awaited += 1
                 self._waiting.setdefault(block, {}).setdefault(hold, []).append(item)
 

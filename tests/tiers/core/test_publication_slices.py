@@ -116,3 +116,74 @@ def test_the_pins_of_a_long_hold_end_in_slices(monkeypatch: pytest.MonkeyPatch) 
     rig.core.work()
     rig.core.work()
     assert nothing_is_held(rig)
+
+
+@pytest.mark.parametrize("ended", ["released", "replaced"])
+def test_pins_of_ended_holds_refuse_no_publication(monkeypatch: pytest.MonkeyPatch, ended: str) -> None:
+    """The publication waits until the pins of the ended hold are removed."""
+    monkeypatch.setattr("kvtier.tiers.core.handoffs._UNPIN_SLICE", 2)
+    rig = HoldRig(part=0.8)
+    [budget] = set(rig.core.handoffs._budgets.values())
+    count = budget.bound // 4096 * 2 // 3
+    rig.publish(keys(*range(count)))
+    if ended == "released":
+        assert rig.core.handoffs.release(rig.name(), 1.0)
+    hold = rig.publish(keys(*range(100, 100 + count)))
+    assert isinstance(hold, Hold)
+    assert budget.used <= budget.bound
+    assert rig.publish(keys(*range(200, 200 + 2 * count)), "large") is PublishStatus.NO_ROOM
+    assert rig.core.handoffs.release(rig.name(), 2.0)
+    while rig.core.handoffs.unpin_slice():
+        pass
+    assert nothing_is_held(rig)
+
+
+def test_a_reset_restarts_a_publication_that_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.tiers.core.handoffs._UNPIN_SLICE", 1)
+    rig = HoldRig(part=0.8)
+    [budget] = set(rig.core.handoffs._budgets.values())
+    count = budget.bound // 4096 - 6
+    rig.publish(keys(*range(100, 100 + count)), "earlier")
+    assert rig.core.handoffs.release(rig.name("earlier"), 1.0)
+    publication = begin(rig)
+    publish_slice(rig, publication, 4)
+    assert (len(publication.blocks), publication.result) == (len(NAMES), None)
+    old = list(publication.blocks)
+    rig.core.reset(rig.session)
+    while publish_slice(rig, publication):
+        pass
+    hold = publication.result
+    assert isinstance(hold, Hold)
+    assert set(old).isdisjoint(hold.items)
+
+
+def test_a_stall_between_two_slices_ends_the_wait_for_its_blocks() -> None:
+    """The hold gives up the blocks of a stalled promotion. No eviction queue gets them again."""
+    rig = new_rig()
+    rig.core.lookup(rig.session, keys(*range(4, 8)), prefix=True, request_id="", expires_at=60)
+    publication = begin(rig)
+    publish_slice(rig, publication, 2)
+    rig.core.tier_stalled(1, stalled=True)
+    while publish_slice(rig, publication):
+        pass
+    hold = publication.result
+    assert isinstance(hold, Hold)
+    assert hold.items[4:6] == [None, None]
+    assert hold.awaited == 6
+    tier = rig.core._cpu_tier
+    assert all(tier.contains(block) for block in tier.queues._protected)
+    assert rig.core.handoffs.release(rig.name(), 1.0)
+    assert all(tier.contains(block) for queue in tier.queues.all() for block in queue.policy.victims())
+    rig.core.tier_stalled(1, stalled=False)
+    rig.finish_jobs()
+    assert nothing_is_held(rig)
+
+
+def test_an_abandoned_hold_counts_as_released() -> None:
+    """Each published hold is open or counts as ended."""
+    rig = new_rig()
+    publication = begin(rig)
+    publish_slice(rig, publication, 5)
+    rig.core.handoffs.abandon(publication, 0.0)
+    stats = rig.stats()
+    assert (stats.published, stats.open, stats.released) == (1, 0, 1)
