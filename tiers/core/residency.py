@@ -71,8 +71,13 @@ class ResidencyIndex:
 
     def peek(self, namespace: NamespaceId, key: bytes, excluded: Collection[int] = ()) -> Presence:
         """Returns the presence that `find` would return; does not count misses."""
-        found = {secondary.presence(namespace, key, excluded) for secondary in self._secondaries}
-        order = (Presence.HELD, Presence.UNKNOWN, Presence.EXCLUDED, Presence.STALLED)
+        found = set()
+        for secondary in self._secondaries:
+            presence = secondary.presence(namespace, key, excluded)
+            if presence is Presence.HELD:
+                return presence
+            found.add(presence)
+        order = (Presence.UNKNOWN, Presence.EXCLUDED, Presence.STALLED)
         return next((presence for presence in order if presence in found), Presence.ABSENT)
 
     def position_of(self, namespace: NamespaceId, key: bytes) -> int | None:

@@ -245,3 +245,14 @@ def test_a_full_store_evicts_nothing_here() -> None:
     rig.finish_jobs(Outcome.NO_SPACE)
     assert rig.core.stats().tiers[1].blocks == 2
     assert rig.core.stats().tiers[1].dropped == 1
+
+
+def test_a_block_of_an_earlier_tier_causes_no_query() -> None:
+    """A query over the network would be useless, because the earlier tier loads the block."""
+    rig = Rig(ModelTier("near", 1 << 20), Shared("far", 1 << 20))
+    rig.store_in_all_tiers(keys(0))
+    rig.core.reset(rig.session)
+    rig.core.tick(11)
+    assert rig.core.shared_tiers.query(rig.session, keys(0), prefix=True) == ([], False)
+    assert statuses(rig, keys(0)) == PENDING
+    assert questions(rig) == []
