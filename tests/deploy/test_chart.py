@@ -192,11 +192,20 @@ def test_scrapes_use_the_configured_token(tmp_path: Path) -> None:
 
 
 @needs_tools
-def test_egress_is_open_only_with_tracing(tmp_path: Path) -> None:
-    assert _rendered(tmp_path, {})["NetworkPolicy"]["spec"]["egress"] == []
-    traced = _rendered(tmp_path, {"config": {"tracing": {"endpoint": "http://10.0.0.9:4317"}}})
-    assert traced["NetworkPolicy"]["spec"]["policyTypes"] == ["Ingress"]
-    assert "egress" not in traced["NetworkPolicy"]["spec"]
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"tracing": {"endpoint": "http://10.0.0.9:4317"}},
+        {"tiers": [{"type": "lmdb"}, {"type": "valkey", "options": {"url": "valkey://cache"}}, {"type": "disk"}]},
+    ],
+    ids=["tracing", "valkey"],
+)
+def test_egress_is_open_only_for_tracing_and_stores(tmp_path: Path, config: dict[str, Any]) -> None:
+    for closed in ({}, {"tiers": [{"type": "lmdb"}, {"type": "disk"}]}):
+        assert _rendered(tmp_path, {"config": closed})["NetworkPolicy"]["spec"]["egress"] == []
+    opened = _rendered(tmp_path, {"config": config})
+    assert opened["NetworkPolicy"]["spec"]["policyTypes"] == ["Ingress"]
+    assert "egress" not in opened["NetworkPolicy"]["spec"]
 
 
 def test_chart_and_package_have_one_version() -> None:

@@ -33,7 +33,7 @@ def test_image_matches_the_documentation() -> None:
     assert re.search(r"^STOPSIGNAL SIGTERM$", last, re.MULTILINE)
     assert re.search(r'^HEALTHCHECK .*CMD \["kvtier", "status"', last, re.MULTILINE)
     assert "pip" not in re.sub(r"#.*", "", last)
-    assert "[server]'" in text
+    assert "ARG EXTRAS=server\n" in text
     compose = yaml.safe_load((ROOT / "deploy" / "docker" / "compose.yaml").read_text())["services"]["kvtier"]
     assert compose["stop_grace_period"] == "40s"
     assert compose["read_only"] is True
