@@ -274,13 +274,13 @@ def ports(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def tiers(context: CheckContext) -> Iterator[CheckResult]:
-    """Checks that custom tier classes can be imported, without opening their storage."""
+    """Checks that the packages of tiers can be imported, without opening their storage."""
     if context.config is None:
         return
-    custom = [tier for tier in context.config.tiers if tier.is_custom]
-    if not custom:
+    optional = [tier for tier in context.config.tiers if tier.is_custom or tier.is_remote]
+    if not optional:
         yield ok("all tiers are part of kvtier")
-    for tier in custom:
+    for tier in optional:
         problem = _import_problem(tier)
         if problem:
             yield fail(

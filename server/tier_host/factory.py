@@ -114,8 +114,9 @@ def tier_class(config: TierConfig) -> Callable[..., SecondaryTier]:
 
         return DiskTier
     if config.type == "valkey":
-        from ...tiers.remote.valkey import ValkeyTier
+        from ...tiers.remote.valkey import ValkeyTier, import_glide
 
+        import_glide()
         return ValkeyTier
     module_name, _, class_name = config.type.partition(":")
     try:

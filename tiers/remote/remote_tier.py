@@ -75,6 +75,7 @@ class RemoteTier(SecondaryTier):
         self._health = TierHealth(self)
         self._breaker = CircuitBreaker()
         self._budget = ByteBudget(limits.in_flight_bytes)
+        self._window_bytes = min(WINDOW_BYTES, limits.in_flight_bytes)
         self._mine = threading.local()
         self._stores: list[ObjectStore] = []
         self._connecting = threading.Lock()
@@ -100,7 +101,7 @@ class RemoteTier(SecondaryTier):
         """Writes the blocks that the store lacks. After an error the rest of the job fails."""
         outcomes: list[Outcome] = []
         with self._reporting("store"):
-            for window in batches(blocks, WINDOW_BYTES):
+            for window in batches(blocks, self._window_bytes):
                 with self._budget.reserve(sum(map(value_bytes, window))):
                     outcomes += self._store_window(window)
             if Outcome.NO_SPACE in outcomes:
@@ -111,7 +112,7 @@ class RemoteTier(SecondaryTier):
         """Reads and verifies blocks. Deletes damaged ones. After an error the rest fails."""
         outcomes: list[Outcome] = []
         with self._reporting("load"):
-            for window in batches(blocks, WINDOW_BYTES):
+            for window in batches(blocks, self._window_bytes):
                 with self._budget.reserve(sum(map(value_bytes, window))):
                     outcomes += self._load_window(window)
         return [*outcomes, *[Outcome.FAILED] * (len(blocks) - len(outcomes))]

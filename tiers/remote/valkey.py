@@ -19,7 +19,7 @@ from ..base import TierOpenError
 from .object_store import ObjectStore, StoreRefusedError, StoreUnavailableError
 from .remote_tier import RemoteLimits, RemoteTier
 
-__all__ = ["ValkeyAddress", "ValkeyTier"]
+__all__ = ["ValkeyAddress", "ValkeyTier", "import_glide"]
 
 _SCHEMES = {"valkey": False, "redis": False, "valkeys": True, "rediss": True}
 """URL schemes, and whether they use TLS."""
@@ -79,7 +79,7 @@ class ValkeyTier(RemoteTier):
 
         Raises `TierOpenError` if the client library is not installed, or the URL is invalid.
         """
-        glide = _import_glide()
+        glide = import_glide()
         try:
             address = ValkeyAddress.parse(url)
         except ValueError as error:
@@ -172,7 +172,8 @@ class _ValkeyStore:
             raise StoreRefusedError(f"{error}") from error
 
 
-def _import_glide() -> ModuleType:
+def import_glide() -> ModuleType:
+    """Returns the client library. Raises TierOpenError if it is not installed."""
     try:
         glide = importlib.import_module("glide_sync")
     except ImportError as error:

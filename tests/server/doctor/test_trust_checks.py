@@ -272,6 +272,13 @@ class TestTiers:
         assert capsys.readouterr().out == ""
         assert not tier.path.exists()
 
+    def test_a_missing_client_library_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The tier `valkey` needs an optional package."""
+        monkeypatch.setitem(sys.modules, "glide_sync", None)
+        tier = TierConfig(type="valkey", name="far", path=Path("/nowhere"), size=1 << 24)
+        [finding] = found("fail", of=list(tiers(context_of(config_of(tiers=(tier,))))))
+        assert "pip install 'kvtier[valkey]'" in finding.seen
+
     def test_without_tiers(self) -> None:
         """There is one finding, and none if the configuration is invalid."""
         found("ok", of=list(tiers(context_of(config_of()))))

@@ -71,6 +71,15 @@ def test_a_stored_block_is_sent_once() -> None:
     assert store.written_bytes - before < 2 * 5000
 
 
+def test_a_small_budget_makes_small_calls() -> None:
+    """The blocks of one call fit into the budget."""
+    store = MemoryStore()
+    tier = memory_tier(store, RemoteLimits(in_flight_bytes=20_000))
+    blocks = [full(key(number), content(number, (5000,))) for number in range(12)]
+    assert tier.store(blocks) == [DONE] * 12
+    assert store.calls == 2 * 3, "an EXISTS and a SET for every four blocks"
+
+
 def test_a_good_value_survives_the_deletion_of_a_damaged_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another server may replace the damaged value before this server deletes it."""
     store = MemoryStore()
