@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -18,8 +19,8 @@ from .transfers import TransferScheduler
 __all__ = ["InFlightStores", "Store", "StoreHandler"]
 
 
-_UNPIN_SLICE = 1024
-"""Blocks per slice: 0.2 µs per block, or 2 µs if the block is empty and dropped."""
+_UNPIN_SLICE = 512
+"""Blocks per slice: 0.2 µs per block, or 3 µs if the block is dropped."""
 
 
 @dataclass(slots=True, eq=False)
@@ -112,10 +113,19 @@ class InFlightStores:
         """Removes a store; the caller must then release the store's pins and slots."""
         del self._stores[store.id]
 
-    def quarantine(self, store: Store, offsets: list[int], nbytes: int, writers: set[int]) -> None:
-        """Keeps slots out of use until all of these writer connections have ended."""
-        self._quarantine[store.id] = _Quarantine(offsets, nbytes, store.owner.engine, set(writers))
+    def quarantine(self, store: Store, writers: set[int]) -> None:
+        """Begins a quarantine, which lasts until all of these writer connections have ended."""
+        self._quarantine[store.id] = _Quarantine([], 0, store.owner.engine, set(writers))
         self._lift_if_free(store.id)
+
+    def add_to_quarantine(self, store: Store, offsets: list[int], nbytes: int) -> None:
+        """Keeps detached slots out of use until the store's quarantine ends."""
+        entry = self._quarantine.get(store.id)
+        if entry is None:
+            self.cpu_tier.release(offsets)
+        else:
+            entry.offsets += offsets
+            entry.nbytes += nbytes
 
     def writer_gone(self, writer: int) -> None:
         for store_id, entry in list(self._quarantine.items()):
@@ -167,6 +177,8 @@ class StoreHandler:
         self._continue_if = continue_if
         self._pending_unpins: list[Block] = []
         """Pinned blocks that no store needs any more."""
+        self._abandoned: deque[Store] = deque()
+        """Stores of lost clients whose blocks are not released yet."""
 
     def prepare(
         self,
@@ -254,10 +266,13 @@ class StoreHandler:
 
         Tail first: a policy needs this order to know which positions leave ghosts.
         """
-        blocks = self._pending_unpins[-_UNPIN_SLICE:]
-        del self._pending_unpins[-_UNPIN_SLICE:]
-        self._cpu_tier.unpin(reversed(blocks))
-        return bool(self._pending_unpins)
+        if self._abandoned:
+            self._abandon_slice(self._abandoned[0])
+        else:
+            blocks = self._pending_unpins[-_UNPIN_SLICE:]
+            del self._pending_unpins[-_UNPIN_SLICE:]
+            self._cpu_tier.unpin(reversed(blocks))
+        return bool(self._abandoned or self._pending_unpins)
 
     def begin_completion(self, session: EngineSession, store_id: StoreId, failed: Collection[int] = ()) -> Store:
         """Begins to complete a store. From now on no call of a client finds the store."""
@@ -307,17 +322,26 @@ class StoreHandler:
     def abandon(self, store: Store, writers: set[int]) -> None:
         """Ends a store of a lost client; quarantines slots until no client can write to them."""
         self.table.end(store)
+        self.table.quarantine(store, writers)
+        self._abandoned.append(store)
+        if len(self._abandoned) == 1:
+            self._continue_if(self.unpin_slice())
+
+    def _abandon_slice(self, store: Store) -> None:
+        # Tail first: unpinning removes empty blocks from policies, which remove a tail faster.
+        blocks, store.blocks = store.blocks[-_UNPIN_SLICE:], store.blocks[:-_UNPIN_SLICE]
         offsets = []
-        for block in store.blocks:
+        for block in blocks:
             block.writers -= 1
             self._record_failure(block)
             offsets.append(self._cpu_tier.detach_slot(block, store.rank))
-        self.table.quarantine(store, offsets, sum(block.part_bytes for block in store.blocks), writers)
-        self._completions.settle(store.blocks)
-        # Tail first: unpinning removes empty blocks from policies, which remove a tail faster.
-        self._cpu_tier.unpin(reversed(store.blocks))
-        self._unpin(store.others)
-        self._ended(store)
+        self.table.add_to_quarantine(store, offsets, sum(block.part_bytes for block in blocks))
+        self._completions.settle(blocks)
+        self._cpu_tier.unpin(reversed(blocks))
+        if not store.blocks:
+            self._abandoned.popleft()
+            self._unpin(store.others)
+            self._ended(store)
 
     def _declined(self, found: Sequence[Block], wanted: Iterable[Block], owner: Owner) -> set[Block] | None:
         """Returns the wanted blocks that are worth less than the blocks that they would replace.

@@ -4,6 +4,7 @@ import pytest
 from core_rig import HIT, MISS, Rig, keys
 from simulation import ModelTier
 
+from kvtier.tiers.base import RequestInfo
 from kvtier.tiers.core.stores import Store
 from kvtier.tiers.types import StoreId
 
@@ -99,3 +100,62 @@ def test_the_pins_of_a_long_store_end_in_slices(monkeypatch: pytest.MonkeyPatch)
     while any(block.pins for block in blocks):
         rig.core.work()
     assert [block.ready for block in blocks] == [True] * 10
+
+
+def free_slots(rig: Rig) -> int:
+    return rig.core._cpu_tier.memory.free_slots(4096)
+
+
+@pytest.mark.parametrize("event", ["none", "writer gone", "late completion", "reset", "reader gone"])
+@pytest.mark.parametrize("end", ["close", "expire"])
+@pytest.mark.parametrize("at", range(4))
+def test_a_long_store_of_a_lost_client_ends_in_slices(
+    monkeypatch: pytest.MonkeyPatch, end: str, event: str, at: int
+) -> None:
+    """Its slots are free when all slices have run and no client can write to them (B4.5)."""
+    monkeypatch.setattr("kvtier.tiers.core.stores._UNPIN_SLICE", 3)
+    rig = Rig(eviction={"cpu": "lru"})
+    core, lost, everything = rig.core, rig.session, free_slots(rig)
+    store_id = prepare(rig, keys(*range(10)), 10)
+    assert store_id is not None
+    reader = rig.open("reader")
+    lease = core.lookup(reader, keys(*range(10)), prefix=False, request_id="", expires_at=4 * FAR).lease
+    assert lease is not None
+    assert lease.pending == 10
+    if end == "close":
+        core.close_session(lost.id)
+    else:
+        core.tick(2 * FAR)
+    assert not core.stores()
+    assert lease.pending == 7
+    for slice_ in range(4):
+        if slice_ == at and event == "writer gone":
+            core.writer_gone(lost.id, hash("engine") & 0xFFFF)
+        elif slice_ == at and event == "late completion":
+            core.writer_done(lost, store_id)
+        elif slice_ == at and event == "reset":
+            core.reset(reader)
+        elif slice_ == at and event == "reader gone":
+            core.close_session(reader.id)
+        core.work()
+    assert not lease.pending or event == "reader gone"
+    assert not list(core._cpu_tier._index)
+    if event not in ("writer gone", "late completion"):
+        assert core.stats().quarantined_bytes == 10 * 4096
+        assert free_slots(rig) == everything - 10
+        core.writer_gone(lost.id, hash("engine") & 0xFFFF)
+    assert core.stats().quarantined_bytes == 0
+    assert free_slots(rig) == everything
+
+
+def test_a_request_ends_with_the_last_slice_of_its_lost_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiers are notified once, when all of the store has ended (B3.11)."""
+    monkeypatch.setattr("kvtier.tiers.core.stores._UNPIN_SLICE", 3)
+    rig = Rig()
+    rig.core.begin_request(rig.session, RequestInfo("mine", rig.session.namespace.id))
+    prepare(rig, keys(*range(8)), 8, request_id="mine")
+    rig.core.close_session(rig.session.id)
+    assert rig.core._requests._requests
+    for _ in range(3):
+        rig.core.work()
+    assert not rig.core._requests._requests
