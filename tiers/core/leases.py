@@ -5,7 +5,7 @@ A lease belongs to an engine and ends with the session that it was granted to.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -18,7 +18,8 @@ from .block import Block
 from .cpu_tier import CpuTier
 
 if TYPE_CHECKING:
-    from ..stats.request_log import LookupRecord
+    from ..stats.miss_ratio_curve import MissRatioCurves
+    from ..stats.request_log import LookupRecord, OutcomeRun
 
 
 __all__ = ["BlockLease", "LeaseTable", "LookupAnswer", "SlicedLookup"]
@@ -150,11 +151,23 @@ class SlicedLookup:
     not_retained: int = 0
     rest: MissReason | None = None
     record: LookupRecord | None = None
+    uncounted: deque[tuple[Sequence[bytes], tuple[OutcomeRun, ...]]] = field(default_factory=deque)
+    """Keys and outcomes of the slices that the miss-ratio curves do not have. If there are shared
+    tiers, these are all slices until the last one, because a client repeats a lookup with RETRY
+    keys."""
     user: Hashable = None
     """The request, for eviction policies. A lookup in slices counts as one use of its blocks."""
 
     def answer(self) -> LookupAnswer:
         return LookupAnswer(len(self.keys), self.lease, self.retries, self.not_retained)
+
+    def count_references(self, curves: MissRatioCurves | None) -> bool:
+        """Adds one slice to the miss-ratio curves; returns whether uncounted slices are left."""
+        if curves is None or self.retries:
+            self.uncounted.clear()
+        elif self.uncounted:
+            curves.looked_up(self.session.namespace, *self.uncounted.popleft())
+        return bool(self.uncounted)
 
 
 class LeaseTable:

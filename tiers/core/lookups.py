@@ -111,13 +111,15 @@ class LookupHandler:
         return SlicedLookup(session, owner, keys, prefix, excluded, min_hits, retain_until, user=owner.user)
 
     def look_up_slice(self, lookup: SlicedLookup, most: int | None = None, *, expires_at: float, now: float) -> bool:
-        """Looks up the next `most` keys; returns whether keys are left. Raises LimitExceeded.
+        """Looks up the next `most` keys; returns whether to call it again. Raises LimitExceeded.
 
         If the lease of the earlier slices has ended meanwhile, no key is a hit.
         """
         if lookup.lease is not None and not self.leases.is_open(lookup.lease):
             self.abandon(lookup)
             return False
+        if lookup.uncounted and lookup.position == len(lookup.keys):
+            return lookup.count_references(self._miss_ratio_curves)
         namespace, start = lookup.session.namespace, lookup.position
         size = len(lookup.keys) if most is None else most
         resetting = self._cpu_tier.pending_reset_blocks(namespace.id)
@@ -136,8 +138,9 @@ class LookupHandler:
                 self._find(lookup, keys, match)
             runs, first_miss = self._explain(lookup, keys, match)
             self._record(lookup, now, runs, first_miss)
-            if self._miss_ratio_curves is not None:
-                self._miss_ratio_curves.looked_up(namespace, keys, runs)
+            lookup.uncounted.append((keys, runs))
+            if not self._residency.has_shared_tiers:
+                lookup.count_references(self._miss_ratio_curves)
         self._residency.send_queries()
         lookup.not_retained += self._record_use(match, lookup.user, lookup.retain_until)
         self._grant(lookup, match, expires_at, now)
@@ -146,7 +149,7 @@ class LookupHandler:
         if lookup.position < len(lookup.keys):
             return True
         self._finish(lookup)
-        return False
+        return lookup.count_references(self._miss_ratio_curves)
 
     def abandon(self, lookup: SlicedLookup) -> None:
         """Ends a lookup without hits: ends its lease, if that is still open."""
@@ -427,8 +430,7 @@ class LookupHandler:
         return MissReason.FORMAT_MISMATCH if why is MissReason.FORMAT_MISMATCH else MissReason.NEVER_STORED
 
     def _miss_reason(self, session: EngineSession, key: bytes) -> MissReason:
-        known = self._history.reason_for(session.namespace.id, key)
-        if known is not None:
+        if (known := self._history.reason_for(session.namespace.id, key)) is not None:
             return known
         others = reversed(self._formats[session.tenant])
         elsewhere = any(self._is_in_namespace(other, key) for other in others if other != session.namespace.id)

@@ -282,13 +282,7 @@ class MissRatioCurves:
         self._keys_until_decay = self._window
 
     def looked_up(self, namespace: NamespaceSpec, keys: Sequence[bytes], runs: Collection[OutcomeRun]) -> None:
-        """Records a lookup. Call this before the missing blocks are stored.
-
-        Ignores a lookup with RETRY keys, because the client will repeat it.
-        """
-        for run in runs:
-            if run.outcome is None:
-                return
+        """Records a lookup without RETRY keys. Call this before the missing blocks are stored."""
         for run in runs:
             if not isinstance(run.outcome, MissReason) and run.outcome is not None:
                 self._answered[run.outcome] += run.count

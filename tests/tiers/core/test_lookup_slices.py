@@ -1,12 +1,14 @@
 """Lookups in slices: they answer as a lookup in one piece, and count as one use of the blocks."""
 
 import random
+from typing import ClassVar
 
 import pytest
 from core_rig import HIT, MISS, PENDING, Rig, keys
 from simulation import ModelTier
 
 from kvtier.tiers.base import TierFilter
+from kvtier.tiers.core.commands import LookupInTier
 from kvtier.tiers.core.leases import SlicedLookup
 from kvtier.tiers.stats.request_log import LookupRecord
 from kvtier.tiers.types import MissReason
@@ -150,3 +152,27 @@ def test_a_block_that_settles_between_slices_is_a_hit() -> None:
     rig.finish_jobs()
     look_up(rig, lookup, 8)
     assert lookup.answer().statuses() == MISS * 6 + HIT * 9 + PENDING
+
+
+def test_a_repeated_lookup_counts_once_in_the_curves() -> None:
+    """A lookup with RETRY keys is not counted, also if its first slices have none."""
+
+    class Shared(ModelTier):
+        shared: ClassVar[bool] = True
+
+    names = keys(*range(10))
+    counts = []
+    for most in (3, len(names)):
+        rig = Rig(Shared("far", 1 << 20))
+        rig.store(keys(*range(8)))
+        look_up(rig, begin(rig, names), most)
+        curves = rig.core._miss_ratio_curves
+        assert curves is not None
+        assert curves._keys == 0, "the client repeats the lookup"
+        for command in rig.core.take_commands():
+            if isinstance(command, LookupInTier):
+                rig.core.lookup_finished(command.job_id, [False] * len(command.keys))
+        look_up(rig, begin(rig, names), most)
+        counts.append((curves._keys, curves._answered))
+    assert counts[0] == counts[1]
+    assert counts[0][0] == len(names)
