@@ -16,10 +16,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
-from kvtier.client import Client, KVTierError, StoreStatus
+from kvtier.client import Client, HoldName, KVTierError, StoreStatus
 from kvtier.protos.endpoint import parse_endpoint
 from kvtier.protos.v1 import admin_pb2
-from kvtier.server.commands.admin_client import AdminClientError, ask, follow
+from kvtier.protos.v1.admin_pb2_grpc import AdminServiceStub
+from kvtier.server.commands.admin_client import AdminClientError, ask, channel_to, follow
 
 from .measure import percentile, timed
 from .report import Report
@@ -41,6 +42,7 @@ CALLERS = 4
 SECONDS = 2.0
 WARM_UP_SECONDS = 0.5
 TENANTS = 'tenants.honest = {quota = "45%", limit = "45%"}\ntenants.abusive = {limit = "45%"}\n'
+UNREAD_STREAMS = 32
 _PATIENCE = 30.0
 _PAUSE_SECONDS = 0.01
 
@@ -57,6 +59,7 @@ class Abuser:
         self._client.store(self._stored, [memoryview(bytes(ABUSER_BLOCK_BYTES))] * len(self._stored))
         self._request_id = f"abuse-{caller}"
         self._explained = False
+        self._hold: HoldName | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -117,6 +120,23 @@ class Abuser:
     def checks(self) -> None:
         for _ in follow(self._endpoint, "Fsck", admin_pb2.FsckRequest(), _PATIENCE):
             pass
+
+    def unread_streams(self) -> None:
+        """Begins evictions and reads none of their messages."""
+        with channel_to(self._endpoint) as channel:
+            stub = AdminServiceStub(channel)
+            calls = [stub.Evict(admin_pb2.EvictRequest(dry_run=True)) for _ in range(UNREAD_STREAMS)]
+            time.sleep(0.2)
+            for call in calls:
+                call.cancel()
+
+    def claims(self) -> None:
+        """Claims a hold of stored blocks, which the first call publishes."""
+        if self._hold is None:
+            keys = self._stored * (MOST_KEYS // len(self._stored))
+            self._client.publish(self._request_id, keys, range(MOST_KEYS), num_tokens=16 * MOST_KEYS)
+            self._hold = HoldName(self._client.engine_id, self._request_id)
+        self._client.claim(self._hold).release()
 
 
 class HonestClient:
