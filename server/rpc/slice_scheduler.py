@@ -2,9 +2,9 @@
 
 A call with 65,536 keys takes 20 to 400 ms, and all calls share the event loop. A handler therefore
 processes the keys of a long call in slices of about 1 ms, and waits for its turn before each slice.
-Each turn of the event loop runs at most one slice of all long calls. Tenants take turns, and so do
-the long calls of a tenant. While other sessions call, the loop is theirs after a slice for as long
-as the slice has taken, so that long calls use at most half of its time.
+Each turn of the event loop runs one slice, or several short ones, of at most one long call. Tenants
+take turns, and so do the long calls of a tenant. While other sessions call, the loop is theirs
+after a turn for as long as the turn has taken, so that long calls use at most half of its time.
 """
 
 from __future__ import annotations
