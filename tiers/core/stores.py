@@ -340,7 +340,7 @@ class StoreHandler:
         self._cpu_tier.unpin(reversed(blocks))
         if not store.blocks:
             self._abandoned.popleft()
-            self._unpin(store.others)
+            self._pending_unpins += store.others
             self._ended(store)
 
     def _declined(self, found: Sequence[Block], wanted: Iterable[Block], owner: Owner) -> set[Block] | None:

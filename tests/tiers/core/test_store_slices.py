@@ -159,3 +159,18 @@ def test_a_request_ends_with_the_last_slice_of_its_lost_store(monkeypatch: pytes
     for _ in range(3):
         rig.core.work()
     assert not rig.core._requests._requests
+
+
+def test_many_stores_of_a_lost_client_end_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice ends at most one store, also if the stores are small."""
+    monkeypatch.setattr("kvtier.tiers.core.stores._UNPIN_SLICE", 3)
+    rig = Rig(extents=8)
+    assert prepare(rig, keys(*range(10)), 10) is not None
+    for number in range(100, 106):
+        assert prepare(rig, keys(number), 1) is not None
+    rig.core.close_session(rig.session.id)
+    writing = []
+    while any(block.pins for block in rig.core._cpu_tier._index):
+        writing.append(sum(block.pins for block in rig.core._cpu_tier._index))
+        rig.core.work()
+    assert writing == [13, 10, 7, 6, 5, 4, 3, 2, 1]
