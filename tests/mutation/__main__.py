@@ -149,7 +149,11 @@ def run_suite(results: Results, suite: str, python: Path, arguments: Sequence[st
 
     while faults := compatible(open_faults()):
         print(f"{suite}: {len(faults)} faults together", flush=True)
-        failed = [test for test in tree.run(faults, python, arguments, SUITE_SECONDS) if "::" in test]
+        result = tree.run(faults, python, arguments, SUITE_SECONDS)
+        if TIME_OUT in result:
+            print(f"{suite}: undecided, because the suite took more than {SUITE_SECONDS} s", flush=True)
+            return
+        failed = [test for test in result if "::" in test]
         if failed:
             unstable = set(tree.run([], python, failed, SUITE_SECONDS))
             failed = [test for test in failed if test not in unstable]
