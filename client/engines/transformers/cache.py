@@ -17,7 +17,7 @@ import torch
 from transformers import DynamicCache
 
 from ... import Client, DurableStatus, Group, KVTierError, Namespace, make_key
-from .cache_layout import CacheLayout
+from .cache_layout import CACHE_ARGUMENT, CacheLayout
 
 __all__ = ["HASH_SCHEME", "Hit", "KVTierCache", "block_hashes", "config_digest", "weights_digest"]
 
@@ -126,8 +126,9 @@ class KVTierCache:
     def restore(self, input_ids: Any) -> tuple[DynamicCache, Hit]:
         """Returns a cache with the leading full blocks that the server has, and the hit.
 
-        Pass the cache to the model as `past_key_values`. After a miss the cache is empty. The cache
-        never holds the last token, so that the model has a token to compute.
+        Pass the cache to the model as `cache` (`past_key_values` before transformers 5.24). After a
+        miss the cache is empty. The cache never holds the last token, so that the model has a token
+        to compute.
         `input_ids`: one sequence, as `[n]`, `[1, n]` or a list.
         """
         tokens = _sequence(input_ids)
@@ -164,8 +165,9 @@ class KVTierCache:
         cache, _ = self.restore(input_ids)
         wants_dict = options.pop("return_dict_in_generate", False)
         options.setdefault("attention_mask", torch.ones_like(input_ids))
-        output = self._model.generate(input_ids, past_key_values=cache, return_dict_in_generate=True, **options)
-        self.save(output.sequences[0], output.past_key_values)
+        options[CACHE_ARGUMENT] = cache
+        output = self._model.generate(input_ids, return_dict_in_generate=True, **options)
+        self.save(output.sequences[0], getattr(output, CACHE_ARGUMENT))
         return output if wants_dict else output.sequences
 
     def flush(self, input_ids: Any, *, wait: float = 10.0) -> int:

@@ -9,8 +9,12 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-__all__ = ["CacheLayout", "UnsupportedModelError"]
+__all__ = ["CACHE_ARGUMENT", "CacheLayout", "UnsupportedModelError"]
+
+CACHE_ARGUMENT = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
+"""Name of the KV cache in the arguments and outputs of models. transformers 5.24 renamed it to `cache`."""
 
 
 class UnsupportedModelError(ValueError):
@@ -56,7 +60,7 @@ class CacheLayout:
         try:
             with torch.inference_mode():
                 token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
-                cache = model(input_ids=token, use_cache=True).past_key_values
+                cache = getattr(model(input_ids=token, use_cache=True), CACHE_ARGUMENT)
         except Exception as error:
             raise UnsupportedModelError(f"the model does not run on one token alone: {error}") from error
         if type(cache) is not DynamicCache:

@@ -15,6 +15,7 @@ from harness.polling import wait_until
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvtier.client.engines.transformers import KVTierCache
+from kvtier.client.engines.transformers.cache_layout import CACHE_ARGUMENT
 from kvtier.client.testing import FakeServer
 
 BLOCK = 8
@@ -118,7 +119,7 @@ def test_what_is_restored_is_bit_identical(model: Any, endpoint: str) -> None:
     """`save` and `restore` alone, with a model called by hand."""
     computed = DynamicCache()
     with torch.inference_mode():
-        model(input_ids=PROMPT, past_key_values=computed)
+        model(input_ids=PROMPT, **{CACHE_ARGUMENT: computed})
     with _cache(model, endpoint) as cache:
         assert cache.save(PROMPT, computed) == 5
         assert cache.save(PROMPT, computed) == 0

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from kvtier.client.engines.transformers.cache import block_hashes, config_digest, is_single_sequence, weights_digest
-from kvtier.client.engines.transformers.cache_layout import CacheLayout, UnsupportedModelError
+from kvtier.client.engines.transformers.cache_layout import CACHE_ARGUMENT, CacheLayout, UnsupportedModelError
 
 SMALL = {
     "vocab_size": 64,
@@ -66,7 +66,7 @@ def test_blocks_come_back_bit_identical(dtype: torch.dtype) -> None:
     layout = CacheLayout.probe(model, block_tokens=4)
     cache = DynamicCache()
     with torch.inference_mode():
-        model(input_ids=torch.arange(11)[None], past_key_values=cache)
+        model(input_ids=torch.arange(11)[None], **{CACHE_ARGUMENT: cache})
     memory = memoryview(bytearray(3 * layout.part_bytes))
     offsets = [2 * layout.part_bytes, 0]
     layout.copy_out(cache, [0, 1], memory, offsets)
@@ -99,8 +99,8 @@ def test_a_cache_of_another_shape_does_not_match() -> None:
     layout = CacheLayout.probe(model, block_tokens=4)
     one, two = DynamicCache(), DynamicCache()
     with torch.inference_mode():
-        model(input_ids=torch.arange(8)[None], past_key_values=one)
-        model(input_ids=torch.arange(8)[None].repeat(2, 1), past_key_values=two)
+        model(input_ids=torch.arange(8)[None], **{CACHE_ARGUMENT: one})
+        model(input_ids=torch.arange(8)[None].repeat(2, 1), **{CACHE_ARGUMENT: two})
     assert layout.matches(one, 8)
     assert not layout.matches(one, 12)
     assert not layout.matches(two, 8)
@@ -134,7 +134,7 @@ def test_config_digests_depend_on_the_kv() -> None:
         ((1, 9), {"num_return_sequences": 2, "do_sample": True}, False),
         ((1, 9), {"attention_mask": torch.tensor([[0] + [1] * 8])}, False),
         ((1, 9), {"pixel_values": torch.zeros(1)}, False),
-        ((1, 9), {"past_key_values": DynamicCache()}, False),
+        ((1, 9), {CACHE_ARGUMENT: DynamicCache()}, False),
         ((1, 9), {"use_cache": False}, False),
         ((1, 9), {"cache_implementation": "static"}, False),
     ],
