@@ -14,7 +14,9 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 __all__ = ["CACHE_ARGUMENT", "CacheLayout", "UnsupportedModelError"]
 
 CACHE_ARGUMENT = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
-"""Name of the KV cache in the arguments and outputs of models. transformers 5.24 renamed it to `cache`."""
+"""Name of the KV cache in the arguments and outputs of models.
+
+transformers 5.24 renamed it from `past_key_values` to `cache`."""
 
 
 class UnsupportedModelError(ValueError):
