@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from contracts.tier import (
@@ -50,6 +51,11 @@ ROW = [key(number) for number in range(20)]
 
 class SharedTierContract(ABC):
     """Tests of two servers at one store. The hooks act on the store itself."""
+
+    value_format: ClassVar[int] = 1
+
+    def name_of(self, namespace: NamespaceId, key: bytes) -> bytes:
+        return name_of(namespace, key, self.value_format)
 
     @abstractmethod
     def start_store(self, directory: Path) -> None:
@@ -160,7 +166,7 @@ class SharedTierContract(ABC):
         """Keys name the content, so a second store keeps the value and starts its life again."""
         parts = content("once", (5000,))
         first.store([full(ROW[0], parts)])
-        name = name_of(SPACE, ROW[0])
+        name = self.name_of(SPACE, ROW[0])
         before = self.read(name)
         assert second.store([full(ROW[0], parts), full(ROW[1], [b"x"])]) == [DONE, DONE]
         assert self.read(name) == before
@@ -170,7 +176,7 @@ class SharedTierContract(ABC):
         """Each value has a time to live, which a load and a repeated store start again."""
         short, long = open_tier(RemoteLimits(ttl_seconds=500)), open_tier(RemoteLimits(ttl_seconds=5000))
         short.store([full(ROW[0], [b"x"]), full(ROW[1], [b"y"])])
-        names = [name_of(SPACE, ROW[0]), name_of(SPACE, ROW[1])]
+        names = [self.name_of(SPACE, ROW[0]), self.name_of(SPACE, ROW[1])]
         assert all(0 < self.ttl_of(name) <= 500 for name in names)
         assert fetch(long, ROW[0], (1,)) == (b"x",)
         long.store([full(ROW[1], [b"y"])])
@@ -185,7 +191,7 @@ class SharedTierContract(ABC):
         """So permissions can be given per tenant, and another format sees none of the values."""
         namespace, name = NamespaceId(bytes(range(16))), b"\xff\x00"
         first.store([full(name, [b"x"], namespace)])
-        assert self.read(b"kvtier/1/00010203/0405060708090a0b0c0d0e0f/ff00") is not None
+        assert self.read(b"kvtier/%d/00010203/0405060708090a0b0c0d0e0f/ff00" % self.value_format) is not None
 
     @pytest.mark.parametrize("damage", ["byte", "header", "short", "long", "empty", "other block"])
     def test_a_wrong_value_is_never_loaded(self, first: RemoteTier, second: RemoteTier, damage: str) -> None:
@@ -193,7 +199,7 @@ class SharedTierContract(ABC):
         sizes = (5000, 300)
         blocks = {name: content(name, sizes) for name in ROW[:3]}
         first.store([full(name, parts) for name, parts in blocks.items()])
-        name = name_of(SPACE, ROW[1])
+        name = self.name_of(SPACE, ROW[1])
         value = bytearray(self.read(name) or b"")
         match damage:
             case "byte":
@@ -207,7 +213,7 @@ class SharedTierContract(ABC):
             case "empty":
                 value.clear()
             case "other block":
-                value = bytearray(self.read(name_of(SPACE, ROW[0])) or b"")
+                value = bytearray(self.read(self.name_of(SPACE, ROW[0])) or b"")
         self.write(name, bytes(value))
         assert second.load([empty(name, sizes) for name in ROW[:3]]) == [DONE, CORRUPT, DONE]
         assert self.read(name) is None

@@ -17,9 +17,10 @@ from ..base import BlockBytes, Entry, Medium, NamespaceId, Outcome, RequestInfo,
 from ..negotiation import vote
 from ..storage.batching import batches
 from ..storage.health import TierHealth
+from . import value_codec
 from .limits import ByteBudget, CircuitBreaker
 from .object_store import ObjectStore, StoreUnavailableError
-from .value_codec import decode, encode, is_name, name_of, value_bytes
+from .value_codec import ValueCodec, is_name
 
 __all__ = ["RemoteLimits", "RemoteTier"]
 
@@ -61,7 +62,14 @@ class RemoteTier(SecondaryTier):
     parallel_loads: ClassVar[int] = 4
 
     def __init__(
-        self, name: str, capacity_bytes: int, *, node: str, connect: Callable[[], ObjectStore], limits: RemoteLimits
+        self,
+        name: str,
+        capacity_bytes: int,
+        *,
+        node: str,
+        connect: Callable[[], ObjectStore],
+        limits: RemoteLimits,
+        codec: ValueCodec = value_codec,
     ) -> None:
         """Connects on first use, so that the server starts without the store.
 
@@ -72,6 +80,7 @@ class RemoteTier(SecondaryTier):
         self._node = node
         self._connect = connect
         self._limits = limits
+        self._codec = codec
         self._health = TierHealth(self)
         self._breaker = CircuitBreaker()
         self._budget = ByteBudget(limits.in_flight_bytes)
@@ -89,7 +98,7 @@ class RemoteTier(SecondaryTier):
 
     def lookup(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> list[bool]:
         """Asks the store. If it does not answer, it has none of the blocks."""
-        names = [name_of(*name) if is_name(*name) else b"" for name in keys]
+        names = [self._codec.name_of(*name) if is_name(*name) else b"" for name in keys]
         answers: list[bool] = []
         with self._reporting("lookup"):
             for start in range(0, len(names), LOOKUP_NAMES):
@@ -102,7 +111,7 @@ class RemoteTier(SecondaryTier):
         outcomes: list[Outcome] = []
         with self._reporting("store"):
             for window in batches(blocks, self._window_bytes):
-                with self._budget.reserve(sum(map(value_bytes, window))):
+                with self._budget.reserve(sum(map(self._codec.value_bytes, window))):
                     outcomes += self._store_window(window)
             if Outcome.NO_SPACE in outcomes:
                 raise TierError(f"{self._node} is full and does not evict: see its maxmemory-policy")
@@ -113,7 +122,7 @@ class RemoteTier(SecondaryTier):
         outcomes: list[Outcome] = []
         with self._reporting("load"):
             for window in batches(blocks, self._window_bytes):
-                with self._budget.reserve(sum(map(value_bytes, window))):
+                with self._budget.reserve(sum(map(self._codec.value_bytes, window))):
                     outcomes += self._load_window(window)
         return [*outcomes, *[Outcome.FAILED] * (len(blocks) - len(outcomes))]
 
@@ -130,8 +139,8 @@ class RemoteTier(SecondaryTier):
             store.close()
 
     def _store_window(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
-        storable = [block for block in blocks if is_name(block.namespace, block.key) and block.nbytes]
-        names = {id(block): name_of(block.namespace, block.key) for block in storable}
+        storable = [block for block in blocks if self._can_store(block)]
+        names = {id(block): self._codec.name_of(block.namespace, block.key) for block in storable}
         there = self._call(lambda store: store.exists(list(names.values()))) if storable else []
         missing = [block for block, found in zip(storable, there, strict=True) if not found]
         known = [name for name, found in zip(names.values(), there, strict=True) if found]
@@ -139,7 +148,7 @@ class RemoteTier(SecondaryTier):
             self._call(lambda store: store.renew(known, self._limits.ttl_seconds))
         values = self._buffers(missing)
         for block, value in zip(missing, values, strict=True):
-            encode(block, value)
+            self._codec.encode(block, value)
         new = [(names[id(block)], value) for block, value in zip(missing, values, strict=True)]
         results = self._call(lambda store: store.put(new, self._limits.ttl_seconds)) if new else []
         full = {id(block) for block, stored in zip(missing, results, strict=True) if not stored}
@@ -148,21 +157,24 @@ class RemoteTier(SecondaryTier):
             for block in blocks
         ]
 
+    def _can_store(self, block: BlockBytes) -> bool:
+        is_valid = is_name(block.namespace, block.key) and block.nbytes > 0
+        return is_valid and self._codec.can_store(block.namespace)
+
     def _load_window(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
         wanted = [block for block in blocks if is_name(block.namespace, block.key)]
-        names = [name_of(block.namespace, block.key) for block in wanted]
+        names = [self._codec.name_of(block.namespace, block.key) for block in wanted]
         buffers = self._buffers(wanted)
         values = self._call(lambda store: store.get(names, buffers)) if wanted else []
         loaded: dict[int, Outcome] = {}
         good: list[bytes] = []
         for block, name, value in zip(wanted, names, values, strict=True):
-            if value is None:
-                loaded[id(block)] = Outcome.MISSING
-            elif decode(value, block):
-                loaded[id(block)] = Outcome.DONE
+            outcome = Outcome.MISSING if value is None else self._codec.decode(value, block)
+            if outcome is Outcome.DONE:
                 good.append(name)
-            else:
-                loaded[id(block)] = self._drop(block, name, value)
+            elif value is not None and outcome is Outcome.CORRUPT:
+                outcome = self._drop(block, name, value)
+            loaded[id(block)] = outcome
         if good:
             with contextlib.suppress(TierError):  # the blocks are loaded
                 self._call(lambda store: store.renew(good, self._limits.ttl_seconds))
@@ -179,7 +191,7 @@ class RemoteTier(SecondaryTier):
 
     def _buffers(self, blocks: Sequence[BlockBytes]) -> list[memoryview]:
         """Returns a buffer of this thread for each value. The next call reuses the memory."""
-        sizes = [value_bytes(block) for block in blocks]
+        sizes = [self._codec.value_bytes(block) for block in blocks]
         buffer = getattr(self._mine, "buffer", b"")
         if len(buffer) < sum(sizes):
             buffer = self._mine.buffer = bytearray(sum(sizes))

@@ -16,8 +16,10 @@ from typing import Any, ClassVar, Self
 from urllib.parse import urlsplit
 
 from ..base import TierOpenError
+from . import value_codec
 from .object_store import ObjectStore, StoreRefusedError, StoreUnavailableError
 from .remote_tier import RemoteLimits, RemoteTier
+from .value_codec import ValueCodec
 
 __all__ = ["ValkeyAddress", "ValkeyTier", "import_glide"]
 
@@ -74,6 +76,7 @@ class ValkeyTier(RemoteTier):
         tls_ca: Path | None = None,
         tls_cert: Path | None = None,
         tls_key: Path | None = None,
+        codec: ValueCodec = value_codec,
     ) -> None:
         """Connects on first use. The files are read at each connection.
 
@@ -93,7 +96,7 @@ class ValkeyTier(RemoteTier):
                 raise StoreUnavailableError(f"cannot read {error.filename}: {error.strerror}") from error
             return _ValkeyStore(glide, address, credentials, tls, limits.deadline_seconds)
 
-        super().__init__(name, size_bytes, node=str(address), connect=connect, limits=limits)
+        super().__init__(name, size_bytes, node=str(address), connect=connect, limits=limits, codec=codec)
 
 
 class _ValkeyStore:

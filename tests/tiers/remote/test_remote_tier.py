@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 
 import pytest
-from contracts.shared_tier import SharedTierContract
+from contracts.shared_tier_in_memory import SharedTierInMemory, memory_tier
 from contracts.tier import CORRUPT, DONE, SPACE, content, empty, full, key
 from harness.memory_store import MemoryStore, StoreClient
 
@@ -17,47 +16,9 @@ from kvtier.tiers.remote.value_codec import name_of
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
-class MemoryTier(RemoteTier):
-    type = "memory"
-
-
-def memory_tier(store: MemoryStore, limits: RemoteLimits | None = None) -> MemoryTier:
-    limits = limits or RemoteLimits()
-    return MemoryTier(
-        "far", 1 << 30, node="store", connect=lambda: store.client(limits.deadline_seconds), limits=limits
-    )
-
-
-class TestMemoryTier(SharedTierContract):
-    @pytest.fixture(autouse=True)
-    def _store_before_its_start(self) -> None:
-        self.memory = MemoryStore()
-        self.memory.is_up = False
-
-    def start_store(self, directory: Path) -> None:
-        self.memory.values.clear()
-        self.memory.is_up = True
-
-    def kill_store(self) -> None:
-        self.memory.is_up = False
-
+class TestMemoryTier(SharedTierInMemory):
     def make_tier(self, limits: RemoteLimits) -> RemoteTier:
         return memory_tier(self.memory, limits)
-
-    def write(self, name: bytes, value: bytes) -> None:
-        self.memory.values[name] = value
-
-    def read(self, name: bytes) -> bytes | None:
-        return self.memory.values.get(name)
-
-    def ttl_of(self, name: bytes) -> float:
-        return self.memory.ttl_seconds[name]
-
-    def freeze(self, *, frozen: bool) -> None:
-        self.memory.answers.clear() if frozen else self.memory.answers.set()
-
-    def make_full(self) -> None:
-        self.memory.capacity_bytes = 0
 
 
 def test_a_stored_block_is_sent_once() -> None:
