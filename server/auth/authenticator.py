@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -17,7 +16,7 @@ from .audit_log import AuditLog
 from .rate_limits import RateLimiters
 from .roles import CALLER, OWNER, Identity, is_public, require_role
 from .tls import ServerContext, TlsError, server_credentials
-from .tokens import TokensError, read_token_file
+from .tokens import TokensError, file_version, read_token_file
 
 __all__ = ["AccessControl", "AccessError", "Authenticator", "peer_credentials"]
 
@@ -63,7 +62,7 @@ class Authenticator:
         self._path = config.auth.tokens
         self._required_on_unix = config.auth.unix
         self._clock = clock
-        self._file_version = _version_of(self._path)
+        self._file_version = file_version(self._path)
         self._token_file = read_token_file(self._path) if self._path is not None else None
 
     def identify(self, token: str | None, names: Sequence[str], *, is_local: bool) -> Identity:
@@ -106,7 +105,7 @@ class Authenticator:
 
     def refresh(self) -> None:
         """Reads the token file again if it has changed."""
-        if self._path is None or (version := _version_of(self._path)) == self._file_version:
+        if self._path is None or (version := file_version(self._path)) == self._file_version:
             return
         self._file_version = version
         try:
@@ -167,14 +166,3 @@ class AccessControl:
         if self.authenticator is not None:
             self.authenticator.refresh()
             revoke(self.authenticator.is_still_valid)
-
-
-def _version_of(path: Path | None) -> tuple[int, ...] | None:
-    """Returns a value that changes with the file's contents, owner or mode."""
-    if path is None:
-        return None
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino

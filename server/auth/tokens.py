@@ -34,7 +34,17 @@ import msgspec
 from ..config.toml import toml_text
 from .roles import Identity, Role
 
-__all__ = ["ANY_TENANT", "TokenFile", "TokensError", "format_entry", "new_token", "read_token_file", "token_hash"]
+__all__ = [
+    "ANY_TENANT",
+    "TokenFile",
+    "TokensError",
+    "explain_problem",
+    "file_version",
+    "format_entry",
+    "new_token",
+    "read_token_file",
+    "token_hash",
+]
 
 ANY_TENANT = "*"
 
@@ -131,7 +141,7 @@ def read_token_file(path: Path) -> TokenFile:
     try:
         parsed = msgspec.convert(tomllib.loads(text.decode()), _File)
     except msgspec.ValidationError as error:
-        raise TokensError(f"{path}: {_explain(f'{error}')}") from None
+        raise TokensError(f"{path}: {explain_problem(f'{error}')}") from None
     except (ValueError, RecursionError) as error:  # an integer of over 4,300 digits
         raise TokensError(f"{path}: is not TOML: {error}") from None
     for entry in (*parsed.tokens, *parsed.certificates):
@@ -155,7 +165,18 @@ def format_entry(name: str, hashed: str, tenant: str | None, roles: Sequence[str
     return "\n".join(lines) + "\n"
 
 
-def _explain(problem: str) -> str:
+def file_version(path: Path | None) -> tuple[int, ...] | None:
+    """Returns a value that changes with the file's contents, owner or mode."""
+    if path is None:
+        return None
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino
+
+
+def explain_problem(problem: str) -> str:
     """Converts a message of msgspec to TOML terms. Tables are counted from 1."""
     what, _, where = problem.partition(" - at `$.")
     place = re.fullmatch(r"(\w+)(?:\[(\d+)\])?\.?([\w\[\].]*)`", where)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+from collections.abc import Iterator, Sequence
 from functools import partial
 
+from ..auth.key_file import KeyFileError, read_key_file
 from ..config.loader import Loaded
-from ..config.schema import ConfigError
+from ..config.remote import key_files_of
+from ..config.schema import ConfigError, TierConfig
 from ..config.units import human_size
 from ..process.crash_reporter import start_crash_reporter
 from ..telemetry import logs
@@ -23,6 +26,8 @@ def run(options: argparse.Namespace) -> int:
         loaded = load(options)
     except ConfigError as error:
         return refuse(error.problems, EXIT_CONFIG)
+    if problems := list(_key_file_problems(loaded.config.tiers)):
+        return refuse(problems, EXIT_CONFIG)
     configure_logs = partial(logs.configure, loaded.config.log)
     with contextlib.suppress(OSError):  # without a free process the server has no reporter
         start_crash_reporter(configure_logs, [tier.path for tier in loaded.config.tiers if not tier.is_remote])
@@ -40,6 +45,14 @@ def run(options: argparse.Namespace) -> int:
     if code == EXIT_LEFT_BEHIND:
         os._exit(code)  # a normal exit would unmap memory that a thread may be writing to
     return code
+
+
+def _key_file_problems(tiers: Sequence[TierConfig]) -> Iterator[str]:
+    for name, path in key_files_of(tiers):
+        try:
+            read_key_file(path)
+        except KeyFileError as error:
+            yield f"tier {name}: encryption_keys: {error}"
 
 
 def _log_storage(log: logs.Logger, loaded: Loaded) -> None:

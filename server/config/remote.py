@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,10 +10,10 @@ import msgspec
 
 from ...tiers.remote.valkey import ValkeyAddress
 from .fields import TableError, read_table, settings_of
-from .schema import _duration, _setting, _size
+from .schema import TierConfig, _duration, _setting, _size
 from .units import MIB
 
-__all__ = ["NO_FILES", "VALKEY_OPTIONS", "ValkeyOptions", "read_valkey_options"]
+__all__ = ["NO_FILES", "VALKEY_OPTIONS", "ValkeyOptions", "key_files_of", "read_valkey_options"]
 
 NO_FILES = ("path", "durability")
 """Settings that a tier without files on this host does not have."""
@@ -43,6 +43,14 @@ class ValkeyOptions(msgspec.Struct, frozen=True, kw_only=True):
         Path | None, _setting("Certificate of this server for the store (PEM). Needs `tls_key`.", default="none")
     ] = None
     tls_key: Annotated[Path | None, _setting("Private key of `tls_cert` (PEM).", default="none")] = None
+    encryption_keys: Annotated[
+        Path | None,
+        _setting(
+            "File with the keys that encrypt values in the store (TOML, readable by its owner only). The server reads it "
+            "again when it changes. Needs the extra `kvtier[encryption]`.",
+            default="no encryption",
+        ),
+    ] = None
     deadline: Annotated[
         float, _duration("Maximum time of one call of the store. After it, the blocks of the job are misses.", 0.01, 5)
     ] = 0.25
@@ -76,3 +84,10 @@ def read_valkey_options(table: Mapping[str, Any]) -> ValkeyOptions:
     if without:
         raise TableError(f"options.{without}: needs TLS; use a url with valkeys://")
     return ValkeyOptions(**given)
+
+
+def key_files_of(tiers: Sequence[TierConfig]) -> Iterator[tuple[str, Path]]:
+    """Yields name and key file of each tier with encrypted values."""
+    for tier in tiers:
+        if tier.is_remote and (path := tier.options.get("encryption_keys")):
+            yield tier.name, Path(path)

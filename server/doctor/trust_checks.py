@@ -1,4 +1,4 @@
-"""Checks of TLS and token files: contents, expiry dates, and permissions."""
+"""Checks of TLS, token and key files: contents, expiry dates, and permissions."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..auth.key_file import KeyFileError, read_key_file
 from ..auth.tls import TlsError, TlsFiles, read_files
 from ..auth.tokens import TokensError, read_token_file
+from ..config.remote import key_files_of
 from ..config.units import human_age
 from .finding import CheckContext, CheckResult, fail, ok, warn
 
@@ -30,6 +32,8 @@ def trust(context: CheckContext) -> Iterator[CheckResult]:
         yield from _tls(config.tls.cert, config.tls.key, config.tls.client_ca)
     if config.auth.tokens is not None:
         yield from _tokens(config.auth.tokens)
+    for tier, path in key_files_of(config.tiers):
+        yield _keys(tier, path)
 
 
 def _tls(cert: Path, key: Path, client_ca: Path | None) -> Iterator[CheckResult]:
@@ -114,6 +118,18 @@ def _tokens(path: Path) -> Iterator[CheckResult]:
         else:
             yield ok(seen)
     yield from _written_by_others(path, "these users can give themselves every role and every tenant")
+
+
+def _keys(tier: str, path: Path) -> CheckResult:
+    try:
+        read_key_file(path)
+    except KeyFileError as error:
+        return fail(
+            f"tier {tier}: {error}",
+            _NO_START,
+            f"correct encryption_keys or the file for user {os.getuid()}; docs/shared-tiers.md#encryption",
+        )
+    return ok(f"tier {tier}: {path} can be used")
 
 
 def _written_by_others(path: Path, why: str) -> Iterator[CheckResult]:

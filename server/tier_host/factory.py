@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ...tiers.base import Medium, SecondaryTier, TierError, TierOpenError
+from ...tiers.remote.value_codec import ValueCodec
+from ..auth.key_file import KeyFile, KeyFileError
 from ..config.remote import read_valkey_options
 from ..config.schema import TierConfig
 from .guard import describe_error, safe_repr
@@ -81,7 +84,18 @@ def _remote_arguments(config: TierConfig) -> dict[str, Any]:
     limits = RemoteLimits(deadline_seconds=options.pop("deadline"), in_flight_bytes=options.pop("in_flight"))
     if config.ttl is not None:
         limits = replace(limits, ttl_seconds=config.ttl)
-    return {"limits": limits, **options}
+    key_file: Path | None = options.pop("encryption_keys")
+    codec = {"codec": _encrypted(key_file)} if key_file is not None else {}
+    return {"limits": limits, **codec, **options}
+
+
+def _encrypted(key_file: Path) -> ValueCodec:
+    from ...tiers.remote.encryption import EncryptedValues
+
+    try:
+        return EncryptedValues(KeyFile(key_file))
+    except KeyFileError as error:
+        raise TierOpenError(f"encryption_keys: {error}") from None
 
 
 def _check(tier: SecondaryTier, config: TierConfig) -> None:

@@ -10,7 +10,7 @@ import pytest
 from kvtier.server.config import loader, machine, tiers
 from kvtier.server.config.fields import SETTINGS
 from kvtier.server.config.loader import load
-from kvtier.server.config.remote import read_valkey_options
+from kvtier.server.config.remote import key_files_of, read_valkey_options
 from kvtier.server.config.schema import ConfigError
 from kvtier.server.config.units import GIB, MIB
 
@@ -151,13 +151,16 @@ class TestSources:
         """It has no files here, so its default size does not depend on the disk."""
         file = write(
             '[[tiers]]\ntype = "valkey"\nttl = "3d"\n[tiers.options]\nurl = "valkeys://cache:7/2"\n'
-            'username = "kv"\npassword_file = "/run/secret"\ntls_ca = "/ca"\ndeadline = "100ms"\nin_flight = "8MiB"'
+            'username = "kv"\npassword_file = "/run/secret"\ntls_ca = "/ca"\nencryption_keys = "/keys"\n'
+            'deadline = "100ms"\nin_flight = "8MiB"'
         )
         [tier] = load(file=file, environ=ENVIRON).config.tiers
         assert (tier.name, tier.size, tier.ttl, tier.is_remote) == ("valkey", 16 * GIB, 3 * 86400, True)
         options = read_valkey_options({"options": tier.options})
         assert (options.url, options.username) == ("valkeys://cache:7/2", "kv")
         assert (options.password_file, options.tls_ca) == (Path("/run/secret"), Path("/ca"))
+        assert options.encryption_keys == Path("/keys")
+        assert list(key_files_of([tier])) == [("valkey", Path("/keys"))]
         assert (options.deadline, options.in_flight) == (0.1, 8 * MIB)
 
     def test_unknown_environment_variables(self) -> None:

@@ -33,10 +33,9 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 @pytest.fixture
-def start(tmp_path: Path, redis: RedisServer) -> Callable[[str], ServerProcess]:
-    config = f'[[tiers]]\ntype = "valkey"\nname = "shared"\noptions = {{ url = "{redis.url}" }}\n'
-
-    def make(name: str) -> ServerProcess:
+def start(tmp_path: Path, redis: RedisServer) -> Callable[..., ServerProcess]:
+    def make(name: str, options: str = "") -> ServerProcess:
+        config = f'[[tiers]]\ntype = "valkey"\nname = "shared"\noptions = {{ url = "{redis.url}"{options} }}\n'
         (tmp_path / name).mkdir()
         return ServerProcess(tmp_path / name, region=32 * MIB, config=config).start()
 
@@ -73,6 +72,30 @@ def test_blocks_of_another_server_are_loaded(redis: RedisServer, start: Callable
         wait_until(lambda: load(other, KEYS) == len(KEYS))
         assert second.tier("shared").hits == len(KEYS)
         assert second.tier("shared").loaded_bytes == len(KEYS) * PART
+
+
+def test_servers_with_the_same_keys_share_encrypted_blocks(
+    redis: RedisServer, start: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    """A server with another key misses them until its file has the right key, too. No restart."""
+    redis.start()
+    right, wrong = (f'[[keys]]\ntenant = "*"\nkey = "{letter * 43}="\n' for letter in "AE")
+    for name, text in (("first", right), ("second", wrong)):
+        (tmp_path / f"{name}.toml").write_text(text)
+        (tmp_path / f"{name}.toml").chmod(0o600)
+    with (
+        start("a", f', encryption_keys = "{tmp_path}/first.toml"') as first,
+        start("b", f', encryption_keys = "{tmp_path}/second.toml"') as second,
+        Client(first.endpoint, namespace=NAMESPACE) as one,
+        Client(second.endpoint, namespace=NAMESPACE) as other,
+    ):
+        store(one, KEYS)
+        wait_until(lambda: redis.command("DBSIZE") == len(KEYS))
+        assert load(other, KEYS) == 0
+        (tmp_path / "second.toml").write_text(wrong + right)
+        wait_until(lambda: load(other, KEYS) == len(KEYS))
+        assert redis.command("DBSIZE") == len(KEYS)
+        assert second.tier("shared").healthy
 
 
 def test_a_killed_store_causes_misses_and_no_error(redis: RedisServer, start: Callable[[str], ServerProcess]) -> None:

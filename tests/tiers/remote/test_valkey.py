@@ -14,6 +14,7 @@ from harness.ports import ReservedPort
 from harness.redis_server import RedisServer, debian_program, needs_redis
 
 from kvtier.tiers.base import TierOpenError
+from kvtier.tiers.remote.encryption import EncryptedValues, KeyRing
 from kvtier.tiers.remote.remote_tier import RemoteLimits
 from kvtier.tiers.remote.valkey import ValkeyAddress, ValkeyTier
 from kvtier.tiers.remote.value_codec import name_of
@@ -22,7 +23,7 @@ ACL = "~kvtier/1/* +@connection +info +exists +mget +get +set +expire +unlink +e
 """Permissions that docs/shared-tiers.md names."""
 
 
-def valkey_tier(url: str, limits: RemoteLimits | None = None, **options: Path | str) -> ValkeyTier:
+def valkey_tier(url: str, limits: RemoteLimits | None = None, **options: object) -> ValkeyTier:
     return ValkeyTier("far", 1 << 30, url=url, limits=limits or RemoteLimits(), **options)  # type: ignore[arg-type]
 
 
@@ -110,6 +111,37 @@ class TestServer:
             for each in (tier, reader):
                 each.close()
         finally:
+            server.end()
+
+    def test_encrypted_values(self, tmp_path: Path) -> None:
+        """The user needs access to the names of format 2 only. The server has no plain bytes."""
+        server = RedisServer(tmp_path)
+        server.start()
+        server.command("ACL", "SETUSER", "kv", "on", ">secret", *ACL.replace("kvtier/1/", "kvtier/2/").split())
+        password, parts = tmp_path / "password", content(1, (MIB, 5))
+        password.write_text("secret\n")
+        keys, others = KeyRing(others=(bytes(32),)), KeyRing(others=(bytes(range(32)),))
+        with_key, without = (
+            valkey_tier(
+                server.url, username="kv", password_file=password, codec=EncryptedValues(lambda ring=ring: ring)
+            )
+            for ring in (keys, others)
+        )
+        try:
+            assert with_key.store([full(key(1), parts)]) == [DONE]
+            assert without.load([empty(key(1), (MIB, 5))]) == [MISSING]
+            assert fetch(with_key, key(1), (MIB, 5)) == parts
+            name = name_of(SPACE, key(1), 2)
+            value = bytearray(server.command("GET", name))
+            assert parts[0][:100] not in value
+            value[-20] ^= 1
+            server.command("SET", name, bytes(value))
+            assert with_key.load([empty(key(1), (MIB, 5))]) == [CORRUPT]
+            assert server.command("GET", name) is None
+            assert (with_key.last_error, without.last_error) == (None, None)
+        finally:
+            with_key.close()
+            without.close()
             server.end()
 
     def test_tls_with_a_certificate_of_the_client(self, tmp_path: Path) -> None:
