@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import textwrap
 import threading
 from pathlib import Path
 
@@ -45,6 +46,16 @@ def test_a_tenant_without_a_key_has_none(tmp_path: Path) -> None:
     """Without "*" in the file."""
     ring = read_key_file(written(tmp_path, entry("acme", FIRST)))
     assert ring.keys_of(namespace("other")) == ()
+
+
+def test_the_file_of_the_documentation_is_valid(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "shared-tiers.md").read_text()
+    text = textwrap.dedent(page[page.index("    # kv-keys.toml") :].partition("    ```")[0])
+    for key in (FIRST, SECOND, THIRD):
+        text = text.replace("…", base64.b64encode(key).decode(), 1)
+    ring = read_key_file(written(tmp_path, text))
+    assert ring.keys_of(namespace("acme")) == (FIRST, SECOND)
+    assert ring.keys_of(namespace("")) == (THIRD,)
 
 
 SECRET = base64.b64encode(SECOND).decode()
