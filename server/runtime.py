@@ -58,6 +58,8 @@ For `stall_seconds` the runtime then detects no new stall: the pause made the jo
 """
 _RETRY_SECONDS = 1.0
 """Delay of the next slice of work after a slice that failed."""
+_ACTIVE_SECONDS = 0.05
+"""For so long after a client's call, the event loop keeps half of its time free of slices."""
 _BACKING_CHUNK_BYTES = 64 << 20
 
 T = TypeVar("T")
@@ -107,6 +109,10 @@ class TierRuntime:
         self._waiting: dict[LeaseId | HoldName, list[asyncio.Future[None]]] = defaultdict(list)
         self._observe_failure: Callable[[str], object] = lambda _: None
         self._slice_failed = False
+        self._slice_seconds = 0.0
+        """Duration of the last slice."""
+        self.called_at = 0.0
+        """Time of the last call of a session, in seconds. Set by the registry of the sessions."""
         self._finished: deque[tuple[TierWorker, JobId, Sequence[Outcome]]] = deque()
         """Ended jobs that the core has not processed."""
         self._changed = asyncio.Event()
@@ -308,18 +314,21 @@ class TierRuntime:
     def _schedule_slice(self) -> None:
         if self._slice_failed:
             self._loop.call_later(_RETRY_SECONDS, self._run_slice)
+        elif self.now() - self.called_at < _ACTIVE_SECONDS:
+            self._loop.call_later(min(self._slice_seconds, _ACTIVE_SECONDS), self._run_slice)
         else:
             self._loop.call_soon(self._run_slice)
 
     def _run_slice(self) -> None:
         """Runs one slice of the core's work. Other calls run before the next slice."""
-        self._slice_failed = False
+        self._slice_failed, began = False, self.now()
         try:
             self.core.work()
         except Exception as error:  # noqa: BLE001 - otherwise resets and evictions would stop
             self._slice_failed = True
             self._observe_failure("slice")
             _log.error("slice failed", exc_info=error)
+        self._slice_seconds = self.now() - began
         self.run_commands()
 
     def _move(self, worker: TierWorker, operation: str, job_id: JobId, blocks: Sequence[Block]) -> None:

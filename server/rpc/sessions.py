@@ -186,7 +186,7 @@ class SessionRegistry:
             if self._last_heard is not None:
                 self._heard_before = self._last_heard.heard_at
             self._last_heard = session
-        session.heard_at = self._runtime.now()
+        session.heard_at = self._runtime.called_at = self._runtime.now()
         if session.limiter is not None:
             session.limiter.count_call(is_release=is_release)
 

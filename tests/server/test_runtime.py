@@ -230,6 +230,36 @@ async def test_a_failed_slice_does_not_end_a_reset(
     assert waits.count(0.01) == 3
 
 
+@pytest.mark.parametrize(("idle_ms", "slice_ms", "wait_ms"), [(0, 2, 2), (0, 900, 50), (51, 2, None)])
+async def test_slices_use_at_most_half_of_a_busy_event_loop(
+    runtime: TierRuntime, monkeypatch: pytest.MonkeyPatch, idle_ms: int, slice_ms: int, wait_ms: int | None
+) -> None:
+    """After a slice the loop is free for as long as the slice took; without calls, for no time."""
+    now, later, waits = 1000.0, runtime._loop.call_later, []
+    left = 3
+
+    def work() -> None:
+        nonlocal now, left
+        now, left = now + slice_ms / 1000, left - 1
+        runtime.called_at = now - idle_ms / 1000
+        runtime.core._sliced_work._continue_requested = False
+        runtime.core._sliced_work.continue_if(left > 0)
+
+    def call_later(delay: float, callback: Any, *arguments: Any) -> Any:
+        if callback == runtime._run_slice:
+            waits.append(round(1000 * delay))
+            delay = 0
+        return later(delay, callback, *arguments)
+
+    monkeypatch.setattr(runtime, "now", lambda: now)
+    monkeypatch.setattr(runtime.core, "work", work)
+    monkeypatch.setattr(runtime._loop, "call_later", call_later)
+    runtime.core._sliced_work.continue_if(more=True)
+    runtime.run_commands()
+    await async_wait_until(lambda: left == 0)
+    assert waits == ([wait_ms] * 2 if wait_ms is not None else [])
+
+
 async def test_a_failed_tick_is_counted_and_repeated(runtime: TierRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without ticks nothing would expire."""
     counted: list[str] = []
