@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from ...protos.v1 import admin_pb2, admin_pb2_grpc
 from ...tiers.base import NamespaceId
@@ -33,10 +36,15 @@ from .online_fsck import OnlineFsck
 
 __all__ = ["AdminService"]
 
+T = TypeVar("T")
+M = TypeVar("M", bound=Message)
+
 _log = get_logger(__name__)
 
 _MAX_EVICTIONS = 16
 _STEP_SECONDS = 0.1
+_TURN_SECONDS = 0.001
+"""A listing gives the event loop to other calls after this time."""
 _MAX_LEASES = 1000
 _MAX_HANDOFFS = 1000
 
@@ -68,10 +76,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         held: list[BlockLease | Store] = [*self._runtime.core.leases(), *self._runtime.core.stores()]
         held.sort(key=_begun_at)
         return admin_pb2.ListLeasesResponse(
-            leases=[
-                lease_status(lease, clients.get(lease.owner.session_id), now)
-                for lease in held[: min(request.max_leases or _MAX_LEASES, _MAX_LEASES)]
-            ],
+            leases=await _describe(
+                held[: min(request.max_leases or _MAX_LEASES, _MAX_LEASES)],
+                lambda lease: lease_status(lease, clients.get(lease.owner.session_id), now),
+            ),
             total=len(held),
         )
 
@@ -81,9 +89,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         now, core = self._runtime.now(), self._runtime.core
         holds = core.handoffs.all()
         return admin_pb2.ListHandoffsResponse(
-            handoffs=[
-                handoff_status(hold, now) for hold in holds[: min(request.max_handoffs or _MAX_HANDOFFS, _MAX_HANDOFFS)]
-            ],
+            handoffs=await _describe(
+                holds[: min(request.max_handoffs or _MAX_HANDOFFS, _MAX_HANDOFFS)],
+                lambda hold: handoff_status(hold, now),
+            ),
             total=len(holds),
             held_bytes=core.handoffs.held_bytes,
             totals=[handoff_totals(direction, stats) for direction, stats in core.handoffs.stats().items()],
@@ -164,6 +173,18 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             done=self._drain.done,
             complete=self._drain.complete,
         )
+
+
+async def _describe(held: Sequence[T], describe: Callable[[T], M]) -> list[M]:
+    """Describes leases or holds, which have up to 65,536 blocks each. Other calls run meanwhile."""
+    described: list[M] = []
+    began = time.monotonic()
+    for each in held:
+        described.append(describe(each))
+        if (took := time.monotonic() - began) > _TURN_SECONDS:
+            await asyncio.sleep(took)
+            began = time.monotonic()
+    return described
 
 
 def _eviction_request(request: admin_pb2.EvictRequest, tiers: list[str], now: float) -> EvictionRequest:

@@ -117,7 +117,7 @@ def _session_status(session: OpenSession, held: Sequence[BlockLease | Store], no
         tenant=session.core.tenant,
         namespace_id=session.core.namespace.id,
         leases=len(leases),
-        leased_blocks=sum(len(lease.items) - lease.items.count(None) for lease in leases),
+        leased_blocks=sum(lease.hits for lease in leases),
         stores=len(stores),
         storing_bytes=sum(block.part_bytes for store in stores for block in store.blocks),
         idle=duration_of(now - (session.heard_at if session.calls else session.opened_at)),
@@ -164,10 +164,10 @@ def lease_status(held: BlockLease | Store, session: OpenSession | None, now: flo
     if session is not None:
         status.client_name, status.pid = session.client_name, session.pid
     if isinstance(held, BlockLease):
-        blocks = [block for block in held.items if block is not None]
         status.kind = admin_pb2.LEASE_KIND_READ
         status.age.CopyFrom(duration_of(now - held.granted_at))
-        status.blocks, status.bytes = len(blocks), sum(block.nbytes for block in blocks)
+        status.blocks = held.hits
+        status.bytes = sum(block.nbytes for block in held.items if block is not None)
         status.pending_blocks = held.pending
     else:
         status.kind = admin_pb2.LEASE_KIND_WRITE

@@ -27,6 +27,8 @@ __all__ = ["BlockLease", "LeaseTable", "LookupAnswer", "SlicedLookup"]
 K = TypeVar("K")
 
 SLICE = 2048
+LEASE_COST = 1024
+"""Number of items that a lease counts as, in addition to its own, so that leases are few."""
 
 _OF_MISSING = bytes([KeyStatus.HIT, KeyStatus.MISS]).ljust(256, b"\0")
 """Status of an item, by whether it is a miss."""
@@ -43,6 +45,7 @@ class BlockLease:
         cpu_tier: the CPU tier, which counts the loaded bytes.
         granted_at: time of the grant, in seconds of the core's clock.
         pending: number of items whose block is not ready.
+        hits: number of items that are not a miss.
         record: the lookup in the request log.
     """
 
@@ -55,6 +58,7 @@ class BlockLease:
     cpu_tier: CpuTier
     granted_at: float = 0.0
     pending: int = 0
+    hits: int = 0
     record: LookupRecord | None = None
 
     def statuses(self) -> bytes:
@@ -181,8 +185,8 @@ class LeaseTable:
         self._by_session: dict[bytes, dict[BlockLease, None]] = defaultdict(dict)
         self._by_request: dict[tuple[EngineKey, str], dict[BlockLease, None]] = defaultdict(dict)
         self._items: dict[bytes, int] = defaultdict(int)
-        self._pending_unpins: list[Block] = []
-        """Blocks of ended leases that are still pinned."""
+        self._pending_unpins: list[tuple[list[Block | None], int]] = []
+        """Items of ended leases, and how many leading ones are still pinned."""
         self._next_id = first_id
 
     def __len__(self) -> int:
@@ -206,6 +210,7 @@ class LeaseTable:
         self._leases[lease.id] = lease
         self._by_session[owner.session_id][lease] = None
         self._by_request[owner.engine, owner.request_id][lease] = None
+        self._items[owner.session_id] += LEASE_COST
         self.extend(lease, items, sources, all_ready=all_ready)
         return lease
 
@@ -216,6 +221,7 @@ class LeaseTable:
                 lease.pending += 1
                 self._waiting.setdefault(block, {}).setdefault(lease, []).append(item)
         lease.items += items
+        lease.hits += len(items) - items.count(None)
         lease.sources += sources
         self._items[lease.owner.session_id] += len(items)
 
@@ -233,19 +239,23 @@ class LeaseTable:
     def end(self, lease: BlockLease) -> None:
         """Ends a lease, but keeps its pins until `unpin_slice` removes them."""
         self._forget(lease)
-        self._pending_unpins.extend(filter(None, lease.items))
+        self._pending_unpins.append((lease.items, len(lease.items)))
 
     def unpin_slice(self) -> bool:
         """Removes a slice of the pins of ended leases; returns whether pins are left."""
-        pins = self._pending_unpins[-SLICE:]
-        del self._pending_unpins[-SLICE:]
-        self._cpu_tier.unpin(pins)
+        pins: list[Block | None] = []
+        while self._pending_unpins and (room := SLICE - len(pins)) > 0:
+            items, left = self._pending_unpins.pop()
+            pins += items[max(0, left - room) : left]
+            if left > room:
+                self._pending_unpins.append((items, left - room))
+        self._cpu_tier.unpin(list(filter(None, pins)))
         return bool(self._pending_unpins)
 
     def _forget(self, lease: BlockLease) -> None:
         del self._leases[lease.id]
         owner = lease.owner
-        self._items[owner.session_id] -= len(lease.items)
+        self._items[owner.session_id] -= LEASE_COST + len(lease.items)
         _discard(self._by_request, (owner.engine, owner.request_id), lease)
         if _discard(self._by_session, owner.session_id, lease):
             del self._items[owner.session_id]
@@ -275,6 +285,7 @@ class LeaseTable:
             lease.pending -= 1
             if not block.ready:
                 lease.items[item] = None
+                lease.hits -= 1
                 self._cpu_tier.unpin([block])
         return waited
 
@@ -293,6 +304,7 @@ class LeaseTable:
         return max(0.0, now - oldest.granted_at) if oldest is not None else 0.0
 
     def items_of(self, session_id: bytes) -> int:
+        """Returns the number of items of a session's leases, plus `LEASE_COST` per lease."""
         return self._items.get(session_id, 0)
 
     def expired(self, now: float) -> list[BlockLease]:

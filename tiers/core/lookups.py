@@ -24,7 +24,7 @@ from .transfers import TransferScheduler
 __all__ = ["LookupHandler"]
 
 MAX_LEASED_ITEMS = 4 << 20
-"""Limit for the items of all leases of one session. A lookup beyond it raises LimitExceeded."""
+"""Limit for the items of a session's leases, plus `LEASE_COST` each. Then lookups are refused."""
 
 _ALL_TIERS = TierFilter()
 
@@ -169,7 +169,7 @@ class LookupHandler:
 
     def check_room(self, session: EngineSession, keys: int) -> None:
         if self.leases.items_of(session.id) + keys > MAX_LEASED_ITEMS:
-            raise LimitExceeded(f"the session holds leases on {MAX_LEASED_ITEMS} blocks; release some")
+            raise LimitExceeded("the session holds too many leases; release some")
 
     def _count_hits(self, lookup: SlicedLookup, most: int) -> bool:
         """Checks `min_hits` if one slice is too short for it; returns whether keys are left.

@@ -1,11 +1,13 @@
 """The decision core, event by event."""
 
 import pytest
-from core_rig import GRANTED, HIT, MISS, NO_ROOM, PENDING, PRESENT, SPEC, Rig, keys
+from core_rig import GRANTED, HIT, MISS, NO_ROOM, PENDING, PRESENT, SPEC, Rig, keys, ready_blocks
 from simulation import EXTENT, ModelTier
 
 from kvtier.tiers.base import NamespaceId, OffloadPolicy, Outcome, RequestInfo, Vote
 from kvtier.tiers.core.commands import ContinueWork, LeaseSettled, LoadFromTier, RemoveFromTier, StoreInTier
+from kvtier.tiers.core.leases import LEASE_COST
+from kvtier.tiers.core.lookups import MAX_LEASED_ITEMS
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.errors import (
     InvalidItem,
@@ -125,7 +127,7 @@ def test_a_store_does_not_evict_its_own_prefix() -> None:
 
 def test_leases_of_one_session_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that releases none gets no more; after a release it does."""
-    monkeypatch.setattr("kvtier.tiers.core.lookups.MAX_LEASED_ITEMS", 4)
+    monkeypatch.setattr("kvtier.tiers.core.lookups.MAX_LEASED_ITEMS", 2 * (2 + LEASE_COST))
     rig = Rig()
     rig.store(keys(0, 1))
     leases = [
@@ -135,6 +137,31 @@ def test_leases_of_one_session_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> 
         rig.core.lookup(rig.session, keys(0, 1), prefix=True, request_id="", expires_at=60)
     rig.core.release(rig.session, leases[0].id)
     assert rig.look_up(keys(0, 1)) == HIT * 2
+
+
+def test_leases_of_single_blocks_have_a_limit() -> None:
+    """Each tick examines all leases, so a client with very many short ones would stop others."""
+    rig = Rig()
+    rig.store(keys(0))
+    for _ in range(MAX_LEASED_ITEMS // (LEASE_COST + 1) + 1):
+        rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=60)
+    with pytest.raises(LimitExceeded):
+        rig.core.lookup(rig.session, keys(0), prefix=True, request_id="", expires_at=60)
+
+
+def test_pins_of_long_leases_end_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a session touches no block of its leases; the slices then remove all pins."""
+    monkeypatch.setattr("kvtier.tiers.core.leases.SLICE", 5)
+    rig = Rig()
+    other = rig.open("other")
+    rig.store(keys(*range(4)))
+    for names in (keys(0, 1, 2), keys(99, 3, 0), keys(1)):
+        rig.core.lookup(other, names, prefix=False, request_id="", expires_at=60)
+    blocks = ready_blocks(rig.core)
+    rig.core.close_session(other.id)
+    assert sum(block.pins for block in blocks) == 2, "one slice of 5 items is done, of which 1 is a miss"
+    rig.core.work()
+    assert sum(block.pins for block in blocks) == 0
 
 
 def test_refused_stores_are_counted() -> None:

@@ -9,6 +9,7 @@ from kvtier.tiers.base import NamespaceId, Outcome
 from kvtier.tiers.core.commands import HoldChanged, LoadFromTier, StoreInTier
 from kvtier.tiers.core.handoffs import EXPIRY_MARGIN_SECONDS
 from kvtier.tiers.core.holds import Hold
+from kvtier.tiers.core.leases import LEASE_COST
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.settings import TierSettings
 from kvtier.tiers.errors import HoldExpired, HoldNotFound, InvalidItem, InvalidKey, LimitExceeded
@@ -370,7 +371,7 @@ def test_an_invalid_publication_changes_nothing() -> None:
 
 def test_leases_of_claims_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """They count like those of lookups."""
-    monkeypatch.setattr("kvtier.tiers.core.lookups.MAX_LEASED_ITEMS", 3)
+    monkeypatch.setattr("kvtier.tiers.core.lookups.MAX_LEASED_ITEMS", 3 + LEASE_COST)
     rig = HoldRig()
     rig.store(keys(0, 1))
     rig.publish(keys(0, 1))

@@ -169,7 +169,8 @@ def pins(core: TierManager) -> Counter[Block]:
     held.update(chain.from_iterable(store.blocks for store in stores(core).values()))
     held.update(chain.from_iterable(job.blocks for job in core._transfers._jobs.values()))
     held.update(chain.from_iterable(secondary.write_back_queue for secondary in core._transfers.secondaries))
-    held.update(core._lookups.leases._pending_unpins)
+    for items, left in core._lookups.leases._pending_unpins:
+        held.update(filter(None, items[:left]))
     return held + hold_pins(core)
 
 

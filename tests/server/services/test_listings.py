@@ -1,0 +1,67 @@
+"""Lists of leases and hand-offs: other calls run while the server describes many of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from harness.polling import async_wait_until
+
+from kvtier.cuda.host.region import HostRegion
+from kvtier.protos.v1 import admin_pb2
+from kvtier.server.rpc.sessions import SessionRegistry
+from kvtier.server.runtime import TierRuntime
+from kvtier.server.services.admin import AdminService
+from kvtier.tiers.base import NamespaceId
+from kvtier.tiers.types import HandoffDirection, NamespaceSpec
+
+SPEC = NamespaceSpec(NamespaceId(b"n" * 16), world_size=1, part_bytes=(4096,))
+KEYS = [number.to_bytes(8, "big") for number in range(0, 4 << 32, 1 << 32)]
+COUNT = 20
+
+
+@pytest.fixture
+async def service() -> AsyncIterator[Any]:
+    """Yields an AdminService of a server with leases and holds of the same blocks."""
+    runtime = TierRuntime(HostRegion.create(64 << 10), [])
+    await runtime.start()
+    await async_wait_until(lambda: runtime.core.stats().tiers[0].available_bytes == 64 << 10)
+    core = runtime.core
+    session = core.open_session(b"s", "e", None, SPEC)
+    answer = core.prepare_store(session, KEYS, request_id="", expires_at=1e12)
+    assert answer.store_id is not None
+    core.complete_store(session, answer.store_id)
+    for number in range(COUNT):
+        core.lookup(session, KEYS, prefix=True, request_id="", expires_at=1e12)
+        core.handoffs.publish(
+            session,
+            f"r{number}",
+            KEYS,
+            range(4),
+            num_tokens=64,
+            direction=HandoffDirection.PREFILL_TO_DECODE,
+            duration=60,
+            now=runtime.now(),
+        )
+    yield AdminService(runtime, SessionRegistry(runtime, 1), admin_pb2.GetStatusResponse, None)  # type: ignore[arg-type]
+    await runtime.close()
+
+
+@pytest.mark.parametrize("what", ["leases", "handoffs"])
+async def test_other_calls_run_during_a_listing(service: Any, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listing of 1,000 leases with 65,536 blocks each would stop the event loop for seconds."""
+    monkeypatch.setattr("kvtier.server.services.admin._TURN_SECONDS", -1.0)
+    calls = {
+        "leases": lambda: service.ListLeases(admin_pb2.ListLeasesRequest(), None),
+        "handoffs": lambda: service.ListHandoffs(admin_pb2.ListHandoffsRequest(), None),
+    }
+    listing, turns = asyncio.ensure_future(calls[what]()), 0
+    while not listing.done():
+        turns += 1
+        await asyncio.sleep(0)
+    found = getattr(listing.result(), what)
+    assert [each.blocks for each in found] == [4] * COUNT
+    assert [each.bytes for each in found] == [4 * 4096] * COUNT
+    assert turns > COUNT
