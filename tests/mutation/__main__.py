@@ -29,7 +29,7 @@ from . import FAULTS, related_tests
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "mutation"
 SHORT, LONG = "not slow", "slow"
-RELATED_SECONDS, SUITE_SECONDS = 600, 2400
+RELATED_SECONDS, SUITE_SECONDS = 1200, 2400
 TIME_OUT = "a time-out"
 OpenFaults = Callable[[], list[Fault]]
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?::.*?)(?: - .*)?$", re.MULTILINE)
@@ -62,7 +62,7 @@ class Tree:
             file = self.folder / fault.file
             self._write(file, with_fault(file, fault.old, fault.new))
         try:
-            command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "120", *arguments]
+            command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "60", *arguments]
             environment = os.environ | {"PYTHONPATH": str(self.folder / "src")}
             process = subprocess.Popen(
                 command, cwd=self.folder, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -109,25 +109,40 @@ def run_related(results: Results, faults: Sequence[Fault], workers: int) -> None
     for number in range(workers):
         trees.put(Tree(number))
 
+    python = Path(sys.executable)
+    stable: set[str] = set()  # tests that passed without a fault
+    unstable: set[str] = set()  # tests that failed without a fault, or only once with one
+
+    def decide(tree: Tree, fault: Fault) -> tuple[str, str] | None:
+        """Returns the suite and the test, or None after a time-out, which tells nothing."""
+        while True:
+            skipped = [argument for test in sorted(unstable) for argument in ("--deselect", test)]
+            tests = ["-x", "-m", SHORT, *skipped, *related_tests(fault.file)]
+            failed = tree.run([fault], python, tests, RELATED_SECONDS)[:1]
+            if failed == [TIME_OUT]:
+                return None
+            if not failed:
+                return "survived", "the tests of its area"
+            if "::" not in failed[0]:
+                return "short", failed[0]
+            again = tree.run([fault], python, failed, RELATED_SECONDS)
+            if again and (failed[0] in stable or not tree.run([], python, failed, RELATED_SECONDS)):
+                stable.add(failed[0])
+                return "short", failed[0]
+            unstable.add(failed[0])
+
     def try_fault(fault: Fault) -> None:
         tree = trees.get()
         try:
-            tests = ["-x", "-m", SHORT, *related_tests(fault.file)]
-            failed = tree.run([fault], Path(sys.executable), tests, RELATED_SECONDS)
-            if failed == [TIME_OUT]:  # tells nothing: each test has a time-out of its own
+            if decided := decide(tree, fault):
+                results.add(fault, *decided)
+            else:
                 print(f"undecided  {fault.name}", flush=True)
-                return
-            results.add(fault, *(("short", failed[0]) if failed else ("survived", "the tests of its area")))
         finally:
             trees.put(tree)
 
     with ThreadPoolExecutor(workers) as pool:
         list(pool.map(try_fault, results.open(faults)))
-    tests = sorted({results.found[fault.name][1] for fault in results.open(faults, "short")})
-    unstable = trees.get().run([], Path(sys.executable), [test for test in tests if "::" in test], SUITE_SECONDS)
-    for fault in results.open(faults, "short"):
-        if results.found[fault.name][1] in unstable:
-            results.add(fault, "survived", "its failed test fails without a fault, too")
 
 
 def run_suite(results: Results, suite: str, python: Path, arguments: Sequence[str], open_faults: OpenFaults) -> None:
