@@ -25,7 +25,12 @@ def _adapter_tests(*names: str) -> tuple[str, ...]:
 
 
 _RELATED: Mapping[str, tuple[str, ...]] = {
-    "client/": ("tests/client/session", "tests/client/test_client.py", "tests/client/test_cancel.py"),
+    "client/": (
+        "tests/client/transport",
+        "tests/client/session",
+        "tests/client/test_client.py",
+        "tests/client/test_cancel.py",
+    ),
     "client/engines/transformers/": ("tests/client/engines/test_transformers.py",),
     "client/engines/vllm/": _adapter_tests("hooks", "parts", "settings", "sleep", "stats", "ranks"),
     "client/engines/vllm/scheduler/": _adapter_tests(
@@ -35,7 +40,8 @@ _RELATED: Mapping[str, tuple[str, ...]] = {
     "client/engines/vllm_tier/": _adapter_tests("tier_parts", "tier_copies"),
     "client/handoff/": ("tests/client/handoff",),
     "client/offload/": ("tests/client/offload",),
-    "client/part_streams.py": ("tests/server/bad_input/test_transfer.py", "tests/server/bulk"),
+    "client/part_streams.py": ("tests/client/test_part_streams.py",),
+    "client/transport/": ("tests/client/transport", "tests/client/session", "tests/client/test_cancel.py"),
     "cuda/device/": ("tests/cuda/device",),
     "cuda/host/": ("tests/cuda/host",),
     "protos/": ("tests/protos", "tests/server/bad_input"),

@@ -1,0 +1,112 @@
+"""Push and Pull over sockets. The peer is the other end of a socket pair."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import socket
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from kvtier.client.effects import Pull
+from kvtier.client.errors import ChecksumMismatch, DeadlineExceeded, SessionLost
+from kvtier.client.part_streams import PartReceiver
+from kvtier.client.session.session import ClientSession
+from kvtier.client.session.socket_calls import SocketTarget
+from kvtier.client.transport import socket_streams
+from kvtier.client.transport.aio_transport import _run_to_end
+from kvtier.client.transport.socket_streams import SocketStreams
+from kvtier.cuda.host.socket_io import Connection, checksum
+from kvtier.protos.credentials import Credentials
+from kvtier.protos.v1 import common_pb2, session_pb2, transfer_pb2
+from kvtier.protos.wire import socket_frames as frames
+
+REF = common_pb2.SessionRef(session_id=bytes(16), epoch=1)
+SOON = 20.0
+
+
+class Streams(SocketStreams):
+    """Streams of a session that has one connection, to `peer`."""
+
+    def __init__(self) -> None:
+        super().__init__(SocketTarget("/unused", REF, Credentials()))
+        ours, theirs = socket.socketpair()
+        self.put(Connection(ours), intact=True)
+        self.peer = Connection(theirs)
+        self.session = ClientSession(REF, session_pb2.CapabilitiesResponse(), None, "")
+        self.memory = (ctypes.c_char * 4)()
+
+    def load(self, timeout: float) -> Pull:
+        sink = PartReceiver([ctypes.addressof(self.memory)], [4])
+        return Pull(self.session, transfer_pb2.PullRequest(session=REF), sink, timeout)
+
+
+@pytest.fixture
+def streams() -> Iterator[Streams]:
+    streams = Streams()
+    yield streams
+    streams.peer.close()
+    streams.close()
+
+
+@pytest.fixture
+def executor(streams: Streams) -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
+        streams.peer.shutdown()  # ends a stream that a fault has left waiting
+
+
+@pytest.mark.parametrize("sent", [b"good", b"evil"])
+def test_a_damaged_frame_is_refused(streams: Streams, sent: bytes) -> None:
+    """The bytes are received in place; the checksum of the frame is of other bytes."""
+    effect = streams.load(SOON)
+
+    def answer(_: object) -> None:
+        head = frames.pack_data_head(0, 4, checksum([memoryview(b"good")]))
+        end = frames.pack_answer(0, transfer_pb2.PullResponse().SerializeToString())
+        streams.peer.send([head, sent, end])
+
+    if sent == b"good":
+        streams.pull(effect, answer)
+    else:
+        with pytest.raises(ChecksumMismatch):
+            streams.pull(effect, answer)
+    effect.sink.end_stream()
+    assert effect.sink.missing == ([] if sent == b"good" else [0])
+
+
+def test_a_stream_to_a_silent_peer_ends_at_its_deadline(streams: Streams, executor: ThreadPoolExecutor) -> None:
+    pulled: Future[None] = executor.submit(streams.pull, streams.load(0.05))
+    assert isinstance(pulled.exception(SOON), DeadlineExceeded)
+
+
+def test_the_end_of_a_session_ends_its_streams(
+    streams: Streams, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long before the deadline of the stream."""
+    monkeypatch.setattr(socket_streams, "_STALL_SECONDS", 3600.0)
+    pulled: Future[None] = executor.submit(streams.pull, streams.load(3600))
+    streams.peer.read(frames.HEAD_BYTES)  # the stream waits for its answer
+    streams.session.end()
+    assert isinstance(pulled.exception(SOON), SessionLost)
+
+
+async def test_a_cancellation_shortens_work_that_runs_to_its_end() -> None:
+    """The caller waits for the end of the work, and is cancelled then."""
+    cancelled, ended = asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        await cancelled.wait()
+        ended.set()
+
+    task = asyncio.create_task(_run_to_end(work(), cancelled.set))
+    await asyncio.sleep(0)
+    task.cancel()
+    done, _ = await asyncio.wait([task], timeout=SOON)
+    cancelled.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert done
+    assert ended.is_set()
