@@ -425,6 +425,21 @@ def test_pages_of_corrupt_blocks_are_quarantined(tmp_path: Path) -> None:
     tier.close()
 
 
+def test_a_block_that_was_replaced_meanwhile_is_not_dropped(tmp_path: Path) -> None:
+    """A load that found the earlier content corrupt ends after a store of the same key."""
+    tier = opened(tmp_path)
+    name = SPACE + b"key"
+    tier.store([full(b"key", [b"old"])])
+    (earlier,) = tier._store.index.get([name])
+    tier.store([full(b"key", [b"new"])])
+    with tier._store.writing:
+        assert earlier is not None
+        assert not tier._store.drop(name, earlier, quarantine=True)
+    assert tier._store.quarantined_bytes == 0
+    assert fetch(tier, b"key", (3,)) == (b"new",)
+    tier.close()
+
+
 @pytest.mark.parametrize("damage", ["missing", "emptied", "halved", "odd"])
 def test_blocks_of_a_damaged_slab_are_dropped(tmp_path: Path, damage: str) -> None:
     """The slab is missing or too short: the tier reports it and keeps other blocks."""
