@@ -16,6 +16,7 @@ from ..eviction.queues import EvictionQueue, EvictionQueues
 from ..eviction.quotas import TenantShare, pick_victims
 from ..stats.eviction_history import EvictionHistory
 from ..types import MissReason
+from .event_log import TierEvents
 
 __all__ = ["Catalog", "CatalogEntry", "EntryState"]
 
@@ -100,6 +101,8 @@ class Catalog:
 
     def __init__(self, capacity_bytes: int, queues: EvictionQueues[CatalogEntry], history: EvictionHistory) -> None:
         self.capacity_bytes = capacity_bytes
+        self.events: TierEvents | None = None
+        """Recorder of events; None for a shared tier, which has no events."""
         self.used_bytes = 0
         self.evictions = 0
         self.queues = queues
@@ -182,6 +185,13 @@ class Catalog:
         self._add(namespace, key, nbytes, EntryState.STORING, queue)
         return victims
 
+    def stored(self, entry: CatalogEntry) -> None:
+        """Changes an entry from STORING to HELD, because the tier has stored the block."""
+        entry.state = EntryState.HELD
+        self.recount(entry)
+        if self.events is not None and self.events.is_on:
+            self.events.stored(entry.namespace, entry.key)
+
     def recount(self, entry: CatalogEntry) -> None:
         """Updates the busy bytes of the share. Called after an entry's state or loads changed."""
         busy = entry.state is not EntryState.HELD or entry.loads > 0
@@ -201,6 +211,12 @@ class Catalog:
 
     def all_of(self, namespace: NamespaceId) -> Collection[CatalogEntry]:
         return self._entries[namespace].values()
+
+    def copy_of(self, namespace: NamespaceId) -> dict[bytes, CatalogEntry]:
+        return self._entries[namespace].copy()
+
+    def has(self, namespace: NamespaceId, key: bytes) -> bool:
+        return self.held(namespace, key) is not None
 
     def is_evictable(self, entry: CatalogEntry, *, retained: bool) -> bool:
         return entry.state is EntryState.HELD and not entry.loads and (retained or not entry.retained)
@@ -222,6 +238,8 @@ class Catalog:
         # `queues.remove` has ended the retention, so the bytes of a busy entry count as busy again.
         entry.queue.share.busy -= entry.nbytes if entry.busy else 0
         self._count -= 1
+        if self.events is not None and self.events.is_on and entry.state is EntryState.HELD:
+            self.events.removed(entry.namespace, entry.key)
 
     def tick(self, now: float, used_elsewhere: UsedElsewhere) -> list[CatalogEntry]:
         """Advances the time and drops a limited number of expired entries.

@@ -12,6 +12,7 @@ from .block import Block
 __all__ = [
     "Command",
     "ContinueWork",
+    "EventsRecorded",
     "HoldChanged",
     "LeaseSettled",
     "LoadFromTier",
@@ -71,8 +72,25 @@ class HoldChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class EventsRecorded:
+    """An event log that was read to its end has new events: wake its readers."""
+
+    scope: bytes | None
+    """The scope of the log, see `EventLog.watch`."""
+
+
+@dataclass(frozen=True, slots=True)
 class ContinueWork:
     """Incremental work is left: call `TierManager.work` after other events have been handled."""
 
 
-Command = StoreInTier | LoadFromTier | LookupInTier | RemoveFromTier | LeaseSettled | HoldChanged | ContinueWork
+Command = (
+    StoreInTier
+    | LoadFromTier
+    | LookupInTier
+    | RemoveFromTier
+    | LeaseSettled
+    | HoldChanged
+    | EventsRecorded
+    | ContinueWork
+)

@@ -103,6 +103,7 @@ class CompletionHandler:
         for block, done in finished.results:
             if done and not block.invalidated:
                 block.promoted()
+                self._cpu_tier.became_ready((block,))
             else:
                 reason = MissReason.RESET if block.invalidated else MissReason.LOAD_FAILED
                 self._history.record(block.namespace, block.key, reason)

@@ -13,6 +13,7 @@ from ..stats.snapshots import TierStats
 from ..types import MissReason, NamespaceSpec
 from .block import Block
 from .block_index import BlockIndex
+from .event_log import EventLog
 from .slot_allocator import SlotAllocator
 from .slot_reclaim import SlotReclaimer
 
@@ -33,7 +34,13 @@ class CpuTier:
     """Blocks in the host region. The used bytes of a tenant share include quarantined slots."""
 
     def __init__(
-        self, *, extent_bytes: int, queues: EvictionQueues[Block], history: EvictionHistory, spare_part: float
+        self,
+        *,
+        extent_bytes: int,
+        queues: EvictionQueues[Block],
+        history: EvictionHistory,
+        spare_part: float,
+        events: EventLog | None = None,
     ) -> None:
         """`spare_part`: largest fraction of the memory that is freed in advance of a store."""
         self.memory = SlotAllocator(extent_bytes)
@@ -46,6 +53,7 @@ class CpuTier:
         self.declines = 0
         """Number of blocks that were not stored because the policy valued them less than others."""
         self._history = history
+        self._events = (events or EventLog()).add_tier(0, self)
         self._index = BlockIndex()
         self._owners: dict[int, Block] = {}
         self._detached: dict[int, TenantShare] = {}
@@ -228,6 +236,8 @@ class CpuTier:
         From now on, lookups do not find the blocks, and pending stores are never published (B4.13).
         """
         self._index.invalidate(namespace)
+        if self._events.is_on:
+            self._events.cleared(namespace)
         return self.reset_slice()
 
     def reset_slice(self) -> bool:
@@ -260,6 +270,8 @@ class CpuTier:
                     if not (gone and gone[-1][0] == block.namespace and gone[-1][1] is why):
                         gone.append((block.namespace, why, []))
                     gone[-1][2].append(block.key)
+                    if self._events.is_on and not block.namespace_index.invalidated:
+                        self._events.removed(block.namespace, block.key)
             slots = block.slots
             if None in slots:
                 slots = tuple(slot for slot in slots if slot is not None)
@@ -273,8 +285,21 @@ class CpuTier:
             del self._owners[slot]
         self.memory.release(freed)
 
+    def became_ready(self, blocks: Iterable[Block]) -> None:
+        """Records events of blocks that readers can find from now on."""
+        if self._events.is_on:
+            for block in blocks:
+                self._events.stored(block.namespace, block.key)
+
     def all_of(self, namespace: NamespaceId) -> Collection[Block]:
         return self._index.of(namespace).blocks.values()
+
+    def copy_of(self, namespace: NamespaceId) -> dict[bytes, Block]:
+        return self._index.of(namespace).blocks.copy()
+
+    def has(self, namespace: NamespaceId, key: bytes) -> bool:
+        block = self._index.get(namespace, key)
+        return block is not None and block.ready
 
     def contains(self, block: Block) -> bool:
         return self._index.get(*block.name) is block

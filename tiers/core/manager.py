@@ -23,6 +23,7 @@ from .bulk_eviction import EvictionRequest, EvictionTask
 from .commands import Command, LeaseSettled
 from .completions import CompletionHandler, Durability
 from .cpu_tier import CpuTier
+from .event_log import EventLog
 from .handoff_log import HandoffLog
 from .handoffs import HandoffHandler
 from .leases import BlockLease, LookupAnswer
@@ -92,11 +93,13 @@ class TierManager:
     def _create_tiers(
         self, settings: TierSettings, extent_bytes: int, tiers: Sequence[SecondaryTier], max_queued_bytes: int
     ) -> None:
+        self.events = EventLog(self._commands)
         self._cpu_tier = CpuTier(
             extent_bytes=extent_bytes,
             queues=settings.new_queues(CPU_TIER, self._region_bytes, self._now),
             history=self._history,
             spare_part=settings.spare_part,
+            events=self.events,
         )
         self._transfers = TransferScheduler(
             tiers=tiers,
@@ -106,6 +109,7 @@ class TierManager:
             cpu_tier=self._cpu_tier,
             history=self._history,
             commands=self._commands,
+            events=self.events,
         )
         self.shared_tiers = SharedTierQueries(self._transfers.residency, self._cpu_tier)
         self.durability = Durability(cpu_tier=self._cpu_tier, transfers=self._transfers)
@@ -203,8 +207,7 @@ class TierManager:
 
     def writer_gone(self, session_id: bytes, writer: int) -> None:
         """Called when a writer connection has ended: the process can no longer write to slots."""
-        session = self._sessions.get(session_id)
-        if session is not None:
+        if (session := self._sessions.get(session_id)) is not None:
             session.writers.discard(writer)
         self._stores.table.writer_gone(writer)
 
@@ -234,8 +237,7 @@ class TierManager:
         A request that did not begin is begun first, so that every tier gets both calls (B3.13).
         """
         self._lookups.end(self._lookups.leases.of_request(session.engine, request_id))
-        request = self._requests.get(session.engine, request_id)
-        if request is None:
+        if (request := self._requests.get(session.engine, request_id)) is None:
             request = self._requests.negotiate(session, RequestInfo(request_id, session.namespace.id))
         self._cpu_tier.finish(request.user)
         self._transfers.request_finished(request.user)
@@ -335,6 +337,7 @@ class TierManager:
         """
         now = self._now = max(now, self._now)
         self._request_log.tick(now)
+        self.events.tick(now)
         self._sliced_work.expire(now)
         self.handoffs.tick(now)
         expired = self._lookups.leases.expired(now)

@@ -16,6 +16,7 @@ from ..stats.eviction_history import EvictionHistory
 from ..stats.snapshots import TierStats
 from .block import Block
 from .catalog import Catalog, CatalogEntry, EntryState, UsedElsewhere
+from .event_log import EventLog
 from .requests import Request
 
 __all__ = ["Name", "Presence", "PresenceCache", "SecondaryTierState"]
@@ -113,11 +114,14 @@ class SecondaryTierState:
         max_queued_bytes: int,
         history: EvictionHistory,
         new_admission: Callable[[], Admission] | None,
+        events: EventLog | None = None,
     ) -> None:
         self.index = index
         """Position in the lookup order; the CPU tier is 0."""
         self.tier = tier
         self.catalog = Catalog(tier.capacity_bytes, queues, history)
+        if events is not None and not tier.shared:
+            self.catalog.events = events.add_tier(index, self.catalog)
         self.max_queued_bytes = max_queued_bytes
         self.write_back_queue: deque[Block] = deque()
         """Blocks waiting to be stored. Each is pinned and has a catalog entry."""

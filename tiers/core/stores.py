@@ -310,6 +310,7 @@ class StoreHandler:
             self._cpu_tier.stored_bytes += block.part_bytes
             if block.part_written(store.rank):
                 complete.append(block)
+        self._cpu_tier.became_ready(complete)
         request = store.request
         if request is not None:
             self._transfers.cascade_for(request, complete)

@@ -18,6 +18,7 @@ from .bulk_eviction import SecondaryTierSource
 from .catalog import CatalogEntry, EntryState, UsedElsewhere
 from .commands import Command, LoadFromTier, RemoveFromTier, StoreInTier
 from .cpu_tier import CpuTier
+from .event_log import EventLog
 from .requests import Request
 from .residency import ResidencyIndex
 from .secondary import Name, SecondaryTierState
@@ -84,6 +85,7 @@ class TransferScheduler:
         cpu_tier: CpuTier,
         history: EvictionHistory,
         commands: list[Command],
+        events: EventLog | None = None,
     ) -> None:
         """`max_queued_bytes` limits each write-back queue, because queued blocks are pinned.
 
@@ -97,6 +99,7 @@ class TransferScheduler:
                 max_queued_bytes=max_queued_bytes,
                 history=history,
                 new_admission=settings.new_admission(tier.name),
+                events=events,
             )
             for index, tier in enumerate(tiers, start=1)
         ]
@@ -329,8 +332,7 @@ class TransferScheduler:
     def _finish_store(self, secondary: SecondaryTierState, block: Block, entry: CatalogEntry, outcome: Outcome) -> None:
         secondary.queued_bytes -= entry.nbytes
         if outcome is Outcome.DONE:
-            entry.state = EntryState.HELD
-            secondary.catalog.recount(entry)
+            secondary.catalog.stored(entry)
             secondary.evicted_in_vain_bytes = 0
             if secondary.tier.shared:
                 secondary.presence_cache.set(entry.name, there=True, now=secondary.catalog.queues.now)

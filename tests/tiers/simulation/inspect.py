@@ -42,9 +42,12 @@ class CoreView:
 
 @contextlib.contextmanager
 def small_jobs(nbytes: int) -> Iterator[None]:
-    """Limits jobs to `nbytes` and slices to three items, so that work is split."""
-    slices = [mock.patch(f"kvtier.tiers.core.{module}.SLICE", 3) for module in ("cpu_tier", "leases", "bulk_eviction")]
-    with mock.patch("kvtier.tiers.core.transfers.JOB_BYTES", nbytes), slices[0], slices[1], slices[2]:
+    """Limits jobs to `nbytes`, slices to three items and event logs to 16, to split all work."""
+    limits = {"transfers.JOB_BYTES": nbytes, "event_log.RUN_KEYS": 3, "event_log.MAX_KEYS": 16}
+    limits |= {f"{module}.SLICE": 3 for module in ("cpu_tier", "leases", "bulk_eviction")}
+    with contextlib.ExitStack() as patches:
+        for name, limit in limits.items():
+            patches.enter_context(mock.patch(f"kvtier.tiers.core.{name}", limit))
         yield
 
 

@@ -201,6 +201,12 @@ def _leaks(world: World) -> None:
         )
 
 
+def _events(world: World) -> None:
+    """A reader of the event log knows which blocks each tier has."""
+    for what, occurred in world.event_readers.check(world.core_view).items():
+        world.saw(what, occurred)
+
+
 CHECKS: dict[Invariant, Callable[[World], None]] = {
     Invariant.PINS: _pins,
     Invariant.SLOTS: _slots,
@@ -216,6 +222,7 @@ CHECKS: dict[Invariant, Callable[[World], None]] = {
     Invariant.LINE: _line,
     Invariant.HELD: check_held,
     Invariant.PRIVATE: check_private,
+    Invariant.EVENTS: _events,
     Invariant.LEAKS: _leaks,
     Invariant.QUOTAS: check_quotas,
     Invariant.RETAINED: check_retained,

@@ -63,6 +63,8 @@ EXERCISED = (
     "clock stopped",
     "crashes",
     "disks full during a batch",
+    "events lost",
+    "events read",
     "ended jobs reported again",
     "answers missing",
     "entries expired",
@@ -153,6 +155,7 @@ class Invariant(enum.StrEnum):
     TTL = "only unused blocks expire"
     HELD = "held blocks stay until their hold ends"
     PRIVATE = "blocks that only a hold names end with it"
+    EVENTS = "events say which blocks each tier has"
     LEAKS = "nothing leaks"
     RAISED = "only refusals are raised"
 

@@ -19,6 +19,7 @@ from kvtier.tiers.types import EngineSession, NamespaceSpec
 
 from . import inspect as inside
 from .environment import Environment
+from .event_readers import EventReaders
 from .handoffs import Handoffs
 from .ledger import Ledger
 from .model import EXERCISED, EXTENT, Invariant, ModelTier, Name, Violation, is_hold_only, label
@@ -44,6 +45,7 @@ class World:
         """With `only` the other invariants are not checked, so that a mutant must fail this one."""
         self.rng = random.Random(seed)
         self.only = only
+        self._seed = seed
         self.coverage = Counter(dict.fromkeys(EXERCISED, 0))
         self.now = self.rng.choice((1e6, 1e9))
         self.memory: dict[int, str] = {}
@@ -85,6 +87,7 @@ class World:
             settings=self.settings_model.settings,
             now=self.now,
         )
+        self.event_readers = EventReaders(self.core, self._seed)
         self.before = self.core_view = inside.CoreView(self.core)
         self.memory.clear()
         self.lost.clear()
