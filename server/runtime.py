@@ -24,6 +24,7 @@ from ..tiers.core.block import Block
 from ..tiers.core.commands import (
     Command,
     ContinueWork,
+    EventsRecorded,
     HoldChanged,
     LeaseSettled,
     LoadFromTier,
@@ -106,7 +107,7 @@ class TierRuntime:
         self._stall_seconds = stall_seconds
         self._stall_watch_from = 0.0
         """New stalls are detected from this time on. The end of a stall is always detected."""
-        self._waiting: dict[LeaseId | HoldName, list[asyncio.Future[None]]] = defaultdict(list)
+        self._waiting: dict[LeaseId | HoldName | bytes | None, list[asyncio.Future[None]]] = defaultdict(list)
         self._observe_failure: Callable[[str], object] = lambda _: None
         self._slice_failed = False
         self._slice_seconds = 0.0
@@ -160,11 +161,12 @@ class TierRuntime:
         self.run_commands()
         self.notify_change()
 
-    async def wait_for(self, name: LeaseId | HoldName, seconds: float) -> None:
-        """Waits, at most `seconds`, for an event of a lease or a hold.
+    async def wait_for(self, name: LeaseId | HoldName | bytes | None, seconds: float) -> None:
+        """Waits, at most `seconds`, for an event of a lease, a hold or a scope of the event log.
 
         The event of a lease: no block of the lease is pending any more, or the lease has ended. The
-        event of a hold: the hold has changed or ended.
+        event of a hold: the hold has changed or ended. The event of a scope: the log has an event
+        after the events that were read.
         """
         future = self._loop.create_future()
         self._waiting[name].append(future)
@@ -304,7 +306,7 @@ class TierRuntime:
                 self._workers[tier - 1].look_up(keys, partial(self._call_loop, self._answered, job_id))
             case RemoveFromTier(tier, keys):
                 self._workers[tier - 1].remove(keys)
-            case LeaseSettled(name) | HoldChanged(name):
+            case LeaseSettled(name) | HoldChanged(name) | EventsRecorded(name):
                 for future in self._waiting.pop(name, ()):
                     if not future.done():
                         future.set_result(None)

@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection
 from ..cuda.host.numa import choose_nodes, memory_nodes, read_placement
 from ..cuda.host.region import PAGE_BYTES, HostRegion, RegionError
 from ..protos.endpoint import Endpoint, default_endpoint
-from ..protos.v1 import admin_pb2, admin_pb2_grpc, cache_pb2_grpc, handoff_pb2_grpc, session_pb2_grpc
+from ..protos.v1 import admin_pb2, admin_pb2_grpc, cache_pb2_grpc, events_pb2_grpc, handoff_pb2_grpc, session_pb2_grpc
 from ..tiers.base import TierError
 from .auth.authenticator import AccessControl, AccessError
 from .bulk.broker import BulkBroker
@@ -43,6 +43,7 @@ from .runtime import TierRuntime
 from .services.admin import AdminService
 from .services.cache import CacheService
 from .services.devices import DeviceCopyCalls, add_device_calls
+from .services.events import EventService
 from .services.handoff import HandoffService
 from .services.long_calls import LongCalls
 from .services.session import SessionService
@@ -74,7 +75,7 @@ _log = get_logger(__name__)
 
 _SERVICES = [
     f"kvtier.v1.{name}"
-    for name in ("SessionService", "CacheService", "TransferService", "HandoffService", "AdminService")
+    for name in ("SessionService", "CacheService", "TransferService", "HandoffService", "EventService", "AdminService")
 ]
 _MESSAGE_OVERHEAD_BYTES = 64 << 10
 _GRPC_OPTIONS = [
@@ -259,6 +260,9 @@ def add_services(backend: Backend, listeners: Listeners, admin: AdminService, cl
 
     session = SessionService(config, runtime, sessions, attach.path, devices.capabilities)
     session_pb2_grpc.add_SessionServiceServicer_to_server(session, listeners.grpc)
+    events_pb2_grpc.add_EventServiceServicer_to_server(
+        EventService(runtime, sessions, long_calls.scheduler), listeners.grpc
+    )
     cache = CacheService(runtime, sessions, validator, bulk.end_writers, long_calls)
     handoff = HandoffService(runtime, sessions, validator, long_calls)
     device_calls = DeviceCopyCalls(runtime, sessions, validator, metrics, devices)

@@ -69,7 +69,7 @@ class Region(_message.Message):
     def __init__(self, attach_path: _Optional[str] = ..., size_bytes: _Optional[int] = ..., takes_calls: bool = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("protocol_version", "client_name", "engine_id", "rank", "namespace", "pid", "transport")
+    __slots__ = ("protocol_version", "client_name", "engine_id", "rank", "namespace", "pid", "transport", "engine_address", "served_model")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +77,8 @@ class OpenRequest(_message.Message):
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SERVED_MODEL_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     client_name: str
     engine_id: str
@@ -84,7 +86,9 @@ class OpenRequest(_message.Message):
     namespace: _common_pb2.Namespace
     pid: int
     transport: str
-    def __init__(self, protocol_version: _Optional[int] = ..., client_name: _Optional[str] = ..., engine_id: _Optional[str] = ..., rank: _Optional[int] = ..., namespace: _Optional[_Union[_common_pb2.Namespace, _Mapping]] = ..., pid: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
+    engine_address: str
+    served_model: str
+    def __init__(self, protocol_version: _Optional[int] = ..., client_name: _Optional[str] = ..., engine_id: _Optional[str] = ..., rank: _Optional[int] = ..., namespace: _Optional[_Union[_common_pb2.Namespace, _Mapping]] = ..., pid: _Optional[int] = ..., transport: _Optional[str] = ..., engine_address: _Optional[str] = ..., served_model: _Optional[str] = ...) -> None: ...
 
 class OpenResponse(_message.Message):
     __slots__ = ("session", "heartbeat_interval")

@@ -60,6 +60,7 @@ _SERVICES = (
     ("kvtier.v1.SessionService", _READS, "Open"),
     ("kvtier.v1.CacheService", _READS, "BeginRequest Lookup PrepareLoad CompleteLoad ReleaseLease Touch FinishRequest"),
     ("kvtier.v1.CacheService", _WRITES, "PrepareStore CompleteStore Flush Reset"),
+    ("kvtier.v1.EventService", _READS, "WatchEvents"),
     ("kvtier.v1.HandoffService", _READS, "ClaimHold ReportNotClaimed"),
     ("kvtier.v1.HandoffService", _WRITES, "PublishHold RenewHolds ReleaseHolds"),
     ("kvtier.v1.TransferService", _READS, "Pull Locate RegisterDeviceBuffers UnregisterDeviceBuffers LoadToDevice"),

@@ -16,7 +16,7 @@ from typing import NoReturn, TypeVar
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from ...protos.v1 import admin_pb2, cache_pb2, handoff_pb2, session_pb2, transfer_pb2
+from ...protos.v1 import admin_pb2, cache_pb2, events_pb2, handoff_pb2, session_pb2, transfer_pb2
 from ..config.schema import LimitConfig
 from ..refused import Refused
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 _PACKAGE = "kvtier.v1."
 _SERVICES = [
     service
-    for module in (session_pb2, cache_pb2, transfer_pb2, handoff_pb2, admin_pb2)
+    for module in (session_pb2, cache_pb2, transfer_pb2, handoff_pb2, events_pb2, admin_pb2)
     for service in module.DESCRIPTOR.services_by_name.values()
 ]
 _OTHER_BYTES = 64 << 10
@@ -82,6 +82,8 @@ def table_of(limits: LimitConfig) -> dict[str, Bound]:
         "OpenRequest.client_name": text,
         "OpenRequest.engine_id": text,
         "OpenRequest.transport": text,
+        "OpenRequest.engine_address": text,
+        "OpenRequest.served_model": text,
         "OpenRequest.namespace": Bound(_MAX_NAMESPACE_BYTES, reason_each="INVALID_NAMESPACE"),
         **{f"Namespace.{field}": name for field in ("model", "revision", "dtype", "layout", "hash_scheme", "tenant")},
         "Namespace.groups": Bound(most=_MAX_GROUPS, reason="INVALID_NAMESPACE"),

@@ -46,7 +46,7 @@ class LongCalls:
         self._runtime = runtime
         self._core = runtime.core
         self._sessions = sessions
-        self._scheduler = SliceScheduler(sessions)
+        self.scheduler = self._scheduler = SliceScheduler(sessions)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def keys(self, session: EngineSession, validator: RequestValidator, keys: Sequence[bytes]) -> list[bytes]:

@@ -1,0 +1,139 @@
+"""Reader of the core's event log: a replay if necessary, then the events as they are recorded.
+
+Readers share the event loop with all calls, so a reader asks for a turn before each slice. A reader
+that processes its steps slowly costs the server nothing: it has one cursor, and if the log drops
+events that the reader has not read, the reader begins again with a replay. A replay of a reader
+that is stalled ends after two seconds, because it has a copy of an index.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
+
+from ...tiers.base import NamespaceId
+from ...tiers.core.event_log import BlockEvent, EventsLost
+from ...tiers.core.event_replay import EventReplay
+from ..runtime import TierRuntime
+
+__all__ = ["EventWatch", "WatchPhase", "WatchStep"]
+
+_SLICE = 1024
+"""Keys per slice: about 1 ms."""
+_GATHER_SECONDS = 0.01
+"""After the first event, a reader waits for further events, so that runs of keys are merged."""
+_IDLE_SECONDS = 1.0
+"""Without events, a reader tests this often whether it may continue."""
+_STALLED_SECONDS = 2.0
+_MAX_SKIPPED = 1024
+"""After this many events of other namespaces, a reader gets a step with a new cursor only."""
+
+
+class WatchPhase(enum.Enum):
+    LIVE = enum.auto()
+    BEGIN = enum.auto()
+    """A replay begins: the reader must forget all blocks."""
+    REPLAY = enum.auto()
+    END = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class WatchStep:
+    phase: WatchPhase
+    events: list[BlockEvent]
+    cursor: int | None
+    """Cursor after the events; None before the end of a replay."""
+
+
+class EventWatch:
+    """One reader. Call `close` at the end."""
+
+    def __init__(
+        self,
+        runtime: TierRuntime,
+        scope: bytes | None,
+        namespace: NamespaceId | None = None,
+        *,
+        turn: Callable[[], Awaitable[object]],
+        check: Callable[[], object],
+        lock: asyncio.Lock,
+    ) -> None:
+        """`namespace`: reads only this namespace; None: all namespaces of the scope.
+
+        `turn` waits until the reader may run its next slice. `check` raises if the reader must end.
+        `lock` is shared by the readers of a tenant: only one of them runs a replay.
+        """
+        self._runtime = runtime
+        self._log = runtime.core.events
+        self._ring = self._log.watch(scope)
+        self._namespace = namespace
+        self._turn = turn
+        self._check = check
+        self._lock = lock
+
+    def close(self) -> None:
+        self._log.unwatch(self._ring)
+
+    async def steps(self, cursor: int | None) -> AsyncGenerator[WatchStep, None]:
+        """Yields steps until `check` or `turn` raises. Begins with a replay if `cursor` is None."""
+        told = cursor or 0
+        while True:
+            if cursor is None or not self._ring.has(cursor):
+                cursor = None
+                async with contextlib.aclosing(self._replay()) as replay:
+                    async for step in replay:
+                        yield step
+                        cursor = step.cursor
+                told = cursor or 0
+                continue
+            self._check()
+            if cursor == self._ring.end:
+                await self._wait()
+                continue
+            await self._turn()
+            if not self._ring.has(cursor):
+                continue
+            events, cursor = self._ring.read(cursor, _SLICE)
+            visible = [event for event in events if self._namespace in (None, event.namespace)]
+            if visible or cursor - told > _MAX_SKIPPED:
+                told = cursor
+                yield WatchStep(WatchPhase.LIVE, visible, cursor)
+
+    async def _wait(self) -> None:
+        """Waits for the next event, at most a second."""
+        self._ring.read(self._ring.end, 1)  # asks for an `EventsRecorded` command
+        await self._runtime.wait_for(self._ring.scope, _IDLE_SECONDS)
+        await asyncio.sleep(_GATHER_SECONDS)
+
+    async def _replay(self) -> AsyncGenerator[WatchStep, None]:
+        """Yields the steps of a replay. If it ends without an END, it must be repeated."""
+        await self._lock.acquire()
+        release = contextlib.ExitStack()
+        release.callback(self._lock.release)
+        with release:
+            replay = EventReplay(self._log, self._ring, self._namespace)
+            phase = WatchPhase.BEGIN
+            loop = asyncio.get_running_loop()
+            while not replay.done:
+                await self._turn()
+                try:
+                    events = replay.step(_SLICE)
+                except EventsLost:
+                    return
+                stalled = loop.call_later(_STALLED_SECONDS, _give_up, replay, release)
+                try:
+                    if phase is WatchPhase.BEGIN or events:
+                        yield WatchStep(phase, events, None)
+                        phase = WatchPhase.REPLAY
+                    if replay.done:
+                        yield WatchStep(WatchPhase.END, [], replay.cursor)
+                finally:
+                    stalled.cancel()
+
+
+def _give_up(replay: EventReplay, lock: contextlib.ExitStack) -> None:
+    replay.abandon()
+    lock.close()
