@@ -75,7 +75,7 @@ METRICS_CLASSES: dict[str, dict[str, str]] = {
 
 IMPORTS: dict[str, str] = {
     "vllm": "__version__",
-    "vllm.distributed.kv_events": "AllBlocksCleared BlockStored KVCacheEvent MEDIUM_CPU",
+    "vllm.distributed.kv_events": "AllBlocksCleared BlockRemoved BlockStored KVCacheEvent MEDIUM_CPU",
     "vllm.distributed.kv_transfer.kv_connector.v1.base": "KVConnectorBase_V1 KVConnectorHandshakeMetadata "
     "KVConnectorMetadata KVConnectorRole KVConnectorTransferResults KVConnectorWorkerMetadata SupportsHMA",
     "vllm.distributed.kv_transfer.kv_connector.v1.metrics": "KVConnectorPromMetrics KVConnectorStats",

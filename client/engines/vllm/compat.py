@@ -53,7 +53,7 @@ if _too_old := refuse_text(vllm_version):
     raise ImportError(_too_old)
 
 try:
-    from vllm.distributed.kv_events import MEDIUM_CPU, AllBlocksCleared, BlockStored, KVCacheEvent
+    from vllm.distributed.kv_events import MEDIUM_CPU, AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
         KVConnectorHandshakeMetadata,

@@ -94,6 +94,9 @@ class ConnectorConfig(ServerConfig):
     `max_held_fraction`: saves in flight hold at most this fraction of the engine's KV blocks. Until
     these saves have ended, other blocks are not saved.
     `lazy_offload`: store blocks when the engine is about to evict them, not when they are full.
+    `watch_events`: whether vLLM's KV events also tell what other engines of the host have stored
+    and what the server has removed. If false, they tell only this engine's own stores. Used only
+    if `kv_events_config` enables KV events.
     `weights_change_on_reset`: whether the weights may have changed when vLLM resets the connector.
     If true, the engine then uses another namespace. If false, only the CPU tier is emptied.
 
@@ -108,6 +111,7 @@ class ConnectorConfig(ServerConfig):
 
     max_held_fraction: float = 0.5
     lazy_offload: bool = False
+    watch_events: bool = True
     weights_change_on_reset: bool = True
     kv_recompute_threshold: int = 64
     bidirectional_kv_xfer: bool = False
@@ -129,7 +133,7 @@ class ConnectorConfig(ServerConfig):
 
     def check(self) -> None:
         super().check()
-        for name in ("lazy_offload", "weights_change_on_reset", "bidirectional_kv_xfer"):
+        for name in ("lazy_offload", "watch_events", "weights_change_on_reset", "bidirectional_kv_xfer"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"kvtier: {name} must be true or false, not {value!r}")  # noqa: TRY004 - as above
         _check_number("max_held_fraction", self.max_held_fraction, 0.01, 1.0)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ....cuda.host.pinning import Pin
 from ....protos.endpoint import client_endpoint
 from ... import Client, InvalidRequest, Namespace
+from ...events import EventStream, HeldChange
 from ...handoff import EngineIdentity
 from ...offload import CacheGeometry
 from .background import RateLimitedLog, logger
@@ -120,6 +121,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
             log=self.log,
             counters=self._counters,
             publish_events=_publishes_events(self._vllm_config),
+            open_stream=self._open_stream if config.watch_events else None,
             identity=EngineIdentity(
                 link.client.engine_id, *self._address, self._vllm_config.parallel_config.tensor_parallel_size
             ),
@@ -181,6 +183,15 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
             rank=rank,
             transport=self._config.transport if endpoint is None else "tcp",
             pin=pin,
+            credentials=self._config.credentials,
+        )
+
+    def _open_stream(self, client: Client, on_changes: Callable[[Sequence[HeldChange]], object]) -> EventStream:
+        return EventStream(
+            client,
+            on_changes,
+            functools.partial(self.log.warn, "events"),
+            endpoint=self._config.endpoint,
             credentials=self._config.credentials,
         )
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import functools
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from .... import Client, is_hold_key
+from .... import Client
 from ....handoff import EngineIdentity, FinishedRequest
 from ....offload import (
     CacheGeometry,
-    CacheGroup,
     EndedSave,
     OffloadCore,
     OffloadMode,
@@ -24,7 +23,7 @@ from ....offload import (
     ScheduledRequest,
 )
 from ..background import RateLimitedLog
-from ..compat import MEDIUM_CPU, AllBlocksCleared, BlockStored, CacheHitSource, KVCacheEvent, maybe_convert_block_hash
+from ..compat import CacheHitSource, KVCacheEvent
 from ..config import ConnectorConfig
 from ..lora import LoraAdapters
 from ..peers import Peers, ServerLink
@@ -32,75 +31,22 @@ from ..request_settings import RequestSettings
 from ..stats import TransferCounters
 from ..worker.reports import SAVE_LOST_AFTER_S, StepMetadata, WorkerReport
 from .handoff_scheduler import HandoffScheduler
+from .kv_events import KVEvents, OpenStream
 from .prefix_lookups import LookupService
 from .requests import RequestRegistration, VllmBlockPool, VllmRequest, server_name
 
 __all__ = ["SchedulerSide"]
 
 _SOURCES = {"cpu": CacheHitSource.HOST, "lmdb": CacheHitSource.DISK, "disk": CacheHitSource.DISK}
-_GROUP_BYTES = 4  # at the end of a key, see make_key
-_HASH_BYTES = 32  # of vLLM's block hashes, which are made by SHA-256
-
-
-class KVEvents:
-    """KV events about stored blocks, for other programs such as a cache-aware router.
-
-    Needs vLLM's `--kv-events-config '{"enable_kv_cache_events": true, …}'`. When every worker has
-    reported a block as stored or present, the connector publishes a `BlockStored` event with medium
-    "CPU". This event has the block's hash and group. The tokens and the parent are in the earlier
-    GPU event with the same hash.
-
-    The engine does not know which blocks the server evicts or loses in a restart, so the connector
-    publishes no `BlockRemoved`. A reader must treat a stored block as likely, not certain. A reset
-    publishes `AllBlocksCleared`. This event covers all media, because vLLM clears its own cache in
-    the same call. Blocks that lower tiers keep after a reset are not announced.
-    """
-
-    def __init__(self, groups: Iterable[CacheGroup], *, enabled: bool) -> None:
-        self._groups: Mapping[int, CacheGroup] = {group.index: group for group in groups}
-        self._enabled = enabled
-        self._events: list[KVCacheEvent] = []
-
-    def stored(self, save: EndedSave) -> None:
-        """Queues events for the blocks of `save` that all workers have stored."""
-        if not self._enabled:
-            return
-        for position, (key, group_index) in enumerate(zip(save.job.keys, save.job.groups, strict=True)):
-            # A block with a hold key has no content hash that an event could name.
-            if position not in save.not_stored and not is_hold_key(key):
-                self._events.append(self._stored(key, group_index))
-
-    def cleared(self) -> None:
-        """Replaces all queued events with one `AllBlocksCleared`."""
-        if self._enabled:
-            self._events = [AllBlocksCleared()]
-
-    def take(self) -> Iterable[KVCacheEvent]:
-        if not self._events:
-            return ()
-        events, self._events = self._events, []
-        return events
-
-    def _stored(self, key: bytes, group_index: int) -> KVCacheEvent:
-        # One event per block: readers take a block of an event as the parent of the next block.
-        return BlockStored(
-            block_hashes=[maybe_convert_block_hash(key[:-_GROUP_BYTES][:_HASH_BYTES])],  # without a tag
-            parent_block_hash=None,
-            token_ids=[],
-            block_size=self._groups[group_index].block_tokens,
-            lora_id=None,
-            medium=MEDIUM_CPU,
-            lora_name=None,
-            group_idx=group_index,
-        )
 
 
 class SchedulerSide:
     """Half of KVTierConnector in the scheduler's process.
 
     `batched_tokens`: maximum number of tokens in a step; 0 if lazy mode is off. `publish_events`:
-    whether vLLM's settings enable KV events. `connect`: connects in the namespace of another
-    version of the weights; None if the namespace never changes.
+    whether vLLM's settings enable KV events. `open_stream`: opens the stream of the server's
+    events; None to publish only this engine's own stores. `connect`: connects in the namespace of
+    another version of the weights; None if the namespace never changes.
     """
 
     def __init__(
@@ -117,6 +63,7 @@ class SchedulerSide:
         counters: TransferCounters | None = None,
         batched_tokens: int = 0,
         publish_events: bool = False,
+        open_stream: OpenStream | None = None,
         identity: EngineIdentity,
         peers: Peers,
         connect: Callable[[str], ServerLink] | None = None,
@@ -129,7 +76,8 @@ class SchedulerSide:
         self._pool = VllmBlockPool(geometry)
         self.adapters = LoraAdapters(log)
         self._counters = counters or TransferCounters()
-        self._events = KVEvents(geometry.groups, enabled=publish_events)
+        self._events = KVEvents(geometry.groups, open_stream, enabled=publish_events)
+        self._events.follow(client)
         self._server = LookupService(
             client, geometry, config.lookup_timeout_s, log, self._counters, self._transfers_ended
         )
@@ -300,6 +248,7 @@ class SchedulerSide:
                     self._pool.learn_tag(adapted, None)
 
     def close(self) -> None:
+        self._events.close()
         self._handoffs.close()
         self._peers.close()
         self._server.close()
@@ -313,6 +262,7 @@ class SchedulerSide:
             self._core.lookup_ended(lookup, found, at)
         if self._server.resets.take_done():
             self._use_new_link()
+            self._events.follow(self._client)
             self._core.emptied()
             self._resetting = self._weights_changed = False
 

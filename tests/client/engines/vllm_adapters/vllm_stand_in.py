@@ -39,6 +39,12 @@ class BlockStored(KVCacheEvent):
     group_idx: int | None = None
 
 
+class BlockRemoved(KVCacheEvent):
+    block_hashes: list[bytes]
+    medium: str | None
+    group_idx: int | None = None
+
+
 class AllBlocksCleared(KVCacheEvent):
     pass
 
@@ -374,7 +380,7 @@ _SPECS = (
 MODULES: Mapping[str, Mapping[str, Any]] = {
     "vllm": {"__version__": "0.32.0"},
     "vllm.config": _types("VllmConfig"),
-    "vllm.distributed.kv_events": _named(AllBlocksCleared, BlockStored, KVCacheEvent, MEDIUM_CPU="CPU"),
+    "vllm.distributed.kv_events": _named(AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, MEDIUM_CPU="CPU"),
     f"{_KV_TRANSFER}.base": _named(*_BASE),
     f"{_KV_TRANSFER}.metrics": _named(KVConnectorPromMetrics, KVConnectorStats),
     "vllm.logger": {"init_logger": logging.getLogger},
