@@ -31,6 +31,7 @@ from .startup import (
     open_telemetry,
     register_health,
     start_metrics_server,
+    start_publisher,
 )
 from .telemetry.health import Health
 from .telemetry.logs import get_logger
@@ -134,6 +135,7 @@ class Server:
         # Called after the tiers are open, so that the many objects of their indexes are exempt.
         disable_full_gc()
         await runtime.start()  # backs the first extent before the first call
+        start_publisher(backend, closers)
         await listeners.grpc.start()
         closers.push_async_callback(listeners.grpc.stop, _GRACE_SECONDS)
         closers.push_async_callback(drain.finish)

@@ -31,6 +31,8 @@ from .config.schema import Config
 from .config.tenants import quota_error_text, tier_settings
 from .devices.registry import DeviceRegistry, unavailable_reason
 from .drain import Drain
+from .events.publisher import EventPublisher
+from .events.zmq_socket import PublisherError, ZmqSocket
 from .rpc.attach import SUFFIX, AttachServer
 from .rpc.interceptor import RefusalInterceptor
 from .rpc.request_bounds import RequestBounds
@@ -69,6 +71,7 @@ __all__ = [
     "open_telemetry",
     "register_health",
     "start_metrics_server",
+    "start_publisher",
 ]
 
 _log = get_logger(__name__)
@@ -102,7 +105,16 @@ class StartError(Exception):
 def _start_errors() -> Iterator[None]:
     try:
         yield
-    except (SocketError, TierError, RegionError, MetricsServerError, TracingError, AccessError, OSError) as error:
+    except (
+        SocketError,
+        TierError,
+        RegionError,
+        MetricsServerError,
+        TracingError,
+        AccessError,
+        PublisherError,
+        OSError,
+    ) as error:
         raise StartError(str(error)) from error
 
 
@@ -319,3 +331,15 @@ def start_metrics_server(
         server = MetricsServer(config, backend.metrics.registry, unhealthy, backend.access.may_see_metrics, page=page)
     closers.push_async_callback(asyncio.to_thread, server.close)
     return server.port
+
+
+def start_publisher(backend: Backend, closers: AsyncExitStack) -> None:
+    """Starts to publish events over ZeroMQ, if an address is configured."""
+    config = backend.config.events
+    if config.publish is None:
+        return
+    with _start_errors():
+        socket = ZmqSocket(config)
+    closers.push_async_callback(asyncio.to_thread, socket.close)
+    publisher = EventPublisher(backend.runtime, backend.sessions, config, socket)
+    closers.callback(asyncio.get_running_loop().create_task(publisher.run()).cancel)

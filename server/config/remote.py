@@ -9,8 +9,9 @@ from typing import Annotated, Any
 import msgspec
 
 from ...tiers.remote.valkey import ValkeyAddress
+from .annotations import _duration, _setting, _size
 from .fields import TableError, read_table, settings_of
-from .schema import TierConfig, _duration, _setting, _size
+from .schema import TierConfig
 from .units import MIB
 
 __all__ = ["NO_FILES", "VALKEY_OPTIONS", "ValkeyOptions", "key_files_of", "read_valkey_options"]

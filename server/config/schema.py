@@ -15,6 +15,8 @@ import msgspec
 
 from ...protos.endpoint import Endpoint, parse_endpoint
 from ...tiers.negotiation import OffloadPolicy, Rule
+from .annotations import _duration, _setting, _size
+from .events import EventConfig
 from .units import GIB, KIB, MIB, format_size
 
 __all__ = [
@@ -51,26 +53,6 @@ class ConfigError(Exception):
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
         self.problems = problems
-
-
-def _setting(
-    doc: str,
-    *,
-    ge: float | None = None,
-    le: float | None = None,
-    default: str | None = None,
-    unit: Literal["bytes", "seconds"] | None = None,
-) -> msgspec.Meta:
-    """Describes one field. `default` is the documented text of a default that the code computes."""
-    return msgspec.Meta(description=doc, extra={"unit": unit, "ge": ge, "le": le, "default": default})
-
-
-def _size(doc: str, ge: int, le: int | None = None, default: str | None = None) -> msgspec.Meta:
-    return _setting(doc, ge=ge, le=le, default=default, unit="bytes")
-
-
-def _duration(doc: str, ge: float, le: float | None = None) -> msgspec.Meta:
-    return _setting(doc, ge=ge, le=le, unit="seconds")
 
 
 class LogConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -429,6 +411,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     auth: AuthConfig = AuthConfig()
     rates: RateConfig = RateConfig()
     tracing: TracingConfig = TracingConfig()
+    events: EventConfig = EventConfig()
     tiers: Annotated[
         tuple[TierConfig, ...], _setting("Tiers below the CPU tier; `[]` means none.", default="one `lmdb` tier")
     ] = ()

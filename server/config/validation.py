@@ -31,18 +31,44 @@ def read_value(setting: Setting, value: Any, *, is_text: bool = False) -> Any:
             raise ValueError("must name at least one address")
         return tuple(dict.fromkeys(str(parse_endpoint(address)) for address in listen))
     result = setting.read(value, is_text=is_text)
-    if setting.key == "numa":
-        read_placement(result)
-    elif setting.key == "metrics" and result is not None:
-        endpoint = parse_endpoint(result)
-        if endpoint.is_unix:
-            raise ValueError("must be HOST:PORT: Prometheus cannot scrape a Unix socket")
-        return str(endpoint)
-    elif setting.key == "tracing.endpoint" and result is not None:
-        scheme, _, address = result.partition("://")
-        if scheme not in ("http", "https") or parse_endpoint(address).is_unix:
-            raise ValueError("must be http://HOST:PORT, or https://HOST:PORT for TLS")
-    return result
+    check = _CHECKS.get(setting.key)
+    return result if check is None or result is None else check(result)
+
+
+def _numa_nodes(value: str) -> str:
+    read_placement(value)
+    return value
+
+
+def _metrics_address(value: str) -> str:
+    endpoint = parse_endpoint(value)
+    if endpoint.is_unix:
+        raise ValueError("must be HOST:PORT: Prometheus cannot scrape a Unix socket")
+    return str(endpoint)
+
+
+def _collector_address(value: str) -> str:
+    scheme, _, address = value.partition("://")
+    if scheme not in ("http", "https") or parse_endpoint(address).is_unix:
+        raise ValueError("must be http://HOST:PORT, or https://HOST:PORT for TLS")
+    return value
+
+
+def _event_address(value: str) -> str:
+    scheme, _, address = value.partition("://")
+    if scheme not in ("tcp", "ipc") or not address or (scheme == "tcp" and parse_endpoint(address).is_unix):
+        raise ValueError("must be tcp://HOST:PORT or ipc://PATH")
+    return value
+
+
+_CHECKS: Mapping[str, Callable[[str], str]] = {
+    "numa": _numa_nodes,
+    "metrics": _metrics_address,
+    "tracing.endpoint": _collector_address,
+    "events.publish": _event_address,
+    "events.replay": _event_address,
+}
+"""Checks of single values beyond type and bounds. Each returns the value in its standard form."""
 
 
 def conflicts(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
@@ -53,6 +79,8 @@ def conflicts(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator
 
     if (memory := memory_bytes()) <= values["region_size"]:
         yield problem("region_size", f"must be less than the memory of this machine, {human_size(memory)}")
+    if values["events.replay"] is not None and values["events.publish"] is None:
+        yield problem("events.replay", "needs events.publish")
     if values["leases.default"] > values["leases.max"]:
         yield problem(
             "leases.default", f"must not exceed leases.max = {SETTINGS['leases.max'].show(values['leases.max'])}"
@@ -119,5 +147,9 @@ def warnings(config: Config) -> Iterator[str]:
             yield f"listening on {endpoint} without authentication: {reach} can read and write the cache"
     if config.metrics is not None and not config.auth.metrics and not parse_endpoint(config.metrics).is_loopback:
         yield f"metrics on {config.metrics}: the whole network can see models, engines and tenants; see auth.metrics"
+    for address in (config.events.publish, config.events.replay):
+        if address is not None and address.startswith("tcp://"):
+            reach = "every user of this host" if parse_endpoint(address[6:]).is_loopback else "everyone on the network"
+            yield f"events on {address}: {reach} can read the block hashes of all tenants"
     if config.region_size > memory_bytes() // 2:
         yield f"region_size = {format_size(config.region_size)} is more than half of this machine's memory"

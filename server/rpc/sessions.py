@@ -53,6 +53,9 @@ class OpenSession:
     transport: str
     """Transport of the last transfer; before that, the transport given in `OpenRequest`."""
     model: str
+    engine_address: str = ""
+    """Address at which routers reach the engine; empty if the session is not published."""
+    served_model: str = ""
     groups: tuple[common_pb2.Group, ...] = ()
     """The namespace's groups without names, for the status. Empty if there are too many groups."""
     attachments: set[int] = field(default_factory=set)
@@ -140,6 +143,8 @@ class SessionRegistry:
             pid=request.pid,
             transport=request.transport,
             model=request.namespace.model,
+            engine_address=request.engine_address,
+            served_model=request.served_model,
             groups=_without_names(request.namespace.groups),
             identity=caller,
             limiter=limiter,
