@@ -41,6 +41,7 @@ from .results import (
     TierVote,
     WriteBatch,
 )
+from .session.connection import EngineAddress
 from .sync import Client, Lease
 from .timeouts import Timeouts
 
@@ -55,6 +56,7 @@ __all__ = [
     "DeviceUnavailable",
     "Draining",
     "DurableStatus",
+    "EngineAddress",
     "Group",
     "GroupKind",
     "HandoffDirection",

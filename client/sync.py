@@ -29,7 +29,7 @@ from .results import (
     TierFilter,
     WriteBatch,
 )
-from .session.connection import ClientIdentity, TransportName
+from .session.connection import ClientIdentity, EngineAddress, TransportName
 from .timeouts import Timeouts
 from .transport.sync_transport import GrpcTransport
 
@@ -77,6 +77,7 @@ class Client:
         timeouts: Timeouts | None = None,
         pin: Pin | None = None,
         credentials: Credentials | None = None,
+        published: EngineAddress | None = None,
         backend: Transport | None = None,
     ) -> None:
         """Starts to connect. Does not block, and does not raise if the server is down.
@@ -87,13 +88,12 @@ class Client:
             name: client name for logs and `kvtier sessions`.
             engine_id: id of the engine; default: random. Clients with the same id share leases.
             rank: rank whose parts this client transfers; None for a scheduler, or for world size 1.
-            transport: how the client transfers bytes. "shm": shared memory. "tcp": sockets. "grpc":
-                gRPC streams. "auto": "shm" if client and server share a host, otherwise "tcp".
-                "cuda_ipc": like "auto", for a client that calls `register_kv_buffers`.
+            transport: "shm" (shared memory), "tcp" (sockets), "grpc", "auto" ("shm" on the server's
+                host, otherwise "tcp"), or "cuda_ipc" (like "auto", with `register_kv_buffers`).
             timeouts: deadlines of calls; see `Timeouts`.
             pin: pins the server's region and staging buffers; see `kvtier.cuda.host.pinning`.
-            credentials: certificates and token; default: from `KVTIER_CA`, `KVTIER_CERT`,
-                `KVTIER_KEY`, `KVTIER_TOKEN` and `KVTIER_TOKEN_FILE`.
+            credentials: certificates and token; default: `Credentials.from_environment()`.
+            published: address of the engine for the server's publisher of events.
             backend: for tests: replaces the connection to a server; see `kvtier.client.testing`.
 
         Raises:
@@ -102,7 +102,7 @@ class Client:
         self.namespace = namespace
         self.engine_id = engine_id or uuid.uuid4().hex
         self.timeouts = timeouts or Timeouts()
-        identity = ClientIdentity(namespace, name, self.engine_id, rank, transport, pin)
+        identity = ClientIdentity(namespace, name, self.engine_id, rank, transport, pin, published)
         self._transport = backend or GrpcTransport(endpoint, identity, self.timeouts, credentials)
         self._operations = Operations(namespace, self.timeouts, self._transport.invalidate, pin)
 

@@ -30,7 +30,7 @@ from ..timeouts import check_seconds
 from .session import AttachError, Attachment, ClientSession
 from .socket_calls import SocketCalls, SocketTarget
 
-__all__ = ["ClientIdentity", "SessionConnection", "TransportName"]
+__all__ = ["ClientIdentity", "EngineAddress", "SessionConnection", "TransportName"]
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +47,19 @@ _random = random.SystemRandom()  # `random` would repeat itself in engines with 
 
 
 @dataclass(frozen=True, slots=True)
+class EngineAddress:
+    """Address of an engine, as routers know it.
+
+    Attributes:
+        address: `host:port` of the engine's API.
+        model: name under which the engine serves the model; empty means the namespace's model.
+    """
+
+    address: str
+    model: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ClientIdentity:
     """Parameters with which a client opens its sessions."""
 
@@ -56,6 +69,7 @@ class ClientIdentity:
     rank: int | None
     transport: TransportName
     pin: Pin | None = None
+    published: EngineAddress | None = None
 
     def __post_init__(self) -> None:
         """Raises `InvalidRequest` for an unknown transport or a value of the wrong type."""
@@ -78,6 +92,8 @@ class ClientIdentity:
             namespace=self.namespace.to_proto(),
             pid=os.getpid(),
             transport=transport,
+            engine_address=self.published.address if self.published is not None else "",
+            served_model=self.published.model if self.published is not None else "",
         )
 
 

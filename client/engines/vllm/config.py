@@ -97,6 +97,8 @@ class ConnectorConfig(ServerConfig):
     `watch_events`: whether vLLM's KV events also tell what other engines of the host have stored
     and what the server has removed. If false, they tell only this engine's own stores. Used only
     if `kv_events_config` enables KV events.
+    `engine_address`: the address (`host:port`) at which routers reach this engine. The server's
+    publisher of events, if it is on, then has a topic for this engine. Default: none.
     `weights_change_on_reset`: whether the weights may have changed when vLLM resets the connector.
     If true, the engine then uses another namespace. If false, only the CPU tier is emptied.
 
@@ -112,6 +114,7 @@ class ConnectorConfig(ServerConfig):
     max_held_fraction: float = 0.5
     lazy_offload: bool = False
     watch_events: bool = True
+    engine_address: str | None = None
     weights_change_on_reset: bool = True
     kv_recompute_threshold: int = 64
     bidirectional_kv_xfer: bool = False
@@ -143,8 +146,9 @@ class ConnectorConfig(ServerConfig):
         _check_number("claim_timeout_s", self.claim_timeout_s, 0.0, 60.0)
         if isinstance(self.peers, str) or not isinstance(self.peers, Sequence):
             raise ValueError(f"kvtier: peers must be a list of HOST:PORT, not {self.peers!r}")  # noqa: TRY004 - as above
-        advertised = () if self.advertise is None else (("advertise", self.advertise),)
-        for name, endpoint in (*advertised, *(("peers", peer) for peer in self.peers)):
+        own = (("advertise", self.advertise), ("engine_address", self.engine_address))
+        given = [(name, address) for name, address in own if address is not None]
+        for name, endpoint in (*given, *(("peers", peer) for peer in self.peers)):
             try:
                 parse_endpoint(endpoint if isinstance(endpoint, str) else "")
             except EndpointError as error:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ....cuda.host.pinning import Pin
 from ....protos.endpoint import client_endpoint
-from ... import Client, InvalidRequest, Namespace
+from ... import Client, EngineAddress, InvalidRequest, Namespace
 from ...events import EventStream, HeldChange
 from ...handoff import EngineIdentity
 from ...offload import CacheGeometry
@@ -184,7 +184,14 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
             transport=self._config.transport if endpoint is None else "tcp",
             pin=pin,
             credentials=self._config.credentials,
+            published=self._published if rank is None and endpoint is None else None,
         )
+
+    @property
+    def _published(self) -> EngineAddress | None:
+        served = getattr(self._vllm_config.model_config, "served_model_name", None) or ""
+        address = self._config.engine_address
+        return EngineAddress(address, served if isinstance(served, str) else served[0]) if address else None
 
     def _open_stream(self, client: Client, on_changes: Callable[[Sequence[HeldChange]], object]) -> EventStream:
         return EventStream(
