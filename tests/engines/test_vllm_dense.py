@@ -43,8 +43,9 @@ def first(run_engine: RunEngine, server: ServerProcess) -> dict[str, Any]:
     """An engine with an empty store."""
     server.start()
     events = f"ipc://{server.folder}/events"
-    # A reset waits for pending saves; these are counted and published with the next step.
-    steps = [QUESTIONS[0], RESET, generate("after", [tokens(50, 2 * BLOCK)]), generate("later", [tokens(51, BLOCK)])]
+    # The events of the saves of a request are published during the next one. A reset waits for
+    # pending saves; these are counted with the next step.
+    steps = [QUESTIONS[0], generate("after", [tokens(50, 2 * BLOCK)]), RESET, generate("later", [tokens(51, BLOCK)])]
     results = run_engine(
         steps,
         endpoint=server.endpoint,

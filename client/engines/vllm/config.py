@@ -147,7 +147,7 @@ class ConnectorConfig(ServerConfig):
         if isinstance(self.peers, str) or not isinstance(self.peers, Sequence):
             raise ValueError(f"kvtier: peers must be a list of HOST:PORT, not {self.peers!r}")  # noqa: TRY004 - as above
         own = (("advertise", self.advertise), ("engine_address", self.engine_address))
-        given = [(name, address) for name, address in own if address is not None]
+        given: list[tuple[str, object]] = [(name, address) for name, address in own if address is not None]
         for name, endpoint in (*given, *(("peers", peer) for peer in self.peers)):
             try:
                 parse_endpoint(endpoint if isinstance(endpoint, str) else "")
