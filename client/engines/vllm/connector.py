@@ -189,9 +189,11 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
 
     @property
     def _published(self) -> EngineAddress | None:
-        served = getattr(self._vllm_config.model_config, "served_model_name", None) or ""
         address = self._config.engine_address
-        return EngineAddress(address, served if isinstance(served, str) else served[0]) if address else None
+        if not address:
+            return None
+        served = getattr(self._vllm_config.model_config, "served_model_name", None) or ""
+        return EngineAddress(address, served if isinstance(served, str) else served[0])
 
     def _open_stream(self, client: Client, on_changes: Callable[[Sequence[HeldChange]], object]) -> EventStream:
         return EventStream(
