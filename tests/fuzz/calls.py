@@ -18,7 +18,7 @@ import grpc
 from google.protobuf import message_factory
 from google.protobuf.message import Message
 
-from kvtier.protos.v1 import admin_pb2, cache_pb2, common_pb2, handoff_pb2, session_pb2, transfer_pb2
+from kvtier.protos.v1 import admin_pb2, cache_pb2, common_pb2, events_pb2, handoff_pb2, session_pb2, transfer_pb2
 from kvtier.protos.wire import socket_frames as frames
 from kvtier.protos.wire.socket_frames import Purpose
 from kvtier.server.config.schema import LogConfig
@@ -31,7 +31,7 @@ from .tape import Tape, byte, number, piece
 
 __all__ = ["METHODS", "Calls", "seeds"]
 
-_MODULES = (admin_pb2, cache_pb2, handoff_pb2, session_pb2, transfer_pb2)
+_MODULES = (admin_pb2, cache_pb2, handoff_pb2, session_pb2, transfer_pb2, events_pb2)
 METHODS = [
     method
     for module in _MODULES
@@ -127,7 +127,7 @@ class Calls:
                 try:
                     # Ends streams, which never end by themselves, and drains, which may wait for
                     # stores.
-                    for _ in itertools.islice(stream, 2 if method.name in ("Open", "Drain") else 64):
+                    for _ in itertools.islice(stream, 2 if method.name in ("Open", "Drain", "WatchEvents") else 64):
                         pass
                 finally:
                     stream.cancel()

@@ -150,7 +150,7 @@ CLIENT_FAULTS = (
     ),
     Fault(
         "blocks that were not stored are announced",
-        _SCHEDULER,
+        "client/engines/vllm/scheduler/kv_events.py",
         "if position not in save.not_stored and not is_hold_key(key):",
         "if not is_hold_key(key):",
     ),
@@ -280,5 +280,17 @@ CLIENT_FAULTS = (
         "client/part_streams.py",
         "if any(start < last and first < stop for start, stop in gaps)",
         "if any(start <= first and last <= stop for start, stop in gaps)",
+    ),
+    Fault(
+        "a replay does not remove what is gone",
+        "client/events/follower.py",
+        "                self._remove(self._unconfirmed, place, list(left), changes)\n            self._unconfirmed.clear()",
+        "                pass\n            self._unconfirmed.clear()",
+    ),
+    Fault(
+        "blocks of a server that is away stay known",
+        "client/events/stream.py",
+        "                if time.monotonic() - self._seen_at > self._gone_seconds:\n",
+        "                if False:\n",
     ),
 )

@@ -324,4 +324,28 @@ SERVER_FAULTS = (
         "            self._threads.abandon(WorkQueue.LOAD)\n",
         "            pass\n",
     ),
+    Fault(
+        "events of other namespaces are sent",
+        "server/services/events.py",
+        "None if request.all_namespaces else session.namespace.id,",
+        "None,",
+    ),
+    Fault(
+        "a stalled replay blocks the others",
+        "server/events/watch.py",
+        "    replay.abandon()\n    lock.close()\n",
+        "    replay.abandon()\n",
+    ),
+    Fault(
+        "a topic does not begin with the blocks that are held",
+        "server/events/publisher.py",
+        "            await self._send(topic, self._all_of(topic[1], is_stored=True))\n",
+        "",
+    ),
+    Fault(
+        "a replay of messages has no end",
+        "server/events/zmq_socket.py",
+        '                    router.send_multipart([client, b"", b"", _END, b""], self._zmq.NOBLOCK)\n',
+        "",
+    ),
 )
