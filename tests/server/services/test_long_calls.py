@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from google.protobuf.duration_pb2 import Duration
 from harness.payloads import key_of
+from harness.service_calls import PART, SPEC, Calls, broker_of, serving, transfers_of, until
 from harness.shared_tier import SharedDirectory
 
-from kvtier.cuda.host.region import HostRegion
 from kvtier.protos.v1 import cache_pb2, transfer_pb2
 from kvtier.protos.wire.packed_keys import unpack_offsets
-from kvtier.server.bulk.broker import BulkBroker
-from kvtier.server.bulk.messages import Begin, Caller, End, Granted, Refusal, ToChild
-from kvtier.server.config.schema import HandoffConfig, LeaseConfig, LimitConfig, RetentionConfig
+from kvtier.server.bulk.messages import Begin, Caller, End, Granted, Refusal
 from kvtier.server.refused import Refused
-from kvtier.server.rpc.request_checks import RequestValidator
-from kvtier.server.rpc.writers import Writers
 from kvtier.server.runtime import TierRuntime
-from kvtier.server.services.cache import CacheService
-from kvtier.server.services.long_calls import LongCalls
-from kvtier.server.services.transfer import TransferService
-from kvtier.tiers.base import NamespaceId, SecondaryTier, TierFilter
+from kvtier.tiers.base import NamespaceId, TierFilter
 from kvtier.tiers.core.secondary import Presence
 from kvtier.tiers.errors import InvalidItem, InvalidKey, StoreNotFound
 from kvtier.tiers.types import (
@@ -39,13 +27,10 @@ from kvtier.tiers.types import (
     JobId,
     KeyStatus,
     LeaseId,
-    NamespaceSpec,
     StoreId,
     StoreStatus,
 )
 
-PART = 4096
-SPEC = NamespaceSpec(NamespaceId(b"n" * 16), world_size=1, part_bytes=(PART,))
 MANY = 4096
 CHANGES = 200
 KEYS = [key_of(number) for number in range(MANY)]
@@ -57,101 +42,10 @@ def one_slice_per_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.server.rpc.slice_scheduler._TURN_SECONDS", 0.0)
 
 
-class Calls:
-    """The service of the cache, with one session, and counters of the core's work."""
-
-    def __init__(self, runtime: TierRuntime) -> None:
-        self.runtime = runtime
-        self.session: EngineSession = runtime.core.open_session(b"s", "e", 0, SPEC)
-        self.registry_ended = False
-        self.registry: Any = SimpleNamespace(
-            get=lambda _, **__: self.session,
-            check=self._check,
-            others_heard_at=lambda _: 0.0,
-            refuse_if_draining=lambda: None,
-        )
-        self.validator = RequestValidator(LimitConfig(), LeaseConfig(), RetentionConfig(), HandoffConfig())
-
-        async def end_writers(_: int) -> None: ...
-
-        self.long_calls = LongCalls(runtime, self.registry)
-        self.service: Any = CacheService(runtime, self.registry, self.validator, end_writers, self.long_calls)
-
-    def store(self, keys: Sequence[bytes]) -> StoreId:
-        """Begins a store, so that the keys are pending."""
-        answer = self.runtime.core.prepare_store(self.session, keys, request_id="", expires_at=1e12)
-        assert answer.store_id is not None
-        return answer.store_id
-
-    async def flush(self, keys: Sequence[bytes], seconds: float) -> bytes:
-        request = cache_pb2.FlushRequest(keys=keys, wait=duration(seconds))
-        statuses: bytes = (await self.service.Flush(request, None)).statuses
-        return statuses
-
-    async def prepare(self, keys: Sequence[bytes]) -> cache_pb2.PrepareStoreResponse:
-        answer: cache_pb2.PrepareStoreResponse = await self.service.PrepareStore(
-            cache_pb2.PrepareStoreRequest(keys=keys), None
-        )
-        return answer
-
-    async def look_up(
-        self, keys: Sequence[bytes], *, prefix: bool = False, want_slots: bool = False
-    ) -> cache_pb2.LookupResponse:
-        mode = cache_pb2.LOOKUP_MODE_PREFIX if prefix else cache_pb2.LOOKUP_MODE_EACH
-        request = cache_pb2.LookupRequest(keys=keys, mode=mode, want_slots=want_slots)
-        answer: cache_pb2.LookupResponse = await self.service.Lookup(request, None)
-        return answer
-
-    async def complete(self, store_id: int, failed: Sequence[int]) -> None:
-        await self.service.CompleteStore(cache_pb2.CompleteStoreRequest(store_id=store_id, failed_items=failed), None)
-
-    def pins(self) -> set[bytes]:
-        """Returns the keys of pinned blocks."""
-        return {key for key, block in self.runtime.core._cpu_tier.blocks_of(SPEC.id).items() if block.pins}
-
-    def _check(self, session: EngineSession) -> None:
-        if self.registry_ended:
-            raise Refused("UNKNOWN_SESSION", "the session has ended")
-
-    def statuses_read(self, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-        """Returns a list that gets each key whose durability is read."""
-        read: list[bytes] = []
-        durability, original = self.runtime.core.durability, self.runtime.core.durability.of
-
-        def of(namespace: NamespaceId, key: bytes) -> DurableStatus:
-            read.append(key)
-            return original(namespace, key)
-
-        monkeypatch.setattr(durability, "of", of)
-        return read
-
-
-def duration(seconds: float) -> Duration:
-    return Duration(seconds=int(seconds), nanos=int(seconds % 1 * 1e9))
-
-
-@asynccontextmanager
-async def serving(*tiers: SecondaryTier) -> AsyncIterator[Calls]:
-    runtime = TierRuntime(HostRegion.create(4 * MANY * PART), tiers)
-    await runtime.start()
-    try:
-        await until(lambda: runtime.core.stats().tiers[0].available_bytes == runtime.region.size_bytes)
-        yield Calls(runtime)
-    finally:
-        await runtime.close()
-
-
 async def change(runtime: TierRuntime) -> None:
     """Wakes all waiting calls, and lets them run."""
     runtime.notify_change()
     for _ in range(20):
-        await asyncio.sleep(0)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    for _ in itertools.count():
-        if condition():
-            return
         await asyncio.sleep(0)
 
 
@@ -569,14 +463,7 @@ def test_a_pull_is_prepared_in_slices() -> None:
         async with serving() as calls:
             calls.runtime.core.complete_store(calls.session, calls.store(KEYS))
             lease_id = (await calls.look_up(KEYS)).lease_id
-            registry = calls.registry
-            registry.stream = lambda _: contextlib.nullcontext()
-            registry.find = lambda _: None
-            counter = SimpleNamespace(inc=lambda _: None)
-            metrics = SimpleNamespace(transfer=lambda *_: counter, mismatches=lambda _: counter)
-            bulk = SimpleNamespace(received=None)
-            runtime, validator, long_calls = calls.runtime, calls.validator, calls.long_calls
-            service: Any = TransferService(runtime, registry, validator, metrics, bulk, None, long_calls)  # type: ignore[arg-type]
+            service: Any = transfers_of(calls)
             request = transfer_pb2.PullRequest(lease_id=lease_id, items=[*range(MANY)] * 4)
 
             async def first_frame() -> transfer_pb2.PullResponse:
@@ -591,25 +478,6 @@ def test_a_pull_is_prepared_in_slices() -> None:
                 await first_frame()
 
     asyncio.run(scenario())
-
-
-def broker_of(calls: Calls) -> tuple[BulkBroker, list[ToChild]]:
-    """Returns a broker, and the messages that it sends."""
-    counter = SimpleNamespace(inc=lambda *_: None)
-    metrics: Any = SimpleNamespace(
-        transfer=lambda *_: counter,
-        mismatches=lambda _: counter,
-        observe_rpc=lambda *_: None,
-        refused=lambda *_: None,
-    )
-    opened = SimpleNamespace(core=calls.session, limiter=None, transport="")
-    calls.registry.find = lambda _: opened
-    calls.registry.count_call = lambda _: None
-    writers = Writers(calls.runtime)
-    broker = BulkBroker(calls.runtime, calls.registry, calls.validator, metrics, writers, calls.long_calls)
-    sent: list[ToChild] = []
-    broker.connected(sent.append)
-    return broker, sent
 
 
 async def begin_stream(calls: Calls, *, push: bool) -> tuple[Begin, Granted]:
