@@ -447,6 +447,13 @@ def test_idle_connections_make_room(address: tuple[str, int]) -> None:
         assert ended[0].is_ended()
 
 
+def test_an_ended_connection_makes_room(address: tuple[str, int]) -> None:
+    """More connections than the limit, one after another, are all served."""
+    for _ in range(4):
+        with RawSocket(address, HELLO) as connection:
+            assert connection.answer() == (0, b"")
+
+
 def is_readable(connection: RawSocket) -> bool:
     """Returns whether bytes or the end of a connection have arrived."""
     connection.socket.setblocking(False)

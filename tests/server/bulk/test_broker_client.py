@@ -1,0 +1,113 @@
+"""Streams of the bulk process: progress reports, and refusals by the server."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from harness.bulk import data_frame
+
+from kvtier.cuda.host.socket_io import Connection
+from kvtier.protos.v1 import transfer_pb2
+from kvtier.protos.wire import socket_frames as frames
+from kvtier.server.bulk import broker_client
+from kvtier.server.bulk.broker_client import BrokerClient, Stream
+from kvtier.server.bulk.messages import Begin, Caller, Granted, Moved, Refusal, decode_from_child
+from kvtier.server.bulk.streams import StreamServer
+from kvtier.server.config.schema import LimitConfig
+from kvtier.server.refused import Refused
+
+
+class Server:
+    """The server's end of the channel: records messages, and may answer the begin of a stream."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.answer: Callable[[Begin], None] = lambda _: None
+
+    def send(self, _: object, payload: bytes) -> None:
+        message = decode_from_child(payload)
+        self.sent.append(message)
+        if isinstance(message, Begin):
+            self.answer(message)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+@pytest.fixture
+def broker(server: Any) -> BrokerClient:
+    return BrokerClient(server)
+
+
+def stream_of(broker: BrokerClient) -> Stream:
+    return broker.open(Caller(b"s", 1, None, [], is_local=True), lambda: None)
+
+
+def test_progress_is_reported_during_a_stream(
+    server: Server, broker: BrokerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After many bytes, and after some time. Each report renews the store or the lease."""
+    now = 1000.0
+    monkeypatch.setattr(broker_client, "time", SimpleNamespace(monotonic=lambda: now))
+    stream, most = stream_of(broker), broker_client._REPORT_BYTES
+    stream.moved(0, most - 1)
+    assert server.sent == []
+    stream.moved(most - 1, 1)
+    assert server.sent == [Moved(stream.number, most, 0, most)]
+    stream.moved(most, 5)
+    assert len(server.sent) == 1
+    now += broker_client._REPORT_SECONDS
+    stream.moved(most + 5, 5)
+    assert server.sent[1:] == [Moved(stream.number, 10, 0, most + 10)]
+
+
+def test_a_refusal_ends_the_connection_of_a_thread_that_waits_for_its_client(broker: BrokerClient) -> None:
+    """The thread may write to the slots until then, so the server waits for it."""
+    stream = stream_of(broker)
+    stream.abort = stream.touching.release
+    stream.touching.acquire()
+    with ThreadPoolExecutor(1) as executor:
+        answered = executor.submit(stream.answer, Refusal(stream.number, "STORE_NOT_FOUND", "ended"))
+        try:
+            answered.result(20)
+        finally:
+            if stream.touching.locked():
+                stream.touching.release()
+    with pytest.raises(Refused, match="ended"):
+        stream.check()
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_push_writes_nothing_to_an_ended_store(server: Server, broker: BrokerClient, *, ended: bool) -> None:
+    """The refusal arrives between the grant and the first frame."""
+    stream = stream_of(broker)
+    region: Any = SimpleNamespace(memory=memoryview(bytearray(4)))
+    unused: Any = None
+    streams = StreamServer(broker, region, LimitConfig(), unused)
+    request = transfer_pb2.PushRequest(store_id=1, complete=True).SerializeToString()
+
+    def answer(begin: Begin) -> None:
+        broker._take(Granted(begin.stream, [0], [4]))
+        if ended:
+            broker._take(Refusal(begin.stream, "STORE_NOT_FOUND", "the store has ended"))
+
+    server.answer = answer
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(data_frame(b"data") + frames.END)
+        if ended:
+            with pytest.raises(Refused, match="the store has ended"):
+                streams._push(Connection(ours), stream, request)
+        else:
+            assert streams._push(Connection(ours), stream, request)
+    assert bytes(region.memory) == (bytes(4) if ended else b"data")
