@@ -6,8 +6,13 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from kvtier.server.rpc import interceptor
+import pytest
+from harness.polling import async_wait_until
+
+from kvtier.server.rpc import interceptor, receptions
 from kvtier.server.rpc.receptions import Receptions
+
+PATIENCE_SECONDS = 0.05
 
 
 class Context:
@@ -26,25 +31,27 @@ class Context:
 
 
 async def aborted_of(shares: dict[str, int]) -> dict[str, int]:
-    """Returns how many receptions per caller end early, while further calls wait for a second."""
-    receptions, contexts, tasks = Receptions(), [], []
+    """Returns how many receptions per caller end early, while a further call waits."""
+    places, contexts, tasks = Receptions(), [], []
     for caller, count in shares.items():
         for _ in range(count):
             context: Any = Context()
             contexts.append((caller, context))
-            tasks.append(asyncio.create_task(receptions.receive(context, caller)))
+            tasks.append(asyncio.create_task(places.receive(context, caller)))
     late: Any = Context()
-    await asyncio.sleep(0.3)
-    tasks.append(asyncio.create_task(receptions.receive(late, "late")))
-    await asyncio.sleep(1)
+    await asyncio.sleep(PATIENCE_SECONDS)
+    tasks.append(asyncio.create_task(places.receive(late, "late")))
+    await async_wait_until(lambda: any(context.aborted for _, context in contexts))
+    await asyncio.sleep(4 * PATIENCE_SECONDS)  # further calls of `_end_oldest`, if the place is not used
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     return {caller: sum(c.aborted for name, c in contexts if name == caller) for caller in shares}
 
 
-def test_a_caller_within_its_share_is_not_refused() -> None:
+def test_a_caller_within_its_share_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """All places are taken. Only the caller with many receptions gives one up, not the oldest."""
+    monkeypatch.setattr(receptions, "_PATIENCE_SECONDS", PATIENCE_SECONDS)
     aborted = asyncio.run(aborted_of({"honest": 4, "other": 4, "third": 4, "fourth": 4, "greedy": 16}))
     assert aborted.pop("greedy") >= 1
     assert set(aborted.values()) == {0}
