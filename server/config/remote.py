@@ -27,7 +27,7 @@ class ValkeyOptions(msgspec.Struct, frozen=True, kw_only=True):
         str,
         _setting(
             "Address of the Valkey or Redis server: `valkey://HOST:PORT/DATABASE`, or `valkeys://` for TLS. The port is "
-            "6379 and the database is 0 by default."
+            "6379 and the database is 0 by default. Of a cluster, one or more nodes: `valkey://HOST:PORT,HOST:PORT`."
         ),
     ]
     username: Annotated[str | None, _setting("ACL user. Needs `password_file`.", default="the default user")] = None

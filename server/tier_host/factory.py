@@ -128,9 +128,8 @@ def tier_class(config: TierConfig) -> Callable[..., SecondaryTier]:
 
         return DiskTier
     if config.type == "valkey":
-        from ...tiers.remote.valkey import ValkeyTier, import_glide
+        from ...tiers.remote.valkey import ValkeyTier
 
-        import_glide()
         return ValkeyTier
     module_name, _, class_name = config.type.partition(":")
     try:

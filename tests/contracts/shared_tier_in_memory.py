@@ -9,6 +9,7 @@ from contracts.shared_tier import SharedTierContract
 from harness.memory_store import MemoryStore
 
 from kvtier.tiers.remote import value_codec
+from kvtier.tiers.remote.object_store import OneNode
 from kvtier.tiers.remote.remote_tier import RemoteLimits, RemoteTier
 from kvtier.tiers.remote.value_codec import ValueCodec
 
@@ -21,9 +22,8 @@ class MemoryTier(RemoteTier):
 
 def memory_tier(store: MemoryStore, limits: RemoteLimits | None = None, codec: ValueCodec = value_codec) -> MemoryTier:
     limits = limits or RemoteLimits()
-    return MemoryTier(
-        "far", 1 << 30, node="store", connect=lambda: store.client(limits.deadline_seconds), limits=limits, codec=codec
-    )
+    node = OneNode("store", lambda: store.client(limits.deadline_seconds))
+    return MemoryTier("far", 1 << 30, topology=node, limits=limits, codec=codec)
 
 
 class SharedTierInMemory(SharedTierContract):

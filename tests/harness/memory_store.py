@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from kvtier.tiers.base import Outcome
 from kvtier.tiers.remote.object_store import StoreUnavailableError
 
 __all__ = ["MemoryStore", "StoreClient"]
@@ -46,41 +47,48 @@ class StoreClient:
         self._reach()
         return [name in self._store.values for name in names]
 
-    def get(self, names: Sequence[bytes], buffers: Sequence[memoryview]) -> list[memoryview | None]:
+    def get(
+        self, names: Sequence[bytes], values: Sequence[Sequence[memoryview]], ttl_seconds: float
+    ) -> list[int | None]:
         self._reach()
-        values: list[memoryview | None] = []
-        for name, buffer in zip(names, buffers, strict=True):
-            value = self._store.values.get(name)
-            if value is not None and len(value) <= len(buffer):
-                buffer[: len(value)] = value
-                values.append(buffer[: len(value)])
-            else:
-                values.append(None if value is None else memoryview(value))
-        return values
+        sizes: list[int | None] = []
+        for name, pieces in zip(names, values, strict=True):
+            rest = self._store.values.get(name)
+            sizes.append(None if rest is None else len(rest))
+            if rest is None:
+                continue
+            self._store.ttl_seconds[name] = ttl_seconds
+            for piece in pieces:
+                some = rest[: len(piece)]
+                piece[: len(some)] = some
+                rest = rest[len(some) :]
+        return sizes
 
-    def put(self, values: Sequence[tuple[bytes, memoryview]], ttl_seconds: float) -> list[bool]:
+    def put(self, values: Sequence[tuple[bytes, Sequence[bytes | memoryview]]], ttl_seconds: float) -> list[Outcome]:
         self._reach()
-        results = []
+        outcomes = []
         with self._store.lock:
-            for name, value in values:
+            for name, pieces in values:
                 if name not in self._store.values:
-                    if sum(map(len, self._store.values.values())) + value.nbytes > self._store.capacity_bytes:
-                        results.append(False)
+                    value = b"".join(pieces)
+                    if sum(map(len, self._store.values.values())) + len(value) > self._store.capacity_bytes:
+                        outcomes.append(Outcome.NO_SPACE)
                         continue
-                    self._store.values[name] = bytes(value)
-                    self._store.written_bytes += value.nbytes
+                    self._store.values[name] = value
+                    self._store.written_bytes += len(value)
                     self._store.ttl_seconds[name] = ttl_seconds
-                results.append(True)
-        return results
+                outcomes.append(Outcome.DONE)
+        return outcomes
 
-    def renew(self, names: Sequence[bytes], ttl_seconds: float) -> None:
+    def renew(self, names: Sequence[bytes], ttl_seconds: float) -> list[bool]:
         self._reach()
         self._store.ttl_seconds.update(dict.fromkeys(names, ttl_seconds))
+        return [name in self._store.values for name in names]
 
-    def delete_if_equal(self, name: bytes, value: memoryview) -> None:
+    def delete_if_equal(self, name: bytes, value: Sequence[bytes | memoryview]) -> None:
         self._reach()
         with self._store.lock:
-            if self._store.values.get(name) == value:
+            if self._store.values.get(name) == b"".join(value):
                 del self._store.values[name]
 
     def ping(self) -> None:

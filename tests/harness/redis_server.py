@@ -1,4 +1,4 @@
-"""A Redis or Valkey server as a child process, without persistence."""
+"""Redis or Valkey servers as child processes, without persistence: one, or a cluster of three."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import importlib.util
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sysconfig
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,13 @@ import pytest
 from harness.polling import wait_until
 from harness.ports import ReservedPort
 
-__all__ = ["RedisServer", "debian_program", "needs_redis"]
+from kvtier.tiers.remote.object_store import StoreUnavailableError
+from kvtier.tiers.remote.resp import ErrorAnswer, RespConnection, command
+
+__all__ = ["RedisCluster", "RedisServer", "debian_program", "needs_redis"]
+
+SECONDS = 10.0
+"""Limit of a command of a test."""
 
 
 def server_program() -> str | None:
@@ -36,22 +44,23 @@ def debian_program() -> str:
 
 
 def needs_redis() -> None:
-    """Skips a test if the server or the client library is not installed."""
-    if server_program() is None or importlib.util.find_spec("glide_sync") is None:
-        pytest.skip("needs a Redis server and valkey-glide-sync: make test-remote")
+    """Skips a test if no server is installed."""
+    if server_program() is None:
+        pytest.skip("needs a Redis server: make test-remote")
 
 
 class RedisServer:
     """Server on a port of the loopback interface; `start` may be called again after `kill`."""
 
-    def __init__(self, directory: Path, *options: str, program: str | None = None) -> None:
-        self._reserved = ReservedPort()
-        self.port = self._reserved.number
-        self._directory = directory
-        self._options = options
+    def __init__(self, directory: Path, *options: str, program: str | None = None, in_cluster: bool = False) -> None:
+        self._reserved = [ReservedPort(), *([ReservedPort()] if in_cluster else [])]
+        self.port = self._reserved[0].number
+        self.cluster_port = self._reserved[-1].number
+        self.directory = directory
+        self._options = [*options, *(["--cluster-port", str(self.cluster_port)] if in_cluster else [])]
         self._program = program or server_program()
         self._process: subprocess.Popen[bytes] | None = None
-        self._client: Any = None
+        self._client: RespConnection | None = None
 
     @property
     def url(self) -> str:
@@ -59,7 +68,7 @@ class RedisServer:
 
     def start(self) -> None:
         assert self._program
-        command = [self._program, "--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self._directory)]
+        command = [self._program, "--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self.directory)]
         command += ["--save", "", "--appendonly", "no", "--loglevel", "warning", *self._options]
         libraries = Path(self._program).parents[1] / "lib" / sysconfig.get_config_var("MULTIARCH")
         environment = os.environ | {"LD_LIBRARY_PATH": str(libraries)}
@@ -69,13 +78,18 @@ class RedisServer:
     def command(self, *arguments: bytes | str) -> Any:
         """Runs a command and returns its answer."""
         if self._client is None:
-            self._client = _client(self.port)
-        return self._client.custom_command(list(arguments))
+            self._client = RespConnection(socket.create_connection(("127.0.0.1", self.port)))
+        self._client.set_deadline(time.monotonic() + SECONDS)
+        self._client.send([command(*(each.encode() if isinstance(each, str) else each for each in arguments))])
+        answer = self._client.read()
+        assert not isinstance(answer, ErrorAnswer), answer.text
+        return answer
 
     def end(self) -> None:
         """Kills the server and releases its port."""
         self.kill()
-        self._reserved.close()
+        for port in self._reserved:
+            port.close()
 
     def freeze(self, *, frozen: bool) -> None:
         assert self._process
@@ -96,13 +110,53 @@ class RedisServer:
         assert self._process.poll() is None, "redis-server has ended"
         try:
             return bool(self.command("PING"))
-        except Exception:  # noqa: BLE001 - the library has many errors for a server that starts
+        except (OSError, StoreUnavailableError):
             return False
 
 
-def _client(port: int) -> Any:
-    import glide_sync as glide
+class RedisCluster:
+    """Cluster of three servers without replicas; a part of the hash slots each."""
 
-    return glide.GlideClient.create(
-        glide.GlideClientConfiguration([glide.NodeAddress("127.0.0.1", port)], request_timeout=10_000)
-    )
+    SLOTS = 16384
+
+    def __init__(self, directory: Path) -> None:
+        self.servers: list[RedisServer] = []
+        for number in range(3):
+            (directory / f"node-{number}").mkdir()
+            options = ["--cluster-enabled", "yes", "--cluster-require-full-coverage", "no"]
+            options += ["--cluster-node-timeout", "1000"]
+            self.servers.append(RedisServer(directory / f"node-{number}", *options, in_cluster=True))
+
+    @property
+    def url(self) -> str:
+        return "valkey://" + ",".join(f"127.0.0.1:{server.port}" for server in self.servers)
+
+    def start(self) -> None:
+        """Starts all servers. After `kill` they form the same cluster, without values."""
+        is_new = not (self.servers[0].directory / "nodes.conf").exists()
+        for server in self.servers:
+            server.start()
+        if is_new:
+            first = self.servers[0]
+            for number, server in enumerate(self.servers):
+                begin, end = (self.SLOTS * part // 3 for part in (number, number + 1))
+                server.command("CLUSTER", "ADDSLOTSRANGE", str(begin), str(end - 1))
+                server.command("CLUSTER", "SET-CONFIG-EPOCH", str(number + 1))
+                if server is not first:
+                    server.command("CLUSTER", "MEET", "127.0.0.1", str(first.port), str(first.cluster_port))
+        wait_until(self.is_whole)
+
+    def is_whole(self) -> bool:
+        """Returns whether all servers know all slots and each other."""
+        infos = [server.command("CLUSTER", "INFO") for server in self.servers]
+        wanted = (b"cluster_state:ok", b"cluster_slots_ok:16384", b"cluster_known_nodes:3")
+        return all(text in info for info in infos for text in wanted)
+
+    def server_of(self, name: bytes) -> RedisServer:
+        """Returns the server that has a name, by its own answer for the slot."""
+        slot = self.servers[0].command("CLUSTER", "KEYSLOT", name)
+        return self.servers[next(part for part in range(3) if slot < self.SLOTS * (part + 1) // 3)]
+
+    def end(self) -> None:
+        for server in self.servers:
+            server.end()

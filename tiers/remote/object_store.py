@@ -1,17 +1,18 @@
 """Interface of a key-value store on another host, as `RemoteTier` uses it, and its errors.
 
-One `ObjectStore` is a client of the store. Each worker thread has its own, so that a large transfer
-of one thread does not delay the calls of others.
+A store has one or more nodes. One `ObjectStore` is a client of one node. Each worker thread has its
+own, so that a large transfer of one thread does not delay the calls of others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from ..base import TierError
+from ..base import Outcome, TierError
 
-__all__ = ["ObjectStore", "StoreRefusedError", "StoreUnavailableError"]
+__all__ = ["ObjectStore", "OneNode", "StoreRefusedError", "StoreUnavailableError", "Topology"]
 
 
 class StoreUnavailableError(TierError):
@@ -23,43 +24,87 @@ class StoreRefusedError(TierError):
 
 
 class ObjectStore(Protocol):
-    """Client of a store. One thread uses it; `close` may be called on another.
+    """Client of a node. One thread uses it; `close` may be called on another.
 
     Each call ends within the deadline that the store was opened with. All calls except `close`
-    raise `StoreUnavailableError` and `StoreRefusedError`.
+    raise `StoreUnavailableError` and `StoreRefusedError`. A value is a sequence of pieces, so that
+    it is sent from and received into the memory of a block.
     """
 
     def exists(self, names: Sequence[bytes]) -> list[bool]:
         """Returns for each name whether the store has a value."""
         ...
 
-    def get(self, names: Sequence[bytes], buffers: Sequence[memoryview]) -> list[memoryview | None]:
-        """Returns the values, None for a missing one.
+    def get(
+        self, names: Sequence[bytes], values: Sequence[Sequence[memoryview]], ttl_seconds: float
+    ) -> list[int | None]:
+        """Fills the pieces of values in order, and starts their time to live again.
 
-        There is one buffer per name. A value that fits into its buffer is a view of the buffer.
+        Returns the sizes of the stored values, None for a missing one. If a value is larger than
+        its pieces, their content is undefined.
         """
         ...
 
-    def put(self, values: Sequence[tuple[bytes, memoryview]], ttl_seconds: float) -> list[bool]:
+    def put(self, values: Sequence[tuple[bytes, Sequence[bytes | memoryview]]], ttl_seconds: float) -> list[Outcome]:
         """Writes values under names that have none; keeps values that exist.
 
-        Returns for each name whether the store has a value now. If not, the store has no memory
+        The outcome is DONE if the store has a value now. It is NO_SPACE if the store has no memory
         for the value, and its settings forbid it to evict.
         """
         ...
 
-    def renew(self, names: Sequence[bytes], ttl_seconds: float) -> None:
-        """Starts the time to live of values again; ignores missing ones."""
+    def renew(self, names: Sequence[bytes], ttl_seconds: float) -> list[bool]:
+        """Starts the time to live of values again; returns as `exists`."""
         ...
 
-    def delete_if_equal(self, name: bytes, value: memoryview) -> None:
+    def delete_if_equal(self, name: bytes, value: Sequence[bytes | memoryview]) -> None:
         """Deletes a value unless it has changed, in one atomic step."""
         ...
 
     def ping(self) -> None:
-        """Checks that the store answers."""
+        """Checks that the node answers."""
         ...
 
     def close(self) -> None:
         """Closes the connection."""
         ...
+
+
+class Topology(Protocol):
+    """Nodes of a store, by their addresses. Thread-safe."""
+
+    def nodes(self) -> list[str]:
+        """Returns all nodes that have values. Raises `StoreUnavailableError` and others."""
+        ...
+
+    def nodes_of(self, names: Sequence[bytes]) -> list[str | None]:
+        """Returns the node of each name, None if no node is responsible. Raises as `nodes`."""
+        ...
+
+    def connect(self, node: str) -> ObjectStore:
+        """Returns a new client of a node. Raises as `nodes`."""
+        ...
+
+    def failed(self, node: str) -> None:
+        """Reports that a node does not answer. The nodes may have changed."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OneNode:
+    """`Topology` of a store with one address."""
+
+    address: str
+    open_client: Callable[[], ObjectStore]
+
+    def nodes(self) -> list[str]:
+        return [self.address]
+
+    def nodes_of(self, names: Sequence[bytes]) -> list[str | None]:
+        return [self.address] * len(names)
+
+    def connect(self, node: str) -> ObjectStore:
+        return self.open_client()
+
+    def failed(self, node: str) -> None:
+        pass

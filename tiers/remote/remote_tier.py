@@ -19,7 +19,7 @@ from ..storage.batching import batches
 from ..storage.health import TierHealth
 from . import value_codec
 from .limits import ByteBudget, CircuitBreaker
-from .object_store import ObjectStore, StoreUnavailableError
+from .object_store import ObjectStore, StoreRefusedError, StoreUnavailableError, Topology
 from .value_codec import ValueCodec, is_name
 
 __all__ = ["RemoteLimits", "RemoteTier"]
@@ -39,8 +39,8 @@ class RemoteLimits:
     """Limits of a remote tier.
 
     Attributes:
-        deadline_seconds: for each call of the store. A job ends after the first call without
-            answer.
+        deadline_seconds: for each call of a node. A job ends at a node after the first call
+            without answer.
         ttl_seconds: time after which the store removes a value. A load and a repeated store start
             it again.
         in_flight_bytes: sum of the bytes of all transfers that run at the same time.
@@ -66,27 +66,25 @@ class RemoteTier(SecondaryTier):
         name: str,
         capacity_bytes: int,
         *,
-        node: str,
-        connect: Callable[[], ObjectStore],
+        topology: Topology,
         limits: RemoteLimits,
         codec: ValueCodec = value_codec,
     ) -> None:
         """Connects on first use, so that the server starts without the store.
 
-        `capacity_bytes` limits the blocks that this server remembers, not the store. `node` is the
-        address of the store, for messages. `connect` is called once per worker thread.
+        `capacity_bytes` limits the blocks that this server remembers, not the store. Each worker
+        thread has a client of each node.
         """
         super().__init__(name, capacity_bytes)
-        self._node = node
-        self._connect = connect
+        self._topology = topology
         self._limits = limits
         self._codec = codec
         self._health = TierHealth(self)
-        self._breaker = CircuitBreaker()
+        self._breakers: dict[str, CircuitBreaker] = {}
         self._budget = ByteBudget(limits.in_flight_bytes)
         self._window_bytes = min(WINDOW_BYTES, limits.in_flight_bytes)
         self._mine = threading.local()
-        self._stores: list[ObjectStore] = []
+        self._clients: list[ObjectStore] = []
         self._connecting = threading.Lock()
 
     def on_new_request(self, request: RequestInfo) -> Vote:
@@ -97,145 +95,199 @@ class RemoteTier(SecondaryTier):
         return iter(())
 
     def lookup(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> list[bool]:
-        """Asks the store. If it does not answer, it has none of the blocks."""
+        """Asks the nodes. A node that does not answer has none of the blocks."""
         names = [self._codec.name_of(*name) if is_name(*name) else b"" for name in keys]
-        answers: list[bool] = []
-        with self._reporting("lookup"):
-            for start in range(0, len(names), LOOKUP_NAMES):
-                some = names[start : start + LOOKUP_NAMES]
-                answers += self._call(lambda store, some=some: store.exists(some))  # type: ignore[misc]
-        return [*answers, *[False] * (len(names) - len(answers))]
+        answers = [False] * len(names)
+        with self._reporting("lookup") as errors:
+            for node, places in self._by_node(names).items():
+                with errors.kept():
+                    for start in range(0, len(places), LOOKUP_NAMES):
+                        some = places[start : start + LOOKUP_NAMES]
+                        asked = [names[place] for place in some]
+                        found = self._call(node, lambda client, asked=asked: client.exists(asked))  # type: ignore[misc]
+                        for place, is_found in zip(some, found, strict=True):
+                            answers[place] = is_found
+        return answers
 
     def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
-        """Writes the blocks that the store lacks. After an error the rest of the job fails."""
-        outcomes: list[Outcome] = []
-        with self._reporting("store"):
-            for window in batches(blocks, self._window_bytes):
-                with self._budget.reserve(sum(map(self._codec.value_bytes, window))):
-                    outcomes += self._store_window(window)
-            if Outcome.NO_SPACE in outcomes:
-                raise TierError(f"{self._node} is full and does not evict: see its maxmemory-policy")
-        return [*outcomes, *[Outcome.FAILED] * (len(blocks) - len(outcomes))]
+        """Writes the blocks that the store lacks. After an error the node's other blocks fail."""
+        return self._move("store", blocks, self._store_window, Outcome.FAILED)
 
     def load(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
-        """Reads and verifies blocks. Deletes damaged ones. After an error the rest fails."""
-        outcomes: list[Outcome] = []
-        with self._reporting("load"):
-            for window in batches(blocks, self._window_bytes):
-                with self._budget.reserve(sum(map(self._codec.value_bytes, window))):
-                    outcomes += self._load_window(window)
-        return [*outcomes, *[Outcome.FAILED] * (len(blocks) - len(outcomes))]
+        """Reads and verifies blocks. Deletes damaged ones.
+
+        After an error the node's other blocks fail. The memory of a block that is not DONE may have
+        been written.
+        """
+        return self._move("load", blocks, self._load_window, Outcome.MISSING)
 
     def remove(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> None:
         """Does nothing, because other servers may use the blocks. The store evicts them."""
 
     def free_disk_bytes(self) -> None:
-        """Returns None. Checks the store, so that the status is right without any traffic."""
-        with self._reporting("ping"):
-            self._call(lambda store: store.ping())
+        """Returns None. Checks all nodes, so that the status is right without any traffic."""
+        with self._reporting("check") as errors:
+            nodes = self._ask_topology(lambda topology: topology.nodes())
+            self._forget_nodes_except(nodes)
+            for node in nodes:
+                with errors.kept():
+                    self._call(node, lambda client: client.ping())
 
     def close(self) -> None:
-        for store in self._stores:
-            store.close()
+        for client in self._clients:
+            client.close()
 
-    def _store_window(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
-        storable = [block for block in blocks if self._can_store(block)]
-        names = {id(block): self._codec.name_of(block.namespace, block.key) for block in storable}
-        there = self._call(lambda store: store.exists(list(names.values()))) if storable else []
-        missing = [block for block, found in zip(storable, there, strict=True) if not found]
-        known = [name for name, found in zip(names.values(), there, strict=True) if found]
-        if known:
-            self._call(lambda store: store.renew(known, self._limits.ttl_seconds))
-        values = self._buffers(missing)
-        for block, value in zip(missing, values, strict=True):
-            self._codec.encode(block, value)
-        new = [(names[id(block)], value) for block, value in zip(missing, values, strict=True)]
-        results = self._call(lambda store: store.put(new, self._limits.ttl_seconds)) if new else []
-        full = {id(block) for block, stored in zip(missing, results, strict=True) if not stored}
-        return [
-            Outcome.NO_SPACE if id(block) in full else Outcome.DONE if id(block) in names else Outcome.FAILED
-            for block in blocks
-        ]
+    def _move(
+        self,
+        operation: str,
+        blocks: Sequence[BlockBytes],
+        move_window: Callable[[str, Sequence[BlockBytes]], list[Outcome]],
+        without_name: Outcome,
+    ) -> list[Outcome]:
+        """Moves blocks node by node, and those of a node in windows of limited size."""
+        valid = [place for place, block in enumerate(blocks) if self._can_move(block)]
+        outcomes = [without_name] * len(blocks)
+        for place in valid:
+            outcomes[place] = Outcome.FAILED
+        with self._reporting(operation) as errors:
+            names = self._names_of([blocks[place] for place in valid])
+            for node, numbers in self._by_node(names).items():
+                places = iter([valid[number] for number in numbers])
+                with errors.kept():
+                    for window in batches([blocks[valid[number]] for number in numbers], self._window_bytes):
+                        with self._budget.reserve(sum(map(self._codec.value_bytes, window))):
+                            for outcome, place in zip(move_window(node, window), places, strict=False):
+                                outcomes[place] = outcome
+            if Outcome.NO_SPACE in outcomes:
+                raise TierError("the store is full and does not evict: see its maxmemory-policy")
+        return outcomes
 
-    def _can_store(self, block: BlockBytes) -> bool:
+    def _can_move(self, block: BlockBytes) -> bool:
         is_valid = is_name(block.namespace, block.key) and block.nbytes > 0
         return is_valid and self._codec.can_store(block.namespace)
 
-    def _load_window(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
-        wanted = [block for block in blocks if is_name(block.namespace, block.key)]
-        names = [self._codec.name_of(block.namespace, block.key) for block in wanted]
-        buffers = self._buffers(wanted)
-        values = self._call(lambda store: store.get(names, buffers)) if wanted else []
-        loaded: dict[int, Outcome] = {}
-        good: list[bytes] = []
-        for block, name, value in zip(wanted, names, values, strict=True):
-            outcome = Outcome.MISSING if value is None else self._codec.decode(value, block)
-            if outcome is Outcome.DONE:
-                good.append(name)
-            elif value is not None and outcome is Outcome.CORRUPT:
-                outcome = self._drop(block, name, value)
-            loaded[id(block)] = outcome
-        if good:
-            with contextlib.suppress(TierError):  # the blocks are loaded
-                self._call(lambda store: store.renew(good, self._limits.ttl_seconds))
-        return [loaded.get(id(block), Outcome.MISSING) for block in blocks]
+    def _names_of(self, blocks: Sequence[BlockBytes]) -> list[bytes]:
+        return [self._codec.name_of(block.namespace, block.key) for block in blocks]
 
-    def _drop(self, block: BlockBytes, name: bytes, value: memoryview) -> Outcome:
-        """Deletes a damaged value, unless another server has replaced it meanwhile."""
-        _log.warning("tier %s: block %s is corrupt and is deleted", self.name, block.key.hex())
+    def _by_node(self, names: Sequence[bytes]) -> dict[str, list[int]]:
+        """Returns the places of the names at each node. Raises if the nodes are not known."""
+        places: dict[str, list[int]] = {}
+        if not names:
+            return places
+        nodes = self._ask_topology(lambda topology: topology.nodes_of(names))
+        if not all(nodes):
+            self._health.report("nodes", "some slots of the cluster have no node")
+        for place, node in enumerate(nodes):
+            if node:
+                places.setdefault(node, []).append(place)
+        return places
+
+    def _ask_topology(self, ask: Callable[[Topology], T]) -> T:
         try:
-            self._call(lambda store: store.delete_if_equal(name, value))
+            answer = ask(self._topology)
+        except StoreUnavailableError as error:
+            self._health.report("nodes", f"{error}")
+            raise
+        self._health.report("nodes", None)
+        return answer
+
+    def _store_window(self, node: str, blocks: Sequence[BlockBytes]) -> list[Outcome]:
+        ttl, names = self._limits.ttl_seconds, self._names_of(blocks)
+        there = self._call(node, lambda client: client.renew(names, ttl))
+        outcomes = [Outcome.DONE] * len(blocks)
+        missing = [place for place, found in enumerate(there) if not found]
+        if missing:
+            values = [(names[place], self._codec.encode(blocks[place])) for place in missing]
+            stored = self._call(node, lambda client: client.put(values, ttl))
+            for place, outcome in zip(missing, stored, strict=True):
+                outcomes[place] = outcome
+        return outcomes
+
+    def _load_window(self, node: str, blocks: Sequence[BlockBytes]) -> list[Outcome]:
+        names, values = self._names_of(blocks), [self._codec.pieces_of(block) for block in blocks]
+        sizes = self._call(node, lambda client: client.get(names, values, self._limits.ttl_seconds))
+        return [
+            Outcome.MISSING if size is None else self._decode(node, block, name, pieces, size)
+            for block, name, pieces, size in zip(blocks, names, values, sizes, strict=True)
+        ]
+
+    def _decode(self, node: str, block: BlockBytes, name: bytes, pieces: Sequence[memoryview], nbytes: int) -> Outcome:
+        """Verifies a received value. Deletes a damaged one, unless another server has replaced it meanwhile."""
+        try:
+            if nbytes > self._codec.value_bytes(block):  # its bytes are not known
+                pieces = [memoryview(bytearray(nbytes))]
+                if self._call(node, lambda client: client.get([name], [pieces], self._limits.ttl_seconds)) != [nbytes]:
+                    return Outcome.CORRUPT
+            outcome = self._codec.decode(pieces, nbytes, block)
+            if outcome is Outcome.CORRUPT:
+                _log.warning("tier %s: block %s is corrupt and is deleted", self.name, block.key.hex())
+                value = b"".join(pieces)[:nbytes]
+                self._call(node, lambda client: client.delete_if_equal(name, [value]))
         except TierError:
             return Outcome.FAILED
-        return Outcome.CORRUPT
+        return outcome
 
-    def _buffers(self, blocks: Sequence[BlockBytes]) -> list[memoryview]:
-        """Returns a buffer of this thread for each value. The next call reuses the memory."""
-        sizes = [self._codec.value_bytes(block) for block in blocks]
-        buffer = getattr(self._mine, "buffer", b"")
-        if len(buffer) < sum(sizes):
-            buffer = self._mine.buffer = bytearray(sum(sizes))
-        views, at = [], 0
-        for size in sizes:
-            views.append(memoryview(buffer)[at : at + size])
-            at += size
-        return views
-
-    def _call(self, call: Callable[[ObjectStore], T]) -> T:
-        """Calls the store if the breaker permits it. Raises StoreUnavailableError and others."""
-        if not self._breaker.permits():
-            raise StoreUnavailableError(self._breaker.reason)
+    def _call(self, node: str, call: Callable[[ObjectStore], T]) -> T:
+        """Calls a node if its breaker permits it. Raises StoreUnavailableError and others."""
+        breaker = self._breakers.setdefault(node, CircuitBreaker())
+        if not breaker.permits():
+            raise StoreUnavailableError(breaker.reason)
         try:
-            result = call(self._store_of_this_thread())
+            result = call(self._client_of_this_thread(node))
         except StoreUnavailableError as error:
-            self._breaker.failed(f"{self._node}: {error}")
-            raise StoreUnavailableError(self._breaker.reason) from error
-        except TierError:
-            self._breaker.succeeded()  # an answer, although not the desired one
-            raise
+            breaker.failed(f"{node}: {error}")
+            self._health.report(f"node {node}", breaker.reason)
+            self._topology.failed(node)
+            raise StoreUnavailableError(breaker.reason) from error
+        except TierError as error:
+            breaker.succeeded()  # an answer, although not the desired one
+            self._health.report(f"node {node}", None)
+            raise StoreRefusedError(f"{node}: {error}") from error
         except BaseException as error:
-            self._breaker.failed(f"{self._node}: {type(error).__name__}")
+            breaker.failed(f"{node}: {type(error).__name__}")
             raise
-        self._breaker.succeeded()
+        breaker.succeeded()
+        self._health.report(f"node {node}", None)
         return result
 
-    def _store_of_this_thread(self) -> ObjectStore:
-        store: ObjectStore | None = getattr(self._mine, "store", None)
-        if store is None:
-            store = self._mine.store = self._connect()
+    def _client_of_this_thread(self, node: str) -> ObjectStore:
+        clients: dict[str, ObjectStore] = self._mine.__dict__.setdefault("clients", {})
+        if node not in clients:
+            clients[node] = self._topology.connect(node)
             with self._connecting:
-                self._stores.append(store)
-        return store
+                self._clients.append(clients[node])
+        return clients[node]
+
+    def _forget_nodes_except(self, nodes: Sequence[str]) -> None:
+        """Forgets the errors of nodes that have left the cluster."""
+        for node in set(self._breakers) - set(nodes):
+            del self._breakers[node]
+            self._health.report(f"node {node}", None)
 
     @contextlib.contextmanager
-    def _reporting(self, operation: str) -> Iterator[None]:
-        """Reports an error of the store in `last_error`, and its end; ends the operation."""
+    def _reporting(self, operation: str) -> Iterator[_Refusals]:
+        """Reports the errors of an operation in `last_error`, or that there are none."""
+        refusals = _Refusals()
+        with refusals.kept():
+            yield refusals
+        self._health.report(operation, f"cannot {operation}: {refusals}" if refusals.texts else None)
+
+
+class _Refusals:
+    """Errors of one operation, except those that the state of a node shows."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def __str__(self) -> str:
+        return "; ".join(dict.fromkeys(self.texts))
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Ends the `with` block at an error of the store, and keeps the error."""
         try:
             yield
-        except StoreUnavailableError as error:
-            self._health.report("connection", f"{error}")
+        except StoreUnavailableError:
+            pass
         except TierError as error:
-            self._health.report(operation, f"cannot {operation}: {error}")
-        else:
-            self._health.report("connection", None)
-            self._health.report(operation, None)
+            self.texts.append(str(error))

@@ -20,14 +20,14 @@ All numbers are little-endian.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Protocol
 
 from ..base import BlockBytes, NamespaceId, Outcome
-from ..storage.buffers import copy_from, writable_address_of
 from ..storage.checksum import block_checksum
 from ..types import TENANT_TAG_BYTES
 
-__all__ = ["ValueCodec", "can_store", "decode", "encode", "is_name", "name_of", "value_bytes"]
+__all__ = ["ValueCodec", "can_store", "decode", "encode", "is_name", "name_of", "pieces_of", "value_bytes"]
 
 FORMAT = 1
 _MAGIC = b"kvt" + bytes([FORMAT])
@@ -44,22 +44,27 @@ class ValueCodec(Protocol):
         ...
 
     def can_store(self, namespace: NamespaceId, /) -> bool:
-        """Returns whether values of this namespace can be encoded."""
+        """Returns whether values of this namespace can be encoded and decoded."""
         ...
 
     def value_bytes(self, block: BlockBytes, /) -> int:
         """Returns the size of a block's value."""
         ...
 
-    def encode(self, block: BlockBytes, value: memoryview, /) -> None:
-        """Writes a block's value into a buffer of exactly `value_bytes`. Raises `TierError`."""
+    def encode(self, block: BlockBytes, /) -> list[bytes | memoryview]:
+        """Returns the pieces of a block's value, which may be the parts. Raises `TierError`."""
         ...
 
-    def decode(self, value: memoryview, block: BlockBytes, /) -> Outcome:
-        """Fills the parts of a block from a value. Changes nothing in the value.
+    def pieces_of(self, block: BlockBytes, /) -> list[memoryview]:
+        """Returns memory of `value_bytes` that receives a block's value, which may be the parts."""
+        ...
 
-        Returns CORRUPT if the value is not the block's: it may be deleted. Returns MISSING if
-        only other servers can tell.
+    def decode(self, pieces: Sequence[memoryview], nbytes: int, block: BlockBytes, /) -> Outcome:
+        """Fills the parts of a block from a value of `nbytes`. Changes nothing in the value.
+
+        `pieces` has the value: what `pieces_of` returned for the block, or for a larger value one
+        piece. Returns DONE, and only then the parts have the block. Returns CORRUPT if the value
+        is not the block's: it may be deleted. Returns MISSING if only other servers can tell.
         """
         ...
 
@@ -81,33 +86,25 @@ def value_bytes(block: BlockBytes) -> int:
     return _HEADER.size + 8 * len(block.parts) + block.nbytes
 
 
-def encode(block: BlockBytes, value: memoryview) -> None:
+def encode(block: BlockBytes) -> list[bytes | memoryview]:
     parts = block.parts
-    _HEADER.pack_into(value, 0, _MAGIC, len(parts), block_checksum(block.namespace, block.key, parts))
-    struct.pack_into(f"<{len(parts)}Q", value, _HEADER.size, *(part.nbytes for part in parts))
-    at = _HEADER.size + 8 * len(parts)
-    for part in parts:
-        if part.nbytes:
-            copy_from(writable_address_of(value[at : at + part.nbytes]), part)
-            at += part.nbytes
+    header = _HEADER.pack(_MAGIC, len(parts), block_checksum(block.namespace, block.key, parts))
+    return [header + struct.pack(f"<{len(parts)}Q", *(part.nbytes for part in parts)), *parts]
 
 
-def decode(value: memoryview, block: BlockBytes) -> Outcome:
-    sizes = [part.nbytes for part in block.parts]
-    if value.nbytes != value_bytes(block):
+def pieces_of(block: BlockBytes) -> list[memoryview]:
+    return [memoryview(bytearray(_HEADER.size + 8 * len(block.parts))), *block.parts]
+
+
+def decode(pieces: Sequence[memoryview], nbytes: int, block: BlockBytes) -> Outcome:
+    header, parts = pieces[0], block.parts
+    if nbytes != value_bytes(block):
         return Outcome.CORRUPT
-    magic, count, checksum = _HEADER.unpack_from(value)
-    if magic != _MAGIC or count != len(sizes):
+    magic, count, checksum = _HEADER.unpack_from(header)
+    if magic != _MAGIC or count != len(parts):
         return Outcome.CORRUPT
-    if list(struct.unpack_from(f"<{count}Q", value, _HEADER.size)) != sizes:
+    if list(struct.unpack_from(f"<{count}Q", header, _HEADER.size)) != [part.nbytes for part in parts]:
         return Outcome.CORRUPT
-    at, stored = _HEADER.size + 8 * count, []
-    for size in sizes:
-        stored.append(value[at : at + size])
-        at += size
-    if block_checksum(block.namespace, block.key, tuple(stored)) != checksum:
-        return Outcome.CORRUPT
-    for part, source in zip(block.parts, stored, strict=True):
-        if part.nbytes:
-            copy_from(writable_address_of(part), source)
-    return Outcome.DONE
+    # The parts are the other pieces.
+    is_good = block_checksum(block.namespace, block.key, parts) == checksum
+    return Outcome.DONE if is_good else Outcome.CORRUPT

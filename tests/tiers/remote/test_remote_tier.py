@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import pytest
 from contracts.shared_tier_in_memory import SharedTierInMemory, memory_tier
@@ -10,6 +11,7 @@ from contracts.tier import CORRUPT, DONE, SPACE, content, empty, full, key
 from harness.memory_store import MemoryStore, StoreClient
 
 from kvtier.tiers.remote.limits import FAILURES, PROBE_SECONDS, ByteBudget, CircuitBreaker
+from kvtier.tiers.remote.object_store import OneNode
 from kvtier.tiers.remote.remote_tier import RemoteLimits, RemoteTier
 from kvtier.tiers.remote.value_codec import name_of
 
@@ -50,7 +52,7 @@ def test_a_good_value_survives_the_deletion_of_a_damaged_one(monkeypatch: pytest
     store.values[name] = good[:-1] + b"?"
     delete = StoreClient.delete_if_equal
 
-    def replaced_first(client: StoreClient, name: bytes, value: memoryview) -> None:
+    def replaced_first(client: StoreClient, name: bytes, value: Sequence[bytes | memoryview]) -> None:
         store.values[name] = good
         delete(client, name, value)
 

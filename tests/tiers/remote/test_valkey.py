@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,13 +12,13 @@ from harness.certificates import Authority
 from harness.ports import ReservedPort
 from harness.redis_server import RedisServer, debian_program, needs_redis
 
-from kvtier.tiers.base import TierOpenError
+from kvtier.tiers.remote.dialing import ServerAddress
 from kvtier.tiers.remote.encryption import EncryptedValues, KeyRing
 from kvtier.tiers.remote.remote_tier import RemoteLimits
 from kvtier.tiers.remote.valkey import ValkeyAddress, ValkeyTier
 from kvtier.tiers.remote.value_codec import name_of
 
-ACL = "~kvtier/1/* +@connection +info +exists +mget +get +set +expire +unlink +eval"
+ACL = "~kvtier/1/* +@connection +info +cluster|slots +exists +get +set +expire +unlink +eval"
 """Permissions that docs/shared-tiers.md names."""
 
 
@@ -195,20 +194,17 @@ class TestServer:
             server.end()
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server refuses to start and says what to install."""
-    monkeypatch.setitem(sys.modules, "glide_sync", None)
-    with pytest.raises(TierOpenError, match=r"pip install 'kvtier\[valkey\]'"):
-        valkey_tier("valkey://host")
-
-
 @pytest.mark.parametrize(
     ("url", "address"),
     [
-        ("valkey://cache", ValkeyAddress("cache", 6379, 0, tls=False)),
-        ("redis://cache:7/", ValkeyAddress("cache", 7, 0, tls=False)),
-        ("valkeys://10.0.0.1:6380/12", ValkeyAddress("10.0.0.1", 6380, 12, tls=True)),
-        ("rediss://[fd00::1]", ValkeyAddress("fd00::1", 6379, 0, tls=True)),
+        ("valkey://cache", ValkeyAddress((ServerAddress("cache", 6379),), 0, tls=False)),
+        ("redis://cache:7/", ValkeyAddress((ServerAddress("cache", 7),), 0, tls=False)),
+        ("valkeys://10.0.0.1:6380/12", ValkeyAddress((ServerAddress("10.0.0.1", 6380),), 12, tls=True)),
+        (
+            "valkey://a,b:7,[::1]:8",
+            ValkeyAddress((ServerAddress("a", 6379), ServerAddress("b", 7), ServerAddress("::1", 8)), 0, tls=False),
+        ),
+        ("rediss://[fd00::1]", ValkeyAddress((ServerAddress("fd00::1", 6379),), 0, tls=True)),
     ],
 )
 def test_addresses(url: str, address: ValkeyAddress) -> None:
@@ -217,7 +213,17 @@ def test_addresses(url: str, address: ValkeyAddress) -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["", "cache:6379", "http://cache", "valkey://", "valkey://cache:99999", "valkey://cache/x", "valkey://cache?db=1"],
+    [
+        "",
+        "cache:6379",
+        "http://cache",
+        "valkey://",
+        "valkey://cache:99999",
+        "valkey://cache/x",
+        "valkey://cache?db=1",
+        "valkey://a,",
+        "valkey://a,b/1",
+    ],
 )
 def test_invalid_addresses(url: str) -> None:
     with pytest.raises(ValueError, match="must"):
