@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,9 @@ from kvtier.server.config.schema import ConfigError
 from kvtier.server.process import child_main
 from kvtier.tiers.disk import format as disk_format
 from kvtier.tiers.lmdb import format as lmdb_format
+from kvtier.tiers.remote.object_store import StoreUnavailableError
+from kvtier.tiers.remote.resp import ErrorAnswer, RespConnection
+from kvtier.tiers.remote.valkey_nodes import owners_in
 
 from .tape import Tape, byte
 
@@ -55,6 +60,8 @@ class Parsers:
                 (disk_format.DamagedRecordError,),
             ),
             (lmdb_format.BlockRecord.read, (lmdb_format.DamagedRecordError,)),
+            (self._store_answers, (StoreUnavailableError,)),
+            (self._store_value, (StoreUnavailableError,)),
         ]
 
     def run(self, data: bytes) -> None:
@@ -117,6 +124,20 @@ class Parsers:
             header, _ = child_main.read_sizes(data[: child_main.SIZES_BYTES])
             child_main.unpack(data[child_main.SIZES_BYTES :], header)
 
+    @staticmethod
+    def _store_answers(data: bytes) -> None:
+        """Answers of a remote store until the bytes end, also as slots of a cluster."""
+        with _connection_with(data) as connection:
+            while True:
+                owners_in(connection.read(), "asked")
+
+    @staticmethod
+    def _store_value(data: bytes) -> None:
+        with _connection_with(data) as connection:
+            pieces = [memoryview(bytearray(size)) for size in (5, 0, 40)]
+            size = connection.read_value(pieces)
+            assert isinstance(size, ErrorAnswer) or size is None or 0 <= size <= len(data)
+
     def _tokens(self, data: bytes) -> Any:
         self._file.write_bytes(data)
         return tokens.read_token_file(self._file)
@@ -124,6 +145,18 @@ class Parsers:
     def _config(self, data: bytes) -> Any:
         self._file.write_bytes(data)
         return load(file=self._file, environ={})
+
+
+@contextlib.contextmanager
+def _connection_with(data: bytes) -> Iterator[RespConnection]:
+    """Yields a connection whose peer has sent the bytes and ended."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(data)
+        theirs.shutdown(socket.SHUT_WR)
+        connection = RespConnection(ours)
+        connection.set_deadline(time.monotonic() + 5)
+        yield connection
 
 
 def _with_checksum(data: bytes) -> bytes:
@@ -153,6 +186,8 @@ def seeds() -> Iterator[bytes]:
         bytes(64),
         bytes(64),
         lmdb_format.BlockRecord(1, 2, (3, 4)).pack(b"name"),
+        b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$1\r\na\r\n:6379\r\n*0\r\n+OK\r\n",
+        b"$45\r\n" + bytes(45) + b"\r\n",
     ]
     for number, data in enumerate(sound):
         yield byte(number) + data
