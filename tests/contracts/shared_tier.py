@@ -207,7 +207,7 @@ class SharedTierContract(ABC):
         for skew in (1e8, -1e8):
             monkeypatch.setattr(time, "time", lambda skew=skew: now + skew)
             first.store([full(ROW[0], [b"x"])])
-            assert 900 < self.ttl_of(name_of(SPACE, ROW[0])) <= 1000
+            assert 900 < self.ttl_of(self.name_of(SPACE, ROW[0])) <= 1000
             monkeypatch.setattr(time, "time", lambda: now)
             assert fetch(second, ROW[0], (1,)) == (b"x",)
 

@@ -27,7 +27,7 @@ import logging
 import os
 import struct
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -92,10 +92,11 @@ class EncryptedValues:
     def value_bytes(self, block: BlockBytes) -> int:
         return _HEADER.size + block.nbytes + _TAG_BYTES
 
-    def encode(self, block: BlockBytes, value: memoryview) -> None:
+    def encode(self, block: BlockBytes) -> list[bytes | memoryview]:
         keys = self._keys().keys_of(block.namespace)
         if not keys:
             raise TierError("the key file has no key for this tenant")
+        [value] = self.pieces_of(block)
         nonce = os.urandom(_NONCE_BYTES)
         _HEADER.pack_into(value, 0, _MAGIC, len(block.parts), _key_id(keys[0]), nonce)
         cipher = self._ciphers.Cipher(self._ciphers.algorithms.AES(keys[0]), self._ciphers.modes.GCM(nonce))
@@ -107,8 +108,13 @@ class EncryptedValues:
                 at += encryptor.update_into(part, value[at:])  # releases the GIL
         encryptor.finalize()
         value[at:] = encryptor.tag
+        return [value]
 
-    def decode(self, value: memoryview, block: BlockBytes) -> Outcome:
+    def pieces_of(self, block: BlockBytes) -> list[memoryview]:
+        return [memoryview(bytearray(self.value_bytes(block)))]
+
+    def decode(self, pieces: Sequence[memoryview], nbytes: int, block: BlockBytes) -> Outcome:
+        value = pieces[0][:nbytes]
         if value.nbytes < _HEADER.size:
             return Outcome.CORRUPT
         magic, count, key_id, nonce = _HEADER.unpack_from(value)

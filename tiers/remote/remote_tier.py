@@ -212,7 +212,7 @@ class RemoteTier(SecondaryTier):
         ]
 
     def _decode(self, node: str, block: BlockBytes, name: bytes, pieces: Sequence[memoryview], nbytes: int) -> Outcome:
-        """Verifies a received value. Deletes a damaged one, unless another server has replaced it meanwhile."""
+        """Decodes a received value. Deletes a damaged one unless another server has replaced it."""
         try:
             if nbytes > self._codec.value_bytes(block):  # its bytes are not known
                 pieces = [memoryview(bytearray(nbytes))]

@@ -31,13 +31,11 @@ def codec(*keys: bytes, others: tuple[bytes, ...] = (), tenant: bytes = TENANT) 
 
 
 def encoded(values: EncryptedValues, block: BlockBytes) -> bytearray:
-    value = bytearray(values.value_bytes(block))
-    values.encode(block, memoryview(value))
-    return value
+    return bytearray(b"".join(values.encode(block)))
 
 
 def decoded(values: EncryptedValues, value: bytes | bytearray, block: BlockBytes) -> Outcome:
-    return values.decode(memoryview(value), block)
+    return values.decode([memoryview(value)], len(value), block)
 
 
 class TestEncryptedTier(SharedTierInMemory):
@@ -170,6 +168,16 @@ def test_a_value_with_an_unknown_key_stays(caplog: pytest.LogCaptureFixture) -> 
     assert hashlib.blake2b(OLD, digest_size=8, person=b"kvtier.kv-key").hexdigest() in line
 
 
+def test_a_larger_value_stays_if_its_key_is_unknown() -> None:
+    """It is deleted only by a server that has the key."""
+    store = MemoryStore()
+    with_key, without = memory_tier(store, codec=codec(OLD)), memory_tier(store, codec=codec(NEW))
+    with_key.store([full(key(1), [b"x" * 50])])
+    for tier, outcome, is_there in ((without, MISSING, True), (with_key, CORRUPT, False)):
+        assert tier.load([empty(key(1), (49,))]) == [outcome]
+        assert bool(store.values) is is_there
+
+
 def test_a_tenant_without_a_key_is_not_stored() -> None:
     """Other tenants of the job are."""
     store = MemoryStore()
@@ -203,9 +211,7 @@ def test_plain_and_encrypted_values_do_not_meet() -> None:
 def test_plain_values_under_encrypted_names_are_refused() -> None:
     """An attacker without the key cannot plant a value."""
     store, block = MemoryStore(), full(key(1), [b"planted"])
-    value = bytearray(value_codec.value_bytes(block))
-    value_codec.encode(block, memoryview(value))
-    store.values[value_codec.name_of(SPACE, key(1), 2)] = bytes(value)
+    store.values[value_codec.name_of(SPACE, key(1), 2)] = b"".join(value_codec.encode(block))
     assert memory_tier(store, codec=codec(OLD)).load([empty(key(1), (7,))]) == [CORRUPT]
     assert not store.values
 
