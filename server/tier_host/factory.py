@@ -78,7 +78,7 @@ def _local_arguments(config: TierConfig, *, mend: bool) -> dict[str, Any]:
 
 
 def _remote_arguments(config: TierConfig) -> dict[str, Any]:
-    from ...tiers.remote.remote_tier import RemoteLimits
+    from ...tiers.remote.network_tier import RemoteLimits
 
     options = msgspec.structs.asdict(read_valkey_options({"options": config.options}))
     limits = RemoteLimits(deadline_seconds=options.pop("deadline"), in_flight_bytes=options.pop("in_flight"))

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from contracts.shared_tier import SharedTierContract
+from contracts.shared_tier import KeyValueContract
 from harness.memory_store import MemoryStore
 
 from kvtier.tiers.remote import value_codec
+from kvtier.tiers.remote.network_tier import RemoteLimits
 from kvtier.tiers.remote.object_store import OneNode
-from kvtier.tiers.remote.remote_tier import RemoteLimits, RemoteTier
+from kvtier.tiers.remote.remote_tier import RemoteTier
 from kvtier.tiers.remote.value_codec import ValueCodec
 
 __all__ = ["SharedTierInMemory", "memory_tier"]
@@ -26,7 +27,7 @@ def memory_tier(store: MemoryStore, limits: RemoteLimits | None = None, codec: V
     return MemoryTier("far", 1 << 30, topology=node, limits=limits, codec=codec)
 
 
-class SharedTierInMemory(SharedTierContract):
+class SharedTierInMemory(KeyValueContract):
     """Hooks of a store in memory. A subclass opens the tiers."""
 
     @pytest.fixture(autouse=True)

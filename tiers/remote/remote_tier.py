@@ -1,4 +1,4 @@
-"""Tier in a store that several servers share over the network: the part that all stores have.
+"""Tier in a key-value store that several servers share over the network.
 
 The store is a cache of its own: it evicts, and it limits the life of values. A server writes a
 value once, never replaces it, and deletes it only if its bytes are wrong.
@@ -6,23 +6,19 @@ value once, never replaces it, and deletes it only if its bytes are wrong.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from ..base import BlockBytes, Entry, Medium, NamespaceId, Outcome, RequestInfo, SecondaryTier, TierError, Vote
-from ..negotiation import vote
+from ..base import BlockBytes, NamespaceId, Outcome, TierError
 from ..storage.batching import batches
-from ..storage.health import TierHealth
 from . import value_codec
-from .limits import ByteBudget, CircuitBreaker
+from .network_tier import NetworkTier, RemoteLimits
 from .object_store import ObjectStore, StoreRefusedError, StoreUnavailableError, Topology
 from .value_codec import ValueCodec, is_name
 
-__all__ = ["RemoteLimits", "RemoteTier"]
+__all__ = ["RemoteTier"]
 
 _log = logging.getLogger(__name__)
 
@@ -34,32 +30,8 @@ LOOKUP_NAMES = 1024
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteLimits:
-    """Limits of a remote tier.
-
-    Attributes:
-        deadline_seconds: for each call of a node. A job ends at a node after the first call
-            without answer.
-        ttl_seconds: time after which the store removes a value. A load and a repeated store start
-            it again.
-        in_flight_bytes: sum of the bytes of all transfers that run at the same time.
-    """
-
-    deadline_seconds: float = 0.25
-    ttl_seconds: float = 7 * 86400.0
-    in_flight_bytes: int = 64 << 20
-
-
-class RemoteTier(SecondaryTier):
-    """Tier in a remote store. A store that does not answer causes misses, never an exception."""
-
-    durable: ClassVar[bool] = False
-    medium: ClassVar[Medium] = Medium.NETWORK
-    local: ClassVar[bool] = False
-    shared: ClassVar[bool] = True
-    parallel_stores: ClassVar[int] = 2
-    parallel_loads: ClassVar[int] = 4
+class RemoteTier(NetworkTier):
+    """Tier in a key-value store, with one value per block."""
 
     def __init__(
         self,
@@ -75,24 +47,12 @@ class RemoteTier(SecondaryTier):
         `capacity_bytes` limits the blocks that this server remembers, not the store. Each worker
         thread has a client of each node.
         """
-        super().__init__(name, capacity_bytes)
+        super().__init__(name, capacity_bytes, limits=limits, codec=codec)
         self._topology = topology
-        self._limits = limits
-        self._codec = codec
-        self._health = TierHealth(self)
-        self._breakers: dict[str, CircuitBreaker] = {}
-        self._budget = ByteBudget(limits.in_flight_bytes)
         self._window_bytes = min(WINDOW_BYTES, limits.in_flight_bytes)
         self._mine = threading.local()
         self._clients: list[ObjectStore] = []
         self._connecting = threading.Lock()
-
-    def on_new_request(self, request: RequestInfo) -> Vote:
-        return vote(self.rules, request)
-
-    def entries(self) -> Iterator[Entry]:
-        """Yields nothing: the list of a shared store has no bound, and lookups ask the store."""
-        return iter(())
 
     def lookup(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> list[bool]:
         """Asks the nodes. A node that does not answer has none of the blocks."""
@@ -120,9 +80,6 @@ class RemoteTier(SecondaryTier):
         been written.
         """
         return self._move("load", blocks, self._load_window, Outcome.MISSING)
-
-    def remove(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> None:
-        """Does nothing, because other servers may use the blocks. The store evicts them."""
 
     def free_disk_bytes(self) -> None:
         """Returns None. Checks all nodes, so that the status is right without any traffic."""
@@ -161,10 +118,6 @@ class RemoteTier(SecondaryTier):
             if Outcome.NO_SPACE in outcomes:
                 raise TierError("the store is full and does not evict: see its maxmemory-policy")
         return outcomes
-
-    def _can_move(self, block: BlockBytes) -> bool:
-        is_valid = is_name(block.namespace, block.key) and block.nbytes > 0
-        return is_valid and self._codec.can_store(block.namespace)
 
     def _names_of(self, blocks: Sequence[BlockBytes]) -> list[bytes]:
         return [self._codec.name_of(block.namespace, block.key) for block in blocks]
@@ -229,26 +182,17 @@ class RemoteTier(SecondaryTier):
 
     def _call(self, node: str, call: Callable[[ObjectStore], T]) -> T:
         """Calls a node if its breaker permits it. Raises StoreUnavailableError and others."""
-        breaker = self._breakers.setdefault(node, CircuitBreaker())
-        if not breaker.permits():
-            raise StoreUnavailableError(breaker.reason)
-        try:
-            result = call(self._client_of_this_thread(node))
-        except StoreUnavailableError as error:
-            breaker.failed(f"{node}: {error}")
-            self._health.report(f"node {node}", breaker.reason)
-            self._topology.failed(node)
-            raise StoreUnavailableError(breaker.reason) from error
-        except TierError as error:
-            breaker.succeeded()  # an answer, although not the desired one
-            self._health.report(f"node {node}", None)
-            raise StoreRefusedError(f"{node}: {error}") from error
-        except BaseException as error:
-            breaker.failed(f"{node}: {type(error).__name__}")
-            raise
-        breaker.succeeded()
-        self._health.report(f"node {node}", None)
-        return result
+
+        def call_client() -> T:
+            try:
+                return call(self._client_of_this_thread(node))
+            except StoreUnavailableError:
+                self._topology.failed(node)
+                raise
+            except TierError as error:
+                raise StoreRefusedError(f"{node}: {error}") from error
+
+        return self._guarded(node, call_client)
 
     def _client_of_this_thread(self, node: str) -> ObjectStore:
         clients: dict[str, ObjectStore] = self._mine.__dict__.setdefault("clients", {})
@@ -263,31 +207,3 @@ class RemoteTier(SecondaryTier):
         for node in set(self._breakers) - set(nodes):
             del self._breakers[node]
             self._health.report(f"node {node}", None)
-
-    @contextlib.contextmanager
-    def _reporting(self, operation: str) -> Iterator[_Refusals]:
-        """Reports the errors of an operation in `last_error`, or that there are none."""
-        refusals = _Refusals()
-        with refusals.kept():
-            yield refusals
-        self._health.report(operation, f"cannot {operation}: {refusals}" if refusals.texts else None)
-
-
-class _Refusals:
-    """Errors of one operation, except those that the state of a node shows."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def __str__(self) -> str:
-        return "; ".join(dict.fromkeys(self.texts))
-
-    @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """Ends the `with` block at an error of the store, and keeps the error."""
-        try:
-            yield
-        except StoreUnavailableError:
-            pass
-        except TierError as error:
-            self.texts.append(str(error))

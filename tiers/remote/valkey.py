@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 from ..base import TierOpenError
 from . import value_codec
 from .dialing import Dialer, ServerAddress
-from .remote_tier import RemoteLimits, RemoteTier
+from .network_tier import RemoteLimits
+from .remote_tier import RemoteTier
 from .valkey_nodes import ValkeyNodes
 from .valkey_store import ValkeyStore
 from .value_codec import ValueCodec

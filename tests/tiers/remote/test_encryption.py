@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from kvtier.tiers.base import BlockBytes, NamespaceId, Outcome, TierOpenError
 from kvtier.tiers.remote import value_codec
 from kvtier.tiers.remote.encryption import EncryptedValues, KeyRing
-from kvtier.tiers.remote.remote_tier import RemoteLimits, RemoteTier
+from kvtier.tiers.remote.network_tier import RemoteLimits
+from kvtier.tiers.remote.remote_tier import RemoteTier
 
 OLD, NEW, OTHERS = bytes(range(32)), bytes(range(32, 64)), bytes(range(64, 96))
 TENANT, OTHER_TENANT = SPACE[:4], b"\x01\x02\x03\x04"

@@ -11,7 +11,8 @@ from contracts.tier import CORRUPT, DONE, SPACE, content, empty, full, key
 from harness.memory_store import MemoryStore, StoreClient
 
 from kvtier.tiers.remote.limits import FAILURES, PROBE_SECONDS, ByteBudget, CircuitBreaker
-from kvtier.tiers.remote.remote_tier import RemoteLimits, RemoteTier
+from kvtier.tiers.remote.network_tier import RemoteLimits
+from kvtier.tiers.remote.remote_tier import RemoteTier
 from kvtier.tiers.remote.value_codec import name_of
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

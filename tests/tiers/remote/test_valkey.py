@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from contracts.shared_tier import SharedTierContract
+from contracts.shared_tier import KeyValueContract
 from contracts.tier import CORRUPT, DONE, FAILED, MIB, MISSING, SPACE, content, empty, fetch, full, key
 from harness.certificates import Authority
 from harness.ports import ReservedPort
@@ -14,7 +14,7 @@ from harness.redis_server import RedisServer, debian_program, needs_redis
 
 from kvtier.tiers.remote.dialing import ServerAddress
 from kvtier.tiers.remote.encryption import EncryptedValues, KeyRing
-from kvtier.tiers.remote.remote_tier import RemoteLimits
+from kvtier.tiers.remote.network_tier import RemoteLimits
 from kvtier.tiers.remote.valkey import ValkeyAddress, ValkeyTier
 from kvtier.tiers.remote.value_codec import name_of
 
@@ -27,7 +27,7 @@ def valkey_tier(url: str, limits: RemoteLimits | None = None, **options: object)
 
 
 @pytest.mark.remote
-class TestValkeyTier(SharedTierContract):
+class TestValkeyTier(KeyValueContract):
     @pytest.fixture(autouse=True)
     def _server(self, tmp_path: Path) -> Iterator[None]:
         needs_redis()

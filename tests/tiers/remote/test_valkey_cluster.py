@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from contracts.shared_tier import GENEROUS_SECONDS, SharedTierContract
+from contracts.shared_tier import GENEROUS_SECONDS, KeyValueContract
 from contracts.tier import DONE, FAILED, KIB, MISSING, SPACE, content, empty, full, held, key
 from harness.polling import wait_until
 from harness.redis_server import RedisCluster, RedisServer, needs_redis
 
 from kvtier.tiers.base import BlockBytes, Outcome
 from kvtier.tiers.remote.dialing import ServerAddress
+from kvtier.tiers.remote.network_tier import RemoteLimits
 from kvtier.tiers.remote.object_store import StoreUnavailableError
-from kvtier.tiers.remote.remote_tier import RemoteLimits
 from kvtier.tiers.remote.resp import Answer
 from kvtier.tiers.remote.valkey import ValkeyTier
 from kvtier.tiers.remote.valkey_nodes import SLOTS, owners_in, slot_of
@@ -34,7 +34,7 @@ def open_tier(url: str, limits: RemoteLimits = LIMITS) -> ValkeyTier:
 
 
 @pytest.mark.remote
-class TestValkeyClusterTier(SharedTierContract):
+class TestValkeyClusterTier(KeyValueContract):
     @pytest.fixture(autouse=True)
     def _cluster(self, tmp_path: Path) -> Iterator[None]:
         needs_redis()

@@ -1,0 +1,202 @@
+"""Client of an object store (S3, Google Cloud Storage, Azure, a directory), through `obstore`.
+
+The library is the optional extra `kvtier[s3]`. This module imports it when a tier is opened.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from http import HTTPStatus
+from types import ModuleType
+from typing import Any, TypeVar
+
+from ..base import TierError, TierOpenError
+from .object_store import StoreRefusedError, StoreUnavailableError
+
+__all__ = [
+    "Bucket",
+    "ObjectMissingError",
+    "StoreFullError",
+    "StoredObject",
+    "import_obstore",
+]
+
+BYTES_PER_SECOND = 16 << 20
+"""Transfers have this rate at least: the deadline of a call grows with its bytes."""
+MAX_LISTED = 20_000
+"""Limit of the names of one list: 20 answers of S3."""
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>(\w{1,64})</Code>")
+_FULL = re.compile(
+    r"QuotaExceeded|InsufficientStorage|EntityTooLarge\b.{0,20}quota|No space left|StorageFull|XMinioStorageFull"
+)
+
+_REFUSALS = frozenset({"NotSupportedError", "PermissionDeniedError", "UnauthenticatedError"})
+
+T = TypeVar("T")
+
+
+class ObjectMissingError(TierError):
+    """The store does not have the object."""
+
+
+class StoreFullError(StoreRefusedError):
+    """The store has no space for an object."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """An object of a list; `stored_at` is by the clock of the store."""
+
+    path: str
+    nbytes: int
+    stored_at: datetime
+
+
+class Bucket:
+    """Objects below a prefix of a bucket. Thread-safe.
+
+    All methods raise `StoreUnavailableError`, `StoreRefusedError` and `ObjectMissingError`. A call
+    ends within the deadline plus the time for its bytes at `BYTES_PER_SECOND`.
+    """
+
+    def __init__(self, connect: Callable[[float], Any], prefix: str, deadline_seconds: float) -> None:
+        """`connect` returns a store of `obstore` whose calls end within the given seconds."""
+        self._obstore = import_obstore()
+        self._connect = connect
+        self._prefix = prefix
+        self._deadline_seconds = deadline_seconds
+        self._clients: dict[int, Any] = {}
+
+    def names(self, folder: str, after: str, limit: int = MAX_LISTED) -> list[str]:
+        """Returns the paths in a folder that sort after `after`, ascending, at most `limit`."""
+        found: list[str] = []
+
+        def listed(client: Any) -> None:
+            stream = self._obstore.list(client, self._prefix + folder, offset=self._prefix + after, chunk_size=1000)
+            for chunk in stream:
+                found.extend(entry["path"][len(self._prefix) :] for entry in chunk)
+                if len(found) >= limit:
+                    return
+
+        self._call(listed)
+        found.sort()  # a directory has no order
+        return found[:limit]
+
+    def folders(self, folder: str) -> list[str]:
+        """Returns the names of the folders in a folder, ascending."""
+        answer = self._call(lambda client: self._obstore.list_with_delimiter(client, self._prefix + folder))
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in answer["common_prefixes"])
+
+    def objects(self, folder: str) -> Iterator[StoredObject]:
+        """Yields all objects of a folder, in lists of 1,000."""
+        stream = self._call(lambda client: self._obstore.list(client, self._prefix + folder, chunk_size=1000))
+        while chunk := self._call(lambda _: next(stream, None)):
+            for entry in chunk:
+                yield StoredObject(entry["path"][len(self._prefix) :], entry["size"], entry["last_modified"])
+
+    def read(self, path: str, start: int, end: int) -> memoryview:
+        """Returns the bytes from `start` to `end`; fewer if the object is shorter."""
+        if end <= start:
+            return memoryview(b"")
+        try:
+            found = self._call(
+                lambda client: self._obstore.get_range(client, self._prefix + path, start=start, end=end), end - start
+            )
+        except _RangeError:
+            return memoryview(b"")
+        return memoryview(found)
+
+    def write(self, path: str, content: memoryview) -> None:
+        """Writes an object that does not exist yet, in one atomic step."""
+        try:
+            self._call(
+                lambda client: self._obstore.put(
+                    client, self._prefix + path, content, mode="create", use_multipart=False
+                ),
+                content.nbytes,
+            )
+        except _ExistsError:
+            pass  # the names of packs are unique: an earlier attempt of this call has succeeded
+        except ObjectMissingError as error:
+            raise StoreRefusedError("the bucket does not exist") from error
+
+    def delete(self, paths: Sequence[str]) -> None:
+        """Deletes objects; ignores missing ones."""
+        for start in range(0, len(paths), 256):
+            some = [self._prefix + path for path in paths[start : start + 256]]
+            try:
+                self._call(lambda client, some=some: self._obstore.delete(client, some))  # type: ignore[misc]
+            except ObjectMissingError:
+                for path in some:  # a store without bulk deletion ends at the first missing object
+                    try:
+                        self._call(lambda client, path=path: self._obstore.delete(client, path))  # type: ignore[misc]
+                    except ObjectMissingError:
+                        continue
+
+    def _call(self, call: Callable[[Any], T], nbytes: int = 0) -> T:
+        """Runs a call of the library and translates its errors."""
+        megabytes = 1 << max(0, (nbytes >> 20).bit_length())  # 1, 2, 4, 8 …: few clients
+        seconds = self._deadline_seconds + (megabytes << 20) / BYTES_PER_SECOND
+        try:
+            client = self._clients.get(megabytes)
+            if client is None:
+                client = self._clients[megabytes] = self._connect(seconds)
+            return call(client)
+        except TierError:
+            raise
+        except (KeyboardInterrupt, SystemExit, AttributeError, TypeError):  # not the store's
+            raise
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) and "NoSuchBucket" not in f"{error}":
+                raise ObjectMissingError(_short(error)) from None
+            raise StoreRefusedError(_short(error)) from None
+        except BaseException as error:  # noqa: BLE001 - errors of the Rust library have no common base
+            raise _translated(error, seconds) from None
+
+
+class _RangeError(StoreRefusedError):
+    """The object is shorter than the start of the range."""
+
+
+class _ExistsError(StoreRefusedError):
+    """The object exists already."""
+
+
+def import_obstore() -> ModuleType:
+    """Returns the client library. Raises TierOpenError if it is not installed."""
+    try:
+        return importlib.import_module("obstore")
+    except ImportError as error:
+        raise TierOpenError(f"needs the package obstore: pip install 'kvtier[s3]' ({error})") from error
+
+
+def _translated(error: BaseException, seconds: float) -> TierError:
+    """Returns the error of the store that an error of the library means."""
+    text, kind = f"{error}", type(error).__name__
+    status, code = _STATUS.search(text), _CODE.search(text)
+    number = int(status.group(1)) if status else 0
+    if kind == "AlreadyExistsError" or number == HTTPStatus.PRECONDITION_FAILED:
+        return _ExistsError("the object exists")
+    if number == HTTPStatus.INSUFFICIENT_STORAGE or _FULL.search(text):
+        return StoreFullError("the store is full")
+    if number == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE or "Wanted range starting at" in text:
+        return _RangeError("the object is too short")
+    is_busy = number >= HTTPStatus.INTERNAL_SERVER_ERROR or number == HTTPStatus.TOO_MANY_REQUESTS
+    if number:
+        message = f"status {number}" + (f", {code.group(1)}" if code else "")
+    elif "kind: Timeout" in text or "TimedOut" in text:
+        message = f"no answer within {seconds:.2g} s"
+    else:
+        message = _short(error)
+    is_answer = (number and not is_busy) or kind in _REFUSALS
+    return StoreRefusedError(message) if is_answer else StoreUnavailableError(message)
+
+
+def _short(error: BaseException) -> str:
+    """Returns the first line of an error. The rest has debug output of the library."""
+    return (f"{error}".partition("\n")[0] or type(error).__name__)[:200]

@@ -1,0 +1,189 @@
+"""Discovery of packs that other servers have stored, by incremental lists of the bucket.
+
+The list of a namespace's folder is read at most every `REFRESH_SECONDS`, and only if a lookup asks
+for a block that is not in the directory. It begins shortly before the last list. Older packs, for
+example after the start of a server, are read hour by hour, newest first.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..base import NamespaceId, TierError
+from .bucket import Bucket, ObjectMissingError
+from .pack_directory import KnownPack, PackDirectory
+from .pack_format import PackName, decode_index, folder_of, hour_of, mark_of
+
+__all__ = ["PackFinder"]
+
+_log = logging.getLogger(__name__)
+
+REFRESH_SECONDS = 0.25
+OVERLAP_SECONDS = 15.0
+"""Each list begins this time before the last one: clocks differ, and a store takes a while."""
+WIDE_SECONDS = 900.0
+"""Once per `WIDE_EVERY_SECONDS` a list begins this time before. S3 refuses requests if the clock
+of a server differs more."""
+WIDE_EVERY_SECONDS = 60.0
+INDEXES_AT_ONCE = 64
+"""Number of indexes that are read before the directory is asked again."""
+OLDER_SECONDS = 0.25
+"""A lookup reads older packs for about this time. The next lookup continues."""
+MAX_NAMESPACES = 256
+"""The finder forgets its progress in the least recently used namespace beyond this number."""
+HOUR_SECONDS = 3600.0
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What has been listed of one namespace's folder."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    listed_at: float = 0.0
+    """Time of the last list, since 1970."""
+    listed_wide_at: float = 0.0
+    seen: dict[str, float] = field(default_factory=dict)
+    """Time of each pack that lists can return again."""
+    pending: list[PackName] = field(default_factory=list)
+    """Packs whose index has not been read yet, ascending."""
+    first_hour: str = ""
+    """The lists of new packs contain this hour completely."""
+    hours: list[str] | None = None
+    """Older hours that have not been listed yet, ascending; None if unknown."""
+
+
+class PackFinder:
+    """Fills a directory with the packs of a bucket. Thread-safe."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        directory: PackDirectory,
+        executor: Executor,
+        guarded: Callable[[Callable[[], Any]], Any],
+        *,
+        ttl_seconds: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`guarded` makes each call of the bucket through the circuit breaker.
+
+        `executor` reads indexes in parallel.
+        """
+        self._bucket = bucket
+        self._directory = directory
+        self._executor = executor
+        self._guarded = guarded
+        self._ttl_seconds = ttl_seconds
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._spaces: OrderedDict[NamespaceId, _Progress] = OrderedDict()
+
+    def update(self, namespace: NamespaceId, keys: Sequence[bytes]) -> None:
+        """Looks for packs with these blocks, if the directory lacks some. Raises TierError."""
+        if not self._missing(namespace, keys):
+            return
+        progress = self._progress(namespace)
+        ends_at = time.monotonic() + OLDER_SECONDS
+        with progress.lock:
+            if abs(self._clock() - progress.listed_at) >= REFRESH_SECONDS:
+                self._list_new(namespace, progress)
+            while self._missing(namespace, keys) and time.monotonic() < ends_at:
+                if progress.pending:
+                    self._read_indexes(namespace, progress)
+                elif not self._list_older(namespace, progress):
+                    return
+
+    def stored(self, pack: KnownPack) -> None:
+        """Adds a pack that this server has stored."""
+        progress = self._progress(pack.namespace)
+        progress.seen[pack.name.path] = pack.name.written_at
+        self._directory.add(pack)
+
+    def _missing(self, namespace: NamespaceId, keys: Sequence[bytes]) -> bool:
+        return any(self._directory.find(namespace, key) is None for key in keys)
+
+    def _progress(self, namespace: NamespaceId) -> _Progress:
+        with self._lock:
+            progress = self._spaces.setdefault(namespace, _Progress())
+            self._spaces.move_to_end(namespace)
+            if len(self._spaces) > MAX_NAMESPACES:
+                self._spaces.popitem(last=False)
+            return progress
+
+    def _list_new(self, namespace: NamespaceId, progress: _Progress) -> None:
+        """Lists packs that were stored since the last list, and those shortly before."""
+        folder, now = folder_of(namespace), self._clock()
+        is_wide = abs(now - progress.listed_wide_at) >= WIDE_EVERY_SECONDS
+        if not progress.first_hour:
+            hour = hour_of(now - WIDE_SECONDS)
+            after = folder + hour
+        else:
+            hour = progress.first_hour
+            after = mark_of(folder, now - WIDE_SECONDS if is_wide else progress.listed_at - OVERLAP_SECONDS)
+        paths = self._guarded(lambda: self._bucket.names(folder, after))
+        self._take(progress, paths, now)
+        progress.first_hour, progress.listed_at = hour, now
+        if is_wide:
+            progress.listed_wide_at = now
+            seen = progress.seen.copy().items()
+            oldest = now - 2 * WIDE_SECONDS - HOUR_SECONDS
+            progress.seen = {path: written_at for path, written_at in seen if written_at > oldest}
+            self._directory.drop_before(now - self._ttl_seconds)
+
+    def _list_older(self, namespace: NamespaceId, progress: _Progress) -> bool:
+        """Lists the next older hour. Returns False after the last one, or if the directory is full."""
+        folder, now = folder_of(namespace), self._clock()
+        oldest = max(now - self._ttl_seconds, self._directory.dropped_until)
+        if progress.hours is None:
+            hours = self._guarded(lambda: self._bucket.folders(folder))
+            progress.hours = [hour for hour in hours if hour < progress.first_hour]
+        if not progress.hours:
+            return False
+        hour = progress.hours[-1]
+        if hour < hour_of(oldest):
+            progress.hours.clear()
+            return False
+        path = f"{folder}{hour}/"
+        paths = self._guarded(lambda: self._bucket.names(path, path))
+        progress.hours.pop()
+        self._take(progress, paths, now)
+        return True
+
+    def _take(self, progress: _Progress, paths: Sequence[str], now: float) -> None:
+        """Queues the packs of a list that are new and not too old."""
+        for path in paths:
+            name = PackName.parse(path)
+            if name is None or path in progress.seen:
+                continue
+            progress.seen[path] = name.written_at
+            if now - name.written_at < self._ttl_seconds and name.written_at > self._directory.dropped_until:
+                progress.pending.append(name)
+        progress.pending.sort(key=lambda name: name.written_at)
+
+    def _read_indexes(self, namespace: NamespaceId, progress: _Progress) -> None:
+        """Reads the indexes of the newest pending packs."""
+        names = progress.pending[-INDEXES_AT_ONCE:]
+        for pack in list(self._executor.map(lambda name: self._read_index(namespace, name), names)):
+            if pack is not None:
+                self._directory.add(pack)
+        del progress.pending[-len(names) :]
+
+    def _read_index(self, namespace: NamespaceId, name: PackName) -> KnownPack | None:
+        """Returns a pack; None if it is damaged, or was deleted after the list."""
+        try:
+            index = self._guarded(lambda: self._bucket.read(name.path, 0, name.index_bytes))
+            return KnownPack(namespace, name, decode_index(namespace, bytes(index)))
+        except ObjectMissingError:
+            return None
+        except TierError:
+            raise
+        except ValueError as error:
+            _log.warning("pack %s is ignored: %s", name.path, error)
+            return None
