@@ -39,7 +39,7 @@ EXIT_CODES = (
     (EXIT_LEFT_BEHIND, "serve", "the server ended, but a tier did not close in time"),
     (EXIT_REPAIRED, "fsck", "all damage was repaired"),
     (EXIT_UNCHECKED, "fsck", "a tier could not be checked"),
-    (EXIT_CONFIG, "serve, config, fsck", "the configuration is invalid (EX_CONFIG)"),
+    (EXIT_CONFIG, "serve, config, fsck, remote", "the configuration is invalid (EX_CONFIG)"),
 )
 """Every exit code, the commands that use it, and its meaning."""
 

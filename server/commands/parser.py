@@ -82,6 +82,7 @@ def new_parser() -> argparse.ArgumentParser:
     _add_drain(commands)
     _add_doctor(commands)
     _add_fsck(commands)
+    _add_remote(commands)
     _add_size(commands)
     _add_token(commands)
     completion = commands.add_parser("completion", help="print a shell's completion script")
@@ -252,6 +253,33 @@ def _add_fsck(commands: Any) -> None:
         metavar="SIZE",
         help="maximum bytes read per second, like 100MiB, at least 64KiB (default: 0, no limit)",
     )
+
+
+def _add_remote(commands: Any) -> None:
+    remote = commands.add_parser(
+        "remote",
+        help="delete old objects of a tier of type s3",
+        description="`kvtier remote gc` deletes the objects that are older than the tier's ttl from the bucket of a tier of type "
+        "s3, and prints them. Servers may be running. Objects outside of the tier's prefix are never deleted. A lifecycle rule "
+        "of the bucket does the same.",
+        epilog="exit codes: 0 success; 1 the store refused a call or did not answer; 2 wrong usage; 78 the configuration is "
+        "invalid",
+    )
+    remote.add_argument("action", choices=["gc"], help="what to do")
+    remote.add_argument("--config", metavar="FILE", default=None, help="TOML file with settings (KVTIER_CONFIG)")
+    remote.add_argument("--tier", metavar="NAME", default=None, help="the tier (default: the only tier of type s3)")
+    remote.add_argument(
+        "--older-than",
+        metavar="DURATION",
+        help="only objects stored before this time, like 3d (default: the tier's ttl, 7d)",
+    )
+    remote.add_argument(
+        "--old-formats",
+        action="store_true",
+        help="delete all objects in formats that only older versions of kvtier read",
+    )
+    remote.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
+    remote.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_size(commands: Any) -> None:

@@ -1,4 +1,4 @@
-"""Settings of tiers in remote stores: the table `options` of a tier of type `valkey`."""
+"""Settings of tiers in remote stores: the table `options` of tiers of type `valkey` and `s3`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,18 @@ import msgspec
 from ...tiers.remote.valkey import ValkeyAddress
 from .annotations import _duration, _setting, _size
 from .fields import TableError, read_table, settings_of
+from .s3 import S3Options, read_s3_options
 from .schema import TierConfig
 from .units import MIB
 
-__all__ = ["NO_FILES", "VALKEY_OPTIONS", "ValkeyOptions", "key_files_of", "read_valkey_options"]
+__all__ = [
+    "NO_FILES",
+    "VALKEY_OPTIONS",
+    "ValkeyOptions",
+    "key_files_of",
+    "read_remote_options",
+    "read_valkey_options",
+]
 
 NO_FILES = ("path", "durability")
 """Settings that a tier without files on this host does not have."""
@@ -63,14 +71,18 @@ class ValkeyOptions(msgspec.Struct, frozen=True, kw_only=True):
 VALKEY_OPTIONS = settings_of(ValkeyOptions)
 
 
-def read_valkey_options(table: Mapping[str, Any]) -> ValkeyOptions:
-    """Returns the checked options of a tier. Raises `TableError`."""
+def read_remote_options(tier_type: str, table: Mapping[str, Any]) -> ValkeyOptions | S3Options:
+    """Returns the checked options of a remote tier. Raises `TableError`."""
     options = table.get("options", {})
     if not isinstance(options, Mapping):
         raise TableError("options: must be a table, [tiers.options]")
     for key in NO_FILES:
         if key in table:
-            raise TableError(f"{key}: a tier of type valkey has no files on this host; remove this setting")
+            raise TableError(f"{key}: a tier of type {tier_type} has no files on this host; remove this setting")
+    return read_s3_options(options) if tier_type == "s3" else read_valkey_options(options)
+
+
+def read_valkey_options(options: Mapping[str, Any]) -> ValkeyOptions:
     given = read_table(options, VALKEY_OPTIONS, "options.")
     if "url" not in given:
         raise TableError("options.url: must be given, like valkey://HOST:6379")

@@ -11,6 +11,7 @@ import msgspec
 from .fields import LISTS, SETTINGS, TABLES, TENANT_SETTINGS, TIER_SETTINGS, Setting
 from .loader import Loaded
 from .remote import NO_FILES, VALKEY_OPTIONS
+from .s3 import S3_OPTIONS
 from .schema import TenantConfig, TierConfig
 from .toml import toml_text
 
@@ -54,12 +55,19 @@ def reference() -> str:
         for setting in SETTINGS.values()
     ]
     tables = (
-        ("[[tiers]]", TIER_SETTINGS),
-        ("[tiers.options]", VALKEY_OPTIONS),
-        ("[tenants.NAME]", TENANT_SETTINGS),
+        ("[[tiers]]", TIER_SETTINGS, ""),
+        ("[tiers.options]", VALKEY_OPTIONS, " of type `valkey`"),
+        ("[tiers.options]", S3_OPTIONS, " of type `s3`"),
+        ("[tenants.NAME]", TENANT_SETTINGS, ""),
     )
-    for table, settings in tables:
-        lines += ["", f"Settings of each `{table}` table:", "", "| setting | default | meaning |", "|---|---|---|"]
+    for table, settings, which in tables:
+        lines += [
+            "",
+            f"Settings of each `{table}` table{which}:",
+            "",
+            "| setting | default | meaning |",
+            "|---|---|---|",
+        ]
         lines += [f"| `{key}` | {_default_text(setting)} | {_meaning(setting)} |" for key, setting in settings.items()]
     return "\n".join(lines) + "\n"
 

@@ -12,7 +12,7 @@ import msgspec
 
 from .fields import TIER_SETTINGS, TableError, nearest, read_table
 from .machine import disk_bytes, existing_directory
-from .remote import read_valkey_options
+from .remote import read_remote_options
 from .schema import TierConfig
 from .units import GIB, MIB, human_size
 
@@ -21,7 +21,8 @@ __all__ = ["DEFAULT_TABLES", "read_tiers", "size_notes"]
 DEFAULT_TABLES = ({"type": "lmdb"},)
 """Tier tables of a server without a configuration."""
 
-_BUILT_IN_TYPES = ("lmdb", "disk", "valkey")
+_REMOTE_TYPES = ("valkey", "s3")
+_BUILT_IN_TYPES = ("lmdb", "disk", *_REMOTE_TYPES)
 """Tier types that are part of kvtier. The CPU tier always exists and has no table."""
 
 _DEFAULT_SIZE = 16 * GIB
@@ -54,8 +55,8 @@ def _read_tier(table: Mapping[str, Any], data_dir: Path) -> TierConfig:
     name: str = given.setdefault("name", tier_type.rpartition(":")[2].lower())
     if not _NAME.fullmatch(name) or name == "cpu":
         raise TableError(f'name = "{name}": must be 1 to 32 characters of a-z, 0-9, _ and -, and must not be "cpu"')
-    if tier_type == "valkey":
-        read_valkey_options(table)
+    if tier_type in _REMOTE_TYPES:
+        read_remote_options(tier_type, table)
     given.setdefault("path", data_dir / name)
     given.setdefault("size", _NO_SIZE)
     return TierConfig(**given)
@@ -101,9 +102,9 @@ def size_notes(tiers: Sequence[TierConfig], tables: Sequence[Mapping[str, Any]])
 
 def _check_type(tier_type: str, given: Mapping[str, Any]) -> None:
     if tier_type in _BUILT_IN_TYPES:
-        if given.get("options") and tier_type != "valkey":
+        if given.get("options") and tier_type not in _REMOTE_TYPES:
             raise TableError(
-                f"options: a tier of type {tier_type} has none; only valkey and module:Class tiers have options"
+                f"options: a tier of type {tier_type} has none; only valkey, s3 and module:Class tiers have options"
             )
     elif not _CLASS.fullmatch(tier_type):
         hint = nearest(tier_type, _BUILT_IN_TYPES)

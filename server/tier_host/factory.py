@@ -13,7 +13,7 @@ import msgspec
 from ...tiers.base import Medium, SecondaryTier, TierError, TierOpenError
 from ...tiers.remote.value_codec import ValueCodec
 from ..auth.key_file import KeyFile, KeyFileError
-from ..config.remote import read_valkey_options
+from ..config.remote import read_remote_options
 from ..config.schema import TierConfig
 from .guard import describe_error, safe_repr
 
@@ -80,7 +80,7 @@ def _local_arguments(config: TierConfig, *, mend: bool) -> dict[str, Any]:
 def _remote_arguments(config: TierConfig) -> dict[str, Any]:
     from ...tiers.remote.network_tier import RemoteLimits
 
-    options = msgspec.structs.asdict(read_valkey_options({"options": config.options}))
+    options = msgspec.structs.asdict(read_remote_options(config.type, {"options": config.options}))
     limits = RemoteLimits(deadline_seconds=options.pop("deadline"), in_flight_bytes=options.pop("in_flight"))
     if config.ttl is not None:
         limits = replace(limits, ttl_seconds=config.ttl)
@@ -131,6 +131,12 @@ def tier_class(config: TierConfig) -> Callable[..., SecondaryTier]:
         from ...tiers.remote.valkey import ValkeyTier
 
         return ValkeyTier
+    if config.type == "s3":
+        from ...tiers.remote.bucket import import_obstore
+        from ...tiers.remote.s3 import S3Tier
+
+        import_obstore()
+        return S3Tier
     module_name, _, class_name = config.type.partition(":")
     try:
         found = getattr(importlib.import_module(module_name), class_name)

@@ -197,8 +197,9 @@ def test_scrapes_use_the_configured_token(tmp_path: Path) -> None:
     [
         {"tracing": {"endpoint": "http://10.0.0.9:4317"}},
         {"tiers": [{"type": "lmdb"}, {"type": "valkey", "options": {"url": "valkey://cache"}}, {"type": "disk"}]},
+        {"tiers": [{"type": "s3", "options": {"url": "s3://bucket/kv"}}]},
     ],
-    ids=["tracing", "valkey"],
+    ids=["tracing", "valkey", "s3"],
 )
 def test_egress_is_open_only_for_tracing_and_stores(tmp_path: Path, config: dict[str, Any]) -> None:
     for closed in ({}, {"tiers": [{"type": "lmdb"}, {"type": "disk"}]}):

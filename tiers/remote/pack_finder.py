@@ -138,7 +138,7 @@ class PackFinder:
             self._directory.drop_before(now - self._ttl_seconds)
 
     def _list_older(self, namespace: NamespaceId, progress: _Progress) -> bool:
-        """Lists the next older hour. Returns False after the last one, or if the directory is full."""
+        """Lists the next older hour. Returns False if all are listed, or the directory is full."""
         folder, now = folder_of(namespace), self._clock()
         oldest = max(now - self._ttl_seconds, self._directory.dropped_until)
         if progress.hours is None:

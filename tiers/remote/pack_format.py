@@ -40,7 +40,9 @@ from ..base import NamespaceId
 from ..types import TENANT_TAG_BYTES
 
 __all__ = [
+    "FORMAT",
     "FORMAT_FOLDER",
+    "ROOT",
     "PackName",
     "PackedValue",
     "decode_index",

@@ -11,9 +11,11 @@ from kvtier.server.config import loader, machine, tiers
 from kvtier.server.config.fields import SETTINGS
 from kvtier.server.config.loader import load
 from kvtier.server.config.remote import key_files_of, read_valkey_options
+from kvtier.server.config.s3 import read_s3_options
 from kvtier.server.config.schema import ConfigError
 from kvtier.server.config.units import GIB, MIB
 
+S3 = '[[tiers]]\ntype = "s3"\n[tiers.options]\n'
 VALKEY = '[[tiers]]\ntype = "valkey"\n[tiers.options]\n'
 ENVIRON = {"XDG_RUNTIME_DIR": "/run/user/7", "XDG_DATA_HOME": "/data"}
 
@@ -147,6 +149,19 @@ class TestSources:
         assert (tier.name, tier.path) == ("glaciertier", Path("/data/kvtier/glaciertier"))
         assert tier.options == {"depth": 3, "where": ["x"]}
 
+    def test_an_s3_tier_has_options(self, write: Any) -> None:
+        """The table `options` has the bucket; the tier has no files on this host."""
+        tier = load(
+            file=write(
+                '[[tiers]]\ntype = "s3"\n[tiers.options]\nurl = "s3://bucket/a/b"\nendpoint = "http://store:9000"\n'
+                'pack = "32MiB"\ndeadline = "2s"\ncredentials_file = "/run/credentials"\n'
+            )
+        ).config.tiers[0]
+        assert (tier.name, tier.size, tier.is_remote) == ("s3", 16 * GIB, True)
+        options = read_s3_options(tier.options)
+        assert (options.url, options.endpoint) == ("s3://bucket/a/b", "http://store:9000")
+        assert (options.pack, options.deadline, options.credentials_file) == (32 << 20, 2.0, Path("/run/credentials"))
+
     def test_a_valkey_tier_has_options(self, write: Any) -> None:
         """It has no files here, so its default size does not depend on the disk."""
         file = write(
@@ -156,7 +171,7 @@ class TestSources:
         )
         [tier] = load(file=file, environ=ENVIRON).config.tiers
         assert (tier.name, tier.size, tier.ttl, tier.is_remote) == ("valkey", 16 * GIB, 3 * 86400, True)
-        options = read_valkey_options({"options": tier.options})
+        options = read_valkey_options(tier.options)
         assert (options.url, options.username) == ("valkeys://cache:7/2", "kv")
         assert (options.password_file, options.tls_ca) == (Path("/run/secret"), Path("/ca"))
         assert options.encryption_keys == Path("/keys")
@@ -235,10 +250,13 @@ class TestRefusals:
         ("text", "problem"),
         [
             ("tiers = 3", "tiers: must be a list of tables"),
-            ('[[tiers]]\nsize = "1GiB"', "tiers, number 1: type: must be given: lmdb, disk, valkey or module:Class"),
+            (
+                '[[tiers]]\nsize = "1GiB"',
+                "tiers, number 1: type: must be given: lmdb, disk, valkey, s3 or module:Class",
+            ),
             (
                 '[[tiers]]\ntype = "lmbd"',
-                'type = "lmbd": must be lmdb, disk, valkey or module:Class; did you mean lmdb?',
+                'type = "lmbd": must be lmdb, disk, valkey, s3 or module:Class; did you mean lmdb?',
             ),
             ('[[tiers]]\ntype = "lmdb"\nsizes = 1', "tiers, number 1: sizes: no such setting; did you mean size?"),
             ('[[tiers]]\ntype = "lmdb"\nsize = "lots"', 'tiers, number 1: size = "lots": not a size'),
@@ -257,6 +275,15 @@ class TestRefusals:
             (VALKEY + 'url = "valkey://c"\ntls_ca = "/c"', "options.tls_ca: needs TLS; use a url with valkeys://"),
             ('[[tiers]]\ntype = "valkey"\npath = "/x"', "path: a tier of type valkey has no files on this host"),
             ('[[tiers]]\ntype = "valkey"\noptions = 1', "options"),
+            ('[[tiers]]\ntype = "s3"', "options.url: must be given, like s3://BUCKET/PREFIX"),
+            ('[[tiers]]\ntype = "s3"\ndurability = "power"', "durability: a tier of type s3 has no files on this host"),
+            (S3 + 'url = "http://bucket"', "options.url: must begin with s3://, gs://, az://, file://"),
+            (S3 + 'url = "s3://key:secret@bucket"', "options.url: must contain neither credentials"),
+            (S3 + 'url = "s3://b"', "options.url: must be like s3://BUCKET/PREFIX"),
+            (S3 + 'url = "az://account"', "options.url: must be like az://ACCOUNT/CONTAINER/PREFIX"),
+            (S3 + 'url = "s3://bucket"\npack = "1KiB"', 'options.pack = "1KiB": must be between 1MiB and 64MiB'),
+            (S3 + 'url = "s3://bucket"\nendpoint = "host:1"', "options.endpoint: must be like https://HOST:PORT"),
+            (S3 + 'url = "gs://bucket"\nregion = "x"', "options.region: only for s3://"),
         ],
     )
     def test_tier_tables_are_checked(self, write: Any, text: str, problem: str) -> None:

@@ -272,6 +272,13 @@ class TestTiers:
         assert capsys.readouterr().out == ""
         assert not tier.path.exists()
 
+    def test_a_missing_client_library_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The tier `s3` needs an optional package."""
+        monkeypatch.setitem(sys.modules, "obstore", None)
+        tier = TierConfig(type="s3", name="far", path=Path("/nowhere"), size=1 << 24)
+        [finding] = found("fail", of=list(tiers(context_of(config_of(tiers=(tier,))))))
+        assert "pip install 'kvtier[s3]'" in finding.seen
+
     @pytest.mark.parametrize(("mode", "verdict", "seen"), [(0o600, "ok", "can be used"), (0o644, "fail", "chmod 0600")])
     def test_key_files_are_read(self, tmp_path: Path, mode: int, verdict: str, seen: str) -> None:
         """The file with the keys of a shared tier must be usable, and closed to other users."""
