@@ -6,6 +6,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -190,7 +191,7 @@ class PackTierContract(SharedTierContract):
 
     def test_expired_packs_are_not_used(self, store: None, open_tier: Callable[[RemoteLimits], SecondaryTier]) -> None:
         """By the age in their name. A store writes a block again if its pack is not young."""
-        long, short = open_tier(RemoteLimits(ttl_seconds=1000)), open_tier(RemoteLimits(ttl_seconds=0.5))
+        long, short = (open_tier(replace(self.limits, ttl_seconds=seconds)) for seconds in (1000, 0.5))
         long.store([full(ROW[0], [b"x"])])
         time.sleep(0.6)
         assert short.lookup([(SPACE, ROW[0])]) == [False]

@@ -58,6 +58,9 @@ class SharedTierContract(ABC):
     visible_after_seconds: ClassVar[float] = 0.0
     """A lookup that begins this time after a store finds the block."""
     value_format: ClassVar[int] = 1
+    limits: ClassVar[RemoteLimits] = PATIENT
+    hasty_limits: ClassVar[RemoteLimits] = LIMITS
+    """For tests in which the store does not answer."""
 
     @abstractmethod
     def start_store(self, directory: Path) -> None:
@@ -65,7 +68,7 @@ class SharedTierContract(ABC):
 
     @abstractmethod
     def kill_store(self) -> None:
-        """Ends the store at once, as SIGKILL does."""
+        """Ends the store at once, as SIGKILL does. May be repeated."""
 
     @abstractmethod
     def make_tier(self, limits: RemoteLimits) -> SecondaryTier:
@@ -98,7 +101,7 @@ class SharedTierContract(ABC):
         """Yields a function that opens tiers, and closes these at the end."""
         tiers: list[SecondaryTier] = []
 
-        def make(limits: RemoteLimits = PATIENT) -> SecondaryTier:
+        def make(limits: RemoteLimits = self.limits) -> SecondaryTier:
             tiers.append(self.make_tier(limits))
             return tiers[-1]
 
@@ -112,7 +115,7 @@ class SharedTierContract(ABC):
 
     @pytest.fixture
     def hasty(self, store: None, open_tier: Callable[[RemoteLimits], SecondaryTier]) -> SecondaryTier:
-        return open_tier(LIMITS)
+        return open_tier(self.hasty_limits)
 
     @pytest.fixture
     def second(self, store: None, open_tier: Callable[[], SecondaryTier]) -> SecondaryTier:
@@ -282,6 +285,7 @@ class SharedTierContract(ABC):
 
     def test_a_store_may_appear_later(self, open_tier: Callable[[], SecondaryTier], tmp_path: Path) -> None:
         """A server starts without it. The status shows the store's return without any traffic."""
+        self.kill_store()
         tier = open_tier()
         assert tier.lookup([(SPACE, ROW[0])]) == [False]
         assert tier.store([full(ROW[0], [b"x"])]) == [FAILED]

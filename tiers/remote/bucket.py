@@ -5,6 +5,7 @@ The library is the optional extra `kvtier[s3]`. This module imports it when a ti
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -113,17 +114,13 @@ class Bucket:
 
     def write(self, path: str, content: memoryview) -> None:
         """Writes an object that does not exist yet, in one atomic step."""
-        try:
+        with contextlib.suppress(_ExistsError):  # names are unique: an earlier attempt has succeeded
             self._call(
                 lambda client: self._obstore.put(
                     client, self._prefix + path, content, mode="create", use_multipart=False
                 ),
                 content.nbytes,
             )
-        except _ExistsError:
-            pass  # the names of packs are unique: an earlier attempt of this call has succeeded
-        except ObjectMissingError as error:
-            raise StoreRefusedError("the bucket does not exist") from error
 
     def delete(self, paths: Sequence[str]) -> None:
         """Deletes objects; ignores missing ones."""
@@ -152,7 +149,9 @@ class Bucket:
         except (KeyboardInterrupt, SystemExit, AttributeError, TypeError):  # not the store's
             raise
         except OSError as error:
-            if isinstance(error, FileNotFoundError) and "NoSuchBucket" not in f"{error}":
+            if "NoSuchBucket" in f"{error}":
+                raise StoreRefusedError("the bucket does not exist") from None
+            if isinstance(error, FileNotFoundError):
                 raise ObjectMissingError(_short(error)) from None
             raise StoreRefusedError(_short(error)) from None
         except BaseException as error:  # noqa: BLE001 - errors of the Rust library have no common base
@@ -199,4 +198,6 @@ def _translated(error: BaseException, seconds: float) -> TierError:
 
 def _short(error: BaseException) -> str:
     """Returns the first line of an error. The rest has debug output of the library."""
-    return (f"{error}".partition("\n")[0] or type(error).__name__)[:200]
+    text = f"{error}".partition("\n")[0] or type(error).__name__
+    # An error of `s3._s3_credentials`, which the library calls.
+    return text.rpartition(f"{StoreUnavailableError.__name__}: ")[2][:200]

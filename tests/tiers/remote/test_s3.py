@@ -1,0 +1,268 @@
+"""The tier `s3` with a real SeaweedFS server, and with a directory."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("obstore", reason="needs the package obstore: kvtier[s3]")
+
+import obstore
+from contracts.pack_tier import PackTierContract
+from contracts.shared_tier import ROW
+from contracts.tier import CORRUPT, DONE, FAILED, MISSING, NO_SPACE, content, empty, fetch, full
+from harness.command_line import json_output
+from harness.polling import wait_until
+from harness.seaweed import BUCKET, SeaweedServer, needs_seaweed
+
+from kvtier.tiers.base import Outcome, SecondaryTier, TierOpenError
+from kvtier.tiers.remote.network_tier import RemoteLimits
+from kvtier.tiers.remote.s3 import BucketAddress, BucketOptions, BucketUrlError, S3Tier, open_bucket
+
+
+def s3_tier(limits: RemoteLimits | None = None, **options: object) -> S3Tier:
+    return S3Tier("far", 1 << 30, limits=limits or RemoteLimits(deadline_seconds=5), **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]:
+    """Yields a server that starts when a test needs it, because a start takes seconds."""
+    needs_seaweed()
+    server = SeaweedServer(tmp_path_factory.mktemp("seaweed"))
+    yield server
+    server.end()
+
+
+@pytest.mark.remote
+class TestS3Tier(PackTierContract):
+    limits = hasty_limits = RemoteLimits(deadline_seconds=2.0, ttl_seconds=1000)
+
+    @pytest.fixture(autouse=True)
+    def _server(self, seaweed: SeaweedServer) -> None:
+        self.server = seaweed
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> None:
+        self.start_store(tmp_path)
+
+    def start_store(self, directory: Path) -> None:
+        self.server.start()
+
+    def kill_store(self) -> None:
+        self.server.kill()
+
+    def make_tier(self, limits: RemoteLimits) -> SecondaryTier:
+        return s3_tier(limits, **self.server.options())
+
+    def paths(self) -> list[str]:
+        return self.server.paths()
+
+    def get(self, path: str) -> bytes:
+        return bytes(obstore.get(self.server.client(), path).bytes())
+
+    def put(self, path: str, content: bytes) -> None:
+        obstore.put(self.server.client(), path, content)
+
+    def delete(self, *paths: str) -> None:
+        obstore.delete(self.server.client(), list(paths))
+
+    def freeze(self, *, frozen: bool) -> None:
+        self.server.freeze(frozen=frozen)
+
+    def make_full(self) -> None:
+        pytest.skip("an object store has no limit; see test_answers_of_a_store")
+
+
+@pytest.mark.remote
+class TestServer:
+    @pytest.fixture(autouse=True)
+    def _server(self, seaweed: SeaweedServer) -> None:
+        seaweed.start()
+
+    def test_a_user_who_may_only_read(self, seaweed: SeaweedServer) -> None:
+        """Stores fail and say why; loads work."""
+        writer = s3_tier(**seaweed.options())
+        reader = s3_tier(**seaweed.options() | {"credentials_file": seaweed.reader})
+        assert writer.store([full(ROW[0], [b"x"])]) == [DONE]
+        assert fetch(reader, ROW[0], (1,)) == (b"x",)
+        assert reader.store([full(ROW[1], [b"x"])]) == [FAILED]
+        assert "AccessDenied" in (reader.last_error or "")
+        for tier in (writer, reader):
+            tier.close()
+
+    def test_an_object_is_not_replaced(self, seaweed: SeaweedServer) -> None:
+        """A write has the header If-None-Match: *."""
+        bucket = open_bucket(
+            BucketAddress.parse(f"s3://{BUCKET}/kv"),
+            BucketOptions(endpoint=seaweed.endpoint, credentials_file=seaweed.credentials),
+            5.0,
+        )
+        bucket.write("once", memoryview(b"first"))
+        bucket.write("once", memoryview(b"other"))
+        assert bytes(bucket.read("once", 0, 5)) == b"first"
+        bucket.delete(["once", "never"])
+        assert seaweed.paths() == []
+
+    def test_old_objects_are_deleted(self, seaweed: SeaweedServer, tmp_path: Path) -> None:
+        """By `kvtier remote gc`, with the credentials of the tier."""
+        tier = s3_tier(**seaweed.options())
+        assert tier.store([full(ROW[0], [b"x"])]) == [DONE]
+        config = tmp_path / "kvtier.toml"
+        options = "\n".join(f'{key} = "{value}"' for key, value in seaweed.options().items())
+        config.write_text(f'data_dir = "{tmp_path}"\n[[tiers]]\ntype = "s3"\n[tiers.options]\n{options}\n')
+        assert len(seaweed.paths()) == 1
+        assert json_output("remote", "gc", "--config", str(config))["objects"] == []
+        wait_until(lambda: json_output("remote", "gc", "--config", str(config), "--older-than", "1s")["objects"])
+        assert seaweed.paths() == []
+        assert tier.load([empty(ROW[0], (1,))]) == [MISSING]
+        tier.close()
+
+
+def test_a_directory_is_a_bucket(tmp_path: Path) -> None:
+    """For tests: the objects are files, and a second server reads them."""
+    url = f"file://{tmp_path}/bucket"
+    first, second = s3_tier(url=url), s3_tier(url=url)
+    blocks = [full(name, content(name, (70_000, 5))) for name in ROW]
+    assert first.store(blocks) == [DONE] * len(ROW)
+    assert fetch(second, ROW[7], (70_000, 5)) == content(ROW[7], (70_000, 5))
+    (file,) = (path for path in (tmp_path / "bucket").rglob("*") if path.is_file())
+    os.truncate(file, 200_000)
+    outcomes = second.load([empty(name, (70_000, 5)) for name in ROW])
+    assert outcomes == [DONE] * 2 + [CORRUPT] * (len(ROW) - 2)
+    file.unlink()
+    assert first.load([empty(ROW[0], (70_000, 5))]) == [MISSING]
+    for tier in (first, second):
+        tier.close()
+
+
+class AnsweringStore:
+    """An HTTP server with one answer to all calls: no store here can be made to give these."""
+
+    def __init__(self, status: int, code: str) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                if self.command == "PUT":
+                    self.rfile.read(int(self.headers["Content-Length"]))
+                body = f"<Error><Code>{code}</Code></Error>".encode()
+                if self.command == "GET" and "list-type" in self.path:
+                    body = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
+                    self.send_response(200)
+                else:
+                    self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            do_PUT = do_GET  # noqa: N815 - the name is that of http.server
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "outcome", "error"),
+    [
+        (507, "InsufficientStorage", NO_SPACE, "the store is full"),
+        (403, "QuotaExceeded", NO_SPACE, "the store is full"),
+        (403, "AccessDenied", FAILED, "cannot store: status 403, AccessDenied"),
+        (404, "NoSuchBucket", FAILED, "the bucket does not exist"),
+        (501, "NotImplemented", FAILED, "status 501, NotImplemented"),
+        (503, "SlowDown", FAILED, "status 503, SlowDown"),
+        (412, "PreconditionFailed", DONE, ""),
+    ],
+)
+def test_answers_of_a_store(tmp_path: Path, status: int, code: str, outcome: Outcome, error: str) -> None:
+    credentials = tmp_path / "credentials"
+    credentials.write_text("[default]\naws_access_key_id = a\naws_secret_access_key = b\n")
+    store = AnsweringStore(status, code)
+    tier = s3_tier(url="s3://bucket", endpoint=store.endpoint, credentials_file=credentials)
+    try:
+        assert tier.store([full(ROW[0], [b"x"])]) == [outcome]
+        assert error in (tier.last_error or "")
+        assert bool(tier.last_error) == bool(error)
+    finally:
+        tier.close()
+        store.close()
+
+
+def test_a_missing_or_wrong_file_is_named(tmp_path: Path) -> None:
+    """Calls fail, and work as soon as the file is right."""
+    credentials = tmp_path / "credentials"
+    store = AnsweringStore(412, "PreconditionFailed")
+    tier = s3_tier(url="s3://bucket", endpoint=store.endpoint, credentials_file=credentials)
+    try:
+        assert tier.store([full(ROW[0], [b"x"])]) == [FAILED]
+        assert f"{credentials}: No such file" in (tier.last_error or "")
+        credentials.write_text("[default]\naws_access_key_id = a\n")
+        assert tier.store([full(ROW[0], [b"x"])]) == [FAILED]
+        assert "no aws_secret_access_key" in (tier.last_error or "")
+        credentials.write_text("[default]\naws_access_key_id = a\naws_secret_access_key = b\n")
+        assert tier.store([full(ROW[0], [b"x"])]) == [DONE]
+        assert tier.last_error is None
+    finally:
+        tier.close()
+        store.close()
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server refuses to start and says what to install."""
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(TierOpenError, match=r"pip install 'kvtier\[s3\]'"):
+        s3_tier(url="s3://bucket")
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("s3://bucket", BucketAddress("s3", "bucket", "")),
+        ("s3://bucket/", BucketAddress("s3", "bucket", "")),
+        ("s3://my.bucket-1/a/b/", BucketAddress("s3", "my.bucket-1", "a/b/")),
+        ("gs://bucket/a", BucketAddress("gs", "bucket", "a/")),
+        ("az://account/container/a", BucketAddress("az", "account/container", "a/")),
+        ("file:///tmp/x", BucketAddress("file", "/tmp/x", "")),
+    ],
+)
+def test_addresses(url: str, address: BucketAddress) -> None:
+    assert BucketAddress.parse(url) == address
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "bucket",
+        "http://bucket",
+        "s3://",
+        "s3://a",
+        "s3://bucket/a//x",
+        "s3://bucket/x?y",
+        "az://account",
+        "file://x/y",
+    ],
+)
+def test_invalid_addresses(url: str) -> None:
+    with pytest.raises(BucketUrlError, match="must"):
+        BucketAddress.parse(url)
+
+
+def test_credentials_in_an_address_are_refused_and_not_repeated() -> None:
+    with pytest.raises(BucketUrlError, match="credentials_file") as caught:
+        BucketAddress.parse("s3://key:secret@bucket")
+    assert "secret" not in str(caught.value)
