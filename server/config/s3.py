@@ -50,7 +50,7 @@ class S3Options(msgspec.Struct, frozen=True, kw_only=True):
     directory: Annotated[
         int,
         _size(
-            "Maximum memory of the server's list of blocks in the store: about 160 bytes for each block. If it is full, the "
+            "Maximum memory of the server's list of blocks in the store: about 140 bytes for each block. If it is full, the "
             "server forgets the oldest objects.",
             MIB,
         ),

@@ -77,7 +77,7 @@ class SeaweedServer:
         command = [program, "server", f"-dir={data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3"]
         command += [f"-{name}.port={port.number}" for name, port in self._ports.items()]
         command += [f"-{name}.port.grpc={port.number}" for name, port in self._rpc_ports.items()]
-        command += ["-master.telemetry=false", "-master.volumeSizeLimitMB=128", "-volume.max=16"]
+        command += ["-master.telemetry=false", "-master.volumeSizeLimitMB=128", "-volume.max=64"]
         command += [f"-s3.config={self._users}", "-s3.iam=false", "-s3.port.iceberg=0", "-s3.port.lance=0"]
         log = (self._directory / "weed.log").open("ab")
         with log:

@@ -16,9 +16,9 @@ from .pack_format import PackedValue, PackName
 
 __all__ = ["KnownPack", "PackDirectory"]
 
-ENTRY_BYTES = 160
+ENTRY_BYTES = 140
 """Memory of one block: measured, for keys of 20 bytes. The key's bytes above 20 are added."""
-PACK_BYTES = 1200
+PACK_BYTES = 400
 """Memory of one pack, apart from its blocks: measured."""
 
 

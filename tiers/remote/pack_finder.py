@@ -19,7 +19,7 @@ from typing import Any
 from ..base import NamespaceId, TierError
 from .bucket import Bucket, ObjectMissingError
 from .pack_directory import KnownPack, PackDirectory
-from .pack_format import PackName, decode_index, folder_of, hour_of, mark_of
+from .pack_format import PackName, decode_index, folder_of, hour_of, mark_of, start_of
 
 __all__ = ["PackFinder"]
 
@@ -123,7 +123,7 @@ class PackFinder:
         is_wide = abs(now - progress.listed_wide_at) >= WIDE_EVERY_SECONDS
         if not progress.first_hour:
             hour = hour_of(now - WIDE_SECONDS)
-            after = folder + hour
+            after = start_of(folder, hour)
         else:
             hour = progress.first_hour
             after = mark_of(folder, now - WIDE_SECONDS if is_wide else progress.listed_at - OVERLAP_SECONDS)
@@ -150,8 +150,7 @@ class PackFinder:
         if hour < hour_of(oldest):
             progress.hours.clear()
             return False
-        path = f"{folder}{hour}/"
-        paths = self._guarded(lambda: self._bucket.names(path, path))
+        paths = self._guarded(lambda: self._bucket.names(f"{folder}{hour}/", start_of(folder, hour)))
         progress.hours.pop()
         self._take(progress, paths, now)
         return True

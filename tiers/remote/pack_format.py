@@ -51,6 +51,7 @@ __all__ = [
     "format_of",
     "hour_of",
     "mark_of",
+    "start_of",
 ]
 
 FORMAT = 1
@@ -120,6 +121,14 @@ def mark_of(folder: str, written_at: float) -> str:
     milliseconds = int(written_at * 1000)
     time = datetime.fromtimestamp(milliseconds // 1000, UTC)
     return f"{folder}{time:%Y-%m-%dT%H}/{time:%M%S}{milliseconds % 1000:03}"
+
+
+def start_of(folder: str, hour: str) -> str:
+    """Returns a path that sorts before all packs of an hour.
+
+    After the path of a folder, with or without the slash, SeaweedFS lists nothing of the folder.
+    """
+    return f"{folder}{hour}/0"
 
 
 def format_of(path: str) -> int | None:

@@ -16,18 +16,25 @@ pytest.importorskip("obstore", reason="needs the package obstore: kvtier[s3]")
 import obstore
 from contracts.pack_tier import PackTierContract
 from contracts.shared_tier import ROW
-from contracts.tier import CORRUPT, DONE, FAILED, MISSING, NO_SPACE, content, empty, fetch, full
+from contracts.tier import CORRUPT, DONE, FAILED, MISSING, NO_SPACE, SPACE, content, empty, fetch, full
 from harness.command_line import json_output
 from harness.polling import wait_until
 from harness.seaweed import BUCKET, SeaweedServer, needs_seaweed
 
 from kvtier.tiers.base import Outcome, SecondaryTier, TierOpenError
+from kvtier.tiers.remote.bucket import Bucket
 from kvtier.tiers.remote.network_tier import RemoteLimits
+from kvtier.tiers.remote.pack_format import PackName, folder_of, mark_of, start_of
 from kvtier.tiers.remote.s3 import BucketAddress, BucketOptions, BucketUrlError, S3Tier, open_bucket
 
 
 def s3_tier(limits: RemoteLimits | None = None, **options: object) -> S3Tier:
     return S3Tier("far", 1 << 30, limits=limits or RemoteLimits(deadline_seconds=5), **options)  # type: ignore[arg-type]
+
+
+def bucket_of(seaweed: SeaweedServer) -> Bucket:
+    options = BucketOptions(endpoint=seaweed.endpoint, credentials_file=seaweed.credentials)
+    return open_bucket(BucketAddress.parse(f"s3://{BUCKET}/kv"), options, 5.0)
 
 
 @pytest.fixture(scope="module")
@@ -98,16 +105,29 @@ class TestServer:
 
     def test_an_object_is_not_replaced(self, seaweed: SeaweedServer) -> None:
         """A write has the header If-None-Match: *."""
-        bucket = open_bucket(
-            BucketAddress.parse(f"s3://{BUCKET}/kv"),
-            BucketOptions(endpoint=seaweed.endpoint, credentials_file=seaweed.credentials),
-            5.0,
-        )
+        bucket = bucket_of(seaweed)
         bucket.write("once", memoryview(b"first"))
         bucket.write("once", memoryview(b"other"))
         assert bytes(bucket.read("once", 0, 5)) == b"first"
         bucket.delete(["once", "never"])
         assert seaweed.paths() == []
+
+    def test_lists_begin_after_a_time(self, seaweed: SeaweedServer) -> None:
+        """And continue in later hours; folders are listed by themselves."""
+        bucket = bucket_of(seaweed)
+        folder = folder_of(SPACE)
+        times = [1_795_575_600.0 + 1800 * number for number in range(5)]
+        names = [PackName.new(folder, time, 64).path for time in times]
+        for name in names:
+            bucket.write(name, memoryview(b"x" * 64))
+        for number, time in enumerate(times):
+            assert bucket.names(folder, mark_of(folder, time)) == names[number:]
+            assert bucket.names(folder, mark_of(folder, time + 0.001)) == names[number + 1 :]
+        hours = bucket.folders(folder)
+        assert hours == ["2026-11-25T03", "2026-11-25T04", "2026-11-25T05"]
+        for number, hour in enumerate(hours):
+            assert bucket.names(folder, start_of(folder, hour)) == names[2 * number :]
+            assert bucket.names(f"{folder}{hour}/", start_of(folder, hour)) == names[2 * number : 2 * number + 2]
 
     def test_old_objects_are_deleted(self, seaweed: SeaweedServer, tmp_path: Path) -> None:
         """By `kvtier remote gc`, with the credentials of the tier."""
