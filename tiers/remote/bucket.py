@@ -114,7 +114,7 @@ class Bucket:
 
     def write(self, path: str, content: memoryview) -> None:
         """Writes an object that does not exist yet, in one atomic step."""
-        with contextlib.suppress(_ExistsError):  # names are unique: an earlier attempt has succeeded
+        with contextlib.suppress(_ExistsError):  # an earlier attempt has succeeded
             self._call(
                 lambda client: self._obstore.put(
                     client, self._prefix + path, content, mode="create", use_multipart=False
