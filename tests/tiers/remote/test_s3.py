@@ -16,12 +16,12 @@ pytest.importorskip("obstore", reason="needs the package obstore: kvtier[s3]")
 import obstore
 from contracts.pack_tier import PackTierContract
 from contracts.shared_tier import ROW
-from contracts.tier import CORRUPT, DONE, FAILED, MISSING, NO_SPACE, SPACE, content, empty, fetch, full
+from contracts.tier import CORRUPT, DONE, FAILED, MISSING, NO_SPACE, content, empty, fetch, full
 from harness.command_line import json_output
 from harness.polling import wait_until
 from harness.seaweed import BUCKET, SeaweedServer, needs_seaweed
 
-from kvtier.tiers.base import Outcome, SecondaryTier, TierOpenError
+from kvtier.tiers.base import NamespaceId, Outcome, SecondaryTier, TierOpenError
 from kvtier.tiers.remote.bucket import Bucket
 from kvtier.tiers.remote.network_tier import RemoteLimits
 from kvtier.tiers.remote.pack_format import PackName, folder_of, mark_of, start_of
@@ -115,7 +115,7 @@ class TestServer:
     def test_lists_begin_after_a_time(self, seaweed: SeaweedServer) -> None:
         """And continue in later hours; folders are listed by themselves."""
         bucket = bucket_of(seaweed)
-        folder = folder_of(SPACE)
+        folder = folder_of(NamespaceId(b"a space of lists"))
         times = [1_795_575_600.0 + 1800 * number for number in range(5)]
         names = [PackName.new(folder, time, 64).path for time in times]
         for name in names:
