@@ -186,8 +186,8 @@ def _translated(error: BaseException, seconds: float) -> TierError:
     if number == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE or "Wanted range starting at" in text:
         return _RangeError("the object is too short")
     is_busy = number >= HTTPStatus.INTERNAL_SERVER_ERROR or number == HTTPStatus.TOO_MANY_REQUESTS
-    if number:
-        message = f"status {number}" + (f", {code.group(1)}" if code else "")
+    if number and code:
+        message = f"status {number}, {code.group(1)}"
     elif "kind: Timeout" in text or "TimedOut" in text:
         message = f"no answer within {seconds:.2g} s"
     else:

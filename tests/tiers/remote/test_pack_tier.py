@@ -142,14 +142,14 @@ def test_a_full_directory_drops_the_oldest_packs() -> None:
     memory, clock = MemoryBucket(), Clock()
     for number in range(30):
         store_at(memory, clock.now - 10 * 3600 + number * 600, *range(10 * number, 10 * number + 10))
-    tier = pack_tier(memory, clock=clock, directory_bytes=30_000)
+    tier = pack_tier(memory, clock=clock, directory_bytes=20_000)
     names = [(SPACE, key(number)) for number in range(300)]
     for _ in range(20):
         answers = tier.lookup(names)
     known = answers.count(True)
     assert 0 < known < 150
     assert answers == [False] * (300 - known) + [True] * known, "the newest ones"
-    assert tier._directory.memory_bytes <= 30_000
+    assert tier._directory.memory_bytes <= 20_000
     memory.calls.clear()
     tier.lookup(names)
     assert memory.calls == []
