@@ -11,7 +11,7 @@ from itertools import islice
 from ...tiers.base import TierError
 from ...tiers.remote.bucket import Bucket, StoredObject
 from ...tiers.remote.network_tier import RemoteLimits
-from ...tiers.remote.pack_format import FORMAT, FORMAT_FOLDER, ROOT, format_of
+from ...tiers.remote.pack_format import FORMATS, ROOT, format_folder, format_of
 from ...tiers.remote.s3 import BucketAddress, BucketOptions, open_bucket
 from ..config.s3 import read_s3_options
 from ..config.schema import ConfigError, TierConfig
@@ -95,16 +95,17 @@ def _bucket(tier: TierConfig) -> Bucket:
 
 
 def _expired(bucket: Bucket, age_seconds: float) -> Iterator[StoredObject]:
-    """Yields the objects of this format that are older, by the store's time of the write."""
+    """Yields the objects of current formats that are older, by the store's time of the write."""
     until = datetime.now(UTC) - timedelta(seconds=age_seconds)
-    return (found for found in bucket.objects(FORMAT_FOLDER) if found.stored_at < until)
+    for value_format in FORMATS:
+        yield from (found for found in bucket.objects(format_folder(value_format)) if found.stored_at < until)
 
 
 def _old_formats(bucket: Bucket) -> Iterator[StoredObject]:
     """Yields the objects of earlier formats. Those of later ones belong to newer servers."""
     for folder in bucket.folders(ROOT):
         number = format_of(f"{ROOT}{folder}/")
-        if number is not None and number < FORMAT:
+        if number is not None and number < min(FORMATS):
             yield from bucket.objects(f"{ROOT}{folder}/")
 
 

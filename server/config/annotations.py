@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-__all__ = ["_duration", "_setting", "_size"]
+__all__ = ["KeyFilePath", "_duration", "_setting", "_size"]
 
 
 def _setting(
@@ -27,3 +28,14 @@ def _size(doc: str, ge: int, le: int | None = None, default: str | None = None) 
 
 def _duration(doc: str, ge: float, le: float | None = None) -> msgspec.Meta:
     return _setting(doc, ge=ge, le=le, unit="seconds")
+
+
+KeyFilePath: TypeAlias = Annotated[
+    Path | None,
+    _setting(
+        "File with the keys that encrypt values in the store (TOML, readable by its owner only). The server reads it "
+        "again when it changes. Needs the extra `kvtier[encryption]`.",
+        default="no encryption",
+    ),
+]
+"""The option `encryption_keys` of shared tiers."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 
 from ...tiers.remote.valkey import ValkeyAddress
-from .annotations import _duration, _setting, _size
+from .annotations import KeyFilePath, _duration, _setting, _size
 from .fields import TableError, read_table, settings_of
 from .s3 import S3Options, read_s3_options
 from .schema import TierConfig
@@ -52,14 +52,7 @@ class ValkeyOptions(msgspec.Struct, frozen=True, kw_only=True):
         Path | None, _setting("Certificate of this server for the store (PEM). Needs `tls_key`.", default="none")
     ] = None
     tls_key: Annotated[Path | None, _setting("Private key of `tls_cert` (PEM).", default="none")] = None
-    encryption_keys: Annotated[
-        Path | None,
-        _setting(
-            "File with the keys that encrypt values in the store (TOML, readable by its owner only). The server reads it "
-            "again when it changes. Needs the extra `kvtier[encryption]`.",
-            default="no encryption",
-        ),
-    ] = None
+    encryption_keys: KeyFilePath = None
     deadline: Annotated[
         float, _duration("Maximum time of one call of the store. After it, the blocks of the job are misses.", 0.01, 5)
     ] = 0.25

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from ...tiers.remote.s3 import BucketAddress, BucketUrlError
-from .annotations import _duration, _setting, _size
+from .annotations import KeyFilePath, _duration, _setting, _size
 from .fields import TableError, read_table, settings_of
 from .units import MIB
 
@@ -44,6 +44,7 @@ class S3Options(msgspec.Struct, frozen=True, kw_only=True):
         Path | None,
         _setting("Certificates of further authorities that sign the store's certificate (PEM).", default="none"),
     ] = None
+    encryption_keys: KeyFilePath = None
     pack: Annotated[
         int, _size("Maximum size of the blocks in one object. A larger block has an object of its own.", MIB, 64 * MIB)
     ] = 16 * MIB

@@ -24,6 +24,9 @@ __all__ = ["PackTierContract"]
 class PackTierContract(SharedTierContract):
     visible_after_seconds: ClassVar[float] = REFRESH_SECONDS
 
+    def folder_of(self, namespace: NamespaceId) -> str:
+        return folder_of(namespace, self.value_format)
+
     @abstractmethod
     def paths(self) -> list[str]:
         """Returns the paths of all objects, ascending."""
@@ -43,7 +46,7 @@ class PackTierContract(SharedTierContract):
         found = []
         for path in self.paths():
             name = PackName.parse(path)
-            if name is not None and path.startswith(folder_of(block.namespace)):
+            if name is not None and path.startswith(self.folder_of(block.namespace)):
                 index = self.get(path)[: name.index_bytes]
                 places = decode_index(block.namespace, index)
                 found += [(path, place.offset_bytes, place.nbytes) for place in places if place.key == block.key]
@@ -71,7 +74,7 @@ class PackTierContract(SharedTierContract):
         before = time.time()
         first.store([full(ROW[0], [b"x"], namespace)])
         (path,) = self.paths()
-        assert path.startswith("kvtier/pack1/00010203/0405060708090a0b0c0d0e0f/20")
+        assert path.startswith(f"kvtier/pack{self.value_format}/00010203/0405060708090a0b0c0d0e0f/20")
         name = PackName.parse(path)
         assert name is not None
         assert before - 0.001 <= name.written_at <= time.time()
@@ -184,9 +187,9 @@ class PackTierContract(SharedTierContract):
 
     def test_foreign_objects_are_ignored(self, first: SecondaryTier, second: SecondaryTier) -> None:
         first.store([full(ROW[0], [b"x"])])
-        self.put(f"{folder_of(SPACE)}2026-11-25T03/readme.txt", b"hello")
-        self.put(f"{folder_of(SPACE)}zzz", b"hello")
-        self.put(f"{folder_of(SPACE)}9999-99-99T99/9999999-0123456789abcdef-40", b"hello")
+        self.put(f"{self.folder_of(SPACE)}2026-11-25T03/readme.txt", b"hello")
+        self.put(f"{self.folder_of(SPACE)}zzz", b"hello")
+        self.put(f"{self.folder_of(SPACE)}9999-99-99T99/9999999-0123456789abcdef-40", b"hello")
         assert second.lookup([(SPACE, ROW[0]), (SPACE, ROW[1])]) == [True, False]
 
     def test_expired_packs_are_not_used(self, store: None, open_tier: Callable[[RemoteLimits], SecondaryTier]) -> None:

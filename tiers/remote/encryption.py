@@ -33,13 +33,11 @@ from types import ModuleType
 
 from ..base import BlockBytes, NamespaceId, Outcome, TierError, TierOpenError
 from ..types import TENANT_TAG_BYTES
-from . import value_codec
 
 __all__ = ["KEY_BYTES", "EncryptedValues", "KeyRing"]
 
-FORMAT = 2
 KEY_BYTES = 32
-_MAGIC = b"kvt" + bytes([FORMAT])
+_MAGIC = b"kvt\x02"
 _HEADER = struct.Struct("<4sI8s12s")
 _KEY_ID_BYTES = 8
 _NONCE_BYTES = 12
@@ -73,6 +71,8 @@ class KeyRing:
 class EncryptedValues:
     """`ValueCodec` that encrypts. A namespace whose tenant has no key cannot be stored."""
 
+    FORMAT: int = 2
+
     def __init__(self, keys: Callable[[], KeyRing]) -> None:
         """Calls `keys` for each block, on any thread.
 
@@ -82,9 +82,6 @@ class EncryptedValues:
         self._ciphers, self._wrong_tag = _import_ciphers()
         self._unknown_ids: set[bytes] = set()
         self._lock = threading.Lock()
-
-    def name_of(self, namespace: NamespaceId, key: bytes) -> bytes:
-        return value_codec.name_of(namespace, key, FORMAT)
 
     def can_store(self, namespace: NamespaceId) -> bool:
         return bool(self._keys().keys_of(namespace))

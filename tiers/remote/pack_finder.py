@@ -69,6 +69,7 @@ class PackFinder:
         executor: Executor,
         guarded: Callable[[Callable[[], Any]], Any],
         *,
+        value_format: int,
         ttl_seconds: float,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -80,6 +81,7 @@ class PackFinder:
         self._directory = directory
         self._executor = executor
         self._guarded = guarded
+        self._value_format = value_format
         self._ttl_seconds = ttl_seconds
         self._clock = clock
         self._lock = threading.Lock()
@@ -119,7 +121,7 @@ class PackFinder:
 
     def _list_new(self, namespace: NamespaceId, progress: _Progress) -> None:
         """Lists packs that were stored since the last list, and those shortly before."""
-        folder, now = folder_of(namespace), self._clock()
+        folder, now = folder_of(namespace, self._value_format), self._clock()
         is_wide = abs(now - progress.listed_wide_at) >= WIDE_EVERY_SECONDS
         if not progress.first_hour:
             hour = hour_of(now - WIDE_SECONDS)
@@ -139,7 +141,7 @@ class PackFinder:
 
     def _list_older(self, namespace: NamespaceId, progress: _Progress) -> bool:
         """Lists the next older hour. Returns False if all are listed, or the directory is full."""
-        folder, now = folder_of(namespace), self._clock()
+        folder, now = folder_of(namespace, self._value_format), self._clock()
         oldest = max(now - self._ttl_seconds, self._directory.dropped_until)
         if progress.hours is None:
             hours = self._guarded(lambda: self._bucket.folders(folder))

@@ -5,18 +5,18 @@ A name is `kvtier/packFORMAT/TENANT/NAMESPACE/HOUR/TIME-WRITER-INDEX`, for examp
 
 | part | meaning |
 |---|---|
-| FORMAT | format of names and content |
+| FORMAT | format of the values: 1, or 2 if they are encrypted |
 | TENANT | tag of the tenant, so permissions and lifecycle rules can be given per tenant |
 | HOUR, TIME | UTC time of the store: hour; minutes, seconds and milliseconds |
 | WRITER | random number, because two servers can store at the same time |
 | INDEX | size of the index in bytes, hexadecimal |
 
 So names sort by time, and one ranged read fetches the index. A pack is an index followed by the
-values of its blocks (`value_codec`) without gaps. An index is:
+values of its blocks (`value_codec`, `encryption`) without gaps. An index is:
 
 | bytes | meaning |
 |---|---|
-| 4 | magic number with the format |
+| 4 | magic number with the format of the index |
 | 4 | number of entries |
 | 8 | checksum of the entries, seeded with the namespace |
 | per entry | 2 bytes size of the key, 8 bytes size of the value, key |
@@ -40,26 +40,26 @@ from ..base import NamespaceId
 from ..types import TENANT_TAG_BYTES
 
 __all__ = [
-    "FORMAT",
-    "FORMAT_FOLDER",
+    "FORMATS",
     "ROOT",
     "PackName",
     "PackedValue",
     "decode_index",
     "encode_index",
     "folder_of",
+    "format_folder",
     "format_of",
     "hour_of",
     "mark_of",
     "start_of",
 ]
 
-FORMAT = 1
+FORMATS = (1, 2)
+"""Formats of packs that a server of this version writes."""
 ROOT = "kvtier/"
-FORMAT_FOLDER = f"{ROOT}pack{FORMAT}/"
 MAX_INDEX_BYTES = 4 << 20
 """More than an index of the largest batch with the longest keys."""
-_MAGIC = b"kvp" + bytes([FORMAT])
+_MAGIC = b"kvp\x01"
 _HEADER = struct.Struct("<4sIQ")
 _ENTRY = struct.Struct("<HQ")
 _NAME = re.compile(r"(.+/)(\d{4}-\d\d-\d\dT\d\d)/(\d{7})-([0-9a-f]{16})-([0-9a-f]{1,6})", re.ASCII)
@@ -106,9 +106,14 @@ class PackedValue:
     nbytes: int
 
 
-def folder_of(namespace: NamespaceId) -> str:
+def format_folder(value_format: int) -> str:
+    """Returns the folder of all packs of a format."""
+    return f"{ROOT}pack{value_format}/"
+
+
+def folder_of(namespace: NamespaceId, value_format: int = 1) -> str:
     """Returns the folder of a namespace's packs."""
-    return f"{FORMAT_FOLDER}{namespace[:TENANT_TAG_BYTES].hex()}/{namespace[TENANT_TAG_BYTES:].hex()}/"
+    return f"{format_folder(value_format)}{namespace[:TENANT_TAG_BYTES].hex()}/{namespace[TENANT_TAG_BYTES:].hex()}/"
 
 
 def hour_of(written_at: float) -> str:

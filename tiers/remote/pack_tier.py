@@ -26,7 +26,7 @@ from .network_tier import NetworkTier, RemoteLimits
 from .object_store import StoreUnavailableError
 from .pack_directory import KnownPack, PackDirectory
 from .pack_finder import PackFinder
-from .pack_format import FORMAT_FOLDER, PackedValue, PackName, decode_index, encode_index, folder_of
+from .pack_format import PackedValue, PackName, decode_index, encode_index, folder_of, format_folder
 from .value_codec import ValueCodec, is_name
 
 __all__ = ["PackTier"]
@@ -91,6 +91,7 @@ class PackTier(NetworkTier):
             self._directory,
             self._indexes,
             self._call,
+            value_format=codec.FORMAT,
             ttl_seconds=limits.ttl_seconds,
             clock=clock,
         )
@@ -168,7 +169,8 @@ class PackTier(NetworkTier):
 
     def _ping(self) -> None:
         # No name sorts after it, so the answer is empty.
-        self._call(lambda: self._bucket.names(FORMAT_FOLDER, f"{FORMAT_FOLDER}~", 1))
+        folder = format_folder(self._codec.FORMAT)
+        self._call(lambda: self._bucket.names(folder, f"{folder}~", 1))
 
     def _find(self, namespace: NamespaceId, key: bytes) -> KnownPack | None:
         """Returns the pack that has a block and has not expired."""
@@ -202,7 +204,7 @@ class PackTier(NetworkTier):
         return results, errors
 
     def _raise_first(self, errors: Sequence[TierError]) -> None:
-        """Raises the first error. The status shows it even if a parallel call succeeded after it."""
+        """Raises the first error. The status shows it even if another call succeeded after it."""
         if not errors:
             return
         if isinstance(errors[0], StoreUnavailableError):
@@ -219,7 +221,7 @@ class PackTier(NetworkTier):
             for block, size in zip(blocks, sizes, strict=True):
                 _join(self._codec.encode(block), buffer[at : at + size])
                 at += size
-            name = PackName.new(folder_of(namespace), self._clock(), len(index))
+            name = PackName.new(folder_of(namespace, self._codec.FORMAT), self._clock(), len(index))
             try:
                 self._call(lambda: self._bucket.write(name.path, buffer))
             except StoreFullError as error:
@@ -292,7 +294,7 @@ def _join(pieces: Sequence[bytes | memoryview], buffer: memoryview) -> None:
 
 
 def _divide(value: memoryview, pieces: Sequence[memoryview]) -> None:
-    """Copies a value into pieces, without the GIL. The last ones stay as they are if it is short."""
+    """Copies a value into pieces, without the GIL. A short value leaves the last ones."""
     for piece in pieces:
         some, value = value[: piece.nbytes], value[piece.nbytes :]
         if some.nbytes:

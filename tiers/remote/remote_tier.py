@@ -16,7 +16,7 @@ from ..storage.batching import batches
 from . import value_codec
 from .network_tier import NetworkTier, RemoteLimits
 from .object_store import ObjectStore, StoreRefusedError, StoreUnavailableError, Topology
-from .value_codec import ValueCodec, is_name
+from .value_codec import ValueCodec, is_name, name_of
 
 __all__ = ["RemoteTier"]
 
@@ -56,7 +56,7 @@ class RemoteTier(NetworkTier):
 
     def lookup(self, keys: Sequence[tuple[NamespaceId, bytes]]) -> list[bool]:
         """Asks the nodes. A node that does not answer has none of the blocks."""
-        names = [self._codec.name_of(*name) if is_name(*name) else b"" for name in keys]
+        names = [name_of(*name, self._codec.FORMAT) if is_name(*name) else b"" for name in keys]
         answers = [False] * len(names)
         with self._reporting("lookup") as errors:
             for node, places in self._by_node(names).items():
@@ -120,7 +120,7 @@ class RemoteTier(NetworkTier):
         return outcomes
 
     def _names_of(self, blocks: Sequence[BlockBytes]) -> list[bytes]:
-        return [self._codec.name_of(block.namespace, block.key) for block in blocks]
+        return [name_of(block.namespace, block.key, self._codec.FORMAT) for block in blocks]
 
     def _by_node(self, names: Sequence[bytes]) -> dict[str, list[int]]:
         """Returns the places of the names at each node. Raises if the nodes are not known."""

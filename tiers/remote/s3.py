@@ -15,10 +15,12 @@ from typing import Any, ClassVar, Self
 from urllib.parse import urlsplit
 
 from ..base import TierOpenError
+from . import value_codec
 from .bucket import Bucket, import_obstore
 from .network_tier import RemoteLimits
 from .object_store import StoreUnavailableError
 from .pack_tier import PackTier
+from .value_codec import ValueCodec
 
 __all__ = ["BucketAddress", "BucketOptions", "BucketUrlError", "S3Tier", "open_bucket"]
 
@@ -114,6 +116,7 @@ class S3Tier(PackTier):
         tls_ca: Path | None = None,
         pack: int = 16 << 20,
         directory: int = 64 << 20,
+        codec: ValueCodec = value_codec,
     ) -> None:
         """Connects on first use. Raises `TierOpenError`: no library, or the URL is invalid."""
         try:
@@ -130,6 +133,7 @@ class S3Tier(PackTier):
             limits=limits,
             pack_bytes=pack,
             directory_bytes=directory,
+            codec=codec,
         )
 
 

@@ -27,9 +27,9 @@ from ..base import BlockBytes, NamespaceId, Outcome
 from ..storage.checksum import block_checksum
 from ..types import TENANT_TAG_BYTES
 
-__all__ = ["ValueCodec", "can_store", "decode", "encode", "is_name", "name_of", "pieces_of", "value_bytes"]
+__all__ = ["FORMAT", "ValueCodec", "can_store", "decode", "encode", "is_name", "name_of", "pieces_of", "value_bytes"]
 
-FORMAT = 1
+FORMAT: int = 1
 _MAGIC = b"kvt" + bytes([FORMAT])
 _HEADER = struct.Struct("<4sIQ")
 _NAMESPACE_BYTES = 16
@@ -39,9 +39,8 @@ _MAX_KEY_BYTES = 1024
 class ValueCodec(Protocol):
     """Codec of the values of one format. Thread-safe."""
 
-    def name_of(self, namespace: NamespaceId, key: bytes, /) -> bytes:
-        """Returns the name of a block in the store. It contains the format."""
-        ...
+    FORMAT: int
+    """Part of the names of values, so that servers of another format do not see them."""
 
     def can_store(self, namespace: NamespaceId, /) -> bool:
         """Returns whether values of this namespace can be encoded and decoded."""
@@ -74,6 +73,7 @@ def is_name(namespace: NamespaceId, key: bytes) -> bool:
 
 
 def name_of(namespace: NamespaceId, key: bytes, value_format: int = FORMAT) -> bytes:
+    """Returns the name of a block in the store."""
     tenant, rest = namespace[:TENANT_TAG_BYTES], namespace[TENANT_TAG_BYTES:]
     return f"kvtier/{value_format}/{tenant.hex()}/{rest.hex()}/{key.hex()}".encode()
 

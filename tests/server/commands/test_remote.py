@@ -77,6 +77,16 @@ def test_old_objects_are_deleted(config: str, bucket: Path) -> None:
     assert kvtier("remote", "gc", "--config", config, "--older-than", "1d").stdout == "deleted 0 objects, 0 B\n"
 
 
+def test_encrypted_objects_are_deleted_too(config: str, bucket: Path) -> None:
+    store(bucket, 1)
+    encrypted = bucket / "kvtier/pack2/00/object"
+    encrypted.parent.mkdir(parents=True)
+    encrypted.write_text("x")
+    age(encrypted, 4)
+    report = json_output("remote", "gc", "--config", config)
+    assert [each["path"] for each in report["objects"]] == ["kvtier/pack2/00/object"]
+
+
 def test_a_server_forgets_deleted_objects(config: str, bucket: Path) -> None:
     store(bucket, 1)
     tier = S3Tier("far", 1 << 30, url=f"file://{bucket}", limits=RemoteLimits())
@@ -91,14 +101,14 @@ def test_a_server_forgets_deleted_objects(config: str, bucket: Path) -> None:
 
 
 def test_objects_of_old_formats_are_deleted_at_once(config: str, bucket: Path) -> None:
-    """Those of this format and of later ones stay."""
+    """Those of current formats and of later ones stay."""
     store(bucket, 1)
-    for folder in ("pack0", "pack2", "packx"):
+    for folder in ("pack0", "pack2", "pack3", "packx"):
         (bucket / "kvtier" / folder / "00").mkdir(parents=True)
         (bucket / "kvtier" / folder / "00/object").write_text("x")
     report = json_output("remote", "gc", "--config", config, "--old-formats")
     assert [each["path"] for each in report["objects"]] == ["kvtier/pack0/00/object"]
-    assert len(files(bucket)) == 3
+    assert len(files(bucket)) == 4
 
 
 @pytest.mark.parametrize(

@@ -154,13 +154,14 @@ class TestSources:
         tier = load(
             file=write(
                 '[[tiers]]\ntype = "s3"\n[tiers.options]\nurl = "s3://bucket/a/b"\nendpoint = "http://store:9000"\n'
-                'pack = "32MiB"\ndeadline = "2s"\ncredentials_file = "/run/credentials"\n'
+                'pack = "32MiB"\ndeadline = "2s"\ncredentials_file = "/run/credentials"\nencryption_keys = "/keys"\n'
             )
         ).config.tiers[0]
         assert (tier.name, tier.size, tier.is_remote) == ("s3", 16 * GIB, True)
         options = read_s3_options(tier.options)
         assert (options.url, options.endpoint) == ("s3://bucket/a/b", "http://store:9000")
         assert (options.pack, options.deadline, options.credentials_file) == (32 << 20, 2.0, Path("/run/credentials"))
+        assert list(key_files_of([tier])) == [("s3", Path("/keys"))]
 
     def test_a_valkey_tier_has_options(self, write: Any) -> None:
         """It has no files here, so its default size does not depend on the disk."""

@@ -279,14 +279,15 @@ class TestTiers:
         [finding] = found("fail", of=list(tiers(context_of(config_of(tiers=(tier,))))))
         assert "pip install 'kvtier[s3]'" in finding.seen
 
+    @pytest.mark.parametrize("tier_type", ["valkey", "s3"])
     @pytest.mark.parametrize(("mode", "verdict", "seen"), [(0o600, "ok", "can be used"), (0o644, "fail", "chmod 0600")])
-    def test_key_files_are_read(self, tmp_path: Path, mode: int, verdict: str, seen: str) -> None:
+    def test_key_files_are_read(self, tmp_path: Path, mode: int, verdict: str, seen: str, tier_type: str) -> None:
         """The file with the keys of a shared tier must be usable, and closed to other users."""
         keys = tmp_path / "keys.toml"
         keys.write_text(f'[[keys]]\ntenant = "*"\nkey = "{"A" * 43}="\n')
         keys.chmod(mode)
         options = {"encryption_keys": str(keys)}
-        tier = TierConfig(type="valkey", name="far", path=tmp_path, size=1 << 24, options=options)
+        tier = TierConfig(type=tier_type, name="far", path=tmp_path, size=1 << 24, options=options)
         results = list(trust(context_of(config_of(tiers=(tier,)))))
         [finding] = [result for result in results if "tier far" in result.seen]
         assert finding.verdict == verdict

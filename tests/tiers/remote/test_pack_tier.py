@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,16 +13,20 @@ pytest.importorskip("obstore", reason="needs the package obstore: kvtier[s3]")
 
 from contracts.pack_tier import PackTierContract
 from contracts.shared_tier import ROW
-from contracts.tier import DONE, FAILED, KIB, MIB, SPACE, content, empty, fetch, full, key
+from contracts.tier import DONE, FAILED, KIB, MIB, MISSING, SPACE, content, empty, fetch, full, key
 from harness.memory_bucket import MemoryBucket, pack_tier
 
-from kvtier.tiers.base import SecondaryTier
-from kvtier.tiers.remote import pack_finder
+from kvtier.tiers.base import NamespaceId, SecondaryTier
+from kvtier.tiers.remote import pack_finder, value_codec
+from kvtier.tiers.remote.encryption import EncryptedValues, KeyRing
 from kvtier.tiers.remote.network_tier import RemoteLimits
 from kvtier.tiers.remote.object_store import StoreRefusedError, StoreUnavailableError
 from kvtier.tiers.remote.pack_directory import KnownPack, PackDirectory
 from kvtier.tiers.remote.pack_format import PackedValue, PackName, folder_of
-from kvtier.tiers.remote.pack_tier import READ_BYTES
+from kvtier.tiers.remote.pack_tier import READ_BYTES, PackTier
+from kvtier.tiers.remote.value_codec import ValueCodec
+
+OLD, NEW = bytes(range(32)), bytes(range(32, 64))
 
 # The library starts its threads at the first call, and they stay.
 pack_tier(MemoryBucket()).free_disk_bytes()
@@ -62,6 +67,70 @@ class TestMemoryPackTier(PackTierContract):
 
     def make_full(self) -> None:
         self.memory.is_full = True
+
+
+def encrypted(*keys: bytes, tenant: bytes = SPACE[:4]) -> EncryptedValues:
+    ring = KeyRing({tenant: keys})
+    return EncryptedValues(lambda: ring)
+
+
+class TestEncryptedPackTier(TestMemoryPackTier):
+    """The contract, with two servers that have the same keys."""
+
+    value_format = 2
+
+    def make_tier(self, limits: RemoteLimits) -> SecondaryTier:
+        ring = KeyRing(others=(OLD,))
+        return pack_tier(self.memory, limits, codec=EncryptedValues(lambda: ring))
+
+
+class TestEncryption:
+    @pytest.fixture
+    def open_tier(self) -> Iterator[Callable[..., PackTier]]:
+        """Yields a function that opens the tier of a server with a codec."""
+        memory, tiers = MemoryBucket(), []
+
+        def make(codec: ValueCodec = value_codec) -> PackTier:
+            tiers.append(pack_tier(memory, codec=codec))
+            return tiers[-1]
+
+        yield make
+        for tier in tiers:
+            tier.close()
+
+    def test_a_block_with_an_unknown_key_is_stored_again(self, open_tier: Callable[..., PackTier]) -> None:
+        """It is a miss, and the pack stays: a server with both keys reads both packs."""
+        first, second, both = (open_tier(encrypted(*keys)) for keys in ((OLD,), (NEW,), (NEW, OLD)))
+        assert first.store([full(ROW[0], [b"x" * 50]), full(ROW[1], [b"y"])]) == [DONE, DONE]
+        assert second.lookup([(SPACE, ROW[0])]) == [True]
+        assert second.load([empty(ROW[0], (50,)), empty(ROW[1], (5,))]) == [MISSING, MISSING]
+        assert second.lookup([(SPACE, ROW[0])]) == [False]
+        assert second.store([full(ROW[0], [b"x" * 50])]) == [DONE]
+        assert fetch(second, ROW[0], (50,)) == (b"x" * 50,)
+        assert fetch(both, ROW[0], (50,)) == (b"x" * 50,)
+        assert fetch(both, ROW[1], (1,)) == (b"y",)
+        assert second.last_error is None
+
+    def test_plain_and_encrypted_packs_do_not_meet(self, open_tier: Callable[..., PackTier]) -> None:
+        """So a server with keys never loads a value that an attacker without them has planted."""
+        for tier, data in ((open_tier(), b"plain"), (open_tier(encrypted(OLD)), b"coded")):
+            assert tier.lookup([(SPACE, ROW[0])]) == [False]
+            assert tier.store([full(ROW[0], [data])]) == [DONE]
+            assert fetch(tier, ROW[0], (5,)) == (data,)
+
+    def test_a_tenant_without_a_key_is_not_stored(self, open_tier: Callable[..., PackTier]) -> None:
+        """Other tenants of the job are."""
+        tier, other = open_tier(encrypted(OLD)), NamespaceId(bytes(16))
+        assert tier.store([full(ROW[0], [b"x"], other), full(ROW[1], [b"y"])]) == [FAILED, DONE]
+        assert tier.load([empty(ROW[0], (1,), other), empty(ROW[1], (1,))]) == [MISSING, DONE]
+        assert tier.last_error is None
+
+    def test_keys_that_vanish_during_a_store(self, open_tier: Callable[..., PackTier]) -> None:
+        """The pack fails, and the tier says why."""
+        rings = [KeyRing({SPACE[:4]: (OLD,)})]
+        tier = open_tier(EncryptedValues(lambda: rings.pop() if rings else KeyRing()))
+        assert tier.store([full(ROW[0], [b"x"])]) == [FAILED]
+        assert "no key for this tenant" in (tier.last_error or "")
 
 
 class Clock:
