@@ -34,7 +34,7 @@ SHELL := bash
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-vllm test test-long test-engines test-handoff test-gpu test-remote simulate simulate-mutants mutate stress bench bench-engine bench-gpu bench-peers bench-remote performance bench-policies bench-break-even dist test-deploy docs docs-reference verify verify-style verify-language verify-tree verify-generated verify-types verify-protos fix protos baseline clean dashboards test-dashboards bench-curve test-web fuzz trace
+.PHONY: help demo demo-vllm test test-long test-engines test-handoff test-gpu test-remote simulate simulate-fleet simulate-mutants mutate stress bench bench-engine bench-gpu bench-peers bench-remote performance bench-policies bench-break-even dist test-deploy docs docs-reference verify verify-style verify-language verify-tree verify-generated verify-types verify-protos fix protos baseline clean dashboards test-dashboards bench-curve test-web fuzz trace
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | while IFS="$$(printf '\t')" read -r name what; do \
@@ -114,6 +114,9 @@ bench-break-even: $(VENV)/.stamp  ## Measure from how many tokens a KV transfer 
 
 bench-curve: trace $(VENV)/.stamp  ## Compare the estimated miss-ratio curve with measured miss ratios on TRACE=FILE (2 minutes)
 	$(VENV)/bin/python -m bench.curve --trace $(TRACE) $(if $(JSON),--json $(JSON)) $(ARGS)
+
+simulate-fleet: trace $(VENV)/.stamp  ## Simulate 1,000 hosts with TRACE=FILE[,FILE]: hit ratios, bandwidths, router events (5 minutes on 2 cores; QUICK=1: seconds); SEED=N, JSON=FILE
+	$(VENV)/bin/python -m bench.fleet --trace $(TRACE) $(if $(QUICK),--quick) $(if $(SEED),--seed $(SEED)) $(if $(JSON),--json $(JSON)) $(ARGS)
 
 comma := ,
 

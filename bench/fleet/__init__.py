@@ -1,0 +1,1 @@
+"""Simulation of a fleet of hosts that each run one kvtier server."""
