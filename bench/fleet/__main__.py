@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import tempfile
 import time
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from ..machine import facts
 from .plan import Case, cases_of, figures_of, trace_of
-from .router import index_bytes_per_key
+from .router import index_bytes_per_key, index_keys_per_second
 from .simulation import Settings
 
 FAILURE_MINUTES = 1000
@@ -96,18 +97,24 @@ def main() -> None:
             rows.append(row)
             print(_line(row, case), flush=True)
     one, nine = index_bytes_per_key(1), index_bytes_per_key(9)
-    print(f"\nindex of a router, a Python dict: {one:.0f} bytes per key, {(nine - one) / 8:.0f} per further holder")
+    applied = index_keys_per_second()
+    print(f"\nindex of a router, a Python dict: {one:.0f} bytes per key, {(nine - one) / 8:.0f} per further holder,")
+    print(f"{applied:,.0f} keys stored or removed per second")
     elapsed = time.monotonic() - started
-    print(f"{len(rows)} fleets in {elapsed:.0f} s")
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    processor = used.ru_utime + used.ru_stime
+    print(f"{len(rows)} fleets in {elapsed:.0f} s, {processor:.0f} s of processor time")
     if options.json:
         head = {
             "facts": machine,
             "elapsed_s": round(elapsed),
+            "processor_s": round(processor),
             "seed": options.seed,
             "seconds": seconds,
             "load": options.load,
             "index_bytes_per_key": round(one),
             "index_bytes_per_further_holder": round((nine - one) / 8),
+            "index_keys_per_s": float(f"{applied:.2g}"),
         }
         lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in [head, *rows])
         options.json.write_text(f"[\n{lines}\n]\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import time
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
@@ -11,7 +12,7 @@ from itertools import islice
 from .host import Change, Host
 from .workload import Arrival
 
-__all__ = ["ROUTINGS", "Router", "RouterIndex", "index_bytes_per_key"]
+__all__ = ["ROUTINGS", "Router", "RouterIndex", "index_bytes_per_key", "index_keys_per_second"]
 
 ROUTINGS = ("round-robin", "sticky", "events")
 CANDIDATES = 16
@@ -145,3 +146,15 @@ def index_bytes_per_key(holders: int, keys: int = 100_000) -> float:
     index = {number.to_bytes(16, "big"): dict.fromkeys(range(holders), 1) for number in range(keys)}
     inner = sum(sys.getsizeof(name) + sys.getsizeof(hosts) for name, hosts in index.items())
     return (sys.getsizeof(index) + inner) / keys
+
+
+def index_keys_per_second(keys: int = 200_000) -> float:
+    """Measures how many stored and removed keys one thread applies per second of processor time."""
+    index = RouterIndex(0.0)
+    for key in range(keys):
+        index.publish(0.0, key % 100, [Change(key, 1, 1)])
+    for key in range(keys):
+        index.publish(0.0, key % 100, [Change(key, 0, -1)])
+    started = time.process_time()
+    index.deliver(0.0)
+    return 2 * keys / max(1e-9, time.process_time() - started)
