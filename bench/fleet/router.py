@@ -59,8 +59,13 @@ class RouterIndex:
         """Returns the number of distinct blocks."""
         return sum(max(hosts.values()) for hosts in self.holders.values())
 
-    def matches(self, keys: Sequence[int], lengths: Sequence[int], sampled: Sequence[int]) -> dict[int, int]:
-        """Returns how many leading blocks each candidate holds, for example each sampled host."""
+    def matches(
+        self, keys: Sequence[int], lengths: Sequence[int], sampled: Sequence[int], choice: float
+    ) -> dict[int, int]:
+        """Returns how many leading blocks each candidate holds, for example each sampled host.
+
+        `choice` in [0, 1) selects the candidates if a segment has more holders than are considered.
+        """
         found: dict[int, int] = {}
         end = sum(lengths)
         for key, length in zip(reversed(keys), reversed(lengths), strict=True):
@@ -73,7 +78,8 @@ class RouterIndex:
                     if host in hosts and host not in found:
                         found[host] = end + hosts[host]
             if len(found) < CANDIDATES:
-                for host in islice(hosts, CANDIDATES):
+                start = int(choice * max(0, len(hosts) - CANDIDATES + 1))
+                for host in islice(hosts, start, start + CANDIDATES):
                     if host not in found:
                         found[host] = end + hosts[host]
         for host in sampled:
@@ -85,8 +91,7 @@ class RouterIndex:
         for key in reversed(keys):
             hosts = self.holders.get(key)
             if hosts:
-                place = int(choice * min(len(hosts), 4 * CANDIDATES))
-                return next(islice(hosts, place, None))
+                return next(islice(hosts, int(choice * len(hosts)), None))
         return None
 
     def _apply(self, host: int, changes: list[Change]) -> None:
@@ -124,7 +129,8 @@ class Router:
             sampled = [int(self._random.random() * count) for _ in range(SAMPLED)]
             best, highest = sampled[0], float("-inf")
             weight = self._penalty * blocks_per_second
-            for host, blocks in self._index.matches(arrival.keys, arrival.lengths, sampled).items():
+            choice = self._random.random()
+            for host, blocks in self._index.matches(arrival.keys, arrival.lengths, sampled, choice).items():
                 queue = hosts[host].busy_until - now
                 score = blocks - weight * queue if queue > 0 else float(blocks)
                 if score > highest and hosts[host].up_at <= now:
