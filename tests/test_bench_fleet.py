@@ -176,6 +176,7 @@ def test_router_prefers_the_longest_prefix_unless_the_host_is_busy() -> None:
     assert router.choose(arrival, 1.0, blocks_per_second=10.0) != 2
 
 
+@pytest.mark.slow
 def test_command_writes_rows(tmp_path: Path) -> None:
     source, path = tmp_path / "trace.jsonl", tmp_path / "rows.json"
     trace, times = conversations(6)
