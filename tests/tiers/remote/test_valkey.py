@@ -117,7 +117,7 @@ class TestServer:
         server = RedisServer(tmp_path)
         server.start()
         server.command("ACL", "SETUSER", "kv", "on", ">secret", *ACL.replace("kvtier/1/", "kvtier/2/").split())
-        password, parts = tmp_path / "password", content(1, (MIB, 5))
+        password, parts = tmp_path / "password", content(1, (70_000, 5))
         password.write_text("secret\n")
         keys, others = KeyRing(others=(bytes(32),)), KeyRing(others=(bytes(range(32)),))
         with_key, without = (
@@ -128,14 +128,14 @@ class TestServer:
         )
         try:
             assert with_key.store([full(key(1), parts)]) == [DONE]
-            assert without.load([empty(key(1), (MIB, 5))]) == [MISSING]
-            assert fetch(with_key, key(1), (MIB, 5)) == parts
+            assert without.load([empty(key(1), (70_000, 5))]) == [MISSING]
+            assert fetch(with_key, key(1), (70_000, 5)) == parts
             name = name_of(SPACE, key(1), 2)
             value = bytearray(server.command("GET", name))
             assert parts[0][:100] not in value
             value[-20] ^= 1
             server.command("SET", name, bytes(value))
-            assert with_key.load([empty(key(1), (MIB, 5))]) == [CORRUPT]
+            assert with_key.load([empty(key(1), (70_000, 5))]) == [CORRUPT]
             assert server.command("GET", name) is None
             assert (with_key.last_error, without.last_error) == (None, None)
         finally:
