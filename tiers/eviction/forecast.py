@@ -22,7 +22,9 @@ The algorithm, for each use of blocks by a request:
    the Gittins index, i.e. the best expected hits per block and unit of time. The value ranks the
    buckets.
 
-Victims are taken from the bucket with the lowest value, tail before head within a run.
+Victims are taken from the bucket with the lowest value, tail before head within a run. A block is
+useless without the blocks before it. So all runs that follow a run are victims before that run,
+also if their value is higher.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from typing import ClassVar, Generic
 from .open_requests import OpenRequests
 from .policy import T
 from .reuse_model import BIN_ENDS, BINS, Kind, ReuseModel
-from .runs import BlockRun, RankBucket, RequestChain, UseClock
+from .runs import BlockRun, RankBucket, RequestChain, UseClock, children_first
 
 __all__ = ["Forecast"]
 
@@ -116,11 +118,12 @@ class Forecast(Generic[T]):
             self._trim_ghosts()
         if not run.items:
             self._leave_bucket(run)
+            run.replace_by(None)
             self._forget_run(run)
 
     def victims(self) -> Iterator[T]:
         runs = (run for _, bucket in self._ranked for run in bucket.in_order())
-        return itertools.chain.from_iterable(reversed(run.items) for run in runs)
+        return itertools.chain.from_iterable(reversed(run.items) for run in children_first(runs))
 
     def oldest(self) -> T | None:
         """Returns the tail of the least recently used run."""
@@ -219,6 +222,8 @@ class Forecast(Generic[T]):
         run.items += last.items
         run.at_risk += last.at_risk
         self._assign(last.items, run)
+        last.replace_by(run)
+        chain.tail = run
         last.items, last.at_risk = [], 0
         self._leave_bucket(last)
 
@@ -229,10 +234,14 @@ class Forecast(Generic[T]):
         if old is not None and old.items == piece:
             old.pause = self._mean_pause(old)
             old.chain, old.start, old.at_risk = chain, position, len(piece)
-            chain.runs.append(old)
+            self._attach(chain, old)
             return
         if old is not None:
-            self._add_run(chain, piece, position, self._mean_pause(old))
+            taken = self._add_run(chain, piece, position, self._mean_pause(old))
+            if old.items:
+                old.follow(taken)
+            else:
+                old.replace_by(taken)
             return
         tail = [piece.pop()] if last else []
         if piece:
@@ -253,9 +262,16 @@ class Forecast(Generic[T]):
 
     def _add_run(self, chain: RequestChain[T], items: list[T], position: int, pause: float) -> BlockRun[T]:
         run = BlockRun(chain, items, position, pause, self._unknown)
-        chain.runs.append(run)
         self._assign(items, run)
+        self._attach(chain, run)
         return run
+
+    def _attach(self, chain: RequestChain[T], run: BlockRun[T]) -> None:
+        """Appends a run to a chain, and sets the run that it follows in the prompt."""
+        chain.runs.append(run)
+        if chain.tail is not None and chain.tail.items:
+            run.follow(chain.tail)
+        chain.tail = run
 
     def _assign(self, items: Sequence[T], run: BlockRun[T]) -> None:
         for item in items:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Generic
 
 from .policy import T
 from .reuse_model import BINS, Kind
 
-__all__ = ["BlockRun", "RankBucket", "RequestChain", "UseClock"]
+__all__ = ["BlockRun", "RankBucket", "RequestChain", "UseClock", "children_first"]
 
 _WINDOW = 1 << 17
 """After this many block uses, the rate of earlier uses counts half."""
@@ -23,7 +23,7 @@ _TOLERANCE = 16
 class RequestChain(Generic[T]):
     """The blocks of one request, as runs in chain order, and the turn of the conversation."""
 
-    __slots__ = ("last_block", "last_use", "length", "matched_length", "new_run", "pause", "runs", "turn")
+    __slots__ = ("last_block", "last_use", "length", "matched_length", "new_run", "pause", "runs", "tail", "turn")
 
     def __init__(self) -> None:
         self.last_use = 0.0
@@ -40,17 +40,32 @@ class RequestChain(Generic[T]):
         """The run of blocks that no earlier request had used, except the last block."""
         self.last_block: BlockRun[T] | None = None
         """A run of one block: the last block, which may be partly filled."""
+        self.tail: BlockRun[T] | None = None
+        """The run of the blocks that the request has used last."""
 
     def close(self) -> None:
         """Drops the runs when the request has ended, to break reference cycles."""
         self.runs = []
-        self.new_run = self.last_block = None
+        self.new_run = self.last_block = self.tail = None
 
 
 class BlockRun(Generic[T]):
     """Consecutive blocks of one request with the same history: the unit of ranking."""
 
-    __slots__ = ("at_risk", "bin", "bucket", "chain", "due", "ghosts", "items", "kind", "pause", "start")
+    __slots__ = (
+        "at_risk",
+        "bin",
+        "bucket",
+        "chain",
+        "children",
+        "due",
+        "ghosts",
+        "items",
+        "kind",
+        "parent",
+        "pause",
+        "start",
+    )
 
     def __init__(self, chain: RequestChain[T], items: list[T], start: int, pause: float, kind: Kind) -> None:
         self.chain = chain
@@ -70,6 +85,25 @@ class BlockRun(Generic[T]):
         """Number of resident and evicted blocks without a later use (population at risk)."""
         self.ghosts = 0
         """Number of evicted blocks of the run that left a ghost."""
+        self.parent: BlockRun[T] | None = None
+        """The run before this one in the prompt; None if it has no items or is unknown."""
+        self.children: dict[BlockRun[T], None] = {}
+
+    def follow(self, parent: BlockRun[T] | None) -> None:
+        """Sets the parent."""
+        if parent is self or parent is self.parent:
+            return
+        if self.parent is not None:
+            del self.parent.children[self]
+        self.parent = parent
+        if parent is not None:
+            parent.children[self] = None
+
+    def replace_by(self, other: BlockRun[T] | None) -> None:
+        """Removes a run without items from the tree of runs. `other` gets its children."""
+        for child in list(self.children):
+            child.follow(other)
+        self.follow(None)
 
 
 class RankBucket(Generic[T]):
@@ -88,6 +122,25 @@ class RankBucket(Generic[T]):
         """Yields the oldest run first, or the youngest first if the value rises with age."""
         rising = self.bin + 1 < BINS and self.kind.values[self.bin + 1] > self.kind.values[self.bin]
         return reversed(self.runs) if rising else iter(self.runs)
+
+
+def children_first(runs: Iterable[BlockRun[T]]) -> Iterator[BlockRun[T]]:
+    """Yields each run once, in the given order, but a run after all runs that follow it."""
+    seen: set[BlockRun[T]] = set()
+    for run in runs:
+        if run in seen:
+            continue
+        seen.add(run)
+        path = [(run, iter(run.children))]
+        while path:
+            last, children = path[-1]
+            child = next((child for child in children if child not in seen), None)
+            if child is None:
+                path.pop()
+                yield last
+            else:
+                seen.add(child)
+                path.append((child, iter(child.children)))
 
 
 class UseClock:

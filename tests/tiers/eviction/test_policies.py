@@ -350,6 +350,19 @@ def test_forecast_separates_a_shared_prompt_from_a_conversation() -> None:
     assert run_of(cache.items[9, 0]).pause == 0, "unknown"
 
 
+def test_forecast_evicts_no_block_before_the_blocks_that_follow_it() -> None:
+    """The parts of a prompt have different values, but a part is useless without its beginning."""
+    rng = random.Random(5)
+    cache = Cache(Forecast(), 300)
+    before: dict[Hashable, Hashable] = {}
+    for _ in range(1500):
+        root, branch = rng.randrange(8), 10 + min(int(rng.expovariate(1 / 20)), 99)
+        prompt = [*chain(root, 6), *chain(branch * 10 + root, rng.randint(1, 30))]
+        before.update(zip(prompt[1:], prompt, strict=False))
+        cache.serve(*prompt)
+        assert all(before.get(name, name) in cache.items for name in cache.items)
+
+
 @pytest.mark.parametrize("seconds", [0.0, 1e-3, 1.0, 100.0])
 def test_the_unit_of_time_does_not_matter(seconds: float) -> None:
     """A trace that is compressed or stretched gives the same order of eviction."""
@@ -394,6 +407,8 @@ def test_forecast_keeps_consistent_counts() -> None:
             assert (bucket.kind, bucket.bin) == (run.kind, run.bin)
             assert all(run_of(item) is run for item in run.items)
             assert run.at_risk >= len(run.items) > 0
+            assert run.parent is None or (run.parent.items and run in run.parent.children)
+            assert all(child.items and child.parent is run for child in run.children)
         ghosts = list(forecast._ghosts.values())
         assert all(run.ghosts == ghosts.count(run) for run in set(ghosts))
         assert forecast._ranked == sorted(forecast._ranked, key=lambda entry: entry[0])
