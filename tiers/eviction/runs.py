@@ -18,6 +18,8 @@ _CALIBRATION = 1 << 13
 """The scale is fixed after this many block uses, so that it does not follow the load."""
 _TOLERANCE = 16
 """The scale changes again if the rate has changed by more than this factor."""
+_USE_SHARE = 0.1
+"""Part of the clock that counts uses, so that uses within one tick of a coarse clock have ages."""
 
 
 class RequestChain(Generic[T]):
@@ -146,8 +148,9 @@ def children_first(runs: Iterable[BlockRun[T]]) -> Iterator[BlockRun[T]]:
 class UseClock:
     """Time, scaled so that it advances by about one per block use.
 
-    The scale makes the policy independent of the unit and of the speed of a workload. If the caller
-    reports no time, each block use advances the clock by one.
+    A tenth of it counts block uses instead of time. The scale makes the policy independent of the
+    unit and of the speed of a workload. If the caller reports no time, each block use advances the
+    clock by one.
     """
 
     def __init__(self) -> None:
@@ -171,7 +174,8 @@ class UseClock:
         if self._calibrated < _CALIBRATION or not self._rate / _TOLERANCE < rate < self._rate * _TOLERANCE:
             self._rate = rate
             self._calibrated += uses
-        self.now += min(passed * self._rate, _WINDOW / 2)
+        due = min(passed * self._rate, _WINDOW / 2)
+        self.now += due + _USE_SHARE * (uses - due)
         if self._uses >= _WINDOW:
             self._uses //= 2
             self._seconds /= 2

@@ -376,12 +376,21 @@ def test_the_unit_of_time_does_not_matter(seconds: float) -> None:
 
 
 def test_the_clock_follows_time_and_not_the_load() -> None:
-    """If half as many requests come, a pause of the same length has the same age."""
+    """If half as many requests come, a pause of the same length has nearly the same age."""
     clock, now = UseClock(), 0.0
     for step in [1.0] * 2000 + [2.0] * 2000:
         before, now = clock.now, now + step
         clock.advance(8, now)
-    assert clock.now - before == pytest.approx(16, rel=0.01)
+    assert clock.now - before == pytest.approx(0.9 * 16 + 0.1 * 8, rel=0.01)
+
+
+def test_the_clock_counts_uses_within_one_tick_of_the_caller() -> None:
+    """If the caller's clock is coarse, an earlier use still has a higher age."""
+    clock = UseClock()
+    for number in range(4000):
+        before = clock.now
+        clock.advance(8, number // 100 * 60.0)
+        assert clock.now > before
 
 
 def test_the_clock_recalibrates_after_a_large_change_of_the_load() -> None:
