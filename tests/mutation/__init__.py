@@ -49,7 +49,7 @@ _RELATED: Mapping[str, tuple[str, ...]] = {
     "server/auth/": ("tests/server/auth",),
     "server/bulk/": ("tests/server/bulk", "tests/server/auth/test_roles.py"),
     "server/config/": ("tests/server/config",),
-    "server/devices/": ("tests/cuda/device",),
+    "server/devices/": ("tests/server/devices", "tests/cuda/device"),
     "server/events/": ("tests/server/events", "tests/server/services/test_events.py"),
     "server/rpc/": ("tests/server/rpc", "tests/server/bad_input", "tests/server/auth"),
     "server/rpc/attach.py": ("tests/server/rpc/test_sockets.py", "tests/server/test_dead_clients.py"),
