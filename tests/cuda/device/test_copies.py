@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from devices.backends import Backend, HostBackend
@@ -14,7 +15,7 @@ from harness.polling import wait_until
 
 from kvtier.cuda.device.copies import CopyDirection, EngineBlocks
 from kvtier.cuda.device.device_errors import Cause, DeviceError
-from kvtier.cuda.device.driver import StreamId
+from kvtier.cuda.device.driver import EventId, StreamId
 from kvtier.cuda.device.handles import OpenHandles
 from kvtier.cuda.device.layout import LayoutError
 from kvtier.cuda.host.region import HostRegion
@@ -168,3 +169,28 @@ def test_copies_leave_no_events(backend: HostBackend, start_engine: StartEngine,
     before = backend.driver.in_use["events"]
     blocks.copy(CopyDirection.OUT, 0, range(BLOCKS), range(0, BLOCKS * STEP, STEP))
     assert backend.driver.in_use["events"] == before
+
+
+@pytest.mark.parametrize("backend", ["host"], indirect=True)
+def test_a_failed_copy_waits_for_both_of_its_batches(
+    backend: HostBackend, start_engine: StartEngine, open_blocks: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver may have started a part of the failed batch, so its slots are still in use."""
+    blocks, driver = open_blocks(start_engine(JOINED), batch_copies=1), backend.driver
+    before = driver.in_use["events"]
+    recorded, waited = list[EventId](), list[EventId]()
+    copy, record, wait = driver.copy, driver.record, driver.wait
+
+    def fail_second(*arguments: Any) -> None:
+        if recorded:
+            raise DeviceError(Cause.CANNOT_OPEN, "the second batch fails")
+        copy(*arguments)
+
+    monkeypatch.setattr(driver, "copy", fail_second)
+    monkeypatch.setattr(driver, "record", lambda event, stream: (recorded.append(event), record(event, stream)))
+    monkeypatch.setattr(driver, "wait", lambda event: (waited.append(event), wait(event)))
+    with pytest.raises(DeviceError, match="the second batch fails"):
+        blocks.copy(CopyDirection.OUT, 0, range(BLOCKS), range(0, BLOCKS * STEP, STEP))
+    assert len(recorded) == 2
+    assert sorted(waited) == sorted(recorded)
+    assert driver.in_use["events"] == before
