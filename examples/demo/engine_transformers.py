@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -76,7 +77,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32).eval()
     counter = PrefillCounter(model)
     prompt = torch.tensor([job["prompt"]])
-    with KVTierCache(model, job["endpoint"], block_tokens=job["block_tokens"]) as kv:
+    with KVTierCache(model, job["endpoint"], block_tokens=job["block_tokens"], wait=job["wait_seconds"]) as kv:
         say(f"runs a prompt of {prompt.shape[1]:,} tokens")
         counter.start()
         first = FirstToken()
@@ -86,13 +87,15 @@ def main() -> None:
         )
         say("waits until its blocks are durable")
         kv.flush(output)
-    say(
-        "done",
-        computed=counter.tokens,
-        loaded=dict(kv.last_hit.tiers),
-        first_token_seconds=(first.at or start) - start,
-        output=output[0, prompt.shape[1] :].tolist(),
-    )
+        say(
+            "done",
+            computed=counter.tokens,
+            loaded=dict(kv.last_hit.tiers),
+            first_token_seconds=(first.at or start) - start,
+            output=output[0, prompt.shape[1] :].tolist(),
+        )
+        if job["stays"]:
+            signal.pause()
 
 
 if __name__ == "__main__":
