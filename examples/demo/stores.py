@@ -44,7 +44,8 @@ class RedisNode(Child):
         self.port, self.bus_port = free_ports(address, 2)
         options = ["--bind", address, "--port", self.port, "--cluster-port", self.bus_port, "--dir", directory]
         options += ["--save", "", "--appendonly", "no", "--maxmemory", "256mb", "--maxmemory-policy", "allkeys-lru"]
-        options += ["--cluster-enabled", "yes", "--cluster-require-full-coverage", "no", "--cluster-announce-ip", address]
+        options += ["--cluster-enabled", "yes", "--cluster-announce-ip", address]
+        options += ["--cluster-require-full-coverage", "no"]
         super().__init__(f"Redis at {address}:{self.port}", [program, *map(str, options)], directory / "redis.log")
 
     def ask(self, *words: object) -> Any:
