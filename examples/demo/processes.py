@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 from rich.console import Console
 from rich.status import Status
@@ -63,6 +63,8 @@ class Result:
 class Child:
     """A process that ends when its `with` block ends. Its log is a file."""
 
+    end_signal: ClassVar[signal.Signals] = signal.SIGTERM
+
     def __init__(
         self,
         name: str,
@@ -90,7 +92,7 @@ class Child:
     def __exit__(self, *_: object) -> None:
         if self._process is None:
             return
-        self._process.terminate()
+        self._process.send_signal(self.end_signal)
         try:
             self._process.wait(PATIENCE_SECONDS)
         finally:  # also after a timeout or a second Ctrl-C

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import time
 from collections.abc import Sequence
@@ -37,6 +38,8 @@ def find_program(names: Sequence[str], folders: Sequence[Path], package: str) ->
 
 class RedisNode(Child):
     """A node of the cluster. It has no persistence, and it evicts."""
+
+    end_signal = signal.SIGKILL
 
     def __init__(self, program: str, address: str, directory: Path) -> None:
         directory.mkdir()
@@ -111,6 +114,8 @@ class RedisCluster:
 
 class ObjectStore(Child):
     """SeaweedFS: master, volume server, filer and S3 gateway in one process."""
+
+    end_signal = signal.SIGKILL  # an orderly end takes 25 seconds
 
     def __init__(self, program: str, address: str, directory: Path) -> None:
         self._files = directory / "s3"
