@@ -42,7 +42,8 @@ async def aborted_of(shares: dict[str, int]) -> dict[str, int]:
     await asyncio.sleep(PATIENCE_SECONDS)
     tasks.append(asyncio.create_task(places.receive(late, "late")))
     await async_wait_until(lambda: any(context.aborted for _, context in contexts))
-    await asyncio.sleep(4 * PATIENCE_SECONDS)  # further calls of `_end_oldest`, if the place is not used
+    # If the place is not used, `_end_oldest` is called further times.
+    await asyncio.sleep(4 * PATIENCE_SECONDS)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
