@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 
 from ..base import TierFilter
@@ -13,11 +11,12 @@ from ..negotiation import NamespaceId
 from ..stats.counters import HitCounters
 from ..stats.eviction_history import EvictionHistory
 from ..stats.miss_ratio_curve import MissRatioCurves
-from ..stats.request_log import LookupOutcome, LookupRecord, OutcomeRun, RequestLog, limit_runs, outcome_runs
+from ..stats.request_log import LookupRecord, OutcomeRun, RequestLog, limit_runs, outcome_runs
 from ..types import EngineSession, MissReason, NamespaceSpec, Owner
 from .block import Block
 from .cpu_tier import CpuTier
 from .leases import BlockLease, LeaseTable, SlicedLookup
+from .miss_explainer import LookupMatch, MissExplainer
 from .secondary import Presence, SecondaryTierState
 from .transfers import TransferScheduler
 
@@ -27,38 +26,6 @@ MAX_LEASED_ITEMS = 4 << 20
 """Limit for the items of a session's leases, plus `LEASE_COST` each. Then lookups are refused."""
 
 _ALL_TIERS = TierFilter()
-
-_FORMATS = 16
-"""How many namespaces of a tenant are searched for a missing block, to report FORMAT_MISMATCH."""
-
-
-@dataclass(slots=True)
-class _Match:
-    """What a lookup found, block by block.
-
-    Attributes:
-        items: per examined key the pinned block, or None.
-        sources: per item the position of the tier that has the block.
-        promotions: position, tier and block of each promotion.
-        retries: positions with an outstanding query to a shared tier.
-        deferred: whether an earlier key of the prefix has an outstanding query.
-        reasons: known reasons of misses, by position.
-        ready: number of leading items that are ready in the CPU tier.
-    """
-
-    items: list[Block | None] = field(default_factory=list)
-    sources: bytearray = field(default_factory=bytearray)
-    promotions: list[tuple[int, SecondaryTierState, Block]] = field(default_factory=list)
-    retries: list[int] = field(default_factory=list)
-    deferred: bool = False
-    reasons: dict[int, MissReason] = field(default_factory=dict)
-    ready: int = 0
-
-    def add(self, block: Block | None, source: int = 0) -> None:
-        if block is not None:
-            block.pins += 1
-        self.items.append(block)
-        self.sources.append(source)
 
 
 class LookupHandler:
@@ -84,14 +51,8 @@ class LookupHandler:
         self._request_log = request_log
         self._miss_ratio_curves = miss_ratio_curves
         self._continue_if = continue_if
-        self._formats: dict[str, dict[NamespaceId, None]] = defaultdict(dict)
-
-    def remember_namespace(self, namespace: NamespaceId, tenant: str) -> None:
-        formats = self._formats[tenant]
-        formats.pop(namespace, None)
-        formats[namespace] = None
-        if len(formats) > _FORMATS:
-            del formats[next(iter(formats))]
+        self._misses = MissExplainer(cpu_tier, self._residency, history)
+        self.remember_namespace = self._misses.remember_namespace
 
     def begin(
         self,
@@ -128,7 +89,7 @@ class LookupHandler:
         keys = lookup.keys[start : start + size]
         if lookup.user is None and len(keys) < len(lookup.keys):
             lookup.user = lookup
-        match = _Match(deferred=bool(lookup.retries))
+        match = LookupMatch(deferred=bool(lookup.retries))
         if resetting:
             lookup.rest = MissReason.RESET
             self._record(lookup, now, outcome_runs([MissReason.RESET] * len(keys)), keys[0] if keys else None)
@@ -136,7 +97,7 @@ class LookupHandler:
             if lookup.rest is None:
                 self.check_room(lookup.session, len(lookup.keys) - start)
                 self._find(lookup, keys, match)
-            runs, first_miss = self._explain(lookup, keys, match)
+            runs, first_miss = self._misses.explain(lookup, keys, match)
             self._record(lookup, now, runs, first_miss)
             lookup.uncounted.append((keys, runs))
             if not self._residency.has_shared_tiers:
@@ -252,7 +213,7 @@ class LookupHandler:
         block.written = 0
         self._cpu_tier.release([self._cpu_tier.detach_slot(block, rank) for rank in ranks])
 
-    def _find(self, lookup: SlicedLookup, keys: Sequence[bytes], match: _Match) -> None:
+    def _find(self, lookup: SlicedLookup, keys: Sequence[bytes], match: LookupMatch) -> None:
         """Pins the hits among the next keys of a lookup, and starts promotions."""
         self._match(lookup.session.namespace, keys, lookup.excluded, match, prefix=lookup.prefix)
         if lookup.prefix and not match.retries and not match.deferred:
@@ -266,7 +227,7 @@ class LookupHandler:
         namespace: NamespaceSpec,
         keys: Sequence[bytes],
         excluded: Collection[int],
-        match: _Match,
+        match: LookupMatch,
         *,
         prefix: bool,
     ) -> None:
@@ -294,7 +255,7 @@ class LookupHandler:
         self._residency.count_misses(absent, excluded)
 
     def _match_below(
-        self, namespace: NamespaceSpec, key: bytes, excluded: Collection[int], match: _Match, *, prefix: bool
+        self, namespace: NamespaceSpec, key: bytes, excluded: Collection[int], match: LookupMatch, *, prefix: bool
     ) -> bool:
         """Looks for a block in the secondary tiers; returns False for a miss."""
         secondary, presence = self._residency.find(namespace.id, key, excluded)
@@ -319,7 +280,7 @@ class LookupHandler:
         match.add(block, secondary.index)
         return True
 
-    def _discard_hits(self, match: _Match) -> None:
+    def _discard_hits(self, match: LookupMatch) -> None:
         for _, _, block in match.promotions:
             block.promoting = False
         match.promotions.clear()
@@ -330,7 +291,7 @@ class LookupHandler:
                 match.items[position] = None
                 self._cpu_tier.unpin([found])
 
-    def _start_promotions(self, match: _Match, user: Hashable, *, prefix: bool) -> None:
+    def _start_promotions(self, match: LookupMatch, user: Hashable, *, prefix: bool) -> None:
         """Allocates slots for promotions; blocks without slots become misses (B3.16)."""
         if not match.promotions:
             return
@@ -347,7 +308,7 @@ class LookupHandler:
             self._drop_unplaced(match, failed, prefix=prefix)
         self._transfers.promote(started, user)
 
-    def _drop_unplaced(self, match: _Match, failed: Collection[Block], *, prefix: bool) -> None:
+    def _drop_unplaced(self, match: LookupMatch, failed: Collection[Block], *, prefix: bool) -> None:
         """Turns blocks without slots into misses, and in a prefix all blocks behind them."""
         first = next(position for position, block in enumerate(match.items) if block in failed)
         if prefix:
@@ -359,7 +320,7 @@ class LookupHandler:
                 match.reasons[position] = MissReason.NO_ROOM
                 self._cpu_tier.unpin([block])
 
-    def _record_use(self, match: _Match, user: Hashable, retain_until: float) -> int:
+    def _record_use(self, match: LookupMatch, user: Hashable, retain_until: float) -> int:
         """Records the use of the hits; returns how many could not be retained."""
         hits = list(filter(None, dict.fromkeys(match.items)))
         if not hits:
@@ -370,7 +331,7 @@ class LookupHandler:
             self._transfers.retain(hits)
         return not_retained
 
-    def _grant(self, lookup: SlicedLookup, match: _Match, expires_at: float, now: float) -> None:
+    def _grant(self, lookup: SlicedLookup, match: LookupMatch, expires_at: float, now: float) -> None:
         """Adds the hits to the lookup's lease; grants the lease at the first hit."""
         lease = lookup.lease
         if lease is None and any(match.items):
@@ -393,52 +354,6 @@ class LookupHandler:
         for block, source in () if is_ready else zip(match.items, match.sources, strict=True):
             if block is not None and not block.ready:
                 self.counters.hit(block.namespace, source, -1)
-
-    def _explain(
-        self, lookup: SlicedLookup, keys: Sequence[bytes], match: _Match
-    ) -> tuple[tuple[OutcomeRun, ...], bytes | None]:
-        """Returns the outcomes and the first missing key. Sets the reason behind a prefix."""
-        if match.ready == len(keys):
-            return ((OutcomeRun(len(keys), 0),) if keys else ()), None
-        outcomes: list[LookupOutcome] = list(match.sources)
-        for position in match.retries:
-            outcomes[position] = None
-        retries = set(match.retries)
-        missed = [n for n, block in enumerate(match.items) if block is None and n not in retries]
-        missed += range(len(match.items), len(keys))
-        if not missed:
-            return outcome_runs(outcomes), None
-        outcomes += [None] * (len(keys) - len(outcomes))
-        default = lookup.rest or self._default_reason(lookup, keys, match, missed)
-        if lookup.prefix and not (lookup.is_short and len(match.items) == len(keys)):
-            lookup.rest = default if len(match.items) < len(keys) else match.reasons[missed[0]]
-        namespace = lookup.session.namespace.id
-        known = self._history.reasons_for(namespace, (keys[n] for n in missed), default)
-        for position, why in zip(missed, known, strict=True):
-            outcomes[position] = match.reasons.get(position) or why
-        return outcome_runs(outcomes), keys[missed[0]]
-
-    def _default_reason(
-        self, lookup: SlicedLookup, keys: Sequence[bytes], match: _Match, missed: Sequence[int]
-    ) -> MissReason:
-        """Returns the reason for misses that neither `match` nor the eviction history explains."""
-        broken_at = len(match.items)
-        if lookup.prefix and broken_at < len(keys):
-            return match.reasons.get(broken_at) or self._miss_reason(lookup.session, keys[broken_at])
-        unexplained = next((n for n in missed if n not in match.reasons), None)
-        why = None if unexplained is None else self._miss_reason(lookup.session, keys[unexplained])
-        return MissReason.FORMAT_MISMATCH if why is MissReason.FORMAT_MISMATCH else MissReason.NEVER_STORED
-
-    def _miss_reason(self, session: EngineSession, key: bytes) -> MissReason:
-        if (known := self._history.reason_for(session.namespace.id, key)) is not None:
-            return known
-        others = reversed(self._formats[session.tenant])
-        elsewhere = any(self._is_in_namespace(other, key) for other in others if other != session.namespace.id)
-        return MissReason.FORMAT_MISMATCH if elsewhere else MissReason.NEVER_STORED
-
-    def _is_in_namespace(self, namespace: NamespaceId, key: bytes) -> bool:
-        block = self._cpu_tier.blocks_of(namespace).get(key)
-        return (block is not None and block.ready) or self._residency.position_of(namespace, key) is not None
 
     def _record(self, lookup: SlicedLookup, now: float, runs: tuple[OutcomeRun, ...], first_miss: bytes | None) -> None:
         owner = lookup.owner

@@ -1,0 +1,112 @@
+"""Reasons of the misses of a lookup."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..base import NamespaceId
+from ..stats.eviction_history import EvictionHistory
+from ..stats.request_log import LookupOutcome, OutcomeRun, outcome_runs
+from ..types import EngineSession, MissReason
+from .block import Block
+from .cpu_tier import CpuTier
+from .leases import SlicedLookup
+from .residency import ResidencyIndex
+from .secondary import SecondaryTierState
+
+__all__ = ["LookupMatch", "MissExplainer"]
+
+_FORMATS = 16
+"""How many namespaces of a tenant are searched for a missing block, to report FORMAT_MISMATCH."""
+
+
+@dataclass(slots=True)
+class LookupMatch:
+    """What a lookup found, block by block.
+
+    Attributes:
+        items: per examined key the pinned block, or None.
+        sources: per item the position of the tier that has the block.
+        promotions: position, tier and block of each promotion.
+        retries: positions with an outstanding query to a shared tier.
+        deferred: whether an earlier key of the prefix has an outstanding query.
+        reasons: known reasons of misses, by position.
+        ready: number of leading items that are ready in the CPU tier.
+    """
+
+    items: list[Block | None] = field(default_factory=list)
+    sources: bytearray = field(default_factory=bytearray)
+    promotions: list[tuple[int, SecondaryTierState, Block]] = field(default_factory=list)
+    retries: list[int] = field(default_factory=list)
+    deferred: bool = False
+    reasons: dict[int, MissReason] = field(default_factory=dict)
+    ready: int = 0
+
+    def add(self, block: Block | None, source: int = 0) -> None:
+        if block is not None:
+            block.pins += 1
+        self.items.append(block)
+        self.sources.append(source)
+
+
+class MissExplainer:
+    def __init__(self, cpu_tier: CpuTier, residency: ResidencyIndex, history: EvictionHistory) -> None:
+        self._cpu_tier = cpu_tier
+        self._residency = residency
+        self._history = history
+        self._formats: dict[str, dict[NamespaceId, None]] = defaultdict(dict)
+
+    def remember_namespace(self, namespace: NamespaceId, tenant: str) -> None:
+        formats = self._formats[tenant]
+        formats.pop(namespace, None)
+        formats[namespace] = None
+        if len(formats) > _FORMATS:
+            del formats[next(iter(formats))]
+
+    def explain(
+        self, lookup: SlicedLookup, keys: Sequence[bytes], match: LookupMatch
+    ) -> tuple[tuple[OutcomeRun, ...], bytes | None]:
+        """Returns the outcomes and the first missing key. Sets the reason behind a prefix."""
+        if match.ready == len(keys):
+            return ((OutcomeRun(len(keys), 0),) if keys else ()), None
+        outcomes: list[LookupOutcome] = list(match.sources)
+        for position in match.retries:
+            outcomes[position] = None
+        retries = set(match.retries)
+        missed = [n for n, block in enumerate(match.items) if block is None and n not in retries]
+        missed += range(len(match.items), len(keys))
+        if not missed:
+            return outcome_runs(outcomes), None
+        outcomes += [None] * (len(keys) - len(outcomes))
+        default = lookup.rest or self._default_reason(lookup, keys, match, missed)
+        if lookup.prefix and not (lookup.is_short and len(match.items) == len(keys)):
+            lookup.rest = default if len(match.items) < len(keys) else match.reasons[missed[0]]
+        namespace = lookup.session.namespace.id
+        known = self._history.reasons_for(namespace, (keys[n] for n in missed), default)
+        for position, why in zip(missed, known, strict=True):
+            outcomes[position] = match.reasons.get(position) or why
+        return outcome_runs(outcomes), keys[missed[0]]
+
+    def _default_reason(
+        self, lookup: SlicedLookup, keys: Sequence[bytes], match: LookupMatch, missed: Sequence[int]
+    ) -> MissReason:
+        """Returns the reason for misses that neither `match` nor the eviction history explains."""
+        broken_at = len(match.items)
+        if lookup.prefix and broken_at < len(keys):
+            return match.reasons.get(broken_at) or self._miss_reason(lookup.session, keys[broken_at])
+        unexplained = next((n for n in missed if n not in match.reasons), None)
+        why = None if unexplained is None else self._miss_reason(lookup.session, keys[unexplained])
+        return MissReason.FORMAT_MISMATCH if why is MissReason.FORMAT_MISMATCH else MissReason.NEVER_STORED
+
+    def _miss_reason(self, session: EngineSession, key: bytes) -> MissReason:
+        if (known := self._history.reason_for(session.namespace.id, key)) is not None:
+            return known
+        others = reversed(self._formats[session.tenant])
+        elsewhere = any(self._is_in_namespace(other, key) for other in others if other != session.namespace.id)
+        return MissReason.FORMAT_MISMATCH if elsewhere else MissReason.NEVER_STORED
+
+    def _is_in_namespace(self, namespace: NamespaceId, key: bytes) -> bool:
+        block = self._cpu_tier.blocks_of(namespace).get(key)
+        return (block is not None and block.ready) or self._residency.position_of(namespace, key) is not None
