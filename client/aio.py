@@ -13,6 +13,7 @@ from ..cuda.host.copy import HostBuffer
 from ..cuda.host.pinning import Pin
 from ..protos.credentials import Credentials
 from ..protos.v1 import admin_pb2
+from .connection_state import ConnectionState
 from .device import KvBuffers, Mark
 from .effects import Connect, Operation, Transport
 from .errors import KVTierError
@@ -23,6 +24,7 @@ from .results import (
     HoldName,
     LookupResult,
     NotClaimedReason,
+    Prefetched,
     Publication,
     ReadBatch,
     RequestOutcome,
@@ -57,7 +59,7 @@ class AsyncLease(LookupResult):
         await self.release()
 
 
-class AsyncClient:
+class AsyncClient(ConnectionState):
     """Client of one kvtier server, local or remote, for asyncio.
 
     Construct the client on the event loop that uses it. A separate thread keeps the session open,
@@ -108,26 +110,6 @@ class AsyncClient:
         identity = ClientIdentity(namespace, name, self.engine_id, rank, transport, pin, published)
         self._transport = backend or AsyncGrpcTransport(endpoint, identity, self.timeouts, credentials)
         self._operations = Operations(namespace, self.timeouts, self._transport.invalidate, pin)
-
-    @property
-    def connected(self) -> bool:
-        """Whether there is a session now."""
-        return self._transport.session is not None
-
-    @property
-    def max_keys(self) -> int | None:
-        """Maximum number of keys per call; None while there is no session."""
-        return session.limits.max_keys if (session := self._transport.session) else None
-
-    @property
-    def epoch(self) -> int | None:
-        """Random id of the current server process; None while there is no session."""
-        return session.ref.epoch if (session := self._transport.session) else None
-
-    @property
-    def transport(self) -> str | None:
-        """Current transport of bytes: "shm", "tcp" or "grpc"; None while there is no session."""
-        return session.transport if (session := self._transport.session) else None
 
     async def wait_until_connected(self, timeout: float | None = None) -> None:
         """Waits `timeout` s (`Timeouts.connect`) for a session, or until a `permanent` refusal."""
@@ -204,6 +186,24 @@ class AsyncClient:
                 min_hits=min_hits,
                 retain_for=retain_for,
             )
+        )
+
+    async def prefetch(
+        self,
+        keys: Sequence[bytes],
+        *,
+        request_id: str = "",
+        wait: float = 0.0,
+        exclude: TierFilter | None = None,
+        retain_for: float | None = None,
+    ) -> Prefetched:
+        """Starts to promote the leading blocks into the CPU tier, and takes no lease.
+
+        Without `retain_for`, the server may evict the blocks again before a lookup. `wait`: seconds
+        to wait for answers of shared tiers, not for promotions. For other arguments see `lookup`.
+        """
+        return await self._run(
+            self._operations.prefetch(keys, request_id=request_id, wait=wait, exclude=exclude, retain_for=retain_for)
         )
 
     @contextlib.asynccontextmanager

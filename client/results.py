@@ -20,6 +20,7 @@ __all__ = [
     "Medium",
     "NotClaimedReason",
     "OffloadPolicy",
+    "Prefetched",
     "Publication",
     "PublishStatus",
     "ReadBatch",
@@ -120,6 +121,27 @@ class TierVote:
     tier: str
     policy: OffloadPolicy
     why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefetched:
+    """Result of a prefetch. Each key counts once, except for `not_retained`.
+
+    Attributes:
+        present: number of leading blocks in the CPU tier, or on their way there for other calls.
+        started: number of blocks that the server has started to promote.
+        missing: number of keys from the first one that no tier has.
+        no_room: number of keys from the first one for which the CPU tier has no room.
+        unanswered: number of keys for which a shared tier did not answer in time.
+        not_retained: number of blocks that the CPU tier does not retain as requested.
+    """
+
+    present: int
+    started: int
+    missing: int
+    no_room: int
+    unanswered: int
+    not_retained: int
 
 
 @dataclass(frozen=True, slots=True)

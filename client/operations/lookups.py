@@ -10,7 +10,7 @@ from ...protos.v1 import cache_pb2
 from ...protos.wire.packed_keys import unpack_offsets
 from ..effects import Connect, Operation
 from ..errors import InvalidRequest
-from ..results import LookupResult, Medium, OffloadPolicy, RequestOutcome, TierFilter, TierVote
+from ..results import LookupResult, Medium, OffloadPolicy, Prefetched, RequestOutcome, TierFilter, TierVote
 from ..session.session import ClientSession
 from .base import Base, as_json, duration, key_fields, member, message
 
@@ -84,6 +84,35 @@ class LookupOperations(Base):
         )
         answer = yield from self._call(session, "CacheService/Lookup", request, wait)
         return lookup_result(answer, request_id, keys, session)
+
+    def prefetch(
+        self,
+        keys: Sequence[bytes],
+        *,
+        request_id: str,
+        wait: float,
+        exclude: TierFilter | None,
+        retain_for: float | None,
+    ) -> Operation[Prefetched]:
+        session: ClientSession = yield Connect(self._timeouts.connect)
+        request = message(
+            cache_pb2.PrefetchRequest,
+            session=session.ref,
+            request_id=request_id,
+            **key_fields(session, keys),
+            wait=duration("wait", wait),
+            exclude=tier_filter(exclude),
+            retain_for=duration("retain_for", retain_for),
+        )
+        answer = yield from self._call(session, "CacheService/Prefetch", request, wait)
+        return Prefetched(
+            present=answer.present_blocks,
+            started=answer.started_blocks,
+            missing=answer.missing_blocks,
+            no_room=answer.no_room_blocks,
+            unanswered=answer.unanswered_blocks,
+            not_retained=answer.not_retained_blocks,
+        )
 
     def release(self, lease_ids: Iterable[int]) -> Operation[None]:
         yield from self._request(cache_pb2.ReleaseLeaseRequest, "CacheService/ReleaseLease", lease_ids=lease_ids)

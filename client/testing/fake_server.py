@@ -140,6 +140,7 @@ class FakeServer:
         handlers: dict[str, Callable[[Any], Any]] = {
             "BeginRequest": self._begin_request,
             "Lookup": self._lookup,
+            "Prefetch": self._prefetch,
             "PrepareLoad": self._prepare_load,
             "CompleteLoad": self._complete_load,
             "ReleaseLease": self._release_lease,
@@ -198,6 +199,11 @@ class FakeServer:
         return cache_pb2.LookupResponse(
             statuses=statuses, prefix_hits=hits, sources=bytes(len(found)), lease_id=lease_id
         )
+
+    def _prefetch(self, request: cache_pb2.PrefetchRequest) -> cache_pb2.PrefetchResponse:
+        names = self._names(self._session(request.session), request.keys)
+        present = sum(1 for _ in itertools.takewhile(self._ready, names))
+        return cache_pb2.PrefetchResponse(present_blocks=present, missing_blocks=len(names) - present)
 
     def _grant(self, session: _Session, request_id: str, names: list[BlockName | None]) -> int:
         lease_id = next(self._ids)

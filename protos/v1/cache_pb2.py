@@ -26,19 +26,19 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from . import common_pb2 as kvtier_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvtier/v1/cache.proto\x12\tkvtier.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvtier/v1/common.proto\"\xbf\x03\n\x13\x42\x65ginRequestRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\x12#\n\x04mode\x18\x04 \x01(\x0e\x32\x15.kvtier.v1.LookupMode\x12\x15\n\rprompt_tokens\x18\x05 \x01(\x04\x12\x1f\n\x17kv_transfer_params_json\x18\x06 \x01(\t\x12\x31\n\x0elease_duration\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04wait\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08priority\x18\t \x01(\x05\x12&\n\x07\x65xclude\x18\n \x01(\x0b\x32\x15.kvtier.v1.TierFilter\x12\x10\n\x08min_hits\x18\x0b \x01(\r\x12-\n\nretain_for\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x0bpacked_keys\x18\r \x01(\x0b\x32\x15.kvtier.v1.PackedKeys\"Q\n\nTierFilter\x12\r\n\x05names\x18\x01 \x03(\t\x12$\n\x05media\x18\x02 \x03(\x0e\x32\x15.kvtier.v1.TierMedium\x12\x0e\n\x06remote\x18\x03 \x01(\x08\"O\n\x08TierVote\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12(\n\x06policy\x18\x02 \x01(\x0e\x32\x18.kvtier.v1.OffloadPolicy\x12\x0b\n\x03why\x18\x03 \x01(\t\"\x8f\x01\n\x14\x42\x65ginRequestResponse\x12(\n\x06policy\x18\x01 \x01(\x0e\x32\x18.kvtier.v1.OffloadPolicy\x12\"\n\x05votes\x18\x02 \x03(\x0b\x32\x13.kvtier.v1.TierVote\x12)\n\x06lookup\x18\x03 \x01(\x0b\x32\x19.kvtier.v1.LookupResponse\"\x83\x03\n\rLookupRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\x12#\n\x04mode\x18\x04 \x01(\x0e\x32\x15.kvtier.v1.LookupMode\x12\x31\n\x0elease_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04wait\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nwant_slots\x18\x07 \x01(\x08\x12&\n\x07\x65xclude\x18\x08 \x01(\x0b\x32\x15.kvtier.v1.TierFilter\x12\x10\n\x08min_hits\x18\t \x01(\r\x12-\n\nretain_for\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x0bpacked_keys\x18\x0b \x01(\x0b\x32\x15.kvtier.v1.PackedKeys\"\x8d\x01\n\x0eLookupResponse\x12\x10\n\x08statuses\x18\x01 \x01(\x0c\x12\x13\n\x0bprefix_hits\x18\x02 \x01(\r\x12\x0f\n\x07sources\x18\x03 \x01(\x0c\x12\x10\n\x08lease_id\x18\x04 \x01(\x04\x12\x14\n\x0cslot_offsets\x18\x05 \x01(\x0c\x12\x1b\n\x13not_retained_blocks\x18\x06 \x01(\r\"]\n\x12PrepareLoadRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\r\n\x05items\x18\x03 \x03(\r\"E\n\x13PrepareLoadResponse\x12\x14\n\x0cslot_offsets\x18\x01 \x01(\x0c\x12\x18\n\x10part_sizes_bytes\x18\x02 \x01(\x0c\"`\n\x13\x43ompleteLoadRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\x0f\n\x07release\x18\x03 \x01(\x08\"\x16\n\x14\x43ompleteLoadResponse\"P\n\x13ReleaseLeaseRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x11\n\tlease_ids\x18\x02 \x03(\x04\"\x16\n\x14ReleaseLeaseResponse\"|\n\x0cTouchRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x11\n\tlease_ids\x18\x02 \x03(\x04\x12\x31\n\x0elease_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"*\n\rTouchResponse\x12\x19\n\x11missing_lease_ids\x18\x01 \x03(\x04\"\xba\x01\n\x13PrepareStoreRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\x12-\n\nretain_for\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x0bpacked_keys\x18\x05 \x01(\x0b\x32\x15.kvtier.v1.PackedKeys\"m\n\x14PrepareStoreResponse\x12\x10\n\x08store_id\x18\x01 \x01(\x04\x12\x10\n\x08statuses\x18\x02 \x01(\x0c\x12\x14\n\x0cslot_offsets\x18\x03 \x01(\x0c\x12\x1b\n\x13not_retained_blocks\x18\x04 \x01(\r\"u\n\x14\x43ompleteStoreRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x10\n\x08store_id\x18\x02 \x01(\x04\x12\x14\n\x0c\x66\x61iled_items\x18\x03 \x03(\r\x12\r\n\x05\x61\x62ort\x18\x04 \x01(\x08\"\x17\n\x15\x43ompleteStoreResponse\"m\n\x0c\x46lushRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12\'\n\x04wait\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"!\n\rFlushResponse\x12\x10\n\x08statuses\x18\x01 \x01(\x0c\"{\n\x14\x46inishRequestRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\'\n\x04wait\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"C\n\x15\x46inishRequestResponse\x12\x0f\n\x07settled\x18\x01 \x01(\x08\x12\x19\n\x11incomplete_blocks\x18\x02 \x01(\x04\"o\n\x0cResetRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\'\n\x04wait\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06retire\x18\x03 \x01(\x08\"\'\n\rResetResponse\x12\x16\n\x0epending_blocks\x18\x01 \x01(\x04*q\n\rOffloadPolicy\x12\x1e\n\x1aOFFLOAD_POLICY_UNSPECIFIED\x10\x00\x12\x1e\n\x1aOFFLOAD_POLICY_BLOCK_LEVEL\x10\x01\x12 \n\x1cOFFLOAD_POLICY_REQUEST_LEVEL\x10\x02*W\n\nLookupMode\x12\x1b\n\x17LOOKUP_MODE_UNSPECIFIED\x10\x00\x12\x16\n\x12LOOKUP_MODE_PREFIX\x10\x01\x12\x14\n\x10LOOKUP_MODE_EACH\x10\x02*p\n\nTierMedium\x12\x1b\n\x17TIER_MEDIUM_UNSPECIFIED\x10\x00\x12\x16\n\x12TIER_MEDIUM_MEMORY\x10\x01\x12\x14\n\x10TIER_MEDIUM_DISK\x10\x02\x12\x17\n\x13TIER_MEDIUM_NETWORK\x10\x03\x32\xbb\x06\n\x0c\x43\x61\x63heService\x12O\n\x0c\x42\x65ginRequest\x12\x1e.kvtier.v1.BeginRequestRequest\x1a\x1f.kvtier.v1.BeginRequestResponse\x12=\n\x06Lookup\x12\x18.kvtier.v1.LookupRequest\x1a\x19.kvtier.v1.LookupResponse\x12L\n\x0bPrepareLoad\x12\x1d.kvtier.v1.PrepareLoadRequest\x1a\x1e.kvtier.v1.PrepareLoadResponse\x12O\n\x0c\x43ompleteLoad\x12\x1e.kvtier.v1.CompleteLoadRequest\x1a\x1f.kvtier.v1.CompleteLoadResponse\x12O\n\x0cReleaseLease\x12\x1e.kvtier.v1.ReleaseLeaseRequest\x1a\x1f.kvtier.v1.ReleaseLeaseResponse\x12:\n\x05Touch\x12\x17.kvtier.v1.TouchRequest\x1a\x18.kvtier.v1.TouchResponse\x12O\n\x0cPrepareStore\x12\x1e.kvtier.v1.PrepareStoreRequest\x1a\x1f.kvtier.v1.PrepareStoreResponse\x12R\n\rCompleteStore\x12\x1f.kvtier.v1.CompleteStoreRequest\x1a .kvtier.v1.CompleteStoreResponse\x12:\n\x05\x46lush\x12\x17.kvtier.v1.FlushRequest\x1a\x18.kvtier.v1.FlushResponse\x12R\n\rFinishRequest\x12\x1f.kvtier.v1.FinishRequestRequest\x1a .kvtier.v1.FinishRequestResponse\x12:\n\x05Reset\x12\x17.kvtier.v1.ResetRequest\x1a\x18.kvtier.v1.ResetResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvtier/v1/cache.proto\x12\tkvtier.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvtier/v1/common.proto\"\xbf\x03\n\x13\x42\x65ginRequestRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\x12#\n\x04mode\x18\x04 \x01(\x0e\x32\x15.kvtier.v1.LookupMode\x12\x15\n\rprompt_tokens\x18\x05 \x01(\x04\x12\x1f\n\x17kv_transfer_params_json\x18\x06 \x01(\t\x12\x31\n\x0elease_duration\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04wait\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08priority\x18\t \x01(\x05\x12&\n\x07\x65xclude\x18\n \x01(\x0b\x32\x15.kvtier.v1.TierFilter\x12\x10\n\x08min_hits\x18\x0b \x01(\r\x12-\n\nretain_for\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x0bpacked_keys\x18\r \x01(\x0b\x32\x15.kvtier.v1.PackedKeys\"Q\n\nTierFilter\x12\r\n\x05names\x18\x01 \x03(\t\x12$\n\x05media\x18\x02 \x03(\x0e\x32\x15.kvtier.v1.TierMedium\x12\x0e\n\x06remote\x18\x03 \x01(\x08\"O\n\x08TierVote\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12(\n\x06policy\x18\x02 \x01(\x0e\x32\x18.kvtier.v1.OffloadPolicy\x12\x0b\n\x03why\x18\x03 \x01(\t\"\x8f\x01\n\x14\x42\x65ginRequestResponse\x12(\n\x06policy\x18\x01 \x01(\x0e\x32\x18.kvtier.v1.OffloadPolicy\x12\"\n\x05votes\x18\x02 \x03(\x0b\x32\x13.kvtier.v1.TierVote\x12)\n\x06lookup\x18\x03 \x01(\x0b\x32\x19.kvtier.v1.LookupResponse\"\x83\x03\n\rLookupRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\x12#\n\x04mode\x18\x04 \x01(\x0e\x32\x15.kvtier.v1.LookupMode\x12\x31\n\x0elease_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04wait\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nwant_slots\x18\x07 \x01(\x08\x12&\n\x07\x65xclude\x18\x08 \x01(\x0b\x32\x15.kvtier.v1.TierFilter\x12\x10\n\x08min_hits\x18\t \x01(\r\x12-\n\nretain_for\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x0bpacked_keys\x18\x0b \x01(\x0b\x32\x15.kvtier.v1.PackedKeys\"\x8d\x01\n\x0eLookupResponse\x12\x10\n\x08statuses\x18\x01 \x01(\x0c\x12\x13\n\x0bprefix_hits\x18\x02 \x01(\r\x12\x0f\n\x07sources\x18\x03 \x01(\x0c\x12\x10\n\x08lease_id\x18\x04 \x01(\x04\x12\x14\n\x0cslot_offsets\x18\x05 \x01(\x0c\x12\x1b\n\x13not_retained_blocks\x18\x06 \x01(\r\"\x87\x02\n\x0fPrefetchRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\x12\'\n\x04wait\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x07\x65xclude\x18\x05 \x01(\x0b\x32\x15.kvtier.v1.TierFilter\x12-\n\nretain_for\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x0bpacked_keys\x18\x07 \x01(\x0b\x32\x15.kvtier.v1.PackedKeys\"\xaa\x01\n\x10PrefetchResponse\x12\x16\n\x0epresent_blocks\x18\x01 \x01(\r\x12\x16\n\x0estarted_blocks\x18\x02 \x01(\r\x12\x16\n\x0emissing_blocks\x18\x03 \x01(\r\x12\x16\n\x0eno_room_blocks\x18\x04 \x01(\r\x12\x19\n\x11unanswered_blocks\x18\x05 \x01(\r\x12\x1b\n\x13not_retained_blocks\x18\x06 \x01(\r\"]\n\x12PrepareLoadRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\r\n\x05items\x18\x03 \x03(\r\"E\n\x13PrepareLoadResponse\x12\x14\n\x0cslot_offsets\x18\x01 \x01(\x0c\x12\x18\n\x10part_sizes_bytes\x18\x02 \x01(\x0c\"`\n\x13\x43ompleteLoadRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\x0f\n\x07release\x18\x03 \x01(\x08\"\x16\n\x14\x43ompleteLoadResponse\"P\n\x13ReleaseLeaseRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x11\n\tlease_ids\x18\x02 \x03(\x04\"\x16\n\x14ReleaseLeaseResponse\"|\n\x0cTouchRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x11\n\tlease_ids\x18\x02 \x03(\x04\x12\x31\n\x0elease_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"*\n\rTouchResponse\x12\x19\n\x11missing_lease_ids\x18\x01 \x03(\x04\"\xba\x01\n\x13PrepareStoreRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\x12-\n\nretain_for\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x0bpacked_keys\x18\x05 \x01(\x0b\x32\x15.kvtier.v1.PackedKeys\"m\n\x14PrepareStoreResponse\x12\x10\n\x08store_id\x18\x01 \x01(\x04\x12\x10\n\x08statuses\x18\x02 \x01(\x0c\x12\x14\n\x0cslot_offsets\x18\x03 \x01(\x0c\x12\x1b\n\x13not_retained_blocks\x18\x04 \x01(\r\"u\n\x14\x43ompleteStoreRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x10\n\x08store_id\x18\x02 \x01(\x04\x12\x14\n\x0c\x66\x61iled_items\x18\x03 \x03(\r\x12\r\n\x05\x61\x62ort\x18\x04 \x01(\x08\"\x17\n\x15\x43ompleteStoreResponse\"m\n\x0c\x46lushRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12\'\n\x04wait\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"!\n\rFlushResponse\x12\x10\n\x08statuses\x18\x01 \x01(\x0c\"{\n\x14\x46inishRequestRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\'\n\x04wait\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"C\n\x15\x46inishRequestResponse\x12\x0f\n\x07settled\x18\x01 \x01(\x08\x12\x19\n\x11incomplete_blocks\x18\x02 \x01(\x04\"o\n\x0cResetRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\'\n\x04wait\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06retire\x18\x03 \x01(\x08\"\'\n\rResetResponse\x12\x16\n\x0epending_blocks\x18\x01 \x01(\x04*q\n\rOffloadPolicy\x12\x1e\n\x1aOFFLOAD_POLICY_UNSPECIFIED\x10\x00\x12\x1e\n\x1aOFFLOAD_POLICY_BLOCK_LEVEL\x10\x01\x12 \n\x1cOFFLOAD_POLICY_REQUEST_LEVEL\x10\x02*W\n\nLookupMode\x12\x1b\n\x17LOOKUP_MODE_UNSPECIFIED\x10\x00\x12\x16\n\x12LOOKUP_MODE_PREFIX\x10\x01\x12\x14\n\x10LOOKUP_MODE_EACH\x10\x02*p\n\nTierMedium\x12\x1b\n\x17TIER_MEDIUM_UNSPECIFIED\x10\x00\x12\x16\n\x12TIER_MEDIUM_MEMORY\x10\x01\x12\x14\n\x10TIER_MEDIUM_DISK\x10\x02\x12\x17\n\x13TIER_MEDIUM_NETWORK\x10\x03\x32\x80\x07\n\x0c\x43\x61\x63heService\x12O\n\x0c\x42\x65ginRequest\x12\x1e.kvtier.v1.BeginRequestRequest\x1a\x1f.kvtier.v1.BeginRequestResponse\x12=\n\x06Lookup\x12\x18.kvtier.v1.LookupRequest\x1a\x19.kvtier.v1.LookupResponse\x12\x43\n\x08Prefetch\x12\x1a.kvtier.v1.PrefetchRequest\x1a\x1b.kvtier.v1.PrefetchResponse\x12L\n\x0bPrepareLoad\x12\x1d.kvtier.v1.PrepareLoadRequest\x1a\x1e.kvtier.v1.PrepareLoadResponse\x12O\n\x0c\x43ompleteLoad\x12\x1e.kvtier.v1.CompleteLoadRequest\x1a\x1f.kvtier.v1.CompleteLoadResponse\x12O\n\x0cReleaseLease\x12\x1e.kvtier.v1.ReleaseLeaseRequest\x1a\x1f.kvtier.v1.ReleaseLeaseResponse\x12:\n\x05Touch\x12\x17.kvtier.v1.TouchRequest\x1a\x18.kvtier.v1.TouchResponse\x12O\n\x0cPrepareStore\x12\x1e.kvtier.v1.PrepareStoreRequest\x1a\x1f.kvtier.v1.PrepareStoreResponse\x12R\n\rCompleteStore\x12\x1f.kvtier.v1.CompleteStoreRequest\x1a .kvtier.v1.CompleteStoreResponse\x12:\n\x05\x46lush\x12\x17.kvtier.v1.FlushRequest\x1a\x18.kvtier.v1.FlushResponse\x12R\n\rFinishRequest\x12\x1f.kvtier.v1.FinishRequestRequest\x1a .kvtier.v1.FinishRequestResponse\x12:\n\x05Reset\x12\x17.kvtier.v1.ResetRequest\x1a\x18.kvtier.v1.ResetResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvtier.v1.cache_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_OFFLOADPOLICY']._serialized_start=2888
-  _globals['_OFFLOADPOLICY']._serialized_end=3001
-  _globals['_LOOKUPMODE']._serialized_start=3003
-  _globals['_LOOKUPMODE']._serialized_end=3090
-  _globals['_TIERMEDIUM']._serialized_start=3092
-  _globals['_TIERMEDIUM']._serialized_end=3204
+  _globals['_OFFLOADPOLICY']._serialized_start=3327
+  _globals['_OFFLOADPOLICY']._serialized_end=3440
+  _globals['_LOOKUPMODE']._serialized_start=3442
+  _globals['_LOOKUPMODE']._serialized_end=3529
+  _globals['_TIERMEDIUM']._serialized_start=3531
+  _globals['_TIERMEDIUM']._serialized_end=3643
   _globals['_BEGINREQUESTREQUEST']._serialized_start=93
   _globals['_BEGINREQUESTREQUEST']._serialized_end=540
   _globals['_TIERFILTER']._serialized_start=542
@@ -51,42 +51,46 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOOKUPREQUEST']._serialized_end=1240
   _globals['_LOOKUPRESPONSE']._serialized_start=1243
   _globals['_LOOKUPRESPONSE']._serialized_end=1384
-  _globals['_PREPARELOADREQUEST']._serialized_start=1386
-  _globals['_PREPARELOADREQUEST']._serialized_end=1479
-  _globals['_PREPARELOADRESPONSE']._serialized_start=1481
-  _globals['_PREPARELOADRESPONSE']._serialized_end=1550
-  _globals['_COMPLETELOADREQUEST']._serialized_start=1552
-  _globals['_COMPLETELOADREQUEST']._serialized_end=1648
-  _globals['_COMPLETELOADRESPONSE']._serialized_start=1650
-  _globals['_COMPLETELOADRESPONSE']._serialized_end=1672
-  _globals['_RELEASELEASEREQUEST']._serialized_start=1674
-  _globals['_RELEASELEASEREQUEST']._serialized_end=1754
-  _globals['_RELEASELEASERESPONSE']._serialized_start=1756
-  _globals['_RELEASELEASERESPONSE']._serialized_end=1778
-  _globals['_TOUCHREQUEST']._serialized_start=1780
-  _globals['_TOUCHREQUEST']._serialized_end=1904
-  _globals['_TOUCHRESPONSE']._serialized_start=1906
-  _globals['_TOUCHRESPONSE']._serialized_end=1948
-  _globals['_PREPARESTOREREQUEST']._serialized_start=1951
-  _globals['_PREPARESTOREREQUEST']._serialized_end=2137
-  _globals['_PREPARESTORERESPONSE']._serialized_start=2139
-  _globals['_PREPARESTORERESPONSE']._serialized_end=2248
-  _globals['_COMPLETESTOREREQUEST']._serialized_start=2250
-  _globals['_COMPLETESTOREREQUEST']._serialized_end=2367
-  _globals['_COMPLETESTORERESPONSE']._serialized_start=2369
-  _globals['_COMPLETESTORERESPONSE']._serialized_end=2392
-  _globals['_FLUSHREQUEST']._serialized_start=2394
-  _globals['_FLUSHREQUEST']._serialized_end=2503
-  _globals['_FLUSHRESPONSE']._serialized_start=2505
-  _globals['_FLUSHRESPONSE']._serialized_end=2538
-  _globals['_FINISHREQUESTREQUEST']._serialized_start=2540
-  _globals['_FINISHREQUESTREQUEST']._serialized_end=2663
-  _globals['_FINISHREQUESTRESPONSE']._serialized_start=2665
-  _globals['_FINISHREQUESTRESPONSE']._serialized_end=2732
-  _globals['_RESETREQUEST']._serialized_start=2734
-  _globals['_RESETREQUEST']._serialized_end=2845
-  _globals['_RESETRESPONSE']._serialized_start=2847
-  _globals['_RESETRESPONSE']._serialized_end=2886
-  _globals['_CACHESERVICE']._serialized_start=3207
-  _globals['_CACHESERVICE']._serialized_end=4034
+  _globals['_PREFETCHREQUEST']._serialized_start=1387
+  _globals['_PREFETCHREQUEST']._serialized_end=1650
+  _globals['_PREFETCHRESPONSE']._serialized_start=1653
+  _globals['_PREFETCHRESPONSE']._serialized_end=1823
+  _globals['_PREPARELOADREQUEST']._serialized_start=1825
+  _globals['_PREPARELOADREQUEST']._serialized_end=1918
+  _globals['_PREPARELOADRESPONSE']._serialized_start=1920
+  _globals['_PREPARELOADRESPONSE']._serialized_end=1989
+  _globals['_COMPLETELOADREQUEST']._serialized_start=1991
+  _globals['_COMPLETELOADREQUEST']._serialized_end=2087
+  _globals['_COMPLETELOADRESPONSE']._serialized_start=2089
+  _globals['_COMPLETELOADRESPONSE']._serialized_end=2111
+  _globals['_RELEASELEASEREQUEST']._serialized_start=2113
+  _globals['_RELEASELEASEREQUEST']._serialized_end=2193
+  _globals['_RELEASELEASERESPONSE']._serialized_start=2195
+  _globals['_RELEASELEASERESPONSE']._serialized_end=2217
+  _globals['_TOUCHREQUEST']._serialized_start=2219
+  _globals['_TOUCHREQUEST']._serialized_end=2343
+  _globals['_TOUCHRESPONSE']._serialized_start=2345
+  _globals['_TOUCHRESPONSE']._serialized_end=2387
+  _globals['_PREPARESTOREREQUEST']._serialized_start=2390
+  _globals['_PREPARESTOREREQUEST']._serialized_end=2576
+  _globals['_PREPARESTORERESPONSE']._serialized_start=2578
+  _globals['_PREPARESTORERESPONSE']._serialized_end=2687
+  _globals['_COMPLETESTOREREQUEST']._serialized_start=2689
+  _globals['_COMPLETESTOREREQUEST']._serialized_end=2806
+  _globals['_COMPLETESTORERESPONSE']._serialized_start=2808
+  _globals['_COMPLETESTORERESPONSE']._serialized_end=2831
+  _globals['_FLUSHREQUEST']._serialized_start=2833
+  _globals['_FLUSHREQUEST']._serialized_end=2942
+  _globals['_FLUSHRESPONSE']._serialized_start=2944
+  _globals['_FLUSHRESPONSE']._serialized_end=2977
+  _globals['_FINISHREQUESTREQUEST']._serialized_start=2979
+  _globals['_FINISHREQUESTREQUEST']._serialized_end=3102
+  _globals['_FINISHREQUESTRESPONSE']._serialized_start=3104
+  _globals['_FINISHREQUESTRESPONSE']._serialized_end=3171
+  _globals['_RESETREQUEST']._serialized_start=3173
+  _globals['_RESETREQUEST']._serialized_end=3284
+  _globals['_RESETRESPONSE']._serialized_start=3286
+  _globals['_RESETRESPONSE']._serialized_end=3325
+  _globals['_CACHESERVICE']._serialized_start=3646
+  _globals['_CACHESERVICE']._serialized_end=4542
 # @@protoc_insertion_point(module_scope)

@@ -142,6 +142,40 @@ class LookupResponse(_message.Message):
     not_retained_blocks: int
     def __init__(self, statuses: _Optional[bytes] = ..., prefix_hits: _Optional[int] = ..., sources: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., slot_offsets: _Optional[bytes] = ..., not_retained_blocks: _Optional[int] = ...) -> None: ...
 
+class PrefetchRequest(_message.Message):
+    __slots__ = ("session", "request_id", "keys", "wait", "exclude", "retain_for", "packed_keys")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    EXCLUDE_FIELD_NUMBER: _ClassVar[int]
+    RETAIN_FOR_FIELD_NUMBER: _ClassVar[int]
+    PACKED_KEYS_FIELD_NUMBER: _ClassVar[int]
+    session: _common_pb2.SessionRef
+    request_id: str
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    wait: _duration_pb2.Duration
+    exclude: TierFilter
+    retain_for: _duration_pb2.Duration
+    packed_keys: _common_pb2.PackedKeys
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., request_id: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., exclude: _Optional[_Union[TierFilter, _Mapping]] = ..., retain_for: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., packed_keys: _Optional[_Union[_common_pb2.PackedKeys, _Mapping]] = ...) -> None: ...
+
+class PrefetchResponse(_message.Message):
+    __slots__ = ("present_blocks", "started_blocks", "missing_blocks", "no_room_blocks", "unanswered_blocks", "not_retained_blocks")
+    PRESENT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    STARTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MISSING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NO_ROOM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    UNANSWERED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NOT_RETAINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    present_blocks: int
+    started_blocks: int
+    missing_blocks: int
+    no_room_blocks: int
+    unanswered_blocks: int
+    not_retained_blocks: int
+    def __init__(self, present_blocks: _Optional[int] = ..., started_blocks: _Optional[int] = ..., missing_blocks: _Optional[int] = ..., no_room_blocks: _Optional[int] = ..., unanswered_blocks: _Optional[int] = ..., not_retained_blocks: _Optional[int] = ...) -> None: ...
+
 class PrepareLoadRequest(_message.Message):
     __slots__ = ("session", "lease_id", "items")
     SESSION_FIELD_NUMBER: _ClassVar[int]

@@ -51,6 +51,11 @@ class CacheServiceStub(object):
                 request_serializer=kvtier_dot_v1_dot_cache__pb2.LookupRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_cache__pb2.LookupResponse.FromString,
                 _registered_method=True)
+        self.Prefetch = channel.unary_unary(
+                '/kvtier.v1.CacheService/Prefetch',
+                request_serializer=kvtier_dot_v1_dot_cache__pb2.PrefetchRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_cache__pb2.PrefetchResponse.FromString,
+                _registered_method=True)
         self.PrepareLoad = channel.unary_unary(
                 '/kvtier.v1.CacheService/PrepareLoad',
                 request_serializer=kvtier_dot_v1_dot_cache__pb2.PrepareLoadRequest.SerializeToString,
@@ -128,6 +133,20 @@ class CacheServiceServicer(object):
         hit or a miss, or when the time has passed.
 
         Errors: INVALID_KEY, TOO_MANY_KEYS, LIMIT_EXCEEDED (release leases first).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Prefetch(self, request, context):
+        """Starts to promote the leading blocks that only secondary tiers have, and grants no lease.
+
+        Ends at the first key that no tier has or that finds no room. The promotions make room as those
+        of a lookup do. Those of all prefetches together use at most a quarter of the region. The call
+        counts as no lookup in statistics. Without `retain_for` any tier may evict the blocks before
+        the client looks them up.
+
+        Errors: INVALID_KEY, TOO_MANY_KEYS, LIMIT_EXCEEDED (release leases first), DRAINING.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -227,6 +246,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.Lookup,
                     request_deserializer=kvtier_dot_v1_dot_cache__pb2.LookupRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_cache__pb2.LookupResponse.SerializeToString,
+            ),
+            'Prefetch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prefetch,
+                    request_deserializer=kvtier_dot_v1_dot_cache__pb2.PrefetchRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_cache__pb2.PrefetchResponse.SerializeToString,
             ),
             'PrepareLoad': grpc.unary_unary_rpc_method_handler(
                     servicer.PrepareLoad,
@@ -335,6 +359,33 @@ class CacheService(object):
             '/kvtier.v1.CacheService/Lookup',
             kvtier_dot_v1_dot_cache__pb2.LookupRequest.SerializeToString,
             kvtier_dot_v1_dot_cache__pb2.LookupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prefetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.CacheService/Prefetch',
+            kvtier_dot_v1_dot_cache__pb2.PrefetchRequest.SerializeToString,
+            kvtier_dot_v1_dot_cache__pb2.PrefetchResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -58,7 +58,11 @@ _SERVICES = (
     ("grpc.reflection.v1alpha.ServerReflection", _USERS, "ServerReflectionInfo"),
     ("kvtier.v1.SessionService", _USERS, "Capabilities"),
     ("kvtier.v1.SessionService", _READS, "Open"),
-    ("kvtier.v1.CacheService", _READS, "BeginRequest Lookup PrepareLoad CompleteLoad ReleaseLease Touch FinishRequest"),
+    (
+        "kvtier.v1.CacheService",
+        _READS,
+        "BeginRequest Lookup Prefetch PrepareLoad CompleteLoad ReleaseLease Touch FinishRequest",
+    ),
     ("kvtier.v1.CacheService", _WRITES, "PrepareStore CompleteStore Flush Reset"),
     ("kvtier.v1.EventService", _READS, "WatchEvents"),
     ("kvtier.v1.HandoffService", _READS, "ClaimHold ReportNotClaimed"),

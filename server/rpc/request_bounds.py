@@ -98,6 +98,8 @@ def table_of(limits: LimitConfig) -> dict[str, Bound]:
         "TierFilter.media": Bound(most=_MAX_MEDIA),
         "LookupRequest.request_id": text,
         "LookupRequest.keys": keys,
+        "PrefetchRequest.request_id": text,
+        "PrefetchRequest.keys": keys,
         "PrepareLoadRequest.items": numbers,
         "ReleaseLeaseRequest.lease_ids": numbers,
         "TouchRequest.lease_ids": numbers,

@@ -20,7 +20,9 @@ from ..refused import Refused
 
 __all__ = ["NamesKeys", "RequestValidator", "duration_seconds"]
 
-NamesKeys: TypeAlias = cache_pb2.BeginRequestRequest | cache_pb2.LookupRequest | cache_pb2.PrepareStoreRequest
+NamesKeys: TypeAlias = (
+    cache_pb2.BeginRequestRequest | cache_pb2.LookupRequest | cache_pb2.PrefetchRequest | cache_pb2.PrepareStoreRequest
+)
 
 
 class RequestValidator:

@@ -91,6 +91,34 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         session = self._sessions.get(request.session)
         return await self._look_up(session, await self._lookup_options(session, request), want_slots=request.want_slots)
 
+    async def Prefetch(
+        self, request: cache_pb2.PrefetchRequest, context: grpc.aio.ServicerContext
+    ) -> cache_pb2.PrefetchResponse:
+        self._sessions.refuse_if_draining()
+        session = self._sessions.get(request.session)
+        tiers = self._validator.tiers(request.exclude)
+        self._core.check_filter(tiers)
+        keys = await self._long_calls.keys_of(session, self._validator, request)
+        deadline = self._runtime.now() + self._validator.wait(request.wait)
+        retain_for = self._validator.retention(request.retain_for)
+        await self._long_calls.query_shared_tiers(session, keys, tiers, deadline, prefix=True)
+        prefetch = self._core.lookup_handler.begin_prefetch(
+            session,
+            keys,
+            request_id=request.request_id,
+            tiers=tiers,
+            retain_until=self._retain_until(session, request.request_id, retain_for),
+        )
+        answer = await self._long_calls.prefetch(prefetch, self._validator.leases.default)
+        return cache_pb2.PrefetchResponse(
+            present_blocks=answer.present,
+            started_blocks=answer.started,
+            missing_blocks=answer.missing,
+            no_room_blocks=answer.no_room,
+            unanswered_blocks=answer.unanswered,
+            not_retained_blocks=answer.not_retained,
+        )
+
     async def PrepareLoad(
         self, request: cache_pb2.PrepareLoadRequest, context: grpc.aio.ServicerContext
     ) -> cache_pb2.PrepareLoadResponse:

@@ -11,6 +11,7 @@ from collections.abc import Coroutine, Iterable, Sequence
 from ...tiers.base import TierFilter
 from ...tiers.core.holds import Hold, HoldClaim, SlicedPublication
 from ...tiers.core.leases import LookupAnswer, SlicedLookup
+from ...tiers.core.prefetches import PrefetchAnswer
 from ...tiers.core.secondary import Presence
 from ...tiers.core.stores import Store
 from ...tiers.errors import CoreError, LeaseNotFound
@@ -137,6 +138,13 @@ class LongCalls:
             self._runtime.run_commands()
             raise
         return lookup.answer()
+
+    async def prefetch(self, prefetch: SlicedLookup, lease_seconds: float) -> PrefetchAnswer:
+        """Performs a prefetch. If the call is cancelled or fails, its promotions continue."""
+        await self.look_up(prefetch, lease_seconds)
+        answer = self._core.lookup_handler.end_prefetch(prefetch)
+        self._runtime.run_commands()
+        return answer
 
     async def read(
         self, session: EngineSession, lease_id: LeaseId, items: Sequence[int], *, counted: bool = True

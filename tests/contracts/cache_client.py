@@ -106,6 +106,16 @@ class CacheClientContract:
             assert (lease.prefix_hits, lease.not_retained) == (2, 0)
         client.finish_request("r")
 
+    def test_a_prefetch_counts_the_leading_blocks(self, client: Any) -> None:
+        """Blocks in the CPU tier are present. The first missing key ends the prefetch."""
+        keys = new_keys(4)
+        stored = [*keys[:2], keys[3]]
+        client.store(stored, [os.urandom(SMALL) for _ in stored])
+        found = client.prefetch(keys, retain_for=60.0)
+        assert (found.present, found.started, found.missing, found.no_room) == (2, 0, 2, 0)
+        with client.lookup(keys) as lease:
+            assert lease.prefix_hits == 2
+
     def test_a_block_that_is_being_written_is_not_visible(self, client: Any) -> None:
         """B4.5: until then a block is no hit, and other clients may not write it."""
         keys = new_keys(1)

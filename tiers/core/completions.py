@@ -100,6 +100,7 @@ class CompletionHandler:
             self._requests.end_if_settled(request)
         if finished.kind is JobKind.STORE:
             return
+        self._lookups.prefetches.ended(block for block, _ in finished.results)
         for block, done in finished.results:
             if done and not block.invalidated:
                 block.promoted()

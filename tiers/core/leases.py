@@ -16,6 +16,7 @@ from ..errors import InvalidItem, LeaseNotFound, NotOwner, NotReady
 from ..types import EngineKey, EngineSession, KeyStatus, LeaseId, MissReason, Owner
 from .block import Block
 from .cpu_tier import CpuTier
+from .prefetches import PrefetchProgress
 
 if TYPE_CHECKING:
     from ..stats.miss_ratio_curve import MissRatioCurves
@@ -47,6 +48,7 @@ class BlockLease:
         pending: number of items whose block is not ready.
         hits: number of items that are not a miss.
         record: the lookup in the request log.
+        counted: whether the hits and misses of its items are counted.
     """
 
     id: LeaseId
@@ -60,6 +62,7 @@ class BlockLease:
     pending: int = 0
     hits: int = 0
     record: LookupRecord | None = None
+    counted: bool = True
 
     def statuses(self) -> bytes:
         is_missing = bytes(map(is_, self.items, repeat(None)))
@@ -138,6 +141,7 @@ class SlicedLookup:
         lease: the lease on the hits so far; None if there are none.
         rest: default reason of the further misses, if no further key can be a hit.
         record: the lookup in the request log.
+        prefetch: progress, if the lookup is a prefetch, whose lease ends with it.
     """
 
     session: EngineSession
@@ -159,6 +163,7 @@ class SlicedLookup:
     """Keys and outcomes of the slices that the miss-ratio curves do not have. If there are shared
     tiers, these are all slices until the last one, because a client repeats a lookup with RETRY
     keys."""
+    prefetch: PrefetchProgress | None = None
     user: Hashable = None
     """The request, for eviction policies. A lookup in slices counts as one use of its blocks."""
 
@@ -202,10 +207,22 @@ class LeaseTable:
         keys: int,
         now: float,
         record: LookupRecord | None = None,
+        counted: bool = True,
         all_ready: bool = False,
     ) -> BlockLease:
         """Grants a lease that owns the pins of its blocks. `all_ready`: no block is pending."""
-        lease = BlockLease(LeaseId(self._next_id), owner, expires_at, [], keys, b"", self._cpu_tier, now, record=record)
+        lease = BlockLease(
+            LeaseId(self._next_id),
+            owner,
+            expires_at,
+            [],
+            keys,
+            b"",
+            self._cpu_tier,
+            now,
+            record=record,
+            counted=counted,
+        )
         self._next_id += 1
         self._leases[lease.id] = lease
         self._by_session[owner.session_id][lease] = None

@@ -17,6 +17,7 @@ from .block import Block
 from .cpu_tier import CpuTier
 from .leases import BlockLease, LeaseTable, SlicedLookup
 from .miss_explainer import LookupMatch, MissExplainer
+from .prefetches import PrefetchAnswer, PrefetchBudget, PrefetchProgress
 from .secondary import Presence, SecondaryTierState
 from .transfers import TransferScheduler
 
@@ -43,6 +44,7 @@ class LookupHandler:
     ) -> None:
         """`continue_if`: if its argument is True, `leases.unpin_slice` is called later."""
         self.leases = LeaseTable(cpu_tier, first_id)
+        self.prefetches = PrefetchBudget(cpu_tier.memory)
         self.counters = counters
         self._cpu_tier = cpu_tier
         self._transfers = transfers
@@ -71,6 +73,30 @@ class LookupHandler:
         owner = Owner(session.engine, session.id, request_id)
         return SlicedLookup(session, owner, keys, prefix, excluded, min_hits, retain_until, user=owner.user)
 
+    def begin_prefetch(
+        self,
+        session: EngineSession,
+        keys: Sequence[bytes],
+        *,
+        request_id: str,
+        tiers: TierFilter = _ALL_TIERS,
+        retain_until: float = 0.0,
+    ) -> SlicedLookup:
+        """Begins a prefix lookup that starts promotions, and counts as no lookup in statistics.
+
+        `look_up_slice` continues it, `end_prefetch` ends it. Raises InvalidItem, LimitExceeded.
+        """
+        lookup = self.begin(session, keys, request_id=request_id, prefix=True, tiers=tiers, retain_until=retain_until)
+        lookup.prefetch = PrefetchProgress()
+        return lookup
+
+    def end_prefetch(self, lookup: SlicedLookup) -> PrefetchAnswer:
+        """Ends the lease of a prefetch. The promotions that it has started continue."""
+        assert lookup.prefetch is not None
+        answer = lookup.prefetch.answer(len(lookup.keys), len(lookup.retries), lookup.not_retained)
+        self.abandon(lookup)
+        return answer
+
     def look_up_slice(self, lookup: SlicedLookup, most: int | None = None, *, expires_at: float, now: float) -> bool:
         """Looks up the next `most` keys; returns whether to call it again. Raises LimitExceeded.
 
@@ -89,7 +115,7 @@ class LookupHandler:
         keys = lookup.keys[start : start + size]
         if lookup.user is None and len(keys) < len(lookup.keys):
             lookup.user = lookup
-        match = LookupMatch(deferred=bool(lookup.retries))
+        match = LookupMatch(deferred=bool(lookup.retries), counted=lookup.prefetch is None)
         if resetting:
             lookup.rest = MissReason.RESET
             self._record(lookup, now, outcome_runs([MissReason.RESET] * len(keys)), keys[0] if keys else None)
@@ -99,7 +125,8 @@ class LookupHandler:
                 self._find(lookup, keys, match)
             runs, first_miss = self._misses.explain(lookup, keys, match)
             self._record(lookup, now, runs, first_miss)
-            lookup.uncounted.append((keys, runs))
+            if lookup.prefetch is None:
+                lookup.uncounted.append((keys, runs))
             if not self._residency.has_shared_tiers:
                 lookup.count_references(self._miss_ratio_curves)
         self._residency.send_queries()
@@ -185,7 +212,7 @@ class LookupHandler:
         self._continue_if(self.leases.unpin_slice())
 
     def _count_pending(self, lease: BlockLease) -> None:
-        if lease.pending:
+        if lease.pending and lease.counted:
             for block, source in zip(lease.items, lease.sources, strict=False):
                 if block is not None and not block.ready:
                     self.counters.hit(block.namespace, source)
@@ -194,6 +221,8 @@ class LookupHandler:
         """Called when a block is no longer pending; returns the leases without pending blocks."""
         waited = self.leases.settle(block)
         for lease, item in waited:
+            if not lease.counted:
+                continue
             source = lease.sources[item]
             if block.ready:
                 self.counters.hit(block.namespace, source)
@@ -220,7 +249,12 @@ class LookupHandler:
             found = lookup.position + len(match.items)
             if lookup.is_short or (found < lookup.min_hits and not lookup.counted):
                 self._discard_hits(match)
-        self._start_promotions(match, lookup.user, prefix=lookup.prefix)
+        started, has_room = self._start_promotions(
+            match, lookup.user, prefix=lookup.prefix, is_prefetch=lookup.prefetch is not None
+        )
+        if lookup.prefetch is not None:
+            hits = len(match.items) - match.items.count(None)
+            lookup.prefetch.add(present=hits - started, started=started, has_room=has_room)
 
     def _match(
         self,
@@ -258,7 +292,7 @@ class LookupHandler:
         self, namespace: NamespaceSpec, key: bytes, excluded: Collection[int], match: LookupMatch, *, prefix: bool
     ) -> bool:
         """Looks for a block in the secondary tiers; returns False for a miss."""
-        secondary, presence = self._residency.find(namespace.id, key, excluded)
+        secondary, presence = self._residency.find(namespace.id, key, excluded, counted=match.counted)
         position = len(match.items)
         # Blocks behind an outstanding answer are promoted when the client repeats the lookup.
         deferred = prefix and (match.deferred or bool(match.retries))
@@ -291,11 +325,17 @@ class LookupHandler:
                 match.items[position] = None
                 self._cpu_tier.unpin([found])
 
-    def _start_promotions(self, match: LookupMatch, user: Hashable, *, prefix: bool) -> None:
-        """Allocates slots for promotions; blocks without slots become misses (B3.16)."""
+    def _start_promotions(
+        self, match: LookupMatch, user: Hashable, *, prefix: bool, is_prefetch: bool
+    ) -> tuple[int, bool]:
+        """Allocates slots for promotions; blocks without slots become misses (B3.16).
+
+        Returns how many promotions it started, and whether there was room for all.
+        """
         if not match.promotions:
-            return
-        self._cpu_tier.reserve([block for _, _, block in match.promotions])
+            return 0, True
+        wanted = [block for _, _, block in match.promotions]
+        self._cpu_tier.reserve(self.prefetches.admitted(wanted) if is_prefetch else wanted)
         started = []
         failed: set[Block] = set()
         for _, secondary, block in match.promotions:
@@ -307,6 +347,9 @@ class LookupHandler:
         if failed:
             self._drop_unplaced(match, failed, prefix=prefix)
         self._transfers.promote(started, user)
+        if is_prefetch:
+            self.prefetches.started(block for _, block in started)
+        return len(started), not failed
 
     def _drop_unplaced(self, match: LookupMatch, failed: Collection[Block], *, prefix: bool) -> None:
         """Turns blocks without slots into misses, and in a prefix all blocks behind them."""
@@ -344,6 +387,7 @@ class LookupHandler:
                 keys=len(lookup.keys),
                 now=now,
                 record=lookup.record,
+                counted=lookup.prefetch is None,
                 all_ready=True,
             )
         if lease is None:
@@ -351,11 +395,13 @@ class LookupHandler:
         lease.expires_at = max(lease.expires_at, expires_at)
         is_ready = match.ready == len(match.items)
         self.leases.extend(lease, match.items, bytes(match.sources), all_ready=is_ready)
-        for block, source in () if is_ready else zip(match.items, match.sources, strict=True):
+        for block, source in () if is_ready or not lease.counted else zip(match.items, match.sources, strict=True):
             if block is not None and not block.ready:
                 self.counters.hit(block.namespace, source, -1)
 
     def _record(self, lookup: SlicedLookup, now: float, runs: tuple[OutcomeRun, ...], first_miss: bytes | None) -> None:
+        if lookup.prefetch is not None:
+            return
         owner = lookup.owner
         self.counters.count(owner.engine[0], runs)
         if lookup.record is None:

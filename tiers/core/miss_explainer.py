@@ -34,6 +34,7 @@ class LookupMatch:
         deferred: whether an earlier key of the prefix has an outstanding query.
         reasons: known reasons of misses, by position.
         ready: number of leading items that are ready in the CPU tier.
+        counted: whether to count misses of tiers.
     """
 
     items: list[Block | None] = field(default_factory=list)
@@ -43,6 +44,7 @@ class LookupMatch:
     deferred: bool = False
     reasons: dict[int, MissReason] = field(default_factory=dict)
     ready: int = 0
+    counted: bool = True
 
     def add(self, block: Block | None, source: int = 0) -> None:
         if block is not None:

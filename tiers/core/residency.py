@@ -41,11 +41,11 @@ class ResidencyIndex:
         return frozenset(secondary.index for secondary in self._secondaries if secondary.matches(tiers))
 
     def find(
-        self, namespace: NamespaceId, key: bytes, excluded: Collection[int] = ()
+        self, namespace: NamespaceId, key: bytes, excluded: Collection[int] = (), *, counted: bool = True
     ) -> tuple[SecondaryTierState | None, Presence]:
         """Returns the first tier that can load a block, or None and why no tier can.
 
-        Counts a miss in each earlier tier that could not load the block.
+        If `counted`, counts a miss in each earlier tier that could not load the block.
         """
         presence = Presence.ABSENT
         for secondary in self._secondaries:
@@ -53,7 +53,7 @@ class ResidencyIndex:
             if found is Presence.HELD:
                 return secondary, found
             if found in (Presence.ABSENT, Presence.STALLED):
-                secondary.misses += secondary.index not in excluded
+                secondary.misses += counted and secondary.index not in excluded
             if found is not Presence.ABSENT and presence is not Presence.UNKNOWN:
                 presence = found
         return None, presence

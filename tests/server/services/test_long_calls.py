@@ -408,6 +408,28 @@ def test_lookups_run_in_slices(*, prefix: bool, known: bool) -> None:
     asyncio.run(scenario())
 
 
+def test_prefetches_run_in_slices() -> None:
+    """Other calls run between two slices. A call that ends early leaves no pin."""
+
+    async def scenario() -> None:
+        async with serving() as calls:
+            calls.runtime.core.complete_store(calls.session, calls.store(KEYS))
+            call = asyncio.create_task(calls.service.Prefetch(cache_pb2.PrefetchRequest(keys=KEYS), None))
+            assert await turns_of(call) >= MANY // 256
+            assert call.result().present_blocks == MANY
+            await until(lambda: not calls.pins())
+            before = calls.long_calls._scheduler.turns
+            call = asyncio.create_task(calls.service.Prefetch(cache_pb2.PrefetchRequest(keys=KEYS), None))
+            await until(lambda: calls.long_calls._scheduler.turns == before + 5)
+            assert calls.pins()
+            call.cancel()
+            await asyncio.wait([call])
+            await until(lambda: not calls.pins())
+            assert not calls.runtime.core.leases()
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("ends", ["call", "session"])
 @pytest.mark.parametrize("turns", [2, 9, 17, 19])
 def test_a_lookup_that_ends_early_leaves_nothing(ends: str, turns: int) -> None:

@@ -13,6 +13,7 @@ from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.catalog import CatalogEntry, EntryState
 from kvtier.tiers.core.leases import BlockLease
 from kvtier.tiers.core.manager import TierManager
+from kvtier.tiers.core.prefetches import PrefetchBudget
 from kvtier.tiers.core.requests import Request
 from kvtier.tiers.core.secondary import SecondaryTierState
 from kvtier.tiers.core.stores import Store
@@ -54,6 +55,12 @@ def small_jobs(nbytes: int) -> Iterator[None]:
 def blocks(core: TierManager) -> list[Block]:
     """Returns every block of the CPU tier, also empty ones and those that a reset removed."""
     return [*core._cpu_tier._index, *invalidated(core)]
+
+
+def prefetched(core: TierManager) -> tuple[set[Block], PrefetchBudget]:
+    """Returns the blocks that prefetches are loading, and the limit of their bytes."""
+    budget = core.lookup_handler.prefetches
+    return budget._loading, budget
 
 
 def invalidated(core: TierManager) -> list[Block]:

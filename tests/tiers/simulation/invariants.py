@@ -79,6 +79,14 @@ def _jobs(world: World) -> None:
     running = world.ledger.jobs.keys() | world.ledger.queries.keys()
     if inside.job_ids(world.core) != running:
         raise Violation(Invariant.JOBS, f"running {sorted(running)}, known {sorted(inside.job_ids(world.core))}")
+    prefetched, budget = inside.prefetched(world.core)
+    loading = {block for job in world.ledger.jobs.values() if job.is_load for block in job.command.blocks}
+    if not prefetched <= loading:
+        raise Violation(Invariant.JOBS, "a prefetch counts a block that no job loads")
+    if sum(block.allocated_bytes for block in prefetched) != budget.loading_bytes:
+        raise Violation(Invariant.JOBS, "the bytes that prefetches load do not add up")
+    if budget.loading_bytes > budget.limit_bytes:
+        raise Violation(Invariant.JOBS, f"prefetches load {budget.loading_bytes} bytes, more than their limit")
     per_tier = Counter(job.command.tier for job in world.ledger.jobs.values())
     for number, tier in enumerate(world.core_view.stats.tiers[1:], 1):
         if tier.jobs != per_tier[number]:

@@ -101,6 +101,7 @@ EXERCISED = (
     "prefixes too short",
     "resets that wait",
     "tiers left out",
+    "promotions by prefetches",
     "tiers recovered",
     "tiers stalled",
     "tiers asked",

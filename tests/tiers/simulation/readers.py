@@ -23,6 +23,7 @@ class Readers(Actors):
     def actions(self) -> dict[Callable[[], None], float]:
         return {
             self.look_up: 16,
+            self.prefetch: 2,
             self.read: 5,
             self.release: 9,
             self.release_twice: 0.5,
@@ -69,6 +70,28 @@ class Readers(Actors):
             ledger.waiting.append(record)
         self.world.saw("hits while pending", bool(pending))
         self.world.saw("hits", KeyStatus.HIT in statuses)
+
+    def prefetch(self) -> None:
+        """A client prefetches in slices of any size. Each key counts once, and no lease is left."""
+        if (client := self.pick_client()) is None:
+            return
+        core, session, keys = self.world.core, client.session, self.some_keys(client.session)
+        tiers, retain_until, now = self._filter(), self.retain_until(), self.world.now
+        if self.rng.random() < 0.5:
+            core.shared_tiers.query(session, keys, tiers, prefix=True)
+        prefetch = core.lookup_handler.begin_prefetch(
+            session, keys, request_id=self.rng.choice(REQUESTS), tiers=tiers, retain_until=retain_until
+        )
+        most = self.rng.choice((1, 3, None))
+        while core.lookup_handler.look_up_slice(prefetch, most, expires_at=now + 30, now=now):
+            pass
+        found = [block for block in prefetch.lease.items if block is not None] if prefetch.lease is not None else []
+        answer = core.lookup_handler.end_prefetch(prefetch)
+        self.used(session, found, retain_until, answer.not_retained)
+        counted = answer.present + answer.started + answer.missing + answer.no_room + answer.unanswered
+        self.world.must(Invariant.FOUND, counted == len(keys), f"{answer} for {len(keys)} keys")
+        self.world.must(Invariant.FOUND, answer.present + answer.started == len(found), f"{answer}, found {len(found)}")
+        self.world.saw("promotions by prefetches", bool(answer.started))
 
     def _filter(self) -> TierFilter:
         """Returns a random tier filter; some exclude one tier, remote tiers, or an unknown tier."""

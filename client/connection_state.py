@@ -1,0 +1,33 @@
+"""State of a client's connection, for `AsyncClient` and `Client`."""
+
+from __future__ import annotations
+
+from .effects import Transport
+
+__all__ = ["ConnectionState"]
+
+
+class ConnectionState:
+    """Base class of both clients."""
+
+    _transport: Transport
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a session now."""
+        return self._transport.session is not None
+
+    @property
+    def max_keys(self) -> int | None:
+        """Maximum number of keys per call; None while there is no session."""
+        return session.limits.max_keys if (session := self._transport.session) else None
+
+    @property
+    def epoch(self) -> int | None:
+        """Random id of the current server process; None while there is no session."""
+        return session.ref.epoch if (session := self._transport.session) else None
+
+    @property
+    def transport(self) -> str | None:
+        """Current transport of bytes: "shm", "tcp" or "grpc"; None while there is no session."""
+        return session.transport if (session := self._transport.session) else None
