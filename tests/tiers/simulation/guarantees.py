@@ -16,7 +16,7 @@ from .world import World
 
 __all__ = ["check_quotas", "check_retained", "check_ttl"]
 
-MAKE_ROOM = ("prepare_store", "look_up", "publish")
+MAKE_ROOM = ("prepare_store", "look_up", "prefetch", "publish")
 """Events in which the CPU tier may evict blocks to make room."""
 TICKS = ("tick", "stop_clock", "jump_forward", "jump_back")
 
