@@ -170,6 +170,7 @@ def seconds(number: float) -> Duration:
 WITH_SESSION: dict[str, Callable[[], Any]] = {
     "BeginRequest": lambda: cache_pb2.BeginRequestRequest(request_id="r", keys=KEYS),
     "Lookup": lambda: cache_pb2.LookupRequest(keys=KEYS),
+    "Prefetch": lambda: cache_pb2.PrefetchRequest(keys=KEYS),
     "PrepareLoad": lambda: cache_pb2.PrepareLoadRequest(lease_id=1),
     "CompleteLoad": lambda: cache_pb2.CompleteLoadRequest(lease_id=1),
     "ReleaseLease": lambda: cache_pb2.ReleaseLeaseRequest(lease_ids=[1]),
