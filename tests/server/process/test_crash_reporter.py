@@ -34,15 +34,18 @@ def test_a_file_truncated_under_a_running_server(tmp_path: Path, tier: str) -> N
         (path,) = server.data_dir.glob("*/data.mdb")
         os.truncate(path, 0 if tier == "disk" else 8192)
         main(["fsck", "--online", "--endpoint", server.endpoint])
-        assert server.wait() == -signal.SIGBUS
+        # `faulthandler` reads the stacks of threads that run, and this can fail with a second signal.
+        ended_by = -server.wait()
+        assert ended_by in (signal.SIGBUS, signal.SIGSEGV)
         wait_until(lambda: lines(server, "stacks of the crash"), 60)
         [crash] = lines(server, "crashed")
-        assert crash["signal"] == "SIGBUS"
+        assert crash["signal"] == "SIGBUS", server.log
         assert "data.mdb of a tier was truncated while the server ran" in crash["reason"]
         assert crash["directories"] == [str(path.parent)]
         [stacks] = lines(server, "stacks of the crash")
         assert "Fatal Python error: Bus error" in stacks["stacks"]
-        assert "/tiers/" in stacks["stacks"]
+        if ended_by == signal.SIGBUS:
+            assert "/tiers/" in stacks["stacks"]
 
         server.start()
         assert f"its {BLOCKS} blocks are lost" in server.tier(tier).trouble
