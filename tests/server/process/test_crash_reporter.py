@@ -34,7 +34,7 @@ def test_a_file_truncated_under_a_running_server(tmp_path: Path, tier: str) -> N
         (path,) = server.data_dir.glob("*/data.mdb")
         os.truncate(path, 0 if tier == "disk" else 8192)
         main(["fsck", "--online", "--endpoint", server.endpoint])
-        # `faulthandler` reads the stacks of threads that run, and this can fail with a second signal.
+        # `faulthandler` reads the stacks of running threads. This can fail with a second signal.
         ended_by = -server.wait()
         assert ended_by in (signal.SIGBUS, signal.SIGSEGV)
         wait_until(lambda: lines(server, "stacks of the crash"), 60)
