@@ -32,7 +32,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left, insort
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from typing import ClassVar, Generic
 
@@ -69,9 +69,8 @@ class Forecast(Generic[T]):
         self._buckets: dict[tuple[Kind, int], RankBucket[T]] = {}
         self._ranked: list[tuple[tuple[float, int], RankBucket[T]]] = []
         """The non-empty buckets, by rank. Ranks are unique, so buckets are never compared."""
-        self._due: defaultdict[int, deque[tuple[float, BlockRun[T]]]] = defaultdict(deque)
-        """Per bin the runs, each with the clock at which the run leaves the bin, in order. An entry
-        is stale if this time differs from `run.due`."""
+        self._schedules: defaultdict[int, OrderedDict[BlockRun[T], None]] = defaultdict(OrderedDict)
+        """Per bin the runs that will leave the bin, in the order of the clock at which they do."""
         self._clock = UseClock()
         self._next_fit = float(_MIN_LEARNING_PERIOD)
         self._fit: Iterator[Kind | None] | None = None
@@ -169,6 +168,7 @@ class Forecast(Generic[T]):
                 continue
             run.ghosts -= 1
             if run.chain is chain:
+                self._forget_run(run)
                 continue
             if pieces and pieces[-1][0] is run:
                 pieces[-1][1].extend(piece)
@@ -224,8 +224,9 @@ class Forecast(Generic[T]):
         self._assign(last.items, run)
         last.replace_by(run)
         chain.tail = run
-        last.items, last.at_risk = [], 0
+        last.items = []
         self._leave_bucket(last)
+        self._forget_run(last)
 
     def _append(self, chain: RequestChain[T], old: BlockRun[T] | None, piece: list[T], *, last: bool) -> None:
         """Appends a piece to a chain. `last`: whether this is the last piece of the use."""
@@ -299,10 +300,13 @@ class Forecast(Generic[T]):
         )
 
     def _age_runs(self) -> None:
-        for due in list(self._due.values()):
-            while due and due[0][0] <= self._clock.now:
-                when, run = due.popleft()
-                if not run.at_risk or when != run.due:
+        for schedule in list(self._schedules.values()):
+            while schedule:
+                run = next(iter(schedule))
+                if run.due > self._clock.now:
+                    break
+                self._unschedule(run)
+                if not run.at_risk:
                     continue
                 self._count_misses(run)
                 if self._clock.now < run.chain.last_use + BIN_ENDS[-1]:
@@ -340,9 +344,17 @@ class Forecast(Generic[T]):
     def _schedule(self, run: BlockRun[T]) -> None:
         """Schedules when a run leaves its bin (see `_AGE_RESOLUTION`)."""
         due = run.chain.last_use + max(BIN_ENDS[run.bin], self._count // _AGE_RESOLUTION)
-        if due != run.due:
-            run.due = due
-            self._due[run.bin].append((due, run))
+        if due == run.due and run.schedule is not None:
+            return
+        self._unschedule(run)
+        run.due = due
+        run.schedule = self._schedules[run.bin]
+        run.schedule[run] = None
+
+    def _unschedule(self, run: BlockRun[T]) -> None:
+        schedule, run.schedule = run.schedule, None
+        if schedule is not None:
+            del schedule[run]
 
     def _put_in_bucket(self, run: BlockRun[T]) -> None:
         """Moves a run to the bucket of its kind and bin. A run without items is in no bucket."""
@@ -381,6 +393,7 @@ class Forecast(Generic[T]):
         """Stops counting misses of a run without items and ghosts: its reuse cannot be detected."""
         if not run.items and not run.ghosts:
             run.at_risk = 0
+            self._unschedule(run)
 
 
 def _end_of_whole_run(items: Sequence[T], start: int, run: BlockRun[T] | None) -> int:

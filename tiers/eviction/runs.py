@@ -66,6 +66,7 @@ class BlockRun(Generic[T]):
         "kind",
         "parent",
         "pause",
+        "schedule",
         "start",
     )
 
@@ -83,6 +84,8 @@ class BlockRun(Generic[T]):
         """The bucket of the run; None while the run has no items."""
         self.due = 0.0
         """Clock at which the run leaves its bin."""
+        self.schedule: OrderedDict[BlockRun[T], None] | None = None
+        """Where the run waits until it leaves its bin; None if its age is not followed."""
         self.at_risk = len(items)
         """Number of resident and evicted blocks without a later use (population at risk)."""
         self.ghosts = 0

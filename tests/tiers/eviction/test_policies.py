@@ -421,8 +421,9 @@ def test_forecast_keeps_consistent_counts() -> None:
         ghosts = list(forecast._ghosts.values())
         assert all(run.ghosts == ghosts.count(run) for run in set(ghosts))
         assert forecast._ranked == sorted(forecast._ranked, key=lambda entry: entry[0])
-        waiting = sum(map(len, forecast._due.values()))
-        assert waiting < 4 * (len(forecast._ghosts) + len(forecast))
+        waiting = [(run, schedule) for schedule in forecast._schedules.values() for run in schedule]
+        assert all(run.schedule is schedule and (run.items or run.ghosts) for run, schedule in waiting)
+        assert len(waiting) == len({run for run, _ in waiting})
         assert len(forecast) == len(cache.items)
 
 
