@@ -239,8 +239,6 @@ class TierManager:
         self._lookups.end(self._lookups.leases.of_request(session.engine, request_id))
         if (request := self._requests.get(session.engine, request_id)) is None:
             request = self._requests.negotiate(session, RequestInfo(request_id, session.namespace.id))
-        self._cpu_tier.finish(request.user)
-        self._transfers.request_finished(request.user)
         self._requests.finish(request)
         return request
 
@@ -446,5 +444,7 @@ class TierManager:
     def _request_ended(self, request: Request) -> None:
         if request.id:
             self._request_log.finish(request.session.engine, request.id, self._now, request.incomplete)
+        self._cpu_tier.finish(request.user)
+        self._transfers.request_finished(request.user)
         for secondary in self._transfers.secondaries:
             secondary.tier.on_request_finished(request.id)

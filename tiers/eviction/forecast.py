@@ -234,6 +234,7 @@ class Forecast(Generic[T]):
         chain.length += len(piece)
         if old is not None and old.items == piece:
             old.pause = self._mean_pause(old)
+            old.chain.runs.pop(old, None)
             old.chain, old.start, old.at_risk = chain, position, len(piece)
             self._attach(chain, old)
             return
@@ -269,7 +270,7 @@ class Forecast(Generic[T]):
 
     def _attach(self, chain: RequestChain[T], run: BlockRun[T]) -> None:
         """Appends a run to a chain, and sets the run that it follows in the prompt."""
-        chain.runs.append(run)
+        chain.runs[run] = None
         if chain.tail is not None and chain.tail.items:
             run.follow(chain.tail)
         chain.tail = run
@@ -282,8 +283,9 @@ class Forecast(Generic[T]):
     def _refresh(self, chain: RequestChain[T]) -> None:
         """Resets the age of a request's runs to 0, and determines their kinds again."""
         chain.last_use = self._clock.now
-        chain.runs = [run for run in chain.runs if run.at_risk and run.chain is chain]
         for run in chain.runs:
+            if not run.at_risk:
+                continue
             run.kind, run.bin = self._classify(run), 0
             self._put_in_bucket(run)
             self._schedule(run)
@@ -393,6 +395,7 @@ class Forecast(Generic[T]):
         """Stops counting misses of a run without items and ghosts: its reuse cannot be detected."""
         if not run.items and not run.ghosts:
             run.at_risk = 0
+            run.chain.runs.pop(run, None)
             self._unschedule(run)
 
 

@@ -37,7 +37,8 @@ class RequestChain(Generic[T]):
         """Turn of the conversation: number of earlier requests that this one continues."""
         self.pause = 0.0
         """Mean pause between the turns of the conversation; 0 if unknown."""
-        self.runs: list[BlockRun[T]] = []
+        self.runs: dict[BlockRun[T], None] = {}
+        """The runs that have blocks or ghosts, until the request ends."""
         self.new_run: BlockRun[T] | None = None
         """The run of blocks that no earlier request had used, except the last block."""
         self.last_block: BlockRun[T] | None = None
@@ -47,7 +48,7 @@ class RequestChain(Generic[T]):
 
     def close(self) -> None:
         """Drops the runs when the request has ended, to break reference cycles."""
-        self.runs = []
+        self.runs = {}
         self.new_run = self.last_block = self.tail = None
 
 

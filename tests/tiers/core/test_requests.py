@@ -317,3 +317,34 @@ def test_a_queued_cascade_pins_its_block() -> None:
     assert all(block.pins for block in rig.core._cpu_tier.blocks_of(rig.session.namespace.id).values())
     settle(rig)
     assert not any(block.pins for block in rig.core._cpu_tier.blocks_of(rig.session.namespace.id).values())
+
+
+def requests_open_in_policies(rig: Rig) -> int:
+    """Returns the number of requests that the eviction policies of all tiers take for unfinished."""
+    tiers = [rig.core._cpu_tier, *(secondary.catalog for secondary in rig.core._transfers.secondaries)]
+    queues = [queue for tier in tiers for queue in tier.queues._queues.values()]
+    return sum(len(queue.policy._requests._open) for queue in queues)
+
+
+def test_policies_forget_the_requests_of_an_ended_session() -> None:
+    """An engine that was killed does not finish its requests."""
+    rig = Rig(ModelTier("near", 1 << 20))
+    begin(rig)
+    assert prepare(rig, keys(1, 2)).statuses == GRANTED * 2
+    rig.core.complete_store(rig.session, prepare(rig, keys(3)).store_id)
+    settle(rig)
+    assert requests_open_in_policies(rig) > 0
+    rig.core.close_session(rig.session.id)
+    settle(rig)
+    assert requests_open_in_policies(rig) == 0
+
+
+def test_policies_forget_a_request_whose_stores_end_after_it() -> None:
+    """The cascade at the end of a store is a use by the request."""
+    rig = Rig(ModelTier("near", 1 << 20))
+    begin(rig)
+    store = prepare(rig, keys(1, 2)).store_id
+    rig.core.finish_request(rig.session, "r")
+    rig.core.complete_store(rig.session, store)
+    settle(rig)
+    assert requests_open_in_policies(rig) == 0

@@ -408,6 +408,7 @@ def test_forecast_keeps_consistent_counts() -> None:
     forecast = Forecast[Item]()
     cache = Cache(forecast, 300)
     for _ in range(1500):
+        cache.finishes = rng.random() < 0.9
         cache.serve(*chain(rng.randrange(80), rng.randint(1, 40)))
         standing = [(run, bucket) for _, bucket in forecast._ranked for run in bucket.runs]
         assert {run for run, _ in standing} == set(map(run_of, cache.items.values()))
@@ -424,6 +425,8 @@ def test_forecast_keeps_consistent_counts() -> None:
         waiting = [(run, schedule) for schedule in forecast._schedules.values() for run in schedule]
         assert all(run.schedule is schedule and (run.items or run.ghosts) for run, schedule in waiting)
         assert len(waiting) == len({run for run, _ in waiting})
+        known = {run for open_chain in forecast._requests._open.values() for run in open_chain.runs}
+        assert all((run.items or run.ghosts) and run in run.chain.runs for run in known)
         assert len(forecast) == len(cache.items)
 
 
