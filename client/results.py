@@ -25,6 +25,7 @@ __all__ = [
     "PublishStatus",
     "ReadBatch",
     "RequestOutcome",
+    "SourceOutcome",
     "StoreStatus",
     "TierFilter",
     "TierVote",
@@ -123,6 +124,25 @@ class TierVote:
     why: str
 
 
+class SourceOutcome(enum.IntEnum):
+    """Result of the search for missing blocks at the server that a lookup named as its source.
+
+    NONE: the lookup named no source. FOUND: the server loads blocks from there. ABSENT: the source
+    has none of the blocks. NOT_NEEDED: no block is missing. NOT_LISTED: the server's setting
+    `peers.servers` does not permit this source. UNREACHABLE: no answer in time. REFUSED: the source
+    refused the server's call. BUSY: the loads in progress use up `peers.in_flight`.
+    """
+
+    NONE = cache_pb2.SOURCE_OUTCOME_UNSPECIFIED
+    FOUND = cache_pb2.SOURCE_OUTCOME_FOUND
+    ABSENT = cache_pb2.SOURCE_OUTCOME_ABSENT
+    NOT_NEEDED = cache_pb2.SOURCE_OUTCOME_NOT_NEEDED
+    NOT_LISTED = cache_pb2.SOURCE_OUTCOME_NOT_LISTED
+    UNREACHABLE = cache_pb2.SOURCE_OUTCOME_UNREACHABLE
+    REFUSED = cache_pb2.SOURCE_OUTCOME_REFUSED
+    BUSY = cache_pb2.SOURCE_OUTCOME_BUSY
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefetched:
     """Result of a prefetch. Each key counts once, except for `not_retained`.
@@ -134,6 +154,7 @@ class Prefetched:
         no_room: number of keys from the first one for which the CPU tier has no room.
         unanswered: number of keys for which a shared tier did not answer in time.
         not_retained: number of blocks that the CPU tier does not retain as requested.
+        source_outcome: result of the search at `source`.
     """
 
     present: int
@@ -142,6 +163,7 @@ class Prefetched:
     no_room: int
     unanswered: int
     not_retained: int
+    source_outcome: SourceOutcome = SourceOutcome.NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +239,7 @@ class LookupResult:
         not_retained: number of hits that the server does not retain for `retain_for`, because the
             tenant has reached its limit.
         hold: for a claim, the description of the hold; None for a lookup.
+        source_outcome: result of the search at `source`.
     """
 
     id: int
@@ -231,6 +254,7 @@ class LookupResult:
     votes: tuple[TierVote, ...] = ()
     not_retained: int = 0
     hold: HoldInfo | None = None
+    source_outcome: SourceOutcome = SourceOutcome.NONE
 
     @property
     def sources(self) -> tuple[str, ...]:

@@ -126,6 +126,7 @@ class Client(ConnectionState):
         exclude: TierFilter | None = None,
         min_hits: int = 0,
         retain_for: float | None = None,
+        source: str = "",
     ) -> Lease:
         """Registers a request, negotiates its offload policy and looks up its keys.
 
@@ -145,6 +146,7 @@ class Client(ConnectionState):
                 exclude=exclude,
                 min_hits=min_hits,
                 retain_for=retain_for,
+                source=source,
             )
         )
 
@@ -159,6 +161,7 @@ class Client(ConnectionState):
         exclude: TierFilter | None = None,
         min_hits: int = 0,
         retain_for: float | None = None,
+        source: str = "",
     ) -> Lease:
         """Looks up keys and pins the hits with a lease.
 
@@ -171,6 +174,7 @@ class Client(ConnectionState):
             exclude: tiers that the lookup does not use.
             min_hits: with `prefix`: if there are fewer leading hits, all keys count as misses.
             retain_for: seconds without eviction, within the server's limit; see `begin_request`.
+            source: server of another host (`HOST:PORT`) from which to load blocks that are missing.
         """
         return self._lease(
             self._operations.lookup(
@@ -182,6 +186,7 @@ class Client(ConnectionState):
                 exclude=exclude,
                 min_hits=min_hits,
                 retain_for=retain_for,
+                source=source,
             )
         )
 
@@ -193,14 +198,17 @@ class Client(ConnectionState):
         wait: float = 0.0,
         exclude: TierFilter | None = None,
         retain_for: float | None = None,
+        source: str = "",
     ) -> Prefetched:
         """Starts to promote the leading blocks into the CPU tier, and takes no lease.
 
         Without `retain_for`, the server may evict the blocks again before a lookup. `wait`: seconds
-        to wait for answers of shared tiers, not for promotions. For other arguments see `lookup`.
+        to wait for answers of shared tiers and of `source`. For other arguments see `lookup`.
         """
         return self._run(
-            self._operations.prefetch(keys, request_id=request_id, wait=wait, exclude=exclude, retain_for=retain_for)
+            self._operations.prefetch(
+                keys, request_id=request_id, wait=wait, exclude=exclude, retain_for=retain_for, source=source
+            )
         )
 
     @contextlib.contextmanager
@@ -278,12 +286,8 @@ class Client(ConnectionState):
         """Stores device block `blocks[i]` under `keys[i]`, from the tensors of the key's group.
 
         A block may occur once per group. `after` marks the compute that writes the blocks; None if
-        that compute has ended. For the other arguments see `store`. Returns one `StoreStatus` per
-        key. When the call returns or raises, the server no longer reads the blocks, unless the
-        connection to the server was lost.
-
-        Raises:
-            DeviceUnavailable: the server cannot copy from this device now; other calls may work.
+        it has ended. For other arguments see `store`. Returns one `StoreStatus` per key. When the
+        call ends, the server no longer reads the blocks, unless the connection was lost.
         """
         return self._run(
             self._operations.store_from_device(keys, blocks, request_id=request_id, retain_for=retain_for, after=after)
@@ -300,12 +304,8 @@ class Client(ConnectionState):
     ) -> int:
         """Copies the leading hits of `keys` into device blocks and returns the number of hits.
 
-        The other blocks are unchanged. `after` marks the last compute that uses the old content of
-        the blocks; None if that compute has ended. When the call returns or raises, the server has
-        stopped writing. If the call raises, the content of the blocks is undefined.
-
-        Raises:
-            DeviceUnavailable: the server cannot copy to this device now; other calls may work.
+        The other blocks are unchanged. `after` marks the last compute that uses the old content.
+        When the call ends, the server has stopped writing. If it raises, the blocks are undefined.
         """
         return self._run(self._operations.load_to_device(keys, blocks, request_id=request_id, wait=wait, after=after))
 

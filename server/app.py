@@ -26,6 +26,7 @@ from .startup import (
     bind_endpoints,
     claim_sockets,
     load_access_control,
+    make_peer_tier,
     open_listeners,
     open_runtime,
     open_telemetry,
@@ -119,10 +120,11 @@ class Server:
 
         access = load_access_control(config)
         sockets = claim_sockets(config, closers)
-        runtime = self._runtime = await open_runtime(config, closers)
+        peers = make_peer_tier(config)
+        runtime = self._runtime = await open_runtime(config, closers, peers)
         sessions = SessionRegistry(runtime, config.limits.max_sessions, access.rate_limiters)
         metrics, tracing = open_telemetry(config, runtime, sessions, started, closers)
-        backend = Backend(config, runtime, sessions, access, metrics)
+        backend = Backend(config, runtime, sessions, access, metrics, peers)
         listeners = open_listeners(backend, tracing, sockets, closers)
 
         drain, loop_lag = Drain(runtime, sessions, self._end), LoopLag()

@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha import reflection
 from ..cuda.host.numa import choose_nodes, memory_nodes, read_placement
 from ..cuda.host.region import PAGE_BYTES, HostRegion, RegionError
 from ..protos.endpoint import Endpoint, default_endpoint
+from ..protos.peer_directory import PeerDirectory
 from ..protos.v1 import admin_pb2, admin_pb2_grpc, cache_pb2_grpc, events_pb2_grpc, handoff_pb2_grpc, session_pb2_grpc
 from ..tiers.base import TierError
 from .auth.authenticator import AccessControl, AccessError
@@ -33,6 +34,8 @@ from .devices.registry import DeviceRegistry, unavailable_reason
 from .drain import Drain
 from .events.publisher import EventPublisher
 from .events.zmq_socket import PublisherError, ZmqSocket
+from .peers.sources import PeerSources, peer_credentials
+from .peers.tier import PeerTier
 from .rpc.attach import SUFFIX, AttachServer
 from .rpc.interceptor import RefusalInterceptor
 from .rpc.request_bounds import RequestBounds
@@ -66,6 +69,7 @@ __all__ = [
     "bind_endpoints",
     "claim_sockets",
     "load_access_control",
+    "make_peer_tier",
     "open_listeners",
     "open_runtime",
     "open_telemetry",
@@ -125,6 +129,7 @@ class Backend:
     sessions: SessionRegistry
     access: AccessControl
     metrics: Metrics
+    peers: PeerTier | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +164,19 @@ def claim_sockets(config: Config, closers: AsyncExitStack) -> list[SocketClaim]:
     return claims
 
 
-async def open_runtime(config: Config, closers: AsyncExitStack) -> TierRuntime:
+def make_peer_tier(config: Config) -> PeerTier | None:
+    """Returns the tier that loads blocks from other servers; None if none may be named."""
+    peers = config.peers
+    return PeerTier(peers.deadline, peers.in_flight) if peers.servers else None
+
+
+async def open_runtime(config: Config, closers: AsyncExitStack, peers: PeerTier | None = None) -> TierRuntime:
     region_bytes = config.region_size // PAGE_BYTES * PAGE_BYTES
     with _start_errors():
         # On a thread, because opening a large tier takes seconds and the event loop must handle
         # signals meanwhile.
         tiers = await asyncio.to_thread(open_tiers, config.tiers)
+    tiers += [peers] if peers is not None else []
     with contextlib.ExitStack() as opened:
         for tier in tiers:
             opened.callback(tier.close)
@@ -275,7 +287,8 @@ def add_services(backend: Backend, listeners: Listeners, admin: AdminService, cl
     events_pb2_grpc.add_EventServiceServicer_to_server(
         EventService(runtime, sessions, long_calls.scheduler), listeners.grpc
     )
-    cache = CacheService(runtime, sessions, validator, bulk.end_writers, long_calls)
+    sources = _open_sources(backend, long_calls, closers)
+    cache = CacheService(runtime, sessions, validator, bulk.end_writers, long_calls, sources)
     handoff = HandoffService(runtime, sessions, validator, long_calls)
     device_calls = DeviceCopyCalls(runtime, sessions, validator, metrics, devices)
     for server in (listeners.grpc, listeners.socket_calls):
@@ -287,6 +300,26 @@ def add_services(backend: Backend, listeners: Listeners, admin: AdminService, cl
     listeners.grpc.add_generic_rpc_handlers((transfer.handler(),))
     transfer.add_calls(listeners.socket_calls)
     reflection.enable_server_reflection([*_SERVICES, SERVICE_NAME, reflection.SERVICE_NAME], listeners.grpc)
+
+
+def _open_sources(backend: Backend, long_calls: LongCalls, closers: AsyncExitStack) -> PeerSources:
+    """Creates the searches at other servers, and starts to resolve the names of these servers."""
+    config = backend.config
+    directory = PeerDirectory(config.peers.servers)
+    directory.start()
+    sources = PeerSources(
+        backend.peers,
+        backend.runtime,
+        directory,
+        peer_credentials(config.peers, insecure=config.insecure),
+        config.peers.deadline,
+        scheduler=long_calls.scheduler,
+        description_of=backend.sessions.namespace_of,
+        observe=backend.metrics.searched_source,
+    )
+    closers.push_async_callback(sources.close)
+    closers.callback(asyncio.get_running_loop().create_task(sources.sweep()).cancel)
+    return sources
 
 
 async def register_health(server: grpc.aio.Server) -> Health:

@@ -144,6 +144,10 @@ class SecondaryTier(ABC):
     """Whether other processes write to the storage. If so, the server calls `lookup` before it
     loads a block. It uses a positive answer for ten seconds, a negative one for a second."""
 
+    on_demand: ClassVar[bool] = False
+    """Whether the tier is a source on other hosts, in which the server stores nothing. It loads
+    only blocks that the server has located there for a request (`SharedTierQueries.locate`)."""
+
     parallel_stores: ClassVar[int] = 1
     """Number of stores that the server runs at once; 1 if the tier is not `shared`."""
 

@@ -10,7 +10,16 @@ from ...protos.v1 import cache_pb2
 from ...protos.wire.packed_keys import unpack_offsets
 from ..effects import Connect, Operation
 from ..errors import InvalidRequest
-from ..results import LookupResult, Medium, OffloadPolicy, Prefetched, RequestOutcome, TierFilter, TierVote
+from ..results import (
+    LookupResult,
+    Medium,
+    OffloadPolicy,
+    Prefetched,
+    RequestOutcome,
+    SourceOutcome,
+    TierFilter,
+    TierVote,
+)
 from ..session.session import ClientSession
 from .base import Base, as_json, duration, key_fields, member, message
 
@@ -32,6 +41,7 @@ class LookupOperations(Base):
         exclude: TierFilter | None = None,
         min_hits: int = 0,
         retain_for: float | None = None,
+        source: str = "",
     ) -> Operation[LookupResult]:
         session: ClientSession = yield Connect(self._timeouts.connect)
         request = message(
@@ -48,6 +58,7 @@ class LookupOperations(Base):
             exclude=tier_filter(exclude),
             min_hits=min_hits,
             retain_for=duration("retain_for", retain_for),
+            source=source,
         )
         answer = yield from self._call(session, "CacheService/BeginRequest", request, wait)
         votes = tuple(TierVote(vote.tier, OffloadPolicy(vote.policy), vote.why) for vote in answer.votes)
@@ -65,6 +76,7 @@ class LookupOperations(Base):
         exclude: TierFilter | None = None,
         min_hits: int = 0,
         retain_for: float | None = None,
+        source: str = "",
         want_slots: bool = False,
     ) -> Operation[LookupResult]:
         """`want_slots`: if the region is mapped, the result also has the slots of the hits."""
@@ -81,6 +93,7 @@ class LookupOperations(Base):
             exclude=tier_filter(exclude),
             min_hits=min_hits,
             retain_for=duration("retain_for", retain_for),
+            source=source,
         )
         answer = yield from self._call(session, "CacheService/Lookup", request, wait)
         return lookup_result(answer, request_id, keys, session)
@@ -93,6 +106,7 @@ class LookupOperations(Base):
         wait: float,
         exclude: TierFilter | None,
         retain_for: float | None,
+        source: str = "",
     ) -> Operation[Prefetched]:
         session: ClientSession = yield Connect(self._timeouts.connect)
         request = message(
@@ -103,6 +117,7 @@ class LookupOperations(Base):
             wait=duration("wait", wait),
             exclude=tier_filter(exclude),
             retain_for=duration("retain_for", retain_for),
+            source=source,
         )
         answer = yield from self._call(session, "CacheService/Prefetch", request, wait)
         return Prefetched(
@@ -112,6 +127,7 @@ class LookupOperations(Base):
             no_room=answer.no_room_blocks,
             unanswered=answer.unanswered_blocks,
             not_retained=answer.not_retained_blocks,
+            source_outcome=SourceOutcome(answer.source_outcome),
         )
 
     def release(self, lease_ids: Iterable[int]) -> Operation[None]:
@@ -143,6 +159,7 @@ def lookup_result(
         source_indices=answer.sources,
         slots=unpack_offsets(answer.slot_offsets),
         not_retained=answer.not_retained_blocks,
+        source_outcome=SourceOutcome(answer.source_outcome),
     )
 
 

@@ -164,7 +164,7 @@ class SocketConnector:
         address = self._address(answer)
         if address is None:
             return False
-        hostname = self._endpoint.host if self._credentials.is_tls(self._endpoint) else ""
+        hostname = self._credentials.tls_name(self._endpoint)
         streams = SocketStreams(SocketTarget(address, session.ref, self._credentials, hostname))
         with self._lock:
             self._candidate = streams

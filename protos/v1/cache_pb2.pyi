@@ -23,6 +23,17 @@ class LookupMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     LOOKUP_MODE_PREFIX: _ClassVar[LookupMode]
     LOOKUP_MODE_EACH: _ClassVar[LookupMode]
 
+class SourceOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SOURCE_OUTCOME_UNSPECIFIED: _ClassVar[SourceOutcome]
+    SOURCE_OUTCOME_FOUND: _ClassVar[SourceOutcome]
+    SOURCE_OUTCOME_ABSENT: _ClassVar[SourceOutcome]
+    SOURCE_OUTCOME_NOT_NEEDED: _ClassVar[SourceOutcome]
+    SOURCE_OUTCOME_NOT_LISTED: _ClassVar[SourceOutcome]
+    SOURCE_OUTCOME_UNREACHABLE: _ClassVar[SourceOutcome]
+    SOURCE_OUTCOME_REFUSED: _ClassVar[SourceOutcome]
+    SOURCE_OUTCOME_BUSY: _ClassVar[SourceOutcome]
+
 class TierMedium(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     TIER_MEDIUM_UNSPECIFIED: _ClassVar[TierMedium]
@@ -35,13 +46,21 @@ OFFLOAD_POLICY_REQUEST_LEVEL: OffloadPolicy
 LOOKUP_MODE_UNSPECIFIED: LookupMode
 LOOKUP_MODE_PREFIX: LookupMode
 LOOKUP_MODE_EACH: LookupMode
+SOURCE_OUTCOME_UNSPECIFIED: SourceOutcome
+SOURCE_OUTCOME_FOUND: SourceOutcome
+SOURCE_OUTCOME_ABSENT: SourceOutcome
+SOURCE_OUTCOME_NOT_NEEDED: SourceOutcome
+SOURCE_OUTCOME_NOT_LISTED: SourceOutcome
+SOURCE_OUTCOME_UNREACHABLE: SourceOutcome
+SOURCE_OUTCOME_REFUSED: SourceOutcome
+SOURCE_OUTCOME_BUSY: SourceOutcome
 TIER_MEDIUM_UNSPECIFIED: TierMedium
 TIER_MEDIUM_MEMORY: TierMedium
 TIER_MEDIUM_DISK: TierMedium
 TIER_MEDIUM_NETWORK: TierMedium
 
 class BeginRequestRequest(_message.Message):
-    __slots__ = ("session", "request_id", "keys", "mode", "prompt_tokens", "kv_transfer_params_json", "lease_duration", "wait", "priority", "exclude", "min_hits", "retain_for", "packed_keys")
+    __slots__ = ("session", "request_id", "keys", "mode", "prompt_tokens", "kv_transfer_params_json", "lease_duration", "wait", "priority", "exclude", "min_hits", "retain_for", "packed_keys", "source")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +74,7 @@ class BeginRequestRequest(_message.Message):
     MIN_HITS_FIELD_NUMBER: _ClassVar[int]
     RETAIN_FOR_FIELD_NUMBER: _ClassVar[int]
     PACKED_KEYS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionRef
     request_id: str
     keys: _containers.RepeatedScalarFieldContainer[bytes]
@@ -68,7 +88,8 @@ class BeginRequestRequest(_message.Message):
     min_hits: int
     retain_for: _duration_pb2.Duration
     packed_keys: _common_pb2.PackedKeys
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., request_id: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ..., mode: _Optional[_Union[LookupMode, str]] = ..., prompt_tokens: _Optional[int] = ..., kv_transfer_params_json: _Optional[str] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., exclude: _Optional[_Union[TierFilter, _Mapping]] = ..., min_hits: _Optional[int] = ..., retain_for: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., packed_keys: _Optional[_Union[_common_pb2.PackedKeys, _Mapping]] = ...) -> None: ...
+    source: str
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., request_id: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ..., mode: _Optional[_Union[LookupMode, str]] = ..., prompt_tokens: _Optional[int] = ..., kv_transfer_params_json: _Optional[str] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., exclude: _Optional[_Union[TierFilter, _Mapping]] = ..., min_hits: _Optional[int] = ..., retain_for: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., packed_keys: _Optional[_Union[_common_pb2.PackedKeys, _Mapping]] = ..., source: _Optional[str] = ...) -> None: ...
 
 class TierFilter(_message.Message):
     __slots__ = ("names", "media", "remote")
@@ -101,7 +122,7 @@ class BeginRequestResponse(_message.Message):
     def __init__(self, policy: _Optional[_Union[OffloadPolicy, str]] = ..., votes: _Optional[_Iterable[_Union[TierVote, _Mapping]]] = ..., lookup: _Optional[_Union[LookupResponse, _Mapping]] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("session", "request_id", "keys", "mode", "lease_duration", "wait", "want_slots", "exclude", "min_hits", "retain_for", "packed_keys")
+    __slots__ = ("session", "request_id", "keys", "mode", "lease_duration", "wait", "want_slots", "exclude", "min_hits", "retain_for", "packed_keys", "source")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +134,7 @@ class LookupRequest(_message.Message):
     MIN_HITS_FIELD_NUMBER: _ClassVar[int]
     RETAIN_FOR_FIELD_NUMBER: _ClassVar[int]
     PACKED_KEYS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionRef
     request_id: str
     keys: _containers.RepeatedScalarFieldContainer[bytes]
@@ -124,26 +146,29 @@ class LookupRequest(_message.Message):
     min_hits: int
     retain_for: _duration_pb2.Duration
     packed_keys: _common_pb2.PackedKeys
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., request_id: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ..., mode: _Optional[_Union[LookupMode, str]] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., want_slots: bool = ..., exclude: _Optional[_Union[TierFilter, _Mapping]] = ..., min_hits: _Optional[int] = ..., retain_for: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., packed_keys: _Optional[_Union[_common_pb2.PackedKeys, _Mapping]] = ...) -> None: ...
+    source: str
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., request_id: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ..., mode: _Optional[_Union[LookupMode, str]] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., want_slots: bool = ..., exclude: _Optional[_Union[TierFilter, _Mapping]] = ..., min_hits: _Optional[int] = ..., retain_for: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., packed_keys: _Optional[_Union[_common_pb2.PackedKeys, _Mapping]] = ..., source: _Optional[str] = ...) -> None: ...
 
 class LookupResponse(_message.Message):
-    __slots__ = ("statuses", "prefix_hits", "sources", "lease_id", "slot_offsets", "not_retained_blocks")
+    __slots__ = ("statuses", "prefix_hits", "sources", "lease_id", "slot_offsets", "not_retained_blocks", "source_outcome")
     STATUSES_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HITS_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     SLOT_OFFSETS_FIELD_NUMBER: _ClassVar[int]
     NOT_RETAINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_OUTCOME_FIELD_NUMBER: _ClassVar[int]
     statuses: bytes
     prefix_hits: int
     sources: bytes
     lease_id: int
     slot_offsets: bytes
     not_retained_blocks: int
-    def __init__(self, statuses: _Optional[bytes] = ..., prefix_hits: _Optional[int] = ..., sources: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., slot_offsets: _Optional[bytes] = ..., not_retained_blocks: _Optional[int] = ...) -> None: ...
+    source_outcome: SourceOutcome
+    def __init__(self, statuses: _Optional[bytes] = ..., prefix_hits: _Optional[int] = ..., sources: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., slot_offsets: _Optional[bytes] = ..., not_retained_blocks: _Optional[int] = ..., source_outcome: _Optional[_Union[SourceOutcome, str]] = ...) -> None: ...
 
 class PrefetchRequest(_message.Message):
-    __slots__ = ("session", "request_id", "keys", "wait", "exclude", "retain_for", "packed_keys")
+    __slots__ = ("session", "request_id", "keys", "wait", "exclude", "retain_for", "packed_keys", "source")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -151,6 +176,7 @@ class PrefetchRequest(_message.Message):
     EXCLUDE_FIELD_NUMBER: _ClassVar[int]
     RETAIN_FOR_FIELD_NUMBER: _ClassVar[int]
     PACKED_KEYS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionRef
     request_id: str
     keys: _containers.RepeatedScalarFieldContainer[bytes]
@@ -158,23 +184,26 @@ class PrefetchRequest(_message.Message):
     exclude: TierFilter
     retain_for: _duration_pb2.Duration
     packed_keys: _common_pb2.PackedKeys
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., request_id: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., exclude: _Optional[_Union[TierFilter, _Mapping]] = ..., retain_for: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., packed_keys: _Optional[_Union[_common_pb2.PackedKeys, _Mapping]] = ...) -> None: ...
+    source: str
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., request_id: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., exclude: _Optional[_Union[TierFilter, _Mapping]] = ..., retain_for: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., packed_keys: _Optional[_Union[_common_pb2.PackedKeys, _Mapping]] = ..., source: _Optional[str] = ...) -> None: ...
 
 class PrefetchResponse(_message.Message):
-    __slots__ = ("present_blocks", "started_blocks", "missing_blocks", "no_room_blocks", "unanswered_blocks", "not_retained_blocks")
+    __slots__ = ("present_blocks", "started_blocks", "missing_blocks", "no_room_blocks", "unanswered_blocks", "not_retained_blocks", "source_outcome")
     PRESENT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     STARTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MISSING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NO_ROOM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     UNANSWERED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NOT_RETAINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_OUTCOME_FIELD_NUMBER: _ClassVar[int]
     present_blocks: int
     started_blocks: int
     missing_blocks: int
     no_room_blocks: int
     unanswered_blocks: int
     not_retained_blocks: int
-    def __init__(self, present_blocks: _Optional[int] = ..., started_blocks: _Optional[int] = ..., missing_blocks: _Optional[int] = ..., no_room_blocks: _Optional[int] = ..., unanswered_blocks: _Optional[int] = ..., not_retained_blocks: _Optional[int] = ...) -> None: ...
+    source_outcome: SourceOutcome
+    def __init__(self, present_blocks: _Optional[int] = ..., started_blocks: _Optional[int] = ..., missing_blocks: _Optional[int] = ..., no_room_blocks: _Optional[int] = ..., unanswered_blocks: _Optional[int] = ..., not_retained_blocks: _Optional[int] = ..., source_outcome: _Optional[_Union[SourceOutcome, str]] = ...) -> None: ...
 
 class PrepareLoadRequest(_message.Message):
     __slots__ = ("session", "lease_id", "items")

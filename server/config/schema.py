@@ -17,6 +17,7 @@ from ...protos.endpoint import Endpoint, parse_endpoint
 from ...tiers.negotiation import OffloadPolicy, Rule
 from .annotations import _duration, _setting, _size
 from .events import EventConfig
+from .peers import PeersConfig
 from .units import GIB, KIB, MIB, format_size
 
 __all__ = [
@@ -413,6 +414,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     rates: RateConfig = RateConfig()
     tracing: TracingConfig = TracingConfig()
     events: EventConfig = EventConfig()
+    peers: PeersConfig = PeersConfig()
     tiers: Annotated[
         tuple[TierConfig, ...], _setting("Tiers below the CPU tier; `[]` means none.", default="one `lmdb` tier")
     ] = ()

@@ -7,9 +7,11 @@ from typing import Any
 
 from ...cuda.host.numa import read_placement
 from ...protos.endpoint import parse_endpoint
+from ...protos.peer_directory import peer_entry
 from ...tiers.core.handoffs import EXPIRY_MARGIN_SECONDS
 from .fields import SETTINGS, Setting
 from .machine import memory_bytes
+from .peers import PEERS_TIER
 from .schema import Config
 from .units import format_size, human_size
 
@@ -30,6 +32,10 @@ def read_value(setting: Setting, value: Any, *, is_text: bool = False) -> Any:
         if not listen:
             raise ValueError("must name at least one address")
         return tuple(dict.fromkeys(str(parse_endpoint(address)) for address in listen))
+    if setting.key == "peers.servers":
+        if isinstance(value, str):
+            value = [part.strip() for part in value.split(",") if part.strip()] if is_text else [value]
+        return tuple(dict.fromkeys(str(peer_entry(address)) for address in setting.read(value)))
     result = setting.read(value, is_text=is_text)
     check = _CHECKS.get(setting.key)
     return result if check is None or result is None else check(result)
@@ -86,6 +92,7 @@ def conflicts(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator
             "leases.default", f"must not exceed leases.max = {SETTINGS['leases.max'].show(values['leases.max'])}"
         )
     yield from _handoff_conflicts(values, problem)
+    yield from _peer_conflicts(values, problem)
     needed = _MESSAGE_OVERHEAD_BYTES + max(
         values["limits.max_keys"] * (values["limits.max_key_bytes"] + _KEY_OVERHEAD_BYTES),
         values["limits.max_frame_bytes"],
@@ -131,6 +138,20 @@ def _handoff_conflicts(values: Mapping[str, Any], problem: Callable[[str, str], 
     for key in ("handoff.default", "handoff.max"):
         if values[key] <= EXPIRY_MARGIN_SECONDS:
             yield problem(key, f"must be more than {EXPIRY_MARGIN_SECONDS:g} s: a hold near its end cannot be claimed")
+
+
+def _peer_conflicts(values: Mapping[str, Any], problem: Callable[[str, str], str]) -> Iterator[str]:
+    """Yields a line for settings of `[peers]` that contradict each other or the tiers."""
+    if (values["peers.cert"] is None) != (values["peers.key"] is None):
+        given, missing = ("peers.cert", "peers.key") if values["peers.key"] is None else ("peers.key", "peers.cert")
+        yield problem(given, f"needs {missing} too")
+    is_tls = values["peers.ca"] is not None or values["peers.cert"] is not None
+    if values["peers.token_file"] is not None and not is_tls and not values["insecure"]:
+        yield problem("peers.token_file", "the token is not sent without TLS: set peers.ca, or set --insecure")
+    if values["peers.servers"] and any(tier.name == PEERS_TIER for tier in values["tiers"]):
+        yield problem("peers.servers", f"the tier of these servers is called {PEERS_TIER}: rename the other tier")
+    if values["peers.deadline"] >= values["limits.tier_stall"]:
+        yield problem("peers.deadline", "must be less than limits.tier_stall")
 
 
 def warnings(config: Config) -> Iterator[str]:

@@ -69,6 +69,8 @@ class OpenSession:
     identity: Identity = OWNER
     """Caller that opened the session."""
     limiter: RateLimiter | None = None
+    namespace: common_pb2.Namespace = field(default_factory=common_pb2.Namespace)
+    """The namespace as the client described it, with the tenant of the caller."""
     revoked: bool = False
     """Whether the caller's credentials have become invalid. Then the server refuses all calls."""
 
@@ -148,6 +150,7 @@ class SessionRegistry:
             groups=_without_names(request.namespace.groups),
             identity=caller,
             limiter=limiter,
+            namespace=request.namespace,
         )
         self._sessions[session_id] = session
         self.opened += 1
@@ -217,6 +220,11 @@ class SessionRegistry:
         """Raises `Refused` if the session has ended during a wait."""
         if session.id not in self._sessions:
             raise Refused("UNKNOWN_SESSION", "the session ended while the call was waiting")
+
+    def namespace_of(self, session: EngineSession) -> common_pb2.Namespace:
+        """Returns the description of a session's namespace. Raises `Refused` if it has ended."""
+        self.check(session)
+        return self._sessions[session.id].namespace
 
     def name_of(self, session_id: bytes) -> str:
         """Returns the name of the caller that opened a session, for the log."""

@@ -16,6 +16,7 @@ from ...tiers.base import RequestInfo, TierFilter
 from ...tiers.core.leases import BlockLease
 from ...tiers.errors import CoreError, LeaseNotFound, StoreNotFound
 from ...tiers.types import EngineSession, KeyStatus, LeaseId, StoreId
+from ..peers.sources import PeerSources
 from ..refused import Refused
 from ..rpc.request_checks import RequestValidator
 from ..rpc.sessions import SessionRegistry
@@ -38,6 +39,7 @@ class _LookupOptions:
     lease_seconds: float
     deadline: float
     retain_for: float
+    source: str
 
 
 class CacheService(cache_pb2_grpc.CacheServiceServicer):
@@ -48,6 +50,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         validator: RequestValidator,
         end_writers: Callable[[int], Awaitable[None]],
         long_calls: LongCalls,
+        sources: PeerSources,
     ) -> None:
         """`end_writers` ends all streams that write to a store. It returns when they have ended."""
         self._runtime = runtime
@@ -56,6 +59,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self._validator = validator
         self._end_writers = end_writers
         self._long_calls = long_calls
+        self._sources = sources
 
     async def BeginRequest(
         self, request: cache_pb2.BeginRequestRequest, context: grpc.aio.ServicerContext
@@ -102,14 +106,18 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         deadline = self._runtime.now() + self._validator.wait(request.wait)
         retain_for = self._validator.retention(request.retain_for)
         await self._long_calls.query_shared_tiers(session, keys, tiers, deadline, prefix=True)
-        prefetch = self._core.lookup_handler.begin_prefetch(
-            session,
-            keys,
-            request_id=request.request_id,
-            tiers=tiers,
-            retain_until=self._retain_until(session, request.request_id, retain_for),
-        )
-        answer = await self._long_calls.prefetch(prefetch, self._validator.leases.default)
+        located = await self._sources.locate(session, request.source, keys, tiers, deadline, prefix=True)
+        try:
+            prefetch = self._core.lookup_handler.begin_prefetch(
+                session,
+                keys,
+                request_id=request.request_id,
+                tiers=tiers,
+                retain_until=self._retain_until(session, request.request_id, retain_for),
+            )
+            answer = await self._long_calls.prefetch(prefetch, self._validator.leases.default)
+        finally:
+            self._sources.withdraw(session, located)
         return cache_pb2.PrefetchResponse(
             present_blocks=answer.present,
             started_blocks=answer.started,
@@ -117,6 +125,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             no_room_blocks=answer.no_room,
             unanswered_blocks=answer.unanswered,
             not_retained_blocks=answer.not_retained,
+            source_outcome=located.outcome,
         )
 
     async def PrepareLoad(
@@ -252,6 +261,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             lease_seconds=self._validator.lease(request.lease_duration),
             deadline=self._runtime.now() + self._validator.wait(request.wait),
             retain_for=self._validator.retention(request.retain_for),
+            source=request.source,
         )
 
     async def _look_up(
@@ -263,26 +273,34 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         await self._long_calls.query_shared_tiers(
             session, options.keys, options.tiers, options.deadline, prefix=options.prefix
         )
-        lookup = self._core.lookup_handler.begin(
-            session,
-            options.keys,
-            prefix=options.prefix,
-            request_id=options.request_id,
-            tiers=options.tiers,
-            min_hits=options.min_hits,
-            retain_until=self._retain_until(session, options.request_id, options.retain_for),
+        located = await self._sources.locate(
+            session, options.source, options.keys, options.tiers, options.deadline, prefix=options.prefix
         )
-        found = await self._long_calls.look_up(lookup, options.lease_seconds)
+        try:
+            lookup = self._core.lookup_handler.begin(
+                session,
+                options.keys,
+                prefix=options.prefix,
+                request_id=options.request_id,
+                tiers=options.tiers,
+                min_hits=options.min_hits,
+                retain_until=self._retain_until(session, options.request_id, options.retain_for),
+            )
+            found = await self._long_calls.look_up(lookup, options.lease_seconds)
+        finally:
+            self._sources.withdraw(session, located)
         remaining = options.deadline - self._runtime.now()
         if found.lease is not None and found.lease.pending and remaining > 0:
             found = replace(found, lease=await self._wait_ready(session, found.lease, remaining))
         statuses, lease = found.statuses(), found.lease
         if lease is None:
-            return cache_pb2.LookupResponse(statuses=statuses, sources=bytes(len(options.keys)))
+            return cache_pb2.LookupResponse(
+                statuses=statuses, sources=bytes(len(options.keys)), source_outcome=located.outcome
+            )
         hits = len(statuses) - len(statuses.lstrip(bytes([KeyStatus.HIT])))
         sources = lease.sources.ljust(len(options.keys), b"\0")
         answer = cache_pb2.LookupResponse(statuses=statuses, prefix_hits=hits, sources=sources, lease_id=lease.id)
-        answer.not_retained_blocks = found.not_retained
+        answer.not_retained_blocks, answer.source_outcome = found.not_retained, located.outcome
         if want_slots:
             answer.slot_offsets = pack_offsets(await self._read_slots(session, lease, range(hits)))
         return answer

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-__all__ = ["METRICS", "SECTIONS", "TRANSPORTS", "Kind", "MetricDefinition"]
+__all__ = ["METRICS", "SECTIONS", "SOURCE_OUTCOMES", "TRANSPORTS", "Kind", "MetricDefinition"]
 
 Kind = Literal["counter", "gauge", "histogram", "info"]
 
 TRANSPORTS = ("shm", "tcp", "grpc", "cuda_ipc")
 """Transports of sessions. A session with another transport counts as `other`."""
+
+SOURCE_OUTCOMES = ("found", "absent", "not_needed", "not_listed", "unreachable", "refused", "busy")
+"""Outcomes of a search at the server that a call names as its source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +175,15 @@ SECTIONS: dict[str, tuple[MetricDefinition, ...]] = {
             "bytes",
             "transport direction",
             "Bytes that the server transferred to and from engines. Copies by clients in shared memory do not count.",
+        ),
+    ),
+    "Other servers": (
+        _counter(
+            "source_searches",
+            "searches",
+            "outcome",
+            "Searches for missing blocks at the server that a call named, by outcome. The loads count as jobs of the tier "
+            "`peers`.",
         ),
     ),
     "Hand-offs": (

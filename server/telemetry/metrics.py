@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from ...protos.error_reasons import STATUS_OF
 from ...tiers.base import Outcome
 from .collector import ServerStats, Snapshot, SnapshotCollector
-from .definitions import METRICS
+from .definitions import METRICS, SOURCE_OUTCOMES
 
 __all__ = ["Direction", "JobObserver", "Metrics", "ServerStats", "Snapshot"]
 
@@ -54,6 +54,7 @@ class Metrics:
         self.job_blocks = self._counter("tier_job_blocks")
         self.transfer_bytes = self._counter("transfer_bytes")
         self.checksum_mismatches = self._counter("checksum_mismatches")
+        self._source_searches = self._counter("source_searches")
         self.calls = 0
         """Number of calls that have ended."""
         self._rpcs: dict[tuple[str, str], Histogram] = {}
@@ -66,6 +67,8 @@ class Metrics:
                 self.refusals.labels(service, reason)
         for work in _WORK:
             self.loop_failures.labels(work)
+        for outcome in SOURCE_OUTCOMES:
+            self._source_searches.labels(outcome)
         ProcessCollector(registry=self.registry)
         self.registry.register(SnapshotCollector(snapshot))
 
@@ -93,6 +96,10 @@ class Metrics:
     def refused(self, method: str, reason: str) -> None:
         """Counts a refused or failed call; `reason` is a `kvtier.v1.ErrorReason`."""
         self.refusals.labels(method.removeprefix("/kvtier.v1.").partition("/")[0], reason).inc()
+
+    def searched_source(self, outcome: str) -> None:
+        """Counts a search of a lookup's source; `outcome` is a `SourceOutcome` in lower case."""
+        self._source_searches.labels(outcome).inc()
 
     def failed(self, work: str) -> None:
         self.loop_failures.labels(work).inc()

@@ -5,7 +5,7 @@ The answer comes from the catalogs, and for shared tiers also from queries to th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from ..base import NamespaceId, TierFilter
 from ..errors import InvalidItem
@@ -53,7 +53,7 @@ class ResidencyIndex:
             if found is Presence.HELD:
                 return secondary, found
             if found in (Presence.ABSENT, Presence.STALLED):
-                secondary.misses += counted and secondary.index not in excluded
+                secondary.misses += counted and secondary.index not in excluded and not secondary.tier.on_demand
             if found is not Presence.ABSENT and presence is not Presence.UNKNOWN:
                 presence = found
         return None, presence
@@ -62,12 +62,12 @@ class ResidencyIndex:
         """Returns those of the keys for which `find` may return a tier, or a reason."""
         if self.has_shared_tiers:
             return set(keys)
-        return set().union(*(secondary.catalog.keys_among(namespace, keys) for secondary in self._secondaries))
+        return set().union(*(secondary.keys_among(namespace, keys) for secondary in self._secondaries))
 
     def count_misses(self, count: int, excluded: Collection[int]) -> None:
         """Counts misses of keys that `keys_among` does not return, as `find` would."""
         for secondary in self._secondaries:
-            secondary.misses += count * (secondary.index not in excluded)
+            secondary.misses += count * (secondary.index not in excluded and not secondary.tier.on_demand)
 
     def peek(self, namespace: NamespaceId, key: bytes, excluded: Collection[int] = ()) -> Presence:
         """Returns the presence that `find` would return; does not count misses."""
@@ -104,6 +104,14 @@ class ResidencyIndex:
                 job_id = self._new_id()
                 self._queries[job_id] = (secondary, names)
                 self._commands.append(LookupInTier(job_id, secondary.index, names))
+
+    def locate(self, tier: int, names: Iterable[Name], now: float) -> None:
+        for name in names:
+            self._secondaries[tier - 1].presence_cache.set(name, there=True, now=now)
+
+    def forget(self, tier: int, names: Iterable[Name]) -> None:
+        for name in names:
+            self._secondaries[tier - 1].presence_cache.forget(name)
 
     def record_answers(self, job_id: JobId, answers: Sequence[bool], now: float) -> None:
         secondary, names = self._queries.pop(job_id, (None, ()))
@@ -150,3 +158,25 @@ class SharedTierQueries:
         if block is not None and (block.ready or block.pending):
             return Presence.HELD
         return self._residency.peek(namespace, key, self._residency.excluded(tiers))
+
+    def excluded(self, tiers: TierFilter) -> frozenset[int]:
+        """Returns the positions of the tiers that a filter names. Raises InvalidItem."""
+        return self._residency.excluded(tiers)
+
+    def lacking(self, session: EngineSession, keys: Sequence[bytes], tiers: TierFilter) -> list[bytes]:
+        """Returns the keys that no tier has, as far as the tiers have answered."""
+        return [key for key in keys if self.presence(session, key, tiers) is not Presence.HELD]
+
+    def locate(self, tier: int, session: EngineSession, keys: Iterable[bytes], now: float) -> None:
+        """Records blocks that an `on_demand` tier can load.
+
+        The core forgets each when its load has ended, and at the latest after ten seconds.
+        """
+        self._residency.locate(tier, [(session.namespace.id, key) for key in keys], now)
+
+    def withdraw(self, tier: int, session: EngineSession, keys: Iterable[bytes]) -> list[bytes]:
+        """Forgets those of the located blocks that are not being loaded; returns their keys."""
+        blocks = self._cpu_tier.blocks_of(session.namespace.id)
+        unused = [key for key in keys if (block := blocks.get(key)) is None or not block.promoting]
+        self._residency.forget(tier, [(session.namespace.id, key) for key in unused])
+        return unused

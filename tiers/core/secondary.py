@@ -53,6 +53,10 @@ class PresenceCache:
             self._to_ask.append(name)
         return None
 
+    def __contains__(self, name: Name) -> bool:
+        """Returns whether the last answer is that the tier has the block. Queues no query."""
+        return name in self._present
+
     def take_queries(self) -> list[Name]:
         new, self._to_ask = self._to_ask, []
         return new
@@ -120,7 +124,7 @@ class SecondaryTierState:
         """Position in the lookup order; the CPU tier is 0."""
         self.tier = tier
         self.catalog = Catalog(tier.capacity_bytes, queues, history)
-        if events is not None and not tier.shared:
+        if events is not None and not (tier.shared or tier.on_demand):
             self.catalog.events = events.add_tier(index, self.catalog)
         self.max_queued_bytes = max_queued_bytes
         self.write_back_queue: deque[Block] = deque()
@@ -167,6 +171,8 @@ class SecondaryTierState:
         held = entry is not None
         if self.index in excluded:
             return Presence.EXCLUDED if held else Presence.ABSENT
+        if self.tier.on_demand:
+            return Presence.HELD if not self.stalled and (namespace, key) in self.presence_cache else Presence.ABSENT
         # Do not start a second load while an earlier one runs.
         if self.stalled or (entry is not None and entry.loads):
             return Presence.STALLED if held else Presence.ABSENT
@@ -176,6 +182,12 @@ class SecondaryTierState:
                 return Presence.UNKNOWN
             held = there
         return Presence.HELD if held else Presence.ABSENT
+
+    def keys_among(self, namespace: NamespaceId, keys: Sequence[bytes]) -> set[bytes]:
+        """Returns those of the keys for which `presence` may return something else than ABSENT."""
+        if self.tier.on_demand:
+            return {key for key in keys if (namespace, key) in self.presence_cache}
+        return self.catalog.keys_among(namespace, keys)
 
     def record_answers(self, names: Sequence[Name], answers: Sequence[bool], now: float) -> None:
         """Records a shared tier's answers. Blocks that it has lost may be stored again."""

@@ -352,7 +352,7 @@ class StoreHandler:
         that has a part of another rank is never declined.
         """
         new = [block for block in wanted if not any(slot is not None for slot in block.slots)]
-        if self._transfers.secondaries or owner.user is None or not self._cpu_tier.may_decline(new):
+        if self._transfers.storing or owner.user is None or not self._cpu_tier.may_decline(new):
             return None
         self._cpu_tier.use(found, owner.user)  # the policy orders the new blocks among the others
         return set(self._cpu_tier.declined(new))

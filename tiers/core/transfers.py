@@ -103,7 +103,9 @@ class TransferScheduler:
             )
             for index, tier in enumerate(tiers, start=1)
         ]
-        self._filtered = [secondary for secondary in self.secondaries if secondary.admission is not None]
+        self.storing = [secondary for secondary in self.secondaries if not secondary.tier.on_demand]
+        """Tiers in which blocks are stored."""
+        self._filtered = [secondary for secondary in self.storing if secondary.admission is not None]
         self._cpu_tier = cpu_tier
         self._history = history
         self._commands = commands
@@ -138,7 +140,7 @@ class TransferScheduler:
         blocks = [block for block in blocks if not block.hold_only]
         for block in blocks:
             block.skip_reason = None
-        for secondary in self.secondaries:
+        for secondary in self.storing:
             for block in blocks:
                 if secondary.catalog.get(block.namespace, block.key) is None:
                     if not even_if_busy and not secondary.admits(block, user):
@@ -178,7 +180,7 @@ class TransferScheduler:
         block does not fit, it is not stored, and the request counts it as incomplete (B3.10).
         """
         blocks = [block for block in blocks if not block.hold_only]
-        for secondary in self.secondaries:
+        for secondary in self.storing:
             if secondary.index not in request.request_level_tiers:
                 continue
             for block in blocks:
@@ -305,7 +307,7 @@ class TransferScheduler:
     def catch_up(self, tier: int, blocks: Sequence[Block]) -> None:
         """Queues blocks, given in this order, that the tier lacks, until its queue is full."""
         secondary = self.secondaries[tier - 1]
-        for block in blocks:
+        for block in blocks if secondary in self.storing else ():
             if secondary.catalog.get(block.namespace, block.key) is not None:
                 continue
             if not self._enqueue(secondary, block, secondary.max_queued_bytes):
@@ -372,7 +374,7 @@ class TransferScheduler:
                 self._advance(secondary)
             return
         secondary.damaged += outcome is Outcome.CORRUPT
-        if outcome is not Outcome.DONE:
+        if outcome is not Outcome.DONE or secondary.tier.on_demand:
             secondary.presence_cache.forget(entry.name)
         gone = outcome in (Outcome.MISSING, Outcome.CORRUPT)
         if gone and secondary.catalog.get(block.namespace, block.key) is entry:

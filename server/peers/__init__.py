@@ -1,0 +1,1 @@
+"""Blocks from servers on other hosts, which a call names as its source."""

@@ -1,0 +1,273 @@
+"""Sessions of this server at one other server, in which it searches and leases blocks.
+
+All methods run on the event loop, and each blocks only its caller. A session belongs to a
+namespace, so it reads only blocks of the tenant for which it was opened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+
+from ...protos.credentials import Credentials
+from ...protos.error_reasons import reason_of
+from ...protos.peer_directory import PeerAddress
+from ...protos.v1 import cache_pb2, cache_pb2_grpc, common_pb2, session_pb2, session_pb2_grpc, transfer_pb2
+from ...tiers.base import NamespaceId
+from ...tiers.types import KeyStatus
+from .pull import PullConnections
+
+__all__ = ["LEASE_SECONDS", "PeerError", "PeerLease", "PeerLink"]
+
+LEASE_SECONDS = 60.0
+"""Duration of a lease. This server releases it as soon as it has pulled the blocks."""
+_IDLE_SECONDS = 60.0
+"""A session ends after this time without a search."""
+_LOCATE_SECONDS = 0.05
+_WAIT_PART = 0.8
+"""Part of the time of a search that the other server may spend to promote the blocks."""
+_SESSION_LOST = ("UNKNOWN_SESSION", "STALE_EPOCH")
+_CHANNEL_OPTIONS = (
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+)
+
+
+class PeerError(Exception):
+    """A search failed. `refused`: the other server has answered, and refused the call."""
+
+    def __init__(self, text: str, *, refused: bool) -> None:
+        super().__init__(text)
+        self.refused = refused
+
+
+@dataclass(slots=True, eq=False)
+class PeerLease:
+    """Lease of located blocks at another server: for each key its position in the lease."""
+
+    link: PeerLink
+    sessions: _Sessions
+    id: int
+    items: dict[bytes, int]
+    left: int = 0
+    """Number of blocks that are neither pulled nor given up."""
+
+    @property
+    def connections(self) -> Sequence[PullConnections]:
+        """One object per rank."""
+        return self.sessions.connections
+
+
+@dataclass(slots=True, eq=False)
+class _Sessions:
+    """The sessions of all ranks in one namespace. `used_at` is the time of the last search."""
+
+    refs: list[common_pb2.SessionRef]
+    streams: list[Any]
+    connections: list[PullConnections]
+    used_at: float
+
+    @property
+    def has_ended(self) -> bool:
+        return any(stream.done() for stream in self.streams)
+
+    def close(self) -> None:
+        for stream in self.streams:
+            stream.cancel()
+        for connections in self.connections:
+            connections.close()
+
+
+class PeerLink:
+    def __init__(self, address: PeerAddress, credentials: Credentials, engine_id: str) -> None:
+        """`engine_id`: id of this server as a client. Raises CredentialsError."""
+        self.name = str(address.endpoint)
+        self._address = address
+        self._credentials = credentials
+        self._engine_id = engine_id
+        self._channel = credentials.aio_channel(address.endpoint, _CHANNEL_OPTIONS)
+        self._session = session_pb2_grpc.SessionServiceStub(self._channel)
+        self._cache = cache_pb2_grpc.CacheServiceStub(self._channel)
+        self._locate = self._channel.unary_unary(
+            "/kvtier.v1.TransferService/Locate",
+            transfer_pb2.LocateRequest.SerializeToString,
+            transfer_pb2.LocateResponse.FromString,
+        )
+        self._opened: dict[NamespaceId, _Sessions] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def search(
+        self,
+        namespace: NamespaceId,
+        description: common_pb2.Namespace,
+        keys: Sequence[bytes],
+        *,
+        prefix: bool,
+        seconds: float,
+    ) -> PeerLease | None:
+        """Leases those of the blocks that the other server has; None if it has none.
+
+        With `prefix` the search ends at the first block that it lacks. Raises PeerError. The caller
+        makes one search per namespace at a time, and limits its time by `asyncio.timeout`.
+        """
+        try:
+            try:
+                return await self._search(namespace, description, keys, prefix=prefix, seconds=seconds)
+            except grpc.aio.AioRpcError as error:
+                if reason_of(error.trailing_metadata()) not in _SESSION_LOST:
+                    raise
+            self._drop(namespace)  # the other server was restarted
+            return await self._search(namespace, description, keys, prefix=prefix, seconds=seconds)
+        except grpc.aio.AioRpcError as error:
+            reason = reason_of(error.trailing_metadata())
+            self._drop(namespace)
+            raise PeerError(f"{reason or error.code().name}: {error.details()}", refused=reason is not None) from None
+
+    async def confirm(self, lease: PeerLease) -> bool:
+        """Returns whether a lease is still valid, so that the pulled bytes can be used."""
+        request = cache_pb2.CompleteLoadRequest(session=lease.sessions.refs[0], lease_id=lease.id)
+        try:
+            await self._cache.CompleteLoad(request)
+        except grpc.aio.AioRpcError:
+            return False
+        return True
+
+    def release(self, lease: PeerLease) -> None:
+        """Starts to release a lease. If that fails, the lease ends with its session or its time."""
+        if not lease.sessions.has_ended:
+            self._spawn(self._release(lease.sessions, lease.id))
+
+    def end_idle_sessions(self, now: float) -> bool:
+        """Ends sessions that were not used for a minute; returns whether no session is left."""
+        for namespace, sessions in list(self._opened.items()):
+            if sessions.has_ended or now - sessions.used_at > _IDLE_SECONDS + LEASE_SECONDS:
+                self._drop(namespace)
+        return not self._opened
+
+    async def close(self) -> None:
+        """Ends all sessions, and so all leases and pulls."""
+        for namespace in list(self._opened):
+            self._drop(namespace)
+        for task in self._tasks:
+            task.cancel()
+        await self._channel.close()
+
+    async def _search(
+        self,
+        namespace: NamespaceId,
+        description: common_pb2.Namespace,
+        keys: Sequence[bytes],
+        *,
+        prefix: bool,
+        seconds: float,
+    ) -> PeerLease | None:
+        sessions = self._opened.get(namespace)
+        if sessions is None or sessions.has_ended:
+            self._drop(namespace)
+            sessions = self._opened[namespace] = await self._open(description)
+        sessions.used_at = asyncio.get_running_loop().time()
+        request = cache_pb2.LookupRequest(
+            session=sessions.refs[0],
+            mode=cache_pb2.LOOKUP_MODE_PREFIX if prefix else cache_pb2.LOOKUP_MODE_EACH,
+            lease_duration=_duration(LEASE_SECONDS),
+            wait=_duration(seconds * _WAIT_PART),
+            exclude=cache_pb2.TierFilter(remote=True),  # this server can ask shared tiers itself
+        )
+        if len({len(key) for key in keys}) == 1:
+            request.packed_keys.keys, request.packed_keys.key_bytes = b"".join(keys), len(keys[0])
+        else:
+            request.keys.extend(keys)
+        answer = await self._cache.Lookup(request)
+        items = {
+            key: item
+            for item, (key, status) in enumerate(zip(keys, answer.statuses, strict=False))
+            if status == KeyStatus.HIT and (not prefix or item < answer.prefix_hits)
+        }
+        if items:
+            return PeerLease(self, sessions, answer.lease_id, items)
+        if answer.lease_id:
+            self._spawn(self._release(sessions, answer.lease_id))
+        return None
+
+    async def _open(self, description: common_pb2.Namespace) -> _Sessions:
+        """Opens one session per rank, all of one engine, which therefore share the lease."""
+        refs: list[common_pb2.SessionRef] = []
+        streams: list[Any] = []
+        try:
+            for rank in range(description.world_size):
+                request = session_pb2.OpenRequest(
+                    protocol_version=1,
+                    client_name="kvtier server",
+                    engine_id=self._engine_id,
+                    rank=rank,
+                    namespace=description,
+                    pid=os.getpid(),
+                    transport="tcp",
+                )
+                stream = self._session.Open(request)
+                streams.append(stream)
+                refs.append((await _first(stream)).session)
+                self._spawn(_read_heartbeats(stream))
+            endpoint = self._address.endpoint
+            address = (endpoint.host, await self._socket_port(refs[0]))
+            name = self._credentials.tls_name(endpoint)
+            connections = [PullConnections(address, ref, self._credentials, name) for ref in refs]
+        except BaseException:
+            for stream in streams:
+                stream.cancel()
+            raise
+        return _Sessions(refs, streams, connections, asyncio.get_running_loop().time())
+
+    async def _socket_port(self, ref: common_pb2.SessionRef) -> int:
+        """Returns the port of the other server's bulk process, which the first call starts."""
+        while True:
+            answer = await self._locate(transfer_pb2.LocateRequest(session=ref))
+            if answer.socket_port:
+                return int(answer.socket_port)
+            await asyncio.sleep(_LOCATE_SECONDS)
+
+    async def _release(self, sessions: _Sessions, lease_id: int) -> None:
+        request = cache_pb2.ReleaseLeaseRequest(session=sessions.refs[0], lease_ids=[lease_id])
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await self._cache.ReleaseLease(request, timeout=LEASE_SECONDS)
+
+    def _drop(self, namespace: NamespaceId) -> None:
+        sessions = self._opened.pop(namespace, None)
+        if sessions is not None:
+            sessions.close()
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _first(stream: Any) -> session_pb2.OpenResponse:
+    """Returns the first response of a session. Raises PeerError, grpc.aio.AioRpcError."""
+    first = await stream.read()
+    if not isinstance(first, session_pb2.OpenResponse):
+        raise PeerError("the session ended at once", refused=False)
+    return first
+
+
+async def _read_heartbeats(stream: Any) -> None:
+    """Reads until the session ends. Otherwise the other server could no longer write heartbeats."""
+    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
+        while await stream.read() is not grpc.aio.EOF:
+            pass
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(int(seconds * 1e9))
+    return duration

@@ -1,0 +1,250 @@
+"""Sources that calls name: permits, searches and registers the blocks that a source has.
+
+`PeerSources.locate` runs before a lookup. It tells the core which missing blocks the tier `peers`
+can load, and the lookup then promotes these blocks like those of any other tier.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import grpc
+
+from ...protos.credentials import Credentials, CredentialsError
+from ...protos.peer_directory import PeerAddress, PeerDirectory
+from ...protos.v1 import cache_pb2, common_pb2
+from ...tiers.base import NamespaceId, TierFilter
+from ...tiers.errors import CoreError
+from ...tiers.remote.limits import CircuitBreaker
+from ...tiers.types import EngineSession
+from ..config.peers import PeersConfig
+from ..refused import Refused
+from ..rpc.slice_scheduler import SliceScheduler, slices_of
+from ..runtime import TierRuntime
+from ..telemetry.logs import get_logger
+from .link import PeerError, PeerLink
+from .tier import PeerTier
+
+__all__ = ["Located", "PeerSources", "peer_credentials"]
+
+_log = get_logger(__name__)
+
+_SLICE = 512
+_SWEEP_SECONDS = 10.0
+
+_NONE = cache_pb2.SOURCE_OUTCOME_UNSPECIFIED
+_FOUND = cache_pb2.SOURCE_OUTCOME_FOUND
+_ABSENT = cache_pb2.SOURCE_OUTCOME_ABSENT
+_NOT_NEEDED = cache_pb2.SOURCE_OUTCOME_NOT_NEEDED
+_NOT_LISTED = cache_pb2.SOURCE_OUTCOME_NOT_LISTED
+_UNREACHABLE = cache_pb2.SOURCE_OUTCOME_UNREACHABLE
+_REFUSED = cache_pb2.SOURCE_OUTCOME_REFUSED
+_BUSY = cache_pb2.SOURCE_OUTCOME_BUSY
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Result of a search: its outcome, and the keys of the blocks that the source has."""
+
+    outcome: cache_pb2.SourceOutcome = _NONE
+    keys: Sequence[bytes] = ()
+
+
+def peer_credentials(config: PeersConfig, *, insecure: bool) -> Credentials:
+    """Returns this server's credentials at other servers."""
+    paths = {
+        name: None if (path := getattr(config, name)) is None else str(path)
+        for name in ("ca", "cert", "key", "token_file")
+    }
+    return Credentials(**paths, insecure=insecure)
+
+
+class PeerSources:
+    """Searches of all calls. Every method runs on the event loop."""
+
+    def __init__(
+        self,
+        tier: PeerTier | None,
+        runtime: TierRuntime,
+        directory: PeerDirectory,
+        credentials: Credentials,
+        deadline_seconds: float,
+        *,
+        scheduler: SliceScheduler,
+        description_of: Callable[[EngineSession], common_pb2.Namespace],
+        observe: Callable[[str], object] = lambda _: None,
+    ) -> None:
+        """`tier` is the runtime's tier `peers`; None if no source is permitted.
+
+        `description_of` returns the namespace of a session. `observe` gets each outcome.
+        """
+        self._tier = tier
+        self._runtime = runtime
+        self._core = runtime.core
+        self._number = next(
+            (n for n, found in enumerate(runtime.tiers, start=1) if tier and found.name == tier.name), 0
+        )
+        self._directory = directory
+        self._credentials = credentials
+        self._deadline_seconds = deadline_seconds
+        self._scheduler = scheduler
+        self._description_of = description_of
+        self._observe = observe
+        self._engine_id = f"kvtier-server-{secrets.token_hex(8)}"
+        self._links: dict[PeerAddress, PeerLink] = {}
+        self._breakers: dict[PeerAddress, CircuitBreaker] = defaultdict(CircuitBreaker)
+        self._searches: dict[tuple[PeerAddress, NamespaceId], asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def locate(
+        self,
+        session: EngineSession,
+        source: str,
+        keys: Sequence[bytes],
+        tiers: TierFilter,
+        deadline: float,
+        *,
+        prefix: bool,
+    ) -> Located:
+        """Searches `source` for the blocks that this server lacks. Never raises a failure of it.
+
+        The caller begins its lookup at once, and then calls `withdraw`.
+        """
+        if not source or (self._number and self._number in self._core.shared_tiers.excluded(tiers)):
+            return Located()
+        # A call over a socket runs outside of a task until it first waits. Time-outs need a task.
+        located = await asyncio.get_running_loop().create_task(
+            self._locate(session, source, keys, tiers, deadline, prefix=prefix)
+        )
+        self._observe(cache_pb2.SourceOutcome.Name(located.outcome).removeprefix("SOURCE_OUTCOME_").lower())
+        return located
+
+    def withdraw(self, session: EngineSession, located: Located) -> None:
+        """Gives up located blocks that the lookup did not begin to load."""
+        if located.keys and self._tier is not None:
+            unused = self._core.shared_tiers.withdraw(self._number, session, located.keys)
+            self._tier.give_up((session.namespace.id, key) for key in unused)
+
+    async def sweep(self) -> None:
+        """Ends idle sessions and connections, until the task is cancelled."""
+        while True:
+            await asyncio.sleep(_SWEEP_SECONDS)
+            now = asyncio.get_running_loop().time()
+            for search, lock in list(self._searches.items()):
+                if not lock.locked():
+                    del self._searches[search]
+            searched = {address for address, _ in self._searches}
+            for address, link in list(self._links.items()):
+                if link.end_idle_sessions(now) and address not in searched:
+                    await self._drop(address)
+
+    async def close(self) -> None:
+        self._directory.close()
+        for address in list(self._links):
+            await self._drop(address)
+
+    async def _locate(
+        self,
+        session: EngineSession,
+        source: str,
+        keys: Sequence[bytes],
+        tiers: TierFilter,
+        deadline: float,
+        *,
+        prefix: bool,
+    ) -> Located:
+        address = self._directory.find(source) if self._tier is not None else None
+        if address is None:
+            return Located(_NOT_LISTED)
+        seconds = min(deadline - self._runtime.now(), self._deadline_seconds)
+        if seconds <= 0:
+            return Located(_UNREACHABLE)
+        try:
+            async with asyncio.timeout(seconds), self._searches[address, session.namespace.id]:
+                return await self._search(session, address, keys, tiers, deadline, prefix=prefix)
+        except (Refused, CoreError):  # the session of the call has ended, or its arguments are wrong
+            raise
+        except Exception as error:  # noqa: BLE001 - the lookup of the call must not fail
+            return Located(self._failed(address, error))
+
+    def _failed(self, address: PeerAddress, error: Exception) -> cache_pb2.SourceOutcome:
+        """Records the failure of a search, and returns its outcome."""
+        server = str(address.endpoint)
+        if isinstance(error, PeerError) and error.refused:
+            self._breakers[address].succeeded()
+            _log.warning("no blocks from another server", server=server, reason=f"{error}")
+            return _REFUSED
+        self._breakers[address].failed(f"{error}")
+        if isinstance(error, PeerError | TimeoutError | CredentialsError):
+            _log.warning("no blocks from another server", server=server, reason=f"{error}" or "no answer in time")
+        else:
+            _log.error("search at another server failed", server=server, exc_info=error)
+        return _UNREACHABLE
+
+    async def _search(
+        self,
+        session: EngineSession,
+        address: PeerAddress,
+        keys: Sequence[bytes],
+        tiers: TierFilter,
+        deadline: float,
+        *,
+        prefix: bool,
+    ) -> Located:
+        lacking: list[bytes] = []
+        for part in slices_of(keys, _SLICE):
+            if len(part) < len(keys):
+                await self._scheduler.turn(session)
+            lacking += self._core.shared_tiers.lacking(session, part, tiers)
+        if not lacking:
+            return Located(_NOT_NEEDED)
+        wanted = self._affordable(session, list(dict.fromkeys(lacking)))
+        if not wanted:
+            return Located(_BUSY)
+        if not self._breakers[address].permits():
+            return Located(_UNREACHABLE)
+        lease = await self._link_to(address).search(
+            session.namespace.id,
+            self._description_of(session),
+            wanted,
+            prefix=prefix,
+            seconds=min(deadline - self._runtime.now(), self._deadline_seconds),
+        )
+        self._breakers[address].succeeded()
+        if lease is None:
+            return Located(_ABSENT)
+        assert self._tier is not None
+        self._tier.locate(lease, session.namespace.id, lambda key: _bytes_of(session, key), self._breakers[address])
+        found = list(lease.items)
+        self._core.shared_tiers.locate(self._number, session, found, self._runtime.now())
+        return Located(_FOUND, found)
+
+    def _affordable(self, session: EngineSession, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """Returns the first keys whose blocks may be in flight, besides those that are already."""
+        assert self._tier is not None
+        left = self._tier.free_bytes
+        for number, key in enumerate(keys):
+            left -= _bytes_of(session, key)
+            if left < 0:
+                return keys[:number]
+        return keys
+
+    def _link_to(self, address: PeerAddress) -> PeerLink:
+        link = self._links.get(address)
+        if link is None:
+            credentials = replace(self._credentials, server_name=address.certificate_name)
+            link = self._links[address] = PeerLink(address, credentials, self._engine_id)
+        return link
+
+    async def _drop(self, address: PeerAddress) -> None:
+        link = self._links.pop(address)
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await link.close()
+
+
+def _bytes_of(session: EngineSession, key: bytes) -> int:
+    return session.namespace.part_bytes_of(key) * session.namespace.world_size

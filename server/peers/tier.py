@@ -1,0 +1,183 @@
+"""Tier `peers`: loads blocks that were located at another server into the CPU tier.
+
+The core treats such a load as a promotion. So calls that want the same block share one load, the
+block's slots are pinned until the load has ended, and a failed load is a miss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...protos.credentials import CredentialsError
+from ...tiers.base import BlockBytes, Entry, Medium, NamespaceId, OffloadPolicy, Outcome, SecondaryTier, Vote
+from ...tiers.negotiation import RequestInfo
+from ...tiers.remote.limits import CircuitBreaker
+from ..config.peers import PEERS_TIER
+from ..telemetry.logs import get_logger
+from .link import LEASE_SECONDS, PeerLease
+from .pull import PullRefusedError, WrongBytesError
+
+__all__ = ["PeerTier"]
+
+_log = get_logger(__name__)
+
+Name = tuple[NamespaceId, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class _Located:
+    lease: PeerLease
+    item: int
+    nbytes: int
+    until: float
+    breaker: CircuitBreaker
+
+
+class PeerTier(SecondaryTier):
+    """Source of located blocks. `load` runs on worker threads, all other methods on the loop."""
+
+    type: ClassVar[str] = "peers"
+    durable: ClassVar[bool] = False
+    medium: ClassVar[Medium] = Medium.NETWORK
+    local: ClassVar[bool] = False
+    on_demand: ClassVar[bool] = True
+    parallel_loads: ClassVar[int] = 4
+
+    def __init__(self, deadline_seconds: float, in_flight_bytes: int) -> None:
+        super().__init__(PEERS_TIER, in_flight_bytes)
+        self._deadline_seconds = deadline_seconds
+        self._located: dict[Name, _Located] = {}
+        """Located blocks whose load has not begun, oldest first."""
+        self._located_bytes = 0
+        """Bytes of the located blocks, until their load has ended."""
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that may be located now."""
+        return self.capacity_bytes - self._located_bytes
+
+    def locate(
+        self, lease: PeerLease, namespace: NamespaceId, bytes_of: Callable[[bytes], int], breaker: CircuitBreaker
+    ) -> None:
+        """Adds the blocks of a lease. `bytes_of` returns the size of a key's block."""
+        self._loop = asyncio.get_running_loop()
+        self.give_up(self._outdated())
+        self.give_up((namespace, key) for key in lease.items)
+        with self._lock:
+            lease.left += len(lease.items)
+            for key, item in lease.items.items():
+                located = _Located(lease, item, bytes_of(key), time.monotonic() + LEASE_SECONDS, breaker)
+                self._located[namespace, key] = located
+                self._located_bytes += located.nbytes
+
+    def give_up(self, names: Iterable[Name]) -> None:
+        """Drops located blocks whose load has not begun."""
+        names = list(names)
+        with self._lock:
+            dropped = [found for name in names if (found := self._located.pop(name, None)) is not None]
+        self._end(dropped)
+
+    def load(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
+        with self._lock:
+            found = [self._located.pop((block.namespace, block.key), None) for block in blocks]
+        by_lease: defaultdict[PeerLease, list[int]] = defaultdict(list)
+        for number, located in enumerate(found):
+            if located is not None:
+                by_lease[located.lease].append(number)
+        outcomes = [Outcome.MISSING] * len(blocks)
+        for lease, numbers in by_lease.items():
+            wanted = [located for number in numbers if (located := found[number]) is not None]
+            try:
+                outcome = self._pull(lease, wanted, [blocks[number] for number in numbers])
+            finally:
+                self._end(wanted)
+            for number in numbers:
+                outcomes[number] = outcome
+        return outcomes
+
+    def on_new_request(self, request: RequestInfo) -> Vote:
+        return Vote(OffloadPolicy.BLOCK_LEVEL, "nothing is stored at other servers")
+
+    def entries(self) -> Iterator[Entry]:
+        return iter(())
+
+    def store(self, blocks: Sequence[BlockBytes]) -> list[Outcome]:
+        """Stores nothing. The core stores no blocks in a tier that is `on_demand`."""
+        return [Outcome.FAILED] * len(blocks)
+
+    def remove(self, keys: Sequence[Name]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def _pull(self, lease: PeerLease, wanted: Sequence[_Located], blocks: Sequence[BlockBytes]) -> Outcome:
+        """Pulls blocks of one lease, rank after rank. Returns the outcome of all of them."""
+        breaker = wanted[0].breaker
+        if not breaker.permits():
+            return Outcome.FAILED
+        deadline = time.monotonic() + self._deadline_seconds
+        try:
+            for rank, connections in enumerate(lease.connections):
+                parts = [block.parts[rank] for block in blocks]
+                items = [located.item for located in wanted]
+                connections.pull(lease.id, items, parts, deadline - time.monotonic())
+            self._confirm(lease, deadline)
+        except WrongBytesError as error:
+            return self._failed(breaker, lease, error, Outcome.CORRUPT)
+        except PullRefusedError as error:
+            breaker.succeeded()
+            return self._failed(None, lease, error, Outcome.MISSING)
+        except (OSError, ValueError, CredentialsError) as error:
+            return self._failed(breaker, lease, error, Outcome.FAILED)
+        breaker.succeeded()
+        return Outcome.DONE
+
+    def _confirm(self, lease: PeerLease, deadline: float) -> None:
+        """Raises PullRefusedError if the lease ended during the pull, TimeoutError."""
+        assert self._loop is not None
+        answer = asyncio.run_coroutine_threadsafe(lease.link.confirm(lease), self._loop)
+        try:
+            confirmed = answer.result(max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            answer.cancel()
+            raise
+        if not confirmed:
+            raise PullRefusedError("the lease has ended")
+
+    @staticmethod
+    def _failed(breaker: CircuitBreaker | None, lease: PeerLease, error: Exception, outcome: Outcome) -> Outcome:
+        if breaker is not None:
+            breaker.failed(f"{type(error).__name__}: {error}")
+        _log.warning("blocks not loaded from another server", server=lease.link.name, reason=f"{error}")
+        return outcome
+
+    def _outdated(self) -> list[Name]:
+        """Returns the blocks whose lease has run out, for example after a load was given up."""
+        now, names = time.monotonic(), []
+        for name, located in self._located.items():
+            if located.until > now:
+                break
+            names.append(name)
+        return names
+
+    def _end(self, ended: Sequence[_Located]) -> None:
+        """Records that blocks are loaded or given up. Releases leases without further blocks."""
+        released = []
+        with self._lock:
+            for located in ended:
+                self._located_bytes -= located.nbytes
+                located.lease.left -= 1
+                if not located.lease.left:
+                    released.append(located.lease)
+        for lease in released:
+            if self._loop is not None and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(lease.link.release, lease)
