@@ -34,8 +34,8 @@ from .devices.registry import DeviceRegistry, unavailable_reason
 from .drain import Drain
 from .events.publisher import EventPublisher
 from .events.zmq_socket import PublisherError, ZmqSocket
+from .peers.peer_tier import PeerTier
 from .peers.sources import PeerSources, peer_credentials
-from .peers.tier import PeerTier
 from .rpc.attach import SUFFIX, AttachServer
 from .rpc.interceptor import RefusalInterceptor
 from .rpc.request_bounds import RequestBounds

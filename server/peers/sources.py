@@ -28,7 +28,7 @@ from ..rpc.slice_scheduler import SliceScheduler, slices_of
 from ..runtime import TierRuntime
 from ..telemetry.logs import get_logger
 from .link import PeerError, PeerLink
-from .tier import PeerTier
+from .peer_tier import PeerTier
 
 __all__ = ["Located", "PeerSources", "peer_credentials"]
 
@@ -166,7 +166,7 @@ class PeerSources:
         try:
             async with asyncio.timeout(seconds), self._searches[address, session.namespace.id]:
                 return await self._search(session, address, keys, tiers, deadline, prefix=prefix)
-        except (Refused, CoreError):  # the session of the call has ended, or its arguments are wrong
+        except (Refused, CoreError):  # the session has ended, or the arguments are wrong
             raise
         except Exception as error:  # noqa: BLE001 - the lookup of the call must not fail
             return Located(self._failed(address, error))

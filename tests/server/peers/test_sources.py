@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
-from harness.payloads import key_of, namespace_of, payload
+from harness.bulk import bulk_pid, wait_for_bulk
+from harness.http_get import get
+from harness.payloads import assert_serves, key_of, namespace_of, payload
 from harness.polling import wait_until
-from harness.server_process import ServerProcess
+from harness.ports import ReservedPort
+from harness.server_process import MIB, ServerProcess
+from harness.signals import stop
 
-from kvtier.client import Client, KeyStatus, SourceOutcome
+from kvtier.client import Client, SourceOutcome, TierFilter
 
 PART = 16 << 10
 KEYS = [key_of(number) for number in range(40)]
+
+
+@contextlib.contextmanager
+def _here(directory: Path, *servers: str, more: str = "") -> Iterator[ServerProcess]:
+    """A server at which these servers may be named."""
+    directory.mkdir(exist_ok=True)
+    listed = ", ".join(f'"{server}"' for server in servers)
+    with ServerProcess(directory, config=f"insecure = true\n[peers]\nservers = [{listed}]\n{more}").start() as server:
+        yield server
+
+
+def _client(server: ServerProcess, model: str, **more: Any) -> Client:
+    client = Client(server.endpoint, namespace=namespace_of(PART, model=model, **more))
+    client.wait_until_connected(60)
+    return client
+
+
+def _store(client: Client, keys: list[bytes]) -> None:
+    client.store(keys, [payload(key, PART) for key in keys])
 
 
 @pytest.fixture(scope="module")
@@ -24,27 +52,274 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory, source: ServerProcess) -> Iterator[ServerProcess]:
-    """The server that pulls them."""
+def metrics_port() -> Iterator[int]:
+    with ReservedPort() as port:
+        yield port.number
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory, source: ServerProcess, metrics_port: int) -> Iterator[ServerProcess]:
+    """The server that loads them. It knows the source by a name of DNS."""
     port = source.tcp.rpartition(":")[2]
-    config = f'insecure = true\n[peers]\nservers = ["localhost:{port}"]\n'
+    config = f'metrics = "127.0.0.1:{metrics_port}"\ninsecure = true\n[peers]\nservers = ["localhost:{port}"]\n'
     with ServerProcess(tmp_path_factory.mktemp("a"), config=config).start() as server:
         yield server
 
 
-def test_blocks_of_a_source_are_pulled_into_the_cpu_tier(here: ServerProcess, source: ServerProcess) -> None:
-    """A name of DNS permits its address. The next lookup hits without the source."""
-    namespace = namespace_of(PART, model="pulled")
-    with Client(source.endpoint, namespace=namespace) as there, Client(here.endpoint, namespace=namespace) as client:
-        there.store(KEYS, [payload(key, PART) for key in KEYS])
-        client.store(KEYS[:10], [payload(key, PART) for key in KEYS[:10]])
+def _count(port: int, name: str, labels: str) -> float:
+    lines = get(port, "/metrics")[2].splitlines()
+    return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"kvtier_{name}{{{labels}}}"))
+
+
+def test_blocks_of_a_source_come_into_the_cpu_tier(here: ServerProcess, source: ServerProcess) -> None:
+    """Only the missing blocks. The next lookup finds them here, and the source keeps no lease."""
+    with _client(source, "pulled") as there, _client(here, "pulled") as client:
+        _store(there, KEYS)
+        _store(client, KEYS[:10])
         with client.lookup([*KEYS, key_of(1000)], wait=30, source=source.tcp) as lease:
             assert lease.source_outcome is SourceOutcome.FOUND
             assert lease.prefix_hits == len(KEYS)
             assert lease.sources[:40] == (*["cpu"] * 10, *["peers"] * 30)
-        buffers = [bytearray(PART) for _ in KEYS]
-        assert client.load(KEYS, buffers) == len(KEYS)
-        assert [bytes(buffer) for buffer in buffers] == [payload(key, PART) for key in KEYS]
+        assert_serves(client, KEYS)
         with client.lookup(KEYS, source=source.tcp, wait=5) as lease:
             assert (lease.prefix_hits, lease.source_outcome) == (len(KEYS), SourceOutcome.NOT_NEEDED)
+            assert set(lease.source_indices) == {0}
         wait_until(lambda: there.status().leases == 0)
+
+
+def test_pulled_blocks_are_written_to_the_disk_at_their_next_use_only(
+    here: ServerProcess, source: ServerProcess
+) -> None:
+    """The source stores nothing: blocks that are stored here are not sent there."""
+    with _client(source, "one way") as there, _client(here, "one way") as client:
+        _store(client, KEYS)
+        client.flush(KEYS, wait=60)
+        with there.lookup(KEYS) as lease:
+            assert lease.prefix_hits == 0
+        assert here.tier("peers").used_bytes == 0
+
+
+def test_begin_request_and_prefetch_name_a_source(here: ServerProcess, source: ServerProcess) -> None:
+    with _client(source, "calls") as there, _client(here, "calls") as client:
+        _store(there, KEYS)
+        found = client.begin_request("r", KEYS[:5], wait=30, source=source.tcp)
+        assert (found.prefix_hits, found.source_outcome) == (5, SourceOutcome.FOUND)
+        client.finish_request("r")
+        prefetched = client.prefetch([*KEYS, key_of(1000)], wait=30, source=source.tcp)
+        assert (prefetched.present, prefetched.started, prefetched.missing) == (5, 35, 1)
+        assert prefetched.source_outcome is SourceOutcome.FOUND
+        wait_until(lambda: client.prefetch(KEYS).present == 40)
+        assert_serves(client, KEYS)
+
+
+def test_each_key_can_be_searched_independently(here: ServerProcess, source: ServerProcess) -> None:
+    with _client(source, "each") as there, _client(here, "each") as client:
+        _store(there, KEYS[1::2])
+        with client.lookup(KEYS, wait=30, prefix=False, source=source.tcp) as lease:
+            assert [index for index, status in enumerate(lease.statuses) if status == 1] == list(range(1, 40, 2))
+
+
+def test_all_ranks_are_pulled(here: ServerProcess, source: ServerProcess) -> None:
+    """A scheduler names the source, and each rank reads its own parts here."""
+    namespace = namespace_of(PART, model="ranks", world_size=2)
+    with contextlib.ExitStack() as opened:
+        ranks = {
+            (server, rank): opened.enter_context(Client(server.endpoint, namespace=namespace, rank=rank))
+            for server in (source, here)
+            for rank in (0, 1)
+        }
+        for rank in (0, 1):
+            ranks[source, rank].store(KEYS, [payload(key, PART, rank) for key in KEYS])
+        scheduler = opened.enter_context(Client(here.endpoint, namespace=namespace))
+        with scheduler.lookup(KEYS, wait=30, source=source.tcp) as lease:
+            assert lease.prefix_hits == len(KEYS)
+        for rank in (0, 1):
+            buffers = [bytearray(PART) for _ in KEYS]
+            assert ranks[here, rank].load(KEYS, buffers) == len(KEYS)
+            assert buffers == [bytes(payload(key, PART, rank)) for key in KEYS]
+
+
+def test_calls_for_the_same_blocks_share_one_load(
+    here: ServerProcess, source: ServerProcess, metrics_port: int
+) -> None:
+    labels = 'operation="load",outcome="done",tier="peers"'
+    with _client(source, "shared") as there, _client(here, "shared") as client, ThreadPoolExecutor(4) as threads:
+        _store(there, KEYS)
+        before = _count(metrics_port, "tier_job_blocks_total", labels)
+        found = list(threads.map(lambda _: client.lookup(KEYS, wait=30, source=source.tcp), range(4)))
+        assert [lease.prefix_hits for lease in found] == [len(KEYS)] * 4
+        assert _count(metrics_port, "tier_job_blocks_total", labels) - before == len(KEYS)
+        assert [lease.source_outcome for lease in found].count(SourceOutcome.FOUND) == 1
+        for lease in found:
+            lease.release()
+
+
+def test_a_tenant_gets_no_blocks_of_another_tenant(here: ServerProcess, source: ServerProcess) -> None:
+    """The same holds for any other difference of the namespaces."""
+    with (
+        _client(source, "tenants", tenant="acme") as there,
+        _client(here, "tenants", tenant="zeta") as zeta,
+        _client(here, "other", tenant="acme") as other,
+        _client(here, "tenants", tenant="acme") as acme,
+    ):
+        _store(there, KEYS)
+        for client, outcome, hits in (
+            (zeta, SourceOutcome.ABSENT, 0),
+            (other, SourceOutcome.ABSENT, 0),
+            (acme, SourceOutcome.FOUND, 40),
+        ):
+            with client.lookup(KEYS, wait=30, source=source.tcp) as lease:
+                assert (lease.source_outcome, lease.prefix_hits) == (outcome, hits)
+
+
+def test_only_listed_servers_are_asked(here: ServerProcess, metrics_port: int) -> None:
+    """Nothing connects to another address; its name is only compared. The metric counts it."""
+    before = _count(metrics_port, "source_searches_total", 'outcome="not_listed"')
+    with _client(here, "listed") as client, socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.2)
+        for name in (f"127.0.0.1:{listener.getsockname()[1]}", "unix:/tmp/s", "nonsense", "no.such.name.:7450"):
+            with client.lookup(KEYS, wait=5, source=name) as lease:
+                assert (lease.source_outcome, lease.prefix_hits) == (SourceOutcome.NOT_LISTED, 0)
+        with pytest.raises(TimeoutError):
+            listener.accept()
+    assert _count(metrics_port, "source_searches_total", 'outcome="not_listed"') - before == 4
+
+
+def test_a_server_without_peers_asks_no_server(source: ServerProcess) -> None:
+    with _client(source, "none") as client, client.lookup(KEYS, wait=5, source=source.tcp) as lease:
+        assert lease.source_outcome is SourceOutcome.NOT_LISTED
+
+
+def test_a_lookup_can_exclude_other_hosts(here: ServerProcess, source: ServerProcess) -> None:
+    with _client(source, "excluded") as there, _client(here, "excluded") as client:
+        _store(there, KEYS)
+        for exclude in (TierFilter(remote=True), TierFilter(names=["peers"])):
+            with client.lookup(KEYS, wait=5, source=source.tcp, exclude=exclude) as lease:
+                assert (lease.source_outcome, lease.prefix_hits) == (SourceOutcome.NONE, 0)
+
+
+def test_a_lookup_that_finds_too_little_loads_nothing(here: ServerProcess, source: ServerProcess) -> None:
+    """The source keeps no lease for such a lookup."""
+    with _client(source, "least") as there, _client(here, "least") as client:
+        _store(there, KEYS[:3])
+        with client.lookup(KEYS, wait=5, source=source.tcp, min_hits=5) as lease:
+            assert (lease.source_outcome, lease.prefix_hits) == (SourceOutcome.FOUND, 0)
+        wait_until(lambda: there.status().leases == 0)
+
+
+def test_bytes_in_flight_are_bounded(tmp_path: Path, source: ServerProcess) -> None:
+    """Of the blocks beyond the bound none is asked for. The next lookup gets further ones."""
+    keys = [key_of(number, salt="flight") for number in range(100)]
+    with (
+        _here(tmp_path / "a", source.tcp, more='in_flight = "1MiB"') as here,
+        _client(source, "bounded") as there,
+        _client(here, "bounded") as client,
+    ):
+        _store(there, keys)
+        with client.lookup(keys, wait=30, source=source.tcp) as lease:
+            assert lease.prefix_hits == 64
+        with client.lookup(keys, wait=30, source=source.tcp) as lease:
+            assert lease.prefix_hits == 100
+
+
+def test_a_server_that_hangs_costs_the_deadline(tmp_path: Path) -> None:
+    """It accepts connections and never answers. After two failures it is not asked for a time."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        _here(tmp_path, "127.0.0.1:{}".format(*listener.getsockname()[1:]), more='deadline = "200ms"') as here,
+        _client(here, "hung") as client,
+    ):
+        name = f"127.0.0.1:{listener.getsockname()[1]}"
+        for _ in range(4):
+            with client.lookup(KEYS, wait=60, source=name) as lease:
+                assert (lease.source_outcome, lease.prefix_hits) == (SourceOutcome.UNREACHABLE, 0)
+        _store(client, KEYS)
+        assert_serves(client, KEYS)
+
+
+def test_a_source_killed_during_a_load_is_a_miss(tmp_path: Path) -> None:
+    """Its bulk process is stopped, so that the load has begun and waits. Then the host dies."""
+    (tmp_path / "b").mkdir()
+    with (
+        ServerProcess(tmp_path / "b", tcp=True).start() as source,
+        _here(tmp_path / "a", source.tcp, more='deadline = "5s"') as here,
+        _client(source, "killed") as there,
+        _client(here, "killed") as client,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        _store(there, KEYS)
+        with Client(source.tcp, namespace=there.namespace, transport="tcp") as far:
+            far.wait_until_connected(60)
+            wait_for_bulk(far)
+            stop(bulk_pid(source.pid))
+        found = threads.submit(lambda: client.lookup(KEYS, wait=60, source=source.tcp))
+        wait_until(lambda: here.tier("peers").jobs > 0)
+        source.kill()
+        with found.result(60) as lease:
+            assert (lease.source_outcome, lease.prefix_hits) == (SourceOutcome.FOUND, 0)
+        assert here.tier("peers").jobs == 0
+        _store(client, KEYS)
+        assert_serves(client, KEYS)
+
+
+def test_a_restarted_source_is_found_again(tmp_path: Path) -> None:
+    """The sessions of its earlier process are replaced."""
+    (tmp_path / "b").mkdir()
+    with (
+        ServerProcess(tmp_path / "b", tcp=True).start() as source,
+        _here(tmp_path / "a", source.tcp) as here,
+        _client(here, "restarted") as client,
+    ):
+        for number in (0, 1):
+            keys = KEYS[20 * number :][:20]
+            with _client(source, "restarted") as there:
+                _store(there, keys)
+
+                def is_found(keys: list[bytes] = keys) -> bool:
+                    with client.lookup(keys, wait=10, source=source.tcp) as lease:
+                        return bool(lease.prefix_hits == 20)
+
+                wait_until(is_found)
+            if not number:
+                source.restart()
+
+
+def test_a_full_cpu_tier_takes_what_fits(tmp_path: Path, source: ServerProcess) -> None:
+    """Pinned blocks leave no room. The lookup gets the leading blocks, and nothing stays leased."""
+    directory = tmp_path / "a"
+    directory.mkdir()
+    keys = [key_of(number, salt="full") for number in range(200)]
+    config = f'insecure = true\n[peers]\nservers = ["{source.tcp}"]'
+    with (
+        ServerProcess(directory, config=config, region=2 * MIB).start() as here,
+        _client(source, "full") as there,
+        _client(here, "full") as client,
+    ):
+        _store(there, keys)
+        with client.lookup(keys, wait=30, source=source.tcp) as lease:
+            assert 0 < lease.prefix_hits < 200
+        wait_until(lambda: there.status().leases == 0)
+
+
+def test_the_event_loop_answers_during_a_search(tmp_path: Path) -> None:
+    """Other calls do not wait for a source that hangs."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        _here(tmp_path, f"127.0.0.1:{listener.getsockname()[1]}", more='deadline = "5s"') as here,
+        _client(here, "busy") as client,
+        _client(here, "busy") as other,
+    ):
+        ended = threading.Event()
+
+        def search() -> None:
+            client.lookup(KEYS, wait=60, source=f"127.0.0.1:{listener.getsockname()[1]}")
+            ended.set()
+
+        thread = threading.Thread(target=search)
+        thread.start()
+        sock, _ = listener.accept()  # the search has begun
+        _store(other, KEYS)
+        assert_serves(other, KEYS)
+        assert not ended.is_set()
+        sock.close()
+        thread.join()
