@@ -25,7 +25,7 @@ from .pages import Pages, no_route
 from .reply import ClientGoneError, Reply, error_answer
 from .service import Request, Service
 from .settings import Settings
-from .turns import BadRequestError, Turn
+from .turns import SOURCE_HEADER, BadRequestError, Turn
 from .watch import Watch
 
 __all__ = ["make_app"]
@@ -84,7 +84,7 @@ class Completions:
         if raw is None:
             return Outcome.GONE
         try:
-            turn = Turn.parse(raw)
+            turn = Turn.parse(raw, http.headers.get(SOURCE_HEADER, ""))
         except BadRequestError as error:
             raise _RejectedError(Outcome.CLIENT_ERROR, error_answer(400, str(error))) from None
         request = self._request(path, http, turn, begun_at)

@@ -16,6 +16,7 @@ __all__ = [
     "is_usable",
     "next_turn",
     "own_params",
+    "with_source",
 ]
 
 Params = Mapping[str, Any]
@@ -33,6 +34,7 @@ _NOT_FOR_CLIENTS = {"do_remote_prefill", "do_remote_decode", "tp_size"}
 _SETTINGS = "kvtier"
 _HOLD_AS = "hold_as"
 _HOLD = "hold"
+_SOURCE = "source"
 
 
 @dataclass(frozen=True)
@@ -132,13 +134,26 @@ def own_params(given: object) -> Params:
     return own
 
 
+def with_source(own: Params, source: str) -> Params:
+    """Returns parameters that name a kvtier server, `HOST:PORT`, as the source of missing blocks.
+
+    Raises ValueError.
+    """
+    if not Address.parse(source).port:
+        raise ValueError(f"{source!r} is not host:port")
+    return _with_settings(own, {_SOURCE: source})
+
+
 def for_engine(params: Params, own: Params, hold_as: str | None = None, *, holds: bool = True) -> Params:
     """Returns one engine's parameters: the proxy's, the client's own, and a name for the hold.
 
     `holds`: whether a later turn can use the hold; False without a conversation.
     """
-    merged, settings = {**own, **params}, own.get(_SETTINGS)
     ours: Params = {_HOLD_AS: hold_as} if hold_as is not None else {} if holds else {_HOLD: False}
-    if ours:
-        merged[_SETTINGS] = {**(settings if isinstance(settings, Mapping) else {}), **ours}
-    return merged
+    return {**(_with_settings(own, ours) if ours else own), **params}
+
+
+def _with_settings(own: Params, settings: Params) -> Params:
+    """Returns `own` with these settings of kvtier in addition."""
+    given = own.get(_SETTINGS)
+    return {**own, _SETTINGS: {**(given if isinstance(given, Mapping) else {}), **settings}}

@@ -6,12 +6,16 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from .transfer import Params, for_engine, own_params
+from .transfer import Params, for_engine, own_params, with_source
 
-__all__ = ["MAX_CONVERSATION_ID", "BadRequestError", "Turn"]
+__all__ = ["MAX_CONVERSATION_ID", "SOURCE_HEADER", "BadRequestError", "Turn"]
 
 MAX_CONVERSATION_ID = 256
 """Maximum number of characters in the id of a conversation."""
+
+
+SOURCE_HEADER = "x-kv-cache-source-host-port"
+"""Header that names the kvtier server from which to load blocks that the engine's server lacks."""
 
 
 class BadRequestError(Exception):
@@ -34,8 +38,8 @@ class Turn:
     alone: bool
 
     @classmethod
-    def parse(cls, raw: bytes) -> Turn:
-        """Parses a body. Raises BadRequestError."""
+    def parse(cls, raw: bytes, source: str = "") -> Turn:
+        """Parses a body. `source` is the value of SOURCE_HEADER. Raises BadRequestError."""
         try:
             body = json.loads(raw)
         except (ValueError, RecursionError):
@@ -44,6 +48,11 @@ class Turn:
             raise BadRequestError("The body must be a JSON object.")
         conversation_id = _conversation_id(body.pop("conversation_id", None))
         own = own_params(body.pop("kv_transfer_params", None))
+        if source:
+            try:
+                own = with_source(own, source)
+            except ValueError as error:
+                raise BadRequestError(f"{SOURCE_HEADER}: {error}.") from None
         # vLLM also reads `kv_transfer_params` from here, and a client must not name blocks to pull.
         if isinstance(xargs := body.get("vllm_xargs"), dict):
             xargs.pop("kv_transfer_params", None)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ....protos.endpoint import EndpointError
+from ....protos.peer_directory import peer_entry
 from ... import Medium, TierFilter
 
 __all__ = ["RequestSettings"]
@@ -20,6 +22,7 @@ __all__ = ["RequestSettings"]
 _KEY = "kvtier"
 _MAX_NAMES = 16
 _MAX_NAME_CHARACTERS = 128
+_MAX_SERVER_CHARACTERS = 300
 _MAX_RETAIN_S = 30 * 86400.0
 _MAX_TOKENS = 1 << 31
 # vLLM 0.33 renamed "block_level" to "chunk_level"; kvtier keeps the older name (B3.1).
@@ -34,6 +37,8 @@ class RequestSettings:
     limits.
     `exclude`, `exclude_media` ("disk", "network"), `exclude_remote`: tiers from which nothing is
     loaded: tiers with these names, tiers on these media, tiers outside the server's host.
+    `source`: server of another host (`HOST:PORT`) from which this engine's server loads the blocks
+    that it lacks. The server's setting `peers.servers` must permit this source.
     `min_hit_tokens`: a shorter hit counts as a miss.
     `offload_policy`: `request_level` asks the tiers to store every block. The rules of a tier may
     decide otherwise.
@@ -49,6 +54,7 @@ class RequestSettings:
     exclude: tuple[str, ...] = ()
     exclude_media: tuple[Medium, ...] = ()
     exclude_remote: bool = False
+    source: str = ""
     min_hit_tokens: int = 0
     offload_policy: str | None = None
     hold_as: str | None = None
@@ -134,6 +140,15 @@ def _name(value: object) -> str:
     return value
 
 
+def _server(value: object) -> str:
+    if not isinstance(value, str) or len(value) > _MAX_SERVER_CHARACTERS:
+        raise TypeError("must be HOST:PORT")
+    try:
+        return str(peer_entry(value.encode().decode()))  # JSON may contain a lone surrogate
+    except (EndpointError, UnicodeError):
+        raise ValueError("must be HOST:PORT") from None
+
+
 def _policy(value: object) -> str:
     if not isinstance(value, str) or value not in _POLICIES:
         raise ValueError(f"must be one of {', '.join(_POLICIES)}")
@@ -145,6 +160,7 @@ _CHECKS: Mapping[str, Callable[[object], Any]] = {
     "exclude": _names,
     "exclude_media": _media,
     "exclude_remote": _flag,
+    "source": _server,
     "min_hit_tokens": _tokens,
     "offload_policy": _policy,
     "hold_as": _name,

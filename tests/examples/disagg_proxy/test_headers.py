@@ -92,3 +92,23 @@ async def test_headers_of_a_stream(site: Site) -> None:
         answer = await proxy.turn(stream=True)
     assert (answer.headers["x-request-id"], answer.headers["cache-control"]) == ("theirs", "no-cache")
     assert "x-engine" not in answer.headers
+
+
+async def test_a_header_names_the_source_of_missing_blocks(site: Site) -> None:
+    """Both engines get it as a setting, with the client's own settings; it overrides theirs."""
+    async with site.proxy() as proxy:
+        body = {"prompt": "x", "kv_transfer_params": {"kvtier": {"min_hit_tokens": 5, "source": "c:1"}}}
+        headers = {"x-kv-cache-source-host-port": "kv-b.example:7450"}
+        assert (await proxy.http.post(PATH, json=body, headers=headers)).status_code == 200
+    for engine in (site.prefill[0], site.decode[0]):
+        settings = engine.seen[0].body["kv_transfer_params"]["kvtier"]
+        assert (settings["source"], settings["min_hit_tokens"]) == ("kv-b.example:7450", 5)
+
+
+@pytest.mark.parametrize("source", ["kv-b", "unix:/run/kvtier.sock", "kv-b:0", "kv-b:http"])
+async def test_a_header_that_names_no_server_is_refused(site: Site, source: str) -> None:
+    async with site.proxy() as proxy:
+        answer = await proxy.http.post(PATH, json={"prompt": "x"}, headers={"x-kv-cache-source-host-port": source})
+        assert answer.status_code == 400
+        assert "x-kv-cache-source-host-port" in answer.json()["error"]["message"]
+    assert not site.decode[0].seen

@@ -49,8 +49,8 @@ class RequestRegistration:
     pending: int = 0
 
     def lookup_options(self) -> dict[str, Any]:
-        tiers = self.settings.tier_filter
-        return {} if tiers is None else {"exclude": tiers}
+        given = {"exclude": self.settings.tier_filter, "source": self.settings.source}
+        return {name: value for name, value in given.items() if value}
 
     def begin_options(self) -> dict[str, Any]:
         """Options of the registration. `retain_for` then applies to all calls about the request."""

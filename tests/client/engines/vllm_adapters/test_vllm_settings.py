@@ -33,19 +33,21 @@ def _run(client: FakeClient, settings: Any, **fields: Any) -> tuple[int, list[by
 
 
 def test_what_is_asked_for_is_passed_on() -> None:
-    """Retention and priority go with the registration; excluded tiers with its lookups."""
+    """Retention and priority go with the registration; the rest with its lookups."""
     client = FakeClient(set(KEYS[:2]))
     asked = {
         "retain_for_s": 60,
         "exclude": ["lmdb"],
         "exclude_media": ["network"],
         "exclude_remote": True,
+        "source": "Host-B.example:7450",
         "min_hit_tokens": 5,
         "offload_policy": "request_level",
     }
     assert _run(client, asked, priority=-3)[0] == 8
     tiers = TierFilter(("lmdb",), (Medium.NETWORK,), remote=True)
-    assert client.options == [{"exclude": tiers, "min_hits": 2, "retain_for": 60.0, "priority": 3}]
+    source = "host-b.example:7450"
+    assert client.options == [{"exclude": tiers, "source": source, "min_hits": 2, "retain_for": 60.0, "priority": 3}]
     assert client.begun == {"r": (17, {"peer": 1, "offload_policy": "request_level"})}
 
 
@@ -101,6 +103,11 @@ def test_policies_have_the_names_of_the_service(given: str, policy: str) -> None
         {"exclude": ["t"] * 999},
         {"exclude_media": ["paper"]},
         {"exclude_remote": 1},
+        {"source": 7450},
+        {"source": "host-b"},
+        {"source": "unix:/run/kvtier.sock"},
+        {"source": "\ud800:7450"},
+        {"source": "h" * 400 + ":1"},
         {"min_hit_tokens": -1},
         {"min_hit_tokens": 1 << 40},
         {"min_hit_tokens": 2.5},
