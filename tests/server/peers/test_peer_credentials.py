@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from harness.auth_site import KEYS, PART, Site, make_site
+from harness.bulk import wait_for_bulk
 from harness.certificates import Authority
 from harness.payloads import assert_serves, namespace_of, payload
 from harness.polling import wait_until
@@ -18,10 +19,10 @@ FOUND, ABSENT, REFUSED = SourceOutcome.FOUND, SourceOutcome.ABSENT, SourceOutcom
 
 
 @contextlib.contextmanager
-def _here(directory: Path, source: Site, settings: str) -> Iterator[Site]:
+def _here(directory: Path, source: Site, settings: str, more: str = 'deadline = "5s"') -> Iterator[Site]:
     """A server with TLS and tokens, at which `source` may be named."""
     directory.mkdir()
-    here = make_site(directory, config=f'[peers]\nservers = ["{source.server.tcp}"]\n{settings}')
+    here = make_site(directory, config=f'[peers]\nservers = ["{source.server.tcp}"]\n{settings}\n{more}')
     with here.server.start():
         yield here
 
@@ -32,6 +33,7 @@ def _store(source: Site, who: str = "acme-far", *, credentials: dict[str, str] |
         source.server.tcp, namespace=namespace, credentials=source.credentials(who, **credentials or {})
     ) as client:
         client.wait_until_connected(60)
+        wait_for_bulk(client)  # the start of this process takes longer than a search may
         client.store(KEYS, [payload(key, PART) for key in KEYS])
 
 
@@ -101,7 +103,7 @@ def test_a_source_that_cannot_be_verified_is_not_used(tmp_path: Path, source: Si
     other = Authority(tmp_path, "other")
     token = tmp_path / "peer.token"
     token.write_text(source.tokens.token["peer"])
-    settings = f'ca = "{other.ca}"\ntoken_file = "{token}"\ndeadline = "200ms"'
-    with _here(tmp_path / "a", source, settings) as here:
+    settings = f'ca = "{other.ca}"\ntoken_file = "{token}"'
+    with _here(tmp_path / "a", source, settings, 'deadline = "200ms"') as here:
         _store(source)
         assert _outcome(here, source, "acme-far") is SourceOutcome.UNREACHABLE
