@@ -15,6 +15,7 @@ from pathlib import Path
 from ... import __version__
 from ...protos.endpoint import default_endpoint, parse_endpoint
 from ...tiers.base import TierError
+from ..config.peers import PEERS_TIER
 from ..config.schema import TierConfig
 from ..config.units import human_age, human_size, seconds_of
 from ..rpc.sessions import PROTOCOL_VERSIONS
@@ -62,12 +63,10 @@ def _difference(context: CheckContext) -> str:
     config, status = context.config, context.status
     if config is None or status is None:
         return ""
+    named = [tier.name for tier in config.tiers] + [PEERS_TIER] * bool(config.peers.servers)
     pairs = {
         "region_size": (human_size(config.region_size), human_size(status.region.size_bytes)),
-        "tiers": tuple(
-            ", ".join(names) or "none"
-            for names in ([tier.name for tier in config.tiers], [tier.name for tier in status.tiers[1:]])
-        ),
+        "tiers": tuple(", ".join(names) or "none" for names in (named, [tier.name for tier in status.tiers[1:]])),
     }
     return "; ".join(f"{name} is {here} here, {there} there" for name, (here, there) in pairs.items() if here != there)
 

@@ -352,15 +352,18 @@ def _engine(place: Path, *flags: str, seed: str | None = None) -> Iterator[int]:
 
 def test_settings_other_than_the_servers_are_named(place: Path) -> None:
     """Without --config, doctor looks at defaults, which a running server may not have."""
-    with launch(place, "--cpu-only") as server:
+    config = place / "peers.toml"
+    config.write_text('insecure = true\n[peers]\nservers = ["127.0.0.1:7450"]\n')
+    with launch(place, "--cpu-only", "--config", str(config)) as server:
         server.wait_ready()
         other = doctor(place, "--only", "configuration", "--endpoint", f"unix:{place}/s")
         same = doctor(
             place,
             *("--only", "configuration", "--endpoint", f"unix:{place}/s", "--cpu-only", "--region-size", "32MiB"),
+            *("--config", str(config)),
         )
 
-    difference = "region_size is 64.0 MiB here, 32.0 MiB there; tiers is lmdb here, none there"
+    difference = "region_size is 64.0 MiB here, 32.0 MiB there; tiers is lmdb here, peers there"
     named(other, "configuration", "warn", difference, "with the server's --config")
     assert [finding["verdict"] for finding in same["configuration"]] == ["ok"]
 

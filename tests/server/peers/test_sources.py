@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -11,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.bulk import bulk_pid, wait_for_bulk
+from harness.bulk import kill_bulk, wait_for_bulk
 from harness.http_get import get
 from harness.payloads import assert_serves, key_of, namespace_of, payload
 from harness.polling import wait_until
 from harness.ports import ReservedPort
 from harness.server_process import MIB, ServerProcess
-from harness.signals import stop
 
 from kvtier.client import Client, SourceOutcome, TierFilter
 
@@ -252,6 +253,30 @@ def test_a_server_that_hangs_costs_the_deadline(tmp_path: Path) -> None:
         assert_serves(client, KEYS)
 
 
+@pytest.mark.slow
+def test_a_source_that_stalls_during_a_load_is_a_miss(tmp_path: Path, source: ServerProcess) -> None:
+    """A load ends after a second without a byte. When the source goes on, it is found again."""
+    with (
+        _here(tmp_path / "a", source.tcp) as here,
+        _client(source, "stalled") as there,
+        _client(here, "stalled") as client,
+    ):
+        _store(there, KEYS)
+        pid = kill_bulk(source, signal.SIGSTOP)
+        try:
+            with client.lookup(KEYS, wait=60, source=source.tcp) as lease:
+                assert (lease.source_outcome, lease.prefix_hits) == (SourceOutcome.FOUND, 0)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: there.status().leases == 0)
+
+        def is_found() -> bool:
+            with client.lookup(KEYS, wait=30, source=source.tcp) as lease:
+                return bool(lease.prefix_hits == len(KEYS))
+
+        wait_until(is_found)
+
+
 def test_a_source_killed_during_a_load_is_a_miss(tmp_path: Path) -> None:
     """Its bulk process is stopped, so that the load has begun and waits. Then the host dies."""
     (tmp_path / "b").mkdir()
@@ -264,7 +289,7 @@ def test_a_source_killed_during_a_load_is_a_miss(tmp_path: Path) -> None:
     ):
         _store(there, KEYS)
         _start_bulk(source)
-        stop(bulk_pid(source.pid))
+        kill_bulk(source, signal.SIGSTOP)
         found = threads.submit(lambda: client.lookup(KEYS, wait=60, source=source.tcp))
         wait_until(lambda: here.tier("peers").jobs > 0)
         source.kill()
