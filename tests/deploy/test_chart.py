@@ -198,15 +198,29 @@ def test_scrapes_use_the_configured_token(tmp_path: Path) -> None:
         {"tracing": {"endpoint": "http://10.0.0.9:4317"}},
         {"tiers": [{"type": "lmdb"}, {"type": "valkey", "options": {"url": "valkey://cache"}}, {"type": "disk"}]},
         {"tiers": [{"type": "s3", "options": {"url": "s3://bucket/kv"}}]},
+        {"peers": {"servers": ["kvtier:7450"]}},
     ],
-    ids=["tracing", "valkey", "s3"],
+    ids=["tracing", "valkey", "s3", "peers"],
 )
-def test_egress_is_open_only_for_tracing_and_stores(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_egress_is_open_only_for_tracing_stores_and_other_servers(tmp_path: Path, config: dict[str, Any]) -> None:
     for closed in ({}, {"tiers": [{"type": "lmdb"}, {"type": "disk"}]}):
         assert _rendered(tmp_path, {"config": closed})["NetworkPolicy"]["spec"]["egress"] == []
     opened = _rendered(tmp_path, {"config": config})
     assert opened["NetworkPolicy"]["spec"]["policyTypes"] == ["Ingress"]
     assert "egress" not in opened["NetworkPolicy"]["spec"]
+
+
+@needs_tools
+def test_servers_may_connect_to_each_other_if_they_are_peers(tmp_path: Path) -> None:
+    """The name of the headless service stands for all servers of the chart."""
+    values = {"config": {"peers": {"servers": ["kvtier:7450"]}}, "tcp": {"enabled": True, "insecure": True}}
+    rendered = _rendered(tmp_path, values)
+    policy = rendered["NetworkPolicy"]["spec"]
+    own = {"from": [{"podSelector": policy["podSelector"]}]}
+    assert own in policy["ingress"]
+    assert rendered["Service"]["spec"]["clusterIP"] == "None"
+    values["config"] = {}
+    assert own not in _rendered(tmp_path, values)["NetworkPolicy"]["spec"]["ingress"]
 
 
 def test_chart_and_package_have_one_version() -> None:
