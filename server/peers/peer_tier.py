@@ -7,6 +7,7 @@ block's slots are pinned until the load has ended, and a failed load is a miss.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections import defaultdict
@@ -162,12 +163,9 @@ class PeerTier(SecondaryTier):
 
     def _outdated(self) -> list[Name]:
         """Returns the blocks whose lease has run out, for example after a load was given up."""
-        now, names = time.monotonic(), []
-        for name, located in self._located.items():
-            if located.until > now:
-                break
-            names.append(name)
-        return names
+        now = time.monotonic()
+        with self._lock:
+            return [name for name, _ in itertools.takewhile(lambda item: item[1].until <= now, self._located.items())]
 
     def _end(self, ended: Sequence[_Located]) -> None:
         """Records that blocks are loaded or given up. Releases leases without further blocks."""

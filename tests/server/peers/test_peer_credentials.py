@@ -19,10 +19,12 @@ FOUND, ABSENT, REFUSED = SourceOutcome.FOUND, SourceOutcome.ABSENT, SourceOutcom
 
 
 @contextlib.contextmanager
-def _here(directory: Path, source: Site, settings: str, more: str = 'deadline = "5s"') -> Iterator[Site]:
+def _here(directory: Path, source: Site, settings: str, listed: str = "") -> Iterator[Site]:
     """A server with TLS and tokens, at which `source` may be named."""
     directory.mkdir()
-    here = make_site(directory, config=f'[peers]\nservers = ["{source.server.tcp}"]\n{settings}\n{more}')
+    here = make_site(
+        directory, config=f'[peers]\nservers = ["{listed or source.server.tcp}"]\n{settings}\ndeadline = "5s"'
+    )
     with here.server.start():
         yield here
 
@@ -98,12 +100,17 @@ def test_a_certificate_is_sufficient(tmp_path: Path) -> None:
         wait_until(lambda: _outcome(here, source, "zeta-engine") is REFUSED)
 
 
-def test_a_source_that_cannot_be_verified_is_not_used(tmp_path: Path, source: Site) -> None:
-    """Its certificate is of another authority. The token is not sent."""
-    other = Authority(tmp_path, "other")
+@pytest.mark.parametrize(
+    ("fault", "reason"), [("authority", "CERTIFICATE_VERIFY_FAILED"), ("name", "Hostname Verification")]
+)
+def test_a_source_that_cannot_be_verified_is_not_used(tmp_path: Path, source: Site, fault: str, reason: str) -> None:
+    """Its certificate is of another authority, or does not have the listed name."""
     token = tmp_path / "peer.token"
     token.write_text(source.tokens.token["peer"])
-    settings = f'ca = "{other.ca}"\ntoken_file = "{token}"'
-    with _here(tmp_path / "a", source, settings, 'deadline = "200ms"') as here:
-        _store(source)
+    ca = Authority(tmp_path, "other").ca if fault == "authority" else source.authority.ca
+    listed = source.server.tcp.replace("127.0.0.1", "localhost") if fault == "name" else source.server.tcp
+    _store(source)
+    with _here(tmp_path / "a", source, f'ca = "{ca}"\ntoken_file = "{token}"', listed) as here:
+        wait_until(lambda: _outcome(here, source, "acme-far") is not SourceOutcome.NOT_LISTED)
         assert _outcome(here, source, "acme-far") is SourceOutcome.UNREACHABLE
+        assert reason in here.server.log
