@@ -14,10 +14,13 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from kvtier.cuda.host.region import HostRegion
+from kvtier.protos.credentials import Credentials
+from kvtier.protos.peer_directory import PeerDirectory
 from kvtier.protos.v1 import cache_pb2
 from kvtier.server.bulk.broker import BulkBroker
 from kvtier.server.bulk.messages import ToChild
 from kvtier.server.config.schema import HandoffConfig, LeaseConfig, LimitConfig, RetentionConfig
+from kvtier.server.peers.sources import PeerSources
 from kvtier.server.refused import Refused
 from kvtier.server.rpc.request_checks import RequestValidator
 from kvtier.server.rpc.writers import Writers
@@ -28,11 +31,24 @@ from kvtier.server.services.transfer import TransferService
 from kvtier.tiers.base import NamespaceId, SecondaryTier
 from kvtier.tiers.types import DurableStatus, EngineSession, NamespaceSpec, StoreId
 
-__all__ = ["PART", "SPEC", "Calls", "broker_of", "duration", "serving", "transfers_of", "until"]
+__all__ = ["PART", "SPEC", "Calls", "broker_of", "duration", "no_sources", "serving", "transfers_of", "until"]
 
 PART = 4096
 SPEC = NamespaceSpec(NamespaceId(b"n" * 16), world_size=1, part_bytes=(PART,))
 REGION_BYTES = 4 * 4096 * PART
+
+
+def no_sources(runtime: TierRuntime, long_calls: LongCalls) -> PeerSources:
+    """The searches of a server that permits no source."""
+    return PeerSources(
+        None,
+        runtime,
+        PeerDirectory(()),
+        Credentials(),
+        1.0,
+        scheduler=long_calls.scheduler,
+        description_of=pytest.fail,
+    )
 
 
 class Calls:
@@ -53,7 +69,8 @@ class Calls:
         async def end_writers(_: int) -> None: ...
 
         self.long_calls = LongCalls(runtime, self.registry)
-        self.service: Any = CacheService(runtime, self.registry, self.validator, end_writers, self.long_calls)
+        sources = no_sources(runtime, self.long_calls)
+        self.service: Any = CacheService(runtime, self.registry, self.validator, end_writers, self.long_calls, sources)
 
     def store(self, keys: Sequence[bytes]) -> StoreId:
         """Begins a store, so that the keys are pending."""

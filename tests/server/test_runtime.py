@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 from harness.polling import async_wait_until, stays
+from harness.service_calls import no_sources
 
 from kvtier.cuda.host.region import HostRegion
 from kvtier.protos.v1.cache_pb2 import PrepareStoreRequest
@@ -122,7 +123,8 @@ async def test_finished_jobs_are_processed_before_an_eviction(runtime: TierRunti
     session = store_beside_a_finished_job(runtime, tier)
     registry: Any = SimpleNamespace(refuse_if_draining=lambda: None, get=lambda _: session)
     validator = RequestValidator(LimitConfig(), LeaseConfig(), RetentionConfig(), HandoffConfig())
-    service = CacheService(runtime, registry, validator, pytest.fail, LongCalls(runtime, registry))
+    long_calls = LongCalls(runtime, registry)
+    service = CacheService(runtime, registry, validator, pytest.fail, long_calls, no_sources(runtime, long_calls))
     answer = await service.PrepareStore(PrepareStoreRequest(keys=keys(200, 1)), SimpleNamespace())  # type: ignore[arg-type]
     assert answer.statuses == bytes([StoreStatus.GRANTED])
 
