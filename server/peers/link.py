@@ -263,7 +263,7 @@ async def _first(stream: Any) -> session_pb2.OpenResponse:
 async def _read_heartbeats(stream: Any) -> None:
     """Reads until the session ends. Otherwise the other server could no longer write heartbeats."""
     with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
-        while await stream.read() is not grpc.aio.EOF:
+        while await stream.read():  # `grpc.aio.EOF` is false
             pass
 
 
