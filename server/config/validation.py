@@ -150,7 +150,7 @@ def _peer_conflicts(values: Mapping[str, Any], problem: Callable[[str, str], str
         yield problem("peers.token_file", "the token is not sent without TLS: set peers.ca, or set --insecure")
     if values["peers.servers"] and any(tier.name == PEERS_TIER for tier in values["tiers"]):
         yield problem("peers.servers", f"the tier of these servers is called {PEERS_TIER}: rename the other tier")
-    if values["peers.deadline"] >= values["limits.tier_stall"]:
+    if values["peers.servers"] and values["peers.deadline"] >= values["limits.tier_stall"]:
         yield problem("peers.deadline", "must be less than limits.tier_stall")
 
 

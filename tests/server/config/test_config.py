@@ -323,6 +323,25 @@ class TestRefusals:
         [line] = problems(environ=ENVIRON | {"KVTIER_REGION_SIZE": "900TiB"})
         assert "must be less than the memory of this machine" in line
 
+    def test_settings_of_other_servers_are_checked(self, write: Any) -> None:
+        """Without `peers.servers` the deadline has no effect and no other setting depends on it."""
+        loaded = load({"peers.servers": "KV.site.:7450"}, environ=ENVIRON | {"KVTIER_PEERS_CA": "/ca.pem"})
+        assert loaded.config.peers.servers == ("kv.site:7450",)
+        load({"limits.tier_stall": "1s"}, environ=ENVIRON)
+        peers = {"KVTIER_PEERS_SERVERS": "a:1, b:2"}
+        for more, complaint in (
+            ({"KVTIER_LIMITS_TIER_STALL": "1s"}, "peers.deadline = 2s: must be less than limits.tier_stall"),
+            ({"KVTIER_PEERS_CERT": "/c.pem"}, "needs peers.key too"),
+            ({"KVTIER_PEERS_TOKEN_FILE": "/t"}, "the token is not sent without TLS"),
+            ({"KVTIER_PEERS_SERVERS": "unix:/a.sock"}, "must be HOST:PORT"),
+            ({"KVTIER_PEERS_SERVERS": "kv.site:0"}, "must be HOST:PORT"),
+        ):
+            [line] = problems(environ=ENVIRON | peers | more)
+            assert complaint in line
+        named = write('[peers]\nservers = ["a:1"]\n[[tiers]]\ntype = "lmdb"\nname = "peers"')
+        [line] = problems(file=named)
+        assert "rename the other tier" in line
+
     def test_tcp_in_the_clear_needs_insecure(self) -> None:
         """The loopback interface, too; with --insecure there is a warning."""
         [line] = problems(flags={"listen": ["0.0.0.0:7070"]})
