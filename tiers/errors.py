@@ -80,6 +80,12 @@ class HoldExpired(CoreError):
     reason = "HOLD_EXPIRED"
 
 
+class RetentionFull(CoreError):
+    """The blocks to retain exceed the part of the CPU tier that the tenant may retain."""
+
+    reason = "RETENTION_FULL"
+
+
 class NotOwner(CoreError):
     """The lease or store belongs to another engine."""
 

@@ -70,6 +70,8 @@ class RequestInfo:
     kv_transfer_params: dict[str, object] = field(default_factory=dict)
     retain_for: float = 0.0
     """How long to retain the request's blocks after each use, in seconds."""
+    conversation_id: str = ""
+    """Name of the conversation that the request belongs to; may be empty."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,7 +176,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             keys,
             request_id=request.request_id,
             lease_seconds=self._validator.leases.default,
-            retain_for=retain_for or self._core.retention_of(session, request.request_id),
+            retain_for=retain_for or self._core.requests.retention_of(session, request.request_id),
         )
         return cache_pb2.PrepareStoreResponse(
             store_id=answer.store_id or 0,
@@ -316,7 +316,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
 
     def _retain_until(self, session: EngineSession, request_id: str, retain_for: float) -> float:
         """Returns the time until which blocks are retained, on the runtime's clock; 0 for never."""
-        seconds = retain_for or self._core.retention_of(session, request_id)
+        seconds = retain_for or self._core.requests.retention_of(session, request_id)
         return self._runtime.now() + seconds if seconds else 0.0
 
     async def _wait_ready(self, session: EngineSession, lease: BlockLease, seconds: float) -> BlockLease | None:

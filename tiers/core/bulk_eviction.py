@@ -97,6 +97,9 @@ class SecondaryTierSource:
     def all_of(self, namespace: NamespaceId) -> Collection[CatalogEntry]:
         return self._catalog.all_of(namespace)
 
+    def entry(self, namespace: NamespaceId, key: bytes) -> CatalogEntry | None:
+        return self._catalog.get(namespace, key)
+
     def contains(self, item: CatalogEntry) -> bool:
         return self._catalog.get(item.namespace, item.key) is item
 

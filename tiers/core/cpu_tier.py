@@ -126,6 +126,12 @@ class CpuTier:
                 block.retain_until = max(block.retain_until, retain_until)
         return self.queues.use(blocks, request, retain_until)
 
+    def retain(self, blocks: Sequence[Block], until: float) -> list[Block]:
+        """Retains blocks without a use; returns the blocks beyond the retention budget."""
+        for block in blocks:
+            block.retain_until = max(block.retain_until, until)
+        return self.queues.retain(blocks, until)
+
     def finish(self, request: Hashable) -> None:
         self.queues.finish(request)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ..errors import InvalidItem, LeaseNotFound, NotOwner, NotReady
 from ..types import EngineKey, EngineSession, KeyStatus, LeaseId, MissReason, Owner
 from .block import Block
+from .conversations import Conversation
 from .cpu_tier import CpuTier
 from .prefetches import PrefetchProgress
 
@@ -142,6 +143,7 @@ class SlicedLookup:
         rest: default reason of the further misses, if no further key can be a hit.
         record: the lookup in the request log.
         prefetch: progress, if the lookup is a prefetch, whose lease ends with it.
+        conversation: records the looked-up keys; None without a conversation.
     """
 
     session: EngineSession
@@ -164,6 +166,7 @@ class SlicedLookup:
     tiers, these are all slices until the last one, because a client repeats a lookup with RETRY
     keys."""
     prefetch: PrefetchProgress | None = None
+    conversation: Conversation | None = None
     user: Hashable = None
     """The request, for eviction policies. A lookup in slices counts as one use of its blocks."""
 

@@ -14,6 +14,7 @@ from ..stats.miss_ratio_curve import MissRatioCurves
 from ..stats.request_log import LookupRecord, OutcomeRun, RequestLog, limit_runs, outcome_runs
 from ..types import EngineSession, MissReason, NamespaceSpec, Owner
 from .block import Block
+from .conversations import Conversation, ConversationTable
 from .cpu_tier import CpuTier
 from .leases import BlockLease, LeaseTable, SlicedLookup
 from .miss_explainer import LookupMatch, MissExplainer
@@ -35,6 +36,7 @@ class LookupHandler:
         *,
         cpu_tier: CpuTier,
         transfers: TransferScheduler,
+        conversations: ConversationTable,
         history: EvictionHistory,
         request_log: RequestLog,
         counters: HitCounters,
@@ -48,6 +50,7 @@ class LookupHandler:
         self.counters = counters
         self._cpu_tier = cpu_tier
         self._transfers = transfers
+        self._conversations = conversations
         self._residency = transfers.residency
         self._history = history
         self._request_log = request_log
@@ -66,12 +69,17 @@ class LookupHandler:
         tiers: TierFilter = _ALL_TIERS,
         min_hits: int = 0,
         retain_until: float = 0.0,
+        conversation: Conversation | None = None,
     ) -> SlicedLookup:
         """Begins a lookup, which `look_up_slice` continues. Raises InvalidItem, LimitExceeded."""
         excluded = self._residency.excluded(tiers)
         self.check_room(session, len(keys))
         owner = Owner(session.engine, session.id, request_id)
-        return SlicedLookup(session, owner, keys, prefix, excluded, min_hits, retain_until, user=owner.user)
+        lookup = SlicedLookup(session, owner, keys, prefix, excluded, min_hits, retain_until, user=owner.user)
+        if conversation is not None:
+            lookup.conversation = conversation
+            lookup.retain_until = max(retain_until, conversation.retain_until)
+        return lookup
 
     def begin_prefetch(
         self,
@@ -81,12 +89,13 @@ class LookupHandler:
         request_id: str,
         tiers: TierFilter = _ALL_TIERS,
         retain_until: float = 0.0,
+        prefix: bool = True,
     ) -> SlicedLookup:
-        """Begins a prefix lookup that starts promotions, and counts as no lookup in statistics.
+        """Begins a lookup that starts promotions, and counts as no lookup in statistics.
 
         `look_up_slice` continues it, `end_prefetch` ends it. Raises InvalidItem, LimitExceeded.
         """
-        lookup = self.begin(session, keys, request_id=request_id, prefix=True, tiers=tiers, retain_until=retain_until)
+        lookup = self.begin(session, keys, request_id=request_id, prefix=prefix, tiers=tiers, retain_until=retain_until)
         lookup.prefetch = PrefetchProgress()
         return lookup
 
@@ -112,9 +121,7 @@ class LookupHandler:
         resetting = self._cpu_tier.pending_reset_blocks(namespace.id)
         if not resetting and lookup.rest is None and self._count_hits(lookup, size):
             return True
-        keys = lookup.keys[start : start + size]
-        if lookup.user is None and len(keys) < len(lookup.keys):
-            lookup.user = lookup
+        keys = self._next_keys(lookup, size)
         match = LookupMatch(deferred=bool(lookup.retries), counted=lookup.prefetch is None)
         if resetting:
             lookup.rest = MissReason.RESET
@@ -138,6 +145,15 @@ class LookupHandler:
             return True
         self._finish(lookup)
         return lookup.count_references(self._miss_ratio_curves)
+
+    def _next_keys(self, lookup: SlicedLookup, size: int) -> Sequence[bytes]:
+        """Returns the keys of the next slice, and records them for the conversation."""
+        keys = lookup.keys[lookup.position : lookup.position + size]
+        if lookup.conversation is not None:
+            self._conversations.add(lookup.conversation, keys)
+        if lookup.user is None and len(keys) < len(lookup.keys):
+            lookup.user = lookup
+        return keys
 
     def abandon(self, lookup: SlicedLookup) -> None:
         """Ends a lookup without hits: ends its lease, if that is still open."""
@@ -286,7 +302,8 @@ class LookupHandler:
                 match.add(None)
             elif not self._match_below(namespace, key, excluded, match, prefix=prefix) and prefix:
                 break
-        self._residency.count_misses(absent, excluded)
+        if match.counted:
+            self._residency.count_misses(absent, excluded)
 
     def _match_below(
         self, namespace: NamespaceSpec, key: bytes, excluded: Collection[int], match: LookupMatch, *, prefix: bool

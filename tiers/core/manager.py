@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ..base import NamespaceId, Outcome, RequestInfo, SecondaryTier, TierFilter
 from ..errors import InvalidNamespace, UnknownSession
@@ -22,6 +23,7 @@ from ..types import EngineSession, JobId, LeaseId, NamespaceSpec, Negotiation, S
 from .bulk_eviction import EvictionRequest, EvictionTask
 from .commands import Command, LeaseSettled
 from .completions import CompletionHandler, Durability
+from .conversation_tasks import ConversationTasks
 from .cpu_tier import CpuTier
 from .event_log import EventLog
 from .handoff_log import HandoffLog
@@ -116,11 +118,13 @@ class TierManager:
 
     def _create_handlers(self, settings: TierSettings, tiers: Sequence[SecondaryTier], first_id: int) -> None:
         """Creates the event handlers. A handler refers only to handlers created before it."""
-        self._requests = RequestTable(tiers=tiers, on_end=self._request_ended)
+        self.requests = self._requests = RequestTable(tiers=tiers, on_end=self._request_ended)
+        self.conversations = ConversationTasks(self._cpu_tier, self._transfers)
         self._sliced_work = IncrementalWork(cpu_tier=self._cpu_tier, transfers=self._transfers, commands=self._commands)
         self.lookup_handler = self._lookups = LookupHandler(
             cpu_tier=self._cpu_tier,
             transfers=self._transfers,
+            conversations=self.conversations.table,
             history=self._history,
             request_log=self._request_log,
             counters=self._counters,
@@ -150,6 +154,7 @@ class TierManager:
             cpu_tier=self._cpu_tier,
             transfers=self._transfers,
             requests=self._requests,
+            conversations=self.conversations.table,
             completions=self._completions,
             history=self._history,
             miss_ratio_curves=self._miss_ratio_curves,
@@ -221,15 +226,12 @@ class TierManager:
         if known is not None and not known.finished:
             return known.negotiation
         self._requests.check_room(session)
-        negotiation = self._requests.negotiate(session, request).negotiation
+        begun = self._requests.negotiate(session, request)
+        if request.conversation_id:
+            begun.conversation = self.conversations.table.begin_request(session, request.conversation_id, self._now)
         if request.request_id:
-            self._request_log.open(session.engine, request.request_id, self._now).negotiation = negotiation
-        return negotiation
-
-    def retention_of(self, session: EngineSession, request_id: str) -> float:
-        """Returns the retention that a request asked for, in seconds; 0 for an unknown request."""
-        request = self._requests.get(session.engine, request_id)
-        return request.retain_for if request is not None else 0.0
+            self._request_log.open(session.engine, request.request_id, self._now).negotiation = begun.negotiation
+        return begun.negotiation
 
     def finish_request(self, session: EngineSession, request_id: str) -> Request:
         """Ends a request's leases. Tiers are notified when all stores of the request have ended.
@@ -261,15 +263,9 @@ class TierManager:
         from eviction in all tiers until that time, within the retention budget. Raises
         LimitExceeded if the session has too many leases, InvalidItem for an unknown tier.
         """
-        lookup = self._lookups.begin(
-            session,
-            keys,
-            prefix=prefix,
-            request_id=request_id,
-            tiers=tiers,
-            min_hits=min_hits,
-            retain_until=retain_until,
-        )
+        options: dict[str, Any] = {"tiers": tiers, "min_hits": min_hits, "retain_until": retain_until}
+        options["conversation"] = self.requests.conversation_of(session, request_id)
+        lookup = self._lookups.begin(session, keys, prefix=prefix, request_id=request_id, **options)
         self._lookups.look_up_slice(lookup, expires_at=expires_at, now=self._now)
         return lookup.answer()
 

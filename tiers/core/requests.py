@@ -14,6 +14,7 @@ from ..base import OffloadPolicy, RequestInfo, SecondaryTier
 from ..errors import LimitExceeded
 from ..types import EngineKey, EngineSession, Negotiation
 from .block import Block
+from .conversations import Conversation
 
 __all__ = ["MAX_REQUESTS", "Request", "RequestTable"]
 
@@ -26,6 +27,7 @@ class Request:
 
     Attributes:
         retain_for: how long to retain its blocks after each use, in seconds.
+        conversation: records the keys that the request uses; None without a conversation.
         request_level_tiers: positions of the tiers that voted REQUEST_LEVEL. Every block of the
             request is stored in these tiers (B3.3).
         stores: number of its stores in flight.
@@ -41,6 +43,7 @@ class Request:
     negotiation: Negotiation
     request_level_tiers: frozenset[int]
     retain_for: float = 0.0
+    conversation: Conversation | None = None
     stores: int = 0
     waiting: set[Block] = field(default_factory=set)
     pending_stores: int = 0
@@ -67,6 +70,16 @@ class RequestTable:
 
     def get(self, engine: EngineKey, request_id: str) -> Request | None:
         return self._requests.get((engine, request_id))
+
+    def retention_of(self, session: EngineSession, request_id: str) -> float:
+        """Returns the retention that a request asked for, in seconds; 0 for an unknown request."""
+        request = self._requests.get((session.engine, request_id))
+        return request.retain_for if request is not None else 0.0
+
+    def conversation_of(self, session: EngineSession, request_id: str) -> Conversation | None:
+        """Returns the conversation that a begun request named; None if it named none."""
+        request = self._requests.get((session.engine, request_id))
+        return request.conversation if request is not None else None
 
     def check_room(self, session: EngineSession) -> None:
         """Raises LimitExceeded if a session has too many unfinished requests."""

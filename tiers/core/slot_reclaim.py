@@ -52,7 +52,7 @@ class SlotReclaimer:
         `new`: blocks without slots that their queue already orders.
         """
         queues = [
-            (queue.share, (block for block in queue.policy.victims() if block.pins == 0 or block in new))
+            (queue.share, (block for block in queue.victims() if block.pins == 0 or block in new))
             for queue in self._donors(share, slot_bytes)
         ]
         chosen = pick_victims(
@@ -78,7 +78,7 @@ class SlotReclaimer:
 
     def _oldest(self, share: TenantShare, slot_bytes: int) -> int | None:
         """Returns the last use of the longest idle evictable block of a class."""
-        oldest = [queue.policy.oldest() for queue in self._donors(share, slot_bytes)]
+        oldest = [queue.oldest() for queue in self._donors(share, slot_bytes)]
         return min((block.last_use for block in oldest if block is not None), default=None)
 
     def _idle_extent(
@@ -96,7 +96,7 @@ class SlotReclaimer:
         for number, queue in enumerate(self._lines.all()):
             if queue.size_class == slot_bytes or not (with_own if queue.share is share else queue.share.excess > 0):
                 continue
-            oldest = queue.policy.oldest()
+            oldest = queue.oldest()
             if oldest is not None and (than is None or oldest.last_use < than):
                 others.append((oldest.last_use, number, oldest, queue))
         for _, _, oldest, queue in sorted(others, key=lambda entry: entry[:2]):
@@ -138,7 +138,7 @@ class SlotReclaimer:
 
 def _evictable(queue: EvictionQueue[Block]) -> Iterator[Block]:
     # A tenant whose blocks are all pinned has nothing to evict: 58,000 blocks take 3 ms, not 20.
-    return filterfalse(attrgetter("pins"), queue.policy.victims())
+    return filterfalse(attrgetter("pins"), queue.victims())
 
 
 def _freed_bytes(block: Block) -> int:

@@ -12,6 +12,7 @@ from ..stats.miss_ratio_curve import MissRatioCurves
 from ..types import EngineKey, EngineSession, MissReason, Owner, StoreAnswer, StoreId, StoreStatus
 from .block import Block
 from .completions import CompletionHandler
+from .conversations import ConversationTable
 from .cpu_tier import CpuTier
 from .requests import Request, RequestTable
 from .transfers import TransferScheduler
@@ -160,6 +161,7 @@ class StoreHandler:
         cpu_tier: CpuTier,
         transfers: TransferScheduler,
         requests: RequestTable,
+        conversations: ConversationTable,
         completions: CompletionHandler,
         history: EvictionHistory,
         miss_ratio_curves: MissRatioCurves | None,
@@ -171,6 +173,7 @@ class StoreHandler:
         self._cpu_tier = cpu_tier
         self._transfers = transfers
         self._requests = requests
+        self._conversations = conversations
         self._history = history
         self._completions = completions
         self._miss_ratio_curves = miss_ratio_curves
@@ -205,6 +208,9 @@ class StoreHandler:
         statuses, wanted = self._claim(blocks, rank)
         owner = Owner(session.engine, session.id, request_id)
         request = self._requests.get(session.engine, request_id)
+        if request is not None and request.conversation is not None:
+            self._conversations.add(request.conversation, keys)
+            retain_until = max(retain_until, request.conversation.retain_until)
         if store is None and more:
             store = self._begin(owner, rank, expires_at, request, now)
             store.user = owner.user or store

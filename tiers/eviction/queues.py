@@ -10,8 +10,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from itertools import islice
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -113,7 +113,7 @@ queue_of = attrgetter("queue")
 class EvictionQueue(Generic[L]):
     """The items of one share in one size class, and the policy that orders them."""
 
-    __slots__ = ("policy", "share", "size_class", "victim_buffer")
+    __slots__ = ("demoted", "policy", "share", "size_class", "victim_buffer")
 
     def __init__(self, share: TenantShare, size_class: int, policy: EvictionPolicy[L]) -> None:
         self.share = share
@@ -122,6 +122,23 @@ class EvictionQueue(Generic[L]):
         self.victim_buffer: deque[L] = deque()
         """Next victims, valid until the next use of an item of this queue. Without the buffer,
         every search would walk over the same unevictable items again."""
+        self.demoted: dict[L, None] = {}
+        """Items that are evicted before those of the policy, which does not order them."""
+
+    def victims(self) -> Iterator[L]:
+        """Yields every item in eviction order."""
+        return chain(self.demoted, self.policy.victims()) if self.demoted else self.policy.victims()
+
+    def oldest(self) -> L | None:
+        """Returns a demoted item, or an item with the earliest last use; None if there are none."""
+        return next(iter(self.demoted)) if self.demoted else self.policy.oldest()
+
+    def leave(self, item: L) -> None:
+        """Removes an item from the eviction order; ignores unknown items."""
+        if self.demoted and item in self.demoted:
+            del self.demoted[item]
+        else:
+            self.policy.remove(item)
 
 
 def by_queue(items: Sequence[L]) -> Iterable[tuple[EvictionQueue[L], Sequence[L]]]:
@@ -199,7 +216,7 @@ class EvictionQueues(Generic[L]):
             self._retained.discard(item)
             self._free(item)
         else:
-            item.queue.policy.remove(item)
+            item.queue.leave(item)
         if self.ttl is not None:
             self._unused.discard(item)
 
@@ -212,14 +229,14 @@ class EvictionQueues(Generic[L]):
         if self._protected:
             self._protected.difference_update(items)
         for item in items:
-            item.queue.policy.remove(item)
+            item.queue.leave(item)
 
     def protect(self, items: Iterable[L]) -> None:
         """Removes items from their queues until `unprotect`. `items` must be in chain order."""
         fresh = [item for item in dict.fromkeys(items) if item not in self._protected]
         for item in reversed(fresh):  # policies remove a tail faster
             if not item.retained:
-                item.queue.policy.remove(item)
+                item.queue.leave(item)
         self._protected.update(fresh)
 
     def unprotect(self, items: Iterable[L]) -> None:
@@ -265,6 +282,9 @@ class EvictionQueues(Generic[L]):
             items = [item for item in items if item not in self._protected]
         for queue, mine in by_queue(items):
             queue.victim_buffer.clear()
+            if queue.demoted:
+                for item in mine:
+                    queue.demoted.pop(item, None)
             queue.policy.use(mine, request, self.now)
 
     def retain(self, items: Iterable[L], until: float) -> list[L]:
@@ -281,11 +301,35 @@ class EvictionQueues(Generic[L]):
                 rest.append(item)
         for item in reversed(keep):  # policies remove a tail faster
             if not item.retained:
-                item.queue.policy.remove(item)
+                item.queue.leave(item)
                 item.retained = True
         self._retained.put(keep, until)
         self.not_retained += len(rest)
         return rest
+
+    def shorten(self, items: Sequence[L], until: float) -> None:
+        """Ends the retention of items at `until`, or now if that is past. Ignores other items."""
+        items = [item for item in items if item.retained]
+        if until > self.now:
+            self._retained.put(items, until)
+            return
+        for item in items:
+            self._retained.discard(item)
+            self._free(item)
+        self._tell_policies(items, None)
+
+    def retained_until(self, item: L) -> float:
+        """Returns the end of the retention of a retained item, in seconds."""
+        return self._retained.when(item)
+
+    def demote(self, item: L) -> bool:
+        """Makes an item a next victim until its next use; False if it is retained or protected."""
+        if item.retained or item in self._protected:
+            return False
+        item.queue.leave(item)
+        item.queue.victim_buffer.clear()
+        item.queue.demoted[item] = None
+        return True
 
     def _charge(self, item: L) -> bool:
         share, nbytes = item.queue.share, item.allocated_bytes

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from kvtier.tiers.core.block import Block
 from kvtier.tiers.types import EngineSession
 
+from . import inspect as inside
 from .ledger import Client
 from .model import CHAINS, HELD_REQUESTS, private_key
 from .tier_settings import tenant_of
@@ -32,6 +33,16 @@ class Actors:
         wanted = self.rng.choice((0, 0, 0, 10, 60, 4000))
         return self.world.now + wanted if wanted else 0.0
 
+    def conversation_used(
+        self, session: EngineSession, request_id: str, keys: list[bytes], retain_until: float
+    ) -> float:
+        """Records the keys of a request for its conversation; returns the end of retention."""
+        conversation = inside.conversation_of(self.world.core, session, request_id)
+        if conversation is None:
+            return retain_until
+        self.world.ledger.conversations[conversation.name].update(keys)
+        return max(retain_until, conversation.retain_until)
+
     def used(self, session: EngineSession, blocks: list[Block], retain_until: float, not_retained: int) -> None:
         """Records a use of blocks, which may have evicted others."""
         book, now = self.world.settings_model, self.world.environment.latest
@@ -56,9 +67,12 @@ class Actors:
 
     def some_keys(self, session: EngineSession) -> list[bytes]:
         """Returns a run of a chain, as the blocks of a prompt; sometimes with a repetition."""
-        chains = CHAINS[self.rng.choice((0, 0, 1)) % len(session.namespace.part_bytes)]
+        return self.some_keys_of(len(session.namespace.part_bytes), session.engine_id)
+
+    def some_keys_of(self, groups: int, engine: str) -> list[bytes]:
+        chains = CHAINS[self.rng.choice((0, 0, 1)) % groups]
         start = 0 if self.rng.random() < 0.8 else self.rng.randrange(20)
         keys = chains[self.rng.choice((0, 0, 0, 1, 2))][start : start + self.rng.randint(0, 10)]
         if self.rng.random() < 0.1:
-            return [*keys, private_key(session.engine_id, self.rng.choice(HELD_REQUESTS))]
+            return [*keys, private_key(engine, self.rng.choice(HELD_REQUESTS))]
         return keys + keys[:1] if self.rng.random() < 0.05 else keys

@@ -14,7 +14,7 @@ from .model import EXTENT, Invariant, Name, Violation
 from .tier_settings import tenant_of
 from .world import World
 
-__all__ = ["check_quotas", "check_retained", "check_ttl"]
+__all__ = ["check_conversations", "check_quotas", "check_retained", "check_ttl"]
 
 MAKE_ROOM = ("prepare_store", "look_up", "prefetch", "publish")
 """Events in which the CPU tier may evict blocks to make room."""
@@ -87,14 +87,14 @@ def check_retained(world: World) -> None:
     book, now = world.settings_model, world.environment.latest
     gone = world.gone
     for block in gone:
-        if book.retained.get(block, 0.0) > now and world.doing != "reset":
+        if book.retained.get(block, 0.0) > now and world.doing != "reset" and block.name not in world.deleted:
             raise Violation(Invariant.RETAINED, f"{block.key!r} should stay until {book.retained[block]}, it is {now}")
     if gone and world.doing == "next_slice":
         _check_spare_room(world)
-    elif gone and world.doing not in (*MAKE_ROOM, *TICKS, "reset"):
+    elif world.doing not in (*MAKE_ROOM, *TICKS, "reset") and not {block.name for block in gone} <= world.deleted:
         raise Violation(Invariant.RETAINED, f"{gone[0].key!r} went for no reason")
     for number, names in enumerate(world.gone_below):
-        broken = [name for name in names if world.before.promises[number].get(name, 0.0) > now]
+        broken = [name for name in names - world.deleted if world.before.promises[number].get(name, 0.0) > now]
         # A load may have found the block damaged, or a shared tier may have lost it.
         if broken and world.doing not in ("run_work", "answer"):
             raise Violation(Invariant.RETAINED, f"{world.tiers[number].name}: {broken} should stay")
@@ -136,3 +136,24 @@ def check_ttl(world: World) -> None:
         fresh = [b for name in names if (b := inside.block(world.core, *name)) and b.ready and b in book.used_at]
         if names and (lifetime is None or any(book.used_at[block] + lifetime > now + 1 for block in fresh)):
             raise Violation(Invariant.TTL, f"{tier.name} dropped what is in use")
+
+
+def check_conversations(world: World) -> None:
+    """The table has only keys that requests of a conversation have used, and its counts add up."""
+    known, table = inside.conversations(world.core)
+    users = Counter((each.namespace.id, key) for each in known for key in each.keys)
+    if users != inside.recorded_users(table) or sum(users.values()) != table.keys or len(known) != len(table):
+        raise Violation(Invariant.CONVERSATIONS, "the counts of the table do not add up")
+    for each in known:
+        if not each.latest.keys() <= each.keys.keys():
+            raise Violation(Invariant.CONVERSATIONS, f"{each.id}: the latest request has other keys")
+        if not each.keys.keys() <= world.ledger.conversations[each.name]:
+            raise Violation(Invariant.CONVERSATIONS, f"{each.id}: has keys that it never used")
+        if len(each.keys) > inside.CONVERSATION_LIMITS["KEYS"]:
+            raise Violation(Invariant.CONVERSATIONS, f"{each.id}: has {len(each.keys)} keys")
+    unpinned = [each for each in known if not each.pinned]
+    if len(unpinned) == len(known):
+        limits = inside.CONVERSATION_LIMITS
+        if len(known) > limits["ALL_CONVERSATIONS"] or table.keys > limits["ALL_KEYS"]:
+            raise Violation(Invariant.CONVERSATIONS, f"{len(known)} conversations with {table.keys} keys")
+    world.saw("conversations forgotten", table.forgotten > 0)

@@ -11,6 +11,7 @@ from unittest import mock
 from kvtier.tiers.base import NamespaceId
 from kvtier.tiers.core.block import Block
 from kvtier.tiers.core.catalog import CatalogEntry, EntryState
+from kvtier.tiers.core.conversations import Conversation, ConversationTable
 from kvtier.tiers.core.leases import BlockLease
 from kvtier.tiers.core.manager import TierManager
 from kvtier.tiers.core.prefetches import PrefetchBudget
@@ -18,8 +19,12 @@ from kvtier.tiers.core.requests import Request
 from kvtier.tiers.core.secondary import SecondaryTierState
 from kvtier.tiers.core.stores import Store
 from kvtier.tiers.core.transfers import JobKind
+from kvtier.tiers.types import EngineSession
 
 from .model import Name
+
+CONVERSATION_LIMITS = {"KEYS": 24, "TENANT_KEYS": 40, "ALL_KEYS": 60, "TENANT_CONVERSATIONS": 3, "ALL_CONVERSATIONS": 6}
+"""Limits of the conversation table, so low that it forgets conversations."""
 
 
 class CoreView:
@@ -45,7 +50,8 @@ class CoreView:
 def small_jobs(nbytes: int) -> Iterator[None]:
     """Limits jobs to `nbytes`, slices to three items and event logs to 16, to split all work."""
     limits = {"transfers.JOB_BYTES": nbytes, "event_log.RUN_KEYS": 3, "event_log.MAX_KEYS": 16}
-    limits |= {f"{module}.SLICE": 3 for module in ("cpu_tier", "leases", "bulk_eviction")}
+    limits |= {f"{module}.SLICE": 3 for module in ("cpu_tier", "leases", "bulk_eviction", "conversation_tasks")}
+    limits |= {f"conversations.MAX_{name}": limit for name, limit in CONVERSATION_LIMITS.items()}
     with contextlib.ExitStack() as patches:
         for name, limit in limits.items():
             patches.enter_context(mock.patch(f"kvtier.tiers.core.{name}", limit))
@@ -69,6 +75,26 @@ def invalidated(core: TierManager) -> list[Block]:
     found = [block for namespace in indexes._invalidated for block in unswept(core, namespace)]
     found += chain.from_iterable(indexes._unlinked.values())
     return sorted(found, key=lambda block: (block.namespace, block.key))
+
+
+def conversations(core: TierManager) -> tuple[list[Conversation], ConversationTable]:
+    """Returns the conversations that the core knows, and their table."""
+    return list(core.conversations.table), core.conversations.table
+
+
+def conversation_of(core: TierManager, session: EngineSession, request_id: str) -> Conversation | None:
+    """Returns the conversation that a begun request named."""
+    return core.requests.conversation_of(session, request_id)
+
+
+def recorded_users(table: ConversationTable) -> Counter[Name]:
+    """Returns per block how many conversations use it, as the core counts them."""
+    return Counter({(namespace, key): n for namespace, users in table._users.items() for key, n in users.items()})
+
+
+def next_victims(core: TierManager) -> list[set[Block]]:
+    """Returns the demoted blocks of each eviction queue."""
+    return [set(queue.demoted) for queue in core._cpu_tier.queues.all()]
 
 
 def is_clearing(core: TierManager) -> bool:
@@ -194,12 +220,12 @@ def queues(core: TierManager, core_view: CoreView) -> Iterator[tuple[str, list[o
     aside = hold_pins(core)
     for queue in core._cpu_tier.queues.all():
         should = [b for b in core_view.blocks if b.queue is queue and _is_listed(b) and not (b.retained or b in aside)]
-        yield f"cpu/{queue.size_class}/{queue.share.name}", list(queue.policy.victims()), should
+        yield f"cpu/{queue.size_class}/{queue.share.name}", list(queue.victims()), should
     for secondary, here in zip(secondaries(core), core_view.entries, strict=True):
         held = [entry for entry in here if not entry.retained]
         for queue in secondary.catalog.queues.all():
             should_be = [entry for entry in held if entry.queue is queue]
-            yield f"{secondary.tier.name}/{queue.share.name}", list(queue.policy.victims()), should_be
+            yield f"{secondary.tier.name}/{queue.share.name}", list(queue.victims()), should_be
 
 
 def _is_listed(block: Block) -> bool:

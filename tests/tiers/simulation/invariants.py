@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from . import inspect as inside
-from .guarantees import check_quotas, check_retained, check_ttl
+from .guarantees import check_conversations, check_quotas, check_retained, check_ttl
 from .held import check_held, check_private
 from .model import Invariant, Violation, label
 from .world import World
@@ -231,6 +231,7 @@ CHECKS: dict[Invariant, Callable[[World], None]] = {
     Invariant.HELD: check_held,
     Invariant.PRIVATE: check_private,
     Invariant.EVENTS: _events,
+    Invariant.CONVERSATIONS: check_conversations,
     Invariant.LEAKS: _leaks,
     Invariant.QUOTAS: check_quotas,
     Invariant.RETAINED: check_retained,

@@ -5,7 +5,7 @@ The invariants compare the core with this ledger.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -114,6 +114,8 @@ class Ledger:
         """Blocks that existed at some time in this run."""
         self.gone: dict[NamespaceId, set[Block]] = {}
         """Per namespace the blocks from before its last reset."""
+        self.conversations = defaultdict[tuple[NamespaceId, str], set[bytes]](set)
+        """Per conversation the keys that its requests have used."""
         self.pinned_at: dict[Block, tuple[int | None, ...]] = {}
         """Slots of the leased blocks when they were first seen."""
 

@@ -16,6 +16,7 @@ from kvtier.tiers.types import HOLD_ONLY_KEY_PREFIX, NamespaceSpec
 
 __all__ = [
     "CHAINS",
+    "CONVERSATIONS",
     "EXERCISED",
     "EXTENT",
     "HELD_REQUESTS",
@@ -33,6 +34,7 @@ __all__ = [
 EXTENT = 64 << 10
 REQUESTS = ("", "r1", "r2", "r3")
 HELD_REQUESTS = ("h1", "h2")
+CONVERSATIONS = ("", "", "c1", "c2", "c3", "c4")
 SPECS = (
     NamespaceSpec(NamespaceId(b"A" * 16), world_size=1, part_bytes=(4096, 12288)),
     NamespaceSpec(NamespaceId(b"B" * 16), world_size=2, part_bytes=(8192,)),
@@ -102,6 +104,13 @@ EXERCISED = (
     "resets that wait",
     "tiers left out",
     "promotions by prefetches",
+    "blocks deleted",
+    "blocks demoted",
+    "blocks of several conversations kept",
+    "blocks released",
+    "blocks retained by conversation",
+    "conversations forgotten",
+    "retention refused",
     "tiers recovered",
     "tiers stalled",
     "tiers asked",
@@ -157,6 +166,7 @@ class Invariant(enum.StrEnum):
     HELD = "held blocks stay until their hold ends"
     PRIVATE = "blocks that only a hold names end with it"
     EVENTS = "events say which blocks each tier has"
+    CONVERSATIONS = "conversations have the keys of their requests"
     LEAKS = "nothing leaks"
     RAISED = "only refusals are raised"
 

@@ -52,6 +52,7 @@ class Readers(Actors):
             retain_until=retain_until,
         )
         found = [block for block in answer.lease.items if block is not None] if answer.lease is not None else []
+        retain_until = self.conversation_used(session, request_id, keys, retain_until)
         self.used(session, found, retain_until, answer.not_retained)
         lease, statuses = answer.lease, answer.statuses()
         ledger.count(statuses, lease.sources if lease is not None else b"")

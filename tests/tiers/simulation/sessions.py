@@ -10,7 +10,7 @@ from kvtier.tiers.types import NamespaceSpec
 from . import inspect as inside
 from .actors import Actors
 from .ledger import Client, StoreRecord
-from .model import REQUESTS, SPECS, Invariant
+from .model import CONVERSATIONS, REQUESTS, SPECS, Invariant
 
 __all__ = ["Sessions"]
 
@@ -101,7 +101,9 @@ class Sessions(Actors):
             return
         session, request_id, book = client.session, self.rng.choice(REQUESTS), self.world.ledger.requests
         params = {"do_remote_decode": self.rng.random() < 0.5}
-        info = RequestInfo(request_id, session.namespace.id, kv_transfer_params=params)
+        info = RequestInfo(
+            request_id, session.namespace.id, kv_transfer_params=params, conversation_id=self.rng.choice(CONVERSATIONS)
+        )
         negotiation = self.world.core.begin_request(session, info)
         policy = max((vote.policy for _, vote in negotiation.votes), default=OffloadPolicy.BLOCK_LEVEL)
         self.world.must(Invariant.FINISH, negotiation.policy == policy, "one tier that insists is enough")

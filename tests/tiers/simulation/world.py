@@ -18,6 +18,7 @@ from kvtier.tiers.negotiation import DEFAULT_RULES, Rule
 from kvtier.tiers.types import EngineSession, NamespaceSpec
 
 from . import inspect as inside
+from .conversations import Conversations
 from .environment import Environment
 from .event_readers import EventReaders
 from .handoffs import Handoffs
@@ -59,7 +60,14 @@ class World:
         self.sessions = Sessions(self)
         self.environment = Environment(self)
         weighted: dict[Callable[[], None], float] = {}
-        for actors in (self.sessions, Writers(self), Readers(self), Handoffs(self), self.environment):
+        for actors in (
+            self.sessions,
+            Writers(self),
+            Readers(self),
+            Handoffs(self),
+            Conversations(self),
+            self.environment,
+        ):
             weighted |= actors.actions()
         self._actions = list(weighted)
         self._weights = list(accumulate(weighted.values()))
@@ -99,6 +107,8 @@ class World:
         self.clearing = False
         """Whether the last requested slice may belong to an eviction on demand."""
         self.settled: set[int] = set()
+        self.deleted: set[Name] = set()
+        """Blocks that a client has deleted in this event."""
         self.changed: set[tuple[bytes, str, str]] = set()
         self.durable: list[tuple[NamespaceSpec, bytes]] = []
         self._evictions = [0] * (len(self.tiers) + 1)
@@ -125,6 +135,7 @@ class World:
 
     def _begin_event(self) -> None:
         self.settled.clear()
+        self.deleted = set()
         self.changed.clear()
         self.ledger.holds.ended.clear()
         self.durable.clear()

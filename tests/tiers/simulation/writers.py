@@ -46,6 +46,8 @@ class Writers(Actors):
         expires_at = self.world.now + self.rng.choice(HOLD_SECONDS)
         retain_until = self.retain_until()
         answer = self._prepare(session, keys, request_id, expires_at, retain_until)
+        retain_until = self.conversation_used(session, request_id, keys, retain_until)
+        self._check_conversation(session, request_id, keys)
         taken = [key for key, status in zip(keys, answer.statuses, strict=True) if status != StoreStatus.NO_ROOM]
         blocks = [inside.block(self.world.core, session.namespace.id, key) for key in taken]
         self.used(session, [block for block in blocks if block is not None], retain_until, answer.not_retained)
@@ -66,6 +68,15 @@ class Writers(Actors):
             answer.store_id, client, record, granted_blocks, answer.slots, expires_at
         )
         self.world.memory.update(dict.fromkeys(answer.slots, "unwritten"))
+
+    def _check_conversation(self, session: EngineSession, request_id: str, keys: list[bytes]) -> None:
+        """The conversation of a request has all keys of a store, unless it was forgotten."""
+        conversation = inside.conversation_of(self.world.core, session, request_id)
+        if conversation is not None and conversation.is_open:
+            room = inside.CONVERSATION_LIMITS["KEYS"] - len(conversation.latest)
+            self.world.must(
+                Invariant.CONVERSATIONS, conversation.keys.keys() >= set(keys) or room <= 0, "a used key is missing"
+            )
 
     def _prepare(
         self, session: EngineSession, keys: list[bytes], request_id: str, expires_at: float, retain_until: float = 0.0

@@ -1,0 +1,256 @@
+"""Conversations: the keys of their requests, and actions on their blocks."""
+
+from unittest import mock
+
+import pytest
+from simulation import EXTENT, ModelTier
+from tenants import PAGE, Rig, keys, spec, tenant
+
+from kvtier.tiers.base import RequestInfo
+from kvtier.tiers.core.conversation_tasks import ActionCounts, BlockAction, ConversationTask, TierUse
+from kvtier.tiers.core.conversations import Conversation
+from kvtier.tiers.errors import RetentionFull
+
+LIMITS = "kvtier.tiers.core.conversations.MAX_"
+
+
+def begin(rig: Rig, name: str, request: str = "r", *, owner: str = "alice") -> Conversation:
+    """Begins a request of a conversation, and ends an earlier one of this id."""
+    session = rig.session(spec(owner))
+    rig.core.finish_request(session, request)
+    rig.core.begin_request(session, RequestInfo(request, session.namespace.id, conversation_id=name))
+    conversation = rig.core.requests.conversation_of(session, request)
+    assert conversation is not None
+    return conversation
+
+
+def store(rig: Rig, name: str, numbers: range, *, owner: str = "alice") -> Conversation:
+    """Stores blocks in a request of a conversation."""
+    conversation, session = begin(rig, name, owner=owner), rig.session(spec(owner))
+    answer = rig.core.prepare_store(session, keys(numbers), request_id="r", expires_at=1e9)
+    if answer.store_id is not None:
+        rig.core.complete_store(session, answer.store_id)
+    rig.work()
+    return conversation
+
+
+def work(rig: Rig, task: ConversationTask) -> ActionCounts:
+    while task.work():
+        rig.work()
+    rig.work()
+    return task.counts
+
+
+def flood(rig: Rig) -> None:
+    rig.store("alice", range(1000, 1640))
+
+
+def disk_rig() -> Rig:
+    return Rig(tiers=[ModelTier("disk", 4096 * PAGE)])
+
+
+def test_it_has_the_keys_that_requests_look_up_and_store() -> None:
+    """Those of the latest request are known apart, head first."""
+    rig = Rig()
+    conversation = store(rig, "c", range(8))
+    begin(rig, "c")
+    session = rig.session(spec("alice"))
+    for prefix in (True, False):
+        rig.core.lookup(session, keys([0, 1, 90]), prefix=prefix, request_id="r", expires_at=1e9)
+    assert list(conversation.latest) == keys([0, 1, 90])
+    assert list(conversation.keys) == keys([*range(8), 90])
+    assert (conversation.requests, len(rig.core.conversations.table)) == (2, 1)
+
+
+def test_a_request_without_a_conversation_records_nothing() -> None:
+    rig = Rig()
+    rig.store("alice", range(8))
+    assert rig.look_up("alice", range(8)) == 8
+    assert len(rig.core.conversations.table) == rig.core.conversations.table.keys == 0
+
+
+def test_a_conversation_keeps_the_keys_of_its_latest_request() -> None:
+    with mock.patch(f"{LIMITS}KEYS", 12):
+        rig = Rig()
+        store(rig, "c", range(8))
+        conversation = store(rig, "c", range(4, 14))
+        assert list(conversation.keys) == keys([*range(4, 14)])
+        store(rig, "c", range(100, 120))
+        assert list(conversation.keys) == keys(range(100, 112))
+
+
+@pytest.mark.parametrize("limit", ["TENANT_KEYS", "ALL_KEYS", "TENANT_CONVERSATIONS", "ALL_CONVERSATIONS"])
+def test_the_table_forgets_the_conversation_that_was_not_used_for_the_longest_time(limit: str) -> None:
+    """A pinned one stays. The tiers keep the blocks of forgotten ones."""
+    with mock.patch(f"{LIMITS}{limit}", 24 if limit.endswith("KEYS") else 3):
+        rig = Rig()
+        pinned = store(rig, "pinned", range(8))
+        work(rig, rig.core.conversations.pin([pinned]))
+        first, second = store(rig, "first", range(10, 18)), store(rig, "second", range(20, 28))
+        store(rig, "first", range(10, 18))
+        third = store(rig, "third", range(30, 38))
+        table = rig.core.conversations.table
+        assert set(table) == {pinned, first, third}
+        assert (table.keys, table.forgotten, second.is_open) == (24, 1, False)
+        assert set(keys(range(20, 28))) <= rig.visible("alice")
+
+
+def test_the_largest_tenant_loses_its_oldest_conversation() -> None:
+    with mock.patch(f"{LIMITS}ALL_CONVERSATIONS", 3):
+        rig = Rig()
+        bob = store(rig, "b", range(4), owner="bob")
+        for number in range(3):
+            store(rig, f"c{number}", range(4))
+        assert {each.id for each in rig.core.conversations.table} == {"b", "c1", "c2"}
+        assert bob.is_open
+
+
+def test_retained_blocks_stay_until_their_time() -> None:
+    """In both tiers, also the blocks that later requests store."""
+    rig = Rig(tiers=[ModelTier("disk", 64 * PAGE)])
+    conversation = store(rig, "c", range(8))
+    assert work(rig, rig.core.conversations.retain([conversation], 60)) == ActionCounts(changed=8)
+    store(rig, "c", range(8, 12))
+    flood(rig)
+    assert set(keys(range(12))) <= rig.visible("alice") & rig.below("alice")
+    assert rig.share("alice").retained == 12 * PAGE
+    rig.tick(61)
+    assert rig.share("alice").retained == 0
+
+
+def test_without_retention_a_flood_evicts_the_blocks() -> None:
+    rig = Rig()
+    store(rig, "c", range(8))
+    flood(rig)
+    assert not set(keys(range(8))) & rig.visible("alice")
+
+
+def test_too_many_blocks_are_refused_and_nothing_changes() -> None:
+    """A tenant may retain half of its quota."""
+    rig = Rig(tenant("alice", quota=2 * EXTENT))
+    small, large = store(rig, "small", range(8)), store(rig, "large", range(10, 30))
+    with pytest.raises(RetentionFull, match="may retain"):
+        work(rig, rig.core.conversations.retain([large], 60))
+    assert rig.share("alice").retained == 0
+    assert large.retain_until == 0
+    assert work(rig, rig.core.conversations.retain([small], 60)).changed == 8
+    assert work(rig, rig.core.conversations.retain([small], 90)).changed == 8, "retained blocks are charged once"
+
+
+def test_released_blocks_can_be_evicted() -> None:
+    """Except those that another retained conversation uses."""
+    rig = Rig()
+    first, second = store(rig, "first", range(8)), store(rig, "second", range(4, 12))
+    tasks = rig.core.conversations
+    work(rig, tasks.retain([first, second], 60))
+    assert work(rig, tasks.act(BlockAction.RELEASE, [first])) == ActionCounts(changed=4, shared=4)
+    flood(rig)
+    assert rig.visible("alice") & set(keys(range(12))) == set(keys(range(4, 12)))
+
+
+def test_demoted_blocks_are_evicted_first() -> None:
+    """If a tier below has them; retention ends. A later use makes them ordinary blocks again."""
+    rig = disk_rig()
+    conversation = store(rig, "c", range(8))
+    work(rig, rig.core.conversations.retain([conversation], 60))
+    rig.store("alice", range(100, 132))
+    assert work(rig, rig.core.conversations.act(BlockAction.DEMOTE, [conversation])) == ActionCounts(changed=8)
+    rig.look_up("alice", range(2))
+    rig.store("alice", range(200, 230))
+    assert rig.visible("alice") & set(keys(range(8))) == set(keys(range(2)))
+    assert set(keys(range(100, 132))) <= rig.visible("alice")
+    assert set(keys(range(8))) <= rig.below("alice")
+
+
+def test_blocks_in_no_tier_below_are_not_demoted() -> None:
+    rig = Rig()
+    conversation = store(rig, "c", range(8))
+    assert work(rig, rig.core.conversations.act(BlockAction.DEMOTE, [conversation])) == ActionCounts(kept=8)
+
+
+def test_demoted_blocks_may_be_pinned() -> None:
+    """A store finds room behind them."""
+    rig = disk_rig()
+    conversation = store(rig, "c", range(32))
+    lease = rig.core.lookup(rig.session(spec("alice")), keys(range(32)), prefix=True, request_id="", expires_at=1e9)
+    work(rig, rig.core.conversations.act(BlockAction.DEMOTE, [conversation]))
+    flood(rig)
+    assert set(keys(range(1632, 1640))) <= rig.visible("alice")
+    assert lease.lease is not None
+    assert set(keys(range(32))) <= rig.visible("alice")
+
+
+def test_deleted_blocks_are_gone_from_all_tiers() -> None:
+    """Blocks of other conversations stay, and the conversation is forgotten."""
+    rig = disk_rig()
+    first, second = store(rig, "first", range(8)), store(rig, "second", range(4, 12))
+    counts = work(rig, rig.core.conversations.act(BlockAction.DELETE, [first]))
+    assert counts == ActionCounts(changed=4, shared=4)
+    assert rig.visible("alice") == rig.below("alice") == set(keys(range(4, 12)))
+    assert list(rig.core.conversations.table) == [second]
+
+
+def test_a_leased_block_is_not_deleted() -> None:
+    """It stays in the conversation, so that a second deletion finds it."""
+    rig = disk_rig()
+    conversation, session = store(rig, "c", range(4)), rig.session(spec("alice"))
+    lease = rig.core.lookup(session, keys([0]), prefix=True, request_id="", expires_at=1e9).lease
+    assert lease is not None
+    delete = BlockAction.DELETE
+    assert work(rig, rig.core.conversations.act(delete, [conversation])) == ActionCounts(changed=3, kept=1)
+    rig.core.release(session, lease.id)
+    assert work(rig, rig.core.conversations.act(delete, [conversation])) == ActionCounts(changed=1)
+    assert not rig.visible("alice") | rig.below("alice")
+
+
+@pytest.mark.parametrize("action", [BlockAction.RELEASE, BlockAction.DEMOTE, BlockAction.DELETE])
+def test_only_unpinning_changes_pinned_blocks(action: BlockAction) -> None:
+    """Neither an action on the conversation nor one on its keys."""
+    rig = disk_rig()
+    tasks, conversation = rig.core.conversations, store(rig, "c", range(8))
+    assert work(rig, tasks.pin([conversation])).changed == 8
+    assert work(rig, tasks.act(action, [conversation])) == ActionCounts()
+    assert work(rig, tasks.act_on_keys(action, spec("alice").id, keys(range(8)))) == ActionCounts(kept=8)
+    rig.tick(86400 * 365)
+    flood(rig)
+    assert set(keys(range(8))) <= rig.visible("alice")
+    assert work(rig, tasks.unpin([conversation])) == ActionCounts(changed=8)
+    assert rig.share("alice").retained == 0
+
+
+def test_actions_on_keys_need_no_conversation() -> None:
+    rig = disk_rig()
+    rig.store("alice", range(8))
+    tasks, namespace = rig.core.conversations, spec("alice").id
+    some = keys([*range(8), 90, 0])
+    assert work(rig, tasks.act_on_keys(BlockAction.RETAIN, namespace, some, 60)) == ActionCounts(changed=8, missing=1)
+    flood(rig)
+    assert set(keys(range(8))) <= rig.visible("alice")
+    assert work(rig, tasks.act_on_keys(BlockAction.RELEASE, namespace, some)) == ActionCounts(changed=8, missing=1)
+    assert work(rig, tasks.act_on_keys(BlockAction.DEMOTE, namespace, some)) == ActionCounts(changed=8, missing=1)
+    assert work(rig, tasks.act_on_keys(BlockAction.DELETE, namespace, some)) == ActionCounts(changed=8, missing=1)
+    assert not set(keys(range(8))) & (rig.visible("alice") | rig.below("alice"))
+
+
+def test_the_use_of_each_tier_is_counted() -> None:
+    rig = Rig(tiers=[ModelTier("disk", 4096 * PAGE)])
+    conversation = store(rig, "c", range(8))
+    work(rig, rig.core.conversations.act_on_keys(BlockAction.RETAIN, spec("alice").id, keys(range(2)), 60))
+    found = [TierUse(), TierUse()]
+    for _ in rig.core.conversations.use_of(conversation, found):
+        pass
+    assert found == [TierUse(8, 8 * PAGE, 2), TierUse(8, 8 * PAGE, 2)]
+
+
+def test_pages_list_the_newest_first() -> None:
+    rig = Rig()
+    names = [store(rig, name, range(2)) for name in ("a", "b", "c")]
+    store(rig, "a", range(2))
+    other = store(rig, "d", range(2), owner="bob")
+    table = rig.core.conversations.table
+    assert table.page(None, 0, 10) == [other, *names[::-1]]
+    tag = spec("alice").id[:4]
+    assert table.page(tag, 0, 2) == [names[2], names[1]]
+    assert table.page(tag, names[1].number, 2) == [names[0]]
+    assert table.find(tag, "d") == []
+    assert table.with_key(tag, keys([1])[0]) == [names[1], names[2], names[0]]

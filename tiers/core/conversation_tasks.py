@@ -1,0 +1,358 @@
+"""Actions on the blocks of conversations, in slices: retain, release, demote and delete.
+
+Conversations share blocks, for example of a system prompt. A conversation therefore demotes and
+deletes only blocks that no other conversation uses, and releases only blocks that no other retained
+conversation uses. Actions on a list of keys have no such exceptions. No action except `unpin`
+shortens the retention of pinned blocks.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ..base import NamespaceId
+from ..errors import RetentionFull
+from .block import Block
+from .bulk_eviction import SecondaryTierSource
+from .conversations import Conversation, ConversationTable
+from .cpu_tier import CpuTier
+from .transfers import TransferScheduler
+
+__all__ = ["ActionCounts", "BlockAction", "ConversationTask", "ConversationTasks", "TierUse"]
+
+PIN_SECONDS = 10 * 365 * 86400.0
+"""Retention of pinned blocks."""
+_PINNED_SECONDS = PIN_SECONDS / 2
+"""A block that is retained for longer is pinned. Requests cannot retain blocks for so long."""
+
+SLICE = 256
+"""Keys per slice: an action takes 2 to 6 µs per key."""
+
+_SEARCHES = 16_384
+"""A release searches each key in every other retained conversation. Limit of searches per slice."""
+
+
+class BlockAction(enum.Enum):
+    RETAIN = enum.auto()
+    RELEASE = enum.auto()
+    DEMOTE = enum.auto()
+    DELETE = enum.auto()
+
+
+@dataclass(slots=True)
+class ActionCounts:
+    """Numbers of blocks. Each block counts once.
+
+    Attributes:
+        changed: blocks that the action has changed in any tier.
+        shared: blocks left alone, because another conversation uses them.
+        kept: blocks left alone for another reason: they are pinned or in use, they are in only one
+            tier (demote), or the retention budget is used up (retain).
+        missing: blocks that no tier has.
+    """
+
+    changed: int = 0
+    shared: int = 0
+    kept: int = 0
+    missing: int = 0
+
+
+@dataclass(slots=True)
+class TierUse:
+    """Blocks of a conversation in one tier."""
+
+    blocks: int = 0
+    nbytes: int = 0
+    retained: int = 0
+
+
+@dataclass(slots=True)
+class ConversationTask:
+    """A running action. The caller calls `work` until it returns False.
+
+    Attributes:
+        targets: the keys of each namespace, and their conversation; None for a list of keys.
+        until: end of the retention, in seconds of the core's clock.
+        unpins: whether the action may shorten the retention of pinned blocks.
+    """
+
+    action: BlockAction
+    targets: Sequence[tuple[NamespaceId, Sequence[bytes], Conversation | None]]
+    until: float = 0.0
+    unpins: bool = False
+    counts: ActionCounts = field(default_factory=ActionCounts)
+    steps: Iterator[None] = field(default_factory=lambda: iter(()))
+
+    def work(self) -> bool:
+        """Runs a slice; returns whether to call it again. Raises RetentionFull."""
+        return next(self.steps, self) is None
+
+
+class ConversationTasks:
+    def __init__(self, cpu_tier: CpuTier, transfers: TransferScheduler) -> None:
+        self.table = ConversationTable()
+        self._cpu_tier = cpu_tier
+        self._transfers = transfers
+
+    @property
+    def now(self) -> float:
+        return self._cpu_tier.queues.now
+
+    def retain(self, conversations: Sequence[Conversation], seconds: float) -> ConversationTask:
+        """Retains the blocks of conversations, also those that later requests add.
+
+        Raises RetentionFull at `work`, before any change, if the blocks exceed the budget.
+        """
+        return self._task(BlockAction.RETAIN, conversations, self.now + seconds)
+
+    def pin(self, conversations: Sequence[Conversation]) -> ConversationTask:
+        """Retains the blocks until `unpin`. Raises like `retain`."""
+        task = self._task(BlockAction.RETAIN, conversations, self.now + PIN_SECONDS)
+        task.steps = self._pinned(task, conversations)
+        return task
+
+    def unpin(self, conversations: Sequence[Conversation]) -> ConversationTask:
+        for conversation in conversations:
+            conversation.pinned = False
+            conversation.retain_until = 0.0
+        task = self._task(BlockAction.RELEASE, conversations)
+        task.unpins = True
+        return task
+
+    def act(self, action: BlockAction, conversations: Sequence[Conversation]) -> ConversationTask:
+        """Releases, demotes or deletes blocks; leaves the blocks of pinned conversations alone."""
+        conversations = [conversation for conversation in conversations if not conversation.pinned]
+        for conversation in conversations:
+            conversation.retain_until = 0.0
+        return self._task(action, conversations)
+
+    def act_on_keys(
+        self, action: BlockAction, namespace: NamespaceId, keys: Sequence[bytes], seconds: float = 0.0
+    ) -> ConversationTask:
+        task = ConversationTask(action, [(namespace, list(dict.fromkeys(keys)), None)], self.now + seconds)
+        return self._begin(task)
+
+    def unpin_keys(self, namespace: NamespaceId, keys: Sequence[bytes]) -> ConversationTask:
+        task = self.act_on_keys(BlockAction.RELEASE, namespace, keys)
+        task.unpins = True
+        return task
+
+    def use_of(self, conversation: Conversation, found: list[TierUse]) -> Iterator[None]:
+        """Adds the use of each tier to `found`, which has one element per tier, in slices."""
+        namespace = conversation.namespace.id
+        for keys in slices_of_keys(list(conversation.keys), SLICE):
+            for key in keys:
+                block = self._cpu_tier.blocks_of(namespace).get(key)
+                if block is not None and block.ready:
+                    _count(found[0], self._cpu_tier.nbytes_of(block), retained=block.retained)
+                for secondary in self._transfers.secondaries:
+                    entry = secondary.catalog.held(namespace, key)
+                    if entry is not None:
+                        _count(found[secondary.index], entry.nbytes, retained=entry.retained)
+            yield
+
+    def _task(self, action: BlockAction, conversations: Sequence[Conversation], until: float = 0.0) -> ConversationTask:
+        targets = [(each.namespace.id, list(each.keys), each) for each in conversations]
+        return self._begin(ConversationTask(action, targets, until))
+
+    def _begin(self, task: ConversationTask) -> ConversationTask:
+        run = {
+            BlockAction.RETAIN: self._retain,
+            BlockAction.RELEASE: self._release,
+            BlockAction.DEMOTE: self._demote,
+            BlockAction.DELETE: self._delete,
+        }
+        task.steps = run[task.action](task)
+        return task
+
+    def _pinned(self, task: ConversationTask, conversations: Sequence[Conversation]) -> Iterator[None]:
+        yield from self._retain(task)
+        for conversation in conversations:
+            conversation.pinned = conversation.is_open
+
+    def _retain(self, task: ConversationTask) -> Iterator[None]:
+        yield from self._check_budget(task)
+        for _, _, conversation in task.targets:
+            if conversation is not None:
+                conversation.retain_until = max(conversation.retain_until, task.until)
+        for namespace, keys, _ in _slices(task, SLICE):
+            in_cpu = [block for key in keys if (block := self._block(namespace, key)) is not None]
+            excess = set(self._cpu_tier.retain(in_cpu, task.until))
+            self._transfers.retain(in_cpu)
+            names = {block.key for block in in_cpu}
+            below = [key for key in keys if key not in names]
+            retained = {key for key in below if self._retain_below(namespace, key, task.until)}
+            task.counts.kept += len(excess)
+            task.counts.changed += len(in_cpu) - len(excess) + len(retained)
+            task.counts.missing += len(below) - len(retained)
+            yield
+
+    def _retain_below(self, namespace: NamespaceId, key: bytes, until: float) -> bool:
+        """Retains a block in each tier that has it; returns whether there is such a tier."""
+        found = False
+        for secondary in self._transfers.secondaries:
+            entry = secondary.catalog.held(namespace, key)
+            if entry is not None:
+                secondary.catalog.queues.retain([entry], until)
+                found = True
+        return found
+
+    def _check_budget(self, task: ConversationTask) -> Iterator[None]:
+        """Raises RetentionFull if the CPU tier cannot retain all blocks that it has."""
+        needed: dict[int, int] = {}
+        for namespace, keys, _ in _slices(task, SLICE):
+            for key in keys:
+                block = self._block(namespace, key)
+                if block is None or block.retained:
+                    continue
+                budget = block.queue.share.budget
+                needed[id(budget)] = needed.get(id(budget), 0) + block.allocated_bytes
+                if budget.used + needed[id(budget)] > budget.bound:
+                    raise RetentionFull(
+                        f"the CPU tier may retain {budget.bound} bytes for this tenant and already retains "
+                        f"{budget.used} of them"
+                    )
+            yield
+
+    def _release(self, task: ConversationTask) -> Iterator[None]:
+        others = self.table.retained(self.now)
+        for namespace, keys, conversation in _slices(task, max(1, min(SLICE, _SEARCHES // (1 + len(others))))):
+            for key in keys:
+                found, until = self._has(namespace, key), 0.0
+                if found and not task.unpins and self._is_pinned(namespace, key):
+                    task.counts.kept += 1
+                    continue
+                if conversation is not None and self.table.users(namespace, key) > 1:
+                    until = max(map(_end_of_retention, _users_of(others, namespace, key, conversation)), default=0.0)
+                self._shorten(namespace, key, until)
+                task.counts.missing += not found
+                task.counts.shared += found and until > 0
+                task.counts.changed += found and not until
+            yield
+
+    def _demote(self, task: ConversationTask) -> Iterator[None]:
+        for namespace, keys, conversation in _slices(task, SLICE):
+            for key in keys:
+                block = self._block(namespace, key)
+                if block is None:
+                    found = self._has(namespace, key)  # in a lower tier, where the order stays
+                    task.counts.kept += found
+                    task.counts.missing += not found
+                elif self._is_shared(namespace, key, conversation):
+                    task.counts.shared += 1
+                elif self._is_pinned(namespace, key) or self._transfers.residency.position_of(namespace, key) is None:
+                    task.counts.kept += 1
+                else:
+                    self._shorten(namespace, key, 0.0)
+                    changed = self._cpu_tier.queues.demote(block)
+                    task.counts.changed += changed
+                    task.counts.kept += not changed
+            yield
+
+    def _delete(self, task: ConversationTask) -> Iterator[None]:
+        sources = self._transfers.sources(self._cpu_tier.used_at)
+        kept: set[Conversation] = set()
+        for namespace, keys, conversation in _slices(task, SLICE):
+            gone = [key for key in keys if self._delete_one(task, sources, namespace, key, conversation)]
+            if conversation is not None:
+                self.table.discard(conversation, gone)
+                if len(gone) < len(keys):
+                    kept.add(conversation)
+            yield
+        for _, _, conversation in task.targets:
+            if conversation is not None and conversation not in kept:
+                self.table.forget(conversation)
+
+    def _delete_one(
+        self,
+        task: ConversationTask,
+        sources: Sequence[SecondaryTierSource],
+        namespace: NamespaceId,
+        key: bytes,
+        conversation: Conversation | None,
+    ) -> bool:
+        """Deletes a block from all tiers; returns False if the block is in use."""
+        if self._is_shared(namespace, key, conversation):
+            task.counts.shared += 1
+            return True
+        block = self._block(namespace, key)
+        entries = [(each, entry) for each in sources if (entry := each.entry(namespace, key)) is not None]
+        is_busy = block is not None and not self._cpu_tier.is_evictable(block, retained=True)
+        if (
+            is_busy
+            or self._is_pinned(namespace, key)
+            or not all(each.is_evictable(entry, retained=True) for each, entry in entries)
+        ):
+            task.counts.kept += 1
+            return False
+        if block is not None:
+            self._cpu_tier.evict([block])
+        for each, entry in entries:
+            each.evict([entry])
+        found = block is not None or bool(entries)
+        task.counts.changed += found
+        task.counts.missing += not found
+        return True
+
+    def _block(self, namespace: NamespaceId, key: bytes) -> Block | None:
+        """Returns a block of the CPU tier that is ready or pending."""
+        block = self._cpu_tier.blocks_of(namespace).get(key)
+        return block if block is not None and (block.ready or block.pending) and not block.hold_only else None
+
+    def _has(self, namespace: NamespaceId, key: bytes) -> bool:
+        if self._block(namespace, key) is not None:
+            return True
+        return self._transfers.residency.position_of(namespace, key) is not None
+
+    def _is_pinned(self, namespace: NamespaceId, key: bytes) -> bool:
+        """Returns whether a tier retains a block for as long as only pins do."""
+        since = self.now + _PINNED_SECONDS
+        block = self._block(namespace, key)
+        if block is not None and block.retained and self._cpu_tier.queues.retained_until(block) > since:
+            return True
+        for secondary in self._transfers.secondaries:
+            entry = secondary.catalog.get(namespace, key)
+            if entry is not None and entry.retained and secondary.catalog.queues.retained_until(entry) > since:
+                return True
+        return False
+
+    def _is_shared(self, namespace: NamespaceId, key: bytes, conversation: Conversation | None) -> bool:
+        return conversation is not None and self.table.users(namespace, key) > (key in conversation.keys)
+
+    def _shorten(self, namespace: NamespaceId, key: bytes, until: float) -> None:
+        block = self._block(namespace, key)
+        if block is not None:
+            block.retain_until = until
+            self._cpu_tier.queues.shorten([block], until)
+        for secondary in self._transfers.secondaries:
+            entry = secondary.catalog.get(namespace, key)
+            if entry is not None:
+                secondary.catalog.queues.shorten([entry], until)
+
+
+def slices_of_keys(keys: Sequence[bytes], size: int) -> Iterator[Sequence[bytes]]:
+    return (keys[start : start + size] for start in range(0, len(keys), size))
+
+
+def _slices(task: ConversationTask, size: int) -> Iterator[tuple[NamespaceId, Sequence[bytes], Conversation | None]]:
+    for namespace, keys, conversation in task.targets:
+        for some in slices_of_keys(keys, size):
+            yield namespace, some, conversation
+
+
+def _users_of(
+    conversations: Sequence[Conversation], namespace: NamespaceId, key: bytes, but: Conversation
+) -> Iterator[Conversation]:
+    return (each for each in conversations if each is not but and each.namespace.id == namespace and key in each.keys)
+
+
+def _end_of_retention(conversation: Conversation) -> float:
+    return conversation.retain_until
+
+
+def _count(use: TierUse, nbytes: int, *, retained: bool) -> None:
+    use.blocks += 1
+    use.nbytes += nbytes
+    use.retained += retained
