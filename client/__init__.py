@@ -2,6 +2,15 @@
 
 from ..protos.credentials import Credentials
 from .aio import AsyncClient, AsyncLease
+from .conversation_client import (
+    AsyncConversationClient,
+    BlocksInTier,
+    ConversationAction,
+    ConversationClient,
+    ConversationInfo,
+    ConversationPage,
+    ConversationResult,
+)
 from .device import KvBuffers, Mark
 from .errors import (
     AccessDenied,
@@ -50,9 +59,16 @@ from .timeouts import Timeouts
 __all__ = [
     "AccessDenied",
     "AsyncClient",
+    "AsyncConversationClient",
     "AsyncLease",
+    "BlocksInTier",
     "ChecksumMismatch",
     "Client",
+    "ConversationAction",
+    "ConversationClient",
+    "ConversationInfo",
+    "ConversationPage",
+    "ConversationResult",
     "Credentials",
     "DeadlineExceeded",
     "DeviceUnavailable",

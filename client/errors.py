@@ -142,6 +142,8 @@ ERROR_OF = MappingProxyType(
         "HOLD_EXPIRED": HoldGone,
         "DEVICE_UNAVAILABLE": DeviceUnavailable,
         "DEVICE_LOST": DeviceUnavailable,
+        "RETENTION_FULL": LimitExceeded,
+        "CONVERSATION_NOT_FOUND": InvalidRequest,
         "UNAUTHENTICATED": AccessDenied,
         "PERMISSION_DENIED": AccessDenied,
         "WRONG_TENANT": AccessDenied,

@@ -127,11 +127,12 @@ class Client(ConnectionState):
         min_hits: int = 0,
         retain_for: float | None = None,
         source: str = "",
+        conversation_id: str = "",
     ) -> Lease:
         """Registers a request, negotiates its offload policy and looks up its keys.
 
-        Call `finish_request` when the request ends. The result also has `policy` and `votes`.
-        `retain_for`: for all blocks that the request uses or stores. Other arguments: see `lookup`.
+        Call `finish_request` when it ends. `conversation_id`: see `ConversationClient`.
+        `retain_for`: for all its blocks. Others: see `lookup`. The result has `policy`, `votes`.
         """
         return self._lease(
             self._operations.begin_request(
@@ -147,6 +148,7 @@ class Client(ConnectionState):
                 min_hits=min_hits,
                 retain_for=retain_for,
                 source=source,
+                conversation_id=conversation_id,
             )
         )
 
@@ -215,9 +217,8 @@ class Client(ConnectionState):
     def read(self, lease: LookupResult | int, items: Sequence[int]) -> Iterator[ReadBatch]:
         """Gives access to the bytes of looked-up blocks; `items` are indices in the lookup's keys.
 
-        On exit the server confirms that the lease was valid for the whole `with` statement. If the
-        exit raises, discard all bytes that were read. The lease may belong to another client of the
-        same engine.
+        On exit the server confirms that the lease was valid all the time. If the exit raises,
+        discard all bytes that were read. Another client of the engine may own the lease.
         """
         with ExitStack() as held:
             reading = self._run(self._operations.begin_read(held, lease, items))
@@ -266,11 +267,9 @@ class Client(ConnectionState):
     def register_kv_buffers(self, buffers: KvBuffers) -> None:
         """Registers device memory with the server now, and again in each new session.
 
-        This call may take seconds, because the server starts a process for the device. If it
-        raises, calls that do not use the device still work.
-
-        Raises:
-            DeviceUnavailable: the server cannot copy to this device; the message gives the cause.
+        This call may take seconds, because the server starts a process for the device. Raises
+        DeviceUnavailable with the cause if the server cannot copy to the device. Calls that do not
+        use the device then still work.
         """
         self._run(self._operations.register_kv_buffers(buffers))
 

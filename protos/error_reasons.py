@@ -43,6 +43,8 @@ STATUS_OF = MappingProxyType(
         "HOLD_EXPIRED": grpc.StatusCode.NOT_FOUND,
         "DEVICE_UNAVAILABLE": grpc.StatusCode.FAILED_PRECONDITION,
         "DEVICE_LOST": grpc.StatusCode.ABORTED,
+        "RETENTION_FULL": grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "CONVERSATION_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
         "UNAUTHENTICATED": grpc.StatusCode.UNAUTHENTICATED,
         "PERMISSION_DENIED": grpc.StatusCode.PERMISSION_DENIED,
         "WRONG_TENANT": grpc.StatusCode.PERMISSION_DENIED,

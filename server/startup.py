@@ -23,7 +23,15 @@ from ..cuda.host.numa import choose_nodes, memory_nodes, read_placement
 from ..cuda.host.region import PAGE_BYTES, HostRegion, RegionError
 from ..protos.endpoint import Endpoint, default_endpoint
 from ..protos.peer_directory import PeerDirectory
-from ..protos.v1 import admin_pb2, admin_pb2_grpc, cache_pb2_grpc, events_pb2_grpc, handoff_pb2_grpc, session_pb2_grpc
+from ..protos.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    cache_pb2_grpc,
+    conversation_pb2_grpc,
+    events_pb2_grpc,
+    handoff_pb2_grpc,
+    session_pb2_grpc,
+)
 from ..tiers.base import TierError
 from .auth.authenticator import AccessControl, AccessError
 from .bulk.broker import BulkBroker
@@ -47,6 +55,7 @@ from .rpc.writers import Writers
 from .runtime import TierRuntime
 from .services.admin import AdminService
 from .services.cache import CacheService
+from .services.conversation_calls import ConversationService
 from .services.devices import DeviceCopyCalls, add_device_calls
 from .services.events import EventService
 from .services.handoff import HandoffService
@@ -82,7 +91,15 @@ _log = get_logger(__name__)
 
 _SERVICES = [
     f"kvtier.v1.{name}"
-    for name in ("SessionService", "CacheService", "TransferService", "HandoffService", "EventService", "AdminService")
+    for name in (
+        "SessionService",
+        "CacheService",
+        "TransferService",
+        "HandoffService",
+        "EventService",
+        "ConversationService",
+        "AdminService",
+    )
 ]
 _MESSAGE_OVERHEAD_BYTES = 64 << 10
 _GRPC_OPTIONS = [
@@ -290,10 +307,12 @@ def add_services(backend: Backend, listeners: Listeners, admin: AdminService, cl
     sources = _open_sources(backend, long_calls, closers)
     cache = CacheService(runtime, sessions, validator, bulk.end_writers, long_calls, sources)
     handoff = HandoffService(runtime, sessions, validator, long_calls)
+    conversations = ConversationService(runtime, sessions, validator)
     device_calls = DeviceCopyCalls(runtime, sessions, validator, metrics, devices)
     for server in (listeners.grpc, listeners.socket_calls):
         cache_pb2_grpc.add_CacheServiceServicer_to_server(cache, server)
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(handoff, server)
+        conversation_pb2_grpc.add_ConversationServiceServicer_to_server(conversations, server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
         add_device_calls(device_calls, server)
     transfer = TransferService(runtime, sessions, validator, metrics, bulk, RequestBounds(config.limits), long_calls)

@@ -24,6 +24,7 @@ Reference of the public names of `kvtier.client` and of the contract of a tier, 
 """
 SECTIONS = {
     "Clients": ("Client", "Lease", "AsyncClient", "AsyncLease"),
+    "Conversations": ("ConversationClient", "AsyncConversationClient", "ConversationAction"),
     "Namespaces and keys": ("Namespace", "Group", "GroupKind", "make_key", "make_hold_key", "is_hold_key"),
     "Credentials and deadlines": ("Credentials", "Timeouts"),
     "GPU buffers": ("KvBuffers", "Mark"),

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvtier.protos.v1 import admin_pb2, cache_pb2, common_pb2
-from kvtier.server.commands import drain, evict, explain, handoffs, leases, size
+from kvtier.protos.v1 import admin_pb2, cache_pb2, common_pb2, conversation_pb2
+from kvtier.server.commands import conversations, drain, evict, explain, handoffs, leases, size
 from kvtier.server.commands.console import EXIT_CODES
 from kvtier.server.commands.doctor import CHECKS
 from kvtier.server.commands.parser import new_parser
@@ -86,6 +86,9 @@ def json_fields() -> dict[str, list[str]]:
     )
     values = status.values(answer)
     listed = admin_pb2.ListHandoffsResponse(handoffs=[admin_pb2.HandoffStatus()], totals=[admin_pb2.HandoffTotals()])
+    known = conversation_pb2.ListConversationsResponse(
+        conversations=[conversation_pb2.ConversationStatus(tiers=[conversation_pb2.ConversationTier()])]
+    )
     explained = admin_pb2.ExplainRequestResponse(
         votes=[cache_pb2.TierVote()],
         holds=[admin_pb2.HoldExplained()],
@@ -105,6 +108,7 @@ def json_fields() -> dict[str, list[str]]:
             "top": rates(values, values, 1.0),
             "leases": json.loads(leases.to_json(admin_pb2.ListLeasesResponse(leases=[admin_pb2.LeaseStatus()]))),
             "handoffs": json.loads(handoffs.to_json(listed)),
+            "conversations": json.loads(conversations.to_json(known)),
             "explain": json.loads(explain.to_json(explained, "")),
             "fsck": json.loads(offline_fsck.to_json([report])),
             "evict": {"dry_run": 0, "done": 0, "tiers": [dict.fromkeys(evict.FIGURES)]},

@@ -42,6 +42,7 @@ class LookupOperations(Base):
         min_hits: int = 0,
         retain_for: float | None = None,
         source: str = "",
+        conversation_id: str = "",
     ) -> Operation[LookupResult]:
         session: ClientSession = yield Connect(self._timeouts.connect)
         request = message(
@@ -59,6 +60,7 @@ class LookupOperations(Base):
             min_hits=min_hits,
             retain_for=duration("retain_for", retain_for),
             source=source,
+            conversation_id=conversation_id,
         )
         answer = yield from self._call(session, "CacheService/BeginRequest", request, wait)
         votes = tuple(TierVote(vote.tier, OffloadPolicy(vote.policy), vote.why) for vote in answer.votes)

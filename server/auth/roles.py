@@ -21,7 +21,7 @@ class Role(enum.Enum):
     READER = "reader"
     """May look up and load blocks of its tenant."""
     ADMIN = "admin"
-    """May call AdminService, which shows all tenants."""
+    """May call AdminService, which shows all tenants, and act on conversations of all tenants."""
     METRICS = "metrics"
     """May read the metrics over HTTP; may call no RPC."""
 
@@ -50,6 +50,7 @@ _USERS = frozenset({Role.ENGINE, Role.READER, Role.ADMIN})
 _READS = frozenset({Role.ENGINE, Role.READER})
 _WRITES = frozenset({Role.ENGINE})
 _ADMINS = frozenset({Role.ADMIN})
+_OPERATORS = frozenset({Role.ENGINE, Role.ADMIN})
 
 _SERVICES = (
     # Health probes have no credentials.
@@ -65,6 +66,8 @@ _SERVICES = (
     ),
     ("kvtier.v1.CacheService", _WRITES, "PrepareStore CompleteStore Flush Reset"),
     ("kvtier.v1.EventService", _READS, "WatchEvents"),
+    ("kvtier.v1.ConversationService", _USERS, "ListConversations"),
+    ("kvtier.v1.ConversationService", _OPERATORS, "ActOnConversation"),
     ("kvtier.v1.HandoffService", _READS, "ClaimHold ReportNotClaimed"),
     ("kvtier.v1.HandoffService", _WRITES, "PublishHold RenewHolds ReleaseHolds"),
     ("kvtier.v1.TransferService", _READS, "Pull Locate RegisterDeviceBuffers UnregisterDeviceBuffers LoadToDevice"),

@@ -78,6 +78,7 @@ def new_parser() -> argparse.ArgumentParser:
     _add_config(commands)
     _add_shown(commands)
     _add_listed(commands)
+    _add_conversations(commands)
     _add_evict(commands)
     _add_drain(commands)
     _add_doctor(commands)
@@ -152,6 +153,36 @@ def _add_listed(commands: Any) -> None:
         "--engine", metavar="ID", default="", help="the engine (default: the last engine that used this id)"
     )
     add_endpoint(explain)
+
+
+def _add_conversations(commands: Any) -> None:
+    conversations = commands.add_parser(
+        "conversations",
+        help="list conversations; retain, prefetch, release, demote, pin or delete their blocks",
+        description="Lists the conversations whose blocks the server has recorded, or acts on their blocks. `retain` keeps the "
+        "blocks for the time of --for, and `release` ends this. `demote` makes the CPU tier evict them next if a lower tier has "
+        "them. `prefetch` loads them into the CPU tier. `pin` keeps them until `unpin`. `delete` removes the blocks that no other "
+        "conversation uses from all tiers of the server. `pin` and `unpin` need the role admin.",
+    )
+    actions = ("list", "show", "retain", "prefetch", "release", "demote", "pin", "unpin", "delete")
+    conversations.add_argument("action", choices=actions, help="what to do")
+    conversations.add_argument("conversation", metavar="CONVERSATION", nargs="?", help="name of the conversation")
+    conversations.add_argument(
+        "--prompt", metavar="KEY", help="instead of CONVERSATION: key of the last block of a prompt, in hexadecimal"
+    )
+    conversations.add_argument(
+        "--block", metavar="KEY", action="append", default=[], help="instead of CONVERSATION: a block; may be repeated"
+    )
+    conversations.add_argument("--namespace", metavar="ID", help="the namespace of the keys of --block")
+    conversations.add_argument("--tenant", metavar="NAME", help="tenant of the conversation (default: of the token)")
+    conversations.add_argument(
+        "--for", dest="duration", metavar="DURATION", help="duration for retain and prefetch, like 5m"
+    )
+    conversations.add_argument(
+        "--most", metavar="N", type=_count(0), default=0, help="list only N conversations (default and maximum: 100)"
+    )
+    conversations.add_argument("--page", metavar="N", type=_count(0), default=0, help="list the page after this number")
+    add_endpoint(conversations)
 
 
 def _add_evict(commands: Any) -> None:

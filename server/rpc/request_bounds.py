@@ -16,7 +16,7 @@ from typing import NoReturn, TypeVar
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from ...protos.v1 import admin_pb2, cache_pb2, events_pb2, handoff_pb2, session_pb2, transfer_pb2
+from ...protos.v1 import admin_pb2, cache_pb2, conversation_pb2, events_pb2, handoff_pb2, session_pb2, transfer_pb2
 from ..config.schema import LimitConfig
 from ..refused import Refused
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 _PACKAGE = "kvtier.v1."
 _SERVICES = [
     service
-    for module in (session_pb2, cache_pb2, transfer_pb2, handoff_pb2, events_pb2, admin_pb2)
+    for module in (session_pb2, cache_pb2, transfer_pb2, handoff_pb2, events_pb2, conversation_pb2, admin_pb2)
     for service in module.DESCRIPTOR.services_by_name.values()
 ]
 _OTHER_BYTES = 64 << 10
@@ -94,6 +94,7 @@ def table_of(limits: LimitConfig) -> dict[str, Bound]:
         "BeginRequestRequest.request_id": text,
         "BeginRequestRequest.keys": keys,
         "BeginRequestRequest.source": text,
+        "BeginRequestRequest.conversation_id": text,
         "BeginRequestRequest.kv_transfer_params_json": Bound(_MAX_PARAMS_BYTES),
         "TierFilter.names": Bound(_TEXT, _MAX_TIERS),
         "TierFilter.media": Bound(most=_MAX_MEDIA),
@@ -134,6 +135,13 @@ def table_of(limits: LimitConfig) -> dict[str, Bound]:
         "RenewHoldsRequest.holds": Bound(most=_MAX_HOLDS),
         "ReleaseHoldsRequest.holds": Bound(most=_MAX_HOLDS),
         "ReportNotClaimedRequest.request_id": text,
+        "ActOnConversationRequest.namespace_id": Bound(64),
+        "ActOnConversationRequest.tenant": Bound(_NAME),
+        "ActOnConversationRequest.conversation_id": text,
+        "ActOnConversationRequest.last_key": Bound(limits.max_key_bytes, reason_each="INVALID_KEY"),
+        "ActOnConversationRequest.keys": keys,
+        "ListConversationsRequest.tenant": Bound(_NAME),
+        "ListConversationsRequest.conversation_id": text,
         "FsckRequest.tiers": Bound(_TEXT, _MAX_TIERS),
         "EvictRequest.tiers": Bound(_TEXT, _MAX_TIERS),
         "EvictRequest.tenant": Bound(_NAME),

@@ -198,6 +198,12 @@ class SessionRegistry:
         if session.limiter is not None:
             session.limiter.count_call(is_release=is_release)
 
+    def count_call_without_session(self, tenant: str) -> None:
+        """Counts a call about a tenant's blocks. Raises `Refused` above the tenant's rate limit."""
+        limiter = self._limiters.for_tenant(tenant)
+        if limiter is not None:
+            limiter.count_call()
+
     def others_heard_at(self, session: EngineSession) -> float:
         """Returns the time of the last call of any other session, in seconds."""
         last = self._last_heard

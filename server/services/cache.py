@@ -76,6 +76,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             priority=request.priority,
             kv_transfer_params=_params(request.kv_transfer_params_json),
             retain_for=self._validator.retention(request.retain_for),
+            conversation_id=request.conversation_id,
         )
         options = await self._lookup_options(session, request)
         negotiation = self._core.begin_request(session, info)
@@ -285,6 +286,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
                 tiers=options.tiers,
                 min_hits=options.min_hits,
                 retain_until=self._retain_until(session, options.request_id, options.retain_for),
+                conversation=self._core.requests.conversation_of(session, options.request_id),
             )
             found = await self._long_calls.look_up(lookup, options.lease_seconds)
         finally:

@@ -66,6 +66,7 @@ class SnapshotCollector(Collector):
         yield from _server_families(stats)
         yield from _manager_families(stats.manager)
         yield from _handoff_families(stats.manager)
+        yield from _conversation_families(stats.manager)
         yield from _tier_families(stats.manager)
         yield from curve_families(stats.manager)
         yield from _namespace_families(stats)
@@ -144,6 +145,13 @@ def _handoff_families(stats: ManagerStats) -> Iterator[Metric]:
         "handoffs_claims_missed",
         (((outcome.name.lower(),), stats.claims_missed.get(outcome, 0)) for outcome in missed),
     )
+
+
+def _conversation_families(stats: ManagerStats) -> Iterator[Metric]:
+    recorded = stats.conversations
+    yield _family("conversations", [((), recorded.conversations)])
+    yield _family("conversation_keys", [((), recorded.keys)])
+    yield _family("conversations_forgotten", [((), recorded.forgotten)])
 
 
 def _tier_families(stats: ManagerStats) -> Iterator[Metric]:

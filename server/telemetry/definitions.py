@@ -208,6 +208,11 @@ SECTIONS: dict[str, tuple[MetricDefinition, ...]] = {
             "Requests that an engine computed instead of pulling them, by outcome of the claim.",
         ),
     ),
+    "Conversations": (
+        _gauge("conversations", "conversations", "", "Conversations whose keys the server has recorded."),
+        _gauge("conversation_keys", "keys", "", "Keys of these conversations. A key counts once per conversation."),
+        _counter("conversations_forgotten", "conversations", "", "Conversations forgotten because of a limit."),
+    ),
 }
 """Metrics by subject. Each row is `kind(name, unit, labels, help text)`."""
 

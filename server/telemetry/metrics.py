@@ -28,7 +28,14 @@ JobObserver: TypeAlias = Callable[[str, str, float, int, Sequence[Outcome]], Non
 _RPC_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1, 5, 30)
 _JOB_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 60)
 _LAG_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
-_SERVICES = ("SessionService", "CacheService", "TransferService", "HandoffService", "AdminService")
+_SERVICES = (
+    "SessionService",
+    "CacheService",
+    "TransferService",
+    "HandoffService",
+    "ConversationService",
+    "AdminService",
+)
 _JOBS = ("store", "load")
 _WORK = ("tick", "slice", "watch")
 

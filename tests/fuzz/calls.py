@@ -18,7 +18,16 @@ import grpc
 from google.protobuf import message_factory
 from google.protobuf.message import Message
 
-from kvtier.protos.v1 import admin_pb2, cache_pb2, common_pb2, events_pb2, handoff_pb2, session_pb2, transfer_pb2
+from kvtier.protos.v1 import (
+    admin_pb2,
+    cache_pb2,
+    common_pb2,
+    conversation_pb2,
+    events_pb2,
+    handoff_pb2,
+    session_pb2,
+    transfer_pb2,
+)
 from kvtier.protos.wire import socket_frames as frames
 from kvtier.protos.wire.socket_frames import Purpose
 from kvtier.server.config.schema import LogConfig
@@ -31,7 +40,7 @@ from .tape import Tape, byte, number, piece
 
 __all__ = ["METHODS", "Calls", "seeds"]
 
-_MODULES = (admin_pb2, cache_pb2, handoff_pb2, session_pb2, transfer_pb2, events_pb2)
+_MODULES = (admin_pb2, cache_pb2, handoff_pb2, session_pb2, transfer_pb2, events_pb2, conversation_pb2)
 METHODS = [
     method
     for module in _MODULES

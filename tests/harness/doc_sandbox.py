@@ -91,6 +91,7 @@ class DocSandbox:
         keys = [key_of(number) for number in range(5)]
         with Client(self.socket, namespace=namespace_of(PART)) as client:
             wait_connected(client)
+            client.begin_request("turn-1", keys, conversation_id="c1").release()
             client.store(keys[:4], [payload(key, PART) for key in keys[:4]])
             client.load(keys, list(np.zeros((5, PART), np.uint8)), request_id=REQUEST)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from ..base import NamespaceId
 from ..errors import RetentionFull
+from ..stats.snapshots import ConversationStats
 from .block import Block
 from .bulk_eviction import SecondaryTierSource
 from .conversations import Conversation, ConversationTable
@@ -123,10 +124,12 @@ class ConversationTasks:
 
     def act(self, action: BlockAction, conversations: Sequence[Conversation]) -> ConversationTask:
         """Releases, demotes or deletes blocks; leaves the blocks of pinned conversations alone."""
-        conversations = [conversation for conversation in conversations if not conversation.pinned]
-        for conversation in conversations:
+        others = [conversation for conversation in conversations if not conversation.pinned]
+        for conversation in others:
             conversation.retain_until = 0.0
-        return self._task(action, conversations)
+        task = self._task(action, others)
+        task.counts.kept = sum(len(conversation.keys) for conversation in conversations if conversation.pinned)
+        return task
 
     def act_on_keys(
         self, action: BlockAction, namespace: NamespaceId, keys: Sequence[bytes], seconds: float = 0.0
@@ -138,6 +141,9 @@ class ConversationTasks:
         task = self.act_on_keys(BlockAction.RELEASE, namespace, keys)
         task.unpins = True
         return task
+
+    def stats(self) -> ConversationStats:
+        return ConversationStats(len(self.table), self.table.keys, self.table.forgotten)
 
     def use_of(self, conversation: Conversation, found: list[TierUse]) -> Iterator[None]:
         """Adds the use of each tier to `found`, which has one element per tier, in slices."""

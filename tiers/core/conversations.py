@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import nlargest
-from itertools import count, islice
+from itertools import count, islice, takewhile
 from operator import attrgetter
 
 from ..base import NamespaceId
@@ -175,9 +175,10 @@ class ConversationTable:
         if not same_id:
             del self._namespaces[tag, conversation.id]
 
-    def find(self, tag: bytes, conversation_id: str) -> list[Conversation]:
-        """Returns the conversations of a tenant with this id, one per namespace."""
-        return list(self._namespaces.get((tag, conversation_id), {}).values())
+    def named(self, tag: bytes | None, conversation_id: str) -> list[Conversation]:
+        """Returns the conversations with this id of a tenant, or of all (None)."""
+        tags = self._tenants if tag is None else [tag]
+        return [each for one in tags for each in self._namespaces.get((one, conversation_id), {}).values()]
 
     def page(self, tag: bytes | None, before: int, most: int) -> list[Conversation]:
         """Returns up to `most` conversations with a number below `before` (0: all), newest first.
@@ -190,10 +191,22 @@ class ConversationTable:
         )
         return nlargest(most, found, key=attrgetter("number"))
 
-    def with_key(self, tag: bytes, key: bytes) -> list[Conversation]:
-        """Returns the conversations of a tenant that have used a block."""
+    def count_of(self, tag: bytes | None) -> int:
+        """Returns the number of conversations of a tenant, or of all (None)."""
+        if tag is None:
+            return self._count
         tenant = self._tenants.get(tag)
-        return [] if tenant is None else [each for each in tenant.conversations.values() if key in each.keys]
+        return len(tenant.conversations) if tenant is not None else 0
+
+    def prompts(self, tag: bytes, last_key: bytes) -> list[tuple[NamespaceSpec, list[bytes]]]:
+        """Returns the keys that a conversation has used up to a key, per namespace of a tenant.
+
+        Of several conversations that have used it, the most recently used counts.
+        """
+        tenant = self._tenants.get(tag)
+        found = [] if tenant is None else [each for each in tenant.conversations.values() if last_key in each.keys]
+        latest = {each.namespace: each for each in found}
+        return [(spec, [*takewhile(last_key.__ne__, each.keys), last_key]) for spec, each in latest.items()]
 
     def users(self, namespace: NamespaceId, key: bytes) -> int:
         """Returns how many conversations use a block."""

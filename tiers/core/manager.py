@@ -423,6 +423,7 @@ class TierManager:
             holds=len(self.handoffs),
             held_bytes=self.handoffs.held_bytes,
             handoffs=self.handoffs.stats(),
+            conversations=self.conversations.stats(),
             claims_missed=dict(self.handoffs.claims.missed),
             lookup_keys=keys,
             lookup_misses=misses.total(),

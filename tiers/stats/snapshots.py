@@ -15,7 +15,7 @@ from ..types import HandoffDirection, MissReason, ShareStats
 from .miss_ratio_curve import HitRatio
 from .request_log import ClaimOutcome
 
-__all__ = ["HandoffStats", "ManagerStats", "NamespaceStats", "TierStats"]
+__all__ = ["ConversationStats", "HandoffStats", "ManagerStats", "NamespaceStats", "TierStats"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,16 @@ class NamespaceStats:
 
 
 @dataclass(frozen=True, slots=True)
+class ConversationStats:
+    """Numbers of recorded conversations and of their keys, and of conversations forgotten."""
+
+    conversations: int = 0
+    keys: int = 0
+    forgotten: int = 0
+    """Conversations that the server has forgotten since the start because of a limit."""
+
+
+@dataclass(frozen=True, slots=True)
 class ManagerStats:
     tiers: tuple[TierStats, ...]
     """The tiers in lookup order; the CPU tier is the first."""
@@ -99,6 +109,7 @@ class ManagerStats:
     """Bytes of the CPU tier pinned by holds; a shared block counts once."""
     handoffs: Mapping[HandoffDirection, HandoffStats] = field(default_factory=dict)
     """Numbers of holds, per direction."""
+    conversations: ConversationStats = ConversationStats()
     claims_missed: Mapping[ClaimOutcome, int] = field(default_factory=dict)
     """Failed claims since the start, by outcome."""
     lookup_keys: int = 0

@@ -36,6 +36,10 @@ CACHE_CASES: dict[str, tuple[Callable[[World], dict[str, Any]], tuple[str, str |
         lambda _: {"keys": KEYS, "wait": Duration(seconds=1, nanos=-(2**31))},
         INVALID,
     ),
+    "BeginRequest with a long conversation": (
+        lambda _: {"request_id": "r", "keys": KEYS, "conversation_id": "c" * 600},
+        INVALID,
+    ),
     "BeginRequest with a negative wait": (lambda _: {"request_id": "r", "keys": KEYS, "wait": seconds(-1)}, INVALID),
     "Prefetch with a negative wait": (lambda _: {"keys": KEYS, "wait": seconds(-1)}, INVALID),
     "Prefetch with a negative retention": (lambda _: {"keys": KEYS, "retain_for": seconds(-1)}, INVALID),

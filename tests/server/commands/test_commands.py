@@ -24,7 +24,19 @@ from kvtier.server import cli
 from kvtier.server.commands import console
 
 PART = 64 << 10
-ASK = ("status", "top", "tiers", "sessions", "leases", "handoffs", "explain r", "evict --all", "drain", "fsck --online")
+ASK = (
+    "status",
+    "top",
+    "tiers",
+    "sessions",
+    "leases",
+    "handoffs",
+    "conversations list",
+    "explain r",
+    "evict --all",
+    "drain",
+    "fsck --online",
+)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,17 @@ from kvtier.server.printable import printable
 PART = 64 << 10
 HOSTILE = "a\x1b[2Jb\x9bc\u202ed\u2028e\u200bfg\nh\u3164i"
 SHOWN = r"a\x1b[2Jb\x9bc\u202ed\u2028e\u200bfg\nh\u3164i"
-COMMANDS = ("status", "tiers", "sessions", "leases", "handoffs", "explain", "top --once --interval 0.2", "doctor")
+COMMANDS = (
+    "status",
+    "tiers",
+    "sessions",
+    "leases",
+    "handoffs",
+    "conversations list",
+    "explain",
+    "top --once --interval 0.2",
+    "doctor",
+)
 
 
 def assert_harmless(text: str) -> None:
@@ -48,6 +58,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         client.publish(request, keys, [0], num_tokens=16, hold_for=60)
         stack.enter_context(client.claim(HoldName(client.engine_id, request), request_id=request))
         stack.enter_context(client.lookup(keys, request_id=request))
+        client.begin_request("r", keys, conversation_id=f"conversation {HOSTILE}").release()
         yield server
 
 

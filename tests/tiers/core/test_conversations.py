@@ -209,7 +209,7 @@ def test_only_unpinning_changes_pinned_blocks(action: BlockAction) -> None:
     rig = disk_rig()
     tasks, conversation = rig.core.conversations, store(rig, "c", range(8))
     assert work(rig, tasks.pin([conversation])).changed == 8
-    assert work(rig, tasks.act(action, [conversation])) == ActionCounts()
+    assert work(rig, tasks.act(action, [conversation])) == ActionCounts(kept=8)
     assert work(rig, tasks.act_on_keys(action, spec("alice").id, keys(range(8)))) == ActionCounts(kept=8)
     rig.tick(86400 * 365)
     flood(rig)
@@ -252,5 +252,15 @@ def test_pages_list_the_newest_first() -> None:
     tag = spec("alice").id[:4]
     assert table.page(tag, 0, 2) == [names[2], names[1]]
     assert table.page(tag, names[1].number, 2) == [names[0]]
-    assert table.find(tag, "d") == []
-    assert table.with_key(tag, keys([1])[0]) == [names[1], names[2], names[0]]
+    assert (table.named(tag, "d"), table.named(None, "d")) == ([], [other])
+    assert (table.count_of(tag), table.count_of(None), table.count_of(b"none")) == (3, 4, 0)
+
+
+def test_a_prompt_has_the_keys_up_to_its_last() -> None:
+    """Of the conversation that was used last."""
+    rig = Rig()
+    store(rig, "old", range(6))
+    conversation = store(rig, "new", range(2, 8))
+    table, tag = rig.core.conversations.table, spec("alice").id[:4]
+    assert table.prompts(tag, keys([4])[0]) == [(conversation.namespace, keys(range(2, 5)))]
+    assert table.prompts(tag, keys([90])[0]) == table.prompts(b"none", keys([4])[0]) == []

@@ -47,13 +47,14 @@ class Conversations(Actors):
         """An action that no other event interrupts: its effects are known."""
         running = self._begin()
         shared = {block for block in self._blocks(running) if block.ready and self._is_shared(running, block)}
+        pinned = running.task.counts.kept
         while self._work(running):
             pass
         task, counts = running.task, running.task.counts
         if running.refused:
             return
         counted = counts.changed + counts.shared + counts.kept + counts.missing
-        self._must(counted == len(running.names), f"{counts} for {len(running.names)} keys")
+        self._must(counted == pinned + len(running.names), f"{counts} for {len(running.names)} keys")
         now = self.world.core.conversations.now
         blocks = [block for block in self._blocks(running) if block.ready]
         entries = [entry for here in inside.CoreView(self.world.core).entries for entry in here]

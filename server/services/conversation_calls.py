@@ -1,0 +1,297 @@
+"""ConversationService: lists conversations, and acts on their blocks without a session."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+import grpc
+
+from ...protos.v1 import conversation_pb2, conversation_pb2_grpc
+from ...tiers.base import NamespaceId, TierFilter
+from ...tiers.core.conversation_tasks import PIN_SECONDS, ActionCounts, BlockAction, ConversationTask, TierUse
+from ...tiers.core.conversations import Conversation
+from ...tiers.core.prefetches import PrefetchAnswer
+from ...tiers.core.secondary import Presence
+from ...tiers.storage.fsck import NAMESPACE_BYTES
+from ...tiers.types import EngineSession, NamespaceSpec
+from ..auth.roles import CALLER, Role
+from ..config.tenants import tenant_tag
+from ..refused import Refused
+from ..rpc.request_checks import RequestValidator
+from ..rpc.sessions import SessionRegistry
+from ..runtime import TierRuntime
+from ..telemetry.logs import get_logger
+from .admin_messages import duration_of
+
+__all__ = ["ConversationService"]
+
+_log = get_logger(__name__)
+
+_MAX_ACTIONS = 16
+_MAX_CONVERSATIONS = 100
+_PAGE_KEYS = 65_536
+"""A page ends when its conversations have this number of keys, because each key is searched."""
+_PREFETCH_SLICE = 256
+_SHARED_TIER_SECONDS = 1.0
+"""Maximum time for which a prefetch waits for the answers of shared tiers."""
+
+_RETAIN = conversation_pb2.CONVERSATION_ACTION_RETAIN
+_PREFETCH = conversation_pb2.CONVERSATION_ACTION_PREFETCH
+_PIN = conversation_pb2.CONVERSATION_ACTION_PIN
+_UNPIN = conversation_pb2.CONVERSATION_ACTION_UNPIN
+_PLAIN = {
+    conversation_pb2.CONVERSATION_ACTION_RELEASE: BlockAction.RELEASE,
+    conversation_pb2.CONVERSATION_ACTION_DEMOTE: BlockAction.DEMOTE,
+    conversation_pb2.CONVERSATION_ACTION_DELETE: BlockAction.DELETE,
+}
+_LOGGED = frozenset({_PIN, _UNPIN, conversation_pb2.CONVERSATION_ACTION_DELETE})
+
+
+class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
+    def __init__(self, runtime: TierRuntime, sessions: SessionRegistry, validator: RequestValidator) -> None:
+        self._runtime = runtime
+        self._core = runtime.core
+        self._tasks = runtime.core.conversations
+        self._sessions = sessions
+        self._validator = validator
+        self._tiers = [tier.name for tier in runtime.core.stats().tiers]
+        self._running = 0
+
+    async def ListConversations(
+        self, request: conversation_pb2.ListConversationsRequest, context: grpc.aio.ServicerContext
+    ) -> conversation_pb2.ListConversationsResponse:
+        table = self._tasks.table
+        tenant = _tenant(request.tenant) if request.HasField("tenant") or not _sees_all() else None
+        if tenant is not None:
+            self._sessions.count_call_without_session(tenant)
+        tag = None if tenant is None else tenant_tag(tenant)
+        most = min(request.max_conversations or _MAX_CONVERSATIONS, _MAX_CONVERSATIONS)
+        if request.conversation_id:
+            found = sorted(table.named(tag, request.conversation_id), key=_number, reverse=True)
+            page, total = [each for each in found if not request.page or each.number < request.page], len(found)
+        else:
+            page, total = table.page(tag, request.page, most + 1), table.count_of(tag)
+        answer = conversation_pb2.ListConversationsResponse(total=total)
+        keys = last = 0
+        for conversation in page:
+            if len(answer.conversations) == most or (keys and keys + len(conversation.keys) > _PAGE_KEYS):
+                answer.next_page = last
+                break
+            keys, last = keys + len(conversation.keys), conversation.number
+            answer.conversations.append(await self._status(conversation))
+        return answer
+
+    async def ActOnConversation(
+        self, request: conversation_pb2.ActOnConversationRequest, context: grpc.aio.ServicerContext
+    ) -> conversation_pb2.ActOnConversationResponse:
+        self._sessions.refuse_if_draining()
+        if bool(request.conversation_id) + bool(request.last_key) + bool(request.keys) != 1:
+            raise Refused("INVALID_ARGUMENT", "give exactly one of conversation_id, last_key and keys")
+        if request.action not in (_RETAIN, _PREFETCH, _PIN, _UNPIN, *_PLAIN):
+            raise Refused("INVALID_ARGUMENT", f"there is no action {request.action}")
+        if request.action in (_PIN, _UNPIN) and Role.ADMIN not in CALLER.get().roles:
+            raise Refused("PERMISSION_DENIED", f"{CALLER.get().name} must not pin or unpin: this needs the role admin")
+        seconds = self._validator.retention(request.retain_for)
+        if request.action == _RETAIN and not request.HasField("retain_for"):
+            raise Refused("INVALID_ARGUMENT", "retain_for is missing")
+        with self._counted():
+            if request.conversation_id:
+                counts = await self._act(request, seconds)
+            else:
+                counts = await self._act_on_keys(request, seconds)
+        if request.action in _LOGGED:
+            action = conversation_pb2.ConversationAction.Name(request.action).removeprefix("CONVERSATION_ACTION_")
+            name = request.conversation_id or request.last_key.hex() or f"{len(request.keys)} keys"
+            _log.info(
+                "acted on a conversation",
+                who=CALLER.get().name,
+                action=action.lower(),
+                conversation=name,
+                blocks=counts.changed,
+            )
+        return conversation_pb2.ActOnConversationResponse(
+            changed_blocks=counts.changed,
+            shared_blocks=counts.shared,
+            kept_blocks=counts.kept,
+            missing_blocks=counts.missing,
+        )
+
+    async def _act(self, request: conversation_pb2.ActOnConversationRequest, seconds: float) -> ActionCounts:
+        """Acts on a conversation in all its namespaces. Raises `Refused`, RetentionFull."""
+        tenant = _tenant(request.tenant)
+        self._sessions.count_call_without_session(tenant)
+        found = self._tasks.table.named(tenant_tag(tenant), request.conversation_id)
+        if not found:
+            raise _unknown("conversation", request.conversation_id)
+        if request.action == _PREFETCH:
+            prompts = [(each.namespace, list(each.latest)) for each in found]
+            return await self._prefetch(prompts, tenant, seconds)
+        if request.action == _RETAIN:
+            task = self._tasks.retain(found, seconds)
+        elif request.action == _PIN:
+            task = self._tasks.pin(found)
+        elif request.action == _UNPIN:
+            task = self._tasks.unpin(found)
+        else:
+            task = self._tasks.act(_PLAIN[request.action], found)
+        return await self._run(task)
+
+    async def _act_on_keys(self, request: conversation_pb2.ActOnConversationRequest, seconds: float) -> ActionCounts:
+        """Acts on a prompt or a list of keys. Raises `Refused`, InvalidKey, RetentionFull."""
+        tenant = _tenant(request.tenant)
+        self._sessions.count_call_without_session(tenant)
+        tag = tenant_tag(tenant)
+        if request.keys:
+            if len(request.namespace_id) != NAMESPACE_BYTES or not request.namespace_id.startswith(tag):
+                raise Refused("INVALID_ARGUMENT", f"namespace_id is no id of a namespace of tenant {tenant!r}")
+            if request.action == _PREFETCH:
+                raise Refused("INVALID_ARGUMENT", "a list of keys cannot be prefetched without a session")
+            targets = [(NamespaceId(request.namespace_id), list(request.keys))]
+        else:
+            prompts = self._tasks.table.prompts(tag, request.last_key)
+            if not prompts:
+                raise _unknown("conversation with the block", request.last_key.hex())
+            if request.action == _PREFETCH:
+                return await self._prefetch(prompts, tenant, seconds)
+            targets = [(namespace.id, keys) for namespace, keys in prompts]
+        total: Counter[str] = Counter()
+        for namespace, keys in targets:
+            if request.action == _UNPIN:
+                task = self._tasks.unpin_keys(namespace, keys)
+            elif request.action in (_RETAIN, _PIN):
+                duration = seconds if request.action == _RETAIN else PIN_SECONDS
+                task = self._tasks.act_on_keys(BlockAction.RETAIN, namespace, keys, duration)
+            else:
+                task = self._tasks.act_on_keys(_PLAIN[request.action], namespace, keys)
+            counts = await self._run(task)
+            total.update(changed=counts.changed, shared=counts.shared, kept=counts.kept, missing=counts.missing)
+        return ActionCounts(**total)
+
+    async def _prefetch(
+        self, prompts: Sequence[tuple[NamespaceSpec, list[bytes]]], tenant: str, seconds: float
+    ) -> ActionCounts:
+        """Promotes blocks in a session of its own, which ends with the call."""
+        total = ActionCounts()
+        for namespace, keys in prompts:
+            session = self._core.open_session(secrets.token_bytes(16), "conversations", None, namespace, tenant=tenant)
+            try:
+                await self._query_shared_tiers(session, keys)
+                answer = await self._promote(session, keys, seconds)
+            finally:
+                self._core.close_session(session.id)
+                self._runtime.run_commands()
+            total.changed += answer.started
+            total.kept += answer.present + answer.no_room
+            total.missing += answer.missing + answer.unanswered
+        return total
+
+    async def _promote(self, session: EngineSession, keys: list[bytes], seconds: float) -> PrefetchAnswer:
+        """Prefetches blocks. If the call is cancelled or fails, no lease remains."""
+        handler, until = self._core.lookup_handler, self._runtime.now() + seconds if seconds else 0.0
+        prefetch = handler.begin_prefetch(session, keys, request_id="", prefix=False, retain_until=until)
+
+        def work() -> bool:
+            now = self._runtime.now()
+            expires_at = now + self._validator.leases.default
+            return handler.look_up_slice(prefetch, _PREFETCH_SLICE, expires_at=expires_at, now=now)
+
+        try:
+            await self._in_slices(work)
+        except BaseException:
+            handler.abandon(prefetch)
+            raise
+        return handler.end_prefetch(prefetch)
+
+    async def _query_shared_tiers(self, session: EngineSession, keys: list[bytes]) -> None:
+        shared, everywhere = self._core.shared_tiers, TierFilter()
+        if not shared:
+            return
+        deadline = self._runtime.now() + _SHARED_TIER_SECONDS
+        waiting: list[bytes] = []
+        for start in range(0, len(keys), _PREFETCH_SLICE):
+            waiting += shared.query(session, keys[start : start + _PREFETCH_SLICE], everywhere, prefix=False)[0]
+            self._runtime.run_commands()
+            await asyncio.sleep(0)
+        while waiting and (remaining := deadline - self._runtime.now()) > 0:
+            change = self._runtime.next_change
+            while waiting and shared.presence(session, waiting[-1], everywhere) is not Presence.UNKNOWN:
+                waiting.pop()
+            if waiting:
+                await self._runtime.wait_for_change(remaining, change)
+
+    async def _run(self, task: ConversationTask) -> ActionCounts:
+        await self._in_slices(task.work)
+        return task.counts
+
+    async def _in_slices(self, work: Callable[[], bool]) -> None:
+        """Runs slices, and leaves the event loop to other calls for as long as each slice took."""
+        while True:
+            began = time.monotonic()
+            more = work()
+            self._runtime.run_commands()
+            if not more:
+                return
+            await asyncio.sleep(time.monotonic() - began)
+
+    async def _status(self, conversation: Conversation) -> conversation_pb2.ConversationStatus:
+        now, use = self._runtime.now(), [TierUse() for _ in self._tiers]
+        steps = self._tasks.use_of(conversation, use)
+        await self._in_slices(lambda: next(steps, self) is None)
+        status = conversation_pb2.ConversationStatus(
+            conversation_id=conversation.id,
+            tenant=conversation.tenant,
+            namespace_id=conversation.namespace.id,
+            requests=conversation.requests,
+            blocks=len(conversation.keys),
+            tiers=[
+                conversation_pb2.ConversationTier(
+                    tier=tier, blocks=each.blocks, bytes=each.nbytes, retained_blocks=each.retained
+                )
+                for tier, each in zip(self._tiers, use, strict=True)
+            ],
+            age=duration_of(now - conversation.created_at),
+            idle=duration_of(now - conversation.used_at),
+            pinned=conversation.pinned,
+        )
+        if conversation.retain_until > now and not conversation.pinned:
+            status.retained_for.CopyFrom(duration_of(conversation.retain_until - now))
+        return status
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        if self._running >= _MAX_ACTIONS:
+            raise Refused("LIMIT_EXCEEDED", f"{self._running} actions are already running, which is the maximum")
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+
+
+def _sees_all() -> bool:
+    """Returns whether the caller may name any tenant."""
+    caller = CALLER.get()
+    return caller.tenant is None or Role.ADMIN in caller.roles
+
+
+def _tenant(requested: str) -> str:
+    """Returns the tenant of a call. Raises `Refused` if the caller must not name it."""
+    own = CALLER.get().tenant
+    if requested and requested != own and not _sees_all():
+        raise Refused("WRONG_TENANT", f"the caller belongs to another tenant than {requested!r}")
+    return requested or own or ""
+
+
+def _unknown(what: str, name: str) -> Refused:
+    return Refused(
+        "CONVERSATION_NOT_FOUND", f"there is no record of the {what} {name!r}; a restart and the limits drop records"
+    )
+
+
+def _number(conversation: Conversation) -> int:
+    return conversation.number
