@@ -99,6 +99,10 @@ class ServerProcess:
         """Evicts all blocks that are not pinned."""
         assert self._ask("evict", "--all")["done"]
 
+    def conversations(self, *options: str) -> dict[str, Any]:
+        """Lists conversations or acts on one, like `kvtier conversations`."""
+        return self._ask("conversations", *options)
+
     def _ask(self, what: str, *options: str, seconds: int = 60) -> dict[str, Any]:
         command = [_KVTIER, what, *options, "--json", "--timeout", str(seconds), "--endpoint", self.endpoint]
         done = subprocess.run(command, capture_output=True, check=True, timeout=seconds + 60)

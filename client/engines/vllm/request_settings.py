@@ -35,6 +35,7 @@ class RequestSettings:
 
     `retain_for_s`: seconds for which the request's blocks must not be evicted, within the server's
     limits.
+    `conversation_id`: name of the conversation of the request, for `ConversationClient`.
     `exclude`, `exclude_media` ("disk", "network"), `exclude_remote`: tiers from which nothing is
     loaded: tiers with these names, tiers on these media, tiers outside the server's host.
     `source`: server of another host (`HOST:PORT`) from which this engine's server loads the blocks
@@ -47,10 +48,12 @@ class RequestSettings:
     request before the response to this request arrives.
     `hold`: false prevents a hold at the end of the request, even if other parameters ask for one.
     `skip_load`, `skip_save`: load nothing; store nothing. Lazy mode stores blocks that no longer
-    belong to a request, so `skip_save` and `retain_for_s` have no effect in lazy mode.
+    belong to a request, so `skip_save` and `retain_for_s` have no effect in lazy mode. Then a
+    conversation has only the blocks that its requests looked up.
     """
 
     retain_for_s: float | None = None
+    conversation_id: str | None = None
     exclude: tuple[str, ...] = ()
     exclude_media: tuple[Medium, ...] = ()
     exclude_remote: bool = False
@@ -157,6 +160,7 @@ def _policy(value: object) -> str:
 
 _CHECKS: Mapping[str, Callable[[object], Any]] = {
     "retain_for_s": _seconds,
+    "conversation_id": _name,
     "exclude": _names,
     "exclude_media": _media,
     "exclude_remote": _flag,

@@ -57,6 +57,8 @@ class RequestRegistration:
         options: dict[str, Any] = {}
         if self.settings.retain_for_s is not None:
             options["retain_for"] = self.settings.retain_for_s
+        if self.settings.conversation_id is not None:
+            options["conversation_id"] = self.settings.conversation_id
         if self.priority:
             options["priority"] = max(-_MAX_PRIORITY, min(_MAX_PRIORITY, self.priority))
         return options

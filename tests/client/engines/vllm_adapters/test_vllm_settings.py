@@ -37,6 +37,7 @@ def test_what_is_asked_for_is_passed_on() -> None:
     client = FakeClient(set(KEYS[:2]))
     asked = {
         "retain_for_s": 60,
+        "conversation_id": "c",
         "exclude": ["lmdb"],
         "exclude_media": ["network"],
         "exclude_remote": True,
@@ -47,7 +48,16 @@ def test_what_is_asked_for_is_passed_on() -> None:
     assert _run(client, asked, priority=-3)[0] == 8
     tiers = TierFilter(("lmdb",), (Medium.NETWORK,), remote=True)
     source = "host-b.example:7450"
-    assert client.options == [{"exclude": tiers, "source": source, "min_hits": 2, "retain_for": 60.0, "priority": 3}]
+    assert client.options == [
+        {
+            "exclude": tiers,
+            "source": source,
+            "min_hits": 2,
+            "retain_for": 60.0,
+            "conversation_id": "c",
+            "priority": 3,
+        }
+    ]
     assert client.begun == {"r": (17, {"peer": 1, "offload_policy": "request_level"})}
 
 
@@ -98,6 +108,9 @@ def test_policies_have_the_names_of_the_service(given: str, policy: str) -> None
         {"retain_for_s": -1},
         {"retain_for_s": 10**400},
         {"retain_for_s": True},
+        {"conversation_id": 7},
+        {"conversation_id": ""},
+        {"conversation_id": "c" * 999},
         {"exclude": "lmdb"},
         {"exclude": [1]},
         {"exclude": ["t"] * 999},
