@@ -1,4 +1,4 @@
-"""Arguments and failures of the clients of ConversationService; the server's tests have the rest."""
+"""Clients of ConversationService: arguments and failures; the server's tests have the rest."""
 
 import asyncio
 from pathlib import Path
