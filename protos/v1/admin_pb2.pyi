@@ -273,7 +273,7 @@ class MissCount(_message.Message):
     def __init__(self, reason: _Optional[_Union[MissReason, str]] = ..., keys: _Optional[int] = ...) -> None: ...
 
 class TierStatus(_message.Message):
-    __slots__ = ("name", "type", "capacity_bytes", "available_bytes", "used_bytes", "blocks", "hits", "misses", "evictions", "jobs", "healthy", "trouble", "expired", "not_retained", "shares", "damaged_blocks", "queued_bytes", "dropped_blocks", "declined", "estimates", "stored_bytes", "loaded_bytes", "free_disk_bytes")
+    __slots__ = ("name", "type", "capacity_bytes", "available_bytes", "used_bytes", "blocks", "hits", "misses", "evictions", "jobs", "healthy", "trouble", "expired", "not_retained", "shares", "damaged_blocks", "queued_bytes", "dropped_blocks", "declined", "estimates", "stored_bytes", "loaded_bytes", "free_disk_bytes", "shared")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TYPE_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -297,6 +297,7 @@ class TierStatus(_message.Message):
     STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
     LOADED_BYTES_FIELD_NUMBER: _ClassVar[int]
     FREE_DISK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
     name: str
     type: str
     capacity_bytes: int
@@ -320,7 +321,8 @@ class TierStatus(_message.Message):
     stored_bytes: int
     loaded_bytes: int
     free_disk_bytes: int
-    def __init__(self, name: _Optional[str] = ..., type: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., available_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., evictions: _Optional[int] = ..., jobs: _Optional[int] = ..., healthy: bool = ..., trouble: _Optional[str] = ..., expired: _Optional[int] = ..., not_retained: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[ShareStatus, _Mapping]]] = ..., damaged_blocks: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., dropped_blocks: _Optional[int] = ..., declined: _Optional[int] = ..., estimates: _Optional[_Iterable[_Union[HitRatioEstimate, _Mapping]]] = ..., stored_bytes: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., free_disk_bytes: _Optional[int] = ...) -> None: ...
+    shared: bool
+    def __init__(self, name: _Optional[str] = ..., type: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., available_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., evictions: _Optional[int] = ..., jobs: _Optional[int] = ..., healthy: bool = ..., trouble: _Optional[str] = ..., expired: _Optional[int] = ..., not_retained: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[ShareStatus, _Mapping]]] = ..., damaged_blocks: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., dropped_blocks: _Optional[int] = ..., declined: _Optional[int] = ..., estimates: _Optional[_Iterable[_Union[HitRatioEstimate, _Mapping]]] = ..., stored_bytes: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., free_disk_bytes: _Optional[int] = ..., shared: bool = ...) -> None: ...
 
 class HitRatioEstimate(_message.Message):
     __slots__ = ("scale", "hit_ratio")

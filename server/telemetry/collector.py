@@ -157,7 +157,10 @@ def _conversation_families(stats: ManagerStats) -> Iterator[Metric]:
 def _tier_families(stats: ManagerStats) -> Iterator[Metric]:
     yield _info(
         "tier",
-        ({"tier": tier.name, "type": tier.type, "position": f"{n}"} for n, tier in enumerate(stats.tiers)),
+        (
+            {"tier": tier.name, "type": tier.type, "position": f"{n}", "shared": "yes" if tier.shared else "no"}
+            for n, tier in enumerate(stats.tiers)
+        ),
     )
     for name in _TIER_FIGURES:
         yield _family(f"tier_{name}", (((tier.name,), getattr(tier, name)) for tier in stats.tiers))

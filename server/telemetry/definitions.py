@@ -93,7 +93,12 @@ SECTIONS: dict[str, tuple[MetricDefinition, ...]] = {
         ),
     ),
     "Tiers": (
-        _info("tier", "", "tier type position", "The tiers, in lookup order."),
+        _info(
+            "tier",
+            "",
+            "tier type position shared",
+            "The tiers, in lookup order. `shared` is `yes` if other servers use the same store, otherwise `no`.",
+        ),
         _gauge("tier_capacity_bytes", "bytes", "tier", "Maximum size of the tier."),
         _gauge("tier_available_bytes", "bytes", "tier", "Bytes that the tier can hold now."),
         _gauge("tier_used_bytes", "bytes", "tier", "Bytes that the tier holds."),

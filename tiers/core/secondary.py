@@ -254,4 +254,5 @@ class SecondaryTierState:
             loaded_bytes=self.loaded_bytes,
             healthy=self.tier.last_error is None,
             last_error=self.tier.last_error or "",
+            shared=self.tier.shared,
         )

@@ -57,6 +57,8 @@ class TierStats:
     """Free bytes of the tier's disk; None if unknown."""
     healthy: bool = True
     last_error: str = ""
+    shared: bool = False
+    """Whether other servers use the same store."""
     estimates: tuple[HitRatio, ...] = ()
     """Estimated hit ratios for other tier sizes; empty if disabled or without enough data."""
 

@@ -124,7 +124,7 @@ class TestFigures:
         assert values("kvtier_snapshot_ok") == 1
         assert "process_resident_memory_bytes" in body
         assert 'epoch="0000000000000abc"' in body
-        assert 'kvtier_tier_info{position="1",tier="lmdb",type="lmdb"} 1.0' in body
+        assert 'kvtier_tier_info{position="1",shared="no",tier="lmdb",type="lmdb"} 1.0' in body
 
     def test_tenant_shares(self, server: MetricsServer) -> None:
         """Used and guaranteed bytes per tier; the empty name stands for all other blocks."""
