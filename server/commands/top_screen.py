@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -49,10 +50,14 @@ class _ViewState:
 
 
 class TopScreen:
+    """Screen of one server. A subclass shows other samples with other views."""
+
+    views: ClassVar[Sequence[View]] = VIEWS
+
     def __init__(self, console: Console, title: str) -> None:
         self._console = console
         self._title = title
-        self._views = [_initial(view) for view in VIEWS]
+        self._views = [_initial(view) for view in self.views]
         self._number = 0
         self._page = 1
         self.sample: Values | None = None
@@ -65,7 +70,7 @@ class TopScreen:
 
     @property
     def view(self) -> View:
-        return VIEWS[self._number]
+        return self.views[self._number]
 
     @property
     def wants_holds(self) -> bool:
@@ -77,8 +82,8 @@ class TopScreen:
         if key in ("q", "Q"):
             return True
         if key in ("tab", "backtab"):
-            self._number = (self._number + (1 if key == "tab" else -1)) % len(VIEWS)
-        elif key.isdecimal() and 1 <= int(key) <= len(VIEWS):
+            self._number = (self._number + (1 if key == "tab" else -1)) % len(self.views)
+        elif key.isdecimal() and 1 <= int(key) <= len(self.views):
             self._number = int(key) - 1
         elif key in ("escape", "backspace"):
             state.detail_line = None
@@ -122,23 +127,39 @@ class TopScreen:
         if sample is None:
             lines += self._wrap(self._title, width, "bold")
         else:
-            state = "draining" if sample["draining"] else f"up {human_age(sample['uptime_seconds'])}"
-            title = f"kvtier {sample['server_version']} at {self._title}, {state}, {self.as_of}"
-            lines += self._wrap(title, width, "yellow" if sample["draining"] else "bold")
+            text, style = self.headline(sample)
+            lines += self._wrap(text, width, style)
         if self.problem:
             since = f"; the figures are from {self.as_of}" if sample else ""
             lines += self._wrap(f"! {self.problem}{since}", width, "bold red")
         if sample is not None:
-            lines += [_cut(line, width, "red") for line in _troubles(sample)]
-            lines += self._wrap(summary(sample), width)
+            lines += [_cut(line, width, "red") for line in self.troubles(sample)]
+            lines += self._wrap(self.summary(sample), width)
         lines += self._tabs(width)
         if sample is not None and self.wants_holds:
             lines += [line for text in handoff_lines(sample) for line in self._wrap(text, width)]
         return lines
 
+    def headline(self, sample: Values) -> tuple[str, str]:
+        """Returns the first line and its style."""
+        state = "draining" if sample["draining"] else f"up {human_age(sample['uptime_seconds'])}"
+        title = f"kvtier {sample['server_version']} at {self._title}, {state}, {self.as_of}"
+        return title, "yellow" if sample["draining"] else "bold"
+
+    def troubles(self, sample: Values) -> list[str]:
+        """Returns a line for each problem."""
+        tiers = [tier for tier in sample["tiers"] if not tier["healthy"]]
+        troubles = [f"! {tier['name']}: {tier['trouble'] or 'trouble'}" for tier in tiers]
+        if sample["quarantined_bytes"]:
+            troubles.append(f"! {human_size(sample['quarantined_bytes'])} in quarantine")
+        return troubles
+
+    def summary(self, sample: Values) -> str:
+        return summary(sample)
+
     def _tabs(self, width: int) -> list[Text]:
         tabs = Text()
-        for number, view in enumerate(VIEWS):
+        for number, view in enumerate(self.views):
             count = f" {self._count(view):,}" if self.sample is not None else ""
             tabs.append(f" {number + 1} {view.name}{count} ", style="reverse" if number == self._number else "")
         return list(tabs.wrap(self._console, width))
@@ -264,13 +285,6 @@ def _initial(view: View) -> _ViewState:
 
 def _identity(view: View, row: Values) -> tuple[object, ...]:
     return tuple(row[name] for name in view.key)
-
-
-def _troubles(sample: Values) -> list[str]:
-    troubles = [f"! {tier['name']}: {tier['trouble'] or 'trouble'}" for tier in sample["tiers"] if not tier["healthy"]]
-    if sample["quarantined_bytes"]:
-        troubles.append(f"! {human_size(sample['quarantined_bytes'])} in quarantine")
-    return troubles
 
 
 def _header(column: Column, state: _ViewState, number: int) -> str:
