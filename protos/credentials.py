@@ -49,7 +49,6 @@ class Credentials:
         token: bearer token, as printed by `kvtier token new`.
         token_file: file with the token; the client reads it again when it changes.
         insecure: whether a token may be sent over TCP without TLS.
-        server_name: name in the server's certificate, if it is not the host of the endpoint.
     """
 
     ca: str | None = None
@@ -58,7 +57,6 @@ class Credentials:
     token: str | None = field(default=None, repr=False)
     token_file: str | None = None
     insecure: bool = False
-    server_name: str | None = None
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None, **given: Any) -> Self:
@@ -86,7 +84,7 @@ class Credentials:
     def channel(self, endpoint: Endpoint, options: Sequence[tuple[str, Any]] = ()) -> grpc.Channel:
         """Returns a channel to a server. Raises CredentialsError."""
         tls = self._tls(endpoint)
-        options = self._with_name(options)
+        options = _with_name(endpoint, options)
         channel = (
             grpc.insecure_channel(endpoint.target, options)
             if tls is None
@@ -100,11 +98,11 @@ class Credentials:
         interceptors = _aio_bearers(self._bearer()) if self.has_token else None
         if tls is None:
             return grpc.aio.insecure_channel(endpoint.target, list(options), interceptors=interceptors)
-        return grpc.aio.secure_channel(endpoint.target, tls, self._with_name(options), interceptors=interceptors)
+        return grpc.aio.secure_channel(endpoint.target, tls, _with_name(endpoint, options), interceptors=interceptors)
 
     def tls_name(self, endpoint: Endpoint) -> str:
         """Returns the name that the server's certificate must have; "" without TLS."""
-        return (self.server_name or endpoint.host) if self.is_tls(endpoint) else ""
+        return (endpoint.tls_name or endpoint.host) if self.is_tls(endpoint) else ""
 
     def socket_context(self, protocol: str) -> ssl.SSLContext:
         """Returns the TLS 1.3 context of a connection of the socket protocol (`socket_frames`).
@@ -138,9 +136,6 @@ class Credentials:
             raise CredentialsError(
                 f"the token is not sent to {endpoint} without TLS: give the `ca` of the server, or set `insecure`"
             )
-
-    def _with_name(self, options: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
-        return [*options, ("grpc.ssl_target_name_override", self.server_name)] if self.server_name else list(options)
 
     def _tls(self, endpoint: Endpoint) -> grpc.ChannelCredentials | None:
         self.check(endpoint)
@@ -186,6 +181,10 @@ class _TokenFile:
                 reason = error.strerror if isinstance(error, OSError) else error
                 raise CredentialsError(f"token_file {self._path}: {reason}") from None
         return self._value
+
+
+def _with_name(endpoint: Endpoint, options: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    return [*options, ("grpc.ssl_target_name_override", endpoint.tls_name)] if endpoint.tls_name else list(options)
 
 
 def _expanded(path: str | None) -> str | None:

@@ -56,6 +56,8 @@ class Endpoint:
     path: str | None = None
     host: str = ""
     port: int = 0
+    tls_name: str = ""
+    """Name that the server's certificate must have for gRPC; empty means `host`."""
 
     @property
     def is_unix(self) -> bool:

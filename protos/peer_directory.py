@@ -14,11 +14,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from dataclasses import replace
 
 from .endpoint import Endpoint, EndpointError, parse_endpoint
 
-__all__ = ["PeerAddress", "PeerDirectory", "peer_entry"]
+__all__ = ["PeerDirectory", "peer_entry"]
 
 REFRESH_SECONDS = 10.0
 """Time between two resolutions of a name."""
@@ -26,13 +26,6 @@ KEEP_SECONDS = 300.0
 """For so long the addresses of a name are used if it can no longer be resolved."""
 
 _log = logging.getLogger(__name__)
-
-
-class PeerAddress(NamedTuple):
-    """A server: the address to connect to, and the name that its certificate must have."""
-
-    endpoint: Endpoint
-    certificate_name: str
 
 
 def peer_entry(text: str) -> Endpoint:
@@ -81,20 +74,23 @@ class PeerDirectory:
         """Number of addresses that may be named now."""
         return len(self._fixed) + sum(len(self._addresses(entry.host)) for entry in self._named)
 
-    def find(self, name: str) -> PeerAddress | None:
-        """Returns the server that `name` (HOST:PORT) means; None if no entry permits it."""
+    def find(self, name: str) -> Endpoint | None:
+        """Returns the server that `name` (HOST:PORT) means; None if no entry permits it.
+
+        Its `tls_name` is the listed name, not the address.
+        """
         try:
             asked = peer_entry(name)
         except (EndpointError, UnicodeError):
             return None
         if asked in self._fixed:
-            return PeerAddress(asked, asked.host)
+            return asked
         for entry in self._named:
             addresses = self._addresses(entry.host)
             if asked == entry and addresses:
-                return PeerAddress(Endpoint(host=addresses[0], port=entry.port), entry.host)
+                return replace(entry, host=addresses[0], tls_name=entry.host)
             if asked.port == entry.port and asked.host in addresses:
-                return PeerAddress(asked, entry.host)
+                return replace(asked, tls_name=entry.host)
         return None
 
     def start(self, refresh_seconds: float = REFRESH_SECONDS) -> None:

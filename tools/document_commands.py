@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.protos.v1 import admin_pb2, cache_pb2, common_pb2, conversation_pb2
-from kvtier.server.commands import conversations, drain, evict, explain, handoffs, leases, size
+from kvtier.server.commands import conversations, drain, evict, explain, fleet_view, handoffs, leases, size
 from kvtier.server.commands.console import EXIT_CODES
 from kvtier.server.commands.doctor import CHECKS
 from kvtier.server.commands.parser import new_parser
@@ -79,7 +79,7 @@ def page() -> str:
 def json_fields() -> dict[str, list[str]]:
     """Returns the paths of the JSON fields of each command, from examples of its output."""
     answer = admin_pb2.GetStatusResponse(
-        tiers=[admin_pb2.TierStatus(shares=[admin_pb2.ShareStatus()])],
+        tiers=[admin_pb2.TierStatus(shared=True, shares=[admin_pb2.ShareStatus()])],
         sessions=[admin_pb2.SessionStatus(groups=[common_pb2.Group()])],
         handoffs=[admin_pb2.HandoffTotals()],
         misses=[admin_pb2.MissCount()],
@@ -98,6 +98,8 @@ def json_fields() -> dict[str, list[str]]:
             )
         ],
     )
+    row = fleet_view.server_row("", values, None, live=False, problem={"state": "", "reason": ""})
+    fleet = fleet_view.fleet_values([row], live=False)
     report = offline_fsck.TierReport("lmdb", "lmdb", findings=[offline_fsck.Finding(b"", 0, "", repaired=False)])
     return {
         name: sorted(_paths(document))
@@ -113,6 +115,13 @@ def json_fields() -> dict[str, list[str]]:
             "fsck": json.loads(offline_fsck.to_json([report])),
             "evict": {"dry_run": 0, "done": 0, "tiers": [dict.fromkeys(evict.FIGURES)]},
             "drain": dict.fromkeys(("mode", *drain.FIGURES, "ended")),
+            "fleet status": fleet,
+            "fleet top": fleet,
+            "fleet drain": {
+                "mode": 0,
+                "servers": [dict.fromkeys(("server", "state", "reason", *drain.FIGURES, "ended"))],
+                "complete": 0,
+            },
             "config": {"config": 0, "origins": 0},
             "size": size.figures(size.KvShape(1, 0, 0, False, 1, 1, "fp8", 1), 1, 1, {"cpu": 0, "disk": 0}),
             "doctor": {"ok": 0, "findings": [dict.fromkeys(("check", "verdict", "seen", "why", "do"))]},

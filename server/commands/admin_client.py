@@ -184,6 +184,9 @@ def _unreachable(endpoint: Endpoint, details: str) -> UnreachableError:
         # If the certificate is expired or not yet valid, another --ca does not help.
         hint = "" if "expired" in cause or "not yet valid" in cause else "; is --ca the server's CA?"
         return UnreachableError(f"{endpoint}: the TLS handshake failed: {cause}{hint}", "TLS")
+    if "Hostname Verification Check failed" in details:
+        name = endpoint.tls_name or endpoint.host
+        return UnreachableError(f"{endpoint}: the server's certificate is not for {name}", "TLS")
     if not endpoint.is_unix and ("Socket closed" in details or "reset by peer" in details):
         return UnreachableError(
             f"{endpoint} closed the connection; does it need TLS (--ca) or a client certificate (--cert, --key)?", "TLS"

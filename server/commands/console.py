@@ -34,6 +34,7 @@ EXIT_CODES = (
     (EXIT_FAILURE, "all", "failed, or refused by the server; standard error has the reason"),
     (EXIT_FAILURE, "doctor", "a check failed"),
     (EXIT_FAILURE, "drain", "some work did not finish in time"),
+    (EXIT_FAILURE, "fleet", "a server did not answer, or was not drained"),
     (EXIT_FAILURE, "fsck", "there is unrepaired damage"),
     (EXIT_USAGE, "all", "wrong usage, or no server answered"),
     (EXIT_LEFT_BEHIND, "serve", "the server ended, but a tier did not close in time"),

@@ -6,14 +6,15 @@ import argparse
 import contextlib
 import json
 import time
+from dataclasses import dataclass
 
 from ...protos.endpoint import Endpoint, EndpointError, client_endpoint
 from ...protos.v1.admin_pb2 import DrainMode, DrainRequest, DrainResponse
 from .admin_client import AdminClientError, UnreachableError, ask_status, follow, refuse_error
 from .console import EXIT_FAILURE, print_line, refuse
-from .progress import progress_bar
+from .progress import Progress, progress_bar
 
-__all__ = ["FIGURES", "run"]
+__all__ = ["FIGURES", "Drained", "drain_server", "mode_of", "outcome", "run"]
 
 _END_SECONDS = 60.0
 _POLL_SECONDS = 0.1
@@ -21,36 +22,56 @@ FIGURES = ("stores", "jobs", "queued_bytes", "sessions", "done", "complete")
 """Fields of the answer in the JSON output."""
 
 
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """Result of a drain: the server's last answer, and whether the server has ended."""
+
+    last: DrainResponse
+    ended: bool
+
+    def succeeded(self, mode: str) -> bool:
+        """Whether all work was finished, and the server has ended if it should."""
+        return self.last.complete and (self.ended or mode != "end")
+
+
 def run(options: argparse.Namespace) -> int:
-    name = "stay" if options.stay else "undo" if options.undo else "end"
+    mode = mode_of(options)
     try:
         endpoint = client_endpoint(options.endpoint)
-        epoch = ask_status(endpoint, options.timeout).epoch
-        last = _drain(endpoint, DrainRequest(mode=f"DRAIN_MODE_{name.upper()}"), options)
-        ended = options.wait and name == "end" and _wait_for_end(endpoint, epoch)
+        with progress_bar("drain") as progress:
+            drained = drain_server(endpoint, mode, options.timeout, wait=options.wait, progress=progress)
     except (EndpointError, AdminClientError) as error:
         return refuse_error(error)
     except KeyboardInterrupt:
         return refuse(["interrupted; the server continues to drain"], EXIT_FAILURE)
     if options.json:
-        figures = {name: getattr(last, name) for name in FIGURES}
-        print_line(json.dumps({"mode": name} | figures | {"ended": ended}, indent=2))
+        figures = {name: getattr(drained.last, name) for name in FIGURES}
+        print_line(json.dumps({"mode": mode} | figures | {"ended": drained.ended}, indent=2))
     else:
-        print_line(_text(options, last, ended=ended))
-    if not options.wait:
-        return 0
-    return 0 if last.complete and (ended or name != "end") else EXIT_FAILURE
+        print_line(outcome(mode, drained, waited=options.wait))
+    return 0 if not options.wait or drained.succeeded(mode) else EXIT_FAILURE
 
 
-def _drain(endpoint: Endpoint, request: DrainRequest, options: argparse.Namespace) -> DrainResponse:
-    """Returns the server's first answer; with --wait, the last answer."""
-    last = DrainResponse()
-    most = 0
-    steps = follow(endpoint, "Drain", request, options.timeout)
-    with progress_bar("drain") as progress, contextlib.closing(steps):
+def mode_of(options: argparse.Namespace) -> str:
+    """Returns the mode that the flags select: "end", "stay" or "undo"."""
+    return "stay" if options.stay else "undo" if options.undo else "end"
+
+
+def drain_server(
+    endpoint: Endpoint, mode: str, timeout: float, *, wait: bool, progress: Progress | None = None
+) -> Drained:
+    """Drains one server, or undoes its drain. Raises `AdminClientError`.
+
+    With `wait`, waits until the server is drained or has ended. Otherwise the result has the
+    server's first answer.
+    """
+    epoch = ask_status(endpoint, timeout).epoch
+    request = DrainRequest(mode=f"DRAIN_MODE_{mode.upper()}")
+    last, most = DrainResponse(), 0
+    with contextlib.closing(follow(endpoint, "Drain", request, timeout)) as steps:
         try:
             for last in steps:
-                if not options.wait:
+                if not wait:
                     break
                 left = last.stores + last.jobs
                 most = max(most, left)
@@ -59,7 +80,7 @@ def _drain(endpoint: Endpoint, request: DrainRequest, options: argparse.Namespac
         except UnreachableError:
             if request.mode != DrainMode.DRAIN_MODE_END:
                 raise
-    return last
+    return Drained(last, ended=wait and mode == "end" and _wait_for_end(endpoint, epoch))
 
 
 def _wait_for_end(endpoint: Endpoint, epoch: int) -> bool:
@@ -77,14 +98,16 @@ def _wait_for_end(endpoint: Endpoint, epoch: int) -> bool:
     return False
 
 
-def _text(options: argparse.Namespace, last: DrainResponse, *, ended: bool) -> str:
-    if options.undo:
+def outcome(mode: str, drained: Drained, *, waited: bool = True) -> str:
+    """Returns the result in words."""
+    last = drained.last
+    if mode == "undo":
         return "the server accepts new work again"
     left = "" if last.complete else "; some work did not finish in time"
-    if ended:
+    if drained.ended:
         return f"the server was drained and has ended{left}"
-    if options.stay and last.done:
+    if mode == "stay" and last.done:
         return f"the server is drained, and refuses new work until --undo{left}"
-    if options.wait:
+    if waited:
         return f"the server has not ended{left}"
     return f"the server refuses new work; {last.stores} stores and {last.jobs} jobs are running"

@@ -18,6 +18,7 @@ __all__ = ["add_endpoint", "new_parser"]
 
 _DAY_SECONDS = 86_400
 _MAX_COUNT = (1 << 32) - 1
+_FLEET_CODES = "exit codes: 0 all servers answered; 1 a server did not answer; 2 wrong usage, or no server answered"
 
 Number = TypeVar("Number", int, float)
 
@@ -81,6 +82,7 @@ def new_parser() -> argparse.ArgumentParser:
     _add_conversations(commands)
     _add_evict(commands)
     _add_drain(commands)
+    _add_fleet(commands)
     _add_doctor(commands)
     _add_fsck(commands)
     _add_remote(commands)
@@ -119,13 +121,7 @@ def _add_shown(commands: Any) -> None:
         "a time, and each key is explained on the last line. Otherwise the command prints all tables once per interval, or with "
         "--json one line per interval. If NO_COLOR is set, the screen has no colours.",
     )
-    top.add_argument(
-        "--interval", metavar="SECONDS", type=_seconds(3600), default=2.0, help="length of an interval (default: 2)"
-    )
-    top.add_argument(
-        "--count", metavar="N", type=_count(0), default=0, help="number of intervals (default: 0, no limit)"
-    )
-    top.add_argument("--once", action="store_true", help="show one interval, like --count 1")
+    _add_intervals(top)
     add_endpoint(top)
     add_endpoint(
         commands.add_parser(
@@ -133,6 +129,16 @@ def _add_shown(commands: Any) -> None:
         )
     )
     add_endpoint(commands.add_parser("sessions", help="list the connected engine processes"))
+
+
+def _add_intervals(top: argparse.ArgumentParser) -> None:
+    top.add_argument(
+        "--interval", metavar="SECONDS", type=_seconds(3600), default=2.0, help="length of an interval (default: 2)"
+    )
+    top.add_argument(
+        "--count", metavar="N", type=_count(0), default=0, help="number of intervals (default: 0, no limit)"
+    )
+    top.add_argument("--once", action="store_true", help="show one interval, like --count 1")
 
 
 def _add_listed(commands: Any) -> None:
@@ -226,11 +232,73 @@ def _add_drain(commands: Any) -> None:
         "blocks of the CPU tier to the tiers below, for at most 20 s. Then it ends, as after SIGTERM. With --stay the "
         "server does not end, and serves lookups until --undo.",
     )
+    _add_drain_mode(drain)
+    drain.add_argument("--wait", action="store_true", help="wait until the server is drained or has ended")
+    add_endpoint(drain)
+
+
+def _add_drain_mode(drain: argparse.ArgumentParser) -> None:
     how = drain.add_mutually_exclusive_group()
     how.add_argument("--stay", action="store_true", help="do not end the server; it refuses new work until --undo")
     how.add_argument("--undo", action="store_true", help="accept new work again, after --stay")
-    drain.add_argument("--wait", action="store_true", help="wait until the server is drained or has ended")
-    add_endpoint(drain)
+
+
+def _add_fleet(commands: Any) -> None:
+    fleet = commands.add_parser("fleet", help="show or drain many servers")
+    actions = fleet.add_subparsers(metavar="ACTION", required=True, dest="action")
+    status = actions.add_parser(
+        "status",
+        help="show one row per server and their total",
+        description="Asks all servers at the same time and prints one row per server and their total. Throughput is that of "
+        "one interval; hit rates are those since the start. A server that does not answer is a row with the reason.",
+        epilog=_FLEET_CODES,
+    )
+    status.add_argument(
+        "--interval", metavar="SECONDS", type=_seconds(3600), default=1.0, help="length of the interval (default: 1)"
+    )
+    top = actions.add_parser(
+        "top",
+        help="show live rates of many servers",
+        description="Shows the rates of all servers per second in each interval, until `q` or Ctrl-C, with the keys of "
+        "`kvtier top`. With --dns or --file the command reads the servers again every 10 s.",
+        epilog=_FLEET_CODES,
+    )
+    _add_intervals(top)
+    drain = actions.add_parser(
+        "drain",
+        help="drain many servers one after the other",
+        description="Drains the servers in their order, as `kvtier drain --wait` does, and stops at the first failure. If a server "
+        "does not answer before the first drain, the command drains none. --undo does not stop at a failure.",
+        epilog="exit codes: 0 all servers are drained; 1 a server failed; 2 wrong usage, or no server answered",
+    )
+    _add_drain_mode(drain)
+    drain.add_argument(
+        "--parallel", metavar="N", type=_count(1), default=1, help="drain up to N servers at the same time (default: 1)"
+    )
+    drain.add_argument(
+        "--wait-engines",
+        metavar="SECONDS",
+        type=_seconds(_DAY_SECONDS),
+        help="before a server ends, wait until no engine is connected to it; fail after this time",
+    )
+    drain.add_argument(
+        "--wait-restart",
+        metavar="SECONDS",
+        type=_seconds(_DAY_SECONDS),
+        help="after a server has ended, wait until its supervisor has started a new one at the same address; fail after this time",
+    )
+    for action in (status, top, drain):
+        which = action.add_mutually_exclusive_group(required=True)
+        which.add_argument(
+            "--servers", metavar="ADDRESS,…", help="addresses of the servers, like host-1:7450,host-2:7450"
+        )
+        which.add_argument(
+            "--dns",
+            metavar="NAME:PORT",
+            help="all IPv4 and IPv6 addresses of a name, for example of a headless service; TLS verifies the name",
+        )
+        which.add_argument("--file", metavar="FILE", help="file with one address per line; # begins a comment")
+        _add_connection(action)
 
 
 def _add_doctor(commands: Any) -> None:
@@ -358,6 +426,11 @@ def add_endpoint(parser: argparse.ArgumentParser) -> None:
         metavar="ADDRESS",
         help="unix:PATH or HOST:PORT (default: KVTIER_ENDPOINT, otherwise this user's socket)",
     )
+    _add_connection(parser)
+
+
+def _add_connection(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags for credentials, the time limit of a call, and JSON."""
     parser.add_argument("--ca", metavar="FILE", help='CA certificates of the server, or "system", for TLS (KVTIER_CA)')
     parser.add_argument("--cert", metavar="FILE", help="client certificate (KVTIER_CERT)")
     parser.add_argument("--key", metavar="FILE", help="private key of the client certificate (KVTIER_KEY)")

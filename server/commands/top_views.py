@@ -13,7 +13,7 @@ from ..printable import printable
 from .rates import Values
 from .tables import ResponsiveTable
 
-__all__ = ["VIEWS", "Column", "View", "handoff_lines", "summary", "table_of"]
+__all__ = ["SERVERS", "VIEWS", "Column", "View", "handoff_lines", "summary", "table_of"]
 
 _BAD, _WARNING = "red", "yellow"
 
@@ -80,6 +80,11 @@ def _throughput(nbytes: float) -> str:
 
 def _rank(rank: int | None) -> str:
     return "scheduler" if rank is None else f"{rank}"
+
+
+def _shared_tiers(row: Values) -> str:
+    """Returns the name and health of each tier that the servers share."""
+    return ", ".join(f"{it['name']} {'ok' if it['healthy'] else 'trouble'}" for it in row["shared_tiers"]) or "-"
 
 
 _TIERS = View(
@@ -180,6 +185,41 @@ _HANDOFFS = View(
     "age",
     "no request is held",
 )
+SERVERS = View(
+    "servers",
+    (
+        Column("server", lambda row: row["server"], lambda row: row["position"]),
+        Column(
+            "state",
+            lambda row: row["state"],
+            lambda row: row["state"],
+            style=lambda row: _BAD if row["reason"] else _WARNING if row["state"] == "draining" else "",
+        ),
+        _number("memory", "memory_used_bytes", human_size),
+        _number("fill", "memory_fill", _percent),
+        _number("hit rate", "hit_rate", _percent),
+        _number("stored", "stored_bytes_per_s", _throughput),
+        _number("loaded", "loaded_bytes_per_s", _throughput),
+        _number("engines", "engines", _count),
+        Column(
+            "shared tiers",
+            _shared_tiers,
+            _shared_tiers,
+            style=lambda row: _BAD if "trouble" in _shared_tiers(row) else "",
+        ),
+        _name("version", "version"),
+        _number("keys/s", "lookup_keys_per_s", _count),
+        _number("leases", "leases", _count),
+        _number("queued", "queued_bytes", human_size),
+        _number("up", "uptime_seconds", human_age),
+        _name("reason", "reason"),
+    ),
+    lambda sample: [row | {"position": number} for number, row in enumerate(sample["servers"])],
+    ("server",),
+    "server",
+    "no servers",
+)
+"""View of the servers of a fleet, with the rows of `fleet_view`."""
 VIEWS = (_TIERS, _TENANTS, _SESSIONS, _HANDOFFS)
 """The views in the order of their keys, 1 to 4. Rows of hand-offs are in `held` of a sample."""
 

@@ -17,8 +17,8 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from ...protos.credentials import Credentials
+from ...protos.endpoint import Endpoint
 from ...protos.error_reasons import reason_of
-from ...protos.peer_directory import PeerAddress
 from ...protos.v1 import cache_pb2, cache_pb2_grpc, common_pb2, session_pb2, session_pb2_grpc, transfer_pb2
 from ...tiers.base import NamespaceId
 from ...tiers.types import KeyStatus
@@ -89,13 +89,13 @@ class _Sessions:
 
 
 class PeerLink:
-    def __init__(self, address: PeerAddress, credentials: Credentials, engine_id: str) -> None:
+    def __init__(self, endpoint: Endpoint, credentials: Credentials, engine_id: str) -> None:
         """`engine_id`: id of this server as a client. Raises CredentialsError."""
-        self.name = str(address.endpoint)
-        self._address = address
+        self.name = str(endpoint)
+        self._endpoint = endpoint
         self._credentials = credentials
         self._engine_id = engine_id
-        self._channel = credentials.aio_channel(address.endpoint, _CHANNEL_OPTIONS)
+        self._channel = credentials.aio_channel(endpoint, _CHANNEL_OPTIONS)
         self._session = session_pb2_grpc.SessionServiceStub(self._channel)
         self._cache = cache_pb2_grpc.CacheServiceStub(self._channel)
         self._locate = self._channel.unary_unary(
@@ -218,7 +218,7 @@ class PeerLink:
                 streams.append(stream)
                 refs.append((await _first(stream)).session)
                 self._spawn(_read_heartbeats(stream))
-            endpoint = self._address.endpoint
+            endpoint = self._endpoint
             address = (endpoint.host, await self._socket_port(refs[0]))
             name = self._credentials.tls_name(endpoint)
             connections = [PullConnections(address, ref, self._credentials, name) for ref in refs]

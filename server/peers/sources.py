@@ -11,12 +11,13 @@ import contextlib
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import grpc
 
 from ...protos.credentials import Credentials, CredentialsError
-from ...protos.peer_directory import PeerAddress, PeerDirectory
+from ...protos.endpoint import Endpoint
+from ...protos.peer_directory import PeerDirectory
 from ...protos.v1 import cache_pb2, common_pb2
 from ...tiers.base import NamespaceId, TierFilter
 from ...tiers.errors import CoreError
@@ -96,9 +97,9 @@ class PeerSources:
         self._description_of = description_of
         self._observe = observe
         self._engine_id = f"kvtier-server-{secrets.token_hex(8)}"
-        self._links: dict[PeerAddress, PeerLink] = {}
-        self._breakers: dict[PeerAddress, CircuitBreaker] = defaultdict(CircuitBreaker)
-        self._searches: dict[tuple[PeerAddress, NamespaceId], asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._links: dict[Endpoint, PeerLink] = {}
+        self._breakers: dict[Endpoint, CircuitBreaker] = defaultdict(CircuitBreaker)
+        self._searches: dict[tuple[Endpoint, NamespaceId], asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def locate(
         self,
@@ -171,9 +172,9 @@ class PeerSources:
         except Exception as error:  # noqa: BLE001 - the lookup of the call must not fail
             return Located(self._failed(address, error))
 
-    def _failed(self, address: PeerAddress, error: Exception) -> cache_pb2.SourceOutcome:
+    def _failed(self, address: Endpoint, error: Exception) -> cache_pb2.SourceOutcome:
         """Records the failure of a search, and returns its outcome."""
-        server = str(address.endpoint)
+        server = str(address)
         if isinstance(error, PeerError) and error.refused:
             self._breakers[address].succeeded()
             _log.warning("no blocks from another server", server=server, reason=f"{error}")
@@ -188,7 +189,7 @@ class PeerSources:
     async def _search(
         self,
         session: EngineSession,
-        address: PeerAddress,
+        address: Endpoint,
         keys: Sequence[bytes],
         tiers: TierFilter,
         deadline: float,
@@ -233,14 +234,13 @@ class PeerSources:
                 return keys[:number]
         return keys
 
-    def _link_to(self, address: PeerAddress) -> PeerLink:
+    def _link_to(self, address: Endpoint) -> PeerLink:
         link = self._links.get(address)
         if link is None:
-            credentials = replace(self._credentials, server_name=address.certificate_name)
-            link = self._links[address] = PeerLink(address, credentials, self._engine_id)
+            link = self._links[address] = PeerLink(address, self._credentials, self._engine_id)
         return link
 
-    async def _drop(self, address: PeerAddress) -> None:
+    async def _drop(self, address: Endpoint) -> None:
         link = self._links.pop(address)
         with contextlib.suppress(grpc.aio.AioRpcError):
             await link.close()

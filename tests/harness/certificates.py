@@ -44,12 +44,16 @@ class Authority:
         self.ca = str(directory / f"{name}.pem")
         Path(self.ca).write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
-    def issue(self, name: str, *, days: tuple[float, float] = (-1, 1), alternative: str | None = None) -> Pair:
-        """Issues a certificate for 127.0.0.1, valid between these days from now."""
+    def issue(
+        self, name: str, *, days: tuple[float, float] = (-1, 1), alternative: str | None = None, dns: str | None = None
+    ) -> Pair:
+        """Issues a certificate for 127.0.0.1 and a name, valid between these days from now."""
         key = ec.generate_private_key(ec.SECP256R1())
         names: list[x509.GeneralName] = [x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
         if alternative is not None:
             names.append(x509.UniformResourceIdentifier(alternative))
+        if dns is not None:
+            names.append(x509.DNSName(dns))
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         certificate = (

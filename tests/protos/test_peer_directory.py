@@ -30,7 +30,7 @@ class _Names:
 
 def _dialled(directory: PeerDirectory, name: str) -> tuple[str, str] | None:
     found = directory.find(name)
-    return None if found is None else (str(found.endpoint), found.certificate_name)
+    return None if found is None else (str(found), found.tls_name or found.host)
 
 
 def test_only_listed_addresses_are_permitted() -> None:

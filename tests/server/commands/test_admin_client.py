@@ -26,6 +26,12 @@ SAID = (
     (ADDRESS, f"{EXPIRED}certificate has expired", "VERIFY_FAILED: certificate has expired", "--ca"),
     (
         ADDRESS,
+        "Custom verification check failed with error: UNAUTHENTICATED: Hostname Verification Check failed.",
+        "certificate is not for 10.0.0.7",
+        "answers",
+    ),
+    (
+        ADDRESS,
         f"{EXPIRED}unable to get local issuer certificate",
         "local issuer certificate; is --ca the server's CA?",
         "answers",

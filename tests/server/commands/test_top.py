@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import fcntl
 import json
-import os
-import pty
-import select
 import signal
-import struct
 import subprocess
 import sys
-import termios
-import time
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-import pyte
 import pytest
 from harness.command_line import json_output, kvtier
 from harness.payloads import filled, key_of, namespace_of, payload
 from harness.server_process import ServerProcess
+from harness.terminal import SHELL, Terminal
 from rich.cells import cell_len
 from rich.console import Console
 
@@ -41,118 +34,6 @@ SECONDS = 60
 RIGHT, DOWN, PAGE_UP, PAGE_DOWN, END, HOME = "\x1b[C", "\x1b[B", "\x1b[5~", "\x1b[6~", "\x1b[F", "\x1bOH"
 BACKTAB, ESCAPE, ENTER = "\x1b[Z", "\x1b", "\r"
 HEADS = {"tiers": "tier▲", "tenants": "tenant", "sessions": "client", "hand-offs": "engine"}
-
-SHELL = """
-import os, signal, sys
-signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-command = os.fork()
-if not command:
-    os.setpgid(0, 0)
-    os.tcsetpgrp(0, os.getpid())
-    os.execvp(sys.argv[1], sys.argv[1:])
-while True:
-    _, status = os.waitpid(command, os.WUNTRACED)
-    os.tcsetpgrp(0, os.getpgrp())
-    if not os.WIFSTOPPED(status):
-        sys.exit(os.waitstatus_to_exitcode(status))
-    print("the job is suspended", flush=True)
-    sys.stdin.readline()
-    os.tcsetpgrp(0, command)
-    os.killpg(command, signal.SIGCONT)
-"""
-"""Shell with one job: runs a command, and continues it after a line. The kernel stops only jobs
-whose parent is in another process group of the session."""
-
-
-class Terminal:
-    """`kvtier top` in a pseudo-terminal, and the screen that a user would see."""
-
-    def __init__(
-        self, endpoint: str, *flags: str, columns: int = 80, lines: int = 24, shell: str = "", **environment: str
-    ) -> None:
-        self.screen = pyte.Screen(columns, lines)
-        self.raw = b""
-        self._stream = pyte.ByteStream(self.screen)
-        self._leader, follower = pty.openpty()
-        self._readable = select.poll()  # `select` refuses descriptors above 1,023
-        self._readable.register(self._leader, select.POLLIN)
-        self.resize(columns, lines)
-        self.attributes = termios.tcgetattr(self._leader)
-        kept = {name: text for name, text in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
-        # With a controlling terminal, Ctrl-C is a signal.
-        start = ["setsid", "--ctty", "env", "--default-signal=INT", sys.executable]
-        start += ["-c", shell, sys.executable] if shell else []
-        self.process = subprocess.Popen(
-            [*start, "-m", "kvtier.server", "top", "--endpoint", endpoint, "--interval", "0.3", *flags],
-            stdin=follower,
-            stdout=follower,
-            stderr=follower,
-            env=kept | {"TERM": "xterm-256color"} | environment,
-        )
-        os.close(follower)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self._leader)
-
-    def resize(self, columns: int, lines: int) -> None:
-        fcntl.ioctl(self._leader, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-        self.screen.resize(lines, columns)
-
-    @property
-    def text(self) -> str:
-        return "\n".join(line.rstrip() for line in self.screen.display)
-
-    def rows(self) -> list[str]:
-        """Returns the lines of the table, without its header."""
-        lines = [line.rstrip() for line in self.screen.display]
-        first = next(number for number, line in enumerate(lines) if "▲" in line or "▼" in line) + 1
-        last = next(number for number, line in enumerate(lines) if line.startswith("rows "))
-        return lines[first:last]
-
-    def press(self, key: str, shows: Callable[[str], object]) -> None:
-        """Presses a key and waits until the screen shows its effect."""
-        os.write(self._leader, key.encode())
-        self.wait(shows)
-
-    def wait(self, shows: Callable[[str], object]) -> None:
-        deadline = time.monotonic() + SECONDS
-        while not self._shows(shows):
-            assert time.monotonic() < deadline, self.text
-            assert self._read() or self.process.poll() is None, self.text
-
-    def wait_end(self) -> int:
-        deadline = time.monotonic() + SECONDS
-        while self.process.poll() is None:
-            assert time.monotonic() < deadline, self.text
-            self._read()
-        while self._read():
-            pass
-        return self.process.returncode
-
-    def is_restored(self) -> bool:
-        """Returns whether the terminal is as it was before the command."""
-        return termios.tcgetattr(self._leader) == self.attributes and self.raw.rfind(b"\x1b[?1049l") > self.raw.rfind(
-            b"\x1b[?1049h"
-        )
-
-    def _shows(self, shows: Callable[[str], object]) -> bool:
-        with contextlib.suppress(StopIteration):  # the table is not complete
-            return bool(shows(self.text))
-        return False
-
-    def _read(self) -> bool:
-        data = b""
-        with contextlib.suppress(OSError):
-            if self._readable.poll(50):
-                data = os.read(self._leader, 1 << 16)
-        self.raw += data
-        self._stream.feed(data)
-        return bool(data)
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +56,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 @pytest.fixture
 def terminal(shared: ServerProcess) -> Iterator[Terminal]:
     """Yields a terminal of 80 x 24 that shows the first view."""
-    with Terminal(shared.endpoint) as terminal:
+    with Terminal("top", "--endpoint", shared.endpoint) as terminal:
         terminal.wait(lambda text: "tier▲" in text)
         yield terminal
 
@@ -317,7 +198,7 @@ def test_the_terminal_is_restored(terminal: Terminal, end: str) -> None:
 
 def test_ctrl_z_restores_the_terminal(shared: ServerProcess) -> None:
     """The user gets a usable shell. If the job continues, the screen is drawn again."""
-    with Terminal(shared.endpoint, shell=SHELL) as terminal:
+    with Terminal("top", "--endpoint", shared.endpoint, shell=SHELL) as terminal:
         terminal.wait(lambda text: "tier▲" in text)
         for _ in range(2):
             terminal.press("\x1a", lambda _: b"the job is suspended" in terminal.raw)
@@ -331,7 +212,7 @@ def test_ctrl_z_restores_the_terminal(shared: ServerProcess) -> None:
 
 
 def test_a_count_ends_the_screen(shared: ServerProcess) -> None:
-    with Terminal(shared.endpoint, "--count", "2") as terminal:
+    with Terminal("top", "--endpoint", shared.endpoint, "--count", "2") as terminal:
         assert terminal.wait_end() == 0
         assert terminal.is_restored()
 
@@ -339,7 +220,7 @@ def test_a_count_ends_the_screen(shared: ServerProcess) -> None:
 @pytest.mark.slow
 def test_a_server_goes_away_and_comes_back(tmp_path: Path) -> None:
     """The screen keeps the last figures, and shows those of the new server."""
-    with ServerProcess(tmp_path).start() as server, Terminal(server.endpoint) as terminal:
+    with ServerProcess(tmp_path).start() as server, Terminal("top", "--endpoint", server.endpoint) as terminal:
         terminal.wait(lambda text: "lmdb" in text)
         server.kill()
         terminal.wait(lambda text: "no server answers" in text and "the figures are from" in text and "lmdb" in text)
@@ -359,7 +240,7 @@ def test_a_server_goes_away_and_comes_back(tmp_path: Path) -> None:
 def test_trouble_has_a_colour_unless_no_color_is_set(tmp_path: Path, *, color: bool) -> None:
     """A server that does not answer is shown in red; a word says it, too."""
     environment = {} if color else {"NO_COLOR": "1"}
-    with Terminal(f"unix:{tmp_path}/none", **environment) as terminal:
+    with Terminal("top", "--endpoint", f"unix:{tmp_path}/none", **environment) as terminal:
         terminal.wait(lambda text: "! no server answers" in text)
         line = next(number for number, text in enumerate(terminal.screen.display) if text.startswith("! "))
         assert terminal.screen.buffer[line][0].fg == ("red" if color else "default")
