@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -35,6 +36,15 @@ def _wheel(directory: Path, files: set[str], *, licence: bool = True, told: str 
         if licence:
             archive.writestr(f"{ACCOUNT}/licenses/LICENSE", "Apache")
     return wheel
+
+
+def test_each_extra_is_installed_or_resolved(tool: ModuleType) -> None:
+    """An extra that is missing here would never be tested before a release."""
+    project = tomllib.loads((TOOL.parents[1] / "pyproject.toml").read_text())["project"]
+    installed = {extra for extras in tool.INSTALLED for extra in extras.split(",") if extra}
+    groups = (installed, set(tool.RESOLVED), set(tool.DEVELOPMENT))
+    assert set.union(*groups) == set(project["optional-dependencies"])
+    assert sum(map(len, groups)) == len(set.union(*groups))
 
 
 def test_the_wheel_has_every_module(tool: ModuleType) -> None:

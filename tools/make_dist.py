@@ -34,11 +34,15 @@ FOLDERS = ("client", "cuda", "protos", "server", "tiers")
 NOT_SHIPPED = frozenset({"protos/baseline.binpb"})
 """Files that are needed only to build the package."""
 
-INSTALLED = ("", "server", "proxy", "server,proxy")
+ALL_OF_THE_SERVER = "server,encryption,events,s3,tracing"
+INSTALLED = ("", "server", "proxy", "server,proxy", ALL_OF_THE_SERVER)
 """Combinations of extras, each installed in a new environment; "" is the client alone."""
 
 RESOLVED = ("torch", "transformers", "cuda", "vllm")
 """Extras whose dependencies are only resolved."""
+
+DEVELOPMENT = ("dev", "test", "web")
+"""Extras for a clone of the repository; its other targets install them."""
 
 MAX_SECONDS = 600
 ROUND_TRIP = ROOT / "tests" / "harness" / "round_trip.py"
@@ -88,6 +92,7 @@ def _make(output: Path, work: Path, *, resolve: bool) -> None:
     check_client_is_lean(environments[""])
     _print([measure(extra, environment) for extra, environment in environments.items()])
     round_trip(server=environments["server"], client=environments[""])
+    round_trip(server=environments[ALL_OF_THE_SERVER], client=environments[ALL_OF_THE_SERVER])
     print("a server of one environment has served a client of the other: shared memory, streams, durable blocks")
     for interpreter in other_interpreters():
         installed = install(wheel, "server", work / "environments", interpreter)
@@ -290,10 +295,10 @@ def _run(command: list[str]) -> str:
 
 
 def _print(rows: list[Row]) -> None:
-    print(f"{'installed':<24}{'packages':>9}{'size':>10}{'import kvtier.client':>22}{'kvtier --help':>15}")
+    print(f"{'installed':<48}{'packages':>9}{'size':>10}{'import kvtier.client':>22}{'kvtier --help':>15}")
     for row in rows:
         name = f"kvtier[{row.extra}]" if row.extra else "kvtier (client alone)"
-        print(f"{name:<24}{row.packages:>9}{row.megabytes:>7.0f} MB{row.import_ms:>19.0f} ms{row.help_ms:>12.0f} ms")
+        print(f"{name:<48}{row.packages:>9}{row.megabytes:>7.0f} MB{row.import_ms:>19.0f} ms{row.help_ms:>12.0f} ms")
 
 
 if __name__ == "__main__":
