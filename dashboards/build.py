@@ -9,7 +9,8 @@ from pathlib import Path
 
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
-from .definitions import DASHBOARDS
+from . import definitions
+from .hosts import HOSTS
 from .panels import build
 
 __all__ = ["FOLDER", "rendered"]
@@ -21,7 +22,7 @@ def rendered() -> dict[str, str]:
     """Returns the content of each JSON file by file name."""
     return {
         f"{spec.uid.removeprefix('kvtier-')}.json": json.dumps(build(spec), cls=JSONEncoder, indent=2) + "\n"
-        for spec in DASHBOARDS
+        for spec in (*definitions.DASHBOARDS, HOSTS)
     }
 
 

@@ -1,29 +1,29 @@
-"""Definitions of the five dashboards: fleet, node, tier, tenant, handoff."""
+"""Definitions of the dashboards fleet, node, tier, tenant and handoff."""
 
 from __future__ import annotations
 
 from .panels import DashboardSpec, Query, Stat, Table, TimeSeries
 
-__all__ = ["DASHBOARDS"]
+__all__ = ["DASHBOARDS", "fill", "hit_ratio", "quantile"]
 
 _TIER = ("tier", "Tier", "kvtier_tier_info")
 _TENANT = ("tenant", "Tenant", "kvtier_tenant_used_bytes")
 
 
-def _hit_ratio(by: str = "") -> str:
+def hit_ratio(by: str = "") -> str:
     """Returns the expression of the hit ratio of all tiers, grouped by these labels."""
     group = f" by ({by})" if by else ""
     return f"sum{group} (rate(kvtier_tier_hits_total[])) / sum{group} (rate(kvtier_lookup_keys_total[]))"
 
 
-def _fill(by: str, labels: str) -> str:
+def fill(by: str, labels: str) -> str:
     """Returns the expression of used capacity as a ratio, for the tiers with these labels."""
     used, capacity = (f"sum by ({by}) (kvtier_tier_{name}_bytes[{labels}])" for name in ("used", "capacity"))
     return f"{used} / {capacity}"
 
 
-def _quantile(quantile: float, histogram: str, by: str, labels: str = "") -> str:
-    return f"histogram_quantile({quantile}, sum by (le, {by}) (rate({histogram}_bucket[{labels}])))"
+def quantile(share: float, histogram: str, by: str, labels: str = "") -> str:
+    return f"histogram_quantile({share}, sum by (le, {by}) (rate({histogram}_bucket[{labels}])))"
 
 
 FLEET = DashboardSpec(
@@ -56,7 +56,7 @@ FLEET = DashboardSpec(
                     "Hit ratio",
                     "Share of looked-up keys that a tier had, over all servers.",
                     "percentunit",
-                    Query(_hit_ratio()),
+                    Query(hit_ratio()),
                 ),
                 Stat(
                     "Bytes held", "Bytes in all tiers of all servers.", "bytes", Query("sum(kvtier_tier_used_bytes[])")
@@ -70,7 +70,7 @@ FLEET = DashboardSpec(
                     "Hit ratio per server",
                     "A server far below the others lacks memory, or gets different requests.",
                     "percentunit",
-                    [Query(_hit_ratio("instance"), "{{instance}}")],
+                    [Query(hit_ratio("instance"), "{{instance}}")],
                     max_value=1,
                 ),
                 TimeSeries(
@@ -106,7 +106,7 @@ FLEET = DashboardSpec(
                     "Event-loop lag, p99",
                     "Minimum wait of every call. Above 0.1 s the event loop or the machine is overloaded.",
                     "s",
-                    [Query(_quantile(0.99, "kvtier_loop_lag_seconds", "instance"), "{{instance}}")],
+                    [Query(quantile(0.99, "kvtier_loop_lag_seconds", "instance"), "{{instance}}")],
                 ),
                 TimeSeries(
                     "Refused calls by reason",
@@ -130,9 +130,9 @@ FLEET = DashboardSpec(
                         (
                             "memory used",
                             "percentunit",
-                            _fill("instance", 'tier="cpu"'),
+                            fill("instance", 'tier="cpu"'),
                         ),
-                        ("hit ratio", "percentunit", _hit_ratio("instance")),
+                        ("hit ratio", "percentunit", hit_ratio("instance")),
                         ("quarantine", "bytes", "sum by (instance) (kvtier_quarantined_bytes[])"),
                         ("tiers in trouble", "short", "sum by (instance) (1 - kvtier_tier_healthy[])"),
                     ],
@@ -193,10 +193,10 @@ NODE = DashboardSpec(
                     "s",
                     [
                         Query(
-                            _quantile(quantile, "kvtier_rpc_duration_seconds", "method", 'method=~"CacheService/.+"'),
-                            f"p{round(quantile * 100)} {{{{method}}}}",
+                            quantile(share, "kvtier_rpc_duration_seconds", "method", 'method=~"CacheService/.+"'),
+                            f"p{round(share * 100)} {{{{method}}}}",
                         )
-                        for quantile in (0.5, 0.99)
+                        for share in (0.5, 0.99)
                     ],
                 ),
                 TimeSeries(
@@ -216,8 +216,8 @@ NODE = DashboardSpec(
                     "How late the event loop wakes up: the minimum wait of every call.",
                     "s",
                     [
-                        Query(_quantile(quantile, "kvtier_loop_lag_seconds", "instance"), f"p{round(quantile * 100)}")
-                        for quantile in (0.5, 0.99)
+                        Query(quantile(share, "kvtier_loop_lag_seconds", "instance"), f"p{round(share * 100)}")
+                        for share in (0.5, 0.99)
                     ],
                 ),
             ],
@@ -343,7 +343,7 @@ TIER = DashboardSpec(
                     "Fill",
                     "A full tier is normal as long as evicted blocks are not requested again.",
                     "percentunit",
-                    [Query(_fill("tier", 'tier=~"$tier"'), "{{tier}}")],
+                    [Query(fill("tier", 'tier=~"$tier"'), "{{tier}}")],
                     max_value=1,
                 ),
                 TimeSeries(
@@ -426,10 +426,10 @@ TIER = DashboardSpec(
                     "s",
                     [
                         Query(
-                            _quantile(quantile, "kvtier_tier_job_duration_seconds", "tier, operation", 'tier=~"$tier"'),
-                            f"p{round(quantile * 100)} {{{{tier}}}} {{{{operation}}}}",
+                            quantile(share, "kvtier_tier_job_duration_seconds", "tier, operation", 'tier=~"$tier"'),
+                            f"p{round(share * 100)} {{{{tier}}}} {{{{operation}}}}",
                         )
-                        for quantile in (0.5, 0.99)
+                        for share in (0.5, 0.99)
                     ],
                 ),
                 TimeSeries(

@@ -20,7 +20,8 @@ from kvtier.protos.v1 import cache_pb2, common_pb2
 __all__ = ["busy_server"]
 
 CONFIG = """
-tiers = [{type = "lmdb", size = "32MiB"}, {type = "disk", size = "64MiB"}]
+tiers = [{type = "lmdb", size = "32MiB"}, {type = "disk", size = "64MiB"},
+  {type = "harness.shared_tier:SharedDirectory", name = "common", size = "64MiB"}]
 [tenants.acme]
 quota = "25%"
 limit = "50%"
@@ -32,7 +33,7 @@ BATCH = 8
 
 @contextlib.contextmanager
 def busy_server(directory: Path) -> Iterator[tuple[Launched, int]]:
-    """Runs a server with two lower tiers and two active tenants; yields it and its metrics port."""
+    """Runs a server with three lower tiers and two active tenants; yields it and its metrics port."""
     directory.mkdir()
     config = directory / "kvtier.toml"
     config.write_text(CONFIG, encoding="utf-8")
