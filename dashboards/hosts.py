@@ -1,4 +1,4 @@
-"""Definition of the dashboard with all hosts: tables, extremes, shared tiers, bytes between hosts."""
+"""Definition of the dashboard with all hosts: tables, extremes, shared tiers, bytes in between."""
 
 from __future__ import annotations
 

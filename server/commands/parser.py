@@ -6,68 +6,21 @@ This module imports only the standard library, so that `kvtier --help` starts fa
 from __future__ import annotations
 
 import argparse
-import difflib
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 from ... import __version__
+from .arguments import DAY_SECONDS, CommandParser, add_connection, add_endpoint, count, seconds
 from .console import EXIT_CODES
 
-__all__ = ["add_endpoint", "new_parser"]
+__all__ = ["new_parser"]
 
 
-_DAY_SECONDS = 86_400
-_MAX_COUNT = (1 << 32) - 1
 _FLEET_CODES = "exit codes: 0 all servers answered; 1 a server did not answer; 2 wrong usage, or no server answered"
-
-Number = TypeVar("Number", int, float)
-
-
-class _Parser(argparse.ArgumentParser):
-    """Parser whose errors name the nearest command, option or choice."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        found, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            self.error(f"unknown argument {unknown[0]}{_hint(unknown[0], self._option_string_actions)}")
-        return found, unknown
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices:
-            choices = [str(choice) for choice in action.choices]
-            hint = _hint(f"{value}", choices) or f"; choose from {', '.join(choices)}"
-            raise argparse.ArgumentError(action, f"unknown choice {value!r}{hint}")
-
-
-def _hint(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word.partition("=")[0], list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
-def _read(kind: Callable[[str], Number], text: str, wanted: str, valid: Callable[[Number], bool]) -> Number:
-    try:
-        value = kind(text)
-    except (ValueError, OverflowError):
-        value = None
-    if value is None or not valid(value):
-        raise argparse.ArgumentTypeError(f"must be {wanted}, not {text!r}")
-    return value
-
-
-def _seconds(most: float) -> Callable[[str], float]:
-    """Returns a parser of times above 0 and up to `most` seconds. It refuses NaN."""
-    return lambda text: _read(float, text, f"more than 0 and at most {most:g} seconds", lambda value: 0 < value <= most)
-
-
-def _count(least: int) -> Callable[[str], int]:
-    """Returns a parser of whole numbers from `least` to the largest number of a uint32 field."""
-    wanted = f"a whole number from {least} to {_MAX_COUNT}"
-    return lambda text: _read(int, text, wanted, lambda value: least <= value <= _MAX_COUNT)
 
 
 def new_parser() -> argparse.ArgumentParser:
     """Returns the parser; `options.command` is the name of the command."""
-    parser = _Parser(
+    parser = CommandParser(
         prog="kvtier",
         description="Tiered KV cache server for LLM inference engines.",
         epilog=_epilog(),
@@ -133,10 +86,10 @@ def _add_shown(commands: Any) -> None:
 
 def _add_intervals(top: argparse.ArgumentParser) -> None:
     top.add_argument(
-        "--interval", metavar="SECONDS", type=_seconds(3600), default=2.0, help="length of an interval (default: 2)"
+        "--interval", metavar="SECONDS", type=seconds(3600), default=2.0, help="length of an interval (default: 2)"
     )
     top.add_argument(
-        "--count", metavar="N", type=_count(0), default=0, help="number of intervals (default: 0, no limit)"
+        "--count", metavar="N", type=count(0), default=0, help="number of intervals (default: 0, no limit)"
     )
     top.add_argument("--once", action="store_true", help="show one interval, like --count 1")
 
@@ -148,7 +101,7 @@ def _add_listed(commands: Any) -> None:
     ):
         listed = commands.add_parser(name, help=text)
         listed.add_argument(
-            "--most", metavar="N", type=_count(0), default=0, help="list only the N oldest (default and maximum: 1,000)"
+            "--most", metavar="N", type=count(0), default=0, help="list only the N oldest (default and maximum: 1,000)"
         )
         add_endpoint(listed)
     explain = commands.add_parser(
@@ -185,9 +138,9 @@ def _add_conversations(commands: Any) -> None:
         "--for", dest="duration", metavar="DURATION", help="duration for retain and prefetch, like 5m"
     )
     conversations.add_argument(
-        "--most", metavar="N", type=_count(0), default=0, help="list only N conversations (default and maximum: 100)"
+        "--most", metavar="N", type=count(0), default=0, help="list only N conversations (default and maximum: 100)"
     )
-    conversations.add_argument("--page", metavar="N", type=_count(0), default=0, help="list the page after this number")
+    conversations.add_argument("--page", metavar="N", type=count(0), default=0, help="list the page after this number")
     add_endpoint(conversations)
 
 
@@ -254,7 +207,7 @@ def _add_fleet(commands: Any) -> None:
         epilog=_FLEET_CODES,
     )
     status.add_argument(
-        "--interval", metavar="SECONDS", type=_seconds(3600), default=1.0, help="length of the interval (default: 1)"
+        "--interval", metavar="SECONDS", type=seconds(3600), default=1.0, help="length of the interval (default: 1)"
     )
     top = actions.add_parser(
         "top",
@@ -273,18 +226,18 @@ def _add_fleet(commands: Any) -> None:
     )
     _add_drain_mode(drain)
     drain.add_argument(
-        "--parallel", metavar="N", type=_count(1), default=1, help="drain up to N servers at the same time (default: 1)"
+        "--parallel", metavar="N", type=count(1), default=1, help="drain up to N servers at the same time (default: 1)"
     )
     drain.add_argument(
         "--wait-engines",
         metavar="SECONDS",
-        type=_seconds(_DAY_SECONDS),
+        type=seconds(DAY_SECONDS),
         help="before a server ends, wait until no engine is connected to it; fail after this time",
     )
     drain.add_argument(
         "--wait-restart",
         metavar="SECONDS",
-        type=_seconds(_DAY_SECONDS),
+        type=seconds(DAY_SECONDS),
         help="after a server has ended, wait until its supervisor has started a new one at the same address; fail after this time",
     )
     for action in (status, top, drain):
@@ -298,7 +251,7 @@ def _add_fleet(commands: Any) -> None:
             help="all IPv4 and IPv6 addresses of a name, for example of a headless service; TLS verifies the name",
         )
         which.add_argument("--file", metavar="FILE", help="file with one address per line; # begins a comment")
-        _add_connection(action)
+        add_connection(action)
 
 
 def _add_doctor(commands: Any) -> None:
@@ -390,9 +343,9 @@ def _add_size(commands: Any) -> None:
     size.add_argument(
         "--dtype", choices=dtypes, default="auto", help="element type of the KV cache (auto: the model's)"
     )
-    size.add_argument("--block-tokens", metavar="N", type=_count(1), default=16, help="tokens per block (default: 16)")
+    size.add_argument("--block-tokens", metavar="N", type=count(1), default=16, help="tokens per block (default: 16)")
     size.add_argument(
-        "--tp", metavar="N", type=_count(1), default=1, help="tensor parallel ranks of the engine (default: 1)"
+        "--tp", metavar="N", type=count(1), default=1, help="tensor parallel ranks of the engine (default: 1)"
     )
     size.add_argument("--cpu", metavar="SIZE", help="size of the region, like 64GiB")
     size.add_argument(
@@ -417,32 +370,6 @@ def _add_token(commands: Any) -> None:
     new.add_argument(
         "--file", metavar="FILE", help="append the entry to this token file (auth.tokens) instead of printing it"
     )
-
-
-def add_endpoint(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of every command that calls a running server."""
-    parser.add_argument(
-        "--endpoint",
-        metavar="ADDRESS",
-        help="unix:PATH or HOST:PORT (default: KVTIER_ENDPOINT, otherwise this user's socket)",
-    )
-    _add_connection(parser)
-
-
-def _add_connection(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags for credentials, the time limit of a call, and JSON."""
-    parser.add_argument("--ca", metavar="FILE", help='CA certificates of the server, or "system", for TLS (KVTIER_CA)')
-    parser.add_argument("--cert", metavar="FILE", help="client certificate (KVTIER_CERT)")
-    parser.add_argument("--key", metavar="FILE", help="private key of the client certificate (KVTIER_KEY)")
-    parser.add_argument("--token-file", metavar="FILE", help="file that contains a token (KVTIER_TOKEN_FILE)")
-    parser.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        type=_seconds(_DAY_SECONDS),
-        default=5.0,
-        help="maximum time to wait for an answer (default: 5)",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:

@@ -33,7 +33,7 @@ BATCH = 8
 
 @contextlib.contextmanager
 def busy_server(directory: Path) -> Iterator[tuple[Launched, int]]:
-    """Runs a server with three lower tiers and two active tenants; yields it and its metrics port."""
+    """Runs a server with three lower tiers and two active tenants; yields it and a metrics port."""
     directory.mkdir()
     config = directory / "kvtier.toml"
     config.write_text(CONFIG, encoding="utf-8")
