@@ -123,7 +123,7 @@ def test_a_hanging_tier_does_not_stop_engines(world: World, work: str) -> None:
     world.client.load(OLD[:4], [bytearray(PART) for _ in range(4)], wait=0.1)
     for _ in range(4):
         keys = world.new(8)
-        world.store(keys)
+        world.store_durable(keys)
         assert_serves(world.client, keys)
     if work == "remove":
         world.overfill()
