@@ -17,6 +17,7 @@ __all__ = ["ConnectorConfig", "ServerConfig"]
 
 _MAX_TOKENS = 1 << 31
 _MAX_HOLD_S = 86400.0
+_MAX_PARTS = 64
 # Each heartbeat extends a hold by two thirds of the lease. If this extension were shorter than the
 # expiry margin, a hold could expire while its blocks are being read.
 _MIN_LEASE_S = 3 * EXPIRY_MARGIN_S
@@ -99,6 +100,9 @@ class ConnectorConfig(ServerConfig):
     if `kv_events_config` enables KV events.
     `engine_address`: the address (`host:port`) at which routers reach this engine. The server's
     publisher of events, if it is on, then has a topic for this engine. Default: none.
+    `kv_parts`: number of parts into which the KV heads of a block are divided. Engines with different
+    tensor parallelism share blocks if they have the same value, which must be a multiple of the
+    tensor parallel size of each engine. Default (0): the tensor parallel size.
     `weights_change_on_reset`: whether the weights may have changed when vLLM resets the connector.
     If true, the engine then uses another namespace. If false, only the CPU tier is emptied.
 
@@ -115,6 +119,7 @@ class ConnectorConfig(ServerConfig):
     lazy_offload: bool = False
     watch_events: bool = True
     engine_address: str | None = None
+    kv_parts: int = 0
     weights_change_on_reset: bool = True
     kv_recompute_threshold: int = 64
     bidirectional_kv_xfer: bool = False
@@ -139,6 +144,7 @@ class ConnectorConfig(ServerConfig):
         for name in ("lazy_offload", "watch_events", "weights_change_on_reset", "bidirectional_kv_xfer"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"kvtier: {name} must be true or false, not {value!r}")  # noqa: TRY004 - as above
+        _check_number("kv_parts", self.kv_parts, 0, _MAX_PARTS, int)
         _check_number("max_held_fraction", self.max_held_fraction, 0.01, 1.0)
         _check_number("kv_recompute_threshold", self.kv_recompute_threshold, 0, _MAX_TOKENS)
         _check_number("kv_lease_duration", self.kv_lease_duration, _MIN_LEASE_S, _MAX_HOLD_S)
@@ -155,6 +161,8 @@ class ConnectorConfig(ServerConfig):
                 raise ValueError(f"kvtier: {name}: {endpoint!r} is not an address: {error}") from error
 
 
-def _check_number(name: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise ValueError(f"kvtier: {name} must be a number from {low:g} to {high:g}, not {value!r}")
+def _check_number(name: str, value: object, low: float, high: float, kind: type[int | float] = float) -> None:
+    accepted = (int,) if kind is int else (int, float)
+    if isinstance(value, bool) or not isinstance(value, accepted) or not low <= value <= high:
+        noun = "an integer" if kind is int else "a number"
+        raise ValueError(f"kvtier: {name} must be {noun} from {low:g} to {high:g}, not {value!r}")

@@ -27,11 +27,11 @@ from .compat import (
     watch_engine_core,
 )
 from .config import ConnectorConfig
-from .groups import Unsupported, is_known_to_scheduler, resolve_geometry
+from .groups import Unsupported, divide_pages, is_known_to_scheduler, resolve_geometry
 from .hooks import SchedulerHooks, WorkerHooks, never_raises
 from .namespace import build_namespace, namespace_digest, with_weights_version
 from .peers import Peers, ServerLink, address_of, wait_for_server
-from .ranks import Parts, merge_stages, parts_of, resolve_ranks, worker_number
+from .ranks import Parts, merge_stages, parts_of, pieces_of, resolve_ranks, worker_number
 from .scheduler.scheduler import SchedulerSide
 from .stats import ConnectorStats, KVTierPromMetrics, TransferCounters
 from .worker.device_route import cuda_route
@@ -60,6 +60,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
         self._geometry: CacheGeometry | None = None
         self._block_pool: Any = None
         self._kv_caches: dict[str, Any] = {}
+        self._own_parts: Parts | None = None
         self._all_parts: Parts | None = None
         self._namespace: Namespace | None = None
         warn = logger.warning if role == KVConnectorRole.SCHEDULER else logger.debug
@@ -78,8 +79,10 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
     def _set_up(self) -> None:
         vllm_config, kv_cache_config = self._vllm_config, self._kv_cache_config
         assert kv_cache_config is not None
-        self._geometry = geometry = resolve_geometry(vllm_config, kv_cache_config)
-        parts = parts_of(geometry, kv_cache_config)
+        geometry = resolve_geometry(vllm_config, kv_cache_config)
+        pieces = pieces_of(self._config.kv_parts, vllm_config, kv_cache_config)
+        self._geometry = geometry = divide_pages(geometry, pieces)
+        self._own_parts = parts = parts_of(geometry, kv_cache_config, pieces)
         if self.role == KVConnectorRole.SCHEDULER:
             policy = vllm_config.kv_transfer_config.kv_load_failure_policy
             if policy != "recompute":
@@ -135,7 +138,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
         rank, ranks = self._vllm_config.parallel_config.rank, resolve_ranks(self._vllm_config, parts)
         self._namespace = self._build_namespace(geometry, parts)
         return WorkerSide(
-            lambda pin: self._connect(self._worker_namespace, ranks.part(rank), pin),
+            lambda piece, pin: self._connect(self._worker_namespace, ranks.part(rank, piece), pin),
             geometry.groups,
             namespace_digest(self._worker_namespace),
             self._kv_cache_config.num_blocks,
@@ -143,8 +146,9 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
             self.log,
             self._counters,
             stores=ranks.stores(rank),
-            peers_of=lambda own, pin: self._peers(own, self._worker_namespace, ranks.part(rank), pin),
+            peers_of=lambda piece, own, pin: self._peers(own, self._worker_namespace, ranks.part(rank, piece), pin),
             route_of=cuda_route if self._config.transport in {"auto", "cuda_ipc"} else None,
+            pieces=parts.pieces,
         )
 
     def _link(self, namespace: Namespace, version: str) -> ServerLink:
@@ -160,7 +164,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
 
     def _build_namespace(self, geometry: CacheGeometry, parts: Parts) -> Namespace:
         assert self._kv_cache_config is not None
-        return build_namespace(self._vllm_config, self._kv_cache_config, geometry, self._config.tenant, parts)
+        return build_namespace(self._vllm_config, self._kv_cache_config, geometry, parts, self._config.tenant)
 
     @property
     def _address(self) -> tuple[str, int]:
@@ -221,7 +225,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
         geometry, kv_cache_config = self._geometry, self._kv_cache_config
         if geometry is None or kv_cache_config is None or is_known_to_scheduler(self._vllm_config, kv_cache_config):
             return None
-        return parts_of(geometry, kv_cache_config)
+        return self._own_parts
 
     @never_raises()
     def set_xfer_handshake_metadata_pp_aware(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from ...offload import CacheGeometry, CacheGroup
@@ -19,7 +21,9 @@ from .compat import (
 __all__ = [
     "REPRODUCIBLE_HASHES",
     "Unsupported",
+    "divide_pages",
     "is_known_to_scheduler",
+    "layer_specs",
     "require_reproducible_hashes",
     "resolve_geometry",
 ]
@@ -45,6 +49,20 @@ def resolve_geometry(vllm_config: Any, kv_cache_config: KVCacheConfig) -> CacheG
         raise Unsupported("state-space layers with speculative decoding are not supported yet")
     drop = speculative is not None and speculative.use_eagle_block_drop()
     return CacheGeometry(groups, step_tokens, hash_tokens, drop)
+
+
+def divide_pages(geometry: CacheGeometry, pieces: int) -> CacheGeometry:
+    """Returns the geometry of one part, if each worker holds `pieces` parts of a block."""
+    groups = tuple(
+        replace(group, page_bytes=tuple(nbytes // pieces for nbytes in group.page_bytes)) for group in geometry.groups
+    )
+    return replace(geometry, groups=groups)
+
+
+def layer_specs(kv_cache_config: KVCacheConfig) -> Iterator[Any]:
+    """Yields the spec of each layer of this process."""
+    for group in kv_cache_config.kv_cache_groups:
+        yield from _layer_specs(group)
 
 
 def is_known_to_scheduler(vllm_config: Any, kv_cache_config: KVCacheConfig) -> bool:

@@ -21,7 +21,7 @@ from ...offload import CacheGeometry
 from ...offload import CacheGroupKind as OffloadKind
 from .compat import KVCacheConfig, vllm_version
 from .groups import Unsupported
-from .ranks import Parts, parts_of, resolve_ranks
+from .ranks import Parts, resolve_ranks
 
 __all__ = [
     "build_namespace",
@@ -54,17 +54,16 @@ def build_namespace(
     vllm_config: Any,
     kv_cache_config: KVCacheConfig,
     geometry: CacheGeometry,
+    parts: Parts,
     tenant: str = "",
-    parts: Parts | None = None,
 ) -> Namespace:
     """Returns the namespace of this engine and tenant. Reads samples of a local model's files.
 
-    `parts`: the parts of all ranks, if this process cannot compute them from `geometry`. All data
-    parallel engines have the same namespace, because their blocks are interchangeable.
+    `parts`: the parts of all ranks. All data parallel engines have the same namespace, because their
+    blocks are interchangeable.
 
     Raises Unsupported if the model's weights cannot be identified, OSError for unreadable files.
     """
-    parts = parts or parts_of(geometry, kv_cache_config)
     model, ranks = vllm_config.model_config, resolve_ranks(vllm_config, parts)
     groups = tuple(
         Group(name=g.name, kind=_KINDS[g.kind], block_tokens=g.block_tokens, part_bytes=part_bytes)
@@ -80,7 +79,8 @@ def build_namespace(
         groups=groups,
         tenant=tenant,
         attributes=model_attributes(vllm_config)
-        # Not the number of ranks, because ranks with the same bytes share one part.
+        # Not the number of ranks, because a rank can hold several parts, or share its part with
+        # ranks that have the same bytes.
         | {"tensor_parallel_size": str(ranks.shards), "layers": parts.digest},
     )
 

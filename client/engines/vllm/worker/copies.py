@@ -8,6 +8,8 @@ of a block are first gathered on the device, so that one block is one contiguous
 from __future__ import annotations
 
 import contextlib
+import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -105,10 +107,11 @@ class CpuCopier:
     def _pairs(
         self, group: int, block_ids: Sequence[int], memory: memoryview, offsets: Sequence[int]
     ) -> Iterator[tuple[_Bytes, _Bytes]]:
-        """Yields views of pages and of their slots, `[blocks, layers, page_bytes]` each."""
+        """Yields views of pages and of their slots, each `[blocks, *segment.pages.shape[1:]]`."""
         for run in _runs(block_ids, offsets):
             for pages, slot_offset, slot_bytes in self._segments[group]:
-                strides = (run.distance or slot_bytes, pages.shape[2], 1)
+                inner = itertools.accumulate(reversed(pages.shape[2:]), operator.mul, initial=1)
+                strides = (run.distance or slot_bytes, *reversed(list(inner)))
                 slots = np.ndarray((run.blocks, *pages.shape[1:]), np.uint8, memory, run.offset + slot_offset, strides)
                 yield pages[run.block_id : run.block_id + run.blocks], slots
 

@@ -37,11 +37,15 @@ _STORED = frozenset((StoreStatus.GRANTED, StoreStatus.PRESENT))
 
 
 class WorkerSide:
-    """Half of KVTierConnector in a worker. Reports every job within a bounded time."""
+    """Half of KVTierConnector in a worker. Reports every job within a bounded time.
+
+    `pieces`: number of parts of a block that this worker holds, each with an equal share of the KV
+    heads. Each part has a client of its own: `connect` gets the number of the part in this worker.
+    """
 
     def __init__(
         self,
-        connect: Callable[[Pin | None], Client],
+        connect: Callable[[int, Pin | None], Client],
         groups: Sequence[CacheGroup],
         namespace_digest: str,
         num_blocks: int,
@@ -50,12 +54,14 @@ class WorkerSide:
         counters: TransferCounters | None = None,
         *,
         stores: bool = True,
-        peers_of: Callable[[Client, Pin | None], Peers] = lambda own, _: Peers(own),
+        peers_of: Callable[[int, Client, Pin | None], Peers] = lambda _piece, own, _pin: Peers(own),
         route_of: RouteOf | None = cuda_route,
+        pieces: int = 1,
     ) -> None:
         self._connect = connect
         self._peers_of = peers_of
-        self._peers: Peers | None = None
+        self._pieces = pieces
+        self._peers: tuple[Peers, ...] = ()
         self._route_of = route_of
         self._route: DeviceRoute | None = None
         self._stores = stores
@@ -63,9 +69,9 @@ class WorkerSide:
         self._digest = namespace_digest
         self._num_blocks = num_blocks
         self._log = log
-        self._client: Client | None = None
+        self._clients: tuple[Client, ...] = ()
         self._pin: Pin | None = None
-        self._copier: BlockCopier | None = None
+        self._copiers: tuple[BlockCopier, ...] = ()
         self._threads: tuple[BackgroundThreads, BackgroundThreads] | None = None
         self._peer_load_threads: dict[str, BackgroundThreads] = {}
         self._on_start: Callable[[], None] | None = None
@@ -81,20 +87,24 @@ class WorkerSide:
 
         Called again if the tensors are replaced. Raises Unsupported if the layout is not supported.
         """
-        layouts = build_layouts(list(self._groups.values()), kv_caches, self._num_blocks)
+        groups = list(self._groups.values())
+        layouts = [
+            build_layouts(groups, kv_caches, self._num_blocks, piece, self._pieces) for piece in range(self._pieces)
+        ]
         self.suspend()
-        self._copier = make_copier(layouts)
-        device = self._copier.device
+        self._copiers = tuple(map(make_copier, layouts))
+        device = self._copiers[0].device
         if self._route is not None:
             self._route.close()
-        self._route = self._route_of(layouts, device, self._log) if self._route_of is not None else None
+        # The server copies whole pages, so it cannot copy pieces of a page.
+        route_of = self._route_of if self._pieces == 1 else None
+        self._route = route_of(layouts[0], device, self._log) if route_of is not None else None
         self.resume()
-        if self._client is not None:
+        if self._clients:
             self._register_route()
             return
         self._pin = self._pin_for(device)
-        self._client = self._connect(self._pin)
-        self._peers = self._peers_of(self._client, self._pin)
+        self._open_clients()
         self._on_start = leave_compute_cores if device.type == "cpu" else None
         self._threads = (
             BackgroundThreads("load", self._log, on_start=self._on_start),
@@ -108,13 +118,12 @@ class WorkerSide:
         Jobs of earlier steps keep the old client, so that they store nothing in the new namespace.
         They fail when this client is closed.
         """
-        if self._client is not None:
-            client, peers = self._client, self._peers
-            self._client = self._connect(self._pin)
-            self._peers = self._peers_of(self._client, self._pin)
+        if self._clients:
+            clients, peers = self._clients, self._peers
+            self._open_clients()
             self._register_route()
             self.wait_for_server()
-            threading.Thread(target=_close, args=(peers, client), name="kvtier-close", daemon=True).start()
+            threading.Thread(target=_close, args=(peers, clients), name="kvtier-close", daemon=True).start()
         self._digest = namespace_digest
 
     def suspend(self) -> None:
@@ -130,7 +139,7 @@ class WorkerSide:
     def wait_for_server(self) -> None:
         """Makes the next jobs wait briefly until the client is connected."""
         for threads in self._threads or ():
-            threads.submit(functools.partial(self._await_connection, self._client))
+            threads.submit(functools.partial(self._await_connection, self._clients))
 
     def start_loads(self, step: StepMetadata) -> None:
         """Queues the step's loads behind compute that may still read the old content of the blocks.
@@ -142,7 +151,6 @@ class WorkerSide:
         if not self._usable(step):
             self._reports.refuse_loads(step)
             return
-        assert self._peers is not None
         after = self._mark(sum(bool(job.reads) for job in step.loads))
         for job in step.loads:
             if job.reads:
@@ -164,20 +172,20 @@ class WorkerSide:
             self._reports.refuse_saves(step)
             return
         assert self._threads is not None
-        assert self._client is not None
         after = self._mark(len(step.saves))
         now = time.monotonic()
         write_until = now + SAVE_WITHIN_S - max(0.0, time.time() - step.sent_at)
         for job in step.saves:
-            self._threads[1].submit(functools.partial(self._save, job, self._client, after, now, write_until))
+            self._threads[1].submit(functools.partial(self._save, job, self._clients, after, now, write_until))
 
     def close(self) -> None:
         for threads in (*(self._threads or ()), *self._peer_load_threads.values()):
             threads.close(2.0)
-        if self._peers is not None:
-            self._peers.close()
-        if self._client is not None:
-            self._client.close()
+        _close(self._peers, self._clients)
+
+    def _open_clients(self) -> None:
+        self._clients = tuple(self._connect(piece, self._pin) for piece in range(self._pieces))
+        self._peers = tuple(self._peers_of(piece, client, self._pin) for piece, client in enumerate(self._clients))
 
     def _pin_for(self, device: torch.device) -> Pin | None:
         """Returns a function that pins memory for a GPU after CUDA graphs are captured (B4.16)."""
@@ -192,19 +200,18 @@ class WorkerSide:
 
     def _register_route(self) -> None:
         """Registers the blocks before the first save, because a copy worker starts slowly."""
-        route, client = self._route, self._client
-        if route is not None and client is not None and self._threads is not None:
-            self._threads[1].submit(functools.partial(self._await_connection, client))
-            self._threads[1].submit(lambda: route.register(client))
+        route, clients = self._route, self._clients
+        if route is not None and clients and self._threads is not None:
+            self._threads[1].submit(functools.partial(self._await_connection, clients))
+            self._threads[1].submit(lambda: route.register(clients[0]))
 
     def _mark(self, jobs: int) -> StepMark:
-        assert self._copier is not None
         # Only if there are jobs, because the end of the last job releases the server's event.
         by_server = self._route.mark() if self._route is not None and jobs else None
-        return StepMark(self._copier.mark(), by_server, jobs)
+        return StepMark(self._copiers[0].mark(), by_server, jobs)
 
     def _usable(self, step: StepMetadata) -> bool:
-        if self._client is None or self._threads is None or not self._gate.is_open:
+        if not self._clients or self._threads is None or not self._gate.is_open:
             return False
         if step.namespace_digest != self._digest:
             self._log.warn("namespace", "scheduler and worker have different namespaces, so nothing is loaded or saved")
@@ -222,16 +229,17 @@ class WorkerSide:
     # ---- on background threads
 
     @staticmethod
-    def _await_connection(client: Client | None) -> None:
-        if client is not None:
-            with suppress(KVTierError):
+    def _await_connection(clients: Sequence[Client]) -> None:
+        with suppress(KVTierError):
+            for client in clients:
                 client.wait_until_connected(_CONNECT_WITHIN_S)
 
-    def _load(self, job: LoadJob, peers: Peers, after: StepMark, queued_at: float) -> None:
+    def _load(self, job: LoadJob, peers: Sequence[Peers], after: StepMark, queued_at: float) -> None:
         failed = True
         try:
             for read in job.reads:
-                self._read(read, peers.client(read.endpoint), after)
+                for piece, servers in enumerate(peers):
+                    self._read(read, piece, servers.client(read.endpoint), after)
             failed = False
         except (KVTierError, EngineAsleep) as error:
             self._log.warn("load", f"a load failed, so its blocks are computed: {error}")
@@ -242,10 +250,10 @@ class WorkerSide:
             self._counters.observe("load_seconds", time.monotonic() - queued_at)
             self._reports.load_ended(job.request_id, failed=failed)
 
-    def _read(self, read: BlockRead, client: Client, after: StepMark) -> None:
+    def _read(self, read: BlockRead, piece: int, client: Client, after: StepMark) -> None:
         for chunk in self._chunks(read.groups, client):
             if not self._read_by_server(client, read, chunk, after):
-                self._copy_in(client, read, chunk, after)
+                self._copy_in(client, self._copiers[piece], read, chunk, after)
             self._counters.count("load_bytes", self._bytes_of(read.groups[chunk]))
 
     def _read_by_server(self, client: Client, read: BlockRead, chunk: slice, after: StepMark) -> bool:
@@ -254,29 +262,32 @@ class WorkerSide:
         with self._gate.copying():
             return self._route.load(client, read.lease_id, read.indices[chunk], read.block_ids[chunk], after)
 
-    def _copy_in(self, client: Client, read: BlockRead, chunk: slice, after: StepMark) -> None:
-        assert self._copier is not None
+    def _copy_in(self, client: Client, copier: BlockCopier, read: BlockRead, chunk: slice, after: StepMark) -> None:
         groups, block_ids = read.groups[chunk], read.block_ids[chunk]
         # The end of the `with` block checks the lease, and raises if the lease was lost.
         with client.read(read.lease_id, read.indices[chunk]) as batch:
             for group, rows in _by_group(groups).items():
                 offsets = [batch.offsets[row] for row in rows]
                 with self._gate.copying():
-                    self._copier.copy_in(group, [block_ids[row] for row in rows], batch.memory, offsets, after.compute)
+                    copier.copy_in(group, [block_ids[row] for row in rows], batch.memory, offsets, after.compute)
 
-    def _save(self, job: SaveJob, client: Client, after: StepMark, queued_at: float, write_until: float) -> None:
+    def _save(
+        self, job: SaveJob, clients: Sequence[Client], after: StepMark, queued_at: float, write_until: float
+    ) -> None:
         not_stored = set(range(len(job.keys)))
         try:
             # After a failure saves pause, so that they do not hold blocks while a server hangs.
-            if time.monotonic() >= self._saves_paused_until and client.connected:
-                for chunk in self._chunks(job.groups, client):
+            if time.monotonic() >= self._saves_paused_until and all(client.connected for client in clients):
+                for chunk in self._chunks(job.groups, clients[0]):
                     if time.monotonic() >= write_until:
                         # The scheduler will soon give up the job and reuse its blocks (B5.6).
                         self._log.warn("late", "saves take minutes, so blocks are not stored")
                         break
-                    not_stored.difference_update(self._write(job, client, chunk, after))
+                    # A block is stored only if all its parts are.
+                    stored = [self._write(job, piece, client, chunk, after) for piece, client in enumerate(clients)]
+                    not_stored.difference_update(set(stored[0]).intersection(*stored[1:]))
         except (KVTierError, EngineAsleep) as error:
-            if client is self._client and not isinstance(error, (InvalidRequest, EngineAsleep)):
+            if clients is self._clients and not isinstance(error, (InvalidRequest, EngineAsleep)):
                 # InvalidRequest concerns one request only.
                 self._saves_paused_until = time.monotonic() + _CIRCUIT_OPEN_S
             self._log.warn("save", f"a save failed, so its blocks are not stored: {error}")
@@ -285,11 +296,11 @@ class WorkerSide:
             self._counters.observe("save_seconds", time.monotonic() - queued_at)
             self._reports.save_ended(job.job_id, not_stored)
 
-    def _write(self, job: SaveJob, client: Client, chunk: slice, after: StepMark) -> list[int]:
+    def _write(self, job: SaveJob, piece: int, client: Client, chunk: slice, after: StepMark) -> list[int]:
         """Returns indices of the stored keys, without keys that another writer is still storing."""
         statuses = self._write_by_server(job, client, chunk, after)
         if statuses is None:
-            statuses = self._copy_out(job, client, chunk, after)
+            statuses = self._copy_out(job, client, self._copiers[piece], chunk, after)
         groups = job.groups[chunk]
         granted = [groups[index] for index, status in enumerate(statuses) if status == StoreStatus.GRANTED]
         self._counters.count("save_bytes", self._bytes_of(granted))
@@ -301,15 +312,14 @@ class WorkerSide:
         with self._gate.copying():
             return self._route.store(client, job.keys[chunk], job.block_ids[chunk], after, job.request_id)
 
-    def _copy_out(self, job: SaveJob, client: Client, chunk: slice, after: StepMark) -> bytes:
-        assert self._copier is not None
+    def _copy_out(self, job: SaveJob, client: Client, copier: BlockCopier, chunk: slice, after: StepMark) -> bytes:
         groups, block_ids = job.groups[chunk], job.block_ids[chunk]
         with client.write(job.keys[chunk], request_id=job.request_id) as batch:
             wanted, offsets = list(batch.wanted), list(batch.offsets)
             for group, rows in _by_group([groups[index] for index in wanted]).items():
                 ids = [block_ids[wanted[row]] for row in rows]
                 with self._gate.copying():
-                    self._copier.copy_out(group, ids, batch.memory, [offsets[row] for row in rows], after.compute)
+                    copier.copy_out(group, ids, batch.memory, [offsets[row] for row in rows], after.compute)
         return batch.statuses
 
     def _bytes_of(self, groups: Sequence[int]) -> int:
@@ -329,10 +339,11 @@ class WorkerSide:
         return chunks
 
 
-def _close(peers: Peers | None, client: Client) -> None:
-    if peers is not None:
-        peers.close()
-    client.close()
+def _close(peers: Sequence[Peers], clients: Sequence[Client]) -> None:
+    for servers in peers:
+        servers.close()
+    for client in clients:
+        client.close()
 
 
 def _by_group(groups: Sequence[int]) -> dict[int, list[int]]:

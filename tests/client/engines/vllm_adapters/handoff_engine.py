@@ -115,14 +115,14 @@ class ToyEngine:
         )
         self.scheduler.bind_pool(self.pool)
         self.worker = WorkerSide(
-            lambda _: self._connect(self.endpoint, self._workers_version),
+            lambda *_: self._connect(self.endpoint, self._workers_version),
             [FULL],
             link.digest,
             BLOCKS,
             self.reports,
             log,
             self.counters,
-            peers_of=lambda own, _: self._peers(own, self._workers_version),
+            peers_of=lambda _piece, own, _pin: self._peers(own, self._workers_version),
         )
         self.worker.register(self.caches)
         self._numbers = itertools.count()

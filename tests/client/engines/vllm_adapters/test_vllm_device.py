@@ -60,7 +60,7 @@ class Worker:
         self.keys = [make_key(os.urandom(32), group) for group in GROUPS]
         self.reports, self.counters, self.log = WorkerReports(), TransferCounters(), RateLimitedLog()
         self.side = WorkerSide(
-            lambda _: self.connect(service, "worker"),
+            lambda *_: self.connect(service, "worker"),
             [FULL, WINDOW],
             "ns",
             BLOCKS,
@@ -212,7 +212,7 @@ def test_on_the_cpu_there_is_no_such_way() -> None:
     """CUDA is not used, and jobs have no mark."""
     caches = {name: torch.zeros(BLOCKS, PAGE, dtype=torch.uint8) for name in "ab"}
     assert cuda_route(build_layouts([FULL], caches, BLOCKS), torch.device("cpu"), RateLimitedLog()) is None
-    worker = WorkerSide(lambda _: FakeTransfers(), [FULL], "ns", BLOCKS, WorkerReports(), RateLimitedLog())  # type: ignore[arg-type]
+    worker = WorkerSide(lambda *_: FakeTransfers(), [FULL], "ns", BLOCKS, WorkerReports(), RateLimitedLog())  # type: ignore[arg-type]
     worker.register(caches)
     assert worker._mark(1).mark is None
     worker.close()

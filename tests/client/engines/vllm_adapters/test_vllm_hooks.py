@@ -315,7 +315,7 @@ def test_memory_is_pinned_from_the_first_step_on(monkeypatch: pytest.MonkeyPatch
     registrar = SimpleNamespace(register=lambda *span: registered.append(span), unregister=lambda _: None)
     monkeypatch.setattr(worker, "CudaRegistrar", lambda _: registrar)
     made = _broken(monkeypatch, WORKER)
-    made._worker = worker.WorkerSide(lambda _: FakeClient(), [FULL], "ns", 8, made._reports, RateLimitedLog())
+    made._worker = worker.WorkerSide(lambda *_: FakeClient(), [FULL], "ns", 8, made._reports, RateLimitedLog())
     pin = made._worker._pin_for(torch.device("cuda:0"))
     assert pin is not None
     assert made._worker._pin_for(torch.device("cpu")) is None

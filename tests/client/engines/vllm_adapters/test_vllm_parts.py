@@ -70,6 +70,35 @@ def test_blocks_come_back_as_they_went(split: bool) -> None:  # noqa: FBT001 - a
     assert all(torch.equal(caches[name], before[name]) for name in "cd")
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=["heads first", "tokens first"])
+@pytest.mark.parametrize("kernel_blocks", [1, 2])
+def test_a_piece_of_a_page_has_the_bytes_of_a_rank_with_fewer_heads(order: tuple[int, ...], kernel_blocks: int) -> None:
+    """Slots of rank 1 of 2 and of the second piece of a single rank are equal, in each memory order."""
+
+    def memory_order(cache: torch.Tensor) -> torch.Tensor:
+        return cache.permute(order).contiguous().permute(order)  # each order is its own inverse
+
+    generator, blocks, heads, tokens, content = torch.Generator().manual_seed(0), 8, 4, 4, 6
+    whole = torch.randint(
+        0, 255, (blocks * kernel_blocks, heads, tokens, content), generator=generator, dtype=torch.uint8
+    )
+    half_bytes = whole.numel() // blocks // 2
+    group = CacheGroup(0, 4, None, ("a",), (half_bytes,))
+    of_rank = make_copier(build_layouts([group], {"a": memory_order(whole[:, 2:].contiguous())}, blocks))
+    engine = memory_order(whole)
+    of_piece = make_copier(build_layouts([group], {"a": engine}, blocks, piece=1, pieces=2))
+    slots, expected = (memoryview(bytearray(2 * half_bytes)) for _ in range(2))
+    of_rank.copy_out(0, [3, 5], expected, [half_bytes, 0], of_rank.mark())
+    of_piece.copy_out(0, [3, 5], slots, [half_bytes, 0], of_piece.mark())
+    assert slots == expected
+    assert any(slots)
+    of_piece.copy_in(0, [1, 2], slots, [half_bytes, 0], of_piece.mark())
+    before, after = whole.unflatten(0, (blocks, -1)), engine.unflatten(0, (blocks, -1))
+    assert torch.equal(after[[1, 2], :, 2:], before[[3, 5], :, 2:])
+    assert torch.equal(after[:, :, :2], before[:, :, :2]), "the other piece is unchanged"
+    assert torch.equal(after[3:], before[3:])
+
+
 def test_a_block_that_is_not_one_run_of_bytes_is_refused() -> None:
     """A layout with heads outside of blocks is refused, not copied wrongly."""
     heads_outside = torch.zeros(2, 8, PAGE // 2, dtype=torch.uint8).transpose(0, 1)
@@ -268,7 +297,7 @@ def test_every_job_is_reported_after_a_failure(error: Exception | None) -> None:
     """Failed loads are reported as failed and failed saves as ended, so that the engine goes on."""
     client, caches = FakeTransfers(error), _caches(8)
     reports = WorkerReports()
-    worker = WorkerSide(lambda _: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
+    worker = WorkerSide(lambda *_: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
     worker.register(caches)
     step = StepMetadata(
         loads=[LoadJob("good", [BlockRead(1, [0], [0], [2])]), LoadJob("impossible")],
@@ -298,7 +327,7 @@ def test_every_job_is_reported_after_a_failure(error: Exception | None) -> None:
 def test_a_worker_of_another_namespace_moves_nothing() -> None:
     """If scheduler and worker disagree about the namespace, all is a miss."""
     reports = WorkerReports()
-    worker = WorkerSide(lambda _: FakeTransfers(), [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type]
+    worker = WorkerSide(lambda *_: FakeTransfers(), [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type]
     worker.register(_caches(8))
     step = StepMetadata(
         [LoadJob("r", [BlockRead(1, [0], [0], [2])])], [SaveJob(1, "r", [b"k"], [0], [3])], namespace_digest="other"
@@ -313,7 +342,7 @@ def test_a_worker_of_another_namespace_moves_nothing() -> None:
 def test_a_worker_whose_bytes_another_rank_stores_reports_saves() -> None:
     """B4.5 It stores nothing, but the scheduler waits for the report of each worker."""
     client, reports = FakeTransfers(), WorkerReports()
-    worker = WorkerSide(lambda _: client, [FULL], "ns", 8, reports, RateLimitedLog(), stores=False)  # type: ignore[arg-type,return-value]
+    worker = WorkerSide(lambda *_: client, [FULL], "ns", 8, reports, RateLimitedLog(), stores=False)  # type: ignore[arg-type,return-value]
     worker.register(_caches(8))
     worker.start_saves(StepMetadata([], [SaveJob(1, "r", [b"k"], [0], [3])], "ns"))
     close_when_idle(worker)
@@ -324,7 +353,7 @@ def test_a_worker_whose_bytes_another_rank_stores_reports_saves() -> None:
 def test_a_worker_says_what_it_did_not_store() -> None:
     """B3.5 Blocks without room, or of another writer, do not count as stored."""
     client, reports = FakeTransfers(max_keys=4), WorkerReports()
-    worker = WorkerSide(lambda _: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
+    worker = WorkerSide(lambda *_: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
     worker.register(_caches(8))
     keys = [bytes([number]) * 8 for number in range(6)]
     job = SaveJob(1, "r", keys, [0] * 6, [1, 2, 3, 4, 5, 6])
@@ -337,13 +366,15 @@ def test_a_worker_says_what_it_did_not_store() -> None:
 def test_one_event_per_step_and_kind_taken_when_the_compute_was_submitted() -> None:
     """B4.4, B4.11 A step's loads wait for one event, and its saves for another."""
     client, reports, copied = FakeTransfers(), WorkerReports(), []
-    worker = WorkerSide(lambda _: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
+    worker = WorkerSide(lambda *_: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
     worker.register(_caches(8))
     marks = iter(("loads 1", "saves 1", "saves 2"))
-    worker._copier = SimpleNamespace(  # type: ignore[assignment]
-        mark=lambda: next(marks),
-        copy_in=lambda _group, ids, _memory, _offsets, after: copied.append((ids, after)),
-        copy_out=lambda _group, ids, _memory, _offsets, after: copied.append((ids, after)),
+    worker._copiers = (
+        SimpleNamespace(  # type: ignore[assignment]
+            mark=lambda: next(marks),
+            copy_in=lambda _group, ids, _memory, _offsets, after: copied.append((ids, after)),
+            copy_out=lambda _group, ids, _memory, _offsets, after: copied.append((ids, after)),
+        ),
     )
     loads = [LoadJob(name, [BlockRead(1, [0], [0], [block])]) for name, block in (("r", 2), ("s", 3))]
     saves = [SaveJob(number, "t", [b"k0", b"k1"], [0, 0], [4, 4 + number]) for number in (1, 2)]
@@ -359,11 +390,11 @@ def test_memory_of_every_client_of_a_gpu_is_pinned(monkeypatch: pytest.MonkeyPat
     """B4.16 The server's region and the staging buffers for all servers are pinned."""
     pin, given = object(), list[object]()
 
-    def connect(pin: object) -> FakeTransfers:
+    def connect(_piece: int, pin: object) -> FakeTransfers:
         given.append(pin)
         return FakeTransfers()
 
-    def peers_of(own: Any, pin: object) -> Peers:
+    def peers_of(_piece: int, own: Any, pin: object) -> Peers:
         given.append(pin)
         return Peers(own)
 
@@ -378,7 +409,7 @@ def test_memory_of_every_client_of_a_gpu_is_pinned(monkeypatch: pytest.MonkeyPat
 def test_a_save_that_is_old_is_not_begun(*, late: bool) -> None:
     """B5.6 A worker that was stopped for long reads no block that its scheduler has released."""
     client, reports = FakeTransfers(), WorkerReports()
-    worker = WorkerSide(lambda _: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
+    worker = WorkerSide(lambda *_: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
     worker.register(_caches(8))
     sent_at = time.time() - (SAVE_WITHIN_S if late else 0)
     worker.start_saves(StepMetadata([], [SaveJob(1, "r", [b"k0", b"k1"], [0, 0], [4, 5])], "ns", sent_at=sent_at))

@@ -204,11 +204,13 @@ def test_a_load_goes_by_the_whole_id() -> None:
 def test_a_block_that_the_server_holds_is_not_copied_a_second_time() -> None:
     """B1.5 Of the offered blocks, only those that the server lacks are written."""
     client, reports, copied = FakeTransfers(), WorkerReports(), []
-    worker = WorkerSide(lambda _: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
+    worker = WorkerSide(lambda *_: client, [FULL], "ns", 8, reports, RateLimitedLog())  # type: ignore[arg-type,return-value]
     torch = pytest.importorskip("torch")
     worker.register({name: torch.zeros(8, PAGE, dtype=torch.uint8) for name in ("a", "b")})
-    worker._copier = SimpleNamespace(  # type: ignore[assignment]
-        mark=lambda: None, copy_out=lambda _group, ids, _memory, _offsets, _after: copied.extend(ids)
+    worker._copiers = (
+        SimpleNamespace(  # type: ignore[assignment]
+            mark=lambda: None, copy_out=lambda _group, ids, _memory, _offsets, _after: copied.extend(ids)
+        ),
     )
     worker.start_saves(StepMetadata([], [SaveJob(1, "r", _keys(2), [0, 0], [4, 5])], "ns"))
     close_when_idle(worker)

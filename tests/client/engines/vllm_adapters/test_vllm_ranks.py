@@ -35,6 +35,10 @@ from kvtier.client.offload import BlockRead, LoadJob, SaveJob
 TOKENS, BLOCKS = 4, 8
 KEYS = [make_key(bytes([number]) * 32, 0) for number in range(2)]
 FULL = FullAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=8, dtype=torch.float32)
+HEADS = {
+    heads: FullAttentionSpec(block_size=TOKENS, num_kv_heads=heads, head_size=8, dtype=torch.float32)
+    for heads in (1, 2, 3, 4)
+}
 LATENT = MLAAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=16, dtype=torch.float32, max_tp_shards=1)
 WINDOW = SlidingWindowSpec(block_size=TOKENS, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=8)
 
@@ -52,6 +56,7 @@ class Engine:
         self.server, self.folder, self.specs = server, folder, specs
         self.tensor, self.ranks = ranks.pop("tensor", 1), ranks
         self.name, self.copies = ranks.pop("name", "engine"), ranks.pop("copies", 1)
+        self.kv_parts = ranks.pop("kv_parts", 0)
         self.stages = stages
         count = self.tensor * len(stages)
         self.workers = [
@@ -70,12 +75,12 @@ class Engine:
                 told[divmod(rank, self.tensor)] = pickle.loads(pickle.dumps(metadata))  # noqa: S301 - our own
         self.scheduler.set_xfer_handshake_metadata_pp_aware(told)
         for worker in self.workers:
-            if worker._worker is not None and worker._worker._client is not None:
-                worker._worker._client.wait_until_connected(LONG_TIMEOUT_SECONDS)
+            for client in worker._worker._clients if worker._worker is not None else ():
+                client.wait_until_connected(LONG_TIMEOUT_SECONDS)
 
     def config(self, rank: int) -> Any:
         transfer = SimpleNamespace(
-            kv_connector_extra_config={"endpoint": self.server.endpoint},
+            kv_connector_extra_config={"endpoint": self.server.endpoint, "kv_parts": self.kv_parts},
             kv_load_failure_policy="recompute",
             is_kv_consumer=True,
             is_kv_producer=True,
@@ -136,9 +141,13 @@ class Engine:
     def tensors(self, worker: KVTierConnector) -> dict[str, torch.Tensor]:
         """One tensor per layer of the worker, with distinct bytes in every block."""
         seed = torch.Generator().manual_seed(worker._vllm_config.parallel_config.rank // self.copies)
+        groups = worker._geometry.groups if worker._geometry is not None else ()
+        heads = next((spec.num_heads for spec in self.specs if not isinstance(spec, dict)), 1)
         return {
-            name: torch.randint(0, 255, (BLOCKS, page), generator=seed, dtype=torch.uint8)
-            for group in worker._geometry.groups
+            name: torch.randint(
+                0, 255, (BLOCKS, heads, 4, pieces * page // heads // 4), generator=seed, dtype=torch.uint8
+            )
+            for group, pieces in ((group, worker._own_parts.pieces) for group in groups)
             for name, page in zip(group.layers, group.page_bytes, strict=True)
         }
 
@@ -329,10 +338,64 @@ def test_data_parallel_engines_share_blocks(engine: Any) -> None:
         assert torch.equal(caches["b"][6], old["b"][3])
 
 
+@pytest.mark.parametrize(("stores", "loads"), [(1, 2), (2, 1), (1, 4), (4, 2)])
+def test_engines_of_unequal_tensor_parallelism_share_blocks(engine: Any, stores: int, loads: int) -> None:
+    """Each rank stores and loads the heads that it has, if `kv_parts` divides the heads equally."""
+    layers = [[["a", "b"]]]
+    writer, reader = (
+        engine([HEADS[4 // tensor]], layers, tensor=tensor, kv_parts=4, name=f"engine of {tensor}")
+        for tensor in (stores, loads)
+    )
+    assert _namespaces(writer) == _namespaces(reader)
+    for rank in range(stores):
+        assert list(reader.lookup().statuses) == [KeyStatus.MISS] * 2
+        assert writer.save(rank, [2, 3]) == {}
+    reader.load([5, 6])
+    for name in "ab":
+        stored, loaded = (torch.cat([caches[name] for caches in made.caches], dim=1) for made in (writer, reader))
+        assert torch.equal(loaded[[5, 6]], stored[[2, 3]])
+    # Without `kv_parts` each tensor parallel size has its own blocks.
+    assert list(engine([HEADS[4]], layers, name="plain").lookup().statuses) == [KeyStatus.MISS] * 2
+
+
+def test_a_part_of_a_block_that_is_not_stored_is_reported(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker with two parts reports a block as stored only if it has stored both."""
+    made = engine([HEADS[2]], [[["a"]]], kv_parts=2)
+    second = made.workers[0]._worker._clients[1]
+    write = type(second).write
+    monkeypatch.setattr(second, "write", lambda keys, **more: write(second, keys[:1], **more), raising=False)
+    assert made.save(0, [2, 3]) == {1: {1}}
+    assert list(made.lookup().statuses) == [KeyStatus.HIT, KeyStatus.MISS]
+
+
+@pytest.mark.parametrize(
+    ("specs", "ranks", "reason"),
+    [
+        ([HEADS[3]], {"kv_parts": 2}, "the 3 KV heads of a rank (FullAttentionSpec) cannot be divided into 2 parts"),
+        ([HEADS[1]], {"kv_parts": 3, "tensor": 2}, "kv_parts=3 is not a multiple of the 2 tensor parallel ranks"),
+        ([FULL, LATENT], {"kv_parts": 2}, "the 1 KV heads of a rank (FullAttentionSpec) cannot be divided"),
+    ],
+)
+def test_heads_that_cannot_be_divided_disable_the_connector(
+    engine: Any, caplog: pytest.LogCaptureFixture, specs: list[Any], ranks: dict[str, int], reason: str
+) -> None:
+    """The engine starts, each request is a miss, and the log says why."""
+    made = engine(specs, [[["a"], ["b"]][: len(specs)]], **ranks)
+    assert made.scheduler._scheduler is None
+    assert f"the connector is disabled, every request is a miss: kv_parts={ranks['kv_parts']}" in caplog.text
+    assert reason in caplog.text
+
+
+def test_latent_attention_ignores_kv_parts(engine: Any) -> None:
+    """All its ranks have the same bytes, whatever their number is."""
+    assert _namespaces(engine([LATENT], [[["a"]]], kv_parts=4)) == _namespaces(engine([LATENT], [[["a"]]], name="o"))
+
+
 def test_ranks_are_counted_within_one_engine() -> None:
     """Worker ranks may count on over data parallel engines; a scheduler per rank is refused."""
     assert [Ranks(2, 2).part(rank) for rank in (0, 3, 4, 7)] == [0, 3, 0, 3]
     assert [Ranks(4, 2, 2).part(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [Ranks(4, 2, 2, 2).part(rank, rank % 2) for rank in range(8)] == [0, 1, 2, 3, 4, 5, 6, 7]
     assert [rank for rank in range(8) if Ranks(4, 2, 2).stores(rank)] == [0, 2, 4, 6]
     parallel = SimpleNamespace(
         tensor_parallel_size=1, pipeline_parallel_size=1, distributed_executor_backend="external_launcher"

@@ -44,7 +44,7 @@ def _worker(client: Any) -> Iterator[tuple[WorkerSide, WorkerReports, list[int]]
     """A worker, its reports, and the number of clients that it created."""
     made: list[int] = []
 
-    def connect(_: Any) -> Any:
+    def connect(*_: Any) -> Any:
         made.append(1)
         return client
 
@@ -74,7 +74,7 @@ def test_a_sleep_waits_for_copies_that_run_and_lets_none_begin(step: StepMetadat
     """A copy into freed memory would end the engine; late copies are reported as not done."""
     with _worker(FakeTransfers()) as (side, reports, _):
         slow: Any = Slow()
-        side._copier = slow
+        side._copiers = (slow,)
         side.start_loads(step)
         side.start_saves(step)
         assert slow.begun.wait(60)
@@ -98,14 +98,14 @@ def test_a_copy_that_was_queued_before_the_sleep_does_not_begin_in_it() -> None:
     client = FakeTransfers()
     with _worker(client) as (side, reports, _):
         slow: Any = Slow()
-        side._copier = slow
+        side._copiers = (slow,)
         slow.gate.set()
         side._gate.close(1)
-        side._save(SAVES.saves[0], client, StepMark(None, None, 1), 0.0, float("inf"))
+        side._save(SAVES.saves[0], (client,), StepMark(None, None, 1), 0.0, float("inf"))
         assert not slow.begun.is_set()
         assert reports.take_report() == WorkerReport({1: 1}, {1: {0, 1}})
         side.resume()
-        side._save(SAVES.saves[0], client, StepMark(None, None, 1), 0.0, float("inf"))
+        side._save(SAVES.saves[0], (client,), StepMark(None, None, 1), 0.0, float("inf"))
         assert slow.done == 1
         assert reports.take_report() == WorkerReport({1: 1})
 
@@ -148,7 +148,7 @@ def test_a_refusal_of_one_save_holds_up_no_other(
     monkeypatch.setattr(worker, "_CIRCUIT_OPEN_S", 600.0)
     client = FakeTransfers(error)
     with _worker(client) as (side, _, _):
-        side._copier = SimpleNamespace(mark=lambda: None, copy_out=lambda *_: None)  # type: ignore[assignment]
+        side._copiers = (SimpleNamespace(mark=lambda: None, copy_out=lambda *_: None),)  # type: ignore[assignment]
         side.start_saves(SAVES)
         side.start_saves(SAVES)
     assert len(client.written) == (2 if again else 1)

@@ -114,7 +114,7 @@ def test_a_worker_counts_what_it_copied(error: KVTierError | None) -> None:
     """Only bytes that were moved: no blocks that were present, no failed loads."""
     counters, reports = TransferCounters(), WorkerReports()
     worker = WorkerSide(
-        lambda _: FakeTransfers(error),  # type: ignore[arg-type,return-value]
+        lambda *_: FakeTransfers(error),  # type: ignore[arg-type,return-value]
         [FULL],
         "ns",
         8,

@@ -67,7 +67,7 @@ def restart(server: ServerProcess, *engines: ToyEngine) -> None:
     server.kill()
     server.start()
     for engine in engines:
-        for client in (engine.scheduler._client, engine.worker._client):
+        for client in (engine.scheduler._client, *engine.worker._clients):
             assert client is not None
             client.wait_until_connected(60)
 
@@ -300,13 +300,13 @@ def test_a_job_of_old_weights_never_uses_the_new_namespace() -> None:
 
     made: list[FakeTransfers] = []
 
-    def connect(_: Any) -> Any:
+    def connect(*_: Any) -> Any:
         made.append(FakeTransfers())
         return made[-1]
 
     with worker_with(connect) as (side, reports):
         slow: Any = Slow()
-        side._copier = slow
+        side._copiers = (slow,)
         side.start_saves(SAVES)  # its copy runs
         assert slow.begun.wait(60)
         side.start_saves(SAVES)  # queued behind it
