@@ -100,9 +100,9 @@ class ConnectorConfig(ServerConfig):
     if `kv_events_config` enables KV events.
     `engine_address`: the address (`host:port`) at which routers reach this engine. The server's
     publisher of events, if it is on, then has a topic for this engine. Default: none.
-    `kv_parts`: number of parts into which the KV heads of a block are divided. Engines with different
-    tensor parallelism share blocks if they have the same value, which must be a multiple of the
-    tensor parallel size of each engine. Default (0): the tensor parallel size.
+    `kv_parts`: number of parts into which the KV heads of a block are divided. Engines with
+    different tensor parallelism share blocks if they have the same value, which must be a multiple
+    of the tensor parallel size of each engine. Default (0): the tensor parallel size.
     `weights_change_on_reset`: whether the weights may have changed when vLLM resets the connector.
     If true, the engine then uses another namespace. If false, only the CPU tier is emptied.
 

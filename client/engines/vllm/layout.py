@@ -132,9 +132,9 @@ def _pages(name: str, tensor: torch.Tensor, num_blocks: int, piece: int, pieces:
 
 
 def _contiguous_runs(block: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns shape and strides of a block in bytes and in memory order, with the fewest dimensions.
+    """Returns shape and strides of a block in bytes and in memory order.
 
-    The last dimension has the contiguous bytes.
+    The number of dimensions is as small as possible. The last one has the contiguous bytes.
     """
     element = block.element_size()
     shape, strides = [element], [1]

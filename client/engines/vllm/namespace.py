@@ -59,8 +59,8 @@ def build_namespace(
 ) -> Namespace:
     """Returns the namespace of this engine and tenant. Reads samples of a local model's files.
 
-    `parts`: the parts of all ranks. All data parallel engines have the same namespace, because their
-    blocks are interchangeable.
+    `parts`: the parts of all ranks. All data parallel engines have the same namespace, because
+    their blocks are interchangeable.
 
     Raises Unsupported if the model's weights cannot be identified, OSError for unreadable files.
     """

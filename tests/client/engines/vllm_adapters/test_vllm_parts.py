@@ -73,7 +73,7 @@ def test_blocks_come_back_as_they_went(split: bool) -> None:  # noqa: FBT001 - a
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=["heads first", "tokens first"])
 @pytest.mark.parametrize("kernel_blocks", [1, 2])
 def test_a_piece_of_a_page_has_the_bytes_of_a_rank_with_fewer_heads(order: tuple[int, ...], kernel_blocks: int) -> None:
-    """Slots of rank 1 of 2 and of the second piece of a single rank are equal, in each memory order."""
+    """Slots of rank 1 of 2 and of the second piece of a single rank are equal."""
 
     def memory_order(cache: torch.Tensor) -> torch.Tensor:
         return cache.permute(order).contiguous().permute(order)  # each order is its own inverse

@@ -387,7 +387,7 @@ def test_heads_that_cannot_be_divided_disable_the_connector(
 
 
 def test_latent_attention_ignores_kv_parts(engine: Any) -> None:
-    """All its ranks have the same bytes, whatever their number is."""
+    """All its ranks have the same bytes."""
     assert _namespaces(engine([LATENT], [[["a"]]], kv_parts=4)) == _namespaces(engine([LATENT], [[["a"]]], name="o"))
 
 
