@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -16,38 +15,26 @@ from starlette.requests import Request as HttpRequest
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from .agents import Retentions
+from .bodies import RejectedError, read_body
 from .conversations import Conversation, Conversations
-from .engines import Answer, Engines, engine_headers
+from .engines import Engines, engine_headers
 from .exchange import Exchange
 from .fleet import Fleet
+from .hints import Hints
 from .metrics import Metrics, Outcome
 from .pages import Pages, no_route
 from .reply import ClientGoneError, Reply, error_answer
 from .service import Request, Service
 from .settings import Settings
-from .turns import SOURCE_HEADER, BadRequestError, Turn
+from .turns import BadRequestError, Turn
 from .watch import Watch
 
 __all__ = ["make_app"]
 
 _PATHS = ("/v1/completions", "/v1/chat/completions")
 
-READ_TIMEOUT_S = 60.0
-"""Seconds for a client to send its request. After this time the proxy answers 408."""
-
-_HANG_UP = {"connection": "close"}
-"""Header of responses before the whole body has arrived: the server must not wait for the rest."""
-
 logger = logging.getLogger(__name__)
-
-
-class _RejectedError(Exception):
-    """The proxy rejects the request without asking an engine."""
-
-    def __init__(self, outcome: Outcome, answer: Answer) -> None:
-        super().__init__(outcome.value)
-        self.outcome = outcome
-        self.answer = answer
 
 
 class Completions:
@@ -65,7 +52,7 @@ class Completions:
         self._under_way += 1
         try:
             outcome = await self._serve(path, HttpRequest(scope, receive), reply, begun_at)
-        except _RejectedError as rejected:
+        except RejectedError as rejected:
             outcome = rejected.outcome
             await reply.whole(rejected.answer)
         except ClientGoneError:
@@ -77,42 +64,19 @@ class Completions:
 
     async def _serve(self, path: str, http: HttpRequest, reply: Reply, begun_at: float) -> Outcome:
         if self._under_way > self._settings.max_requests:
-            raise _RejectedError(
+            raise RejectedError(
                 Outcome.BUSY, error_answer(503, "Too many requests are in progress.", {"retry-after": "1"})
             )
-        raw = await self._read(http.receive, http.headers.get("content-length", ""))
+        raw = await read_body(http.receive, http.headers.get("content-length", ""), self._settings.max_body)
         if raw is None:
             return Outcome.GONE
         try:
-            turn = Turn.parse(raw, http.headers.get(SOURCE_HEADER, ""))
+            turn = Turn.parse(raw, http.headers)
         except BadRequestError as error:
-            raise _RejectedError(Outcome.CLIENT_ERROR, error_answer(400, str(error))) from None
+            raise RejectedError(Outcome.CLIENT_ERROR, error_answer(400, str(error))) from None
         request = self._request(path, http, turn, begun_at)
         outcome = await _while_connected(http.receive, Exchange(self._service, request, reply).run())
         return Outcome.GONE if outcome is None else outcome
-
-    async def _read(self, receive: Receive, declared: str) -> bytes | None:
-        """Returns the body, or None if the client disconnected."""
-        limit, body = self._settings.max_body, bytearray()
-        too_large = _RejectedError(
-            Outcome.CLIENT_ERROR, error_answer(413, f"The body has more than {limit} bytes.", _HANG_UP)
-        )
-        if declared.isdecimal() and int(declared) > limit:
-            raise too_large
-        try:
-            async with asyncio.timeout(READ_TIMEOUT_S):
-                while True:
-                    message = await receive()
-                    if message["type"] != "http.request":
-                        return None
-                    body += message.get("body", b"")
-                    if len(body) > limit:
-                        raise too_large
-                    if not message.get("more_body", False):
-                        return bytes(body)
-        except TimeoutError:
-            answer = error_answer(408, "The body did not arrive in time.", _HANG_UP)
-            raise _RejectedError(Outcome.CLIENT_ERROR, answer) from None
 
     def _request(self, path: str, http: HttpRequest, turn: Turn, begun_at: float) -> Request:
         headers = engine_headers(http.headers)
@@ -120,8 +84,8 @@ class Completions:
         if turn.conversation_id is None:
             logger.warning("%s has no conversation_id, so a later turn cannot use its blocks", headers["x-request-id"])
         else:
-            owner = hashlib.sha256(headers.get("authorization", "").encode()).hexdigest()
-            conversation = Conversation(owner, turn.model, turn.conversation_id)
+            conversation = Conversation.of(headers.get("authorization", ""), turn.model, turn.conversation_id)
+            turn = turn.named(conversation.server_name)
         return Request(path, turn, conversation, headers, begun_at)
 
 
@@ -131,10 +95,22 @@ def make_app(settings: Settings, clock: Callable[[], float]) -> Starlette:
     conversations = Conversations(settings.entry_ttl, settings.max_entries)
     metrics = Metrics((prefill, decode), conversations.__len__)
     engines = Engines(settings.decode_timeout)
-    service = Service(prefill, decode, engines, conversations, metrics, clock, settings.prefill_timeout)
+    service = Service(
+        prefill,
+        decode,
+        engines,
+        conversations,
+        Retentions(settings.max_entries),
+        Hints(settings.hint_servers(), metrics, clock),
+        metrics,
+        clock,
+        settings.prefill_timeout,
+        settings.tool_time,
+    )
     pages, completions = Pages(service), Completions(service, settings)
     routes = [
         *(Route(path, partial(completions, path), methods=["POST"]) for path in _PATHS),
+        Route("/hints", pages.hint, methods=["POST"]),
         Route("/v1/models", pages.models),
         Route("/health", pages.health),
         Route("/metrics", pages.metrics),
@@ -159,7 +135,8 @@ def _lifespan(service: Service, settings: Settings) -> Callable[[Starlette], Abs
         await asyncio.gather(*(watch.check() for watch in watches))
         tasks = [asyncio.create_task(watch.run()) for watch in watches]
         try:
-            yield
+            async with service.hints.running():
+                yield
         finally:
             await _end(tasks)
             await service.engines.close()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from enum import Enum
 
 from .transfer import Params
 
-__all__ = ["Conversation", "Conversations", "Reuse", "TakeResult"]
+__all__ = ["MAX_SERVER_NAME", "Conversation", "Conversations", "Reuse", "TakeResult"]
+
+MAX_SERVER_NAME = 128
+"""Maximum number of characters of a conversation's name on kvtier servers."""
 
 
 class Reuse(Enum):
@@ -29,6 +33,20 @@ class Conversation:
     owner: str
     model: str
     name: str
+
+    @classmethod
+    def of(cls, authorization: str, model: str, name: str) -> Conversation:
+        """Returns the key of a conversation of the client with this header Authorization."""
+        return cls(hashlib.sha256(authorization.encode()).hexdigest(), model, name)
+
+    @property
+    def server_name(self) -> str:
+        """Name on kvtier servers: different for each owner and model, at most 128 characters."""
+        owner = f"{self.owner}\0{self.model}".encode("utf-8", "surrogatepass")
+        name = f"{hashlib.sha256(owner).hexdigest()[:16]}.{self.name}"
+        if len(name) <= MAX_SERVER_NAME and name.isascii() and name.isprintable():
+            return name
+        return hashlib.sha256(owner + b"\0" + self.name.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 @dataclass(frozen=True)

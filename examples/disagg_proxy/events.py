@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from .agents import calls_tools
 from .transfer import DecodeEngine, Params, is_usable
 
 __all__ = ["EventSplitter", "EventTooLargeError", "StreamReader", "without_params"]
@@ -52,6 +53,7 @@ class StreamReader:
         self._total_tokens = 0
         self._is_kept = False
         self._params: Params | None = None
+        self.calls_tools = False
         self.is_done = False
         self.has_failed = False
 
@@ -96,7 +98,10 @@ class StreamReader:
         if isinstance(usage, dict) and isinstance(usage.get("total_tokens"), int):
             self._total_tokens = usage["total_tokens"]
         for choice in choices if isinstance(choices, list) else ():
-            if isinstance(choice, dict) and choice.get("finish_reason") is not None:
+            if not isinstance(choice, dict):
+                continue
+            self.calls_tools = self.calls_tools or calls_tools(choice)
+            if choice.get("finish_reason") is not None:
                 self._is_kept = _is_kept(choice)
 
 

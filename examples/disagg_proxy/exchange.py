@@ -13,6 +13,7 @@ from contextlib import aclosing
 
 import httpx
 
+from .agents import calls_tools, prefetch
 from .conversations import Reuse, TakeResult
 from .engines import Answer, Cause, EngineFailedError, read_answer
 from .events import EventSplitter, EventTooLargeError, StreamReader, without_params
@@ -47,6 +48,9 @@ class Exchange:
         self._turn = request.turn
         self._reply = reply
         self._key = request.conversation.name if request.conversation is not None else None
+        self._has_prefilled = False
+        self._servers: set[str] = set()
+        """The kvtier servers, as far as they get hints, of the engines that served the request."""
 
     async def run(self) -> Outcome:
         """Serves the request. If the client disconnects, the caller cancels this method."""
@@ -86,6 +90,7 @@ class Exchange:
                     break
                 continue
             if params:
+                self._has_prefilled = True
                 return params
             cause = "nothing_handed_over"
             break
@@ -96,13 +101,14 @@ class Exchange:
     async def _prefill_at(self, instance: Instance, body: Mapping[str, object]) -> Params | None:
         service, request = self._service, self._request
         begun_at = service.clock()
+        self._hint_prefetch(instance)
         answer = await service.engines.ask(
             instance, request.path, body, request.headers, timeout_s=service.prefill_timeout_s
         )
         if answer.status >= 400:
             raise _RefusedError(answer)
         params = answer.parsed().get("kv_transfer_params")
-        instance.answered()
+        self._served(instance)
         service.metrics.prefill.observe(service.clock() - begun_at)
         return params if isinstance(params, dict) else None
 
@@ -111,6 +117,8 @@ class Exchange:
     async def _decode(self, params: Params | None) -> Outcome:
         failure = EngineFailedError(Cause.CONNECT)
         for instance in self._instances(self._service.decode, include_down=True):
+            if not self._has_prefilled:
+                self._hint_prefetch(instance)
             try:
                 if self._turn.stream:
                     return await self._stream(instance, params)
@@ -138,7 +146,8 @@ class Exchange:
             await self._reply.whole(answer)
             return Outcome.CLIENT_ERROR
         fields = answer.parsed()
-        instance.answered()
+        self._served(instance)
+        self._hint_after(is_calling=any(calls_tools(choice) for choice in _choices(fields)))
         if "kv_transfer_params" in fields:
             held = fields["kv_transfer_params"]
             self._learn(instance, held)
@@ -174,7 +183,9 @@ class Exchange:
                 passed = b"".join([reader.read(event) for event in events])
                 if reader.is_done and not is_kept:  # before the client can send its next turn
                     is_kept = True
-                    instance.answered()
+                    self._served(instance)
+                    if not reader.has_failed:
+                        self._hint_after(is_calling=reader.calls_tools)
                     self._learn(instance, reader.params)
                     self._keep(instance, reader.hold(instance.engine, name))
                 if passed:
@@ -214,6 +225,29 @@ class Exchange:
         elif error.cause is not Cause.STATUS:
             instance.is_suspect = True
 
+    def _served(self, instance: Instance) -> None:
+        instance.answered()
+        if instance.hints is not None:
+            self._servers.add(instance.hints)
+
+    def _hint_prefetch(self, instance: Instance) -> None:
+        """Lets the server load the conversation's blocks while the request waits in the engine."""
+        conversation = self._request.conversation
+        if conversation is not None and instance.hints is not None and self._turn.agent.has_tool_results:
+            self._service.hints.send(prefetch(conversation, [instance.hints]))
+
+    def _hint_after(self, *, is_calling: bool) -> None:
+        """Retains the conversation's blocks if the answer calls tools, and else releases them."""
+        service, conversation, agent = self._service, self._request.conversation, self._turn.agent
+        if conversation is None:
+            return
+        if is_calling and not agent.is_last:
+            seconds = service.tool_time_s if agent.tool_s is None else agent.tool_s
+            hints = service.retentions.retain(conversation, self._servers, seconds, service.clock())
+        else:
+            hints = service.retentions.release(conversation, service.clock())
+        service.hints.send(hints)
+
     def _learn(self, instance: Instance, params: object) -> None:
         engine = DecodeEngine.parse(params)
         if engine is not None:
@@ -227,6 +261,11 @@ class Exchange:
         kept = hold if address is None else address.replacing(hold)
         crowded_out = self._service.conversations.put(conversation, kept, self._service.clock())
         self._service.metrics.dropped.labels("no_room").inc(crowded_out)
+
+
+def _choices(fields: Mapping[str, object]) -> list[dict[str, object]]:
+    choices = fields.get("choices")
+    return [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
 
 
 async def _events(response: httpx.Response) -> AsyncGenerator[list[bytes]]:

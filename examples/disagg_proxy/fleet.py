@@ -29,6 +29,7 @@ class Role(Enum):
 class Instance:
     """One engine. `kvtier`: address of its kvtier server; None: the reported address (B2.22).
 
+    `hints`: its kvtier server, which gets hints about agents; None for no hints.
     `engine`: identity of the engine if it holds requests, known since `engine_seen_at`.
     `is_suspect`: a request failed, so the next health check is due at once. `failures`: number of
     consecutive failures. `retry_at`: the engine is not used before this time. Times are seconds on
@@ -38,6 +39,7 @@ class Instance:
     url: str
     role: Role
     kvtier: Address | None = None
+    hints: str | None = None
     engine: DecodeEngine | None = None
     engine_seen_at: float | None = None
     is_up: bool = True

@@ -1,4 +1,4 @@
-"""GET pages: health, metrics, models."""
+"""Pages beside the completions: health, metrics, models, and hints of agents."""
 
 from __future__ import annotations
 
@@ -6,17 +6,23 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from .agents import prefetch
+from .bodies import RejectedError, read_body
+from .conversations import Conversation
 from .engines import Answer, EngineFailedError, engine_headers
 from .fleet import Instance
 from .metrics import CONTENT_TYPE
 from .reply import error_answer
 from .service import Service
+from .turns import BadRequestError, parse_hint
 
 __all__ = ["Pages", "no_route"]
 
+MAX_HINT_BYTES = 16 << 10
+
 
 class Pages:
-    """Handlers of the GET pages."""
+    """Handlers of the pages."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -50,6 +56,31 @@ class Pages:
         except EngineFailedError as error:
             answer = error.answer or answer
         return _response(answer)
+
+    async def hint(self, http: HttpRequest) -> Response:
+        """Sends an agent's hint to kvtier servers. Answers with the number of these servers."""
+        try:
+            raw = await read_body(http.receive, http.headers.get("content-length", ""), MAX_HINT_BYTES)
+            given = parse_hint(raw or b"")
+        except RejectedError as rejected:
+            return _response(rejected.answer)
+        except BadRequestError as error:
+            return _response(error_answer(400, str(error)))
+        authorization = engine_headers(http.headers).get("authorization", "")
+        conversation = Conversation.of(authorization, given.model, given.conversation_id)
+        service = self._service
+        if given.is_prefetch:
+            hints = prefetch(conversation, self._home_of(conversation))
+        else:
+            hints = service.retentions.release(conversation, service.clock())
+        service.hints.send(hints)
+        return JSONResponse({"servers": len(hints)}, 202)
+
+    def _home_of(self, conversation: Conversation) -> list[str]:
+        """Returns the kvtier server of the engine that would compute the next prompt."""
+        service = self._service
+        instance = service.prefill.choose(conversation.name) or service.decode.choose(conversation.name)
+        return [instance.hints] if instance is not None and instance.hints is not None else []
 
 
 def _described(instance: Instance) -> dict[str, object]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from .agents import Retentions
 from .conversations import Conversation, Conversations
 from .engines import Engines
 from .fleet import Fleet
+from .hints import Hints
 from .metrics import Metrics
 from .turns import Turn
 
@@ -16,15 +18,21 @@ __all__ = ["Request", "Service"]
 
 @dataclass(frozen=True)
 class Service:
-    """Objects that all requests share. `clock`: monotonic seconds."""
+    """Objects that all requests share. `clock`: monotonic seconds.
+
+    `tool_time_s`: seconds for which servers retain a conversation's blocks while a tool runs.
+    """
 
     prefill: Fleet
     decode: Fleet
     engines: Engines
     conversations: Conversations
+    retentions: Retentions
+    hints: Hints
     metrics: Metrics
     clock: Callable[[], float]
     prefill_timeout_s: float
+    tool_time_s: float
 
 
 @dataclass(frozen=True)

@@ -3,36 +3,43 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from urllib.parse import urlsplit
 
 from .fleet import Instance, Role
 from .transfer import Address
 
-__all__ = ["Decode", "Settings", "parse_arguments"]
+__all__ = ["Engine", "Settings", "parse_arguments"]
 
 
 @dataclass(frozen=True)
-class Decode:
-    """A decode engine. `kvtier`: address at which P reaches its server; None: the reported one."""
+class Engine:
+    """An engine. `kvtier`, of a decode engine: address at which P reaches its kvtier server.
+
+    None means the address that the engine reports. `hints`: address at which the proxy reaches the
+    kvtier server, for hints about agents; None for no hints.
+    """
 
     url: str
     kvtier: Address | None = None
+    hints: str | None = None
 
 
 @dataclass(frozen=True)
 class Settings:
     """Settings of the proxy; times in seconds. README.md describes each setting."""
 
-    prefill: tuple[str, ...] = ()
-    decode: tuple[Decode, ...] = ()
+    prefill: tuple[Engine, ...] = ()
+    decode: tuple[Engine, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8000
     prefill_timeout: float = 120.0
     decode_timeout: float = 1800.0
     entry_ttl: float = 450.0
     max_entries: int = 100_000
+    tool_time: float = 300.0
     max_requests: int = 1024
     max_body: int = 32 << 20
     check_interval: float = 5.0
@@ -40,11 +47,15 @@ class Settings:
 
     def prefill_instances(self) -> list[Instance]:
         """Returns the prefill engines in their initial state."""
-        return [Instance(url, Role.PREFILL) for url in self.prefill]
+        return [Instance(engine.url, Role.PREFILL, hints=engine.hints) for engine in self.prefill]
 
     def decode_instances(self) -> list[Instance]:
         """Returns the decode engines in their initial state."""
-        return [Instance(decode.url, Role.DECODE, decode.kvtier) for decode in self.decode]
+        return [Instance(engine.url, Role.DECODE, engine.kvtier, engine.hints) for engine in self.decode]
+
+    def hint_servers(self) -> list[str]:
+        """Returns the addresses of the kvtier servers that get hints."""
+        return sorted({engine.hints for engine in (*self.prefill, *self.decode) if engine.hints is not None})
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> Settings:
@@ -59,10 +70,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Settings:
     add(
         "--prefill",
         action="append",
-        type=_url,
+        type=_prefill,
         default=hidden,
-        metavar="URL",
-        help="a prefill engine; repeat the option for each engine",
+        metavar="URL[,hints=ADDRESS]",
+        help="a prefill engine; repeat the option for each engine. The kvtier server at hints= gets hints about agents",
     )
     add(
         "--decode",
@@ -70,8 +81,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Settings:
         type=_decode,
         default=hidden,
         required=True,
-        metavar="URL[,kvtier=ADDRESS]",
-        help="a decode engine, and the address at which P reaches its kvtier server; repeat the option for each engine",
+        metavar="URL[,kvtier=ADDRESS][,hints=ADDRESS]",
+        help="a decode engine, and the addresses at which P and the proxy reach its kvtier server; repeat the option "
+        "for each engine",
     )
     add("--host", metavar="ADDRESS", help="address to listen on")
     add("--port", type=int, help="port to listen on; 0 for any free port")
@@ -84,6 +96,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Settings:
     )
     add("--entry-ttl", type=_positive, metavar="SECONDS", help="lifetime of a turn's entry in the conversation table")
     add("--max-entries", type=_count, metavar="N", help="maximum number of entries in the conversation table")
+    add(
+        "--tool-time",
+        type=_positive,
+        metavar="SECONDS",
+        help="time for which kvtier servers retain the blocks of a conversation while a tool runs",
+    )
     add("--max-requests", type=_count, metavar="N", help="maximum number of concurrent requests")
     add("--max-body", type=_count, metavar="BYTES", help="maximum size of a request's body")
     add("--check-interval", type=_positive, metavar="SECONDS", help="time between two health checks of an engine")
@@ -111,18 +129,31 @@ def _url(text: str) -> str:
     return text.rstrip("/").removesuffix("/v1")
 
 
-def _decode(text: str) -> Decode:
+def _prefill(text: str) -> Engine:
+    return _engine(text, {"hints"})
+
+
+def _decode(text: str) -> Engine:
+    return _engine(text, {"kvtier", "hints"})
+
+
+def _engine(text: str, known: Collection[str]) -> Engine:
     url, *options = text.split(",")
-    kvtier = None
+    given: dict[str, Address] = {}
+    hints = None
     for option in options:
         name, _, value = option.partition("=")
-        if name != "kvtier":
-            raise argparse.ArgumentTypeError(f"{option!r} is not like kvtier=ADDRESS")
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"{option!r} is not like {'=ADDRESS or '.join(sorted(known))}=ADDRESS")
         try:
-            kvtier = Address.parse(value)
+            given[name] = Address.parse(value)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
-    return Decode(_url(url), kvtier)
+        if name == "hints":
+            hints = value
+    if hints is not None and find_spec("kvtier") is None:
+        raise argparse.ArgumentTypeError("hints= needs the package kvtier")
+    return Engine(_url(url), given.get("kvtier"), hints)
 
 
 def _positive(text: str) -> float:

@@ -16,6 +16,7 @@ __all__ = [
     "is_usable",
     "next_turn",
     "own_params",
+    "with_conversation",
     "with_source",
 ]
 
@@ -35,6 +36,7 @@ _SETTINGS = "kvtier"
 _HOLD_AS = "hold_as"
 _HOLD = "hold"
 _SOURCE = "source"
+_CONVERSATION_ID = "conversation_id"
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,11 @@ def with_source(own: Params, source: str) -> Params:
     if not Address.parse(source).port:
         raise ValueError(f"{source!r} is not host:port")
     return _with_settings(own, {_SOURCE: source})
+
+
+def with_conversation(own: Params, server_name: str) -> Params:
+    """Returns parameters that name the conversation of the request."""
+    return _with_settings(own, {_CONVERSATION_ID: server_name})
 
 
 def for_engine(params: Params, own: Params, hold_as: str | None = None, *, holds: bool = True) -> Params:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from .transfer import Params, for_engine, own_params, with_source
+from .agents import AgentRequest
+from .transfer import Params, for_engine, own_params, with_conversation, with_source
 
-__all__ = ["MAX_CONVERSATION_ID", "SOURCE_HEADER", "BadRequestError", "Turn"]
+__all__ = ["MAX_CONVERSATION_ID", "SOURCE_HEADER", "AgentHint", "BadRequestError", "Turn", "parse_hint"]
 
 MAX_CONVERSATION_ID = 256
 """Maximum number of characters in the id of a conversation."""
@@ -27,7 +29,8 @@ class Turn:
     """A parsed request.
 
     `body`: as sent, without `conversation_id` and `kv_transfer_params`. `own`: the parameters that
-    the client may set itself. `alone`: D serves the turn without P.
+    the client may set itself. `alone`: D serves the turn without P. `agent`: what the request tells
+    about its agent.
     """
 
     body: dict[str, Any]
@@ -36,23 +39,23 @@ class Turn:
     stream: bool
     wants_usage: bool
     alone: bool
+    agent: AgentRequest
 
     @classmethod
-    def parse(cls, raw: bytes, source: str = "") -> Turn:
-        """Parses a body. `source` is the value of SOURCE_HEADER. Raises BadRequestError."""
-        try:
-            body = json.loads(raw)
-        except (ValueError, RecursionError):
-            raise BadRequestError("The body is not JSON.") from None
-        if not isinstance(body, dict):
-            raise BadRequestError("The body must be a JSON object.")
+    def parse(cls, raw: bytes, headers: Mapping[str, str]) -> Turn:
+        """Parses a body and headers with lower-case names. Raises BadRequestError."""
+        body = _object(raw)
         conversation_id = _conversation_id(body.pop("conversation_id", None))
         own = own_params(body.pop("kv_transfer_params", None))
-        if source:
+        if source := headers.get(SOURCE_HEADER):
             try:
                 own = with_source(own, source)
             except ValueError as error:
                 raise BadRequestError(f"{SOURCE_HEADER}: {error}.") from None
+        try:
+            agent = AgentRequest.parse(body, headers)
+        except ValueError as error:
+            raise BadRequestError(f"{error}.") from None
         # vLLM also reads `kv_transfer_params` from here, and a client must not name blocks to pull.
         if isinstance(xargs := body.get("vllm_xargs"), dict):
             xargs.pop("kv_transfer_params", None)
@@ -66,7 +69,12 @@ class Turn:
             stream=bool(stream),
             wants_usage=isinstance(options, dict) and bool(options.get("include_usage")),
             alone=not _is_one_answer(body) or _wants_whole_prompt(body),
+            agent=agent,
         )
+
+    def named(self, server_name: str) -> Turn:
+        """Returns the turn with this name of the conversation for the engines' kvtier servers."""
+        return replace(self, own=with_conversation(self.own, server_name))
 
     @property
     def model(self) -> str:
@@ -91,6 +99,36 @@ class Turn:
             options = body.get("stream_options")
             body["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
         return body
+
+
+@dataclass(frozen=True)
+class AgentHint:
+    """A hint of an agent outside of a request: prefetch (`is_prefetch`) or release."""
+
+    model: str
+    conversation_id: str
+    is_prefetch: bool
+
+
+def parse_hint(raw: bytes) -> AgentHint:
+    """Parses the body of a hint. Raises BadRequestError."""
+    body = _object(raw)
+    model, name, hint = body.get("model", ""), _conversation_id(body.get("conversation_id")), body.get("hint")
+    if name is None or not isinstance(model, str):
+        raise BadRequestError("conversation_id is missing, or model is not text.")
+    if hint not in ("prefetch", "release"):
+        raise BadRequestError("hint must be prefetch or release.")
+    return AgentHint(model, name, hint == "prefetch")
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError):
+        raise BadRequestError("The body is not JSON.") from None
+    if not isinstance(body, dict):
+        raise BadRequestError("The body must be a JSON object.")
+    return body
 
 
 def _conversation_id(given: object) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from disagg_proxy.settings import Decode, Settings
+from disagg_proxy.settings import Engine, Settings
 
 from .fake_engine import FakeEngine
 from .running_proxy import Clock, RunningProxy, run_proxy
@@ -21,11 +21,11 @@ class Site:
     prefill: list[FakeEngine]
     decode: list[FakeEngine]
 
-    def settings(self, prefills: int = 1, decodes: int = 1) -> Settings:
-        """Settings of a proxy for this many engines."""
+    def settings(self, prefills: int = 1, decodes: int = 1, hints: str | None = None) -> Settings:
+        """Settings of a proxy for this many engines, whose kvtier server is `hints`."""
         return Settings(
-            prefill=tuple(engine.url for engine in self.prefill[:prefills]),
-            decode=tuple(Decode(engine.url) for engine in self.decode[:decodes]),
+            prefill=tuple(Engine(engine.url, hints=hints) for engine in self.prefill[:prefills]),
+            decode=tuple(Engine(engine.url, hints=hints) for engine in self.decode[:decodes]),
             check_interval=0.05,
         )
 

@@ -48,6 +48,11 @@ class RecordedRequest:
     def params(self) -> dict[str, Any] | None:
         return self.body.get("kv_transfer_params")
 
+    @property
+    def handoff(self) -> dict[str, Any]:
+        """The parameters about another engine's blocks, without the settings for kvtier."""
+        return {name: value for name, value in (self.params or {}).items() if name != "kvtier"}
+
 
 Behaviour = Callable[["FakeEngine", RecordedRequest, asyncio.StreamWriter], Awaitable[None]]
 """Answers one request."""

@@ -112,7 +112,7 @@ async def test_without_p_d_computes_and_holds(site: Site, *, stream: bool) -> No
     async with site.proxy() as proxy:
         site.prefill[0].script.append(fail(503))
         assert _text(await proxy.turn(stream=stream)) == TEXT
-        given = site.decode[0].seen[0].params
+        given = site.decode[0].seen[0].handoff
         given.pop("kvtier", None)
         assert given == hold_only()
         await proxy.turn()
@@ -156,7 +156,7 @@ async def test_a_p_that_hands_nothing_over(site: Site) -> None:
         assert _text(await proxy.turn()) == TEXT
         assert await proxy.metric("fallbacks_total", cause="nothing_handed_over") == 1
     assert sum(len(engine.seen) for engine in site.prefill) == 1
-    assert site.decode[0].seen[0].params == hold_only()
+    assert site.decode[0].seen[0].handoff == hold_only()
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422, 429])
@@ -265,7 +265,7 @@ async def test_d_dies_in_the_middle(site: Site) -> None:
         assert not _other(site.decode, home).seen
         assert await proxy.metric("requests_total", outcome="broken", route=PATH) == 1
         await proxy.turn()
-        assert site.prefill[0].seen[2].params == first_turn()
+        assert site.prefill[0].seen[2].handoff == first_turn()
 
 
 async def test_d_dies_after_the_end(site: Site) -> None:
@@ -326,7 +326,7 @@ async def test_a_client_leaves_during_the_answer(site: Site, *, stream: bool) ->
         await async_wait_until(lambda: _gone(proxy))
         assert (await proxy.health())["conversations"] == 0
         await proxy.turn()
-    assert site.prefill[0].seen[1].params == first_turn()
+    assert site.prefill[0].seen[1].handoff == first_turn()
 
 
 async def test_a_client_leaves_while_its_request_is_read(site: Site) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from disagg_proxy import app
+from disagg_proxy import bodies
 from harness.disagg_site import Site
 from harness.fake_engine import fail, hang
 from harness.polling import async_wait_until, stays
@@ -105,7 +105,7 @@ async def test_bodies_are_bounded(site: Site) -> None:
 
 async def test_a_body_that_does_not_come(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that sends nothing does not keep its slot."""
-    monkeypatch.setattr(app, "READ_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(bodies, "READ_TIMEOUT_S", 0.1)
     async with site.proxy() as proxy:
         host, port = proxy.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from disagg_proxy.settings import Decode, Settings, parse_arguments
+from disagg_proxy.settings import Engine, Settings, parse_arguments
 from disagg_proxy.transfer import Address
 
 
@@ -12,14 +12,18 @@ def test_engines_are_named_one_by_one() -> None:
     settings = parse_arguments(
         [
             "--prefill=http://p1:8100/",
-            "--prefill=http://p2:8100/v1",
-            "--decode=http://d1:8200,kvtier=10.0.0.3:7070",
+            "--prefill=http://p2:8100/v1,hints=unix:/run/kvtier.sock",
+            "--decode=http://d1:8200,kvtier=10.0.0.3:7070,hints=10.0.0.3:7450",
             "--decode=https://d2",
             "--port=0",
         ]
     )
-    assert settings.prefill == ("http://p1:8100", "http://p2:8100")
-    assert settings.decode == (Decode("http://d1:8200", Address("10.0.0.3", 7070)), Decode("https://d2"))
+    assert settings.prefill == (Engine("http://p1:8100"), Engine("http://p2:8100", hints="unix:/run/kvtier.sock"))
+    assert settings.decode == (
+        Engine("http://d1:8200", Address("10.0.0.3", 7070), "10.0.0.3:7450"),
+        Engine("https://d2"),
+    )
+    assert settings.hint_servers() == ["10.0.0.3:7450", "unix:/run/kvtier.sock"]
     assert [instance.kvtier for instance in settings.decode_instances()] == [Address("10.0.0.3", 7070), None]
     assert settings.port == 0
 
@@ -27,7 +31,7 @@ def test_engines_are_named_one_by_one() -> None:
 def test_defaults() -> None:
     """B2.21 450 s for an entry; only this host is served by default."""
     settings = parse_arguments(["--decode=http://d:1"])
-    assert settings == Settings(decode=(Decode("http://d:1"),))
+    assert settings == Settings(decode=(Engine("http://d:1"),))
     assert (settings.entry_ttl, settings.host) == (450.0, "127.0.0.1")
 
 
@@ -42,6 +46,8 @@ def test_defaults() -> None:
         ["--decode=http://d:1,kvtier=nowhere"],
         ["--decode=http://d:1,kvteir=h:1"],
         ["--prefill=http://p:1,kvtier=h:1", "--decode=http://d:1"],
+        ["--decode=http://d:1,hints=nowhere"],
+        ["--decode=http://d:1", "--tool-time=0"],
         ["--decode=http://d:1", "--entry-ttl=0"],
         ["--decode=http://d:1", "--entry-ttl=nan"],
         ["--decode=http://d:1", "--prefill-timeout=inf"],

@@ -43,7 +43,7 @@ async def test_a_prompt_that_is_slow_at_p_goes_to_d(site: Site) -> None:
         assert await _is_up_after_checks(proxy, slow, looks[site.prefill.index(slow)])
         assert await proxy.metric("retries_total", cause="timeout", role="prefill") == 1
         assert await proxy.metric("fallbacks_total", cause="timeout") == 1
-    assert site.decode[0].seen[0].params == hold_only()
+    assert site.decode[0].seen[0].handoff == hold_only()
 
 
 @pytest.mark.parametrize("stream", [False, True])

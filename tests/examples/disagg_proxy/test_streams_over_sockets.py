@@ -31,7 +31,7 @@ async def test_a_stream_without_an_end_is_broken(site: Site) -> None:
         assert await _outcome(proxy, "broken") == 1
         await proxy.turn()
         assert await _outcome(proxy, "ok") == 1
-    assert site.prefill[0].seen[1].params == first_turn()
+    assert site.prefill[0].seen[1].handoff == first_turn()
 
 
 async def test_an_end_without_a_blank_line_is_one(site: Site) -> None:
@@ -73,7 +73,7 @@ async def test_an_error_in_the_middle_is_no_success(site: Site) -> None:
         assert answer.text.encode() == TEXT + ERROR + DONE
         assert (await _outcome(proxy, "broken"), await _outcome(proxy, "ok")) == (1, 0)
         await proxy.turn()
-    assert site.prefill[0].seen[1].params == first_turn()
+    assert site.prefill[0].seen[1].handoff == first_turn()
 
 
 async def _without_reading(proxy: RunningProxy) -> asyncio.StreamWriter:

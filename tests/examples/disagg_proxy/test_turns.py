@@ -11,7 +11,7 @@ from disagg_proxy.turns import MAX_CONVERSATION_ID, BadRequestError, Turn
 
 
 def _turn(**body: Any) -> Turn:
-    return Turn.parse(json.dumps({"model": "m", "prompt": "hello", **body}).encode())
+    return Turn.parse(json.dumps({"model": "m", "prompt": "hello", **body}).encode(), {})
 
 
 def test_the_conversation_is_taken_out() -> None:
@@ -41,7 +41,7 @@ def test_a_conversation_is_named_by_short_text(given: object) -> None:
 def test_what_is_no_object_is_refused(raw: bytes) -> None:
     """A body that is not a JSON object is the client's error."""
     with pytest.raises(BadRequestError):
-        Turn.parse(raw)
+        Turn.parse(raw, {})
 
 
 @pytest.mark.parametrize("given", [1, 0, "true", []])

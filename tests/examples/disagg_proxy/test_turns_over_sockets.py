@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from disagg_proxy.settings import Decode
+from disagg_proxy.settings import Engine
 from disagg_proxy.transfer import Address, first_turn, hold_only
 from harness.disagg_site import Site
 from harness.fake_engine import ANSWER, DONE, PROMPT_TOKENS, FakeEngine, RecordedRequest, hold_back, send_answer
@@ -31,7 +31,7 @@ async def test_three_turns(site: Site) -> None:
             answer = await proxy.turn(max_tokens=4)
             assert answer.status_code == 200
             assert answer.json()["choices"][0]["text"] == "".join(ANSWER)
-            given, taken = p.seen[number].params, d.seen[number].params
+            given, taken = p.seen[number].handoff, d.seen[number].params
             assert taken["do_remote_prefill"] is True
             assert taken["remote_engine_id"] == "p0"
             assert taken["remote_request_id"] in p.holds
@@ -53,7 +53,7 @@ async def test_ps_word_reaches_d_as_it_is(site: Site) -> None:
     """B2.18 P's parameters are forwarded to D unchanged."""
     async with site.proxy() as proxy:
         await proxy.turn()
-    d_got = site.decode[0].seen[0].params
+    d_got = site.decode[0].seen[0].handoff
     assert d_got == site.prefill[0].params(d_got["remote_request_id"], PROMPT_TOKENS, prefilled=True)
 
 
@@ -80,7 +80,7 @@ async def test_streams_are_remembered_under_the_name_they_were_given(site: Site)
         await proxy.turn(stream=True)
     name = d.seen[0].params["kvtier"]["hold_as"]
     given = p.seen[1].params
-    assert _is_miss(p.seen[0].params)
+    assert _is_miss(p.seen[0].handoff)
     assert given["remote_request_id"] == name
     assert name in d.holds
     assert (given["remote_engine_id"], given["remote_host"], given["remote_port"]) == ("d0", "host-of-d0", 7070)
@@ -153,7 +153,7 @@ async def test_answers_do_not_show_what_engines_tell_one_another(site: Site) -> 
 async def test_the_address_that_the_proxy_knows(site: Site) -> None:
     """B2.22 The remote host is D's configured kvtier server, for answers and for streams."""
     settings = site.settings()
-    settings = replace(settings, decode=(Decode(site.decode[0].url, Address("10.9.8.7", 7171)),))
+    settings = replace(settings, decode=(Engine(site.decode[0].url, Address("10.9.8.7", 7171)),))
     async with site.proxy(settings) as proxy:
         for stream in (False, True, False):
             await proxy.turn(stream=stream)
@@ -168,7 +168,7 @@ async def test_no_conversation_no_reuse(site: Site, caplog: pytest.LogCaptureFix
             assert (await proxy.turn(None, stream=stream)).status_code == 200
         assert await proxy.metric("turns_total", reuse="no_conversation_id") == 3
         assert (await proxy.health())["conversations"] == 0
-    assert [_is_miss(asked.params) for asked in site.prefill[0].seen] == [True] * 3
+    assert [_is_miss(asked.handoff) for asked in site.prefill[0].seen] == [True] * 3
     assert all(asked.params["remote_engine_id"] == "p0" for asked in site.decode[0].seen)
     assert all(asked.params["kvtier"] == {"hold": False} for asked in site.decode[0].seen), "no later turn uses it"
     assert sum("has no conversation_id" in record.message for record in caplog.records) == 3
@@ -184,7 +184,7 @@ async def test_an_entry_is_used_once(site: Site) -> None:
         await async_wait_until(lambda: len(p.seen) == 3)
         gate.set()
         await asyncio.gather(*both)
-    assert sorted(_is_miss(asked.params) for asked in p.seen[1:]) == [False, True]
+    assert sorted(_is_miss(asked.handoff) for asked in p.seen[1:]) == [False, True]
 
 
 async def test_an_entry_ends(site: Site) -> None:
@@ -199,7 +199,7 @@ async def test_an_entry_ends(site: Site) -> None:
         assert await proxy.metric("turns_total", reuse="expired") == 1
         assert await proxy.metric("entries_evicted_total", reason="expired") == 1
         assert await proxy.metric("turns_total", reuse="hit") == 1
-    assert [_is_miss(asked.params) for asked in site.prefill[0].seen] == [True, False, True]
+    assert [_is_miss(asked.handoff) for asked in site.prefill[0].seen] == [True, False, True]
 
 
 async def test_health_evicts(site: Site) -> None:
@@ -227,7 +227,7 @@ async def test_a_restart_of_the_proxy_is_a_miss(site: Site) -> None:
     async with site.proxy() as proxy:
         for _ in range(2):
             assert (await proxy.turn()).json()["choices"][0]["text"] == "".join(ANSWER)
-    assert [_is_miss(asked.params) for asked in site.prefill[0].seen] == [True, True, False]
+    assert [_is_miss(asked.handoff) for asked in site.prefill[0].seen] == [True, True, False]
 
 
 async def test_credentials_keep_conversations_apart(site: Site) -> None:
@@ -236,7 +236,7 @@ async def test_credentials_keep_conversations_apart(site: Site) -> None:
         for key in ("one", "two", "one"):
             proxy.http.headers["authorization"] = f"Bearer {key}"
             await proxy.turn()
-    assert [_is_miss(asked.params) for asked in site.prefill[0].seen] == [True, True, False]
+    assert [_is_miss(asked.handoff) for asked in site.prefill[0].seen] == [True, True, False]
     assert site.decode[0].seen[1].headers["authorization"] == "Bearer two"
 
 
@@ -245,7 +245,7 @@ async def test_models_keep_conversations_apart(site: Site) -> None:
     async with site.proxy() as proxy:
         for model in ("one", "two", "one"):
             await proxy.turn(model=model)
-    assert [_is_miss(asked.params) for asked in site.prefill[0].seen] == [True, True, False]
+    assert [_is_miss(asked.handoff) for asked in site.prefill[0].seen] == [True, True, False]
 
 
 async def test_one_id_for_a_request_everywhere(site: Site) -> None:
@@ -284,8 +284,8 @@ async def test_several_answers_are_ds_alone(site: Site) -> None:
         await proxy.turn(n=2, stream=True)
         await proxy.turn()
         assert await proxy.metric("turns_total", reuse="not_one_prompt") == 2
-    assert [_is_miss(asked.params) for asked in site.prefill[0].seen] == [True, False]
-    assert [asked.params is None for asked in site.decode[0].seen] == [False, True, True, False]
+    assert [_is_miss(asked.handoff) for asked in site.prefill[0].seen] == [True, False]
+    assert [not asked.handoff for asked in site.decode[0].seen] == [False, True, True, False]
     assert "stream_options" not in site.decode[0].seen[2].body
 
 
@@ -302,7 +302,7 @@ async def test_a_hold_without_blocks_is_not_recorded(site: Site) -> None:
         site.decode[0].script.append(nothing_held)
         await proxy.turn()
         await proxy.turn()
-    assert [_is_miss(asked.params) for asked in site.prefill[0].seen] == [True, True]
+    assert [_is_miss(asked.handoff) for asked in site.prefill[0].seen] == [True, True]
 
 
 async def test_where_d_holds_nothing_streams_are_not_remembered(site: Site) -> None:
@@ -312,7 +312,7 @@ async def test_where_d_holds_nothing_streams_are_not_remembered(site: Site) -> N
         await async_wait_until(lambda: bool(site.decode[0].probes))
         await proxy.turn(stream=True)
         await proxy.turn(stream=True)
-    assert [_is_miss(asked.params) for asked in site.prefill[0].seen] == [True, True]
+    assert [_is_miss(asked.handoff) for asked in site.prefill[0].seen] == [True, True]
 
 
 async def test_probes_hold_one_name(site: Site) -> None:
@@ -325,7 +325,7 @@ async def test_probes_hold_one_name(site: Site) -> None:
     assert {asked.body["max_tokens"] for asked in probes} == {1}
     assert {asked.body["model"] for asked in probes} == {"model-of-d0"}
     assert len({asked.params["kvtier"]["hold_as"] for asked in probes}) == 1
-    assert {name: value for name, value in probes[0].params.items() if name != "kvtier"} == hold_only()
+    assert probes[0].handoff == hold_only()
     assert not site.prefill[0].probes
 
 
@@ -405,7 +405,7 @@ async def test_many_conversations_at_once(site: Site) -> None:
         await asyncio.gather(*(talk(proxy, f"c{number}") for number in range(40)))
         assert await proxy.metric("turns_total", reuse="hit") == 80
         assert await proxy.metric("instance_outstanding", role="decode", instance=d.url) == 0
-    pulled = [asked.params["remote_request_id"] for asked in p.seen if not _is_miss(asked.params)]
+    pulled = [asked.params["remote_request_id"] for asked in p.seen if not _is_miss(asked.handoff)]
     assert len(set(pulled)) == 80
     named = {asked.params["kvtier"]["hold_as"]: asked.body["user"] for asked in d.seen if asked.body["stream"]}
     for asked in p.seen:
