@@ -301,9 +301,7 @@ def add_services(backend: Backend, listeners: Listeners, admin: AdminService, cl
 
     session = SessionService(config, runtime, sessions, attach.path, devices.capabilities)
     session_pb2_grpc.add_SessionServiceServicer_to_server(session, listeners.grpc)
-    events_pb2_grpc.add_EventServiceServicer_to_server(
-        EventService(runtime, sessions, long_calls.scheduler), listeners.grpc
-    )
+    events = EventService(runtime, sessions, validator, long_calls.scheduler)
     sources = _open_sources(backend, long_calls, closers)
     cache = CacheService(runtime, sessions, validator, bulk.end_writers, long_calls, sources)
     handoff = HandoffService(runtime, sessions, validator, long_calls)
@@ -311,6 +309,7 @@ def add_services(backend: Backend, listeners: Listeners, admin: AdminService, cl
     device_calls = DeviceCopyCalls(runtime, sessions, validator, metrics, devices)
     for server in (listeners.grpc, listeners.socket_calls):
         cache_pb2_grpc.add_CacheServiceServicer_to_server(cache, server)
+        events_pb2_grpc.add_EventServiceServicer_to_server(events, server)
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(handoff, server)
         conversation_pb2_grpc.add_ConversationServiceServicer_to_server(conversations, server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)

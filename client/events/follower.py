@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ...protos.v1 import common_pb2, events_pb2
+from ...protos.wire.block_contents import BlockContent, unpack_contents
 from ...protos.wire.packed_keys import unpack_keys
 
 __all__ = ["BlockFollower", "HeldChange"]
@@ -23,11 +24,13 @@ class HeldChange:
         stored: True if the medium has got the blocks.
         medium: "CPU" or "STORAGE".
         keys: keys of the blocks.
+        contents: tokens of stored blocks, by key, if the server knows them and was asked for them.
     """
 
     stored: bool
     medium: str
     keys: list[bytes]
+    contents: Mapping[bytes, BlockContent] = field(default_factory=dict)
 
 
 class BlockFollower:
@@ -52,7 +55,7 @@ class BlockFollower:
         for event in response.events:
             place = (event.medium, event.tier, event.namespace_id)
             if event.kind == events_pb2.BLOCK_EVENT_KIND_STORED:
-                self._store(place, _keys_of(event), changes)
+                self._store(place, event, changes)
             elif event.kind == events_pb2.BLOCK_EVENT_KIND_REMOVED:
                 self._remove(self._held, place, _keys_of(event), changes)
             elif event.kind == events_pb2.BLOCK_EVENT_KIND_CLEARED:
@@ -75,7 +78,8 @@ class BlockFollower:
         self.cursor = None
         return changes
 
-    def _store(self, place: _Place, keys: Iterable[bytes], changes: list[HeldChange]) -> None:
+    def _store(self, place: _Place, event: events_pb2.BlockEvent, changes: list[HeldChange]) -> None:
+        keys = _keys_of(event)
         held, unconfirmed = self._held[place], self._unconfirmed.get(place)
         new = []
         for key in keys:
@@ -85,7 +89,7 @@ class BlockFollower:
             if unconfirmed:
                 unconfirmed.discard(key)
         if new:
-            changes.append(HeldChange(True, place[0], new))
+            changes.append(HeldChange(True, place[0], new, _contents_of(event, keys)))
 
     def _remove(
         self, blocks: dict[_Place, set[bytes]], place: _Place, keys: Iterable[bytes], changes: list[HeldChange]
@@ -111,3 +115,9 @@ class BlockFollower:
 def _keys_of(event: events_pb2.BlockEvent) -> list[bytes]:
     packed: common_pb2.PackedKeys = event.keys
     return unpack_keys(packed.keys, packed.key_bytes) if packed.keys else []
+
+
+def _contents_of(event: events_pb2.BlockEvent, keys: Sequence[bytes]) -> dict[bytes, BlockContent]:
+    if not event.HasField("contents"):
+        return {}
+    return dict(zip(keys, unpack_contents(event.contents, len(keys), event.keys.key_bytes), strict=True))

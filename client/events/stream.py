@@ -1,4 +1,4 @@
-"""Background reader of the server's events. It reconnects, resumes, and never raises."""
+"""Background reader of events, which never raises, and the description of blocks for events."""
 
 from __future__ import annotations
 
@@ -11,17 +11,26 @@ import grpc
 from ...protos.credentials import Credentials
 from ...protos.endpoint import client_endpoint
 from ...protos.v1 import events_pb2, events_pb2_grpc
+from ...protos.wire.block_contents import BlockContent
 from ..session.session import ClientSession
 from ..sync import Client
 from ..transport.grpc_methods import CHANNEL_OPTIONS
 from .follower import BlockFollower, HeldChange
 
-__all__ = ["EventStream"]
+__all__ = ["EventStream", "describe_blocks"]
 
 _RETRY_SECONDS = 0.2
 _GONE_SECONDS = 10.0
 """After so long without the server, its blocks count as removed: engines cannot load them. A
 restart takes less time, and then only the differences are reported."""
+
+
+def describe_blocks(client: Client, keys: Sequence[bytes], contents: Sequence[BlockContent]) -> bool:
+    """Describes blocks before the client stores them. Returns whether the server keeps this.
+
+    The server drops the tokens when no tier has the block any more. Raises KVTierError.
+    """
+    return client._run(client._operations.describe(keys, contents))  # noqa: SLF001 - a part of the client
 
 
 class EventStream:
@@ -39,8 +48,11 @@ class EventStream:
         endpoint: str | None = None,
         credentials: Credentials | None = None,
         gone_seconds: float = _GONE_SECONDS,
+        with_contents: bool = False,
     ) -> None:
         """Starts the thread. `endpoint` and `credentials` are those of the client.
+
+        `with_contents`: whether stored blocks have their tokens, if the server knows them.
 
         `on_changes` runs on the thread and may block: then the server keeps the events, up to a
         limit, and later repeats what it holds. `on_error` gets a text for the log.
@@ -49,6 +61,7 @@ class EventStream:
         self._on_changes = on_changes
         self._on_error = on_error
         self._gone_seconds = gone_seconds
+        self._with_contents = with_contents
         self._follower = BlockFollower()
         self._channel = (credentials or Credentials.from_environment()).channel(
             client_endpoint(endpoint), CHANNEL_OPTIONS
@@ -81,7 +94,9 @@ class EventStream:
 
     def _read(self, session: ClientSession) -> None:
         """Reads the events of one session until it ends."""
-        request = events_pb2.WatchEventsRequest(session=session.ref, after=self._follower.cursor)
+        request = events_pb2.WatchEventsRequest(
+            session=session.ref, after=self._follower.cursor, with_contents=self._with_contents
+        )
         stream = self._stub.WatchEvents(request)
         has_answered = False
         with session.cancelling(stream.cancel):

@@ -25,6 +25,7 @@ from .model import (
     BlockPool,
     BlockTables,
     CacheGeometry,
+    ContentOf,
     EngineRequest,
     FreeBlock,
     LoadJob,
@@ -68,11 +69,19 @@ class OffloadCore:
     """Offload decisions of one engine. Methods run on the scheduler's thread and never block."""
 
     def __init__(
-        self, geometry: CacheGeometry, world_size: int, options: OffloadOptions, pool: BlockPool, server: OffloadServer
+        self,
+        geometry: CacheGeometry,
+        world_size: int,
+        options: OffloadOptions,
+        pool: BlockPool,
+        server: OffloadServer,
+        content_of: ContentOf | None = None,
     ) -> None:
         self._server = server
         self._loads = LoadPlanner(geometry, options, pool, server)
-        self._saves = SavePlanner(geometry, world_size, options.max_held_fraction, options.save_lost_after_s, pool)
+        self._saves = SavePlanner(
+            geometry, world_size, options.max_held_fraction, options.save_lost_after_s, pool, content_of
+        )
         self._lookahead: EvictionLookahead | None = None
         if options.mode is OffloadMode.LAZY:
             self._lookahead = EvictionLookahead(geometry, options.batched_tokens, pool)

@@ -6,10 +6,10 @@ and must not raise if a server fails.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, NewType, Protocol, TypeAlias
+from typing import Any, NamedTuple, NewType, Protocol, TypeAlias
 
 __all__ = [
     "Backoff",
@@ -19,6 +19,7 @@ __all__ = [
     "CacheGeometry",
     "CacheGroup",
     "CacheGroupKind",
+    "ContentOf",
     "EngineRequest",
     "FreeBlock",
     "LoadJob",
@@ -176,6 +177,13 @@ class EngineRequest(Protocol):
         ...
 
 
+ContentOf: TypeAlias = Callable[[Any, CacheGroup, int], Any]
+"""Returns what the server is told about a block, besides its bytes: `(request, group, position)`.
+
+Returns None to tell nothing. It returns None for all blocks of a request, or for none of them.
+"""
+
+
 class FreeBlock(NamedTuple):
     """An engine block and the key to store it under; ``key`` is None if it cannot be stored."""
 
@@ -296,7 +304,7 @@ class SaveJob:
 
     The core holds a reference to each block until every worker has reported ``job_id``, or the job
     has expired. ``request_id``: the request's ``server_name``; empty in lazy mode and for blocks
-    that a peer will pull.
+    that a peer will pull. ``contents``: what ``ContentOf`` returned for each block; may be empty.
     """
 
     job_id: int
@@ -304,6 +312,7 @@ class SaveJob:
     keys: list[bytes] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
+    contents: list[Any] = field(default_factory=list)
 
     def add(self, key: bytes, group_index: int, block_id: int) -> None:
         self.keys.append(key)

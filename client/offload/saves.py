@@ -28,6 +28,7 @@ from .model import (
     CacheGeometry,
     CacheGroup,
     CacheGroupKind,
+    ContentOf,
     EngineRequest,
     FreeBlock,
     SaveJob,
@@ -132,7 +133,13 @@ class SavePlanner:
     """Plans save jobs and holds their blocks. For the arguments see ``OffloadOptions``."""
 
     def __init__(
-        self, geometry: CacheGeometry, world_size: int, max_held_fraction: float, lost_after_s: float, pool: BlockPool
+        self,
+        geometry: CacheGeometry,
+        world_size: int,
+        max_held_fraction: float,
+        lost_after_s: float,
+        pool: BlockPool,
+        content_of: ContentOf | None = None,
     ) -> None:
         self._null_block = geometry.null_block
         # Full attention comes last. If the hold budget is exhausted, its blocks can be offered in a
@@ -143,6 +150,7 @@ class SavePlanner:
         self._max_held_fraction = max_held_fraction
         self._lost_after_s = lost_after_s
         self._pool = pool
+        self._content_of = content_of
         self._jobs: dict[int, _JobState] = {}
         # Offers of the blocks in flight, by block id and key (B5). Two blocks can have the same
         # key, and a block held for a peer may have two keys.
@@ -302,6 +310,9 @@ class SavePlanner:
                 budget -= 1
                 self._in_flight[block_id, key] = [offer]
                 job.add(key, group.index, block_id)
+                if self._content_of is not None:
+                    content = self._content_of(request, group, position)
+                    job.contents += [content] if content is not None else []
             elif position < cursor:
                 progress.miss(group.index, position, now)
             else:

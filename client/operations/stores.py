@@ -7,11 +7,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from ...cuda.host.copy import HostBuffer, address_of, copy_batch
-from ...protos.v1 import cache_pb2, transfer_pb2
+from ...protos.v1 import cache_pb2, common_pb2, events_pb2, transfer_pb2
+from ...protos.wire.block_contents import BlockContent, pack_contents
 from ...protos.wire.packed_keys import unpack_offsets
 from ...protos.wire.part_sequence import FRAME_BYTES
 from ..effects import Connect, Copy, Operation, Push
-from ..errors import KVTierError, ServerError
+from ..errors import InvalidRequest, KVTierError, ServerError
 from ..part_streams import ATTEMPTS, PartSender, is_retryable
 from ..results import StoreStatus, WriteBatch
 from ..session.session import ClientSession
@@ -20,6 +21,7 @@ from .base import Base, consecutive, message
 
 __all__ = ["StoreOperations", "Writing"]
 
+_GROUP_BYTES = 4
 _GRANTED = bytes([StoreStatus.GRANTED])
 
 
@@ -123,6 +125,29 @@ class StoreOperations(Base):
                 raise
             yield from self.end_write(writing)
             return batch.statuses
+
+    def describe(self, keys: Sequence[bytes], contents: Sequence[BlockContent]) -> Operation[bool]:
+        """Sends the tokens of blocks, one call per group; returns whether the server keeps them."""
+        alike: dict[tuple[bytes, int, int, str], tuple[list[bytes], list[BlockContent]]] = {}
+        for key, content in zip(keys, contents, strict=True):
+            shape = (key[-_GROUP_BYTES:], len(key), len(content.token_ids), content.lora_name)
+            some = alike.setdefault(shape, ([], []))
+            some[0].append(key)
+            some[1].append(content)
+        kept = True
+        for (_, key_bytes, _, _), (own_keys, own_contents) in alike.items():
+            try:
+                packed = pack_contents(own_contents, key_bytes)
+            except ValueError as error:
+                raise InvalidRequest(str(error)) from error
+            answer = yield from self._request(
+                events_pb2.DescribeBlocksRequest,
+                "EventService/DescribeBlocks",
+                keys=common_pb2.PackedKeys(keys=b"".join(own_keys), key_bytes=key_bytes),
+                contents=packed,
+            )
+            kept = kept and answer.kept
+        return kept
 
     def flush(self, keys: Sequence[bytes], *, wait: float) -> Operation[bytes]:
         answer = yield from self._request(cache_pb2.FlushRequest, "CacheService/Flush", keys=keys, wait=wait)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from google.protobuf import message_factory
 from google.protobuf.message import DecodeError, Message
 
-from ...protos.v1 import admin_pb2, cache_pb2, handoff_pb2, transfer_pb2
+from ...protos.v1 import admin_pb2, cache_pb2, events_pb2, handoff_pb2, transfer_pb2
 from ..errors import ServerError
 
 __all__ = ["CHANNEL_OPTIONS", "LOCATE", "PULL", "PUSH", "RESPONSES", "path_of", "response_of", "serialize"]
@@ -38,8 +38,8 @@ LOCATE = "TransferService/Locate"
 RESPONSES: MappingProxyType[str, type[Message]] = MappingProxyType(
     {
         f"{service.name}/{method.name}": message_factory.GetMessageClass(method.output_type)
-        for file in (cache_pb2.DESCRIPTOR, handoff_pb2.DESCRIPTOR, admin_pb2.DESCRIPTOR, transfer_pb2.DESCRIPTOR)
-        for service in file.services_by_name.values()
+        for module in (cache_pb2, events_pb2, handoff_pb2, admin_pb2, transfer_pb2)
+        for service in module.DESCRIPTOR.services_by_name.values()
         for method in service.methods
         if not (method.client_streaming or method.server_streaming)
     }

@@ -40,6 +40,11 @@ class EventServiceStub(object):
                 request_serializer=kvtier_dot_v1_dot_events__pb2.WatchEventsRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_events__pb2.WatchEventsResponse.FromString,
                 _registered_method=True)
+        self.DescribeBlocks = channel.unary_unary(
+                '/kvtier.v1.EventService/DescribeBlocks',
+                request_serializer=kvtier_dot_v1_dot_events__pb2.DescribeBlocksRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_events__pb2.DescribeBlocksResponse.FromString,
+                _registered_method=True)
 
 
 class EventServiceServicer(object):
@@ -67,6 +72,20 @@ class EventServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DescribeBlocks(self, request, context):
+        """Tells the server which tokens the blocks of some keys have, so that events can say it.
+
+        An engine calls this before the store of the blocks, or at least before CompleteStore. A later
+        call does not change events that the server has already sent. The server keeps contents in
+        memory only, up to its limit `events.token_memory`. It drops them when no tier has the block
+        any more, or when the store fails.
+
+        Errors: INVALID_KEY, TOO_MANY_KEYS, INVALID_ARGUMENT (the lengths do not match).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EventServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -74,6 +93,11 @@ def add_EventServiceServicer_to_server(servicer, server):
                     servicer.WatchEvents,
                     request_deserializer=kvtier_dot_v1_dot_events__pb2.WatchEventsRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_events__pb2.WatchEventsResponse.SerializeToString,
+            ),
+            'DescribeBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeBlocks,
+                    request_deserializer=kvtier_dot_v1_dot_events__pb2.DescribeBlocksRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_events__pb2.DescribeBlocksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -104,6 +128,33 @@ class EventService(object):
             '/kvtier.v1.EventService/WatchEvents',
             kvtier_dot_v1_dot_events__pb2.WatchEventsRequest.SerializeToString,
             kvtier_dot_v1_dot_events__pb2.WatchEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.EventService/DescribeBlocks',
+            kvtier_dot_v1_dot_events__pb2.DescribeBlocksRequest.SerializeToString,
+            kvtier_dot_v1_dot_events__pb2.DescribeBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

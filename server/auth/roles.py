@@ -66,6 +66,7 @@ _SERVICES = (
     ),
     ("kvtier.v1.CacheService", _WRITES, "PrepareStore CompleteStore Flush Reset"),
     ("kvtier.v1.EventService", _READS, "WatchEvents"),
+    ("kvtier.v1.EventService", _WRITES, "DescribeBlocks"),
     ("kvtier.v1.ConversationService", _USERS, "ListConversations"),
     ("kvtier.v1.ConversationService", _OPERATORS, "ActOnConversation"),
     ("kvtier.v1.HandoffService", _READS, "ClaimHold ReportNotClaimed"),

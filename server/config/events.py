@@ -38,3 +38,12 @@ class EventConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "int"
     buffer: Annotated[int, _size("Maximum size of the latest messages, kept for `replay`.", MIB, GIB)] = 64 * MIB
+    token_memory: Annotated[
+        int,
+        _size(
+            "Maximum memory for the token ids of blocks, which indexers such as Dynamo need: 400 bytes per block of 16 "
+            "tokens. Used only if engines send token ids (`publish_token_ids`). 0 keeps none.",
+            0,
+            64 * GIB,
+        ),
+    ] = 256 * MIB

@@ -55,6 +55,7 @@ def tier_settings(config: Config, region_bytes: int, tiers: Sequence[SecondaryTi
         held_part=config.handoff.part,
         max_holds=config.handoff.max_holds,
         estimates=config.estimates,
+        content_bytes=config.events.token_memory,
     )
 
 

@@ -1,21 +1,28 @@
 """Encoder of event messages, in the format of vLLM's KV event publisher (msgpack).
 
 A message is an array of time in seconds, events, and data-parallel rank. An event is a map, or an
-array of the same fields in this order. See `docs/events.md`.
+array of the same fields in this order. If the server knows the tokens of blocks, one event has a
+run of consecutive blocks. See `docs/events.md`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
+from ...protos.wire.block_contents import unpack_tokens
+from ...tiers.core.block_contents import BlockContent
 from ..config.events import EventConfig
 
-__all__ = ["MessageEncoder", "PublishedEvent"]
+__all__ = ["ContentOf", "MessageEncoder", "PublishedEvent", "parents_first"]
+
+ContentOf: TypeAlias = Callable[[bytes], BlockContent | None]
+"""Returns what the server knows of the tokens of a key's block."""
 
 _GROUP_BYTES = 4
 """Length of the group index at the end of a key."""
@@ -29,7 +36,16 @@ class PublishedEvent:
 
     is_stored: bool
     medium: str
-    keys: Sequence[bytes]
+    keys: Iterable[bytes]
+
+
+class _Run(NamedTuple):
+    """Consecutive blocks of one group: each is the parent of the next one."""
+
+    hashes: list[bytes | int]
+    parent: bytes | int | None
+    token_ids: list[int]
+    lora_name: str | None
 
 
 class MessageEncoder:
@@ -38,50 +54,82 @@ class MessageEncoder:
         self._is_map = config.format == "map"
         self._is_int = config.hashes == "int"
 
-    def encode(self, event: PublishedEvent, block_tokens: Sequence[int]) -> bytes | None:
+    def encode(self, event: PublishedEvent, block_tokens: Sequence[int], content_of: ContentOf) -> bytes | None:
         """Returns the payload for an event; None if no key names a group of the namespace.
 
         `block_tokens`: number of tokens of a block, for each group.
         """
-        by_group: dict[int, list[bytes | int]] = {}
+        by_group: dict[int, list[bytes]] = {}
         for key in event.keys:
             group = int.from_bytes(key[-_GROUP_BYTES:], "big")
             if group < len(block_tokens):
-                by_group.setdefault(group, []).append(self._hash_of(key))
-        if not by_group:
-            return None
-        make = self._stored if event.is_stored else self._removed
-        events = [
-            each
-            for group, hashes in by_group.items()
-            for each in make(hashes, event.medium, group, block_tokens[group])
-        ]
-        return self._encoder.encode([time.time(), events, None])
+                by_group.setdefault(group, []).append(key)
+        events: list[Any] = []
+        for group, keys in by_group.items():
+            if event.is_stored:
+                runs = self._runs(keys, content_of)
+                events += (self._stored(run, event.medium, group, block_tokens[group]) for run in runs)
+            else:
+                events.append(self._removed([self._hash_of(key) for key in keys], event.medium, group))
+        return self._encoder.encode([time.time(), events, None]) if events else None
+
+    def _runs(self, keys: Sequence[bytes], content_of: ContentOf) -> Iterator[_Run]:
+        """Yields the keys in runs. A key whose tokens are not known is a run of its own.
+
+        The reason: readers take a block of an event as the parent of the next block.
+        """
+        run: _Run | None = None
+        last = b""
+        for key in keys:
+            content = content_of(key)
+            if run is not None and content is not None and content[0] == last and content[2] == (run.lora_name or ""):
+                run.hashes.append(self._hash_of(key))
+                run.token_ids.extend(unpack_tokens(content[1]))
+            else:
+                if run is not None:
+                    yield run
+                parent_key, token_ids, lora_name = content or (None, b"", "")
+                parent = None if parent_key is None else self._hash_of(parent_key)
+                run = _Run([self._hash_of(key)], parent, unpack_tokens(token_ids), lora_name or None)
+            last = key if content is not None else b""
+        if run is not None:
+            yield run
 
     def _hash_of(self, key: bytes) -> bytes | int:
         block_hash = key[:-_GROUP_BYTES][:_HASH_BYTES]
         return int.from_bytes(block_hash[-8:], "big") if self._is_int else block_hash
 
-    def _stored(self, hashes: Sequence[bytes | int], medium: str, group: int, block_tokens: int) -> Iterator[Any]:
-        # One event per block: readers take a block of an event as the parent of the next block.
-        for block_hash in hashes:
-            if self._is_map:
-                yield {
-                    "type": "BlockStored",
-                    "block_hashes": [block_hash],
-                    "parent_block_hash": None,
-                    "token_ids": [],
-                    "block_size": block_tokens,
-                    "lora_id": None,
-                    "medium": medium,
-                    "lora_name": None,
-                    "group_idx": group,
-                }
-            else:
-                yield ["BlockStored", [block_hash], None, [], block_tokens, None, medium, None, None, group]
+    def _stored(self, run: _Run, medium: str, group: int, block_tokens: int) -> Any:
+        hashes, parent, token_ids, lora_name = run
+        if not self._is_map:
+            return ["BlockStored", hashes, parent, token_ids, block_tokens, None, medium, lora_name, None, group]
+        return {
+            "type": "BlockStored",
+            "block_hashes": hashes,
+            "parent_block_hash": parent,
+            "token_ids": token_ids,
+            "block_size": block_tokens,
+            "lora_id": None,
+            "medium": medium,
+            "lora_name": lora_name,
+            "group_idx": group,
+        }
 
-    def _removed(self, hashes: Sequence[bytes | int], medium: str, group: int, _: int) -> Iterator[Any]:
-        if self._is_map:
-            yield {"type": "BlockRemoved", "block_hashes": hashes, "medium": medium, "group_idx": group}
-        else:
-            yield ["BlockRemoved", hashes, medium, group]
+    def _removed(self, hashes: Sequence[bytes | int], medium: str, group: int) -> Any:
+        if not self._is_map:
+            return ["BlockRemoved", hashes, medium, group]
+        return {"type": "BlockRemoved", "block_hashes": hashes, "medium": medium, "group_idx": group}
+
+
+def parents_first(keys: AbstractSet[bytes], content_of: ContentOf) -> Iterator[bytes]:
+    """Yields keys, each after its parent: indexers drop a block whose parent they do not know."""
+    done: set[bytes] = set()
+    for key in keys:
+        chain: list[bytes] = []
+        each: bytes | None = key
+        while each is not None and each in keys and each not in done:
+            done.add(each)  # also ends the loop if an engine has described a cycle
+            chain.append(each)
+            content = content_of(each)
+            each = content[0] if content is not None else None
+        yield from reversed(chain)

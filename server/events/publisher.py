@@ -3,7 +3,8 @@
 A topic exists for each engine whose session declares the address of the engine. It has the blocks
 of the engine's namespace. If no session of a namespace declares an address, the blocks of this
 namespace are published on the topic of the server's configuration. A topic ends with its sessions.
-Every block of a medium is stored once and removed once per topic.
+Every block of a medium is stored once and removed once per topic. While a replay of the core's
+events runs, nothing is published: readers need parents before children, also across tiers.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import asyncio
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice
 
 from ...tiers.base import NamespaceId
 from ...tiers.core.event_log import BlockEvent, EventKind
@@ -20,7 +23,7 @@ from ..config.events import EventConfig
 from ..rpc.sessions import OpenSession, SessionRegistry
 from ..runtime import TierRuntime
 from ..telemetry.logs import get_logger
-from .messages import MessageEncoder, PublishedEvent
+from .messages import ContentOf, MessageEncoder, PublishedEvent, parents_first
 from .watch import EventWatch, WatchPhase
 from .zmq_socket import ZmqSocket
 
@@ -59,6 +62,8 @@ class EventPublisher:
         """Keys per namespace and tier: 60 bytes per block and tier beside those of the tiers."""
         self._topics: dict[_Topic, Sequence[int]] = {}
         """Current topics, with the tokens per block of each group."""
+        self._is_replaying = True
+        """Whether the blocks in `_held` have not been published yet."""
         self._lock = asyncio.Lock()
         """Held by the task that changes `_held` or `_topics` and publishes the change."""
 
@@ -84,7 +89,13 @@ class EventPublisher:
                         if step.phase is WatchPhase.BEGIN:
                             await self._forget()
                         for event in step.events:
-                            await self._publish(event.namespace, self._apply(event))
+                            changes = self._apply(event)
+                            if not self._is_replaying:
+                                await self._publish(event.namespace, changes)
+                        if step.phase is WatchPhase.END:
+                            self._is_replaying = False
+                            for topic in self._topics:
+                                await self._send(topic, self._all_of(topic[1], is_stored=True))
 
     def _apply(self, event: BlockEvent) -> list[PublishedEvent]:
         """Records an event; returns what changes in its medium."""
@@ -101,8 +112,10 @@ class EventPublisher:
 
     async def _forget(self) -> None:
         """Publishes the removal of everything, because a replay begins."""
-        for namespace in list(self._held):
-            await self._publish(namespace, self._all_of(namespace, is_stored=False))
+        if not self._is_replaying:
+            for namespace in list(self._held):
+                await self._publish(namespace, self._all_of(namespace, is_stored=False))
+        self._is_replaying = True
         self._held.clear()
 
     def _all_of(self, namespace: NamespaceId, *, is_stored: bool) -> Iterator[PublishedEvent]:
@@ -111,7 +124,12 @@ class EventPublisher:
         for medium in dict.fromkeys(self._media):
             keys = set().union(*(keys for tier, keys in held.items() if self._media[tier] == medium))
             if keys:
-                yield PublishedEvent(is_stored, medium, list(keys))
+                yield PublishedEvent(
+                    is_stored, medium, parents_first(keys, self._content_of(namespace)) if is_stored else keys
+                )
+
+    def _content_of(self, namespace: NamespaceId) -> ContentOf:
+        return partial(self._runtime.core.events.contents.get, namespace)
 
     async def _update_topics(self) -> None:
         """Begins and ends topics, as sessions open and close."""
@@ -121,7 +139,8 @@ class EventPublisher:
                 wanted = self._wanted_topics()
                 if wanted.keys() != self._topics.keys():
                     async with self._lock:
-                        await self._change_topics(wanted)
+                        if not self._is_replaying:
+                            await self._change_topics(wanted)
             except Exception as error:  # noqa: BLE001 - the next look may succeed
                 _log.error("topics of events failed", exc_info=error)
 
@@ -154,14 +173,21 @@ class EventPublisher:
             await self._send(topic, events)
 
     async def _send(self, topic: _Topic, events: Iterable[PublishedEvent]) -> None:
+        content_of = self._content_of(topic[1])
         for event in events:
-            for start in range(0, len(event.keys), _BATCH_KEYS):
-                part = PublishedEvent(event.is_stored, event.medium, event.keys[start : start + _BATCH_KEYS])
-                payload = self._encoder.encode(part, self._topics[topic])
+            for number, keys in enumerate(_batches(event.keys)):
+                part = PublishedEvent(event.is_stored, event.medium, keys)
+                payload = self._encoder.encode(part, self._topics[topic], content_of)
                 if payload is not None:
                     await self._socket.send(topic[0], payload)
-                if start:
+                if number:
                     await _pause()
+
+
+def _batches(keys: Iterable[bytes]) -> Iterator[Sequence[bytes]]:
+    rest = iter(keys)
+    while batch := list(islice(rest, _BATCH_KEYS)):
+        yield batch
 
 
 async def _pause() -> None:

@@ -43,6 +43,8 @@ _MAX_GROUPS = 4096
 _MAX_ATTRIBUTES = 1024
 _MAX_NAMESPACE_BYTES = 64 << 10
 _MAX_PARAMS_BYTES = 256 << 10
+_MAX_TOKEN_BYTES = 4 << 20
+"""A million token ids per call: 65,536 blocks of 16 tokens."""
 _MAX_HOLDS = 4096
 _MAX_ALLOCATIONS = 4096
 _MAX_DEVICE_GROUPS, _MAX_RUNS = 64, 512
@@ -111,6 +113,8 @@ def table_of(limits: LimitConfig) -> dict[str, Bound]:
         "PrepareStoreRequest.keys": keys,
         "CompleteStoreRequest.failed_items": numbers,
         "FlushRequest.keys": keys,
+        "BlockContents.token_ids": Bound(_MAX_TOKEN_BYTES),
+        "BlockContents.lora_name": text,
         "FinishRequestRequest.request_id": text,
         "PushRequest.payload": Bound(limits.max_frame_bytes, reason_each="WRONG_SIZE"),
         "PullRequest.items": numbers,

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from google.protobuf.duration_pb2 import Duration
 
-from ...protos.v1 import cache_pb2
+from ...protos.v1 import cache_pb2, common_pb2
 from ...protos.wire.packed_keys import unpack_keys
 from ...tiers.negotiation import Medium, TierFilter
 from ...tiers.types import GROUP_INDEX_BYTES, NamespaceSpec
@@ -47,11 +47,9 @@ class RequestValidator:
             namespace.check(keys)
         return keys
 
-    def check_packed(self, request: NamesKeys) -> None:
-        """Checks the number and the length of the packed keys of a request."""
-        packed, key_bytes = request.packed_keys.keys, request.packed_keys.key_bytes
-        if request.keys:
-            raise Refused("INVALID_ARGUMENT", "only one of keys and packed_keys may be given")
+    def check_packed(self, keys: common_pb2.PackedKeys) -> None:
+        """Checks the number and the length of packed keys."""
+        packed, key_bytes = keys.keys, keys.key_bytes
         self._check_lengths({key_bytes})
         number = -(-len(packed) // key_bytes)
         if number > self.limits.max_keys:

@@ -1,11 +1,11 @@
-"""EventService: streams which blocks the tiers have stored and removed."""
+"""EventService: streams which blocks the tiers have stored and removed; takes their contents."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from weakref import WeakValueDictionary
@@ -13,11 +13,14 @@ from weakref import WeakValueDictionary
 import grpc
 
 from ...protos.v1 import common_pb2, events_pb2, events_pb2_grpc
+from ...protos.wire.block_contents import TOKEN_BYTES, pack_contents, unpack_contents
+from ...tiers.core.block_contents import BlockContent
 from ...tiers.core.event_log import BlockEvent, EventKind, event_scope
 from ...tiers.negotiation import Medium
-from ...tiers.types import EngineSession
+from ...tiers.types import GROUP_INDEX_BYTES, EngineSession
 from ..events.watch import EventWatch, WatchPhase, WatchStep
 from ..refused import Refused
+from ..rpc.request_checks import RequestValidator
 from ..rpc.sessions import SessionRegistry
 from ..rpc.slice_scheduler import SliceScheduler
 from ..runtime import TierRuntime
@@ -26,6 +29,9 @@ __all__ = ["EventService", "medium_of"]
 
 _MAX_SESSION_STREAMS, _MAX_STREAMS = 4, 1024
 """Maximum number of streams of one session, and of all sessions."""
+
+_DESCRIBED = 256
+"""Keys per slice of DescribeBlocks. A key takes 2 to 4 µs."""
 
 _PHASES = {
     WatchPhase.LIVE: events_pb2.REPLAY_PHASE_UNSPECIFIED,
@@ -46,8 +52,16 @@ def medium_of(medium: Medium) -> str:
 
 
 class EventService(events_pb2_grpc.EventServiceServicer):
-    def __init__(self, runtime: TierRuntime, sessions: SessionRegistry, scheduler: SliceScheduler) -> None:
+    def __init__(
+        self,
+        runtime: TierRuntime,
+        sessions: SessionRegistry,
+        validator: RequestValidator,
+        scheduler: SliceScheduler,
+    ) -> None:
         self._runtime = runtime
+        self._log = runtime.core.events
+        self._validator = validator
         self._sessions = sessions
         self._scheduler = scheduler
         names = [tier.name for tier in runtime.core.stats().tiers]
@@ -81,7 +95,41 @@ class EventService(events_pb2_grpc.EventServiceServicer):
                 steps = watch.steps(request.after.sequence if resumes else None)
                 async with contextlib.aclosing(steps):
                     async for step in steps:
-                        yield self._response(step, epoch)
+                        yield self._response(step, epoch, with_contents=request.with_contents)
+
+    async def DescribeBlocks(
+        self, request: events_pb2.DescribeBlocksRequest, context: grpc.aio.ServicerContext
+    ) -> events_pb2.DescribeBlocksResponse:
+        session = self._sessions.get(request.session)
+        packed, key_bytes, contents = request.keys.keys, request.keys.key_bytes, request.contents
+        self._validator.check_packed(request.keys)
+        if not packed or not self._log.contents.limit_bytes:
+            return events_pb2.DescribeBlocksResponse(kept=bool(self._log.contents.limit_bytes))
+        number = len(packed) // key_bytes
+        tokens, parents = contents.token_ids, contents.parent_keys
+        block_bytes = len(tokens) // number
+        if block_bytes * number != len(tokens) or len(parents.keys) != len(packed):
+            raise Refused("INVALID_ARGUMENT", "contents: token_ids and parent_keys do not match the number of keys")
+        groups = self._sessions.find(request.session).groups
+        for start in range(0, number, _DESCRIBED):
+            if number > _DESCRIBED:
+                await self._scheduler.turn(session)
+            end = min(start + _DESCRIBED, number)
+            part = slice(start * key_bytes, end * key_bytes)
+            keys = self._validator.unpack(packed[part], key_bytes, session.namespace)
+            _check_tokens(keys, groups, block_bytes)
+            some = events_pb2.BlockContents(
+                token_ids=tokens[start * block_bytes : end * block_bytes],
+                parent_keys=common_pb2.PackedKeys(keys=parents.keys[part], key_bytes=parents.key_bytes),
+                lora_name=contents.lora_name,
+            )
+            try:
+                described = unpack_contents(some, len(keys), key_bytes)
+            except ValueError as error:
+                raise Refused("INVALID_ARGUMENT", f"contents: {error}") from error
+            for key, content in zip(keys, described, strict=True):
+                self._log.describe(session.namespace.id, key, content)
+        return events_pb2.DescribeBlocksResponse(kept=True)
 
     @contextlib.contextmanager
     def _counted(self, session: EngineSession) -> Iterator[None]:
@@ -95,22 +143,48 @@ class EventService(events_pb2_grpc.EventServiceServicer):
             if not self._streams[session.id]:
                 del self._streams[session.id]
 
-    def _response(self, step: WatchStep, epoch: int) -> events_pb2.WatchEventsResponse:
+    def _response(self, step: WatchStep, epoch: int, *, with_contents: bool) -> events_pb2.WatchEventsResponse:
         response = events_pb2.WatchEventsResponse(
-            phase=_PHASES[step.phase], events=[part for event in step.events for part in self._messages(event)]
+            phase=_PHASES[step.phase],
+            events=[part for event in step.events for part in self._messages(event, with_contents=with_contents)],
         )
         if step.cursor is not None:
             response.cursor.epoch, response.cursor.sequence = epoch, step.cursor
         return response
 
-    def _messages(self, event: BlockEvent) -> Iterator[events_pb2.BlockEvent]:
-        """Yields the messages of an event: one for each run of keys of equal length."""
+    def _messages(self, event: BlockEvent, *, with_contents: bool) -> Iterator[events_pb2.BlockEvent]:
+        """Yields the messages of an event: one for each run of keys with the same `_shape`."""
         tier, medium = self._tiers[event.tier]
-        for length, keys in groupby(event.keys, len) if event.keys else [(0, iter(()))]:
+        known = self._log.contents if with_contents and event.kind is EventKind.STORED else None
+        blocks = [(key, known.get(event.namespace, key) if known else None) for key in event.keys]
+        for (length, content_bytes, _), run in groupby(blocks, _shape) if blocks else [((0, 0, ""), iter(()))]:
+            keys, contents = [], []
+            for key, content in run:
+                keys.append(key)
+                if content is not None:
+                    contents.append(content)
             yield events_pb2.BlockEvent(
                 kind=_KINDS[event.kind],
                 namespace_id=event.namespace,
                 tier=tier,
                 medium=medium,
                 keys=common_pb2.PackedKeys(keys=b"".join(keys), key_bytes=length),
+                contents=pack_contents(contents, length) if content_bytes else None,
+            )
+
+
+def _shape(block: tuple[bytes, BlockContent | None]) -> tuple[int, int, str]:
+    """Returns what blocks in one message must have in common."""
+    key, content = block
+    return (len(key), 0, "") if content is None else (len(key), len(content[1]), content[2])
+
+
+def _check_tokens(keys: Sequence[bytes], groups: Sequence[common_pb2.Group], block_bytes: int) -> None:
+    """Checks the size of the blocks against the namespace, unless it has too many groups."""
+    for group in {int.from_bytes(key[-GROUP_INDEX_BYTES:], "big") for key in keys} if groups else ():
+        if groups[group].block_tokens * TOKEN_BYTES != block_bytes:
+            raise Refused(
+                "INVALID_ARGUMENT",
+                f"contents: {block_bytes} bytes per block, but blocks of group {group} have "
+                f"{groups[group].block_tokens} tokens of {TOKEN_BYTES} bytes",
             )

@@ -64,7 +64,9 @@ class LongCalls:
         packed, key_bytes = request.packed_keys.keys, request.packed_keys.key_bytes
         if not packed:
             return await self.keys(session, validator, request.keys)
-        validator.check_packed(request)
+        if request.keys:
+            raise Refused("INVALID_ARGUMENT", "only one of keys and packed_keys may be given")
+        validator.check_packed(request.packed_keys)
         keys: list[bytes] = []
         for part in slices_of(packed, _KEY_SLICE * key_bytes):
             if len(part) < len(packed):

@@ -19,7 +19,7 @@ KEYS = [make_key(each, group) for each, group in zip(HASHES, (0, 1, 0), strict=T
 def test_vllm_decodes_a_message(kind: type[BlockStored | BlockRemoved]) -> None:
     """B6.8 The hashes are those that vLLM publishes for the same blocks."""
     is_stored = kind is BlockStored
-    payload = MessageEncoder(EventConfig()).encode(PublishedEvent(is_stored, "CPU", KEYS), [16, 32])
+    payload = MessageEncoder(EventConfig()).encode(PublishedEvent(is_stored, "CPU", KEYS), [16, 32], lambda _: None)
     batch = Decoder(type=KVEventBatch).decode(payload or b"")
     found = {}
     for event in batch.events:

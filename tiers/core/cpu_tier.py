@@ -297,6 +297,11 @@ class CpuTier:
             for block in blocks:
                 self._events.stored(block.namespace, block.key)
 
+    def not_stored(self, block: Block) -> None:
+        """Called when the store of a block has failed, so that its content is not kept."""
+        if self._events.is_on:
+            self._events.not_stored(block.namespace, block.key)
+
     def all_of(self, namespace: NamespaceId) -> Collection[Block]:
         return self._index.of(namespace).blocks.values()
 

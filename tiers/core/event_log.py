@@ -2,7 +2,7 @@
 
 The log keeps the latest events of each scope that has a reader. A scope is one tenant, or all
 tenants. So a tenant neither sees the number of events of another tenant, nor loses events because
-of it. Without readers, an event costs one test of `TierEvents.is_on`.
+of it. Without readers and contents, an event costs one test of `TierEvents.is_on`.
 
 A block has one stored event when readers can find it in a tier, and afterwards either one removed
 event or one cleared event of its namespace. Blocks of holds without a content hash have no events.
@@ -11,12 +11,13 @@ event or one cleared event of its namespace. Blocks of holds without a content h
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..base import NamespaceId
 from ..types import HOLD_ONLY_KEY_PREFIX, TENANT_TAG_BYTES
+from .block_contents import BlockContent, BlockContents
 from .commands import Command, EventsRecorded
 
 __all__ = ["BlockEvent", "EventKind", "EventLog", "EventRing", "EventSource", "EventsLost", "TierEvents", "event_scope"]
@@ -141,29 +142,38 @@ class EventRing:
 class TierEvents:
     """Recorder of the events of one tier."""
 
-    __slots__ = ("_rings", "is_on", "source", "tier")
+    __slots__ = ("_log", "is_on", "source", "tier")
 
-    def __init__(self, tier: int, source: EventSource, rings: Mapping[Scope, EventRing]) -> None:
+    def __init__(self, tier: int, source: EventSource, log: EventLog, *, is_on: bool) -> None:
         self.tier = tier
         self.source = source
-        self.is_on = False
-        """Whether any scope has a reader. Callers test it before each call."""
-        self._rings = rings
+        self.is_on = is_on
+        """Whether a scope has a reader or a block a content. Callers test it before each call."""
+        self._log = log
 
     def stored(self, namespace: NamespaceId, key: bytes) -> None:
         self._record(EventKind.STORED, namespace, [key])
 
     def removed(self, namespace: NamespaceId, key: bytes) -> None:
         self._record(EventKind.REMOVED, namespace, [key])
+        if self._log.contents:
+            self._log.drop_content(namespace, key)
+
+    def not_stored(self, namespace: NamespaceId, key: bytes) -> None:
+        """Called when the store of a block has failed. There is no event."""
+        if self._log.contents:
+            self._log.drop_content(namespace, key)
 
     def cleared(self, namespace: NamespaceId) -> None:
         self._record(EventKind.CLEARED, namespace, [])
+        if self._log.contents:
+            self._log.drop_contents(namespace, self.tier)
 
     def _record(self, kind: EventKind, namespace: NamespaceId, keys: list[bytes]) -> None:
         if keys and keys[0].startswith(HOLD_ONLY_KEY_PREFIX):
             return
         for scope in (event_scope(namespace), None):
-            ring = self._rings.get(scope)
+            ring = self._log.rings.get(scope)
             if ring is not None:
                 ring.add(kind, self.tier, namespace, keys.copy())
 
@@ -171,24 +181,47 @@ class TierEvents:
 class EventLog:
     """The rings of all scopes that have or recently had readers."""
 
-    def __init__(self, commands: list[Command] | None = None) -> None:
+    def __init__(self, commands: list[Command] | None = None, content_bytes: int = 0) -> None:
+        """`content_bytes`: limit of the memory for contents of blocks."""
+        self.contents = BlockContents(content_bytes)
         self.tiers: dict[int, TierEvents] = {}
         """The tiers with events. Shared tiers have none, because other servers change them."""
         self._commands: list[Command] = [] if commands is None else commands
-        self._rings: dict[Scope, EventRing] = {}
+        self.rings: dict[Scope, EventRing] = {}
         self._first = 0
         """First cursor of the next ring, beyond all cursors of rings that no longer exist."""
         self._now = 0.0
+        self._is_on = False
 
     def add_tier(self, tier: int, source: EventSource) -> TierEvents:
-        events = self.tiers[tier] = TierEvents(tier, source, self._rings)
+        events = self.tiers[tier] = TierEvents(tier, source, self, is_on=self._is_on)
         return events
+
+    def describe(self, namespace: NamespaceId, key: bytes, content: BlockContent) -> None:
+        """Keeps the content of a block until no tier has the block, or the memory is full."""
+        self.contents.put(namespace, key, content)
+        if not self._is_on:
+            self._switch()
+
+    def drop_content(self, namespace: NamespaceId, key: bytes) -> None:
+        """Drops the content of a block, unless another tier has the block."""
+        if not any(tier.source.has(namespace, key) for tier in self.tiers.values()):
+            self.contents.drop(namespace, key)
+
+    def drop_contents(self, namespace: NamespaceId, cleared: int) -> None:
+        """Drops the contents of a namespace that was cleared, unless other tiers have its blocks.
+
+        If they have, the other contents stay until the memory is full.
+        """
+        others = (tier.source.counts() for number, tier in self.tiers.items() if number != cleared)
+        if not any(each == namespace and count for counts in others for each, count in counts):
+            self.contents.drop_all(namespace)
 
     def watch(self, scope: Scope) -> EventRing:
         """Returns the ring of a scope for a new reader, who must call `unwatch` later."""
-        ring = self._rings.get(scope)
+        ring = self.rings.get(scope)
         if ring is None:
-            ring = self._rings[scope] = EventRing(scope, self._first, self._commands)
+            ring = self.rings[scope] = EventRing(scope, self._first, self._commands)
             self._switch()
         ring.readers += 1
         return ring
@@ -200,12 +233,14 @@ class EventLog:
     def tick(self, now: float) -> None:
         """Removes the rings that had no reader for `KEEP_SECONDS`."""
         self._now = now
-        for ring in [ring for ring in self._rings.values() if not ring.readers]:
+        for ring in [ring for ring in self.rings.values() if not ring.readers]:
             if now - ring.unread_since >= KEEP_SECONDS:
-                del self._rings[ring.scope]
+                del self.rings[ring.scope]
                 self._first = max(self._first, ring.end + 1)
-                self._switch()
+        self.contents.tick()
+        self._switch()
 
     def _switch(self) -> None:
+        self._is_on = bool(self.rings or self.contents)
         for tier in self.tiers.values():
-            tier.is_on = bool(self._rings)
+            tier.is_on = self._is_on

@@ -35,6 +35,8 @@ class EventReplay:
         self._current: tuple[int, NamespaceId] | None = None
         self._pending: dict[bytes, object] = {}
         """Blocks of `_current` that the replay has not reached."""
+        self._order: list[bytes] = []
+        """Keys of `_pending`, last first: indexers need a parent before its children."""
 
     def includes(self, namespace: NamespaceId) -> bool:
         return self._ring.includes(namespace) if self._namespace is None else namespace == self._namespace
@@ -51,7 +53,7 @@ class EventReplay:
     def abandon(self) -> None:
         """Drops the copy of the index. The next step raises EventsLost."""
         self._todo.clear()
-        self._pending = {}
+        self._pending, self._order = {}, []
         self.cursor = -1
 
     def _visible(self, event: BlockEvent) -> BlockEvent | None:
@@ -62,7 +64,7 @@ class EventReplay:
         if name != self._current:
             return event
         if event.kind is EventKind.CLEARED:
-            self._pending.clear()
+            self._pending, self._order = {}, []
             return event
         keys = [key for key in event.keys if key not in self._pending]
         return BlockEvent(event.kind, event.tier, event.namespace, keys) if keys else None
@@ -75,8 +77,13 @@ class EventReplay:
                 return []
             del self._todo[self._current]
             self._pending = self._sources[self._current[0]].copy_of(self._current[1])
+            self._order = list(self._pending)
+            self._order.reverse()
         tier, namespace = self._current
         has = self._sources[tier].has
-        reached = [self._pending.popitem()[0] for _ in range(min(most, len(self._pending)))]
+        reached = self._order[: -most - 1 : -1]
+        del self._order[-most:]
+        for key in reached:
+            self._pending.pop(key, None)
         keys = [key for key in reached if has(namespace, key) and not key.startswith(HOLD_ONLY_KEY_PREFIX)]
         return [BlockEvent(EventKind.STORED, tier, namespace, keys)] if keys else []

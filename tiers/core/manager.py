@@ -95,7 +95,7 @@ class TierManager:
     def _create_tiers(
         self, settings: TierSettings, extent_bytes: int, tiers: Sequence[SecondaryTier], max_queued_bytes: int
     ) -> None:
-        self.events = EventLog(self._commands)
+        self.events = EventLog(self._commands, settings.content_bytes)
         self._cpu_tier = CpuTier(
             extent_bytes=extent_bytes,
             queues=settings.new_queues(CPU_TIER, self._region_bytes, self._now),

@@ -31,6 +31,7 @@ class TierSettings:
         spare_part: largest fraction of the CPU tier that is freed in advance of a store.
         max_holds: limit for the holds of one tenant.
         estimates: whether to estimate the hit ratio of other tier sizes.
+        content_bytes: limit of the memory for the token ids of blocks, for events.
     """
 
     eviction: Mapping[str, str] = field(default_factory=dict)
@@ -42,6 +43,7 @@ class TierSettings:
     spare_part: float = 1 / 64
     max_holds: int = 4096
     estimates: bool = True
+    content_bytes: int = 0
 
     def check(self, tiers: Collection[str]) -> None:
         """Raises `ValueError` if a tier or policy does not exist."""

@@ -223,6 +223,7 @@ class StoreHandler:
             statuses[wanted[block]] = StoreStatus.NO_ROOM
             reason = MissReason.POLICY if declined and block in declined else MissReason.STORE_FAILED
             self._history.record(block.namespace, block.key, reason)
+            self._cpu_tier.not_stored(block)
         used = [block for block in found if block not in refused] if refused else found
         not_retained = 0 if declined is not None else self._cpu_tier.use(used, user, retain_until)
         if retain_until:
@@ -391,6 +392,7 @@ class StoreHandler:
     def _record_failure(self, block: Block) -> None:
         reason = MissReason.RESET if block.invalidated else MissReason.STORE_FAILED
         self._history.record(block.namespace, block.key, reason)
+        self._cpu_tier.not_stored(block)
 
     def _cascade_present(self, request: Request, blocks: Sequence[Block], own: Collection[Block]) -> None:
         """Stores ready blocks in the REQUEST_LEVEL tiers, pending ones when ready (B3.6, B3.9)."""

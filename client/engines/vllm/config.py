@@ -98,6 +98,9 @@ class ConnectorConfig(ServerConfig):
     `watch_events`: whether vLLM's KV events also tell what other engines of the host have stored
     and what the server has removed. If false, they tell only this engine's own stores. Used only
     if `kv_events_config` enables KV events.
+    `publish_token_ids`: whether the server gets the token ids of stored blocks, for its events and
+    for vLLM's KV events. Indexers such as Dynamo ignore events without them. Not in lazy mode. The
+    readers of events then see the tokens of all prompts.
     `engine_address`: the address (`host:port`) at which routers reach this engine. The server's
     publisher of events, if it is on, then has a topic for this engine. Default: none.
     `kv_parts`: number of parts into which the KV heads of a block are divided. Engines with
@@ -118,6 +121,7 @@ class ConnectorConfig(ServerConfig):
     max_held_fraction: float = 0.5
     lazy_offload: bool = False
     watch_events: bool = True
+    publish_token_ids: bool = False
     engine_address: str | None = None
     kv_parts: int = 0
     weights_change_on_reset: bool = True
@@ -141,7 +145,13 @@ class ConnectorConfig(ServerConfig):
 
     def check(self) -> None:
         super().check()
-        for name in ("lazy_offload", "watch_events", "weights_change_on_reset", "bidirectional_kv_xfer"):
+        for name in (
+            "lazy_offload",
+            "watch_events",
+            "publish_token_ids",
+            "weights_change_on_reset",
+            "bidirectional_kv_xfer",
+        ):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"kvtier: {name} must be true or false, not {value!r}")  # noqa: TRY004 - as above
         _check_number("kv_parts", self.kv_parts, 0, _MAX_PARTS, int)

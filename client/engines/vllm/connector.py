@@ -146,6 +146,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
             self.log,
             self._counters,
             stores=ranks.stores(rank),
+            describes=ranks.part(rank) in (None, 0),
             peers_of=lambda piece, own, pin: self._peers(own, self._worker_namespace, ranks.part(rank, piece), pin),
             route_of=cuda_route if self._config.transport in {"auto", "cuda_ipc"} else None,
             pieces=parts.pieces,
@@ -206,6 +207,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
             functools.partial(self.log.warn, "events"),
             endpoint=self._config.endpoint,
             credentials=self._config.credentials,
+            with_contents=self._config.publish_token_ids,
         )
 
     @property

@@ -15,7 +15,16 @@ from harness.payloads import namespace_of
 from harness.raw import RawSession, RawSocket, hello_of, refusal_of
 from harness.server_process import ServerProcess
 
-from kvtier.protos.v1 import admin_pb2, cache_pb2, common_pb2, conversation_pb2, handoff_pb2, session_pb2, transfer_pb2
+from kvtier.protos.v1 import (
+    admin_pb2,
+    cache_pb2,
+    common_pb2,
+    conversation_pb2,
+    events_pb2,
+    handoff_pb2,
+    session_pb2,
+    transfer_pb2,
+)
 from kvtier.protos.wire.socket_frames import Purpose
 from kvtier.server.config.schema import LimitConfig
 from kvtier.server.refused import Refused
@@ -24,7 +33,7 @@ from kvtier.server.rpc.request_bounds import RequestBounds, field_name, table_of
 LIMITS = LimitConfig(max_keys=40, max_key_bytes=300, max_frame_bytes=4096)
 """Small limits, so that a list that is too long is made quickly. Keys may have a long length."""
 TABLE = table_of(LIMITS)
-MODULES = (session_pb2, cache_pb2, transfer_pb2, handoff_pb2, conversation_pb2, admin_pb2)
+MODULES = (session_pb2, cache_pb2, transfer_pb2, handoff_pb2, events_pb2, conversation_pb2, admin_pb2)
 METHODS = {
     f"{service.name}/{method.name}": method.input_type
     for module in MODULES

@@ -6,8 +6,9 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
+from .....protos.wire.block_contents import unpack_tokens
 from .... import Client, is_hold_key
-from ....events import EventStream, HeldChange
+from ....events import BlockContent, EventStream, HeldChange
 from ....offload import CacheGroup, EndedSave
 from ..compat import MEDIUM_CPU, AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, maybe_convert_block_hash
 
@@ -26,7 +27,8 @@ class KVEvents:
     """Queue of vLLM's KV events.
 
     Needs vLLM's `--kv-events-config '{"enable_kv_cache_events": true, …}'`. An event names a block
-    by the hash of vLLM's own event, which has the medium "GPU", the tokens and the parent.
+    by the hash of vLLM's own event, which has the medium "GPU", the tokens and the parent. With the
+    setting `publish_token_ids`, these events have tokens and parent, too.
 
     With `open_stream`, the events follow the server: `BlockStored` and `BlockRemoved` for each
     medium, for blocks of all engines in the namespace. This engine's own stores come back from the
@@ -58,7 +60,8 @@ class KVEvents:
         for position, key in enumerate(save.job.keys):
             # A block with a hold key has no content hash that an event could name.
             if position not in save.not_stored and not is_hold_key(key):
-                self._events.append(self._stored(key, MEDIUM_CPU))
+                content = save.job.contents[position] if save.job.contents else None
+                self._events.append(self._stored(key, MEDIUM_CPU, content))
 
     def follow(self, client: Client) -> None:
         """Begins to follow the server in the namespace of a client."""
@@ -106,7 +109,7 @@ class KVEvents:
     def _events_of(self, change: HeldChange) -> Iterable[KVCacheEvent]:
         keys = [key for key in change.keys if _group_of(key) in self._groups]
         if change.stored:
-            return (self._stored(key, change.medium) for key in keys)
+            return (self._stored(key, change.medium, change.contents.get(key)) for key in keys)
         by_group: dict[int, list[bytes]] = {}
         for key in keys:
             by_group.setdefault(_group_of(key), []).append(key)
@@ -115,17 +118,18 @@ class KVEvents:
             for group, gone in by_group.items()
         )
 
-    def _stored(self, key: bytes, medium: str) -> KVCacheEvent:
+    def _stored(self, key: bytes, medium: str, content: BlockContent | None) -> KVCacheEvent:
         group = _group_of(key)
+        parent_key, token_ids, lora_name = content or (None, b"", "")
         # One event per block: readers take a block of an event as the parent of the next block.
         return BlockStored(
             block_hashes=[_hash_of(key)],
-            parent_block_hash=None,
-            token_ids=[],
+            parent_block_hash=None if parent_key is None else _hash_of(parent_key),
+            token_ids=unpack_tokens(token_ids),
             block_size=self._groups[group].block_tokens,
             lora_id=None,
             medium=medium,
-            lora_name=None,
+            lora_name=lora_name or None,
             group_idx=group,
         )
 

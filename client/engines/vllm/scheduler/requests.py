@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .....protos.wire.block_contents import BlockContent, pack_tokens
 from .... import OffloadPolicy, make_hold_key, make_key
 from ....offload import CacheGeometry, CacheGroup, FreeBlock
 from ..compat import generate_block_hash_extra_keys, get_block_hash, get_group_id, resolve_block_hashes
@@ -115,6 +116,18 @@ class VllmRequest:
 
     def key(self, group: CacheGroup, position: int) -> bytes:
         return make_key(self.hashes(group)[position] + self.tag, group.index)
+
+    def content(self, group: CacheGroup, position: int) -> BlockContent | None:
+        """Returns the tokens of a block; None if its KV also depends on other inputs."""
+        request = self.request
+        if request.mm_features or request.cache_salt or request.prompt_embeds is not None:
+            return None
+        start = position * group.block_tokens
+        return BlockContent(
+            self.key(group, position - 1) if position else None,
+            pack_tokens(request.all_token_ids[start : start + group.block_tokens]),
+            request.lora_request.name if request.lora_request is not None else "",
+        )
 
     def hold_key(
         self, engine_id: str, request_id: str, group: CacheGroup, position: int, num_tokens: int

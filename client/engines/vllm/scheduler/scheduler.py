@@ -96,7 +96,14 @@ class SchedulerSide:
             save_lost_after_s=SAVE_LOST_AFTER_S,
             batched_tokens=batched_tokens,
         )
-        self._core = OffloadCore(geometry, world_size, options, self._pool, self._server)
+        self._core = OffloadCore(
+            geometry,
+            world_size,
+            options,
+            self._pool,
+            self._server,
+            VllmRequest.content if config.publish_token_ids else None,
+        )
         self._handoffs = HandoffScheduler(geometry, identity, config.handoff, peers, log, self._counters)
         self._requests: dict[str, VllmRequest] = {}
         # Number of blocks of each load in flight, by request id.

@@ -16,7 +16,8 @@ from contextlib import suppress
 import torch
 
 from .....cuda.host.pinning import CudaRegistrar, Pin, PinError, Pinning
-from .... import Client, InvalidRequest, KVTierError, StoreStatus
+from .... import AccessDenied, Client, InvalidRequest, KVTierError, StoreStatus, UnsupportedServer
+from ....events import describe_blocks
 from ....offload import BlockRead, CacheGroup, LoadJob, SaveJob
 from ..background import BackgroundThreads, RateLimitedLog, leave_compute_cores
 from ..layout import build_layouts
@@ -54,6 +55,7 @@ class WorkerSide:
         counters: TransferCounters | None = None,
         *,
         stores: bool = True,
+        describes: bool = True,
         peers_of: Callable[[int, Client, Pin | None], Peers] = lambda _piece, own, _pin: Peers(own),
         route_of: RouteOf | None = cuda_route,
         pieces: int = 1,
@@ -65,6 +67,7 @@ class WorkerSide:
         self._route_of = route_of
         self._route: DeviceRoute | None = None
         self._stores = stores
+        self._describes = describes
         self._groups = {group.index: group for group in groups}
         self._digest = namespace_digest
         self._num_blocks = num_blocks
@@ -298,6 +301,8 @@ class WorkerSide:
 
     def _write(self, job: SaveJob, piece: int, client: Client, chunk: slice, after: StepMark) -> list[int]:
         """Returns indices of the stored keys, without keys that another writer is still storing."""
+        if piece == 0:
+            self._describe(job, client, chunk)
         statuses = self._write_by_server(job, client, chunk, after)
         if statuses is None:
             statuses = self._copy_out(job, client, self._copiers[piece], chunk, after)
@@ -305,6 +310,18 @@ class WorkerSide:
         granted = [groups[index] for index, status in enumerate(statuses) if status == StoreStatus.GRANTED]
         self._counters.count("save_bytes", self._bytes_of(granted))
         return [chunk.start + index for index, status in enumerate(statuses) if status in _STORED]
+
+    def _describe(self, job: SaveJob, client: Client, chunk: slice) -> None:
+        """Tells the server the tokens of blocks if they are published. One worker is enough."""
+        if not (job.contents and self._describes):
+            return
+        try:
+            self._describes = describe_blocks(client, job.keys[chunk], job.contents[chunk])
+        except (UnsupportedServer, AccessDenied) as error:
+            self._describes = False
+            self._log.warn("describe", f"the server does not take token ids, so events have none: {error}")
+        except InvalidRequest as error:
+            self._log.warn("describe", f"the server refused the token ids of blocks: {error}")
 
     def _write_by_server(self, job: SaveJob, client: Client, chunk: slice, after: StepMark) -> bytes | None:
         if self._route is None:
