@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from .. import failures
 from .compat import init_logger
 
 __all__ = ["BackgroundThreads", "RateLimitedLog", "leave_compute_cores"]
@@ -16,30 +17,11 @@ __all__ = ["BackgroundThreads", "RateLimitedLog", "leave_compute_cores"]
 logger = init_logger("vllm." + __name__)
 
 
-class RateLimitedLog:
-    """Logs each kind of warning at most once per `interval_s` seconds. Thread-safe.
-
-    The next warning of the kind says how many were not logged.
-    """
+class RateLimitedLog(failures.RateLimitedLog):
+    """Warnings at a limited rate in the log of vLLM."""
 
     def __init__(self, interval_s: float = 30.0) -> None:
-        self._interval_s = interval_s
-        self._lock = threading.Lock()
-        self._last: dict[str, float] = {}
-        self._suppressed: dict[str, int] = {}
-
-    def warn(self, kind: str, text: str, *, exc_info: bool = False, interval_s: float | None = None) -> None:
-        now = time.monotonic()
-        interval_s = self._interval_s if interval_s is None else interval_s
-        with self._lock:
-            last = self._last.get(kind)
-            if last is not None and now - last < interval_s:
-                self._suppressed[kind] = self._suppressed.get(kind, 0) + 1
-                return
-            self._last[kind] = now
-            suppressed = self._suppressed.pop(kind, 0)
-        suffix = f" ({suppressed} more like this were not logged)" if suppressed else ""
-        logger.warning("kvtier: %s%s", text, suffix, exc_info=exc_info)
+        super().__init__(logger, interval_s)
 
 
 class BackgroundThreads:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
-import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self, get_args
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from ....protos.credentials import Credentials
 from ....protos.endpoint import EndpointError, parse_endpoint
 from ...handoff import EXPIRY_MARGIN_S, HandoffOptions
-from ...session.connection import TransportName
+from ..server_config import ServerConfig, check_number
 
-__all__ = ["ConnectorConfig", "ServerConfig"]
+__all__ = ["ConnectorConfig"]
 
 _MAX_TOKENS = 1 << 31
 _MAX_HOLD_S = 86400.0
@@ -21,71 +17,6 @@ _MAX_PARTS = 64
 # Each heartbeat extends a hold by two thirds of the lease. If this extension were shorter than the
 # expiry margin, a hold could expire while its blocks are being read.
 _MIN_LEASE_S = 3 * EXPIRY_MARGIN_S
-
-
-@dataclass(frozen=True)
-class ServerConfig:
-    """Settings common to vLLM's connector and vLLM's tiering.
-
-    `endpoint`: the server, `unix:PATH` or `host:port`. Default: `$KVTIER_ENDPOINT`, otherwise the
-    default socket of this user.
-    `transport`: `auto`, `shm`, `tcp` (gRPC if the server has TLS), `grpc` or `cuda_ipc`. With
-    `auto` and `cuda_ipc` the server copies to and from a GPU. If the server cannot do this, the
-    engine copies.
-    `lookup_timeout_s`: a request whose lookup takes longer is computed without the cache.
-    `tenant`: part of the namespace; engines of different tenants never share blocks.
-    `weights_version`: name of the weights, if the engine gets other weights than those of the model
-    files. Part of the namespace.
-    `ca`, `cert`, `key`, `token_file`: paths of files, see `kvtier.client.Credentials`. Defaults:
-    `$KVTIER_CA`, `$KVTIER_CERT` and so on. There is no `token`, because vLLM logs these settings.
-    """
-
-    source: ClassVar[str] = "kv_connector_extra_config"
-
-    endpoint: str | None = None
-    transport: TransportName = "auto"
-    lookup_timeout_s: float = 1.0
-    tenant: str = ""
-    weights_version: str = ""
-    ca: str | None = None
-    cert: str | None = None
-    key: str | None = None
-    token_file: str | None = None
-
-    @property
-    def credentials(self) -> Credentials:
-        return Credentials.from_environment(ca=self.ca, cert=self.cert, key=self.key, token_file=self.token_file)
-
-    @classmethod
-    def parse(cls, extra: Mapping[str, Any], warn: Callable[[str], None]) -> Self:
-        """Parses `extra`. Raises ValueError for a wrong value, and warns of each unknown key."""
-        known = [field.name for field in fields(cls)]
-        for key in extra:
-            if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(known)}"
-                warn(f"kvtier: unknown key {key!r} in {cls.source} is ignored{hint}")
-        values = {key: extra[key] for key in known if key in extra}
-        values.setdefault("endpoint", os.environ.get("KVTIER_ENDPOINT") or None)
-        config = cls(**values)
-        config.check()
-        return config
-
-    def check(self) -> None:
-        """Raises ValueError for an invalid value."""
-        if self.endpoint is not None and not isinstance(self.endpoint, str):
-            raise ValueError(f"kvtier: endpoint must be a string, not {self.endpoint!r}")
-        if self.transport not in get_args(TransportName):
-            raise ValueError(
-                f"kvtier: transport must be one of {', '.join(get_args(TransportName))}, not {self.transport!r}"
-            )
-        for name in ("tenant", "weights_version"):
-            if not isinstance(value := getattr(self, name), str):
-                raise ValueError(f"kvtier: {name} must be a string, not {value!r}")  # noqa: TRY004 - one kind for all
-        for name in ("ca", "cert", "key", "token_file"):
-            if not isinstance(value := getattr(self, name), str | None):
-                raise ValueError(f"kvtier: {name} must be the path of a file, not {value!r}")  # noqa: TRY004 - as above
-        _check_number("lookup_timeout_s", self.lookup_timeout_s, 0.0, 60.0)
 
 
 @dataclass(frozen=True)
@@ -154,12 +85,12 @@ class ConnectorConfig(ServerConfig):
         ):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"kvtier: {name} must be true or false, not {value!r}")  # noqa: TRY004 - as above
-        _check_number("kv_parts", self.kv_parts, 0, _MAX_PARTS, int)
-        _check_number("max_held_fraction", self.max_held_fraction, 0.01, 1.0)
-        _check_number("kv_recompute_threshold", self.kv_recompute_threshold, 0, _MAX_TOKENS)
-        _check_number("kv_lease_duration", self.kv_lease_duration, _MIN_LEASE_S, _MAX_HOLD_S)
-        _check_number("decoder_kv_blocks_ttl", self.decoder_kv_blocks_ttl, 2 * EXPIRY_MARGIN_S, _MAX_HOLD_S)
-        _check_number("claim_timeout_s", self.claim_timeout_s, 0.0, 60.0)
+        check_number("kv_parts", self.kv_parts, 0, _MAX_PARTS, int)
+        check_number("max_held_fraction", self.max_held_fraction, 0.01, 1.0)
+        check_number("kv_recompute_threshold", self.kv_recompute_threshold, 0, _MAX_TOKENS)
+        check_number("kv_lease_duration", self.kv_lease_duration, _MIN_LEASE_S, _MAX_HOLD_S)
+        check_number("decoder_kv_blocks_ttl", self.decoder_kv_blocks_ttl, 2 * EXPIRY_MARGIN_S, _MAX_HOLD_S)
+        check_number("claim_timeout_s", self.claim_timeout_s, 0.0, 60.0)
         if isinstance(self.peers, str) or not isinstance(self.peers, Sequence):
             raise ValueError(f"kvtier: peers must be a list of HOST:PORT, not {self.peers!r}")  # noqa: TRY004 - as above
         own = (("advertise", self.advertise), ("engine_address", self.engine_address))
@@ -169,10 +100,3 @@ class ConnectorConfig(ServerConfig):
                 parse_endpoint(endpoint if isinstance(endpoint, str) else "")
             except EndpointError as error:
                 raise ValueError(f"kvtier: {name}: {endpoint!r} is not an address: {error}") from error
-
-
-def _check_number(name: str, value: object, low: float, high: float, kind: type[int | float] = float) -> None:
-    accepted = (int,) if kind is int else (int, float)
-    if isinstance(value, bool) or not isinstance(value, accepted) or not low <= value <= high:
-        noun = "an integer" if kind is int else "a number"
-        raise ValueError(f"kvtier: {name} must be {noun} from {low:g} to {high:g}, not {value!r}")

@@ -18,6 +18,8 @@ from ... import Client, EngineAddress, InvalidRequest, Namespace
 from ...events import EventStream, HeldChange
 from ...handoff import EngineIdentity
 from ...offload import CacheGeometry
+from ..failures import never_raises
+from ..identity import namespace_digest, with_weights_version
 from .background import RateLimitedLog, logger
 from .compat import (
     KVConnectorHandshakeMetadata,
@@ -28,8 +30,8 @@ from .compat import (
 )
 from .config import ConnectorConfig
 from .groups import Unsupported, divide_pages, is_known_to_scheduler, resolve_geometry
-from .hooks import SchedulerHooks, WorkerHooks, never_raises
-from .namespace import build_namespace, namespace_digest, with_weights_version
+from .hooks import SchedulerHooks, WorkerHooks
+from .namespace import build_namespace
 from .peers import Peers, ServerLink, address_of, wait_for_server
 from .ranks import Parts, merge_stages, parts_of, pieces_of, resolve_ranks, worker_number
 from .scheduler.scheduler import SchedulerSide

@@ -5,12 +5,12 @@ Scheduler hooks run on the scheduler's thread, worker hooks on the worker's main
 
 from __future__ import annotations
 
-import functools
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, cast
+from collections.abc import Iterable
+from typing import Any, TypeAlias
 
 from ...offload import LoadJob
+from ..failures import never_raises
 from .background import RateLimitedLog, logger
 from .compat import (
     CacheHitSource,
@@ -27,42 +27,10 @@ from .scheduler.scheduler import SchedulerSide
 from .worker.reports import StepMetadata, WorkerReports
 from .worker.worker import WorkerSide
 
-__all__ = ["SchedulerHooks", "WorkerHooks", "never_raises"]
+__all__ = ["SchedulerHooks", "WorkerHooks"]
 
 Match: TypeAlias = tuple[int | None, bool]
 Finish: TypeAlias = tuple[bool, dict[str, Any] | None]
-
-
-class HasLog(Protocol):
-    log: RateLimitedLog
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-S = TypeVar("S", bound=HasLog)
-
-
-def never_raises(
-    fallback: Callable[[], Any] = lambda: None,
-) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
-    """Decorator: if the hook raises, logs the exception and returns `fallback()`.
-
-    An exception that reached vLLM would end the engine.
-    """
-
-    def decorate(hook: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-        @functools.wraps(hook)
-        def guarded_hook(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            try:
-                return hook(self, *args, **kwargs)
-            except Exception as error:
-                text = f"{hook.__name__} failed: {error!r}"
-                self.log.warn(hook.__name__, text, exc_info=True)  # noqa: G010 - not a logging.Logger
-                return cast("R", fallback())
-
-        return guarded_hook
-
-    return decorate
 
 
 class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):

@@ -23,8 +23,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from ..identity import fingerprint_of, weight_files
 from .background import RateLimitedLog
-from .namespace import fingerprint_of, weight_files
 
 __all__ = ["LoraAdapters"]
 

@@ -7,11 +7,7 @@ differs, the worker warns and transfers nothing, so a difference never causes wr
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,18 +15,12 @@ import torch
 from ... import Group, GroupKind, Namespace
 from ...offload import CacheGeometry
 from ...offload import CacheGroupKind as OffloadKind
+from ..identity import identify_weights
 from .compat import KVCacheConfig, vllm_version
 from .groups import Unsupported
 from .ranks import Parts, resolve_ranks
 
-__all__ = [
-    "build_namespace",
-    "fingerprint_of",
-    "model_attributes",
-    "namespace_digest",
-    "weight_files",
-    "with_weights_version",
-]
+__all__ = ["build_namespace", "model_attributes"]
 
 _KINDS = {
     OffloadKind.FULL: GroupKind.FULL_ATTENTION,
@@ -44,10 +34,6 @@ _MODEL_SETTINGS = (
     "model_class_overrides",
     "mm_processor_kwargs",
 )
-_COMMIT = re.compile("[0-9a-f]{40}")
-_SAMPLE_BYTES = 4096
-_SAMPLES_PER_FILE = 8
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 
 
 def build_namespace(
@@ -85,24 +71,6 @@ def build_namespace(
     )
 
 
-def with_weights_version(namespace: Namespace, version: str) -> Namespace:
-    """Returns the namespace of the engine when its weights have this version."""
-    if not version:  # so that the version is optional: stored blocks keep their namespace
-        return namespace
-    return replace(namespace, attributes={**namespace.attributes, "weights_version": version})
-
-
-def namespace_digest(namespace: Namespace) -> str:
-    """Returns a short digest that is equal in every process for equal namespaces."""
-    plain = {
-        name: getattr(namespace, name)
-        for name in ("model", "dtype", "hash_scheme", "layout", "revision", "world_size", "tenant")
-    }
-    plain["groups"] = [[g.name, g.kind.name, g.block_tokens, g.part_bytes] for g in namespace.groups]
-    plain["attributes"] = dict(namespace.attributes)
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def model_attributes(vllm_config: Any) -> dict[str, str]:
     """Returns attributes for the model, weights and page format. Raises as build_namespace does."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
@@ -126,22 +94,13 @@ def model_attributes(vllm_config: Any) -> dict[str, str]:
 
 def _weights_of(model: Any) -> str:
     """Identifies the weights. For a model hub the commit is preferred, because a branch changes."""
-    if Path(model.model).is_dir():
-        return fingerprint_of(Path(model.model), "config.json")
-    revision = str(model.revision or "")
-    commit = revision if _COMMIT.fullmatch(revision) else getattr(model.revision, "resolved", None)
+    commit = getattr(model.revision, "resolved", None)
     if commit is None and not getattr(model, "hf_config_path", None):
-        commit = getattr(model.hf_config, "_commit_hash", None)
-    if commit is None:
-        from huggingface_hub import try_to_load_from_cache
-
-        config = try_to_load_from_cache(str(model.model), "config.json", revision=revision or None)
-        commit = Path(config).parent.name if isinstance(config, str) else None
-    if commit is not None:
-        return f"commit {commit}"
-    if revision:
-        return f"revision {revision}"
-    raise Unsupported(f"cannot identify the weights of {model.model!r}; set --revision or use a local folder")
+        commit = getattr(getattr(model, "hf_config", None), "_commit_hash", None)
+    weights = identify_weights(str(model.model), str(model.revision or ""), commit)
+    if not weights:
+        raise Unsupported(f"cannot identify the weights of {model.model!r}; set --revision or use a local folder")
+    return weights
 
 
 def _stable_text(value: object) -> str:
@@ -158,29 +117,3 @@ def _device_name(vllm_config: Any) -> str:
     from vllm.platforms import current_platform
 
     return f"{device} {current_platform.get_device_capability()}"
-
-
-def weight_files(directory: Path, config: str) -> list[Path]:
-    """Returns the file `config`, if it exists, and the files with weights. Raises OSError."""
-    files = (path for path in directory.iterdir() if path.name == config or path.suffix in _WEIGHT_SUFFIXES)
-    return sorted(path for path in files if path.is_file())
-
-
-def fingerprint_of(directory: Path, config: str) -> str:
-    """Returns a hash of samples of the files of a model or LoRA adapter. Raises OSError.
-
-    The hash covers the file `config`, and the name, the size and eight samples of 4 KiB of each
-    weight file. A fine-tune changes nearly all samples. Copies of one model have the same hash.
-    """
-    digest = hashlib.sha256()
-    for path in weight_files(directory, config):
-        if path.name == config:
-            digest.update(path.read_bytes())
-            continue
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}".encode())
-        with path.open("rb") as file:
-            for sample in range(_SAMPLES_PER_FILE):
-                file.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES_PER_FILE - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()

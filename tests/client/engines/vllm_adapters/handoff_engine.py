@@ -15,9 +15,9 @@ from connector_fakes import FULL, PAGE, WAIT_SECONDS, FakePool, make_step
 from harness.polling import wait_until
 
 from kvtier.client import Client, Group, Namespace, Timeouts
+from kvtier.client.engines.identity import namespace_digest, with_weights_version
 from kvtier.client.engines.vllm.background import RateLimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
-from kvtier.client.engines.vllm.namespace import namespace_digest, with_weights_version
 from kvtier.client.engines.vllm.peers import Peers, ServerLink, address_of
 from kvtier.client.engines.vllm.scheduler.scheduler import SchedulerSide
 from kvtier.client.engines.vllm.stats import TransferCounters
