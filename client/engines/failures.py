@@ -1,4 +1,4 @@
-"""What adapters do with failures: warnings at a limited rate, and hooks that never raise."""
+"""How adapters handle failures: warnings at a limited rate, and hooks that never raise."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import time
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
-__all__ = ["RateLimitedLog", "never_raises"]
+__all__ = ["RateLimitedWarnings", "Unsupported", "never_raises"]
 
 
-class RateLimitedLog:
+class Unsupported(Exception):
+    """The engine's configuration is not supported, so every request is a miss."""
+
+
+class RateLimitedWarnings:
     """Logs each kind of warning at most once per `interval_s` seconds. Thread-safe.
 
     The next warning of the kind says how many were not logged.
@@ -40,7 +44,7 @@ class RateLimitedLog:
 
 
 class HasLog(Protocol):
-    log: RateLimitedLog
+    log: RateLimitedWarnings
 
 
 P = ParamSpec("P")

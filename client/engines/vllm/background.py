@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from .. import failures
+from ..failures import RateLimitedWarnings
 from .compat import init_logger
 
 __all__ = ["BackgroundThreads", "RateLimitedLog", "leave_compute_cores"]
@@ -17,7 +17,7 @@ __all__ = ["BackgroundThreads", "RateLimitedLog", "leave_compute_cores"]
 logger = init_logger("vllm." + __name__)
 
 
-class RateLimitedLog(failures.RateLimitedLog):
+class RateLimitedLog(RateLimitedWarnings):
     """Warnings at a limited rate in the log of vLLM."""
 
     def __init__(self, interval_s: float = 30.0) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...offload import CacheGeometry, CacheGroup
+from ..failures import Unsupported
 from .compat import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -29,10 +30,6 @@ __all__ = [
 ]
 
 REPRODUCIBLE_HASHES = ("sha256", "sha256_cbor")
-
-
-class Unsupported(Exception):
-    """The engine's configuration is not supported, so the connector makes every request a miss."""
 
 
 def resolve_geometry(vllm_config: Any, kv_cache_config: KVCacheConfig) -> CacheGeometry:

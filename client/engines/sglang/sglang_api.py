@@ -1,0 +1,51 @@
+"""Everything that the adapter imports from SGLang.
+
+The import of this module raises ImportError without SGLang, or if SGLang lacks an imported name.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+__all__ = [
+    "HiCacheStorage",
+    "PoolHitPolicy",
+    "PoolTransferResult",
+    "StorageMetrics",
+    "agree",
+    "get_server_args",
+    "is_split_by_heads",
+    "logger",
+    "sglang_version",
+]
+
+SUPPORTED = "0.5.23"
+
+try:
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolTransferResult
+    from sglang.srt.observability.metrics_collector import StorageMetrics
+    from sglang.srt.runtime_context import get_parallel, get_server_args
+    from sglang.version import __version__ as sglang_version
+except ImportError as error:
+    raise ImportError(f"kvtier.client.engines.sglang runs inside SGLang {SUPPORTED}: {error}") from error
+
+logger = logging.getLogger("sglang." + __name__)
+
+if not sglang_version.startswith(SUPPORTED):
+    logger.warning("kvtier: tested with SGLang %s; this is %s", SUPPORTED, sglang_version)
+
+
+def agree(text: str, ranks: int) -> str:
+    """Returns the `text` of the first tensor parallel rank. All ranks call this function."""
+    if ranks == 1:
+        return text
+    agreed: str = get_parallel().tp_group.broadcast_object(text, src=0)
+    return agreed
+
+
+def is_split_by_heads(pool: Any) -> bool:
+    """Whether each tensor parallel rank has other KV heads in this host pool."""
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+    return isinstance(pool, MHATokenToKVPoolHost)

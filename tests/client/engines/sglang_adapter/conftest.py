@@ -1,0 +1,22 @@
+"""Tests of the adapter of SGLang, with SGLang if it is installed, otherwise with a stand-in."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import sglang_stand_in
+from harness.server_process import ServerProcess
+
+HAS_SGLANG = importlib.util.find_spec("sglang") is not None
+if not HAS_SGLANG:
+    sglang_stand_in.install()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    """A running server with a tier on disk."""
+    with ServerProcess(tmp_path) as process:
+        yield process.start()

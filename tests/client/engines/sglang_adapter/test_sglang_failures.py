@@ -1,0 +1,168 @@
+"""Failures of the server, and settings that are wrong or not supported."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.polling import wait_until
+from harness.server_process import ServerProcess
+from rig import attach, extra_config, hashes, kv_pool, page_of, rows
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer, PoolTransferResult
+
+from kvtier.client.engines.sglang import links, storage
+from kvtier.client.engines.sglang.storage_config import StorageConfig
+from kvtier.client.timeouts import Timeouts
+
+KEYS = hashes("prompt", 6)
+ALL = rows(*range(6))
+
+
+def assert_all_miss(attached: storage.KVTierStorage) -> None:
+    """Asserts that each hook returns what SGLang takes for misses."""
+    sidecar = PoolTransfer(PoolName.MAMBA, rows(0, page=1), keys=KEYS[:1], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+    assert attached.batch_exists(KEYS) == 0
+    assert attached.batch_get_v1(KEYS, ALL) == attached.batch_set_v1(KEYS, ALL) == [False] * 6
+    found = attached.batch_exists_v2(KEYS, [sidecar])
+    assert (found.kv_hit_pages, found.restorable_prefix_pages or []) == (0, [])
+    assert attached.batch_get_v2([sidecar]) == attached.batch_set_v2([sidecar]) == {PoolName.MAMBA: [False]}
+    attached.clear()
+    assert attached.get_stats() is not None
+    assert not attached.exists(KEYS[0])
+
+
+def test_without_a_server_all_is_a_miss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The engine starts, and each call returns misses; a server that starts later is used."""
+    with ServerProcess(tmp_path) as server, attach(server.endpoint, kv_pool(seed=1)) as attached:
+        assert_all_miss(attached)
+        assert "the engine starts anyway" in caplog.text
+        server.start()
+        wait_until(lambda: all(attached.batch_set_v1(KEYS, ALL)))
+        assert attached.batch_exists(KEYS) == 6
+
+
+def test_a_server_that_dies_between_lookup_and_load(server: ServerProcess) -> None:
+    """A load that finds no server misses; after a restart the pages come from the disk."""
+    pool = kv_pool()
+    with attach(server.endpoint, kv_pool(seed=1)) as ours, attach(server.endpoint, pool) as attached:
+        ours.batch_set_v1(KEYS, ALL)
+        server.wait_for(lambda status: status.tiers[1].blocks == 6)
+        assert attached.batch_exists(KEYS) == 6
+        server.kill()
+        assert attached.batch_get_v1(KEYS, ALL) == [False] * 6
+        server.start()
+        wait_until(lambda: all(attached.batch_get_v1(KEYS, ALL)))
+        assert any(page_of(pool, 5))
+
+
+@pytest.mark.parametrize("way", ["load", "store"])
+def test_a_server_that_dies_during_a_copy(server: ServerProcess, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """If the end of a copy cannot be confirmed, its pages count as not loaded or not stored."""
+    with attach(server.endpoint, kv_pool(seed=1)) as attached:
+        attached.batch_set_v1(KEYS[:3], rows(0, 1, 2))
+        copy = links.copy_batch
+
+        def die(*batch: Any) -> None:
+            copy(*batch)
+            server.kill()
+
+        monkeypatch.setattr(links, "copy_batch", die)
+        if way == "load":
+            assert attached.batch_exists(KEYS) == 3
+            assert attached.batch_get_v1(KEYS[:3], rows(3, 4, 5)) == [False] * 3
+        else:
+            assert attached.batch_set_v1(KEYS[3:], rows(3, 4, 5)) == [False] * 3
+
+
+def test_a_server_that_hangs_ends_in_time(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call to a silent server ends with its deadline."""
+    with attach(server.endpoint, kv_pool(seed=1), extra={"load_timeout_s": 0.1}) as attached:
+        monkeypatch.setattr(storage, "Timeouts", lambda **_: Timeouts(connect=60, call=0.3, transfer=0.3))
+        attached.clear()
+        wait_until(lambda: all(attached.batch_set_v1(KEYS, ALL)))
+        server.suspend()
+        try:
+            begun = time.monotonic()
+            assert attached.batch_exists(KEYS) == 0
+            assert attached.batch_get_v1(KEYS, ALL) == [False] * 6
+            assert time.monotonic() - begun < 30
+        finally:
+            server.resume()
+
+
+def test_one_warning_for_many_failures(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A server that is down costs a line in the log, not a line per request."""
+    with ServerProcess(tmp_path) as server:
+        with attach(server.endpoint, kv_pool()) as attached:
+            for _ in range(20):
+                attached.batch_exists(KEYS)
+        assert caplog.text.count("a lookup failed") == 1
+
+
+def test_a_defect_is_a_miss(server: ServerProcess, caplog: pytest.LogCaptureFixture) -> None:
+    """An exception of our own code is logged with its traceback, and does not reach SGLang."""
+    with attach(server.endpoint, kv_pool(seed=1)) as attached:
+        assert attached.batch_exists(["no hash"]) == 0
+        assert attached.batch_get_v1(["no hash"], rows(0)) == [False]
+        assert attached.batch_set_v1(["no hash"], rows(0)) == [False]
+        assert attached.batch_exists_v2(["no hash"], []) == PoolTransferResult(0, {}, [])
+    assert "batch_exists failed" in caplog.text
+    assert "Traceback" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"attn_cp_size": 2}, "context parallelism"),
+        ({"arguments": {"revision": "", "model_path": "no/such-model"}}, "cannot identify the weights"),
+        ({"is_mla_model": True}, "draft model of another kind"),
+    ],
+)
+def test_what_is_not_supported_is_disabled(
+    server: ServerProcess, caplog: pytest.LogCaptureFixture, options: dict[str, Any], reason: str
+) -> None:
+    """One warning gives the reason, and every page is a miss."""
+    with attach(server.endpoint, kv_pool(), **options) as attached:
+        assert reason in caplog.text
+        assert_all_miss(attached)
+
+
+def test_a_pool_without_addresses_is_disabled(server: ServerProcess, caplog: pytest.LogCaptureFixture) -> None:
+    """The warning says which layout helps."""
+    pool = kv_pool()
+    pool.layout = "page_unified"
+    del pool.kv_buffer
+    with attach(server.endpoint, pool) as attached:
+        assert "try --hicache-mem-layout page_first_direct" in caplog.text
+        assert attached.batch_exists(KEYS) == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"interface_v1": 0}, '"interface_v1": 1'),
+        ({"endpoint": 7}, "endpoint must be a string"),
+        ({"endpoint": "no endpoint"}, "endpoint"),
+        ({"transport": "cuda_ipc"}, "transport must not be cuda_ipc"),
+        ({"transport": "carrier pigeon"}, "transport must be one of"),
+        ({"lookup_timeout_s": -1}, "lookup_timeout_s must be a number from 0 to 60"),
+        ({"load_timeout_s": "long"}, "load_timeout_s must be a number from 0.1 to 600"),
+        ({"model_name": 1}, "model_name must be a string"),
+        ({"tenant": None}, "tenant must be a string"),
+    ],
+)
+def test_wrong_settings_end_the_start(setting: dict[str, Any], message: str) -> None:
+    """The engine does not start with a setting that is certainly wrong, and the error names it."""
+    with pytest.raises(ValueError, match=message), attach("unix:/nowhere", kv_pool(), extra=setting):
+        pass
+
+
+def test_unknown_settings_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """A misspelt setting is ignored, with a hint; settings of SGLang are no mistake."""
+    StorageConfig.parse(extra_config(allocator="shm", load_timout_s=3), logging.getLogger().warning)
+    (record,) = caplog.records
+    assert "unknown key 'load_timout_s' in hicache_storage_backend_extra_config is ignored" in record.message
+    assert record.message.endswith("did you mean 'load_timeout_s'?")
