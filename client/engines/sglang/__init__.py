@@ -12,8 +12,8 @@ its own `KVTierStorage`, which copies pages between this pool and the slots of t
 A page is a block, and a rank stores one part of each block.
 
 `storage` has the hooks that SGLang calls. `links` makes the calls to the server for one pool.
-`found_pages` keeps what a lookup has found until the pages are loaded, and searches the end of a prefix
-that all pools of a hybrid model can restore. `namespaces` says which engines share blocks.
+`found_pages` keeps what a lookup has found until the pages are loaded, and searches the end of a
+prefix that all pools of a hybrid model can restore. `namespaces` says which engines share blocks.
 """
 
 from .storage import KVTierStorage
