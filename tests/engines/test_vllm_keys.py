@@ -27,7 +27,7 @@ IMAGES = {
     "A later": (("A", 50, 2),),
     "both": (("A", 20, 4), ("B", 24, 4)),
 }
-"""Content, first token and number of tokens of each image. The tokens of the prompts are the same."""
+"""Content, first token and number of tokens of each image. All prompts have the same tokens."""
 ADAPTERS = ("none", "first", "second")
 SALTS = (None, "x", "y")
 

@@ -53,8 +53,8 @@ CLIENT_FAULTS = (
     Fault(
         "a save copies while the engine sleeps",
         _WORKER,
-        "                with self._gate.copying():\n                    self._copier.copy_out(",
-        "                with suppress():\n                    self._copier.copy_out(",
+        "                with self._gate.copying():\n                    copier.copy_out(",
+        "                with suppress():\n                    copier.copy_out(",
     ),
     Fault(
         "a worker without stores does not report saves",

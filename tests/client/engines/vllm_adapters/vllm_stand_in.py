@@ -169,6 +169,10 @@ class AttentionSpec:
     dtype: torch.dtype
 
     @property
+    def num_heads(self) -> int:
+        return self.num_kv_heads
+
+    @property
     def unpadded_page_size_bytes(self) -> int:
         return 2 * self.block_size * self.num_kv_heads * self.head_size * self.dtype.itemsize
 
