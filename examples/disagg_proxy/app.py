@@ -30,7 +30,7 @@ from .settings import Settings
 from .turns import BadRequestError, Turn
 from .watch import Watch
 
-__all__ = ["make_app"]
+__all__ = ["make_app", "while_connected"]
 
 _PATHS = ("/v1/completions", "/v1/chat/completions")
 
@@ -75,7 +75,7 @@ class Completions:
         except BadRequestError as error:
             raise RejectedError(Outcome.CLIENT_ERROR, error_answer(400, str(error))) from None
         request = self._request(path, http, turn, begun_at)
-        outcome = await _while_connected(http.receive, Exchange(self._service, request, reply).run())
+        outcome = await while_connected(http.receive, Exchange(self._service, request, reply).run())
         return Outcome.GONE if outcome is None else outcome
 
     def _request(self, path: str, http: HttpRequest, turn: Turn, begun_at: float) -> Request:
@@ -144,7 +144,7 @@ def _lifespan(service: Service, settings: Settings) -> Callable[[Starlette], Abs
     return lifespan
 
 
-async def _while_connected(receive: Receive, work: Coroutine[Any, Any, Outcome]) -> Outcome | None:
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, Outcome]) -> Outcome | None:
     """Returns the result of `work`, or cancels it and returns None if the client disconnects."""
 
     async def until_gone() -> None:

@@ -14,11 +14,12 @@ import httpx
 import uvicorn
 from disagg_proxy.app import make_app
 from disagg_proxy.settings import Settings
+from starlette.types import ASGIApp
 
 from .fake_engine import FakeEngine
 from .polling import async_wait_until
 
-__all__ = ["Clock", "RunningProxy", "data_of", "run_proxy"]
+__all__ = ["Clock", "RunningProxy", "data_of", "run_proxy", "serve"]
 
 PATH = "/v1/completions"
 
@@ -77,9 +78,14 @@ class RunningProxy:
 async def run_proxy(settings: Settings, clock: Clock | None = None) -> AsyncIterator[RunningProxy]:
     """Runs a proxy inside of the context."""
     clock = clock or Clock()
-    config = uvicorn.Config(
-        make_app(settings, clock), log_config=None, lifespan="on", ws="none", timeout_graceful_shutdown=1
-    )
+    async with serve(make_app(settings, clock)) as (url, http):
+        yield RunningProxy(url, http, clock)
+
+
+@asynccontextmanager
+async def serve(app: ASGIApp) -> AsyncIterator[tuple[str, httpx.AsyncClient]]:
+    """Serves an application inside of the context. Yields its URL and a client of it."""
+    config = uvicorn.Config(app, log_config=None, lifespan="on", ws="none", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     listening = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
@@ -87,7 +93,7 @@ async def run_proxy(settings: Settings, clock: Clock | None = None) -> AsyncIter
     try:
         await async_wait_until(lambda: server.started or serving.done())
         async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http:
-            yield RunningProxy(url, http, clock)
+            yield url, http
     finally:
         server.should_exit = True
         await serving
