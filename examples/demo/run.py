@@ -1,6 +1,6 @@
 """Demo: one engine computes the KV of a prompt; later engines load it, even after a server crash.
 
-    python run.py [--engine transformers|vllm] [--tokens N]
+    python run.py [--engine transformers|vllm|sglang] [--tokens N]
 
 Three engine processes get the same prompt, one after the other. Before the third process the server
 is killed with SIGKILL and restarted, so the third process loads from LMDB. The exit code is 0 only
@@ -21,7 +21,7 @@ from typing import Any
 from processes import Engine, Result, Server, console, new_job, progress, run_demo
 from report import conclude, differences, show, wanted_tokens
 
-PROMPT_TOKENS = {"transformers": 3072, "vllm": 6144}
+PROMPT_TOKENS = {"transformers": 3072, "vllm": 6144, "sglang": 3072}
 NOTES = ("1: nothing known yet", "2: new process", "3: new process, new server")
 
 
@@ -72,7 +72,7 @@ def demo(engine: str, prompt_tokens: int, directory: Path) -> int:
 def main() -> int:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
+    parser.add_argument("--engine", choices=tuple(PROMPT_TOKENS), default="transformers")
     parser.add_argument("--tokens", type=int, help="length of the prompt")
     options = parser.parse_args()
     tokens = options.tokens or PROMPT_TOKENS[options.engine]

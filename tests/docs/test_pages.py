@@ -25,6 +25,7 @@ NEEDS = {
     "needs an engine": "an engine that serves prompts",
     "needs docker": "a docker daemon",
     "needs root": "changes the host system",
+    "needs sglang": "SGLang",
     "needs vllm": "vLLM",
 }
 """Marks of blocks that are not run, with the cause. These blocks are only checked statically."""

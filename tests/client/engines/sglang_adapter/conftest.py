@@ -15,6 +15,14 @@ if not HAS_SGLANG:
     sglang_stand_in.install()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests for `make test-sglang` if SGLang is installed."""
+    if HAS_SGLANG:
+        for item in items:
+            if item.path.is_relative_to(Path(__file__).parent):
+                item.add_marker(pytest.mark.sglang)
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
     """A running server with a tier on disk."""
