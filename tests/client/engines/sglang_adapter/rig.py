@@ -14,11 +14,12 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from kvtier.client.engines.sglang import KVTierStorage, storage
 from kvtier.client.timeouts import Timeouts
 
-__all__ = ["LAYOUTS", "PAGE", "attach", "hashes", "kv_pool", "mamba_pool", "page_of", "rows"]
+__all__ = ["LAYOUTS", "PAGE", "attach", "hashes", "kv_pool", "latent_pool", "mamba_pool", "page_of", "rows"]
 
 PAGE = 4
 LAYERS, HEADS, DIM = 3, 2, 8
@@ -50,6 +51,15 @@ def kv_pool(layout: str = "page_first_direct", pages: int = 8, *, seed: int | No
     pool.layout, pool.page_size, pool.size, pool.page_num = layout, PAGE, pages * PAGE, pages
     pool.layer_num, pool.head_num, pool.head_dim, pool.dtype = LAYERS, heads, DIM, torch.float16
     pool.kv_buffer = _bytes(dims, torch.float16, seed)
+    return pool
+
+
+def latent_pool(pages: int = 8, *, seed: int | None = None) -> Any:
+    """Returns a host pool of latent KV, which all ranks have alike."""
+    pool = object.__new__(MLATokenToKVPoolHost)
+    pool.layout, pool.page_size, pool.size, pool.page_num = "page_first_direct", PAGE, pages * PAGE, pages
+    pool.layer_num, pool.kv_cache_dim, pool.dtype = LAYERS, DIM, torch.float16
+    pool.kv_buffer = _bytes((pages, LAYERS, PAGE, 1, DIM), torch.float16, seed)
     return pool
 
 

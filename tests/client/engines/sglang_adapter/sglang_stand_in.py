@@ -175,6 +175,27 @@ class MHATokenToKVPoolHost:
         return data.flatten() if flat else data
 
 
+class MLATokenToKVPoolHost:
+    """Latent KV: one piece per page, in page-first layouts."""
+
+    storage_format_tag = None
+    layout: str
+    page_size: int
+    layer_num: int
+    kv_cache_dim: int
+    dtype: torch.dtype
+    kv_buffer: torch.Tensor
+
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        token = self.layer_num * self.kv_cache_dim * self.dtype.itemsize
+        firsts = indices.tolist()[:: self.page_size]
+        return [self.kv_buffer.data_ptr() + first * token for first in firsts], [token * self.page_size] * len(firsts)
+
+    def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:  # noqa: FBT001, FBT002 - as SGLang's
+        data = self.kv_buffer[index // self.page_size]
+        return data.flatten() if flat else data
+
+
 class MambaPoolHost:
     """One state per page: temporal state, then convolution states."""
 
@@ -218,6 +239,7 @@ MODULES: dict[str, dict[str, Any]] = {
     },
     "sglang.srt.mem_cache.pool_host": {},
     "sglang.srt.mem_cache.pool_host.mamba": {"MambaPoolHost": MambaPoolHost},
+    "sglang.srt.mem_cache.pool_host.mla": {"MLATokenToKVPoolHost": MLATokenToKVPoolHost},
     "sglang.srt.mem_cache.pool_host.mha": {"MHATokenToKVPoolHost": MHATokenToKVPoolHost},
     "sglang.srt.observability": {},
     "sglang.srt.observability.metrics_collector": {"StorageMetrics": StorageMetrics},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from harness.server_process import ServerProcess
-from rig import attach, hashes, kv_pool, mamba_pool, page_of, rows
+from rig import attach, hashes, kv_pool, latent_pool, mamba_pool, page_of, rows
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
 from kvtier.client.engines.sglang.found_pages import SEARCH_PAGES, Window, restorable_prefixes
@@ -50,8 +50,7 @@ def test_a_pool_of_all_pages_shortens_the_prefix(server: ServerProcess) -> None:
 
 def test_states_are_split_although_the_kv_is_shared(server: ServerProcess) -> None:
     """With latent attention, ranks share pages of the KV, and each has states of its own."""
-    kv, states = kv_pool(seed=1), [mamba_pool(seed=2), mamba_pool(seed=3)]
-    kv.__class__ = type("MLATokenToKVPoolHost", (), {"get_page_buffer_meta": type(kv).get_page_buffer_meta})
+    kv, states = latent_pool(seed=1), [mamba_pool(seed=2), mamba_pool(seed=3)]
     for rank, pool in enumerate(states):
         with attach(server.endpoint, kv, pool, tp_size=2, tp_rank=rank, is_mla_model=True) as storage:
             if rank == 0:

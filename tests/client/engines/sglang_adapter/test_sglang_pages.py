@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from harness.polling import wait_until
 from harness.server_process import ServerProcess
-from rig import LAYOUTS, PAGE, attach, hashes, kv_pool, page_of, rows
+from rig import LAYOUTS, PAGE, attach, hashes, kv_pool, latent_pool, page_of, rows
 
 KEYS = hashes("prompt", 6)
 
@@ -98,19 +98,14 @@ def test_each_rank_has_a_part(server: ServerProcess) -> None:
 
 
 def test_ranks_with_the_same_bytes_share_a_part(server: ServerProcess) -> None:
-    """With latent attention the first rank stores for all. Such pools are not split by heads."""
-    pool, other = kv_pool(seed=1), kv_pool()
-    for each in (pool, other):
-        each.__class__ = type("MLATokenToKVPoolHost", (), {n: getattr(type(each), n) for n in _METHODS})
+    """With latent attention the first rank stores for all."""
+    pool, other = latent_pool(seed=1), latent_pool()
     with attach(server.endpoint, pool, tp_size=2, is_mla_model=True) as first:
         first.batch_set_v1(KEYS, rows(*range(6)))
     with attach(server.endpoint, other, tp_size=2, tp_rank=1, is_mla_model=True) as second:
         assert second.batch_exists(KEYS) == 6
         assert all(second.batch_get_v1(KEYS, rows(*range(6))))
     assert page_of(other, 3) == page_of(pool, 3)
-
-
-_METHODS = ("get_page_buffer_meta", "get_data_page", "storage_format_tag")
 
 
 def test_clearing_hides_all_tiers(server: ServerProcess) -> None:
