@@ -265,6 +265,32 @@ NODE = DashboardSpec(
             ],
         ),
         (
+            "Conversations",
+            [
+                TimeSeries(
+                    "Conversations",
+                    "Conversations that engines have named. docs/agents.md explains them.",
+                    "short",
+                    [Query("sum(kvtier_conversations[])", "conversations")],
+                    width=8,
+                ),
+                TimeSeries(
+                    "Keys of conversations",
+                    "Recorded keys. At the limits in docs/agents.md the server forgets the oldest conversations.",
+                    "short",
+                    [Query("sum(kvtier_conversation_keys[])", "keys")],
+                    width=8,
+                ),
+                TimeSeries(
+                    "Forgotten conversations",
+                    "Hints about these conversations are refused. Their blocks stay.",
+                    "cps",
+                    [Query("sum(rate(kvtier_conversations_forgotten_total[]))", "forgotten")],
+                    width=8,
+                ),
+            ],
+        ),
+        (
             "Process",
             [
                 TimeSeries(
