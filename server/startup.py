@@ -68,7 +68,7 @@ from .telemetry.logs import get_logger
 from .telemetry.metrics import Metrics, ServerStats
 from .telemetry.status_page import StatusPage
 from .telemetry.tracing import Tracing, TracingError, open_tracing
-from .tier_host.factory import open_tiers
+from .tier_host.factory import open_tiers, share_region
 
 __all__ = [
     "Backend",
@@ -200,6 +200,8 @@ async def open_runtime(config: Config, closers: AsyncExitStack, peers: PeerTier 
         with _start_errors():
             region = HostRegion.create(region_bytes)
         opened.callback(region.close)
+        with _start_errors():
+            share_region(tiers, region)
         try:
             region.nodes = _memory_nodes(config.numa)
             settings = tier_settings(config, region_bytes, tiers)

@@ -163,6 +163,14 @@ class SecondaryTier(ABC):
         self.rules: Sequence[Rule] = DEFAULT_RULES
         """Configured voting rules, for `negotiation.vote`."""
 
+    def use_region(self, fd: int, address: int, size_bytes: int) -> None:  # noqa: B027 - the default does nothing
+        """Receives the memory that has the parts of all blocks, before all other methods.
+
+        `fd` is shared memory, which this process has mapped at `address`. Both are valid until
+        `close` returns. A tier can register the memory with a device or map it in a process of its
+        own. Must not block. Tools that open a tier without a server do not call it.
+        """
+
     @abstractmethod
     def on_new_request(self, request: RequestInfo) -> Vote:
         """Votes on the offload policy of a request. Called once, before the request's first lookup.

@@ -63,7 +63,7 @@ def _log_storage(log: logs.Logger, loaded: Loaded) -> None:
         memory=human_size(config.region_size),
         data_dir=str(config.data_dir),
         tiers=[
-            f"{tier.name}: {tier.options['url']}"
+            f"{tier.name}: {tier.options.get('url') or tier.options['master']}"
             if tier.is_remote
             else f"{tier.name}: at most {human_size(tier.size)} in {tier.path}"
             for tier in config.tiers

@@ -1,4 +1,4 @@
-"""Settings of tiers in remote stores: the table `options` of tiers of type `valkey` and `s3`."""
+"""Settings of tiers in remote stores: the table `options` of tiers in other hosts' stores."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import msgspec
 from ...tiers.remote.valkey import ValkeyAddress
 from .annotations import KeyFilePath, _duration, _setting, _size
 from .fields import TableError, read_table, settings_of
+from .mooncake import MooncakeOptions, read_mooncake_options
 from .s3 import S3Options, read_s3_options
 from .schema import TierConfig
 from .units import MIB
@@ -64,7 +65,7 @@ class ValkeyOptions(msgspec.Struct, frozen=True, kw_only=True):
 VALKEY_OPTIONS = settings_of(ValkeyOptions)
 
 
-def read_remote_options(tier_type: str, table: Mapping[str, Any]) -> ValkeyOptions | S3Options:
+def read_remote_options(tier_type: str, table: Mapping[str, Any]) -> ValkeyOptions | S3Options | MooncakeOptions:
     """Returns the checked options of a remote tier. Raises `TableError`."""
     options = table.get("options", {})
     if not isinstance(options, Mapping):
@@ -72,6 +73,10 @@ def read_remote_options(tier_type: str, table: Mapping[str, Any]) -> ValkeyOptio
     for key in NO_FILES:
         if key in table:
             raise TableError(f"{key}: a tier of type {tier_type} has no files on this host; remove this setting")
+    if tier_type == "mooncake":
+        if table.get("ttl") is not None:
+            raise TableError("ttl: values in Mooncake have no time to live; Mooncake evicts; remove this setting")
+        return read_mooncake_options(options)
     return read_s3_options(options) if tier_type == "s3" else read_valkey_options(options)
 
 

@@ -10,6 +10,7 @@ import msgspec
 
 from .fields import LISTS, SETTINGS, TABLES, TENANT_SETTINGS, TIER_SETTINGS, Setting
 from .loader import Loaded
+from .mooncake import MOONCAKE_OPTIONS
 from .remote import NO_FILES, VALKEY_OPTIONS
 from .s3 import S3_OPTIONS
 from .schema import TenantConfig, TierConfig
@@ -58,6 +59,7 @@ def reference() -> str:
         ("[[tiers]]", TIER_SETTINGS, ""),
         ("[tiers.options]", VALKEY_OPTIONS, " of type `valkey`"),
         ("[tiers.options]", S3_OPTIONS, " of type `s3`"),
+        ("[tiers.options]", MOONCAKE_OPTIONS, " of type `mooncake`"),
         ("[tenants.NAME]", TENANT_SETTINGS, ""),
     )
     for table, settings, which in tables:

@@ -276,7 +276,9 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     type: Annotated[
         str,
-        _setting('Type: `lmdb`, `disk`, `valkey` (also Redis), `s3`, or "module:Class" for a class outside kvtier.'),
+        _setting(
+            'Type: `lmdb`, `disk`, `valkey` (also Redis), `s3`, `mooncake`, or "module:Class" for a class outside kvtier.'
+        ),
     ]
     name: Annotated[
         str, _setting("Name of the tier in status and metrics.", default="the type, or the class name in lower case")
@@ -285,7 +287,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
     size: Annotated[
         int,
         _size(
-            "Maximum size of the files. Blocks can use 80 % of it in `lmdb` and 93 % in `disk`. `valkey`, `s3`: of known blocks.",
+            "Maximum size of the files. Blocks can use 80 % of it in `lmdb` and 93 % in `disk`. Shared tiers: of known blocks.",
             MIB,
             default="16 GiB, but at most half of the free disk space, which the tiers without `size` on one file system "
             "share equally",
@@ -315,7 +317,9 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     options: Annotated[
         Mapping[str, Any],
-        _setting('Settings of `valkey` or `s3` (below), or arguments of a "module:Class" tier.', default="{}"),
+        _setting(
+            'Settings of `valkey`, `s3` or `mooncake` (below), or arguments of a "module:Class" tier.', default="{}"
+        ),
     ] = msgspec.field(default_factory=dict)
 
     @property
@@ -325,7 +329,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_remote(self) -> bool:
-        return self.type in ("valkey", "s3")  # without files on this host
+        return self.type in ("valkey", "s3", "mooncake")  # without files on this host
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ __all__ = ["DEFAULT_TABLES", "read_tiers", "size_notes"]
 DEFAULT_TABLES = ({"type": "lmdb"},)
 """Tier tables of a server without a configuration."""
 
-_REMOTE_TYPES = ("valkey", "s3")
+_REMOTE_TYPES = ("valkey", "s3", "mooncake")
 _BUILT_IN_TYPES = ("lmdb", "disk", *_REMOTE_TYPES)
 """Tier types that are part of kvtier. The CPU tier always exists and has no table."""
 
@@ -56,7 +56,7 @@ def _read_tier(table: Mapping[str, Any], data_dir: Path) -> TierConfig:
     if not _NAME.fullmatch(name) or name == "cpu":
         raise TableError(f'name = "{name}": must be 1 to 32 characters of a-z, 0-9, _ and -, and must not be "cpu"')
     if tier_type in _REMOTE_TYPES:
-        read_remote_options(tier_type, table)
+        read_remote_options(tier_type, given)
     given.setdefault("path", data_dir / name)
     given.setdefault("size", _NO_SIZE)
     return TierConfig(**given)
@@ -104,7 +104,7 @@ def _check_type(tier_type: str, given: Mapping[str, Any]) -> None:
     if tier_type in _BUILT_IN_TYPES:
         if given.get("options") and tier_type not in _REMOTE_TYPES:
             raise TableError(
-                f"options: a tier of type {tier_type} has none; only valkey, s3 and module:Class tiers have options"
+                f"options: a tier of type {tier_type} has none; only valkey, s3, mooncake and module:Class tiers have options"
             )
     elif not _CLASS.fullmatch(tier_type):
         hint = nearest(tier_type, _BUILT_IN_TYPES)

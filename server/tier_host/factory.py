@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from ...cuda.host.region import HostRegion
 from ...tiers.base import Medium, SecondaryTier, TierError, TierOpenError
 from ...tiers.remote.value_codec import ValueCodec
 from ..auth.key_file import KeyFile, KeyFileError
@@ -17,7 +18,7 @@ from ..config.remote import read_remote_options
 from ..config.schema import TierConfig
 from .guard import describe_error, safe_repr
 
-__all__ = ["open_tier", "open_tiers", "tier_class"]
+__all__ = ["open_tier", "open_tiers", "share_region", "tier_class"]
 
 _ATTRIBUTES = {
     "type": str,
@@ -47,6 +48,17 @@ def open_tiers(configs: Sequence[TierConfig]) -> list[SecondaryTier]:
             tier.close()
         raise
     return tiers
+
+
+def share_region(tiers: Sequence[SecondaryTier], region: HostRegion) -> None:
+    """Gives the region to all tiers. Raises TierOpenError, which names the tier."""
+    for tier in tiers:
+        try:
+            tier.use_region(region.fd, region.address, region.size_bytes)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a third-party class may raise anything
+            raise TierOpenError(f"tier {tier.name}: {describe_error(error)}") from error
 
 
 def open_tier(config: TierConfig, *, mend: bool = True) -> SecondaryTier:
@@ -137,6 +149,12 @@ def tier_class(config: TierConfig) -> Callable[..., SecondaryTier]:
 
         import_obstore()
         return S3Tier
+    if config.type == "mooncake":
+        from ...tiers.remote.mooncake import MooncakeTier
+        from ...tiers.remote.mooncake_process import require_mooncake
+
+        require_mooncake()
+        return MooncakeTier
     module_name, _, class_name = config.type.partition(":")
     try:
         found = getattr(importlib.import_module(module_name), class_name)

@@ -39,7 +39,17 @@ from kvtier.tiers.remote.limits import PROBE_SECONDS
 from kvtier.tiers.remote.network_tier import RemoteLimits
 from kvtier.tiers.remote.value_codec import name_of
 
-__all__ = ["DEADLINE_SECONDS", "GENEROUS_SECONDS", "LIMITS", "PATIENT", "ROW", "KeyValueContract", "SharedTierContract"]
+__all__ = [
+    "DEADLINE_SECONDS",
+    "GENEROUS_SECONDS",
+    "LIMITS",
+    "PATIENT",
+    "ROW",
+    "ExpiringValueContract",
+    "KeyValueContract",
+    "SharedTierContract",
+    "checked",
+]
 
 DEADLINE_SECONDS = 0.25
 GENEROUS_SECONDS = 20.0
@@ -58,6 +68,8 @@ class SharedTierContract(ABC):
     visible_after_seconds: ClassVar[float] = 0.0
     """A lookup that begins this time after a store finds the block."""
     value_format: ClassVar[int] = 1
+    smallest_value: ClassVar[int] = 0
+    """Size of the smallest value that the store accepts."""
     limits: ClassVar[RemoteLimits] = PATIENT
     hasty_limits: ClassVar[RemoteLimits] = LIMITS
     """For tests in which the store does not answer."""
@@ -207,7 +219,7 @@ class SharedTierContract(ABC):
             case "long":
                 value += b"x" * 100
             case "empty":
-                value.clear()
+                del value[self.smallest_value :]
             case "other block":
                 value = bytearray(self.value_of(full(ROW[0], blocks[ROW[0]])) or b"")
         self.replace_value(stored, bytes(value))
@@ -345,9 +357,6 @@ class KeyValueContract(SharedTierContract):
     @abstractmethod
     def read(self, name: bytes) -> bytes | None: ...
 
-    @abstractmethod
-    def ttl_of(self, name: bytes) -> float: ...
-
     def name_of(self, namespace: NamespaceId, key: bytes) -> bytes:
         return name_of(namespace, key, self.value_format)
 
@@ -358,14 +367,39 @@ class KeyValueContract(SharedTierContract):
         self.write(self.name_of(block.namespace, block.key), value)
 
     def test_a_value_is_written_once(self, first: SecondaryTier, second: SecondaryTier) -> None:
-        """Keys name the content, so a second store keeps the value and starts its life again."""
+        """Keys name the content, so a second store keeps the value."""
         parts = content("once", (5000,))
         first.store([full(ROW[0], parts)])
         name = self.name_of(SPACE, ROW[0])
         before = self.read(name)
         assert second.store([full(ROW[0], parts), full(ROW[1], [b"x"])]) == [DONE, DONE]
         assert self.read(name) == before
-        assert 900 < self.ttl_of(name) <= 1000
+
+    def test_names_have_format_tenant_namespace_and_key(self, first: SecondaryTier) -> None:
+        """So permissions can be given per tenant, and another format sees none of the values."""
+        namespace, name = NamespaceId(bytes(range(16))), b"\xff\x00"
+        first.store([full(name, [b"x"], namespace)])
+        assert self.read(b"kvtier/%d/00010203/0405060708090a0b0c0d0e0f/ff00" % self.value_format) is not None
+
+    def test_a_wrong_value_is_deleted(self, first: SecondaryTier, second: SecondaryTier) -> None:
+        """So that no other server reads it."""
+        first.store([full(ROW[0], content(0, (500,)))])
+        name = self.name_of(SPACE, ROW[0])
+        self.write(name, (self.read(name) or b"")[:-1] + b"?")
+        assert second.load([empty(ROW[0], (500,))]) == [CORRUPT]
+        assert self.read(name) is None
+
+
+class ExpiringValueContract(KeyValueContract):
+    """Tests of a store whose values have a time to live."""
+
+    @abstractmethod
+    def ttl_of(self, name: bytes) -> float: ...
+
+    def test_a_repeated_store_starts_the_life_again(self, first: SecondaryTier, second: SecondaryTier) -> None:
+        for tier in (first, second):
+            tier.store([full(ROW[0], content("once", (5000,)))])
+        assert 900 < self.ttl_of(self.name_of(SPACE, ROW[0])) <= 1000
 
     def test_values_expire(self, store: None, open_tier: Callable[[RemoteLimits], SecondaryTier]) -> None:
         """Each value has a time to live, which a load and a repeated store start again."""
@@ -376,12 +410,6 @@ class KeyValueContract(SharedTierContract):
         assert fetch(long, ROW[0], (1,)) == (b"x",)
         long.store([full(ROW[1], [b"y"])])
         assert all(4000 < self.ttl_of(name) <= 5000 for name in names)
-
-    def test_names_have_format_tenant_namespace_and_key(self, first: SecondaryTier) -> None:
-        """So permissions can be given per tenant, and another format sees none of the values."""
-        namespace, name = NamespaceId(bytes(range(16))), b"\xff\x00"
-        first.store([full(name, [b"x"], namespace)])
-        assert self.read(b"kvtier/%d/00010203/0405060708090a0b0c0d0e0f/ff00" % self.value_format) is not None
 
     def test_clocks_of_hosts_may_differ(
         self, first: SecondaryTier, second: SecondaryTier, monkeypatch: pytest.MonkeyPatch
@@ -394,11 +422,3 @@ class KeyValueContract(SharedTierContract):
             assert 900 < self.ttl_of(self.name_of(SPACE, ROW[0])) <= 1000
             monkeypatch.setattr(time, "time", lambda: now)
             assert fetch(second, ROW[0], (1,)) == (b"x",)
-
-    def test_a_wrong_value_is_deleted(self, first: SecondaryTier, second: SecondaryTier) -> None:
-        """So that no other server reads it."""
-        first.store([full(ROW[0], content(0, (500,)))])
-        name = self.name_of(SPACE, ROW[0])
-        self.write(name, (self.read(name) or b"")[:-1] + b"?")
-        assert second.load([empty(ROW[0], (500,))]) == [CORRUPT]
-        assert self.read(name) is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from contracts.shared_tier import KeyValueContract
+from contracts.shared_tier import ExpiringValueContract
 from harness.memory_store import MemoryStore
 
 from kvtier.tiers.remote import value_codec
@@ -27,7 +27,7 @@ def memory_tier(store: MemoryStore, limits: RemoteLimits | None = None, codec: V
     return MemoryTier("far", 1 << 30, topology=node, limits=limits, codec=codec)
 
 
-class SharedTierInMemory(KeyValueContract):
+class SharedTierInMemory(ExpiringValueContract):
     """Hooks of a store in memory. A subclass opens the tiers."""
 
     @pytest.fixture(autouse=True)

@@ -10,11 +10,13 @@ import pytest
 from kvtier.server.config import loader, machine, tiers
 from kvtier.server.config.fields import SETTINGS
 from kvtier.server.config.loader import load
+from kvtier.server.config.mooncake import read_mooncake_options
 from kvtier.server.config.remote import key_files_of, read_valkey_options
 from kvtier.server.config.s3 import read_s3_options
 from kvtier.server.config.schema import ConfigError
 from kvtier.server.config.units import GIB, MIB
 
+MOONCAKE = '[[tiers]]\ntype = "mooncake"\n[tiers.options]\n'
 S3 = '[[tiers]]\ntype = "s3"\n[tiers.options]\n'
 VALKEY = '[[tiers]]\ntype = "valkey"\n[tiers.options]\n'
 ENVIRON = {"XDG_RUNTIME_DIR": "/run/user/7", "XDG_DATA_HOME": "/data"}
@@ -163,6 +165,16 @@ class TestSources:
         assert (options.pack, options.deadline, options.credentials_file) == (32 << 20, 2.0, Path("/run/credentials"))
         assert list(key_files_of([tier])) == [("s3", Path("/keys"))]
 
+    def test_a_mooncake_tier_has_options(self, write: Any) -> None:
+        """It contributes no memory to Mooncake, and finds the nodes without a metadata server."""
+        tier = load(
+            file=write(MOONCAKE + 'master = "host:50051"\nprotocol = "rdma"\ndevice = "mlx5_0"\ndeadline = "1s"\n')
+        ).config.tiers[0]
+        assert (tier.name, tier.size, tier.is_remote) == ("mooncake", 16 * GIB, True)
+        options = read_mooncake_options(tier.options)
+        assert (options.master, options.protocol, options.device) == ("host:50051", "rdma", "mlx5_0")
+        assert (options.metadata, options.local_host, options.deadline) == ("P2PHANDSHAKE", None, 1.0)
+
     def test_a_valkey_tier_has_options(self, write: Any) -> None:
         """It has no files here, so its default size does not depend on the disk."""
         file = write(
@@ -253,11 +265,11 @@ class TestRefusals:
             ("tiers = 3", "tiers: must be a list of tables"),
             (
                 '[[tiers]]\nsize = "1GiB"',
-                "tiers, number 1: type: must be given: lmdb, disk, valkey, s3 or module:Class",
+                "tiers, number 1: type: must be given: lmdb, disk, valkey, s3, mooncake or module:Class",
             ),
             (
                 '[[tiers]]\ntype = "lmbd"',
-                'type = "lmbd": must be lmdb, disk, valkey, s3 or module:Class; did you mean lmdb?',
+                'type = "lmbd": must be lmdb, disk, valkey, s3, mooncake or module:Class; did you mean lmdb?',
             ),
             ('[[tiers]]\ntype = "lmdb"\nsizes = 1', "tiers, number 1: sizes: no such setting; did you mean size?"),
             ('[[tiers]]\ntype = "lmdb"\nsize = "lots"', 'tiers, number 1: size = "lots": not a size'),
@@ -285,6 +297,13 @@ class TestRefusals:
             (S3 + 'url = "s3://bucket"\npack = "1KiB"', 'options.pack = "1KiB": must be between 1MiB and 64MiB'),
             (S3 + 'url = "s3://bucket"\nendpoint = "host:1"', "options.endpoint: must be like https://HOST:PORT"),
             (S3 + 'url = "gs://bucket"\nregion = "x"', "options.region: only for s3://"),
+            ('[[tiers]]\ntype = "mooncake"', "options.master: must be given, like HOST:50051"),
+            (MOONCAKE + 'master = "host"', "options.master: must be like HOST:PORT"),
+            (MOONCAKE + 'master = "host:99999"', "options.master: must be like HOST:PORT"),
+            (MOONCAKE + 'master = "a:1"\nmetadata = "etcd"', "options.metadata: must be P2PHANDSHAKE, or a URL"),
+            (MOONCAKE + 'master = "a:1"\nprotocol = "udp"', 'options.protocol = "udp": must be one of tcp, rdma'),
+            (MOONCAKE + 'master = "a:1"\ndevice = "mlx5_0"', 'options.device: only for protocol = "rdma"'),
+            ('[[tiers]]\ntype = "mooncake"\nttl = "1d"', "ttl: values in Mooncake have no time to live"),
         ],
     )
     def test_tier_tables_are_checked(self, write: Any, text: str, problem: str) -> None:

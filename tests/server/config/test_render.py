@@ -28,7 +28,8 @@ def test_toml_reads_back(write: Any) -> None:
         file=write(
             '[[tiers]]\ntype = "lmdb"\n[[tiers]]\ntype = "a.b:C"\noptions = {x = [1, {y = true}], "z z" = 1.5}\n'
             '[[tiers]]\ntype = "valkey"\noptions = {url = "valkey://host", deadline = "100ms"}\n'
-            '[[tiers]]\ntype = "s3"\noptions = {url = "s3://bucket/prefix", pack = "8MiB"}'
+            '[[tiers]]\ntype = "s3"\noptions = {url = "s3://bucket/prefix", pack = "8MiB"}\n'
+            '[[tiers]]\ntype = "mooncake"\noptions = {master = "host:50051", protocol = "rdma"}'
         ),
         environ=ENVIRON | {"KVTIER_LEASES_DEFAULT": "1500ms"},
     )

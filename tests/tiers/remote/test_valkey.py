@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from contracts.shared_tier import KeyValueContract
+from contracts.shared_tier import ExpiringValueContract
 from contracts.tier import CORRUPT, DONE, FAILED, MIB, MISSING, SPACE, content, empty, fetch, full, key
 from harness.certificates import Authority
 from harness.ports import ReservedPort
@@ -27,7 +27,7 @@ def valkey_tier(url: str, limits: RemoteLimits | None = None, **options: object)
 
 
 @pytest.mark.remote
-class TestValkeyTier(KeyValueContract):
+class TestValkeyTier(ExpiringValueContract):
     @pytest.fixture(autouse=True)
     def _server(self, tmp_path: Path) -> Iterator[None]:
         needs_redis()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from contracts.shared_tier import GENEROUS_SECONDS, KeyValueContract
+from contracts.shared_tier import GENEROUS_SECONDS, ExpiringValueContract
 from contracts.tier import DONE, FAILED, KIB, MISSING, SPACE, content, empty, full, held, key
 from harness.polling import wait_until
 from harness.redis_server import RedisCluster, RedisServer, needs_redis
@@ -34,7 +34,7 @@ def open_tier(url: str, limits: RemoteLimits = LIMITS) -> ValkeyTier:
 
 
 @pytest.mark.remote
-class TestValkeyClusterTier(KeyValueContract):
+class TestValkeyClusterTier(ExpiringValueContract):
     @pytest.fixture(autouse=True)
     def _cluster(self, tmp_path: Path) -> Iterator[None]:
         needs_redis()

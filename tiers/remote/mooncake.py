@@ -1,0 +1,323 @@
+"""Tier `mooncake`: blocks in Mooncake Store, by TCP or RDMA from and into the host region.
+
+Mooncake's client runs in a process of its own (`mooncake_child.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ..base import Outcome, TierOpenError
+from ..storage.buffers import address_of, copy_from
+from . import value_codec
+from .mooncake_child import LENGTH, REGION, STAGING, read_exactly
+from .mooncake_process import (
+    P2P,
+    MooncakeChild,
+    MooncakeProcess,
+    MooncakeSettings,
+    Region,
+    master_address,
+    require_mooncake,
+)
+from .network_tier import RemoteLimits
+from .object_store import OneNode, StoreUnavailableError
+from .remote_tier import RemoteTier
+from .value_codec import ValueCodec
+
+__all__ = ["MooncakeStore", "MooncakeTier"]
+
+Piece = bytes | memoryview
+Place = tuple[int, int, int]
+"""Area, offset and size of a piece."""
+
+# Error codes of Mooncake (mooncake-store/include/types.h).
+NO_AVAILABLE_HANDLE = -200
+OBJECT_NOT_FOUND = -704
+OBJECT_ALREADY_EXISTS = -705
+RPC_FAIL = -900
+RPC_TIMEOUT = -901
+
+_ALIGNMENT = 64
+_CHECKED_NAME = "kvtier/check"
+
+
+class MooncakeTier(RemoteTier):
+    type: ClassVar[str] = "mooncake"
+
+    def __init__(
+        self,
+        name: str,
+        size_bytes: int,
+        *,
+        master: str,
+        limits: RemoteLimits,
+        metadata: str = P2P,
+        protocol: str = "tcp",
+        device: str | None = None,
+        local_host: str | None = None,
+        log: Path | None = None,
+        codec: ValueCodec = value_codec,
+    ) -> None:
+        """Raises `TierOpenError` if Mooncake is not installed. See `MooncakeSettings`.
+
+        `limits.ttl_seconds` has no effect, because Mooncake's values have no time to live.
+        """
+        require_mooncake()
+        try:
+            master_address(master)
+        except ValueError as error:
+            raise TierOpenError(f"master: {error}") from None
+        self._process = MooncakeProcess(MooncakeSettings(master, metadata, protocol, device, local_host, log))
+        node = OneNode(master, lambda: MooncakeStore(self._process, limits.deadline_seconds))
+        super().__init__(name, size_bytes, topology=node, limits=limits, codec=codec)
+
+    def use_region(self, fd: int, address: int, size_bytes: int) -> None:
+        """Starts the process that maps the region and registers it with Mooncake."""
+        self._process.region = Region(fd, address, size_bytes)
+        self._process.start()
+
+    def close(self) -> None:
+        super().close()
+        self._process.close()
+
+
+class MooncakeStore:
+    """`ObjectStore` that connects on first use, and again after an error."""
+
+    def __init__(self, process: MooncakeProcess, deadline_seconds: float) -> None:
+        self._process = process
+        self._deadline_seconds = deadline_seconds
+        self._link: tuple[MooncakeChild, socket.socket] | None = None
+        self._staging: _Staging | None = None
+
+    def exists(self, names: Sequence[bytes]) -> list[bool]:
+        """A value on a dead node counts as absent after a load of it has failed."""
+        codes = self._ask("exist", names)
+        if any(code < 0 for code in codes):
+            raise _no_answer(min(codes))
+        return [
+            code == 1 and not self._process.is_suspect(name.decode()) for code, name in zip(codes, names, strict=True)
+        ]
+
+    def renew(self, names: Sequence[bytes], ttl_seconds: float) -> list[bool]:
+        """Mooncake's values have no time to live."""
+        return self.exists(names)
+
+    def get(
+        self, names: Sequence[bytes], values: Sequence[Sequence[memoryview]], ttl_seconds: float
+    ) -> list[int | None]:
+        wanted = [number for number, name in enumerate(names) if not self._process.is_suspect(name.decode())]
+        sizes: list[int | None] = [None] * len(names)
+        failed: dict[bytes, int] = {}
+        codes = self._get([names[number] for number in wanted], [values[number] for number in wanted])
+        for number, code in zip(wanted, codes, strict=True):
+            name, nbytes = names[number], sum(map(len, values[number]))
+            if code == nbytes:
+                sizes[number] = code
+            elif code in (RPC_FAIL, RPC_TIMEOUT):
+                raise _no_answer(code)
+            elif code != OBJECT_NOT_FOUND:
+                [size] = self._ask("size", [name])
+                if size == nbytes:  # the transfer has failed
+                    failed[name] = code
+                elif size >= 0:
+                    sizes[number] = self._get_other_size(name, values[number], size)
+        self._process.suspect(name.decode() for name in failed)
+        if failed and len(failed) == len(wanted):
+            raise _no_answer(min(failed.values()))
+        return sizes
+
+    def put(self, values: Sequence[tuple[bytes, Sequence[Piece]]], ttl_seconds: float) -> list[Outcome]:
+        places = self._place([pieces for _, pieces in values], fill=True)
+        codes = self._call("put", [name for name, _ in values], places)
+        if codes and all(code in (RPC_FAIL, RPC_TIMEOUT) for code in codes):
+            raise _no_answer(codes[0])
+        return [_outcome(code) for code in codes]
+
+    def delete_if_equal(self, name: bytes, value: Sequence[Piece]) -> None:
+        """Deletes a value that is still the same. Mooncake has no atomic step for that.
+
+        A value that another server writes between the two calls is lost, which is a miss.
+        """
+        expected = b"".join(value)
+        if not expected:
+            return
+        found = bytearray(len(expected))
+        if self._get([name], [[memoryview(found)]]) == [len(expected)] and found == expected:
+            self._ask("remove", [name])
+
+    def ping(self) -> None:
+        """Asks the master for a name."""
+        self.exists([_CHECKED_NAME.encode()])
+
+    def close(self) -> None:
+        self._disconnect()
+        if self._staging is not None:
+            self._staging.close()
+            self._staging = None
+
+    def _get_other_size(self, name: bytes, pieces: Sequence[memoryview], size: int) -> int:
+        """Fills pieces from a smaller value; returns the size of the value."""
+        rest, cut = size, []
+        for piece in pieces:
+            cut.append(piece[:rest])
+            rest -= len(cut[-1])
+        if not rest and size:
+            self._get([name], [cut])
+        return size
+
+    def _get(self, names: Sequence[bytes], values: Sequence[Sequence[memoryview]]) -> list[int]:
+        if not names:
+            return []
+        places = self._place(values, fill=False)
+        codes = self._call("get", names, places)
+        for pieces, placed, code in zip(values, places, codes, strict=True):
+            if code > 0 and self._staging is not None:
+                for piece, (area, offset, _) in zip(filter(len, pieces), placed, strict=True):
+                    if area == STAGING:
+                        self._staging.copy_to(piece, offset)
+        return codes
+
+    def _ask(self, call: str, names: Sequence[bytes]) -> list[int]:
+        """Makes a call that moves no bytes."""
+        return self._call(call, names, ())
+
+    def _place(self, values: Sequence[Sequence[Piece]], *, fill: bool) -> list[list[Place]]:
+        """Returns where the pieces are: in the region, or else in staging memory."""
+        places: list[list[Place]] = []
+        outside: list[tuple[memoryview, int]] = []
+        end = 0
+        for value in values:
+            placed: list[Place] = []
+            for piece in value:
+                view = memoryview(piece)
+                if not view.nbytes:
+                    continue
+                offset = self._offset_in_region(view)
+                if offset is not None:
+                    placed.append((REGION, offset, view.nbytes))
+                else:
+                    placed.append((STAGING, end, view.nbytes))
+                    outside.append((view, end))
+                    end += -(-view.nbytes // _ALIGNMENT) * _ALIGNMENT
+            places.append(placed)
+        if end and (self._staging is None or self._staging.nbytes < end):
+            if self._staging is not None:
+                self._staging.close()
+            self._staging = _Staging(end)
+        if fill and self._staging is not None:
+            for view, at in outside:
+                self._staging.copy_from(view, at)
+        return places
+
+    def _offset_in_region(self, view: memoryview) -> int | None:
+        region = self._process.region
+        if region is None:
+            return None
+        offset = address_of(view) - region.address
+        return offset if offset >= 0 and offset + view.nbytes <= region.size_bytes else None
+
+    def _call(self, call: str, names: Sequence[bytes], places: Sequence[Sequence[Place]]) -> list[int]:
+        """Makes a call within the deadline. Raises StoreUnavailableError.
+
+        If a call that moves bytes does not end, the process is killed: it could write to the region
+        later, when the memory has another block.
+        """
+        ends_at = time.monotonic() + self._deadline_seconds
+        child, connection = self._connect(ends_at)
+        request: dict[str, Any] = {"call": call, "names": [name.decode() for name in names]}
+        fds = []
+        if places:
+            request["pieces"] = places
+            if self._staging is not None and not self._staging.is_sent:
+                request["staging_bytes"], fds = self._staging.nbytes, [self._staging.fd]
+        text = json.dumps(request).encode()
+        try:
+            connection.settimeout(max(0.001, ends_at - time.monotonic()))
+            socket.send_fds(connection, [LENGTH.pack(len(text))], fds)
+            connection.sendall(text)
+            size = LENGTH.unpack(_receive(connection, LENGTH.size, ends_at))[0]
+            codes: list[int] = json.loads(_receive(connection, size, ends_at))
+        except TimeoutError as error:
+            self._end_late_call(child, is_transfer=bool(places))
+            if call == "get":
+                self._process.suspect(request["names"])
+            raise StoreUnavailableError(f"no answer within {self._deadline_seconds:g} s") from error
+        except OSError as error:
+            self._end_late_call(child, is_transfer=True)
+            raise StoreUnavailableError("the client process has ended") from error
+        except BaseException:
+            self._end_late_call(child, is_transfer=bool(places))
+            raise
+        if fds and self._staging is not None:
+            self._staging.is_sent = True
+        return codes
+
+    def _connect(self, ends_at: float) -> tuple[MooncakeChild, socket.socket]:
+        if self._link is not None and not self._process.is_running(self._link[0]):
+            self._disconnect()
+        if self._link is None:
+            self._link = self._process.connect(ends_at)
+            if self._staging is not None:
+                self._staging.is_sent = False
+        return self._link
+
+    def _end_late_call(self, child: MooncakeChild, *, is_transfer: bool) -> None:
+        self._disconnect()
+        if is_transfer:
+            self._process.kill(child)
+        else:
+            self._process.abandon(child)
+
+    def _disconnect(self) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            link[1].close()
+
+
+def _receive(connection: socket.socket, nbytes: int, ends_at: float) -> bytes:
+    connection.settimeout(max(0.001, ends_at - time.monotonic()))
+    return read_exactly(connection, nbytes)
+
+
+class _Staging:
+    """Memory that is shared with the process, for headers and encrypted values."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.is_sent = False
+        self.fd = os.memfd_create("kvtier-mooncake", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, self.nbytes)
+        self._map = mmap.mmap(self.fd, self.nbytes)
+        self._view = memoryview(self._map)
+        self._address = address_of(self._view)
+
+    def copy_from(self, source: memoryview, offset: int) -> None:
+        copy_from(self._address + offset, source)
+
+    def copy_to(self, target: memoryview, offset: int) -> None:
+        copy_from(address_of(target), self._view[offset : offset + target.nbytes])
+
+    def close(self) -> None:
+        self._view.release()
+        self._map.close()
+        os.close(self.fd)
+
+
+def _outcome(code: int) -> Outcome:
+    if code in (0, OBJECT_ALREADY_EXISTS):
+        return Outcome.DONE
+    return Outcome.NO_SPACE if code == NO_AVAILABLE_HANDLE else Outcome.FAILED
+
+
+def _no_answer(code: int) -> StoreUnavailableError:
+    what = "the master does not answer" if code in (RPC_FAIL, RPC_TIMEOUT) else "a node does not answer"
+    return StoreUnavailableError(f"{what} (Mooncake's error {code})")

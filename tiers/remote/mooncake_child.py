@@ -1,0 +1,178 @@
+"""Process with the client of Mooncake Store: `python -m kvtier.tiers.remote.mooncake_child`.
+
+`mooncake_process.py` starts it. It maps the host region and makes the calls of the tier, so that
+Mooncake moves bytes between its nodes and the region without a copy. For RDMA it registers the
+region with Mooncake once. For TCP it does not: Mooncake needs no registration there, and its port
+would let every peer read and write registered memory.
+
+The server kills the process if a call does not end: only so Mooncake cannot write to memory that
+has another use by then.
+
+The control socket passes one connection per worker thread of the server. Each connection has a
+thread here. A request and its answer are JSON with a length of 4 bytes before it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import mmap
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["LENGTH", "READY", "REGION", "STAGING", "read_exactly"]
+
+LENGTH = struct.Struct("<I")
+"""Size of the JSON text that follows."""
+REGION = 0
+"""Area of a piece: the host region."""
+STAGING = 1
+"""Area of a piece: the connection's own memory, for bytes that are not in the region."""
+READY = b"ready"
+"""First message on the control socket after a successful start; otherwise an error text."""
+
+_PR_SET_PDEATHSIG = 1
+_NO_SEGMENT = 0
+_NO_BUFFER = 0
+_ADDRESS = (ctypes.c_char * 0).from_buffer
+
+
+class _Area:
+    """Shared memory that Mooncake uses until `close`."""
+
+    def __init__(self, store: Any, fd: int, nbytes: int, *, register: bool) -> None:
+        self._map = mmap.mmap(fd, nbytes)
+        self._registered_at = store if register else None
+        self.address = ctypes.addressof(_ADDRESS(self._map))
+        if register and (code := store.register_buffer(self.address, nbytes)):
+            raise OSError(f"Mooncake cannot register {nbytes} bytes of memory (error {code}); see its log")
+
+    def close(self) -> None:
+        if self._registered_at is not None:
+            self._registered_at.unregister_buffer(self.address)
+        self._map.close()
+
+
+class _Connection:
+    """Calls of one worker thread of the server."""
+
+    def __init__(self, store: Any, region: _Area | None, connection: socket.socket, *, register: bool) -> None:
+        self._store = store
+        self._register = register
+        self._connection = connection
+        self._addresses = [region.address if region is not None else 0, 0]
+        self._staging: _Area | None = None
+
+    def serve(self) -> None:
+        """Answers requests until the server closes the connection."""
+        try:
+            while request := self._receive():
+                answer = json.dumps(self._answer(**request)).encode()
+                self._connection.sendall(LENGTH.pack(len(answer)) + answer)
+        except OSError:
+            pass  # the server no longer waits for the answer
+        finally:
+            self._connection.close()
+            if self._staging is not None:
+                self._staging.close()
+
+    def _receive(self) -> dict[str, Any] | None:
+        """Returns the next request. Maps new staging memory whose descriptor comes with it."""
+        head, fds, _, _ = socket.recv_fds(self._connection, LENGTH.size, 1)
+        if not head:
+            return None
+        head += read_exactly(self._connection, LENGTH.size - len(head))
+        request: dict[str, Any] = json.loads(read_exactly(self._connection, *LENGTH.unpack(head)))
+        staging_bytes = request.pop("staging_bytes", 0)
+        for fd in fds:
+            if self._staging is not None:
+                self._staging.close()
+            self._staging = _Area(self._store, fd, staging_bytes, register=self._register)
+            self._addresses[STAGING] = self._staging.address
+            os.close(fd)
+        return request
+
+    def _answer(self, call: str, names: list[str], pieces: Sequence[Sequence[Sequence[int]]] = ()) -> list[int]:
+        """Returns Mooncake's code of each name. `pieces` are triples of area, offset and size."""
+        match call:
+            case "exist":
+                codes = self._store.batch_is_exist(names)
+            case "size":
+                codes = [self._store.get_size(name) for name in names]
+            case "remove":
+                codes = self._store.batch_remove(names, True)  # also if a read has leased the value
+            case _:
+                addresses = [[self._addresses[area] + offset for area, offset, _ in value] for value in pieces]
+                sizes = [[nbytes for _, _, nbytes in value] for value in pieces]
+                move = (
+                    self._store.batch_put_from_multi_buffers
+                    if call == "put"
+                    else self._store.batch_get_into_multi_buffers
+                )
+                codes = move(names, addresses, sizes)
+        return list(map(int, codes))
+
+
+def read_exactly(connection: socket.socket, nbytes: int) -> bytes:
+    """Raises OSError at the end of the connection."""
+    data = bytearray(nbytes)
+    view = memoryview(data)
+    while view:
+        received = connection.recv_into(view)
+        if not received:
+            raise ConnectionResetError("the connection was closed")
+        view = view[received:]
+    return bytes(data)
+
+
+def _start(settings: dict[str, str]) -> Any:
+    """Connects to the master; returns the client. Takes 90 s if the master does not answer."""
+    store = importlib.import_module("mooncake.store").MooncakeDistributedStore()
+    code = store.setup(
+        settings["local_host"],
+        settings["metadata"],
+        _NO_SEGMENT,
+        _NO_BUFFER,
+        settings["protocol"],
+        settings["device"],
+        settings["master"],
+    )
+    if code:
+        raise OSError(f"Mooncake cannot start its client (error {code}); see its log")
+    return store
+
+
+def main() -> None:
+    control_fd, region_fd, region_bytes = map(int, sys.argv[1:4])
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the server ends this process after its last jobs
+    with socket.socket(fileno=control_fd) as control:
+        settings = json.loads(sys.argv[4])
+        register = settings["protocol"] != "tcp"
+        try:
+            store = _start(settings)
+            region = _Area(store, region_fd, region_bytes, register=register) if region_bytes else None
+        except (ImportError, OSError) as error:
+            control.sendall(f"{error}".encode()[:1000])
+            return
+        control.sendall(READY)
+        while True:
+            message, fds, _, _ = socket.recv_fds(control, 1, 1)
+            if not message:
+                break
+            for fd in fds:
+                connection = _Connection(store, region, socket.socket(fileno=fd), register=register)
+                threading.Thread(target=connection.serve, daemon=True).start()
+    os._exit(0)  # without waiting for Mooncake's threads
+
+
+if __name__ == "__main__":
+    main()
