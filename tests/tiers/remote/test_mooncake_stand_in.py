@@ -23,12 +23,10 @@ from kvtier.tiers.remote.value_codec import name_of
 PATIENT = RemoteLimits(deadline_seconds=20.0)
 
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
-
-
 @pytest.fixture(autouse=True)
-def master(monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeMaster]:
+def master(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeMaster]:
     """A master that has not started."""
+    request.getfixturevalue("no_leaks")
     monkeypatch.syspath_prepend(PACKAGE)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(PACKAGE), os.environ.get("PYTHONPATH")))))
     monkeypatch.setattr(mooncake_process, "SUSPECT_SECONDS", 0.5)
