@@ -108,9 +108,10 @@ bench-engine: $(VLLM)/.stamp $(LMCACHE)/.stamp  ## Benchmark vLLM with kvtier, w
 bench-peers: $(VENV)/.stamp $(LMCACHE)/.stamp $(PEERS)/.stamp  ## Benchmark LMCache, Mooncake, Valkey and kvtier with the same workload (4 minutes; installs them and vLLM)
 	$(VENV)/bin/python -m bench.peers $(if $(JSON),--json $(JSON)) $(ARGS)
 
-bench-remote: $(REMOTE)/.stamp  ## Benchmark the shared tiers against client libraries of the same store and bare TCP (1 minute); JSON=FILE
+bench-remote: $(REMOTE)/.stamp  ## Benchmark the shared tiers against client libraries of the same store and bare TCP (2 minutes); JSON=FILE
 	@$(REMOTE)/$(PIP_INSTALL) redis hiredis valkey-glide-sync $(SHOW_PROGRESS)
 	$(REMOTE_ENV) $(REMOTE)/bin/python -m bench.remote $(if $(JSON),--json $(JSON)) $(ARGS)
+	PYTHONPATH=tests $(REMOTE_ENV) $(REMOTE)/bin/python -m bench.remote_mooncake $(if $(JSON),--json $(JSON:.json=-mooncake.json))
 
 # The file name has the date and the commit; the first row of the file describes the machine.
 bench-gpu: $(VENV)/.stamp  ## Benchmark the CUDA IPC transport against one large pinned copy (needs an NVIDIA GPU; installs cuda-bindings); JSON=FILE

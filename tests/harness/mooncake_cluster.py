@@ -70,11 +70,12 @@ class MooncakeCluster:
     Call all methods inside of `own_network`.
     """
 
-    def __init__(self, directory: Path, *options: str, nodes: int = 1) -> None:
+    def __init__(self, directory: Path, *options: str, nodes: int = 1, node_bytes: int = NODE_BYTES) -> None:
         self.directory = directory
         self.settings = MooncakeSettings(MASTER, log=directory / "client.log")
         self._options = options
         self._count = nodes
+        self._node_bytes = node_bytes
         self.master: subprocess.Popen[bytes] | None = None
         self.nodes: list[subprocess.Popen[str]] = []
         self._admin = MooncakeProcess(self.settings)
@@ -93,10 +94,10 @@ class MooncakeCluster:
         for _ in range(self._count):
             self.start_node()
 
-    def start_node(self, nbytes: int = NODE_BYTES) -> None:
+    def start_node(self) -> None:
         with (self.directory / "node.log").open("ab") as log:
             node = subprocess.Popen(
-                [sys.executable, "-c", NODE, str(nbytes), MASTER],
+                [sys.executable, "-c", NODE, str(self._node_bytes), MASTER],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
