@@ -48,7 +48,9 @@ FULL = {
     "podAnnotations": {"note": "b"},
     "imagePullSecrets": [{"name": "c"}],
 }
+EXAMPLES = ROOT / "deploy" / "helm" / "examples"
 WAYS = {
+    **{file.stem: yaml.safe_load(file.read_text()) for file in EXAMPLES.glob("*.yaml")},
     "plain": {},
     "full": FULL,
     "emptyDir": {"data": {"type": "emptyDir", "sizeLimit": "20Gi"}, "probes": {"type": "exec"}},
@@ -110,7 +112,7 @@ def test_engine_example_matches_the_chart(tmp_path: Path) -> None:
     pod, server = engine["spec"]["template"]["spec"], _rendered(tmp_path, {})["DaemonSet"]["spec"]["template"]["spec"]
     assert pod["securityContext"]["runAsUser"] == server["securityContext"]["runAsUser"]
     sockets = {volume["name"]: volume for volume in server["volumes"]}["sockets"]["hostPath"]["path"]
-    [volume] = [volume for volume in pod["volumes"] if volume["name"] == "kvtier"]
+    [volume] = [volume for volume in pod["volumes"] if volume["name"] == "sockets"]
     assert volume["hostPath"]["path"] == sockets
     [endpoint] = [entry["value"] for entry in pod["containers"][0]["env"] if entry["name"] == "KVTIER_ENDPOINT"]
     assert endpoint == f"unix:{sockets}/kvtier.sock"
@@ -125,16 +127,41 @@ def test_server_reads_the_rendered_configuration(tmp_path: Path, way: str, monke
     file.write_text(rendered["ConfigMap"]["data"]["kvtier.toml"])
     environment = rendered["DaemonSet"]["spec"]["template"]["spec"]["containers"][0]["env"]
     for entry in environment:
-        if entry["name"] not in ("KVTIER_ENDPOINT", "KVTIER_LOG_FORMAT", "KVTIER_LOG_LEVEL"):
+        if entry["name"] not in ("KVTIER_ENDPOINT", "KVTIER_LOG_FORMAT", "KVTIER_LOG_LEVEL") and "value" in entry:
             monkeypatch.setenv(entry["name"], entry["value"])
     config = load({}, file=str(file)).config
     assert config.listen[0] == "unix:/run/kvtier/kvtier.sock"
-    assert len(config.listen) == (2 if way == "full" else 1)
+    assert len(config.listen) == (2 if way in ("full", "peers") else 1)
     assert config.region_size == (512 << 20 if way == "none" else 8 << 30)
-    assert len(config.tiers) == (0 if way == "none" else 1)
+    assert len(config.tiers) == {"none": 0, "valkey": 2, "s3": 2}.get(way, 1)
     if way == "full":
         assert (config.limits.max_keys, config.retention.part, config.tiers[0].size) == (1048576, 0.25, 2 << 30)
         assert [tenant.name for tenant in config.tenants] == ["acme"]
+
+
+@needs_tools
+@pytest.mark.parametrize("example", sorted(file.stem for file in EXAMPLES.glob("*.yaml")))
+def test_secrets_of_the_examples_are_references(tmp_path: Path, example: str) -> None:
+    """Files in the configuration come from mounted secrets, and keys in the environment do."""
+    rendered = _rendered(tmp_path, WAYS[example])
+    pod = rendered["DaemonSet"]["spec"]["template"]["spec"]
+    [server] = pod["containers"]
+    secrets = {volume["name"] for volume in pod["volumes"] if "secret" in volume}
+    mounted = tuple(mount["mountPath"] for mount in server["volumeMounts"] if mount["name"] in secrets)
+    named = re.findall(r'"(/etc/[^"]+)"', rendered["ConfigMap"]["data"]["kvtier.toml"])
+    assert all(file.startswith(mounted) for file in named)
+    referred = [entry for entry in server["env"] if "secretKeyRef" in entry.get("valueFrom", {})]
+    assert named or referred
+    command = re.search(r"--values (\S+)", (EXAMPLES / f"{example}.yaml").read_text())
+    assert command is None or (ROOT / command[1]).exists()
+
+
+@needs_tools
+def test_service_account_has_the_configured_role(tmp_path: Path) -> None:
+    annotations = {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/kvtier"}
+    rendered = _rendered(tmp_path, {"serviceAccount": {"annotations": annotations}})
+    assert rendered["ServiceAccount"]["metadata"]["annotations"] == annotations
+    assert "annotations" not in _rendered(tmp_path, {})["ServiceAccount"]["metadata"]
 
 
 @needs_tools
@@ -169,6 +196,7 @@ def test_service_monitor_matches_the_alert_rules(tmp_path: Path) -> None:
         ({"terminationGracePeriodSeconds": 30}, "terminationGracePeriodSeconds"),
         ({"runAsUser": 0}, "runAsUser"),
         ({"data": {"type": "none"}, "config": {"tiers": []}}, "cannot be combined"),
+        ({"config": {"tiers": [{"type": "valkey", "options": {"url": "valkey://a:b@c"}}]}}, "user or a password"),
         (
             {"config": {"auth": {"metrics": True}}, "metrics": {"serviceMonitor": {"enabled": True}}},
             "metrics.serviceMonitor.authorization",

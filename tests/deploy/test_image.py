@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 import re
 import shutil
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -39,9 +41,10 @@ def test_image_matches_the_documentation() -> None:
     assert compose["read_only"] is True
 
 
-@needs_tools
-def test_build_context_is_complete(tmp_path: Path) -> None:
-    """The files that .dockerignore admits build a wheel with all modules of the repository."""
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Builds a wheel from the files that .dockerignore admits."""
+    tmp_path = tmp_path_factory.mktemp("wheel")
     rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
     admitted = [rule.removeprefix("!") for rule in rules if rule.startswith("!")]
     context = tmp_path / "context"
@@ -62,8 +65,14 @@ def test_build_context_is_complete(tmp_path: Path) -> None:
         check=False,
     )
     assert built.returncode == 0, built.stderr
-    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
-        found = {name for name in wheel.namelist() if name.startswith("kvtier/")}
+    return next(tmp_path.glob("*.whl"))
+
+
+@needs_tools
+def test_build_context_is_complete(wheel: Path) -> None:
+    """The files that .dockerignore admits build a wheel with all modules of the repository."""
+    with zipfile.ZipFile(wheel) as packed:
+        found = {name for name in packed.namelist() if name.startswith("kvtier/")}
     listed = subprocess.run(
         ["git", "ls-files", "--", "client", "cuda", "protos", "server", "tiers"],
         cwd=ROOT,
@@ -72,3 +81,43 @@ def test_build_context_is_complete(tmp_path: Path) -> None:
         check=True,
     ).stdout.split()
     assert {f"kvtier/{name}" for name in listed if not fnmatch.fnmatch(name, "*.binpb")} <= found
+
+
+@needs_tools
+def test_wheel_fits_into_a_config_map(wheel: Path) -> None:
+    """The engine's manifest gets the wheel from one; Kubernetes allows 1 MiB."""
+    assert wheel.stat().st_size < 1 << 20
+
+
+@needs_tools
+def test_engine_gets_kvtier_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    """The command of the manifest's init container adds kvtier, and replaces no other package."""
+    pod = yaml.safe_load((ROOT / "deploy" / "kubernetes" / "vllm.yaml").read_text())["spec"]["template"]["spec"]
+    [container], [engine] = pod["initContainers"], pod["containers"]
+    assert container["image"] == engine["image"], "compiled packages must fit the engine's Python"
+    [path] = [entry["value"] for entry in engine["env"] if entry["name"] == "PYTHONPATH"]
+    installed = tmp_path / "installed"
+    python = tmp_path / "bin" / "python3"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    [script] = container["args"]
+    done = subprocess.run(
+        [*container["command"], script.replace("/wheels", str(wheel.parent)).replace(path, str(installed))],
+        env={**os.environ, "HOME": str(tmp_path), "PATH": f"{python.parent}:{os.environ['PATH']}"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert {found.name for found in installed.iterdir() if "-" not in found.name} == {"bin", "kvtier", "xxhash"}
+    used = subprocess.run(
+        [sys.executable, "-c", "import kvtier.client, xxhash; print(kvtier.__file__, xxhash.__file__)"],
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert all(file.startswith(f"{installed}/") for file in used.stdout.split())

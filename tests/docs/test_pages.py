@@ -26,6 +26,7 @@ NEEDS = {
     "needs docker": "a docker daemon",
     "needs root": "changes the host system",
     "needs sglang": "SGLang",
+    "needs several servers": "servers on several hosts",
     "needs vllm": "vLLM",
 }
 """Marks of blocks that are not run, with the cause. These blocks are only checked statically."""
@@ -88,7 +89,8 @@ def test_console_block_is_valid_without_running(block: Block) -> None:
         assert read.returncode == 0, read.stderr
         words = shlex.split(command, comments=True)
         if words[0] == "kvtier":
-            helped = [sys.executable, "-m", "kvtier.server", words[1], "--help"]
+            names = words[1:3] if words[1] in ("conversations", "fleet") else words[1:2]
+            helped = [sys.executable, "-m", "kvtier.server", *names, "--help"]
             known = subprocess.run(helped, capture_output=True, text=True, check=True).stdout
             assert [word for word in words if word.startswith("--") and word.partition("=")[0] not in known] == []
         if words[0] == "make":

@@ -39,6 +39,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if and .Values.metrics.serviceMonitor.enabled $auth.metrics (not .Values.metrics.serviceMonitor.authorization) -}}
 {{- fail "config.auth.metrics: scrapes need a token; set metrics.serviceMonitor.authorization to the token's secret" -}}
 {{- end -}}
+{{- range .Values.config.tiers | default list -}}
+{{- if regexMatch "://[^/]*@" ((.options | default dict).url | default "") -}}
+{{- fail "config.tiers: a url contains a user or a password, which a ConfigMap must not have; use options.username and options.password_file, and a secret under extraVolumes" -}}
+{{- end -}}
+{{- end -}}
 {{- if and (eq .Values.data.type "none") (hasKey .Values.config "tiers") -}}
 {{- fail "data.type=none cannot be combined with config.tiers, which need storage" -}}
 {{- end -}}
