@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import subprocess
 import urllib.error
 from collections.abc import Iterator, Sequence
@@ -39,6 +40,9 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
     directory = tmp_path_factory.mktemp("kvt")
     rules = [without_intervals(path, directory) for path in rule_files()] + [always_firing(directory)]
     with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        # The class of the tier `common` is in the folder `tests`.
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(HERE.parent), os.environ.get("PYTHONPATH")))))
         ports = {name: stack.enter_context(busy_server(directory / name))[1] for name in ("one", "two")}
         yield stack.enter_context(running(directory, ports, rules))
 
