@@ -13,7 +13,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["VOCABULARY", "make_adapter", "make_dense", "make_hybrid", "make_state", "make_tokenizer"]
+__all__ = [
+    "VOCABULARY",
+    "common_sizes",
+    "make_adapter",
+    "make_dense",
+    "make_hybrid",
+    "make_state",
+    "make_tokenizer",
+    "randomize",
+]
 
 VOCABULARY = 1024
 _SIZES: dict[str, Any] = {
@@ -31,12 +40,17 @@ _SIZES: dict[str, Any] = {
 _PEAKED = 2.5
 
 
+def common_sizes() -> dict[str, Any]:
+    """Returns the sizes of all models, for the configuration of a transformer."""
+    return dict(_SIZES)
+
+
 def make_dense(path: Path, seed: int = 1234) -> None:
     """Writes a Llama with one KV cache group."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, tie_word_embeddings=False, **_SIZES))
-    _randomize(model, normed=False, seed=seed)
+    randomize(model, normed=False, seed=seed)
     model.save_pretrained(path)
 
 
@@ -68,7 +82,7 @@ def make_hybrid(path: Path) -> None:
         num_hidden_layers=6, sliding_window=128, layer_types=layers, query_pre_attn_scalar=64, **_SIZES
     )
     model = Gemma3ForCausalLM(config)
-    _randomize(model, normed=True)
+    randomize(model, normed=True)
     model.save_pretrained(path)
 
 
@@ -95,7 +109,7 @@ def make_state(path: Path) -> None:
         **sizes,
     )
     model = GraniteMoeHybridForCausalLM(config)
-    _randomize(model, normed=False)
+    randomize(model, normed=False)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("A_log"):
@@ -122,7 +136,8 @@ def make_tokenizer(path: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **names).save_pretrained(path)
 
 
-def _randomize(model: torch.nn.Module, *, normed: bool, seed: int = 1234) -> None:
+def randomize(model: torch.nn.Module, *, normed: bool, seed: int = 1234) -> None:
+    """Sets weights of which outputs depend on the KV. `normed`: queries have a norm."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():

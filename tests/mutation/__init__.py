@@ -31,6 +31,7 @@ _RELATED: Mapping[str, tuple[str, ...]] = {
         "tests/client/test_client.py",
         "tests/client/test_cancel.py",
     ),
+    "client/engines/sglang/": ("tests/client/engines/sglang_adapter",),
     "client/engines/transformers/": ("tests/client/engines/test_transformers.py",),
     "client/engines/vllm/": _adapter_tests("hooks", "parts", "settings", "sleep", "stats", "ranks"),
     "client/engines/vllm/scheduler/": _adapter_tests(

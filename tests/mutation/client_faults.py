@@ -14,6 +14,7 @@ _LOOKUPS = "client/engines/vllm/scheduler/prefix_lookups.py"
 _HOLDS = "client/engines/vllm/scheduler/hold_calls.py"
 _REQUESTS = "client/engines/vllm/scheduler/requests.py"
 _TIER = "client/engines/vllm_tier/"
+_SGLANG = "client/engines/sglang/"
 
 CLIENT_FAULTS = (
     Fault(
@@ -147,6 +148,54 @@ CLIENT_FAULTS = (
         _SCHEDULER,
         "self._core.loads_ended(finished_loads, failed_loads)",
         "self._core.loads_ended(finished_loads, ())",
+    ),
+    Fault(
+        "pages of SGLang are loaded with a lease of a lost session",
+        _SGLANG + "found_pages.py",
+        "found.lease.session.ended or not all",
+        "not all",
+    ),
+    Fault(
+        "a window of SGLang is one page",
+        _SGLANG + "found_pages.py",
+        "range(max(0, length - self.pages), length)",
+        "range(length - 1, length)",
+    ),
+    Fault(
+        "all pieces of a page of SGLang go to the begin of its slot",
+        _SGLANG + "links.py",
+        "address + offset + start for",
+        "address + offset for",
+    ),
+    Fault(
+        "a second call stores the first pages of SGLang again",
+        _SGLANG + "links.py",
+        "(first + number) * pieces",
+        "number * pieces",
+    ),
+    Fault(
+        "pages of SGLang without room count as stored",
+        _SGLANG + "links.py",
+        "StoreStatus.IN_PROGRESS))",
+        "StoreStatus.IN_PROGRESS, StoreStatus.NO_ROOM))",
+    ),
+    Fault(
+        "pages of SGLang that were not confirmed count as loaded",
+        _SGLANG + "links.py",
+        "                    loaded = end\n",
+        "                    pass\n            except KVTierError:\n                loaded = len(hashes)\n",
+    ),
+    Fault(
+        "engines of SGLang with other formats of pages share blocks",
+        _SGLANG + "namespaces.py",
+        ', "pools": _digest(members)}',
+        "}",
+    ),
+    Fault(
+        "a clear of SGLang's storage changes nothing",
+        _SGLANG + "storage.py",
+        "        self._clears += 1\n",
+        "",
     ),
     Fault(
         "blocks that were not stored are announced",

@@ -18,6 +18,7 @@ from scenario import BLOCK
 from server_process import ServerProcess
 from sglang_scenario import TRIGGER, RunSglang
 from tiny_models import make_dense
+from window_model import make_windows
 
 HERE = Path(__file__).resolve().parent
 SHIM = HERE.parent.parent / "tools" / "sglang_cpu"
@@ -61,9 +62,10 @@ def use_long_timeouts() -> None:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the model `dense`."""
+    """A folder with the models `dense` and `windows`."""
     folder = tmp_path_factory.mktemp("models")
     make_dense(folder / "dense")
+    make_windows(folder / "windows")
     return folder
 
 
@@ -102,6 +104,8 @@ def run_sglang(models: Path, tmp_path_factory: pytest.TempPathFactory) -> RunSgl
             "HF_HUB_OFFLINE": "1",
             "OMP_WAIT_POLICY": "PASSIVE",
             "PYTHONPATH": os.pathsep.join(str(each) for each in paths if each),
+            # SGLang needs a list of cores for each of several ranks.
+            **({"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if engine.get("tp_size", 1) == 2 else {}),
             TRIGGER: str(trigger or folder / "no-trigger"),
         }
         with log.open("wb") as output:

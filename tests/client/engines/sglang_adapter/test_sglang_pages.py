@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from harness.polling import wait_until
 from harness.server_process import ServerProcess
 from rig import LAYOUTS, PAGE, attach, hashes, kv_pool, latent_pool, page_of, rows
+
+from kvtier.client.engines.sglang import links
 
 KEYS = hashes("prompt", 6)
 
@@ -23,6 +27,28 @@ def test_another_engine_loads_what_one_stored(server: ServerProcess, layout: str
         assert second.batch_get_v1(KEYS[:4], rows(0, 7, 3, 4)) == [True] * 4
     assert [page_of(theirs, page) for page in (0, 7, 3, 4)] == [page_of(ours, page) for page in (5, 1, 2, 0)]
     assert not any(map(any, (page_of(theirs, page) for page in (1, 2, 5, 6))))
+
+
+def test_pages_in_several_calls(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many bytes are copied in several calls, of which each has its own pages."""
+    monkeypatch.setattr(links, "_BATCH_BYTES", 1)
+    ours, theirs = kv_pool(seed=1), kv_pool()
+    with attach(server.endpoint, ours) as storage, attach(server.endpoint, theirs) as other:
+        assert all(storage.batch_set_v1(KEYS, rows(*range(6))))
+        assert other.batch_exists(KEYS) == 6
+        assert all(other.batch_get_v1(KEYS, rows(*range(6))))
+    assert [page_of(theirs, page) for page in range(6)] == [page_of(ours, page) for page in range(6)]
+
+
+def test_a_full_server_stores_no_more(tmp_path: Path) -> None:
+    """Pages for which there is no room do not count as stored."""
+    pages = 700
+    keys, pool = hashes("long", pages), kv_pool(pages=pages, heads=64)
+    with ServerProcess(tmp_path, region=16 << 20).start() as server, attach(server.endpoint, pool) as storage:
+        assert storage.batch_exists(keys) == 0
+        stored = storage.batch_set_v1(keys, rows(*range(pages)))
+        assert not all(stored)
+        assert storage.batch_exists(keys) < pages
 
 
 def test_pages_after_a_miss_are_not_loaded(server: ServerProcess) -> None:
