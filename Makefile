@@ -43,7 +43,7 @@ SHELL := bash
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-vllm demo-fleet test test-long test-engines test-handoff test-gpu test-remote test-router simulate simulate-fleet simulate-mutants mutate stress bench bench-engine bench-gpu bench-peers bench-remote performance bench-policies bench-break-even dist test-deploy docs docs-reference verify verify-style verify-language verify-tree verify-generated verify-types verify-protos fix protos baseline clean dashboards test-dashboards bench-curve test-web fuzz trace demo-sglang test-sglang
+.PHONY: help demo demo-vllm demo-fleet demo-router test test-long test-engines test-handoff test-gpu test-remote test-router simulate simulate-fleet simulate-mutants mutate stress bench bench-engine bench-gpu bench-peers bench-remote performance bench-policies bench-break-even dist test-deploy docs docs-reference verify verify-style verify-language verify-tree verify-generated verify-types verify-protos fix protos baseline clean dashboards test-dashboards bench-curve test-web fuzz trace demo-sglang test-sglang
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | while IFS="$$(printf '\t')" read -r name what; do \
@@ -60,6 +60,9 @@ demo-sglang: $(SGLANG)/.stamp  ## Run the demo with SGLang on the CPU (installs 
 
 demo-fleet: $(VENV)/.stamp $(FLEET)/.stamp  ## Show that hosts share blocks through Redis and S3, also after a Redis node and a host are killed (< 5 minutes)
 	$(VENV)/bin/python examples/demo/fleet.py --programs $(FLEET)
+
+demo-router: $(VLLM)/.stamp  ## Compare examples/kv_aware_router with round robin: two vLLM engines on the CPU, each with its own server (4 to 8 minutes)
+	$(VLLM)/bin/python examples/demo/router.py
 
 test: $(VENV)/.stamp  ## Run the tests that need no LLM engine, without those of test-long (4 minutes on 2 cores)
 	$(VENV)/bin/python -m pytest --numprocesses 3 --dist worksteal -m 'not slow' $(ARGS)

@@ -21,6 +21,7 @@ from rich.status import Status
 
 __all__ = [
     "BLOCK_TOKENS",
+    "KVTIER",
     "Child",
     "DemoError",
     "Engine",
@@ -121,14 +122,14 @@ class Child:
         self.process.kill()
         self.process.wait()
 
-    def wait_until(self, condition: Callable[[], object], what: str) -> None:
+    def wait_until(self, condition: Callable[[], object], what: str, seconds: float = PATIENCE_SECONDS) -> None:
         """Waits until `condition()` is true; `what` describes it for the error."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        deadline = time.monotonic() + seconds
         while not condition():
             if self.process.poll() is not None:
                 raise DemoError(f"{self.name} has ended with {self.process.returncode}: {self.last_words()}")
             if time.monotonic() > deadline:
-                raise DemoError(f"{self.name}: {what} takes more than {PATIENCE_SECONDS:.0f} s")
+                raise DemoError(f"{self.name}: {what} takes more than {seconds:.0f} s")
             time.sleep(0.1)
 
     def last_words(self, limit: int = 300) -> str:
