@@ -58,6 +58,17 @@ def test_a_server_that_dies_between_lookup_and_load(server: ServerProcess) -> No
         assert any(page_of(pool, 5))
 
 
+def test_a_lease_of_a_lost_session_is_not_used(server: ServerProcess) -> None:
+    """If the server was restarted between lookup and load, the load uses a later lookup."""
+    with attach(server.endpoint, kv_pool(seed=1)) as attached:
+        attached.batch_set_v1(KEYS, ALL)
+        server.wait_for(lambda status: status.tiers[1].blocks == 6)
+        assert attached.batch_exists(KEYS) == 6
+        server.restart()
+        wait_until(lambda: attached.batch_exists(KEYS) == 6)
+        assert attached.batch_get_v1(KEYS, ALL) == [True] * 6
+
+
 @pytest.mark.parametrize("way", ["load", "store"])
 def test_a_server_that_dies_during_a_copy(server: ServerProcess, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """If the end of a copy cannot be confirmed, its pages count as not loaded or not stored."""

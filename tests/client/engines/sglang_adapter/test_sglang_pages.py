@@ -92,8 +92,11 @@ def test_other_formats_are_other_blocks(server: ServerProcess) -> None:
     """Equal keys miss with another layout, shape, model, tenant, argument or pipeline stage."""
     with attach(server.endpoint, kv_pool(seed=1)) as storage:
         storage.batch_set_v1(KEYS, rows(*range(6)))
+    reshaped = kv_pool()
+    reshaped.head_num, reshaped.head_dim = reshaped.head_num // 2, reshaped.head_dim * 2
     for pool, options in (
         (kv_pool("page_first"), {}),
+        (reshaped, {}),
         (kv_pool(heads=4), {}),
         (kv_pool(), {"model_name": "other"}),
         (kv_pool(), {"extra": {"tenant": "other"}}),
