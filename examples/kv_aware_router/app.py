@@ -112,16 +112,15 @@ class Completions:
         """Returns the tokens of the prompt; none if no engine can tokenize it."""
         if (tokens := prompt_of(body)) is not None:
             return tokens
-        route, asked = self._router.choose((), "", self._clock()), tokenize_body(body)
-        if route is None or asked is None:
+        asked = tokenize_body(body)
+        if asked is None:
             return []
+        instance = self._router.idlest(self._clock()).instance
         try:
-            answer = await self._engines.ask(
-                route.engine.instance, "/tokenize", asked, headers, timeout_s=TOKENIZE_TIMEOUT_S
-            )
+            answer = await self._engines.ask(instance, "/tokenize", asked, headers, timeout_s=TOKENIZE_TIMEOUT_S)
             found = answer.parsed().get("tokens")
         except EngineFailedError as error:
-            logger.warning("%s does not tokenize a prompt: %s", route.engine.instance.url, error.cause.value)
+            logger.warning("%s does not tokenize a prompt: %s", instance.url, error.cause.value)
             return []
         return found if isinstance(found, list) else []
 
@@ -154,15 +153,11 @@ class Pages:
 
     async def models(self, http: HttpRequest) -> Response:
         """Returns the models of an engine."""
-        route = self._router.choose((), "", self._clock())
-        answer = error_answer(502, "No engine could answer.")
+        instance = self._router.idlest(self._clock()).instance
         try:
-            if route is not None:
-                answer = await self._engines.ask(
-                    route.engine.instance, "/v1/models", None, engine_headers(http.headers)
-                )
+            answer = await self._engines.ask(instance, "/v1/models", None, engine_headers(http.headers))
         except EngineFailedError as error:
-            answer = error.answer or answer
+            answer = error.answer or error_answer(502, "No engine could answer.")
         return Response(answer.body, answer.status, dict(answer.headers))
 
 

@@ -77,8 +77,7 @@ class Router:
 
     def choose(self, tokens: Sequence[int], model: str, now: float, tried: Collection[Engine] = ()) -> Route | None:
         """Returns the route of a request, or None if every engine is in `tried`."""
-        left = [engine for engine in self.engines if engine not in tried]
-        candidates = [engine for engine in left if engine.is_usable(now)] or left
+        candidates = self._candidates(now, tried)
         if not candidates:
             return None
         known = {engine: engine.index.match(tokens, model) for engine in candidates}
@@ -91,6 +90,14 @@ class Router:
             if engine.instance.outstanding - idlest.instance.outstanding >= SLACK:
                 engine = idlest
         return Route(engine, known[engine])
+
+    def idlest(self, now: float) -> Engine:
+        """Returns the least loaded engine, for calls that compute nothing."""
+        return min(self._candidates(now), key=_load)
+
+    def _candidates(self, now: float, tried: Collection[Engine] = ()) -> list[Engine]:
+        left = [engine for engine in self.engines if engine not in tried]
+        return [engine for engine in left if engine.is_usable(now)] or left
 
 
 def _load(engine: Engine) -> tuple[int, int]:

@@ -215,6 +215,12 @@ async def test_an_engine_tokenizes_texts() -> None:
         assert (await routed.ask("hello"))[1] == 0
 
 
+async def test_tokenizing_takes_no_turn() -> None:
+    """Round robin alternates between the engines, also if an engine is asked for the tokens."""
+    async with site(Policy.ROUND_ROBIN) as routed:
+        assert [(await routed.ask("some text"))[0] for _ in range(4)] == [0, 1, 0, 1]
+
+
 async def test_bodies_that_are_no_request_are_refused() -> None:
     async with site() as routed:
         for raw in (b"{", b"[]", b'"text"'):
