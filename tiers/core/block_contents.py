@@ -14,8 +14,11 @@ __all__ = ["BlockContent", "BlockContents"]
 
 _ENTRY_BYTES = 340
 """Memory of an entry with keys of 36 bytes, without its tokens: 300 to 340 bytes, measured."""
-_TRIM = 64
-"""Number of the oldest entries of the largest namespace that are dropped at the limit."""
+_TRIM, _TRIM_PART = 64, 256
+"""At the limit, the largest namespace loses its 64 oldest entries, or 1 in 256 if these are more.
+
+A dict scans the places of all entries that it has lost since its last growth to find its oldest
+entry. With 64 entries per scan and 670,000 entries, one `put` took 9 to 16 µs instead of 2."""
 _FREED_PER_CALL = 4096
 """Freeing a million entries at once would stop the event loop for 0.1 s."""
 
@@ -87,7 +90,7 @@ class BlockContents:
 
     def _trim(self) -> None:
         namespace, known = max(self._namespaces.items(), key=lambda item: item[1].nbytes)
-        for key in list(_first(known.entries, _TRIM)):
+        for key in list(_first(known.entries, max(_TRIM, len(known.entries) // _TRIM_PART))):
             self._remove(namespace, known, key)
 
     def _remove(self, namespace: NamespaceId, known: _Namespace, key: bytes) -> None:
