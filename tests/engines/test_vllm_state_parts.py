@@ -22,7 +22,8 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
-from kvtier.client.engines.vllm.groups import Unsupported, resolve_geometry
+from kvtier.client.engines.failures import Unsupported
+from kvtier.client.engines.vllm.groups import resolve_geometry
 from kvtier.client.engines.vllm.ranks import parts_of
 from kvtier.client.engines.vllm.scheduler.requests import RequestRegistration, VllmBlockPool, VllmRequest
 from kvtier.client.offload import BlockTables, CacheGeometry, CacheGroupKind, PrefixHit

@@ -21,7 +21,6 @@ from .compat import (
 
 __all__ = [
     "REPRODUCIBLE_HASHES",
-    "Unsupported",
     "divide_pages",
     "is_known_to_scheduler",
     "layer_specs",

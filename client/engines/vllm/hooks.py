@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 from ...offload import LoadJob
-from ..failures import never_raises
+from ..failures import Unsupported, never_raises
 from .background import RateLimitedLog, logger
 from .compat import (
     CacheHitSource,
@@ -21,7 +21,6 @@ from .compat import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from .groups import Unsupported
 from .ranks import Parts
 from .scheduler.scheduler import SchedulerSide
 from .worker.reports import StepMetadata, WorkerReports

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 
 from ...offload import CacheGroup
+from ..failures import Unsupported
 from .compat import group_kernel_blocks
-from .groups import Unsupported
 
 __all__ = ["GroupLayout", "Segment", "build_layouts"]
 

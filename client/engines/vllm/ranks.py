@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...offload import CacheGeometry
+from ..failures import Unsupported
 from .compat import KVConnectorHandshakeMetadata, MambaSpec, MLAAttentionSpec
-from .groups import Unsupported, layer_specs
+from .groups import layer_specs
 
 __all__ = ["Parts", "Ranks", "merge_stages", "parts_of", "pieces_of", "resolve_ranks", "worker_number"]
 

@@ -13,11 +13,10 @@ from typing import Any, ClassVar
 
 from ....cuda.host.copy import address_of
 from ... import Client, InvalidRequest, OffloadPolicy, Timeouts
-from ..failures import never_raises
+from ..failures import Unsupported, never_raises
 from ..identity import namespace_digest, with_weights_version
 from ..server_config import ServerConfig
 from ..vllm.background import BackgroundThreads, RateLimitedLog, leave_compute_cores, logger
-from ..vllm.groups import Unsupported
 from ..vllm.peers import wait_for_server
 from . import compat
 from .compat import JobResult, Locality, LookupResult, RequestOffloadingContext, SecondaryTierManager

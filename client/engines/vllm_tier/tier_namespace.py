@@ -14,8 +14,9 @@ import json
 from typing import Any
 
 from ... import Group, Namespace
+from ..failures import Unsupported
 from ..vllm.compat import vllm_version
-from ..vllm.groups import Unsupported, require_reproducible_hashes
+from ..vllm.groups import require_reproducible_hashes
 from ..vllm.namespace import model_attributes
 
 __all__ = ["build_tier_namespace"]

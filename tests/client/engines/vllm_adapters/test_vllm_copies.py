@@ -12,7 +12,7 @@ import pytest
 import torch
 from connector_fakes import FULL, PAGE, WINDOW
 
-from kvtier.client.engines.vllm.groups import Unsupported
+from kvtier.client.engines.failures import Unsupported
 from kvtier.client.engines.vllm.layout import build_layouts
 from kvtier.client.engines.vllm.worker import copies
 from kvtier.client.engines.vllm.worker.copies import CpuCopier, CudaCopier

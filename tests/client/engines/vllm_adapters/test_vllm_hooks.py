@@ -12,10 +12,11 @@ import pytest
 import torch
 from connector_fakes import FULL, FakeClient, make_request
 
+from kvtier.client.engines.failures import Unsupported
 from kvtier.client.engines.vllm import KVTierConnector, connector, namespace
 from kvtier.client.engines.vllm.background import RateLimitedLog
 from kvtier.client.engines.vllm.compat import CacheHitSource, KVConnectorRole, KVConnectorTransferResults
-from kvtier.client.engines.vllm.groups import Unsupported, resolve_geometry
+from kvtier.client.engines.vllm.groups import resolve_geometry
 from kvtier.client.engines.vllm.ranks import Parts
 from kvtier.client.engines.vllm.worker import worker
 from kvtier.client.engines.vllm.worker.reports import StepMetadata, WorkerReport

@@ -15,9 +15,9 @@ from connector_fakes import FULL, PAGE, WINDOW, FakeClient, FakeTransfers, close
 from harness.polling import stays, wait_until
 
 from kvtier.client import NotConnected, make_key
+from kvtier.client.engines.failures import Unsupported
 from kvtier.client.engines.vllm.background import RateLimitedLog
 from kvtier.client.engines.vllm.config import ConnectorConfig
-from kvtier.client.engines.vllm.groups import Unsupported
 from kvtier.client.engines.vllm.layout import build_layouts
 from kvtier.client.engines.vllm.peers import Peers
 from kvtier.client.engines.vllm.scheduler import server_calls

@@ -25,9 +25,9 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvtier.client import KeyStatus, make_key
+from kvtier.client.engines.failures import Unsupported
 from kvtier.client.engines.vllm import KVTierConnector
 from kvtier.client.engines.vllm.compat import KVConnectorRole
-from kvtier.client.engines.vllm.groups import Unsupported
 from kvtier.client.engines.vllm.ranks import Parts, Ranks, merge_stages, resolve_ranks
 from kvtier.client.engines.vllm.worker.reports import StepMetadata
 from kvtier.client.offload import BlockRead, LoadJob, SaveJob

@@ -18,8 +18,8 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from kvtier.client import LeaseLost, NotConnected, OffloadPolicy, StoreStatus, TierFilter
+from kvtier.client.engines.failures import Unsupported
 from kvtier.client.engines.identity import namespace_digest
-from kvtier.client.engines.vllm.groups import Unsupported
 from kvtier.client.engines.vllm.scheduler import server_calls
 from kvtier.client.engines.vllm_tier import KVTierSecondaryTier, compat, transfers
 from kvtier.client.engines.vllm_tier.manager import ManagerConfig
