@@ -18,7 +18,7 @@ from ... import Client, EngineAddress, InvalidRequest, Namespace
 from ...events import EventStream, HeldChange
 from ...handoff import EngineIdentity
 from ...offload import CacheGeometry
-from ..failures import never_raises
+from ..failures import Unsupported, never_raises
 from ..identity import namespace_digest, with_weights_version
 from .background import RateLimitedLog, logger
 from .compat import (
@@ -29,7 +29,7 @@ from .compat import (
     watch_engine_core,
 )
 from .config import ConnectorConfig
-from .groups import Unsupported, divide_pages, is_known_to_scheduler, resolve_geometry
+from .groups import divide_pages, is_known_to_scheduler, resolve_geometry
 from .hooks import SchedulerHooks, WorkerHooks
 from .namespace import build_namespace
 from .peers import Peers, ServerLink, address_of, wait_for_server
@@ -148,7 +148,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
             self.log,
             self._counters,
             stores=ranks.stores(rank),
-            describes=ranks.part(rank) in (None, 0),
+            describes=ranks.part(rank) == 0,
             peers_of=lambda piece, own, pin: self._peers(own, self._worker_namespace, ranks.part(rank, piece), pin),
             route_of=cuda_route if self._config.transport in {"auto", "cuda_ipc"} else None,
             pieces=parts.pieces,

@@ -15,9 +15,9 @@ import torch
 from ... import Group, GroupKind, Namespace
 from ...offload import CacheGeometry
 from ...offload import CacheGroupKind as OffloadKind
+from ..failures import Unsupported
 from ..identity import identify_weights
 from .compat import KVCacheConfig, vllm_version
-from .groups import Unsupported
 from .ranks import Parts, resolve_ranks
 
 __all__ = ["build_namespace", "model_attributes"]
@@ -65,8 +65,8 @@ def build_namespace(
         groups=groups,
         tenant=tenant,
         attributes=model_attributes(vllm_config)
-        # Not the number of ranks, because a rank can hold several parts, or share its part with
-        # ranks that have the same bytes.
+        # Not the number of ranks: a rank can hold several parts, and ranks with the same bytes
+        # share one part.
         | {"tensor_parallel_size": str(ranks.shards), "layers": parts.digest},
     )
 
