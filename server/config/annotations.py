@@ -7,7 +7,9 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-__all__ = ["KeyFilePath", "_duration", "_setting", "_size"]
+from .units import MIB
+
+__all__ = ["InFlight", "KeyFilePath", "_duration", "_setting", "_size"]
 
 
 def _setting(
@@ -39,3 +41,8 @@ KeyFilePath: TypeAlias = Annotated[
     ),
 ]
 """The option `encryption_keys` of shared tiers."""
+
+InFlight: TypeAlias = Annotated[
+    int, _size("Maximum size of all transfers to and from the store at the same time.", MIB)
+]
+"""The option `in_flight` of shared tiers."""

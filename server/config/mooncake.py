@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from ...tiers.remote.mooncake_process import P2P, master_address
-from .annotations import KeyFilePath, _duration, _setting, _size
+from .annotations import InFlight, KeyFilePath, _duration, _setting
 from .fields import TableError, read_table, settings_of
 from .units import MIB
 
@@ -54,9 +54,7 @@ class MooncakeOptions(msgspec.Struct, frozen=True, kw_only=True):
             30,
         ),
     ] = 0.25
-    in_flight: Annotated[int, _size("Maximum size of all transfers to and from the store at the same time.", MIB)] = (
-        64 * MIB
-    )
+    in_flight: InFlight = 64 * MIB
 
 
 MOONCAKE_OPTIONS = settings_of(MooncakeOptions)

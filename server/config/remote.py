@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 
 from ...tiers.remote.valkey import ValkeyAddress
-from .annotations import KeyFilePath, _duration, _setting, _size
+from .annotations import InFlight, KeyFilePath, _duration, _setting
 from .fields import TableError, read_table, settings_of
 from .mooncake import MooncakeOptions, read_mooncake_options
 from .s3 import S3Options, read_s3_options
@@ -57,9 +57,7 @@ class ValkeyOptions(msgspec.Struct, frozen=True, kw_only=True):
     deadline: Annotated[
         float, _duration("Maximum time of one call of the store. After it, the blocks of the job are misses.", 0.01, 5)
     ] = 0.25
-    in_flight: Annotated[int, _size("Maximum size of all transfers to and from the store at the same time.", MIB)] = (
-        64 * MIB
-    )
+    in_flight: InFlight = 64 * MIB
 
 
 VALKEY_OPTIONS = settings_of(ValkeyOptions)

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from ...tiers.remote.s3 import BucketAddress, BucketUrlError
-from .annotations import KeyFilePath, _duration, _setting, _size
+from .annotations import InFlight, KeyFilePath, _duration, _setting, _size
 from .fields import TableError, read_table, settings_of
 from .units import MIB
 
@@ -64,9 +64,7 @@ class S3Options(msgspec.Struct, frozen=True, kw_only=True):
             30,
         ),
     ] = 1.0
-    in_flight: Annotated[int, _size("Maximum size of all transfers to and from the store at the same time.", MIB)] = (
-        64 * MIB
-    )
+    in_flight: InFlight = 64 * MIB
 
 
 S3_OPTIONS = settings_of(S3Options)
