@@ -64,7 +64,7 @@ def pack_contents(contents: Sequence[tuple[bytes | None, bytes, str]], key_bytes
 def unpack_contents(message: events_pb2.BlockContents, number: int, key_bytes: int) -> list[BlockContent]:
     """Returns the contents of `number` blocks with keys of `key_bytes`. Raises ValueError."""
     tokens, parents, lora_name = message.token_ids, message.parent_keys, message.lora_name
-    if parents.key_bytes != key_bytes or len(parents.keys) != number * key_bytes:
+    if not number or parents.key_bytes != key_bytes or len(parents.keys) != number * key_bytes:
         raise ValueError(f"parent_keys: must be as many and as long as the keys: {number} of {key_bytes} bytes")
     size, rest = divmod(len(tokens), number)
     if rest or not size or size % TOKEN_BYTES:
