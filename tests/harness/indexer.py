@@ -27,10 +27,6 @@ class KVCacheEvent(msgspec.Struct, omit_defaults=True, tag=True):
     pass
 
 
-class ArrayEvent(msgspec.Struct, array_like=True, omit_defaults=True, tag=True):
-    pass
-
-
 class BlockStored(KVCacheEvent):
     block_hashes: list[bytes | int]
     parent_block_hash: bytes | int | None
@@ -55,22 +51,12 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     data_parallel_rank: int | None = None
 
 
-class ArrayStored(ArrayEvent, tag="BlockStored"):
-    block_hashes: list[bytes | int]
-    parent_block_hash: bytes | int | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-    extra_keys: list[Any] | None = None
-    group_idx: int | None = None
+class ArrayStored(BlockStored, array_like=True, tag="BlockStored"):
+    pass
 
 
-class ArrayRemoved(ArrayEvent, tag="BlockRemoved"):
-    block_hashes: list[bytes | int]
-    medium: str | None
-    group_idx: int | None = None
+class ArrayRemoved(BlockRemoved, array_like=True, tag="BlockRemoved"):
+    pass
 
 
 class ArrayBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
