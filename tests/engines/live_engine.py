@@ -95,7 +95,7 @@ class LiveEngine:
         def has_met() -> bool:
             now = time.monotonic()
             return (
-                remote._client.epoch == worker._client.epoch == epoch
+                all(client.epoch == epoch for client in (remote._client, *worker._clients))
                 and now >= max(remote._circuit_open_until, worker._saves_paused_until)
                 and (walk is None or walk._backoff.is_over(now))
             )
