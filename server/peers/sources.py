@@ -131,7 +131,10 @@ class PeerSources:
             self._tier.give_up((session.namespace.id, key) for key in unused)
 
     async def sweep(self) -> None:
-        """Ends idle sessions and connections, until the task is cancelled."""
+        """Ends idle sessions and connections, until the task is cancelled.
+
+        It also removes the circuit breakers of addresses that no entry of the directory has.
+        """
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
             now = asyncio.get_running_loop().time()
@@ -142,6 +145,9 @@ class PeerSources:
             for address, link in list(self._links.items()):
                 if link.end_idle_sessions(now) and address not in searched:
                     await self._drop(address)
+            for address in self._breakers.keys() - searched:
+                if self._directory.find(str(address)) != address:
+                    del self._breakers[address]
 
     async def close(self) -> None:
         self._directory.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -19,12 +20,20 @@ from harness.payloads import assert_serves, key_of, namespace_of, payload
 from harness.polling import wait_until
 from harness.ports import ReservedPort
 from harness.server_process import MIB, ServerProcess
+from harness.service_calls import Calls, serving, until
 
 from kvtier.client import Client, SourceOutcome, TierFilter
+from kvtier.protos.credentials import Credentials
+from kvtier.protos.peer_directory import PeerDirectory
+from kvtier.protos.v1 import cache_pb2, common_pb2
+from kvtier.server.peers import sources
+from kvtier.server.peers.peer_tier import PeerTier
+from kvtier.tiers import base
 
 PART = 16 << 10
 PATIENT = 'deadline = "5s"'
 KEYS = [key_of(number) for number in range(40)]
+EVERYWHERE = base.TierFilter()
 
 
 @contextlib.contextmanager
@@ -361,3 +370,37 @@ def test_the_event_loop_answers_during_a_search(tmp_path: Path) -> None:
         assert not ended.is_set()
         sock.close()
         thread.join()
+
+
+async def test_the_circuit_breaker_of_a_vanished_address_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name stands for other addresses than before, as after each restart of a pod."""
+    monkeypatch.setattr(sources, "_SWEEP_SECONDS", 0.01)
+    addresses = ["127.0.0.1"]
+    directory = PeerDirectory(["peers.example:1"], resolve_name=lambda _: addresses)
+    tier = PeerTier(60.0, MIB)
+    async with serving(tier) as calls:
+        searches = _searches_of(calls, tier, directory)
+        for address in ("127.0.0.1", "127.0.0.2"):
+            addresses[:] = ["127.0.0.2", address]
+            directory.refresh()
+            located = await searches.locate(
+                calls.session, f"{address}:1", KEYS, EVERYWHERE, calls.runtime.now() + 60, prefix=True
+            )
+            assert located.outcome == cache_pb2.SOURCE_OUTCOME_UNREACHABLE
+        assert {address.host for address in searches._breakers} == {"127.0.0.1", "127.0.0.2"}
+        sweeps = asyncio.create_task(searches.sweep())
+        await until(lambda: {address.host for address in searches._breakers} == {"127.0.0.2"})
+        sweeps.cancel()
+        await searches.close()
+
+
+def _searches_of(calls: Calls, tier: PeerTier, directory: PeerDirectory) -> sources.PeerSources:
+    return sources.PeerSources(
+        tier,
+        calls.runtime,
+        directory,
+        Credentials(),
+        60.0,
+        scheduler=calls.long_calls.scheduler,
+        description_of=lambda _: common_pb2.Namespace(world_size=1),
+    )
