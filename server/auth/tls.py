@@ -19,7 +19,15 @@ import grpc
 
 from ...protos.credentials import PemError, check_certificates, check_pair
 
-__all__ = ["ServerContext", "TlsError", "TlsFiles", "certificate_names", "read_files", "server_credentials"]
+__all__ = [
+    "ServerContext",
+    "TlsError",
+    "TlsFiles",
+    "certificate_names",
+    "last_expiry",
+    "read_files",
+    "server_credentials",
+]
 
 _log = logging.getLogger(__name__)
 _NAME_KINDS = frozenset({"DNS", "URI", "email", "IP Address"})
@@ -64,7 +72,8 @@ def read_files(cert: str, key: str, client_ca: str | None) -> TlsFiles:
     except PemError as error:
         raise TlsError(f"TLS with {cert} and {key}: {error}") from None
     out_of_date, expires = _dates(context, cert)
-    return TlsFiles(cert_pem, key_pem, roots, out_of_date, expires, _last_expiry(client_ca))
+    ca_expires = None if client_ca is None else last_expiry(client_ca)
+    return TlsFiles(cert_pem, key_pem, roots, out_of_date, expires, ca_expires)
 
 
 def server_credentials(cert: str, key: str, client_ca: str | None) -> grpc.ServerCredentials:
@@ -197,11 +206,13 @@ def _dates(context: ssl.SSLContext, cert: str) -> tuple[str, float | None]:
         return "", None
 
 
-def _last_expiry(client_ca: str | None) -> float | None:
-    if client_ca is None:
-        return None
+def last_expiry(ca: str) -> float | None:
+    """Returns the latest expiry of CAs in seconds since the Unix epoch, None if it is unreadable.
+
+    Raises OSError if the file has no certificates.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.load_verify_locations(client_ca)
+    context.load_verify_locations(ca)
     try:
         return max(filter(None, map(_expiry, context.get_ca_certs())), default=None)
     except (ValueError, ssl.SSLError):  # the module ssl cannot read the file, but gRPC might

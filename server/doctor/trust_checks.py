@@ -1,16 +1,19 @@
-"""Checks of TLS, token and key files: contents, expiry dates, and permissions."""
+"""Checks of TLS, token and key files, also of `[peers]`: contents, expiry dates, permissions."""
 
 from __future__ import annotations
 
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ...protos.credentials import Credentials, CredentialsError
+from ...protos.endpoint import Endpoint
 from ..auth.key_file import KeyFileError, read_key_file
-from ..auth.tls import TlsError, TlsFiles, read_files
+from ..auth.tls import TlsError, TlsFiles, last_expiry, read_files
 from ..auth.tokens import TokensError, read_token_file
+from ..config.peers import PeersConfig
 from ..config.remote import key_files_of
 from ..config.units import human_age
 from .finding import CheckContext, CheckResult, fail, ok, warn
@@ -19,6 +22,7 @@ __all__ = ["trust"]
 
 _SOON_SECONDS = 14 * 86400
 _NO_START = "the server does not start; a running server keeps the previous contents in use"
+_NO_LOADS = "no blocks are loaded from the servers of [peers]; engines compute them"
 _RENEW = "replace the file; a running server uses the new file from the next connection on"
 
 
@@ -34,6 +38,8 @@ def trust(context: CheckContext) -> Iterator[CheckResult]:
         yield from _tokens(config.auth.tokens)
     for tier, path in key_files_of(config.tiers):
         yield _keys(tier, path)
+    if config.peers.servers:
+        yield from _peers(config.peers)
 
 
 def _tls(cert: Path, key: Path, client_ca: Path | None) -> Iterator[CheckResult]:
@@ -53,12 +59,7 @@ def _tls(cert: Path, key: Path, client_ca: Path | None) -> Iterator[CheckResult]
         yield from _written_by_others(path, "these users can make every client refuse the server")
     if client_ca is not None:
         yield from _written_by_others(client_ca, "these users can issue client certificates for themselves")
-    if (mode := _mode(key)) & stat.S_IROTH:
-        yield warn(
-            f"{key} has mode {mode:04o}: every user can read the private key",
-            "every user can impersonate the server",
-            f"chmod o-rwx {key} (for a Kubernetes secret: defaultMode), and replace the key if it may have been read",
-        )
+    yield from _read_by_others(key, "private key")
 
 
 def _certificate(path: Path, files: TlsFiles) -> CheckResult:
@@ -130,6 +131,76 @@ def _keys(tier: str, path: Path) -> CheckResult:
             f"correct encryption_keys or the file for user {os.getuid()}; docs/shared-tiers.md#encryption",
         )
     return ok(f"tier {tier}: {path} can be used")
+
+
+def _peers(peers: PeersConfig) -> Iterator[CheckResult]:
+    """Checks this server's credentials at other servers."""
+    ca = Path(peers.ca).expanduser() if peers.ca is not None and peers.ca != "system" else None
+    if tls := [path for path in (ca, peers.cert, peers.key) if path is not None]:
+        yield _peers_tls(peers, ca, tls)
+    if peers.token_file is not None:
+        yield _peers_token(peers.token_file)
+    if ca is not None:
+        yield from _written_by_others(ca, "these users can make this server trust a server of theirs")
+    for path in (peers.cert, peers.key, peers.token_file):
+        if path is not None:
+            yield from _written_by_others(path, "these users can make the other servers refuse this server")
+    if peers.key is not None:
+        yield from _read_by_others(peers.key, "private key")
+    if peers.token_file is not None:
+        yield from _read_by_others(peers.token_file, "token")
+
+
+def _peers_tls(peers: PeersConfig, ca: Path | None, files: Sequence[Path]) -> CheckResult:
+    names = ", ".join(map(str, files))
+    cert, key = (None if path is None else str(path) for path in (peers.cert, peers.key))
+    credentials = Credentials(ca=peers.ca, cert=cert, key=key)
+    dates: list[float] = []
+    try:
+        # Its errors name the file.
+        credentials.channel(Endpoint(host="localhost", port=1)).close()
+        credentials.socket_context("kvtier")
+        if peers.cert is not None:
+            own = read_files(str(peers.cert), str(peers.key), None)
+            dates += [0.0] if own.out_of_date else filter(None, [own.cert_expires])
+        if ca is not None:
+            dates += filter(None, [last_expiry(str(ca))])
+    except (CredentialsError, TlsError) as error:
+        return fail(
+            f"peers: {error}",
+            _NO_LOADS,
+            f"correct peers.ca, peers.cert, peers.key, or the files for user {os.getuid()}; docs/peers.md#settings",
+        )
+    left = _left(min(dates, default=None))
+    if left is not None and left <= 0:
+        return fail(f"peers: a certificate is not valid now: {names}", _NO_LOADS, f"{_RENEW}; or set the clock")
+    if left is not None and left < _SOON_SECONDS:
+        return warn(
+            f"peers: a certificate expires in {human_age(left)}: {names}", f"after this time {_NO_LOADS}", _RENEW
+        )
+    return ok(f"peers: usable{_for(left)}: {names}")
+
+
+def _peers_token(path: Path) -> CheckResult:
+    try:
+        Credentials(token_file=str(path)).channel(Endpoint(path="/")).close()
+    except CredentialsError as error:
+        return fail(
+            f"peers: {error}",
+            _NO_LOADS,
+            f"correct peers.token_file, or write a token into the file that user {os.getuid()} can read",
+        )
+    return ok(f"peers: {path} has a token")
+
+
+def _read_by_others(path: Path, secret: str) -> Iterator[CheckResult]:
+    if (mode := _mode(path)) & stat.S_IROTH:
+        yield warn(
+            f"{path} has mode {mode:04o}: every user can read the {secret}",
+            "every user can impersonate the server",
+            f"chmod o-rwx {path} (for a Kubernetes secret: defaultMode), and replace the {secret} "
+            "if it may have been read",
+        )
 
 
 def _written_by_others(path: Path, why: str) -> Iterator[CheckResult]:

@@ -13,6 +13,7 @@ from harness.command_line import json_output, kvtier
 from kvtier.protos.endpoint import parse_endpoint
 from kvtier.server.auth.authenticator import AccessControl, AccessError
 from kvtier.server.auth.tokens import format_entry, token_hash
+from kvtier.server.config.peers import PeersConfig
 from kvtier.server.config.schema import AuthConfig, Config, TierConfig, TlsConfig
 from kvtier.server.doctor.finding import CheckContext, CheckResult, Verdict
 from kvtier.server.doctor.server_checks import tiers
@@ -234,6 +235,100 @@ class TestTrust:
         tokens.write_text(text)
         [finding] = found(verdict, of=list(trust(context_of(config_of(tokens=tokens)))))
         assert seen in finding.seen
+
+
+class TestPeers:
+    """The files with which this server identifies itself at the servers of `[peers]`."""
+
+    @staticmethod
+    def findings(**settings: object) -> list[CheckResult]:
+        peers = PeersConfig(**{"servers": ("b.example:7450",)} | settings)  # type: ignore[arg-type]
+        return list(trust(context_of(config_of(peers=peers))))[1:]
+
+    def test_sound_files(self, authority: Authority, tmp_path: Path) -> None:
+        """The TLS files have one finding with the first expiry, and the token has one."""
+        pair, token = private(authority.issue("a", days=(-1, 50))), tmp_path / "token"
+        token.write_text("kvt_secret\n")
+        token.chmod(0o600)
+        files = {"cert": Path(pair.cert), "key": Path(pair.key), "token_file": token}
+        tls, named = found("ok", "ok", of=self.findings(ca=authority.ca, **files))
+        assert tls.seen == f"peers: usable for 49 d 23 h: {authority.ca}, {pair.cert}, {pair.key}"
+        assert named.seen == f"peers: {token} has a token"
+        assert "kvt_secret" not in f"{tls}{named}"
+
+    def test_without_files_or_servers(self) -> None:
+        """A system CA is no file. Files that no connection uses are not checked."""
+        assert self.findings() == self.findings(ca="system") == self.findings(servers=(), ca="/nowhere") == []
+
+    @pytest.mark.parametrize(
+        ("spoil", "seen"),
+        [
+            (lambda _, ca: Path(ca).unlink(), "peers: ca {ca}: No such file or directory"),
+            (lambda _, ca: Path(ca).write_text("junk"), "peers: ca {ca}: the file has no certificate in PEM format"),
+            (lambda pair, _: Path(pair.key).unlink(), "peers: key {pair.key}: No such file or directory"),
+            (lambda pair, ca: Path(pair.cert).write_text(Path(ca).read_text()), "KEY_VALUES_MISMATCH"),
+        ],
+    )
+    def test_unusable_tls_files(self, authority: Authority, spoil: Callable[[Pair, str], object], seen: str) -> None:
+        """The text is that of the log when a load fails. The server itself starts."""
+        pair = private(authority.issue("a", days=LONG))
+        spoil(pair, authority.ca)
+        [finding] = found("fail", of=self.findings(ca=authority.ca, cert=Path(pair.cert), key=Path(pair.key)))
+        assert seen.format(pair=pair, ca=authority.ca) in finding.seen
+        assert finding.why.startswith("no blocks are loaded from the servers of [peers]")
+
+    @pytest.mark.parametrize(
+        ("days", "verdict", "seen"),
+        [
+            ((-2, -1), "fail", "not valid now"),
+            ((1, 2), "fail", "not valid now"),
+            ((-1, 3), "warn", "expires in 2 d 23 h"),
+        ],
+    )
+    def test_dates_of_the_own_certificate(
+        self, authority: Authority, days: tuple[float, float], verdict: str, seen: str
+    ) -> None:
+        pair = private(authority.issue("a", days=days))
+        [finding] = found(verdict, of=self.findings(cert=Path(pair.cert), key=Path(pair.key)))
+        assert seen in finding.seen
+
+    @pytest.mark.parametrize(
+        ("days", "verdict", "seen"),
+        [((-2, -1), "fail", "not valid now"), ((-1, 3), "warn", "expires in 2 d 23 h")],
+    )
+    def test_dates_of_the_authorities(self, tmp_path: Path, days: tuple[float, float], verdict: str, seen: str) -> None:
+        ca = Path(Authority(tmp_path, "other", days=days).ca)
+        ca.chmod(0o644)
+        [finding] = found(verdict, of=self.findings(ca=str(ca)))
+        assert seen in finding.seen
+
+    @pytest.mark.parametrize(
+        ("text", "seen"), [(None, "No such file or directory"), ("", "is not a token"), ("two words", "is not a token")]
+    )
+    def test_an_unusable_token(self, tmp_path: Path, text: str | None, seen: str) -> None:
+        path = tmp_path / "token"
+        if text is not None:
+            path.write_text(text)
+            path.chmod(0o600)
+        [finding] = found("fail", of=self.findings(token_file=path))
+        assert f"token_file {path}: " in finding.seen
+        assert seen in finding.seen
+
+    def test_unsafe_permissions(self, authority: Authority, tmp_path: Path) -> None:
+        """Each finding has a command as its remedy. Certificates are not secret."""
+        pair, token = private(authority.issue("a", days=LONG)), tmp_path / "token"
+        token.write_text("kvt_secret")
+        files = {"cert": Path(pair.cert), "key": Path(pair.key), "token_file": token}
+        for path in (authority.ca, *files.values()):
+            Path(path).chmod(0o666)
+        findings = found("ok", "ok", *["warn"] * 6, of=self.findings(ca=authority.ca, **files))[2:]
+        writable = [f"chmod go-w {path}" for path in (authority.ca, *files.values())]
+        assert [each.do for each in findings[:4]] == writable
+        assert "every user can read the private key" in findings[4].seen
+        assert "every user can read the token" in findings[5].seen
+        for path in files.values():
+            path.chmod(0o640)
+        found("ok", "ok", "warn", of=self.findings(ca=authority.ca, **files))
 
 
 class TestTiers:
