@@ -193,10 +193,11 @@ class ConversationClient(_Calls):
     `KVTierError` if it fails.
     """
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(self, *arguments: Any, stub: Any = None, **options: Any) -> None:
+        """`stub` replaces the connection to a server, for tests (`FakeServer`)."""
         super().__init__(*arguments, **options)
-        self._channel = self._credentials.channel(self._endpoint, CHANNEL_OPTIONS)
-        self._stub = conversation_pb2_grpc.ConversationServiceStub(self._channel)
+        self._channel = None if stub is not None else self._credentials.channel(self._endpoint, CHANNEL_OPTIONS)
+        self._stub = stub or conversation_pb2_grpc.ConversationServiceStub(self._channel)
 
     def act(
         self,
@@ -226,7 +227,8 @@ class ConversationClient(_Calls):
         return _page(self._call(self._stub.ListConversations, self._list_request(conversation_id, page, most)))
 
     def close(self) -> None:
-        self._channel.close()
+        if self._channel is not None:
+            self._channel.close()
 
     def __enter__(self) -> Self:
         return self

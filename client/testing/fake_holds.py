@@ -82,6 +82,18 @@ class FakeHolds:
             statuses.append(status if wanted else common_pb2.KEY_STATUS_UNSPECIFIED)
         return bytes(statuses)
 
+    def claimed(self, hold: FakeHold, statuses: bytes, lease_id: int) -> handoff_pb2.ClaimHoldResponse:
+        published = hold.request
+        return handoff_pb2.ClaimHoldResponse(
+            keys=published.keys,
+            positions=published.positions,
+            statuses=statuses,
+            lease_id=lease_id,
+            num_tokens=published.num_tokens,
+            direction=handoff_pb2.HandoffDirection.Name(published.direction),
+            remaining=self.remaining(hold),
+        )
+
     def remaining(self, hold: FakeHold) -> Duration:
         """Returns the full duration of a hold, because no time passes."""
         return hold.request.duration if hold.request.HasField("duration") else Duration(seconds=_SECONDS)

@@ -21,6 +21,7 @@ import xxhash
 
 from ...protos.v1 import admin_pb2, cache_pb2, common_pb2, handoff_pb2, session_pb2, transfer_pb2
 from ...protos.wire.packed_keys import pack_offsets
+from ..conversation_client import ConversationClient
 from ..effects import Call, Connect, Copy, Effect, Pull, Push
 from ..errors import DeadlineExceeded, KVTierError, NotConnected, error_for
 from ..namespace import Namespace
@@ -28,12 +29,14 @@ from ..part_streams import PartReceiver
 from ..results import DurableStatus, KeyStatus, OffloadPolicy, StoreStatus
 from ..session.session import ClientSession
 from ..sync import Client
+from .fake_conversations import FakeBlocks, FakeConversations, FakeStub
 from .fake_holds import BlockName, FakeHolds
 
 __all__ = ["FakeServer"]
 
 _MAX_KEYS = 65536
 _MAX_FRAME_BYTES = 1 << 20
+_NOTHING = handoff_pb2.ReportNotClaimedResponse()
 
 
 @dataclass(slots=True)
@@ -87,26 +90,42 @@ class FakeServer:
         backend = _FakeTransport(self, namespace, engine_id or secrets.token_hex(8), rank or 0)
         return Client(namespace=namespace, engine_id=backend.engine_id, rank=rank, backend=backend)
 
+    def conversation_client(self, tenant: str | None = None) -> ConversationClient:
+        """Returns a client of the conversations of this server."""
+        return ConversationClient("unix:fake", tenant=tenant, stub=FakeStub(self._handle))
+
     def restart(self) -> None:
-        """Restarts the server: sessions, leases, stores and holds end; blocks stay."""
+        """Restarts the server: sessions, leases, stores, holds, conversations end; blocks stay."""
         self.epoch = secrets.randbits(62) + 1
         self._sessions: dict[bytes, _Session] = {}
         self._leases: dict[int, _Lease] = {}
         self._stores: dict[int, _Store] = {}
         self._holds = FakeHolds(self._ready, self._drop)
+        blocks = FakeBlocks(self._nbytes, lambda name: name in self._pinned(), self._drop)
+        self._conversations = FakeConversations(blocks)
 
     def expire_holds(self) -> None:
         """Ends all holds as expired."""
         self._holds.end_all(expired=True)
+
+    def end_retention(self) -> None:
+        """Ends the retention of conversations that are not pinned."""
+        self._conversations.end_retention()
 
     def decline_holds(self, decline: bool = True) -> None:  # noqa: FBT001, FBT002 - reads well in a test
         """Makes later publications fail with NO_ROOM."""
         self._holds.declining = decline
 
     def forget(self) -> None:
-        """Evicts all blocks that are not pinned by a lease or hold."""
-        pinned = {name for lease in self._leases.values() for name in lease.names} | self._holds.pinned()
-        self._blocks = {name: parts for name, parts in self._blocks.items() if name in pinned}
+        """Evicts all blocks that no lease or hold pins and no conversation retains."""
+        kept = self._pinned() | self._conversations.retained()
+        self._blocks = {name: parts for name, parts in self._blocks.items() if name in kept}
+
+    def _pinned(self) -> set[BlockName | None]:
+        return {name for lease in self._leases.values() for name in lease.names} | self._holds.pinned()
+
+    def _nbytes(self, name: BlockName) -> int:
+        return sum(map(len, self._blocks[name].values())) if self._ready(name) else 0
 
     def _drop(self, name: BlockName) -> None:
         self._blocks.pop(name, None)
@@ -152,9 +171,11 @@ class FakeServer:
             "Reset": self._reset,
             "PublishHold": self._publish_hold,
             "ClaimHold": self._claim_hold,
-            "RenewHolds": self._renew_holds,
-            "ReleaseHolds": self._release_holds,
-            "ReportNotClaimed": self._report_not_claimed,
+            "RenewHolds": lambda request: self._holds.renew(self._session(request.session).prefix, request),
+            "ReleaseHolds": lambda request: self._holds.release(self._session(request.session).prefix, request),
+            "ReportNotClaimed": lambda request: (self._session(request.session), _NOTHING)[1],
+            "ListConversations": self._conversations.list,
+            "ActOnConversation": self._conversations.act,
             "GetStatus": self._get_status,
         }
         return handlers[name](request)
@@ -178,11 +199,16 @@ class FakeServer:
         return name in self._blocks and len(self._blocks[name]) == self._world[name]
 
     def _begin_request(self, request: cache_pb2.BeginRequestRequest) -> cache_pb2.BeginRequestResponse:
+        session = self._session(request.session)
+        if request.conversation_id:
+            owner = (session.engine_id, request.request_id)
+            self._conversations.begin(*owner, session.prefix, session.namespace, request.conversation_id)
         policy = cache_pb2.OffloadPolicy.Name(OffloadPolicy.BLOCK_LEVEL.value)
         return cache_pb2.BeginRequestResponse(policy=policy, lookup=self._lookup(request))
 
     def _lookup(self, request: cache_pb2.LookupRequest | cache_pb2.BeginRequestRequest) -> cache_pb2.LookupResponse:
         session = self._session(request.session)
+        self._conversations.use(session.engine_id, request.request_id, request.keys)
         found: list[BlockName | None] = []
         for name in self._names(session, request.keys):
             broken = request.mode != cache_pb2.LOOKUP_MODE_EACH and None in found[-1:]
@@ -193,12 +219,9 @@ class FakeServer:
         if request.mode != cache_pb2.LOOKUP_MODE_EACH and hits < request.min_hits:
             found[:hits], hits = [None] * hits, 0
         statuses = bytes(KeyStatus.MISS if name is None else KeyStatus.HIT for name in found)
-        if not any(found):
-            return cache_pb2.LookupResponse(statuses=statuses, sources=bytes(len(found)))
-        lease_id = self._grant(session, request.request_id, found)
-        return cache_pb2.LookupResponse(
-            statuses=statuses, prefix_hits=hits, sources=bytes(len(found)), lease_id=lease_id
-        )
+        lease_id = self._grant(session, request.request_id, found) if any(found) else 0
+        sources = bytes(len(found))
+        return cache_pb2.LookupResponse(statuses=statuses, prefix_hits=hits, sources=sources, lease_id=lease_id)
 
     def _prefetch(self, request: cache_pb2.PrefetchRequest) -> cache_pb2.PrefetchResponse:
         names = self._names(self._session(request.session), request.keys)
@@ -211,6 +234,9 @@ class FakeServer:
         self._leases[lease_id] = _Lease(session.engine_id, request_id, names, blocks)
         session.leases.add(lease_id)
         return lease_id
+
+    def _end_leases(self, is_ended: Callable[[_Lease], bool]) -> None:
+        self._leases = {number: lease for number, lease in self._leases.items() if not is_ended(lease)}
 
     def _lease(self, session: _Session, lease_id: int) -> _Lease:
         lease = self._leases.get(lease_id)
@@ -260,9 +286,8 @@ class FakeServer:
 
     def _prepare_store(self, request: cache_pb2.PrepareStoreRequest) -> cache_pb2.PrepareStoreResponse:
         session = self._session(request.session)
-        granted: list[BlockName] = []
-        sizes: list[int] = []
-        statuses = bytearray()
+        self._conversations.use(session.engine_id, request.request_id, request.keys)
+        granted, sizes, statuses = list[BlockName](), list[int](), bytearray()
         writing = {name for store in self._stores.values() for name in store.names if store.rank == session.rank}
         for name in self._names(session, request.keys):
             if session.rank in self._blocks.get(name, {}):
@@ -315,9 +340,8 @@ class FakeServer:
     def _finish_request(self, request: cache_pb2.FinishRequestRequest) -> cache_pb2.FinishRequestResponse:
         session = self._session(request.session)
         owner = (session.engine_id, request.request_id)
-        self._leases = {
-            number: lease for number, lease in self._leases.items() if (lease.engine_id, lease.request_id) != owner
-        }
+        self._conversations.finish(*owner)
+        self._end_leases(lambda lease: (lease.engine_id, lease.request_id) == owner)
         return cache_pb2.FinishRequestResponse(settled=True)
 
     def _reset(self, request: cache_pb2.ResetRequest) -> cache_pb2.ResetResponse:
@@ -325,9 +349,7 @@ class FakeServer:
         self._holds.end_all(prefix=prefix)
         for name in [name for name in self._blocks if name[0] == prefix]:
             del self._blocks[name], self._world[name]
-        self._leases = {
-            number: lease for number, lease in self._leases.items() if all(not n or n[0] != prefix for n in lease.names)
-        }
+        self._end_leases(lambda lease: any(name and name[0] == prefix for name in lease.names))
         self._stores = {
             number: store for number, store in self._stores.items() if all(name[0] != prefix for name in store.names)
         }
@@ -349,26 +371,7 @@ class FakeServer:
                 name if status == KeyStatus.HIT else None for name, status in zip(hold.names, statuses, strict=True)
             ]
             lease_id = self._grant(session, request.request_id, hits)
-        published = hold.request
-        return handoff_pb2.ClaimHoldResponse(
-            keys=published.keys,
-            positions=published.positions,
-            statuses=statuses,
-            lease_id=lease_id,
-            num_tokens=published.num_tokens,
-            direction=handoff_pb2.HandoffDirection.Name(published.direction),
-            remaining=self._holds.remaining(hold),
-        )
-
-    def _renew_holds(self, request: handoff_pb2.RenewHoldsRequest) -> handoff_pb2.RenewHoldsResponse:
-        return self._holds.renew(self._session(request.session).prefix, request)
-
-    def _release_holds(self, request: handoff_pb2.ReleaseHoldsRequest) -> handoff_pb2.ReleaseHoldsResponse:
-        return self._holds.release(self._session(request.session).prefix, request)
-
-    def _report_not_claimed(self, request: handoff_pb2.ReportNotClaimedRequest) -> handoff_pb2.ReportNotClaimedResponse:
-        self._session(request.session)
-        return handoff_pb2.ReportNotClaimedResponse()
+        return self._holds.claimed(hold, statuses, lease_id)
 
     def _get_status(self, request: admin_pb2.GetStatusRequest) -> admin_pb2.GetStatusResponse:
         used = sum(len(part) for parts in self._blocks.values() for part in parts.values())

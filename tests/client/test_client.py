@@ -9,10 +9,11 @@ from typing import Any, Self
 
 import pytest
 from contracts.cache_client import NAMESPACE, SMALL, CacheClientContract, new_keys
+from contracts.conversation_client import ConversationClientContract
 from harness.bulk import wait_for_bulk
 from harness.server_process import MIB, ServerProcess
 
-from kvtier.client import AsyncClient, Client, InvalidRequest, LookupResult, Unavailable
+from kvtier.client import AsyncClient, Client, ConversationClient, InvalidRequest, LookupResult, Unavailable
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +105,7 @@ WAYS: dict[str, tuple[Callable[..., Any], str, bool]] = {
 """Client, transport, and whether it connects over TCP."""
 
 
-class TestClients(CacheClientContract):
+class TestClients(CacheClientContract, ConversationClientContract):
     @pytest.fixture(params=WAYS)
     def connect(self, request: pytest.FixtureRequest, server: ServerProcess) -> Iterator[Callable[..., Any]]:
         make, transport, remote = WAYS[request.param]
@@ -126,6 +127,11 @@ class TestClients(CacheClientContract):
         # The server notices the end a moment after the client.
         status = server.wait_for(lambda status: not status.sessions)
         assert (status.leases, status.stores, status.holds, len(status.sessions)) == (0, 0, 0, 0)
+
+    @pytest.fixture
+    def agent(self, server: ServerProcess) -> Iterator[ConversationClient]:
+        with ConversationClient(server.endpoint, timeout=60) as agent:
+            yield agent
 
 
 def test_a_client_without_a_server_fails_at_once(tmp_path: Path) -> None:

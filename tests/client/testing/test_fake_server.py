@@ -2,9 +2,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from contracts.cache_client import NAMESPACE, SMALL, CacheClientContract, new_keys
+from contracts.conversation_client import ConversationClientContract
 
 from kvtier.client import (
     Client,
+    ConversationAction,
+    ConversationClient,
     DeadlineExceeded,
     HoldGone,
     HoldName,
@@ -21,7 +24,7 @@ def server() -> FakeServer:
     return FakeServer()
 
 
-class TestFakeServer(CacheClientContract):
+class TestFakeServer(CacheClientContract, ConversationClientContract):
     """The fake server passes the client contract."""
 
     @pytest.fixture
@@ -36,6 +39,11 @@ class TestFakeServer(CacheClientContract):
         for client in clients:
             client.close()
         assert not server._sessions
+
+    @pytest.fixture
+    def agent(self, server: FakeServer) -> Iterator[ConversationClient]:
+        with server.conversation_client() as agent:
+            yield agent
 
 
 def test_calls_fail_while_the_server_is_down(server: FakeServer) -> None:
@@ -97,3 +105,24 @@ def test_tests_can_end_holds(server: FakeServer) -> None:
     server.restart()
     with pytest.raises(HoldGone):
         client.claim(hold)
+
+
+def test_retained_blocks_stay_until_a_test_ends_the_retention(server: FakeServer) -> None:
+    """Users can test agents that retain blocks. A restart forgets the conversations."""
+    client, keys = server.client(NAMESPACE), new_keys(2)
+    client.begin_request("r", keys, conversation_id="c")
+    client.store(keys, [b"x" * SMALL] * 2, request_id="r")
+    with server.conversation_client() as agent:
+        agent.act(ConversationAction.RETAIN, "c", retain_for=60)
+        server.forget()
+        assert client.load(keys, [bytearray(SMALL)] * 2) == 2
+        server.end_retention()
+        server.forget()
+        assert client.lookup(keys).id == 0
+        assert agent.act(ConversationAction.RETAIN, "c", retain_for=60).missing == 2
+        server.down = True
+        with pytest.raises(NotConnected):
+            agent.list()
+        server.down = False
+        server.restart()
+        assert agent.list().total == 0
