@@ -111,9 +111,11 @@ bench-engine: $(VLLM)/.stamp $(LMCACHE)/.stamp  ## Benchmark vLLM with kvtier, w
 bench-peers: $(VENV)/.stamp $(LMCACHE)/.stamp $(PEERS)/.stamp  ## Benchmark LMCache, Mooncake, Valkey and kvtier with the same workload (4 minutes; installs them and vLLM)
 	$(VENV)/bin/python -m bench.peers $(if $(JSON),--json $(JSON)) $(ARGS)
 
-bench-remote: $(REMOTE)/.stamp  ## Benchmark the shared tiers against client libraries of the same store and bare TCP (2 minutes); JSON=FILE
+bench-remote: $(REMOTE)/.stamp $(LMCACHE)/.stamp  ## Benchmark the shared tiers against clients of the same stores, LMCache and bare TCP (2 minutes; installs them and vLLM); JSON=FILE
 	@$(REMOTE)/$(PIP_INSTALL) redis hiredis valkey-glide-sync $(SHOW_PROGRESS)
+	@$(LMCACHE)/$(PIP_INSTALL) --no-deps awscrt valkey-glide-sync mooncake-transfer-engine-non-cuda $(SHOW_PROGRESS)
 	$(REMOTE_ENV) $(REMOTE)/bin/python -m bench.remote $(if $(JSON),--json $(JSON)) $(ARGS)
+	PYTHONPATH=tests $(REMOTE_ENV) $(REMOTE)/bin/python -m bench.remote_s3 $(if $(JSON),--json $(JSON:.json=-s3.json))
 	PYTHONPATH=tests $(REMOTE_ENV) $(REMOTE)/bin/python -m bench.remote_mooncake $(if $(JSON),--json $(JSON:.json=-mooncake.json))
 
 # The file name has the date and the commit; the first row of the file describes the machine.

@@ -30,8 +30,17 @@ def facts(work_dir: Path) -> dict[str, str]:
         "python": platform.python_version(),
         "packages": ", ".join(f"{name} {metadata.version(name)}" for name in ("grpcio", "protobuf", "lmdb", "numpy")),
         "lmdb engine": ".".join(map(str, lmdb.version())),
-        "load": f"{os.getloadavg()[0]:.1f} at the start",
+        "load": f"{os.getloadavg()[0]:.1f} at the start{_priority()}",
     }
+
+
+def _priority() -> str:
+    """Returns whether Linux prefers the processes of this session to others on a busy machine."""
+    try:
+        nice = Path("/proc/self/autogroup").read_text().split()[-1]
+    except (OSError, IndexError):
+        return ""
+    return "" if nice == "0" else f" (the benchmark's session has nice {nice})"
 
 
 def _or_nothing(what: Callable[[], str]) -> str:

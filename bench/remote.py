@@ -1,8 +1,9 @@
 """Benchmark of the shared tiers: `python -m bench.remote [--json FILE]`.
 
 The tier `valkey` stores and loads blocks at a Redis or Valkey server of this machine, alternating
-with the client libraries of the same server and with bare TCP. The programs share the processors,
-so the ratios matter and not the rates. A library that is not installed has no row.
+with the client libraries of the same server, with LMCache's adapters for it and with bare TCP. The
+programs share the processors, so the ratios matter and not the rates. A library that is not
+installed has no row.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from kvtier.tiers.remote.valkey import ValkeyTier
 from .bare_sockets import BareSockets
 from .machine import facts
 from .measure import interleave, rate, timed
+from .remote_lmcache import LMCacheAdapters, add_ratios
 from .report import Report
 
 __all__ = ["main"]
@@ -132,16 +134,23 @@ def main() -> None:
     sys.setswitchinterval(1e-4)  # as in the server
     report = Report()
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as directory, _server(Path(directory)) as port:
-        version = _info(port)
+        about = facts(Path(directory)) | {"store": _info(port)}
+        adapters: list[dict[str, Any]] = [
+            {"type": "resp", "host": "127.0.0.1", "port": port},
+            {"type": "valkey", "startup_nodes": f"127.0.0.1:{port}"},
+        ]
+        lmcache = LMCacheAdapters(Path(directory), adapters)
         for block_bytes, count in SIZES.items():
-            _measure(report, port, block_bytes, count)
-        about = facts(Path(directory)) | {"store": version}
+            _measure(report, port, block_bytes, count, lmcache)
+        about["peer"] = lmcache.version
+        about["load"] += f", {os.getloadavg()[0]:.1f} at the end"
     report.show(about)
+    lmcache.show_missing()
     if options.json:
         report.write_json(options.json, about)
 
 
-def _measure(report: Report, port: int, block_bytes: int, count: int) -> None:
+def _measure(report: Report, port: int, block_bytes: int, count: int, lmcache: LMCacheAdapters) -> None:
     total = block_bytes * count
     clients = _clients(port)
     with HostRegion.create(2 * total) as region, BareSockets() as bare:
@@ -171,7 +180,8 @@ def _measure(report: Report, port: int, block_bytes: int, count: int) -> None:
         for client in clients:
             actions[f"store: {client}"] = lambda number, client=client: store(client, number)  # type: ignore[misc]
             actions[f"load: {client}"] = lambda number, client=client: load(client, number)  # type: ignore[misc]
-        seconds = interleave(ROUNDS, actions)
+        with lmcache.running(block_bytes, count, lambda: _flush(port)) as of_lmcache:
+            seconds = interleave(ROUNDS, actions | of_lmcache)
         for views in (slots, sources, targets):
             views.clear()
     for client in clients.values():
@@ -180,6 +190,7 @@ def _measure(report: Report, port: int, block_bytes: int, count: int) -> None:
     for name, times in seconds.items():
         limit = f"{name.partition(':')[0]}: bare TCP, {size}"
         report.add(f"{name}, {size}", rate(total, times), "GB/s", None if "bare" in name else limit)
+    add_ratios(report, seconds, "tier, parallel jobs", size)
 
 
 def _clients(port: int) -> dict[str, Any]:

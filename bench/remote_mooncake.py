@@ -1,14 +1,16 @@
-"""Benchmark of the tier `mooncake`, compared with Mooncake's client and bare TCP.
+"""Benchmark of the tier `mooncake`, compared with Mooncake's client, LMCache and bare TCP.
 
     PYTHONPATH=tests python -m bench.remote_mooncake [--json FILE]
 
 It starts a master and a node in a network of their own. Tier and client move the same bytes from
-and into the same memory; only the tier has checksums and a process of its own. Needs root.
+and into the same memory; only the tier has checksums and a process of its own. The wheel of LMCache
+has no L2 adapter for Mooncake, so its remote connector is measured. Needs root.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 import tempfile
@@ -30,6 +32,7 @@ from kvtier.tiers.remote.value_codec import name_of
 from .bare_sockets import BareSockets
 from .machine import facts
 from .measure import interleave, rate, timed
+from .remote_lmcache import LMCacheAdapters, add_ratios
 from .report import Report
 
 __all__ = ["main"]
@@ -41,6 +44,22 @@ WINDOW_BYTES = 16 << 20
 """Most bytes of one call of Mooncake's client, as in the tier."""
 DEADLINE_SECONDS = 30.0
 SPACE = NamespaceId(bytes(16))
+LMCACHE = (
+    {"type": "mooncake_store", "local_hostname": "127.0.0.1", "metadata_server": "P2PHANDSHAKE", "protocol": "tcp"}
+    | {"global_segment_size": "0", "master_server_addr": MASTER},
+    {
+        "url": f"mooncakestore://{MASTER}/",
+        "extra_config": {
+            "local_hostname": "127.0.0.1",
+            "metadata_server": "P2PHANDSHAKE",
+            "protocol": "tcp",
+            "global_segment_size": 0,
+            "mooncake_master_server_addr": MASTER,
+            "transfer_timeout": 30,
+        },
+    },
+)
+"""Settings of LMCache's adapter and of its remote connector."""
 
 
 class _Bare:
@@ -75,7 +94,7 @@ class _Bare:
         return [(start, min(count, start + step)) for start in range(0, count, step)]
 
 
-def _measure(report: Report, bare: _Bare, block_bytes: int, count: int) -> None:
+def _measure(report: Report, bare: _Bare, block_bytes: int, count: int, lmcache: LMCacheAdapters) -> None:
     total = block_bytes * count
     tier = MooncakeTier("far", 1 << 30, master=MASTER, limits=RemoteLimits(deadline_seconds=DEADLINE_SECONDS))
     with HostRegion.create(2 * total) as region, BareSockets() as sockets:
@@ -104,27 +123,27 @@ def _measure(report: Report, bare: _Bare, block_bytes: int, count: int) -> None:
             bare.remove([*names, *_bare_keys(keys(number))])
             return seconds
 
-        seconds = interleave(
-            ROUNDS,
-            {
-                "store: bare TCP": lambda _: timed(sockets.push, total),
-                "load: bare TCP": lambda _: timed(sockets.pull, total),
-                "store: tier": lambda number: run(tier.store, number, 0),
-                "load: tier": lambda number: check(number, run(tier.load, number, count)),
-                "store: Mooncake's client": lambda number: timed(
-                    bare.store, _bare_keys(keys(number)), places[:count], block_bytes
-                ),
-                "load: Mooncake's client": lambda number: check(
-                    number, timed(bare.load, _bare_keys(keys(number)), places[count:], block_bytes)
-                ),
-            },
-        )
+        actions: dict[str, Callable[[int], float]] = {
+            "store: bare TCP": lambda _: timed(sockets.push, total),
+            "load: bare TCP": lambda _: timed(sockets.pull, total),
+            "store: tier": lambda number: run(tier.store, number, 0),
+            "load: tier": lambda number: check(number, run(tier.load, number, count)),
+            "store: Mooncake's client": lambda number: timed(
+                bare.store, _bare_keys(keys(number)), places[:count], block_bytes
+            ),
+            "load: Mooncake's client": lambda number: check(
+                number, timed(bare.load, _bare_keys(keys(number)), places[count:], block_bytes)
+            ),
+        }
+        with lmcache.running(block_bytes, count) as of_lmcache:
+            seconds = interleave(ROUNDS, actions | of_lmcache)
         slots.clear()
     tier.close()
     size = f"{block_bytes >> 20} MiB" if block_bytes >= 1 << 20 else f"{block_bytes >> 10} KiB"
     for name, times in seconds.items():
         limit = f"{name.partition(':')[0]}: bare TCP, {size}"
         report.add(f"{name}, {size}", rate(total, times), "GB/s", None if "bare" in name else limit)
+    add_ratios(report, seconds, "tier", size)
 
 
 def _bare_keys(keys: Sequence[bytes]) -> list[str]:
@@ -149,13 +168,17 @@ def main() -> None:
         try:
             cluster.start()
             bare = _Bare()
+            about = facts(Path(directory)) | {"store": f"Mooncake {version('mooncake-transfer-engine-non-cuda')}"}
+            lmcache = LMCacheAdapters(Path(directory), LMCACHE)
             for block_bytes, count in SIZES.items():
-                _measure(report, bare, block_bytes, count)
+                _measure(report, bare, block_bytes, count, lmcache)
+            about["peer"] = lmcache.version
             bare.close()
         finally:
             cluster.end()
-        about = facts(Path(directory)) | {"store": f"Mooncake {version('mooncake-transfer-engine-non-cuda')}"}
+        about["load"] += f", {os.getloadavg()[0]:.1f} at the end"
     report.show(about)
+    lmcache.show_missing()
     if options.json:
         report.write_json(options.json, about)
 

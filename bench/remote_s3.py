@@ -1,14 +1,15 @@
-"""Benchmark of the tier `s3`, compared with bare `obstore` calls for the same objects.
+"""Benchmark of the tier `s3`, compared with bare `obstore` calls and with LMCache's adapter.
 
     PYTHONPATH=tests python -m bench.remote_s3 [--json FILE]
 
 It starts a SeaweedFS server. Tier and bare calls transfer the same bytes in objects of the same
-size, with the same number of calls in flight.
+size, with the same number of calls in flight. LMCache's adapter writes an object per block.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from kvtier.tiers.remote.s3 import S3Tier
 
 from .machine import facts
 from .measure import interleave, percentile, rate, timed
+from .remote_lmcache import LMCacheAdapters, add_ratios
 from .report import Report
 
 __all__ = ["measure_s3"]
@@ -38,7 +40,7 @@ ROUNDS = 12
 SPACE = NamespaceId(bytes(16))
 
 
-def measure_s3(report: Report, options: Mapping[str, Any], client: Any) -> None:
+def measure_s3(report: Report, options: Mapping[str, Any], client: Any, lmcache: LMCacheAdapters) -> None:
     """Adds rows for a bucket. `options` are those of `S3Tier`, `client` is a store of `obstore`."""
     limits = RemoteLimits(deadline_seconds=10.0, in_flight_bytes=2 * JOB_BYTES)
 
@@ -49,10 +51,12 @@ def measure_s3(report: Report, options: Mapping[str, Any], client: Any) -> None:
     with ThreadPoolExecutor(THREADS) as threads:
         bare = _Bare(client, memory, threads)
         for block_bytes in SIZES:
-            _measure(report, open_tier, bare, block_bytes)
+            _measure(report, open_tier, bare, block_bytes, lmcache)
 
 
-def _measure(report: Report, open_tier: Callable[[], S3Tier], bare: _Bare, block_bytes: int) -> None:
+def _measure(
+    report: Report, open_tier: Callable[[], S3Tier], bare: _Bare, block_bytes: int, lmcache: LMCacheAdapters
+) -> None:
     size = f"{block_bytes >> 10} KiB" if block_bytes < 1 << 20 else f"{block_bytes >> 20} MiB"
     slots = [bare.memory[at : at + block_bytes] for at in range(0, JOB_BYTES, block_bytes)]
     first, second = open_tier(), open_tier()
@@ -70,21 +74,23 @@ def _measure(report: Report, open_tier: Callable[[], S3Tier], bare: _Bare, block
         found.append(timed(second.lookup, [(SPACE, block.key) for block in stored[-1]]))
         return timed(_do, second.load, stored[-1])
 
-    seconds = interleave(
-        ROUNDS,
-        {
-            f"bare obstore put, objects of 16 MiB, {size}": lambda _: timed(bare.put, PACK_BYTES),
-            f"s3 tier store, blocks of {size}": store,
-            f"bare obstore get, ranges of 8 MiB, {size}": lambda _: timed(bare.get, READ_BYTES),
-            f"s3 tier load, blocks of {size}": load,
-            f"bare obstore put, an object per block of {size}": lambda _: timed(bare.put, block_bytes),
-            f"bare obstore get, an object per block of {size}": lambda _: timed(bare.get, block_bytes),
-        },
-    )
+    actions: dict[str, Callable[[int], float]] = {
+        f"bare obstore put, objects of 16 MiB, {size}": lambda _: timed(bare.put, PACK_BYTES),
+        f"s3 tier store, blocks of {size}": store,
+        f"bare obstore get, ranges of 8 MiB, {size}": lambda _: timed(bare.get, READ_BYTES),
+        f"s3 tier load, blocks of {size}": load,
+        f"bare obstore put, an object per block of {size}": lambda _: timed(bare.put, block_bytes),
+        f"bare obstore get, an object per block of {size}": lambda _: timed(bare.get, block_bytes),
+    }
+    with lmcache.running(block_bytes, len(slots)) as of_lmcache:
+        seconds = interleave(ROUNDS, actions | of_lmcache)
     limit = ""
     for number, (name, times) in enumerate(seconds.items()):
-        report.add(name, rate(JOB_BYTES, times[1:]), "GB/s", limit if number in (1, 3) else None)
+        named = f"{name}, blocks of {size}" if name in of_lmcache else name
+        report.add(named, rate(JOB_BYTES, times[1:]), "GB/s", limit if number in (1, 3) else None)
         limit = name
+    tier = {f"{action}: s3 tier": seconds[f"s3 tier {action}, blocks of {size}"] for action in ("store", "load")}
+    add_ratios(report, tier | seconds, "s3 tier", size)
     report.add(f"s3 tier, first lookup of a job by another server, {size}", percentile(found[1:], 0.5), "ms")
     for tier in (first, second):
         tier.close()
@@ -146,10 +152,14 @@ def main() -> None:
         server = SeaweedServer(Path(name))
         server.start()
         try:
-            measure_s3(report, server.options(), server.client())
+            lmcache = LMCacheAdapters(Path(name), [server.lmcache_settings()])
+            measure_s3(report, server.options(), server.client(), lmcache)
+            header["peer"] = lmcache.version
         finally:
             server.end()
+        header["load"] += f", {os.getloadavg()[0]:.1f} at the end"
     report.show(header)
+    lmcache.show_missing()
     if options.json:
         report.write_json(options.json, header)
 

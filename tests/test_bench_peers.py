@@ -12,11 +12,14 @@ import pytest
 from harness.polling import wait_until
 from rich.console import Console
 
+from bench import remote_lmcache
 from bench.peers import packages
 from bench.peers.entries import ENTRIES, Entry, isolation
 from bench.peers.process import PeerProcess
 from bench.peers.runner import Column, Effort, compare
 from bench.peers.table import as_json, show
+from bench.remote_lmcache import LMCacheAdapters, add_ratios
+from bench.report import Report
 
 HERE = Path(__file__).resolve().parent
 SMALL = Effort(
@@ -135,6 +138,41 @@ def test_peers_that_listen_everywhere_are_isolated() -> None:
     assert [one.name for one in ENTRIES if one.isolated] == ["Mooncake"]
     command = isolation()
     assert command is None or command[0] == "unshare"
+
+
+def test_a_batch_has_the_requested_number_of_blocks(tmp_path: Path) -> None:
+    """So that LMCache's adapters store batches of the same size as a shared tier."""
+    with PeerProcess(entry("Dictionary"), tmp_path) as process:
+        process.ask("start", directory=str(tmp_path), capacity_bytes=0, pool_bytes=64 << 10, apart_bytes=0)
+        process.ask("open", block_bytes=4096, fill_bytes=0, count=8)
+        for _ in range(3):
+            assert process.ask("round")["bytes"] == 8 * 4096
+
+
+def test_an_adapter_that_cannot_run_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once, with the reason. The shared tiers are measured without it."""
+    monkeypatch.setattr(remote_lmcache, "ROOT", tmp_path)
+    adapters = LMCacheAdapters(tmp_path, [{"type": "resp"}, {"url": "mooncakestore://here/", "extra_config": {}}])
+    for _ in range(2):
+        with adapters.running(4096, 8) as actions:
+            assert actions == {}
+    adapters.show_missing()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(" is not measured: ")[0] for line in lines] == [
+        "LMCache, adapter resp",
+        "LMCache, connector mooncakestore",
+    ]
+    assert all("make bench-peers" in line for line in lines)
+
+
+def test_ratios_compare_the_median_rounds() -> None:
+    """Above 1, the tier is faster than the adapter."""
+    report = Report()
+    seconds = {"store: tier": [2.0, 1.0, 9.0], "load: tier": [1.0], "store: other": [1.0]}
+    add_ratios(report, seconds | {"store: LMCache, adapter x": [5.0, 3.0, 1.0]}, "tier", "2 MiB")
+    assert [(row.name, row.value) for row in report.rows] == [("store: tier / LMCache, adapter x, 2 MiB", 1.5)]
 
 
 def _start_and_fail(directory: Path, servers: list[int]) -> None:

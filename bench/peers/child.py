@@ -58,11 +58,11 @@ class Player:
         found = version() if version is not None else None
         return {"seconds": seconds, "processes": list(self._peer.processes()), "version": found}
 
-    def open(self, block_bytes: int, fill_bytes: int) -> dict[str, Any]:
-        """Connects for blocks of this size; stores `fill_bytes` to touch the memory."""
+    def open(self, block_bytes: int, fill_bytes: int, count: int = BATCH) -> dict[str, Any]:
+        """Connects for batches of `count` blocks; stores `fill_bytes` to touch the memory."""
         self._peer.open(block_bytes, [self._source, self._target])
-        self._sources, self._targets = (_batches(pool, block_bytes) for pool in (self._source, self._target))
-        self._nbytes = BATCH * block_bytes
+        self._sources, self._targets = (_batches(pool, block_bytes, count) for pool in (self._source, self._target))
+        self._count, self._nbytes = count, count * block_bytes
         self._stored.clear()
         for _ in range(max(self._apart, fill_bytes) // self._nbytes + 1):
             self._store()
@@ -106,7 +106,7 @@ class Player:
         number = next(self._series)
         to, start = (pools[number % len(pools)].arrays for pools in (self._targets, self._sources))
         whole = [
-            np.lib.stride_tricks.as_strided(rows[0], (BATCH, rows[0].nbytes), (2 * rows[0].nbytes, 1))
+            np.lib.stride_tricks.as_strided(rows[0], (self._count, rows[0].nbytes), (2 * rows[0].nbytes, 1))
             for rows in (to, start)
         ]
         seconds = _timed(np.copyto, *whole)
@@ -115,7 +115,7 @@ class Player:
 
     def _store(self) -> float:
         number = next(self._series)
-        names = self._stored[number] = self._peer.names(_keys(f"{self._nbytes} {number}", BATCH))
+        names = self._stored[number] = self._peer.names(_keys(f"{self._nbytes} {number}", self._count))
         seconds = _timed(self._peer.store, names, self._sources[number % len(self._sources)])
         self._peer.settle()
         return seconds
@@ -201,12 +201,12 @@ def _keys(series: str, count: int) -> list[bytes]:
     return [hashlib.sha256(f"{series} {number}".encode()).digest() for number in range(count)]
 
 
-def _batches(pool: NDArray[np.uint8], block_bytes: int) -> list[Blocks]:
+def _batches(pool: NDArray[np.uint8], block_bytes: int, count: int) -> list[Blocks]:
     """Returns batches of every second block, so that no two blocks of a batch are adjacent."""
     rows = pool.reshape(-1, block_bytes)
-    pairs = len(rows) // (2 * BATCH)
+    pairs = len(rows) // (2 * count)
     return [
-        Blocks.of(rows[2 * BATCH * pair + odd : 2 * BATCH * (pair + 1) : 2]) for pair in range(pairs) for odd in (0, 1)
+        Blocks.of(rows[2 * count * pair + odd : 2 * count * (pair + 1) : 2]) for pair in range(pairs) for odd in (0, 1)
     ]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 __all__ = ["ENTRIES", "Entry", "isolation"]
@@ -28,6 +29,8 @@ class Entry:
     isolated: bool = False
     """Whether the peer runs in a network with loopback only, because its servers listen on every
     address."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables in addition to those of all peers."""
 
     def environment(self) -> dict[str, str]:
         """Returns the environment variables of the peer's processes."""
@@ -45,6 +48,7 @@ class Entry:
             "LMCACHE_LOG_LEVEL": "ERROR",
             # Without this Mooncake does not start in a network with loopback only.
             "MC_TCP_BIND_ADDRESS": "127.0.0.1",
+            **self.variables,
         }
 
 

@@ -23,7 +23,8 @@ class PeerProcess:
     """Context manager that runs `child.py` and ends all its processes.
 
     The child and its servers are a separate process group. So Ctrl-C at the terminal reaches only
-    the parent, which then ends the group.
+    the parent, which then ends the group. They are of the parent's session, because Linux shares
+    the processors between sessions (sched_autogroup).
     """
 
     def __init__(self, entry: Entry, directory: Path) -> None:
@@ -43,7 +44,7 @@ class PeerProcess:
                 stderr=log,
                 text=True,
                 env=entry.environment(),
-                start_new_session=True,
+                process_group=0,
             )
 
     def __enter__(self) -> Self:

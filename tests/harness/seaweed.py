@@ -64,6 +64,23 @@ class SeaweedServer:
         """Returns the options of a tier at this store."""
         return {"url": f"s3://{BUCKET}/kv", "endpoint": self.endpoint, "credentials_file": self.credentials}
 
+    def lmcache_settings(self) -> dict[str, Any]:
+        """Returns the settings of LMCache's L2 adapter for this store.
+
+        The adapter expects the bucket in the name of the host. Here it is in the path, as the
+        beginning of the model's name.
+        """
+        return {
+            "type": "s3",
+            "model": f"{BUCKET}/lmcache",
+            "s3_endpoint": self.endpoint.removeprefix("http://"),
+            "s3_region": "us-east-1",
+            "s3_prefer_http2": False,
+            "disable_tls": True,
+            "aws_access_key_id": _KEYS[0],
+            "aws_secret_access_key": _KEYS[1],
+        }
+
     def start(self) -> None:
         """Starts the server with an empty store. If it runs, deletes all objects."""
         if self._process is not None:
