@@ -31,7 +31,20 @@ PAGES = (DOCS / "performance.md", DOCS / "performance-tables.md")
 PLOTS = DOCS / "plots"
 RESULTS = ROOT / "bench" / "results"
 PLACE = re.compile(r"(<!-- (rows|peers|facts|summary) (\S+) ?(.*?) ?-->\n)(.*?)(<!-- end -->)", re.DOTALL)
-FACTS = ("date", "kvtier", "cpu", "memory", "huge pages", "kernel", "disk", "python", "packages", "load")
+FACTS = (
+    "date",
+    "kvtier",
+    "cpu",
+    "memory",
+    "huge pages",
+    "kernel",
+    "disk",
+    "python",
+    "packages",
+    "store",
+    "peer",
+    "load",
+)
 SIZES = ("64 KiB", "256 KiB", "2 MiB")
 SUMMARY = """\
 On a machine with {cpu}, an engine stores blocks of 2 MiB through shared memory at {shm store, 64 x 2 MiB} GB/s and loads
