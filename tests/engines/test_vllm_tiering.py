@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -280,6 +281,40 @@ def test_a_request_may_leave_nothing_behind(running: ServerProcess) -> None:
         context = request_of("r", keys)
         engine.manager.on_new_request(context)
         assert engine.find(context, keys) == [MISS]
+
+
+@pytest.mark.parametrize("how", ["touch", "end"])
+def test_uses_of_the_engine_s_own_chunks_reach_the_server(tmp_path: Path, how: str) -> None:
+    """B4.9 `touch` and the end of a request mark chunks as used: others are evicted first."""
+    (tmp_path / "kvtier.toml").write_text('tiers = []\n[cpu]\neviction = "lru"\n')
+    server = ServerProcess(tmp_path, region="1MiB", flags=["--config", str(tmp_path / "kvtier.toml")])
+    server.start()
+    hot, cold, others = keys_of(64, seed=13), keys_of(64, seed=14), keys_of(160, seed=15)
+    try:
+        with world(server.endpoint, rows=512) as engine:
+            engine.run("hot", hot)
+            engine.run("cold", cold)
+            again = request_of("again", hot)
+            engine.manager.on_new_request(again)
+            assert engine.ask(again, hot) == [HIT] * 64
+            if how == "touch":
+                engine.manager.touch(hot, again)
+            else:
+                engine.step("again")
+                engine.manager.on_request_finished(again)
+            control = engine.tier._lookups._control_thread
+            marked = threading.Event()
+            control.submit(marked.set)
+            assert marked.wait(LONG_TIMEOUT_SECONDS)
+            engine.run("others", others)
+        with world(server.endpoint) as reader:
+            for name, keys in (("hot", hot), ("cold", cold)):
+                context = request_of(name, keys)
+                reader.manager.on_new_request(context)
+                found = reader.find(context, keys)
+                assert (found == [HIT] * 64) is (name == "hot"), name
+    finally:
+        server.kill()
 
 
 @pytest.mark.parametrize(("params", "offered"), [(None, 0), (FLAG, 4)])

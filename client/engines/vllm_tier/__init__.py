@@ -19,13 +19,14 @@ layouts differ.
 Limits:
 
 - vLLM asks for a request's offload policy before the tier has asked the server. The tier therefore
-  answers with the server's policy for the last request with the same `kv_transfer_params`.
+  answers with the server's policy for the last request with the same `kv_transfer_params`, and with
+  `request_level` if there was none.
 - With LoRA adapters or context parallelism the tier is disabled. vLLM does not tell a tier which
   requests have an adapter.
 - In `kv_transfer_params["kvtier"]`, `min_hit_tokens` has no effect. The other settings apply to
   kvtier only, not to vLLM's own tiers. vLLM counts a store that `skip_save` prevents as failed.
-- vLLM does not look up a chunk in kvtier if it finds the chunk in its own tiers. kvtier then does
-  not mark the chunk as used, and may evict the chunk earlier.
+- vLLM does not look up a chunk in kvtier if it finds the chunk in its own tiers. At the end of the
+  request, the tier marks such a chunk as used, if the server's CPU tier has the chunk.
 - A reset of vLLM's caches keeps the blocks in kvtier, as in every secondary tier (B3.19). If an
   engine's weights are updated in place, the engine would find KV of the old weights. Restart the
   engine from other files, or with another `weights_version`. The connector needs no restart.

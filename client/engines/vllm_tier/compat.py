@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 try:
@@ -56,6 +57,14 @@ def end_token(req_context: Any, key: Any) -> int:
     """Returns the token at which the key's chunk ends in its request; 0 if unknown."""
     position = getattr(req_context, "get_offload_key_position", None)
     return (position(key) or 0) if position is not None else 0
+
+
+def end_tokens(req_context: Any) -> Mapping[bytes, int]:
+    """Returns by key, for all chunks of a request, the token at which the chunk ends.
+
+    vLLM has no method for all keys, so this reads a private attribute; without it, no key is known.
+    """
+    return getattr(req_context, "_offload_key_positions", {})
 
 
 def find_engine_config(engine_id: str) -> Any:

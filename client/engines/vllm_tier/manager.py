@@ -118,6 +118,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self._lookups = TierLookups(
             client, settings.lookup_timeout_s, self.log, threads("lookup", threads=_LOOKUP_THREADS)
         )
+        self._lookups.ask_policies()
         self._transfers = Transfers(
             client, primary, self._lookups, self.log, (threads("load", threads=2), threads("store", threads=2))
         )
@@ -176,10 +177,14 @@ class KVTierSecondaryTier(SecondaryTierManager):
         """Called once at a request's end. No new job follows, but some jobs may still run."""
         request = self._requests.pop(req_context.req_id, None)
         if self._lookups is not None and request is not None:
-            self._lookups.end(request)
+            self._lookups.end(request, compat.end_tokens(req_context))
 
+    @never_raises()
     def touch(self, keys: Collection[Any], req_context: Any) -> None:
-        """Called with keys that the engine uses. Nothing to do: lookups mark blocks as used."""
+        """Marks chunks as used. vLLM 0.32 and 0.33 never call it; see `on_request_finished`."""
+        if self._lookups is not None:
+            end_tokens = {bytes(key): compat.end_token(req_context, key) for key in keys}
+            self._lookups.touch(self._request_of(req_context), end_tokens)
 
     # ---- jobs
 
@@ -209,6 +214,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
             key=lambda pair: compat.end_token(metadata.req_context, pair[0]),
         )
         keys: Sequence[bytes] = [key for key, _ in order]
+        request.used.update(keys)
         pins = [request.known.get(key) for key in keys] if load else None
         if load:
             # Until this job has ended, its keys are misses, because the job may fail.

@@ -15,7 +15,7 @@ from enum import Enum
 from itertools import pairwise
 from typing import Any
 
-from ... import Client, KeyStatus, KVTierError, Lease, OffloadPolicy
+from ... import Client, KeyStatus, KVTierError, Lease, Medium, OffloadPolicy, TierFilter
 from ..vllm.background import BackgroundThreads, RateLimitedLog
 from ..vllm.request_settings import RequestSettings
 from ..vllm.scheduler.requests import RequestRegistration, server_name
@@ -33,6 +33,15 @@ _VALUE_CHARACTERS = 32
 _LATE_SHARE = 0.5
 # Shorter than the server's lease (60 s by default). A hit older than this is looked up again.
 _PIN_SECONDS = 40.0
+_ALL_TIERS = TierFilter(media=tuple(Medium))
+"""Excludes all tiers but the CPU tier, so that nothing is promoted."""
+# Parameters that users and proxies set, and the default rules know (B1.6).
+_COMMON_PARAMS: tuple[Mapping[str, Any] | None, ...] = (
+    None,
+    {"do_remote_decode": True},
+    {"offload_policy": "block_level"},
+    {"offload_policy": "request_level"},
+)
 
 
 class Answer(Enum):
@@ -57,7 +66,8 @@ class TierRequest:
     `known`: a Pin for a hit, None for a miss. `waiting`: deadlines of keys without an answer.
     `new`: keys of this step, with the token at which each chunk ends. `sent_at`: times at which
     keys were sent; belongs to the background threads. `loading`: number of loads in flight.
-    `scheduled`: the request runs, so no more hits are loaded.
+    `scheduled`: the request runs, so no more hits are loaded. `has_run`: it has run before.
+    `used`: keys that the server knows this request has used; any thread may add to it.
     """
 
     registration: RequestRegistration
@@ -68,6 +78,8 @@ class TierRequest:
     leases: list[Lease] = field(default_factory=list)
     loading: int = 0
     scheduled: bool = False
+    has_run: bool = False
+    used: set[bytes] = field(default_factory=set)
     ended: bool = False
 
 
@@ -95,6 +107,7 @@ class TierLookups(RequestCalls):
         self._threads = threads
         self._done: deque[_LookupBatch] = deque()
         self._policies: dict[frozenset[tuple[str, str]], OffloadPolicy] = {}
+        self._policies_epoch: int | None = None
 
     def begin(self, request_id: str, params: Mapping[str, Any] | None) -> TierRequest:
         """Returns the state of a new request. Does not call the server."""
@@ -104,19 +117,38 @@ class TierLookups(RequestCalls):
             RequestRegistration(server_name(request_id), kv_transfer_params=forwarded, settings=settings)
         )
 
+    def ask_policies(self) -> None:
+        """Asks the server for its policies for the usual parameters. Blocks; thread-safe."""
+        self._policies_epoch = self._client.epoch
+        for number, params in enumerate(_COMMON_PARAMS if self._client.connected else ()):
+            request = RequestRegistration(f"policy-{number}", kv_transfer_params=params)
+            try:
+                self.lookup_keys(request, (), 0.0, prefix=True)
+                self._client.finish_request(request.request_id)
+            except KVTierError as error:
+                self._log.warn("policy", f"could not ask for the server's offload policies: {error}")
+                return
+
     def policy_of(self, request: TierRequest) -> OffloadPolicy:
         """Estimates a request's policy, because vLLM needs it before the server is asked.
 
         The estimate is the server's policy for the last request of the same kind. Requests of one
         kind set the same parameters and the same `offload_policy`. For the first request of a kind,
-        the estimate is the policy of the default rules (B1.6).
+        the estimate is REQUEST_LEVEL: kvtier cannot store a block that vLLM does not offer, but a
+        block that the server already has costs only a call. Without a server, the estimate is the
+        policy of the default rules (B1.6).
         """
+        epoch = self._client.epoch
         params = request.registration.kv_transfer_params or {}
-        flagged = (
-            bool(params.get("do_remote_decode")) or params.get(_BY_VALUE) == OffloadPolicy.REQUEST_LEVEL.name.lower()
-        )
-        shipped = OffloadPolicy.REQUEST_LEVEL if flagged else OffloadPolicy.BLOCK_LEVEL
-        return self._policies.get(_kind(params), shipped)
+        if epoch is None:
+            wanted = OffloadPolicy.REQUEST_LEVEL.name.lower()
+            flagged = bool(params.get("do_remote_decode")) or params.get(_BY_VALUE) == wanted
+            return OffloadPolicy.REQUEST_LEVEL if flagged else OffloadPolicy.BLOCK_LEVEL
+        if epoch != self._policies_epoch:  # another run of the server may have other rules
+            self._policies_epoch = epoch
+            self._policies.clear()
+            self._control_thread.submit(self.ask_policies)
+        return self._policies.get(_kind(params), OffloadPolicy.REQUEST_LEVEL)
 
     def answer(self, request: TierRequest, key: bytes, end_token: int) -> Answer:
         """Returns the state of `key`, which ends at `end_token`. Queues a lookup if needed."""
@@ -167,7 +199,7 @@ class TierLookups(RequestCalls):
 
     def mark_scheduled(self, request: TierRequest) -> None:
         """Records that the request runs. When no load is in flight, releases the hits."""
-        request.scheduled = True
+        request.scheduled = request.has_run = True
         request.waiting.clear()
         if request.loading == 0:
             leases, request.leases = request.leases, []
@@ -175,8 +207,25 @@ class TierLookups(RequestCalls):
             request.scheduled = False
             self.release_leases(leases)
 
-    def end(self, request: TierRequest) -> None:
-        """Ends the request at the server, which then releases its leases, after its last call."""
+    def touch(self, request: TierRequest, end_tokens: Mapping[bytes, int]) -> None:
+        """Marks blocks of the server's CPU tier as used by the request. Loads no block.
+
+        `end_tokens`: by key, the token at which the chunk ends. The server skips keys that it does
+        not have.
+        """
+        if not request.registration.settings.skip_load and self._client.connected and not self.circuit_open:
+            self.acquire(request.registration)
+            self._control_thread.submit(lambda: self._touch(request, end_tokens))
+
+    def end(self, request: TierRequest, end_tokens: Mapping[bytes, int]) -> None:
+        """Ends the request at the server, which then releases its leases, after its last call.
+
+        `end_tokens`: as for `touch`, of all keys of the request. vLLM does not look up a chunk in
+        kvtier that it finds in the engine or in its primary tier, so only this call marks it as
+        used.
+        """
+        if request.has_run:
+            self.touch(request, end_tokens)
         request.ended = True
         self.finish_request(request.registration)
 
@@ -200,6 +249,7 @@ class TierLookups(RequestCalls):
             wanted = [key for key in batch.keys if request.waiting.pop(key, None) is not None]
             for key in wanted:
                 request.known[key] = batch.found.get(key)
+            request.used |= batch.found.keys()
             if any(key in batch.found for key in wanted):
                 request.leases += batch.leases
             else:
@@ -237,6 +287,31 @@ class TierLookups(RequestCalls):
             batch.found |= hits
             if batch.prefix and len(hits) < len(keys):
                 return
+
+    def _touch(self, request: TierRequest, end_tokens: Mapping[bytes, int]) -> None:
+        groups: dict[bytes, list[bytes]] = {}
+        for key in sorted(end_tokens.keys() - request.used, key=end_tokens.__getitem__):
+            groups.setdefault(key[-_GROUP_BYTES:], []).append(key)
+        try:
+            for keys in groups.values():
+                # The server marks the leading keys that it has. Of windows it has the last ones.
+                _ = self._touch_prefix(request, keys) or self._touch_prefix(request, keys[::-1])
+        except KVTierError as error:
+            self._log.warn("touch", f"could not mark blocks as used: {error}")
+        finally:
+            self.release(request.registration)
+
+    def _touch_prefix(self, request: TierRequest, keys: Sequence[bytes]) -> int:
+        """Marks the leading keys that the CPU tier has as used; returns their number."""
+        most, present = self._client.max_keys or len(keys), 0
+        for first in range(0, len(keys), most):
+            batch = keys[first : first + most]
+            found = self._client.prefetch(batch, request_id=request.registration.request_id, exclude=_ALL_TIERS)
+            request.used.update(batch[: found.present])
+            present += found.present
+            if found.present < len(batch):
+                break
+        return present
 
     def lookup_keys(
         self, request: RequestRegistration, keys: Sequence[bytes], wait: float, *, prefix: bool, min_hits: int = 0

@@ -17,7 +17,7 @@ from tier_fixtures import KEYS, ROW, TierParts, make_config, make_tier_parts, re
 from vllm.config import VllmConfig
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
-from kvtier.client import LeaseLost, NotConnected, OffloadPolicy, StoreStatus, TierFilter
+from kvtier.client import LeaseLost, NotConnected, StoreStatus, TierFilter
 from kvtier.client.engines.failures import Unsupported
 from kvtier.client.engines.identity import namespace_digest
 from kvtier.client.engines.vllm.scheduler import server_calls
@@ -25,9 +25,6 @@ from kvtier.client.engines.vllm_tier import KVTierSecondaryTier, compat, transfe
 from kvtier.client.engines.vllm_tier.manager import ManagerConfig
 from kvtier.client.engines.vllm_tier.tier_lookups import Answer
 from kvtier.client.engines.vllm_tier.tier_namespace import build_tier_namespace
-
-FLAG = {"do_remote_decode": True}
-BLOCK, REQUEST = OffloadPolicy.BLOCK_LEVEL, OffloadPolicy.REQUEST_LEVEL
 
 
 def _lose_lease_1(lease: int) -> None:
@@ -53,7 +50,7 @@ def test_a_job_that_was_given_up_never_touches_the_rows_again(room: TierParts, l
     assert room.finished() == {1: frozenset()}
     room.rows[:] = 3
     handed_out.set()
-    room.lookups.end(request)
+    room.lookups.end(request, {})
     wait_until(lambda: any(said == "finished r" for said in room.client.told))
     assert (room.rows == 3).all()
     assert (room.client.memory == 7).all()
@@ -107,7 +104,7 @@ def test_the_end_of_a_request_reaches_the_server_after_its_last_store(room: Tier
     request = room.lookups.begin("r", None)
     for number in range(3):
         room.transfers.submit(room.job(number, request))
-    room.lookups.end(request)
+    room.lookups.end(request, {})
     said_by_now = threading.Event()
     room.lookups._control_thread.submit(said_by_now.set)
     assert said_by_now.wait(60)
@@ -117,31 +114,10 @@ def test_the_end_of_a_request_reaches_the_server_after_its_last_store(room: Tier
     assert room.client.told == ["stored for r"] * 3 + ["finished r"]
 
 
-def test_a_policy_is_what_the_server_said_of_the_last_request_of_its_kind(room: TierParts) -> None:
-    """B1.6, B3.1 The first of a kind gets the shipped rules: a flagged request is stored whole."""
-    lookups, client = room.lookups, room.client
-    kinds: list[tuple[dict[str, Any] | None, OffloadPolicy, OffloadPolicy]] = [
-        (None, BLOCK, REQUEST),
-        (FLAG, REQUEST, BLOCK),
-        ({"offload_policy": "request_level"}, REQUEST, REQUEST),
-        ({"offload_policy": "block_level"}, BLOCK, REQUEST),
-    ]
-    for params, at_first, answer in kinds:
-        first = lookups.begin(f"first {params}", params)
-        assert lookups.policy_of(first) is at_first
-        client.policy = answer
-        assert lookups.answer(first, KEYS[0], 16) is Answer.UNKNOWN
-        lookups.send(first)
-        wait_until(lambda first=first: lookups.answer(first, KEYS[0], 16) is Answer.MISS)  # type: ignore[misc]
-        assert lookups.policy_of(lookups.begin(f"second {params}", params)) is answer
-        assert client.begun[f"first {params}"] == (16, params)
-
-
 def test_a_request_s_settings_reach_the_server(room: TierParts) -> None:
     """B3.1 A user's settings go with the request's calls; tiers see the policy only."""
     wishes = {"retain_for_s": 60, "exclude": ["lmdb"], "offload_policy": "request_level"}
     request = room.lookups.begin("r", {"kvtier": wishes, "other": 1})
-    assert room.lookups.policy_of(request) is REQUEST
     room.lookups.answer(request, KEYS[0], 16)
     room.lookups.send(request)
     wait_until(lambda: room.lookups.answer(request, KEYS[0], 16) is Answer.MISS)
@@ -170,6 +146,8 @@ def test_jobs_are_read_by_either_version_s_names() -> None:
     assert compat.rows_of(SimpleNamespace(block_ids=np.array([2]))) == [2]
     assert compat.end_token(request_of("r", KEYS), KEYS[1]) == 32
     assert compat.end_token(SimpleNamespace(), KEYS[1]) == 0
+    assert compat.end_tokens(request_of("r", KEYS)) == {key: 16 * (number + 1) for number, key in enumerate(KEYS)}
+    assert compat.end_tokens(SimpleNamespace()) == {}
 
 
 def test_a_lookup_that_fails_or_takes_too_long_is_a_miss(room: TierParts, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 
-from kvtier.client import StoreStatus
+from kvtier.client import Medium, StoreStatus, TierFilter
 from kvtier.client.engines.vllm.background import BackgroundThreads, RateLimitedLog
 from kvtier.client.engines.vllm_tier.tier_lookups import Pin, TierLookups, TierRequest
 from kvtier.client.engines.vllm_tier.transfers import EnginePrimaryTier, Job, Transfers
@@ -68,6 +69,7 @@ class SlotClient(FakeClient):
         super().__init__()
         self.memory = np.full((8, ROW), 7, np.int8)
         self.told: list[str] = []
+        self.marked: list[list[bytes]] = []
         self.statuses = bytes([StoreStatus.GRANTED] * len(KEYS))
         self.hand_out: Callable[[], None] = lambda: None
         self.confirm: Callable[[int], object] = str
@@ -90,6 +92,15 @@ class SlotClient(FakeClient):
         yield batch
         self.confirm(0)
         self.told.append(f"stored for {request_id}")
+
+    def prefetch(self, keys: Sequence[bytes], *, request_id: str, exclude: TierFilter) -> Any:
+        """Marks the leading keys that the server has. Excludes all tiers, so it loads nothing."""
+        assert set(exclude.media) == set(Medium)
+        self.before()
+        present = list(itertools.takewhile(self.keys.__contains__, keys))
+        self.marked.append(present)
+        self.told.append(f"marked for {request_id}")
+        return SimpleNamespace(present=len(present))
 
     def finish_request(self, request_id: str) -> None:
         self.told.append(f"finished {request_id}")

@@ -266,13 +266,13 @@ class ScheduleEndContext(NamedTuple):
 class ReqContext:
     req_id: str
     kv_transfer_params: dict[str, Any] | None = None
-    _positions: dict[bytes, int] = field(default_factory=dict, init=False)
+    _offload_key_positions: dict[bytes, int] = field(default_factory=dict, init=False)
 
     def set_offload_key_position(self, key: bytes, end_token: int) -> None:
-        self._positions[key] = end_token
+        self._offload_key_positions[key] = end_token
 
     def get_offload_key_position(self, key: bytes) -> int | None:
-        return self._positions.get(key)
+        return self._offload_key_positions.get(key)
 
 
 @dataclass
