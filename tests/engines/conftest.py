@@ -69,6 +69,8 @@ def run_engine(models: Path, fork_server: EngineForkServer, tmp_path_factory: py
 
     ``afresh``: each of its processes starts as a user's do, which takes longer, and ``bind`` says
         on which cores it computes.
+    ``prepare``: modules whose `prepare_engine` the engine calls first; its other processes, which
+        it forks, are then as prepared.
     ``long_timeout``: see `engine_timeouts`.
     """
     folder = tmp_path_factory.mktemp("engines")
@@ -85,15 +87,17 @@ def run_engine(models: Path, fork_server: EngineForkServer, tmp_path_factory: py
         seconds: float = ENGINE_SECONDS,
         afresh: bool = False,
         long_timeout: bool = True,
+        prepare: Sequence[str] = (),
         **llm: Any,
     ) -> dict[str, Any]:
+        assert not (afresh and prepare)
         settings = {"model": str(models / model), "block_size": 32, **llm}
         if endpoint is not None:
             settings["kv_transfer_config"] = connector_config(
                 endpoint, {"lookup_timeout_s": lookup_timeout_s, **(extra or {})}, long_timeout=long_timeout
             )
         path = folder / str(time.monotonic_ns())
-        path.with_suffix(".job").write_text(json.dumps({"llm": settings, "steps": steps}))
+        path.with_suffix(".job").write_text(json.dumps({"llm": settings, "steps": steps, "prepare": prepare}))
         environment = {
             **os.environ,
             "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -1,101 +1,147 @@
-"""vLLM's own tiering on the CPU: its `TieringOffloadingSpec` with a worker that copies with NumPy.
+"""Copy kernel and streams for vLLM's own tiering on the CPU; all the rest is vLLM's own code.
 
-vLLM refuses to offload on this device only because its copy kernel is CUDA's
-(`CPUOffloadingSpec.get_worker`). Everything else (connector, tiering manager, primary tier, its
-shared region and the layout in it) is vLLM's own code, unchanged. Load it with `"spec_name":
-"CpuTieringSpec", "spec_module_path": "cpu_tiering"`.
+vLLM refuses to offload on a CPU, because its copy kernel is a device's. `prepare_engine` replaces
+this kernel, `swap_blocks_batch`, and the streams and events that it runs on. Connector, spec,
+tiering manager, primary tier, and the worker that computes the addresses stay as they are, so an
+engine gets the settings of an operator.
+
+Contract of the kernel (`vllm/_custom_ops.py`, `SingleDirectionOffloadingHandler`):
+
+- It gets three int64 tensors of equal length: source addresses, destination addresses, and sizes in
+  bytes. It copies `sizes[i]` bytes from `src[i]` to `dst[i]`, and writes nothing else.
+- The call may return before the copies are made. They are made in the order of the stream: after
+  the work that the stream waits for, and before the events that are recorded later.
+- With `is_src_access_order_any` the sources may be read at any time after the call.
+- The caller keeps the memory until an event of the stream has happened.
+
+On a CPU the engine computes in the calling thread, so its own work is done before a call. One
+thread makes all copies in the order of the calls, which is a valid order of any set of streams.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import dataclasses
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import torch
-from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.cpu import gpu_worker
+from vllm.v1.kv_offload.cpu import spec as cpu_spec
 from vllm.v1.kv_offload.tiering import spec as tiering_spec
-from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-__all__ = ["CpuTieringSpec"]
+__all__ = ["prepare_engine", "submit", "swap_blocks_batch"]
 
-
-class CpuTieringSpec(TieringOffloadingSpec):
-    """The tiering of vLLM, for an engine whose KV cache is in host memory."""
-
-    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """Returns the worker that copies between the engine's KV cache and the primary tier."""
-        if not self._worker:
-            tiering_spec.CPUOffloadingWorker = _Worker
-            self._worker = self.create_worker(kv_caches)
-        return self._worker
+_thread: list[ThreadPoolExecutor] = []
 
 
-class _Worker(OffloadingWorker):
-    """Copies synchronously, in vLLM's direct layout (see `SingleDirectionOffloadingHandler`)."""
+def prepare_engine() -> None:
+    """Lets this process, and those that it forks, offload from a CPU's KV cache."""
+    make_worker = gpu_worker.CPUOffloadingWorker
 
-    def __init__(
-        self,
-        kv_caches: CanonicalKVCaches,
-        blocks_per_chunk: int,
-        num_cpu_chunks: int,
-        mmap_region: Any,
-        **others: Any,
-    ) -> None:
-        assert not others.get("canonical_layout"), "not written for it"
-        caches, region = kv_caches, mmap_region
-        self._refs = caches.group_data_refs
-        self._blocks_per_chunk = blocks_per_chunk
-        self._region = region
-        self._finished: list[TransferResult] = []
-        self._blocks: list[np.ndarray] = []
-        self._chunks: list[np.ndarray] = []
-        for cache in caches.tensors:
-            page = cache.page_size_bytes
-            self._blocks.append(cache.tensor.view(torch.int8).view((-1, page)).numpy())
-            self._chunks.append(region.create_next_worker_view(page * blocks_per_chunk).numpy())
+    def worker(kv_caches: Any, **settings: Any) -> Any:
+        tensors = [
+            dataclasses.replace(cache, tensor=cache.tensor.as_subclass(_DeviceTensor)) for cache in kv_caches.tensors
+        ]
+        return make_worker(kv_caches=dataclasses.replace(kv_caches, tensors=tensors), **settings)
 
-    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Engine to primary tier."""
-        return self._copy(job_id, src_spec, dst_spec, store=True)
+    for module in (cpu_spec, gpu_worker):
+        module.current_platform = _Platform
+    gpu_worker.ops = _Kernels
+    gpu_worker.torch = _Torch()
+    tiering_spec.CPUOffloadingWorker = worker
 
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:  # noqa: FBT001, FBT002
-        """Primary tier to engine."""
-        return self._copy(job_id, dst_spec, src_spec, store=False)
 
-    def get_finished(self) -> list[TransferResult]:
-        """Returns the copies since the last call."""
-        finished, self._finished = self._finished, []
-        return finished
+def submit(work: Any) -> Future[Any]:
+    """Appends work to the copies of this process, which has one thread for them."""
+    if not _thread:
+        _thread.append(ThreadPoolExecutor(1, "copies"))
+    return _thread[0].submit(work)
 
-    def wait(self, job_ids: set[int]) -> None:
-        """Does nothing, because copies are synchronous."""
 
-    def shutdown(self) -> None:
-        """Unmaps the primary tier."""
-        self._chunks.clear()
-        self._region.cleanup()
+def swap_blocks_batch(
+    src_ptrs: torch.Tensor,
+    dst_ptrs: torch.Tensor,
+    sizes: torch.Tensor,
+    is_src_access_order_any: bool = False,  # noqa: ARG001, FBT001, FBT002
+) -> None:
+    """The kernel; its parameters are those of vLLM's."""
+    batch = list(zip(dst_ptrs.tolist(), src_ptrs.tolist(), sizes.tolist(), strict=True))
 
-    def _copy(self, job_id: int, engine: Any, primary: Any, *, store: bool) -> bool:
-        first_block = first_chunk = copied = 0
-        for refs, count, index in zip(self._refs, engine.group_sizes, engine.block_indices, strict=True):
-            skipped = index % self._blocks_per_chunk
-            blocks = engine.block_ids[first_block : first_block + count]
-            chunks = primary.block_ids[first_chunk:]
-            first_block += count
-            first_chunk += -(-(skipped + count) // self._blocks_per_chunk) if count else 0
-            for number, block in enumerate(blocks, start=skipped):
-                chunk, part = chunks[number // self._blocks_per_chunk], number % self._blocks_per_chunk
-                for ref in refs:
-                    copied += self._copy_page(ref, int(block), int(chunk), part, store=store)
-        assert first_chunk == len(primary.block_ids)
-        self._finished.append(TransferResult(job_id, True, copied, 0.0))
+    def copy() -> None:
+        for target, source, size in batch:
+            ctypes.memmove(target, source, size)
+
+    submit(copy)
+
+
+class _Kernels:
+    swap_blocks_batch = staticmethod(swap_blocks_batch)
+
+
+class _DeviceTensor(torch.Tensor):
+    """A KV cache tensor, which vLLM's worker requires to be on a device."""
+
+    is_cuda = True
+
+
+class _Stream:
+    """Waits for nothing, because the copies of a process are made in the order of the calls."""
+
+    def wait_stream(self, stream: _Stream) -> None: ...
+
+    def wait_event(self, event: _Event) -> None: ...
+
+
+class _Event:
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+        self._reached: Future[float] = Future()
+
+    def record(self, stream: _Stream) -> None:
+        self._reached = submit(time.perf_counter)
+
+    def query(self) -> bool:
+        return self._reached.done()
+
+    def synchronize(self) -> None:
+        self._reached.result()
+
+    def elapsed_time(self, end: _Event) -> float:
+        """Milliseconds."""
+        return 1000 * (end._reached.result() - self._reached.result())
+
+
+class _Platform:
+    """What the modules of vLLM's offloading ask the platform for."""
+
+    Stream = current_stream = _Stream
+
+    @staticmethod
+    def is_cuda_alike() -> bool:
         return True
 
-    def _copy_page(self, ref: Any, block: int, chunk: int, part: int, *, store: bool) -> int:
-        pages, rows = self._blocks[ref.tensor_idx], self._chunks[ref.tensor_idx]
-        size, start = ref.page_size_bytes, part * pages.shape[1]
-        if store:
-            rows[chunk, start : start + size] = pages[block, :size]
-        else:
-            pages[block, :size] = rows[chunk, start : start + size]
-        return int(size)
+    @staticmethod
+    def is_rocm() -> bool:
+        return False
+
+    @staticmethod
+    def is_xpu() -> bool:
+        return False
+
+    @staticmethod
+    @contextlib.contextmanager
+    def stream(stream: _Stream) -> Iterator[None]:  # noqa: ARG004
+        yield
+
+
+class _Torch:
+    """torch, with events that a CPU lacks."""
+
+    Event = _Event
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)

@@ -5,6 +5,7 @@ Hit counts come from vLLM's own counters, not from the connector.
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -20,6 +21,8 @@ STEP_SECONDS = 300.0
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
+    for module in job.get("prepare", ()):
+        importlib.import_module(module).prepare_engine()
     from vllm import LLM
 
     llm = LLM(
@@ -67,7 +70,7 @@ def _step(llm: Any, step: dict[str, Any]) -> dict[str, Any]:
             return _await_lookup(llm)
         case "shell":
             done = subprocess.run(step["command"], capture_output=True, text=True, check=True, timeout=STEP_SECONDS)
-            return {"stdout": done.stdout}
+            return {"name": step.get("name"), "stdout": done.stdout}
         case unknown:
             raise ValueError(unknown)
 
@@ -114,7 +117,9 @@ def _generate(
     adapter: dict[str, Any] | None = None,
     *,
     at_once: bool = False,
+    meanwhile: list[str] | None = None,
 ) -> dict[str, Any]:
+    """Generates from prompts. `meanwhile`: a command that runs at the same time."""
     from vllm import SamplingParams
 
     given = {"kvtier": settings} if settings else {}
@@ -132,18 +137,24 @@ def _generate(
     inputs: list[dict[str, Any]] = [
         {"prompt_token_ids": tokens, **({"cache_salt": salt} if salt else {})} for tokens in prompts
     ]
-    before, start = _counters(llm), time.perf_counter()
+    before = _counters(llm)
+    command = subprocess.Popen(meanwhile) if meanwhile else None
+    start = time.perf_counter()
     asked = list(zip(inputs, samplings, strict=True))
     batches = [asked] if at_once else [[one] for one in asked]
     options = {"use_tqdm": False, "lora_request": _adapter(adapter) if adapter else None}
     outputs = [out for batch in batches for out in llm.generate(*map(list, zip(*batch, strict=True)), **options)]
     seconds = time.perf_counter() - start
+    status = command.poll() if command else None  # None: the command has outlived the requests
+    if command:
+        command.wait(STEP_SECONDS)
     time.sleep(0.3)  # most saves end in these idle steps; a reset waits for the rest
     after = _counters(llm)
     return {
         "name": name,
         "prompts": prompts,
         "seconds": seconds,
+        "meanwhile": status,
         "external_hits": after.get("vllm:external_prefix_cache_hits", 0)
         - before.get("vllm:external_prefix_cache_hits", 0),
         "preemptions": after.get("vllm:num_preemptions", 0) - before.get("vllm:num_preemptions", 0),

@@ -14,7 +14,7 @@ from kvtier.client.engines.vllm.scheduler import hold_calls
 from kvtier.client.engines.vllm.worker import worker
 from kvtier.client.engines.vllm_tier import manager
 
-__all__ = ["LONG_TIMEOUT_SECONDS", "long_timeouts"]
+__all__ = ["LONG_TIMEOUT_SECONDS", "long_timeouts", "prepare_engine"]
 
 _DEADLINES = (
     (hold_calls, "_CONNECT_WITHIN_S"),
@@ -32,3 +32,11 @@ def long_timeouts() -> Iterator[None]:
         for module, name in _DEADLINES:
             changes.enter_context(mock.patch.object(module, name, LONG_TIMEOUT_SECONDS))
         yield
+
+
+_for_good = contextlib.ExitStack()
+
+
+def prepare_engine() -> None:
+    """Gives this process, and those that it forks, long timeouts. There is no way back."""
+    _for_good.enter_context(long_timeouts())
