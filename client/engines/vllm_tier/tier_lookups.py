@@ -290,7 +290,7 @@ class TierLookups(RequestCalls):
 
     def _touch(self, request: TierRequest, end_tokens: Mapping[bytes, int]) -> None:
         groups: dict[bytes, list[bytes]] = {}
-        for key in sorted(end_tokens.keys() - request.used, key=end_tokens.__getitem__):
+        for key in sorted((key for key in end_tokens if key not in request.used), key=end_tokens.__getitem__):
             groups.setdefault(key[-_GROUP_BYTES:], []).append(key)
         try:
             for keys in groups.values():
