@@ -367,6 +367,7 @@ class AsyncClient(ConnectionState):
         request_id: str = "",
         first_positions: Sequence[int] = (),
         wait: float = 0.0,
+        min_blocks: int = 0,
         lease: float | None = None,
     ) -> AsyncLease:
         """Leases the blocks of a hold and does not end the hold. `LookupResult.hold` describes it.
@@ -376,14 +377,14 @@ class AsyncClient(ConnectionState):
             request_id: this engine's request; `finish_request` releases the lease.
             first_positions: for each group, the first position to lease; empty: all positions.
             wait: seconds to wait for the publication, and for blocks that are not stored yet.
+            min_blocks: number of blocks to wait for; 0: all. `settled_blocks` + 1 waits for more.
             lease: duration of the lease in seconds; None: the server's default.
 
         Raises:
             HoldGone: the hold was not published in time, was released, or expires within 5 s.
         """
-        return await self._lease(
-            self._operations.claim(hold, request_id=request_id, first_positions=first_positions, wait=wait, lease=lease)
-        )
+        claim = self._operations.claim(hold, request_id, first_positions, wait=wait, min_blocks=min_blocks, lease=lease)
+        return await self._lease(claim)
 
     async def renew_holds(self, *holds: HoldName, extension: float | None = None) -> list[HoldName]:
         """Extends holds to `extension` seconds from now; returns the holds that no longer exist.

@@ -211,12 +211,14 @@ class HoldInfo:
         num_tokens: number of the request's tokens for which the hold has blocks.
         direction: direction of the hand-off.
         remaining: seconds until the hold expires.
+        settled_blocks: number of the hold's blocks that are stored or will not be stored.
     """
 
     positions: Sequence[int]
     num_tokens: int
     direction: HandoffDirection
     remaining: float
+    settled_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,10 +52,11 @@ class HandoffOperations(Base):
     def claim(
         self,
         hold: HoldName,
-        *,
         request_id: str,
         first_positions: Sequence[int],
+        *,
         wait: float,
+        min_blocks: int,
         lease: float | None,
     ) -> Operation[LookupResult]:
         session: ClientSession = yield Connect(self._timeouts.connect)
@@ -67,6 +68,7 @@ class HandoffOperations(Base):
             first_positions=first_positions,
             lease_duration=duration("lease", lease),
             wait=duration("wait", wait),
+            min_blocks=min_blocks,
         )
         answer = yield from self._call(session, "HandoffService/ClaimHold", request, wait)
         statuses: bytes = answer.statuses
@@ -83,6 +85,7 @@ class HandoffOperations(Base):
                 num_tokens=answer.num_tokens,
                 direction=HandoffDirection(answer.direction),
                 remaining=answer.remaining.ToNanoseconds() / 1e9,
+                settled_blocks=answer.settled_blocks,
             ),
         )
 

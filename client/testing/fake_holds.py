@@ -82,7 +82,9 @@ class FakeHolds:
             statuses.append(status if wanted else common_pb2.KEY_STATUS_UNSPECIFIED)
         return bytes(statuses)
 
-    def claimed(self, hold: FakeHold, statuses: bytes, lease_id: int) -> handoff_pb2.ClaimHoldResponse:
+    def claimed(
+        self, hold: FakeHold, statuses: bytes, lease_id: int, *, publisher_lives: bool
+    ) -> handoff_pb2.ClaimHoldResponse:
         published = hold.request
         return handoff_pb2.ClaimHoldResponse(
             keys=published.keys,
@@ -92,6 +94,7 @@ class FakeHolds:
             num_tokens=published.num_tokens,
             direction=handoff_pb2.HandoffDirection.Name(published.direction),
             remaining=self.remaining(hold),
+            settled_blocks=sum(self._is_ready(name) or not publisher_lives for name in hold.names),
         )
 
     def remaining(self, hold: FakeHold) -> Duration:

@@ -371,7 +371,7 @@ class FakeServer:
                 name if status == KeyStatus.HIT else None for name, status in zip(hold.names, statuses, strict=True)
             ]
             lease_id = self._grant(session, request.request_id, hits)
-        return self._holds.claimed(hold, statuses, lease_id)
+        return self._holds.claimed(hold, statuses, lease_id, publisher_lives=lives)
 
     def _get_status(self, request: admin_pb2.GetStatusRequest) -> admin_pb2.GetStatusResponse:
         used = sum(len(part) for parts in self._blocks.values() for part in parts.values())

@@ -77,23 +77,25 @@ class PublishHoldResponse(_message.Message):
     def __init__(self, status: _Optional[_Union[PublishStatus, str]] = ..., remaining: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pending_blocks: _Optional[int] = ...) -> None: ...
 
 class ClaimHoldRequest(_message.Message):
-    __slots__ = ("session", "hold", "request_id", "first_positions", "lease_duration", "wait")
+    __slots__ = ("session", "hold", "request_id", "first_positions", "lease_duration", "wait", "min_blocks")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     HOLD_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_POSITIONS_FIELD_NUMBER: _ClassVar[int]
     LEASE_DURATION_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
+    MIN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionRef
     hold: HoldRef
     request_id: str
     first_positions: _containers.RepeatedScalarFieldContainer[int]
     lease_duration: _duration_pb2.Duration
     wait: _duration_pb2.Duration
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., hold: _Optional[_Union[HoldRef, _Mapping]] = ..., request_id: _Optional[str] = ..., first_positions: _Optional[_Iterable[int]] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    min_blocks: int
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionRef, _Mapping]] = ..., hold: _Optional[_Union[HoldRef, _Mapping]] = ..., request_id: _Optional[str] = ..., first_positions: _Optional[_Iterable[int]] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., min_blocks: _Optional[int] = ...) -> None: ...
 
 class ClaimHoldResponse(_message.Message):
-    __slots__ = ("keys", "positions", "statuses", "lease_id", "num_tokens", "direction", "remaining")
+    __slots__ = ("keys", "positions", "statuses", "lease_id", "num_tokens", "direction", "remaining", "settled_blocks")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
     STATUSES_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +103,7 @@ class ClaimHoldResponse(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DIRECTION_FIELD_NUMBER: _ClassVar[int]
     REMAINING_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     keys: _containers.RepeatedScalarFieldContainer[bytes]
     positions: _containers.RepeatedScalarFieldContainer[int]
     statuses: bytes
@@ -108,7 +111,8 @@ class ClaimHoldResponse(_message.Message):
     num_tokens: int
     direction: HandoffDirection
     remaining: _duration_pb2.Duration
-    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., positions: _Optional[_Iterable[int]] = ..., statuses: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., num_tokens: _Optional[int] = ..., direction: _Optional[_Union[HandoffDirection, str]] = ..., remaining: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    settled_blocks: int
+    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., positions: _Optional[_Iterable[int]] = ..., statuses: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., num_tokens: _Optional[int] = ..., direction: _Optional[_Union[HandoffDirection, str]] = ..., remaining: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., settled_blocks: _Optional[int] = ...) -> None: ...
 
 class RenewHoldsRequest(_message.Message):
     __slots__ = ("session", "holds", "extension")

@@ -105,7 +105,9 @@ class HandoffServiceServicer(object):
 
     def ClaimHold(self, request, context):
         """Grants a lease on the blocks of a hold. The hold continues. With `wait` the call returns when
-        the hold is published and its stores have ended, or when the time has passed.
+        the hold is published and its stores have ended, or when the time has passed. With `min_blocks`
+        it returns earlier, so that a client can load the first blocks while the other engine still
+        computes the last ones.
 
         The client then loads the blocks as after a lookup. When it has the bytes, it calls
         ReleaseHolds.

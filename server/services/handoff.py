@@ -62,7 +62,7 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         name, request_id = self._name(session, request.hold), request.request_id
         lease_seconds = self._validator.lease(request.lease_duration)
         with contextlib.suppress(HoldExpired):  # `begin_claim` raises it too, and records the miss
-            await self._wait_ready(session, name, self._validator.wait(request.wait))
+            await self._wait_settled(session, name, request.min_blocks, self._validator.wait(request.wait))
         positions, now = list(request.first_positions), self._runtime.now()
         claim = self._handoffs.begin_claim(session, name, first_positions=positions, request_id=request_id, now=now)
         await self._long_calls.claim(claim, lease_seconds)
@@ -75,6 +75,7 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
             num_tokens=hold.num_tokens,
             direction=handoff_pb2.HandoffDirection.Name(hold.direction.value),
             remaining=self._remaining(hold),
+            settled_blocks=claim.settled,
         )
 
     async def RenewHolds(
@@ -104,15 +105,16 @@ class HandoffService(handoff_pb2_grpc.HandoffServiceServicer):
         self._handoffs.claims.not_claimed(owner, name, _outcome(request.reason), self._runtime.now())
         return handoff_pb2.ReportNotClaimedResponse()
 
-    async def _wait_ready(self, session: EngineSession, name: HoldName, seconds: float) -> None:
-        """Waits, at most `seconds`, until a hold is published and all its blocks are stored.
+    async def _wait_settled(self, session: EngineSession, name: HoldName, blocks: int, seconds: float) -> None:
+        """Waits, at most `seconds`, until a hold is published and its blocks are stored.
 
-        Returns early if the hold can no longer be published. Raises `HoldExpired`.
+        `blocks`: the number of blocks to wait for; 0 for all. Returns early if the hold can no
+        longer be published. Raises `HoldExpired`.
         """
         deadline = self._runtime.now() + seconds
         while (remaining := deadline - self._runtime.now()) > 0:
             hold = self._handoffs.find(name, self._runtime.now())
-            if not (hold.awaited if hold is not None else self._handoffs.may_come(name)):
+            if self._handoffs.is_settled(hold, blocks) if hold is not None else not self._handoffs.may_come(name):
                 return
             await self._runtime.wait_for(name, remaining)
             self._sessions.check(session)

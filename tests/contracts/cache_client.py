@@ -347,9 +347,12 @@ class CacheClientContract:
         with decode.claim(hold, wait=0.05) as claim:
             assert claim.statuses == bytes([KeyStatus.HIT, KeyStatus.HIT_PENDING])
             assert claim.hold.direction is HandoffDirection.DECODE_TO_PREFILL
+        with decode.claim(hold, wait=30, min_blocks=1) as claim:
+            assert (claim.hold.settled_blocks, claim.statuses[0]) == (1, KeyStatus.HIT), "it does not wait for both"
         prefill.close()
-        with decode.claim(hold, wait=30) as claim:
+        with decode.claim(hold, wait=30, min_blocks=2) as claim:
             assert claim.statuses == bytes([KeyStatus.HIT, KeyStatus.MISS])
+            assert claim.hold.settled_blocks == 2
         decode.release_holds(hold)
 
     def test_a_heartbeat_reports_ended_holds(self, client: Any) -> None:

@@ -54,6 +54,7 @@ class ClaimHandler:
         held, wanted = hold.items[start : start + most], _wanted(claim, start, start + most)
         statuses = bytes(map(_status, held, wanted))
         claim.statuses += statuses
+        claim.settled += sum(block is None or block.ready for block in held)
         self._log.claimed(claim, hold.keys[start : start + most], statuses, now)
         has_more = len(claim.statuses) < len(hold.keys)
         if claim.user is None and has_more:

@@ -255,6 +255,18 @@ class HandoffHandler:
             )
         return hold
 
+    def is_settled(self, hold: Hold, blocks: int) -> bool:
+        """Whether a claim that waits for this number of a hold's blocks (0: all) can be answered.
+
+        A block counts if it is ready or was given up. If the result is False, the hold's next
+        `HoldChanged` comes no later than the time at which the result would be True.
+        """
+        allowed = max(0, len(hold.items) - blocks) if blocks else 0
+        if hold.awaited <= allowed:
+            return True
+        hold.notify_at = max(hold.notify_at, allowed)
+        return False
+
     def may_come(self, name: HoldName) -> bool:
         """Returns False if a hold was refused or ended, or another namespace holds the request."""
         return name not in self._ended and not self._table.is_in_other_namespace(name)
@@ -340,7 +352,7 @@ class HandoffHandler:
         for hold in self._table:
             if hold.engine == engine and hold.awaited:
                 self._table.orphan(hold)
-                if not hold.awaited:
+                if hold.take_notice():
                     self._commands.append(HoldChanged(hold.name))
 
     def awaited(self, blocks: Sequence[Block]) -> list[Block]:

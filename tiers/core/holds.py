@@ -31,6 +31,7 @@ class Hold:
         duration: as published, in seconds.
         record: the publication in the request log.
         awaited: number of items whose block is not ready.
+        notify_at: claims are told of the hold as soon as `awaited` is at most this number.
         orphaned: whether the engine has no session any more. Such a hold gives up each block that
             is not ready and that neither a client nor a job is writing. It keeps its ready blocks.
     """
@@ -47,12 +48,20 @@ class Hold:
     expires_at: float
     record: HoldRecord
     awaited: int = 0
+    notify_at: int = 0
     claims: int = 0
     orphaned: bool = False
 
     @property
     def engine(self) -> EngineKey:
         return self.name[:2]
+
+    def take_notice(self) -> bool:
+        """Returns whether to tell claims of the hold now. They then set `notify_at` again."""
+        if self.awaited > self.notify_at:
+            return False
+        self.notify_at = 0
+        return True
 
     @property
     def nbytes(self) -> int:
@@ -89,6 +98,7 @@ class HoldClaim:
 
     Attributes:
         statuses: a status per key that the slices so far have claimed; 0 for a key not requested.
+        settled: number of these keys, requested or not, whose block is ready or was given up.
         lease: the lease on the hits so far; None if there are none.
         record: the claim in the request log.
     """
@@ -98,6 +108,7 @@ class HoldClaim:
     hold: Hold
     first_positions: Sequence[int]
     statuses: bytearray = field(default_factory=bytearray)
+    settled: int = 0
     lease: BlockLease | None = None
     record: LookupRecord | None = None
     user: Hashable = None
@@ -179,7 +190,7 @@ class HoldTable:
         return [block for block in blocks if block in self._waiting] if self._waiting else []
 
     def settle(self, block: Block) -> list[Hold]:
-        """Called when a block's writes have ended; returns its holds that now wait for no block.
+        """Called when a block's writes have ended; returns its holds that claims are to be told of.
 
         If the block is not ready, its holds normally keep it, because another client may write it
         later. But a hold gives up such a block if a reset or a stall removed the block from the
@@ -194,7 +205,7 @@ class HoldTable:
                 self._give_up(hold, items)
         if not waiting:
             self._waiting.pop(block, None)
-        return [hold for hold in hopeless if not hold.awaited]
+        return [hold for hold in hopeless if hold.take_notice()]
 
     def orphan(self, hold: Hold) -> None:
         """Marks a hold as orphaned and gives up blocks (see `Hold.orphaned`)."""

@@ -82,12 +82,12 @@ def published(client: Client, keys: list[bytes], request_id: str = "r", **fields
 
 
 class WaitingClaim:
-    def __init__(self, client: Client, wait: float = 20.0) -> None:
+    def __init__(self, client: Client, wait: float = 20.0, **more: Any) -> None:
         self._found: list[Lease | HoldGone] = []
 
         def claim() -> None:
             try:
-                self._found.append(client.claim(HOLD, wait=wait))
+                self._found.append(client.claim(HOLD, wait=wait, **more))
             except HoldGone as gone:
                 self._found.append(gone)
 
@@ -120,6 +120,23 @@ def test_a_claim_waits_for_publication_and_blocks(prefill: Client, decode: Clien
     stored(prefill, 3)
     with claiming.lease() as lease:
         assert lease.statuses == HIT * 3
+
+
+def test_a_claim_gets_the_first_blocks_while_others_are_computed(prefill: Client, decode: Client) -> None:
+    """Each claim waits for one block more than the previous one, in the order of the stores."""
+    keys = [key_of(number) for number in range(4)]
+    published(prefill, keys)
+    seen, settled = [], 0
+    for count in (1, 3, 4):
+        claiming = WaitingClaim(decode, min_blocks=settled + 1)
+        assert claiming.waits()
+        new = keys[settled:count]
+        prefill.store(new, [payload(key, PART) for key in new])
+        with claiming.lease() as lease:
+            seen.append(lease.statuses)
+            settled = lease.hold.settled_blocks
+            assert settled == count
+    assert seen == [HIT + PENDING * 3, HIT * 3 + PENDING, HIT * 4]
 
 
 def test_a_claim_ends_at_its_wait(prefill: Client, decode: Client) -> None:

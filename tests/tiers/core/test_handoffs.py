@@ -126,6 +126,38 @@ def test_a_hold_may_be_published_before_its_blocks_are_stored() -> None:
     assert (hold.awaited, rig.claim().statuses) == (0, HIT * 3)
 
 
+def test_claims_are_told_of_the_first_blocks() -> None:
+    """A reader may load them while the other engine still computes; each is told once."""
+    rig = HoldRig()
+    hold = rig.publish(keys(0, 1, 2, 3))
+    handoffs = rig.core.handoffs
+    assert [handoffs.is_settled(hold, blocks) for blocks in (0, 2, 1, 3)] == [False] * 4
+    told = []
+    for number in range(4):
+        rig.core.take_commands()
+        rig.store(keys(number))
+        told.append(HoldChanged(rig.name()) in rig.core.take_commands())
+        assert rig.claim().settled == number + 1
+        assert handoffs.is_settled(hold, number + 1)
+    assert told == [True, False, False, True], "nothing waits for the second and third block"
+    assert handoffs.is_settled(hold, 0)
+    assert handoffs.is_settled(hold, 5), "there are no more blocks"
+
+
+def test_the_end_of_the_publisher_settles_blocks() -> None:
+    """A claim that waits for some of them learns that none will come."""
+    rig = HoldRig()
+    store = rig.core.open_session(b"other", "other", None, SPEC)
+    rig.core.prepare_store(store, keys(0), request_id="", expires_at=60)
+    hold = rig.publish(keys(0, 1, 2))
+    assert not rig.core.handoffs.is_settled(hold, 2)
+    rig.core.take_commands()
+    rig.core.close_session(rig.session.id)
+    assert hold.awaited == 1, "another engine still stores one of them"
+    assert HoldChanged(rig.name()) in rig.core.take_commands()
+    assert (rig.claim().statuses, rig.claim().settled) == (PENDING + MISS * 2, 2)
+
+
 def test_missing_blocks_of_an_ended_publisher_are_misses() -> None:
     """Its stores end with its sessions, and claims stop waiting."""
     rig = HoldRig()

@@ -27,6 +27,7 @@ class Handoffs(Actors):
             self.publish: 4,
             self.publish_invalid: 0.3,
             self.claim: 5,
+            self.wait_for_blocks: 3,
             self.renew_hold: 2,
             self.release_hold: 1.5,
         }
@@ -116,6 +117,21 @@ class Handoffs(Actors):
             if claim.lease is not None:
                 self._claimed(client, LeaseRecord(claim.lease, client, request_id, expires_at, [], waiting=False))
 
+    def wait_for_blocks(self) -> None:
+        """A claim waits until all or some blocks of a hold are settled."""
+        client = self.pick_client()
+        record = self._pick(client) if client is not None else None
+        if record is None:
+            return
+        total = len(record.hold.items)
+        blocks = self.rng.choice((0, 1, record.settled + 1, total, total + 1))
+        settled = self.world.core.handoffs.is_settled(record.hold, blocks)
+        told_at = min(blocks, total) if blocks else total
+        self.world.must(Invariant.HELD, settled == (record.settled >= told_at), f"{blocks} blocks are settled")
+        if not settled:
+            record.told_at = told_at if record.told_at is None else min(record.told_at, told_at)
+            self.world.saw("holds waited for in parts", told_at < total)
+
     def _check_claim(self, record: HoldRecord, claim: HoldClaim, first: list[int]) -> None:
         must = self.world.must
         for item, (block, status) in enumerate(zip(record.hold.items, claim.statuses, strict=True)):
@@ -126,6 +142,7 @@ class Handoffs(Actors):
             right = KeyStatus.MISS if block is None else KeyStatus.HIT if block.ready else KeyStatus.HIT_PENDING
             must(Invariant.HELD, status == right, f"item {item} is said to be {status}")
             must(Invariant.HELD, item not in record.at or status == KeyStatus.HIT, "a held block was evicted")
+        must(Invariant.HELD, claim.settled == record.settled, f"{claim.settled} blocks are said to be settled")
         must(Invariant.HELD, (claim.lease is None) == (KeyStatus.HIT not in claim.statuses), "a lease on the hits")
 
     def _claimed(self, client: Client, record: LeaseRecord) -> None:

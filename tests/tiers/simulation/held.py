@@ -46,6 +46,11 @@ def _check_items(world: World, record: HoldRecord) -> None:
     if record.was_awaited and not awaited and hold.name not in world.changed:
         raise Violation(Invariant.HELD, f"all of {hold.name} is ready, and no claim was told")
     record.was_awaited = bool(awaited)
+    is_told = hold.name in world.changed
+    if record.told_at is not None and record.settled >= record.told_at and not is_told:
+        raise Violation(Invariant.HELD, f"{record.told_at} blocks of {hold.name} are settled, and no claim was told")
+    if is_told:
+        record.told_at = None
 
 
 def _check_bytes(world: World) -> None:

@@ -21,8 +21,15 @@ class HoldRecord:
     was_awaited: bool = True
     orphaned: bool = False
     """Whether its engine had no session at some time."""
+    told_at: int | None = None
+    """Number of settled blocks at which a claim that waits must be told; None if none waits."""
     at: dict[int, tuple[Block, tuple[int | None, ...]]] = field(default_factory=dict)
     """Per arrived item, the block and its slots when it was first seen."""
+
+    @property
+    def settled(self) -> int:
+        """Number of blocks that are ready or were given up."""
+        return sum(block is None or block.ready for block in self.hold.items)
 
 
 class HoldBook:

@@ -84,6 +84,7 @@ EXERCISED = (
     "holds published before their blocks",
     "holds renewed",
     "holds replaced",
+    "holds waited for in parts",
     "late completions",
     "late completions by a stranger",
     "leases expired",

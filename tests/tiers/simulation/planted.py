@@ -467,6 +467,20 @@ MUTANTS = (
         "        self._table.settle(block)\n",
     ),
     Mutant(
+        "claims are not told of the first blocks of a hold",
+        Invariant.HELD,
+        "core/holds.py",
+        "        if self.awaited > self.notify_at:\n            return False\n",
+        "        if self.awaited:\n            return False\n",
+    ),
+    Mutant(
+        "a claim that waits for more blocks replaces one that waits for fewer",
+        Invariant.HELD,
+        "core/handoffs.py",
+        "hold.notify_at = max(hold.notify_at, allowed)",
+        "hold.notify_at = allowed",
+    ),
+    Mutant(
         "a hold about to expire is read",
         Invariant.REFUSALS,
         "core/handoffs.py",
