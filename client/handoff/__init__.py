@@ -18,6 +18,7 @@ from .model import (
     HeldBlock,
     NotClaimedReason,
     PlannedPublication,
+    PrefixCache,
 )
 from .params import RemoteRequest, TransferParams
 
@@ -36,6 +37,7 @@ __all__ = [
     "HeldBlock",
     "NotClaimedReason",
     "PlannedPublication",
+    "PrefixCache",
     "RemoteRequest",
     "TransferParams",
 ]

@@ -1,29 +1,30 @@
-"""Blocks of a hand-off: usable blocks of a claim, blocks to pull and blocks to hold (B2)."""
+"""Claims of a peer's hold: usable blocks of a claim, and blocks to pull (B2)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from ..offload import BlockRead, BlockTables, CacheGeometry, CacheGroup, CacheGroupKind, FreeBlock
+from ..offload import BlockRead, BlockTables, CacheGeometry, CacheGroup, CacheGroupKind
 from ..offload.loads import longest_hit
-from .model import ClaimedBlocks, ClaimId, HandoffOptions, HandoffRequest
+from .holds import HeldBlocks, block_key
+from .model import ClaimedBlocks, ClaimId, HandoffOptions, HandoffRequest, HandoffServer
 from .params import RemoteRequest, TransferParams
 
 __all__ = [
     "Claim",
+    "Claims",
     "HandoffState",
-    "HeldBlocks",
+    "OpenPull",
     "TransferState",
     "Usable",
     "apply_threshold",
-    "hold_blocks",
     "may_pull",
     "needs_earlier_context",
     "needs_older_windows",
     "offered_tokens",
     "plan_pull",
+    "pull_blocks",
     "usable_blocks",
     "usable_tokens",
 ]
@@ -57,7 +58,9 @@ class Claim:
     """A claim of a hold's blocks after ``computed_tokens``.
 
     ``answer``: the granted blocks; None if the claim is not answered yet or was refused.
-    ``usable``: the blocks of the answer that have this request's tokens.
+    ``usable``: the blocks of the answer that have this request's tokens. If the engine pulls while
+    the peer computes, these are also the blocks that the peer has not stored yet.
+    ``ready``: the usable blocks that are leased.
     ``reach``: number of leading tokens that the engine has after it has pulled the usable blocks.
     """
 
@@ -67,26 +70,153 @@ class Claim:
     answered: bool = False
     answered_at: float = 0.0
     answer: ClaimedBlocks | None = None
-    usable: Usable | None = None
+    usable: Usable = field(default_factory=dict)
+    ready: Usable = field(default_factory=dict)
     reach: int = 0
+
+    def record(
+        self, geometry: CacheGeometry, request: HandoffRequest, params: TransferParams, claimed: ClaimedBlocks
+    ) -> None:
+        """Records the answer of a granted claim."""
+        assert params.remote is not None
+        self.answer = claimed
+        self.ready = self.usable = usable_blocks(geometry, request, params.remote, claimed)
+        if params.pulls_early:
+            blocks = [
+                replace(block, item=item) if block.is_pending else block for item, block in enumerate(claimed.blocks)
+            ]
+            self.usable = usable_blocks(geometry, request, params.remote, replace(claimed, blocks=blocks))
+        self.reach = usable_tokens(geometry, self.usable, claimed.num_tokens, self.computed_tokens)
+
+    @property
+    def is_early(self) -> bool:
+        """Whether the peer has not stored a usable block yet, but may do so."""
+        return not any(self.ready.values()) and any(self.usable.values())
+
+
+@dataclass
+class OpenPull:
+    """A pull in several parts, while the peer computes.
+
+    ``blocks[group index, position]``: id of the engine's block that is not filled yet, in the order
+    of positions. ``progress_at``: when a claim last granted a block.
+    """
+
+    blocks: dict[tuple[int, int], int]
+    progress_at: float
+
+    def take(self, claim: Claim) -> list[BlockRead]:
+        """Returns the read of the blocks that the claim has leased, and marks them as filled."""
+        if claim.answer is None:
+            return []
+        read = BlockRead(claim.answer.lease_id)
+        for (group_index, position), block_id in list(self.blocks.items()):
+            item = claim.ready[group_index].get(position)
+            if item is not None:
+                read.add(item, group_index, block_id)
+                del self.blocks[group_index, position]
+        if not read.indices:
+            return []
+        self.progress_at = claim.answered_at
+        return [read]
+
+    def can_end(self, claim: Claim) -> bool:
+        """Whether the peer has stored the missing blocks, or may still do so."""
+        usable = claim.usable
+        return all(position in usable.get(group_index, {}) for group_index, position in self.blocks)
 
 
 @dataclass
 class HandoffState:
     """Hand-off state of one request.
 
+    ``claimed_at``: when the first claim was started.
     ``offered_from``: number of computed tokens when ``match`` last offered tokens.
     ``hold_at_end``: the request was scheduled, and its blocks are held when it ends (B2.8).
     ``ended``: the request has ended, but workers still write into its blocks.
+    ``pull``: the pull in several parts, until its last part.
+    ``earlier_claims``: claims whose leases the parts of a pull read.
+    ``early``: the hold that was published when the request arrived.
     """
 
     engine: HandoffRequest
     params: TransferParams
     transfer: TransferState
     claim: Claim | None = None
+    claimed_at: float = 0.0
     offered_from: int = 0
     hold_at_end: bool = False
     ended: bool = False
+    pull: OpenPull | None = None
+    earlier_claims: list[Claim] = field(default_factory=list)
+    early: HeldBlocks | None = None
+
+
+class Claims:
+    """Claims of all requests, and the parts of pulls that wait for further claims."""
+
+    def __init__(self, geometry: CacheGeometry, options: HandoffOptions, server: HandoffServer) -> None:
+        self._geometry = geometry
+        self._options = options
+        self._server = server
+        self._states: dict[ClaimId, HandoffState] = {}
+        self._next = 1
+
+    def state(self, number: ClaimId) -> HandoffState | None:
+        """Returns the request of a claim that was not dropped."""
+        return self._states.get(number)
+
+    def start(
+        self, state: HandoffState, remote: RemoteRequest, computed_tokens: int, min_blocks: int, now: float
+    ) -> Claim | None:
+        """Claims the blocks after ``computed_tokens``. Returns None if no server is connected."""
+        claim = Claim(ClaimId(self._next), computed_tokens, now + self._options.claim_timeout_s)
+        first_positions = [computed_tokens // group.block_tokens for group in self._geometry.groups]
+        if not self._server.start_claim(claim.number, state.engine, remote, first_positions, min_blocks):
+            return None
+        self._next += 1
+        self._states[claim.number] = state
+        state.claim = claim
+        return claim
+
+    def again(self, state: HandoffState, claim: Claim, waits_since: float) -> bool:
+        """Starts a claim of further blocks of the same hold. The lease of ``claim`` is kept.
+
+        Returns False if no block has come since ``waits_since`` for longer than the peer's lease.
+        """
+        answer, remote = claim.answer, state.params.remote
+        if answer is None or remote is None or claim.answered_at - waits_since > self._options.kv_lease_duration:
+            return False
+        more = self.start(state, remote, claim.computed_tokens, answer.settled_blocks + 1, claim.answered_at)
+        if more is not None:
+            state.earlier_claims.append(claim)
+        return more is not None
+
+    def drop(self, state: HandoffState) -> None:
+        """Drops all claims of a request, and so releases their leases."""
+        claims, state.earlier_claims = state.earlier_claims, []
+        if state.claim is not None:
+            claims.append(state.claim)
+        state.claim = None
+        for claim in claims:
+            del self._states[claim.number]
+            self._server.drop_claim(claim.number)
+
+    def next_part(self, state: HandoffState, claim: Claim) -> tuple[list[BlockRead], bool]:
+        """Returns reads of the blocks of an answered claim, and whether the pull ends with them.
+
+        If blocks are still missing, claims them. If they cannot come, the pull ends without reads,
+        so it fails, and the engine computes the request.
+        """
+        pull = state.pull
+        assert pull is not None
+        reads = pull.take(claim)
+        if pull.blocks:
+            if pull.can_end(claim) and self.again(state, claim, pull.progress_at):
+                return reads, False
+            reads = []
+        state.pull = None
+        return reads, True
 
 
 # ---- how much to pull
@@ -124,7 +254,7 @@ def usable_blocks(
         group = groups.get(block.group_index)
         if group is None or block.item is None:
             continue
-        if block.key == _block_key(
+        if block.key == block_key(
             request, remote.engine_id, remote.request_id, group, block.position, claimed.num_tokens
         ):
             usable[group.index][block.position] = block.item
@@ -174,86 +304,29 @@ def plan_pull(
     of these blocks, or if ``start`` is inside a block.
     """
     read = BlockRead(lease_id)
-    for group in geometry.groups:
-        if start % group.block_tokens:
+    for (group_index, position), block_id in pull_blocks(geometry, tables, start, end).items():
+        item = usable[group_index].get(position)
+        if item is None:
             return []
-        for position in range(start // group.block_tokens, -(-end // group.block_tokens)):
-            block_id = tables[group.index][position]
-            if block_id == geometry.null_block:
-                continue
-            item = usable[group.index].get(position)
-            if item is None:
-                return []
-            read.add(item, group.index, block_id)
+        read.add(item, group_index, block_id)
     return [read] if read.indices else []
+
+
+def pull_blocks(geometry: CacheGeometry, tables: BlockTables, start: int, end: int) -> dict[tuple[int, int], int]:
+    """Returns the blocks allocated for [``start``, ``end``) by (group index, position).
+
+    Empty if ``start`` is inside a block.
+    """
+    if any(start % group.block_tokens for group in geometry.groups):
+        return {}
+    return {
+        (group.index, position): block_id
+        for group in geometry.groups
+        for position in range(start // group.block_tokens, -(-end // group.block_tokens))
+        if (block_id := tables[group.index][position]) != geometry.null_block
+    }
 
 
 def _is_complete(group: CacheGroup, items: dict[int, int], num_tokens: int, computed_tokens: int) -> bool:
     first = max(group.first_needed_block(num_tokens), computed_tokens // group.block_tokens)
     return all(position in items for position in range(first, -(-num_tokens // group.block_tokens)))
-
-
-# ---- what to hold
-
-
-@dataclass
-class HeldBlocks:
-    """Blocks of a request that another engine needs to continue from ``num_tokens``.
-
-    ``positions``: positions of the blocks per group. ``blocks``: all blocks, with their keys.
-    """
-
-    num_tokens: int
-    positions: list[list[int]] = field(default_factory=list)
-    blocks: list[FreeBlock] = field(default_factory=list)
-
-
-def hold_blocks(
-    geometry: CacheGeometry, engine_id: str, request: HandoffRequest, tables: BlockTables, confirmed_tokens: int
-) -> HeldBlocks:
-    """Returns the blocks to hold: none if the engine lacks one of them (B2.17, B2.18).
-
-    In a window group these are the blocks of the last window. A peer whose prompt has exactly these
-    tokens computes the last token again, and needs the window of the token before it. If that
-    window begins one block earlier and the engine still has this block, the block is held too.
-
-    If the model has state groups, nothing is held, because engines free the needed state before the
-    request ends. The peer then looks up the stored blocks, as for other requests.
-    """
-    nothing = HeldBlocks(0, positions=[[] for _ in geometry.groups])
-    if any(group.is_state for group in geometry.groups):
-        return nothing
-    num_tokens = confirmed_tokens
-    if geometry.drop_last_block:
-        num_tokens -= num_tokens % geometry.step_tokens
-    held = HeldBlocks(num_tokens)
-    for group in geometry.groups:
-        end, table = -(-num_tokens // group.block_tokens), tables[group.index]
-        positions = range(_first_held(geometry, group, table, num_tokens), end)
-        for position in positions:
-            if position >= len(table) or table[position] == geometry.null_block:
-                return nothing
-            key = _block_key(request, engine_id, request.hold_name, group, position, num_tokens)
-            if key is None:
-                return nothing
-            held.blocks.append(FreeBlock(table[position], group.index, key))
-        held.positions.append(list(positions))
-    return held
-
-
-def _first_held(geometry: CacheGeometry, group: CacheGroup, table: Sequence[int], num_tokens: int) -> int:
-    needed, earlier = group.first_needed_block(num_tokens), group.first_needed_block(max(0, num_tokens - 1))
-    return earlier if earlier < len(table) and table[earlier] != geometry.null_block else needed
-
-
-def _block_key(
-    request: HandoffRequest, engine_id: str, hold_name: str, group: CacheGroup, position: int, num_tokens: int
-) -> bytes | None:
-    """Returns the content key of a full block. For other blocks returns a key for this hold only.
-
-    None if the request does not have all tokens of the hold.
-    """
-    is_full = (position + 1) * group.block_tokens <= num_tokens
-    if is_full and position < request.final_blocks(group):
-        return request.key(group, position)
-    return request.hold_key(engine_id, hold_name, group, position, num_tokens)

@@ -7,6 +7,10 @@ that a peer holds. Calls for one request:
 
     arrived -> match (repeated while it returns None) -> allocated -> [pull_ended] -> finished
 
+If both engines got the request at the same time (``TransferParams.overlap``), the prefill engine
+publishes its hold in ``arrived``. The decode engine pulls in several jobs of one load: a job for
+the blocks of each answered claim, and each claim waits for one block more than the previous one.
+
 Other calls: ``claim_ended``, and ``heartbeat`` and ``take_pulls`` once per step. ``now`` is in
 seconds of a monotonic clock, ``wall_time`` in seconds since 1970. Requests without
 ``kv_transfer_params`` are ignored.
@@ -20,18 +24,20 @@ from typing import Any, NamedTuple
 from ..offload import BlockTables, CacheGeometry, FreeBlock, LoadJob
 from .claims import (
     Claim,
+    Claims,
     HandoffState,
+    OpenPull,
     TransferState,
     apply_threshold,
-    hold_blocks,
     may_pull,
     needs_earlier_context,
     needs_older_windows,
     offered_tokens,
     plan_pull,
-    usable_blocks,
+    pull_blocks,
     usable_tokens,
 )
+from .holds import HeldBlocks, find_blocks, held_length, hold_blocks, name_blocks
 from .model import (
     EXPIRY_MARGIN_S,
     ClaimedBlocks,
@@ -43,6 +49,7 @@ from .model import (
     HandoffServer,
     NotClaimedReason,
     PlannedPublication,
+    PrefixCache,
 )
 from .params import RemoteRequest, TransferParams
 
@@ -84,16 +91,21 @@ class HandoffCore:
     """Hand-offs of one engine. Methods are called on the scheduler's thread and never block."""
 
     def __init__(
-        self, geometry: CacheGeometry, identity: EngineIdentity, options: HandoffOptions, server: HandoffServer
+        self,
+        geometry: CacheGeometry,
+        identity: EngineIdentity,
+        options: HandoffOptions,
+        server: HandoffServer,
+        cache: PrefixCache,
     ) -> None:
         self._geometry = geometry
         self._identity = identity
         self._options = options
         self._server = server
+        self._cache = cache
         self._requests: dict[str, HandoffState] = {}
-        self._claims: dict[ClaimId, HandoffState] = {}
+        self._claims = Claims(geometry, options, server)
         self._pulls: list[BlockPull] = []
-        self._next_claim = 1
         self._next_heartbeat_at = 0.0
         # New requests for which no heartbeat has been sent yet.
         self._without_heartbeat: list[str] = []
@@ -103,8 +115,11 @@ class HandoffCore:
         """Whether the engine must run further steps to send pulls or receive their reports."""
         return bool(self._pulls) or any(state.transfer is TransferState.PULLING for state in self._requests.values())
 
-    def arrived(self, request: HandoffRequest) -> bool:
-        """Registers a request; returns whether it may pull. ``heartbeat`` then renews the hold."""
+    def arrived(self, request: HandoffRequest, *, may_hold: bool = True) -> bool:
+        """Registers a request; returns whether it may pull. ``heartbeat`` then renews the hold.
+
+        ``may_hold``: whether blocks may be stored now, so that a hold may be published early.
+        """
         params = TransferParams.parse(request.kv_transfer_params)
         if params is None:
             return False
@@ -113,9 +128,13 @@ class HandoffCore:
         if params.do_remote_prefill and params.holds_nothing and params.remote is not None:
             self._server.not_claimed(request, params.remote, NotClaimedReason.NOTHING_HELD)
         transfer = TransferState.WANTED if wanted else TransferState.NONE
-        self._requests[request.request_id] = HandoffState(request, params, transfer)
+        state = self._requests[request.request_id] = HandoffState(request, params, transfer)
         if wanted:
             self._without_heartbeat.append(request.request_id)
+        if params.holds_early and may_hold and request.may_hold:
+            state.early = name_blocks(self._geometry, self._identity.engine_id, request)
+            if state.early is not None:
+                self._publish(state, state.early)
         return wanted
 
     def match(self, request_id: str, computed_tokens: int, now: float, wall_time: float) -> int | None:
@@ -150,14 +169,17 @@ class HandoffCore:
 
         ``claimed`` is None if the server granted no lease.
         """
-        state = self._claims.get(number)
+        state = self._claims.state(number)
         if state is None or state.claim is None or state.params.remote is None:
             return
         claim = state.claim
-        claim.answered, claim.answered_at, claim.answer = True, now, claimed
+        claim.answered, claim.answered_at = True, now
         if claimed is not None:
-            claim.usable = usable_blocks(self._geometry, state.engine, state.params.remote, claimed)
-            claim.reach = usable_tokens(self._geometry, claim.usable, claimed.num_tokens, claim.computed_tokens)
+            claim.record(self._geometry, state.engine, state.params, claimed)
+        if state.transfer is TransferState.PULLING:
+            self._continue_pull(state, claim)
+        elif claim.is_early and not self._claims.again(state, claim, state.claimed_at):
+            self._end_transfer(state)
 
     def allocated(self, request_id: str, tables: BlockTables, external_tokens: int) -> None:
         """The engine allocated blocks to pull ``external_tokens`` of the match: all, some or none.
@@ -195,7 +217,7 @@ class HandoffCore:
         """
         for state in self._requests.values():
             if state.transfer is TransferState.CLAIMED:
-                self._drop(state)
+                self._claims.drop(state)
 
     def take_pulls(self) -> list[BlockPull]:
         """Returns the pulls of this step; each is returned once."""
@@ -216,32 +238,54 @@ class HandoffCore:
             self._renew(self._requests[name] for name in new_requests if name in self._requests)
 
     def finished(
-        self, request_id: str, tables: BlockTables, confirmed_tokens: int, reason: FinishReason, wall_time: float
+        self,
+        request_id: str,
+        tables: BlockTables,
+        confirmed_tokens: int,
+        reason: FinishReason,
+        wall_time: float,
+        state_tokens: int | None = None,
     ) -> FinishedRequest:
         """Ends a request. Returns the blocks that the engine must store before it frees them.
 
-        The engine may free all other blocks at once.
+        The engine may free all other blocks at once. ``state_tokens``: see ``held_length``.
         """
         state = self._requests.pop(request_id, None)
         if state is None:
             return FinishedRequest()
-        if state.transfer is TransferState.PULLING:
+        is_pulling = state.transfer is TransferState.PULLING
+        if is_pulling:
             state.ended = True
             self._requests[request_id] = state
-            return FinishedRequest(drop_saves=True)
-        if state.transfer in (TransferState.WANTED, TransferState.CLAIMED):
+            if state.pull is not None:
+                self._fail_pull(state)
+        elif state.transfer in (TransferState.WANTED, TransferState.CLAIMED):
             self._end_transfer(state)
-            if not state.hold_at_end:
-                return FinishedRequest()  # the request was never scheduled (B2.14)
-        if not state.hold_at_end or not reason.is_normal:
-            return FinishedRequest(drop_saves=state.hold_at_end)
-        return self._hold(state, tables, confirmed_tokens, wall_time)
+        # A request that was never scheduled is not held (B2.14).
+        is_held = state.hold_at_end and reason.is_normal and not is_pulling
+        if state.early is not None:
+            if is_held:
+                self._server.renew([self._own(state)])
+            else:
+                self._server.release(self._own(state))
+        if not is_held:
+            return FinishedRequest(drop_saves=state.hold_at_end or is_pulling)
+        return self._hold(state, tables, confirmed_tokens, state_tokens, wall_time)
 
     # ---- details
 
+    def _own(self, state: HandoffState) -> RemoteRequest:
+        identity = self._identity
+        return RemoteRequest(identity.engine_id, state.engine.hold_name, identity.host, identity.port)
+
     def _renew(self, states: Iterable[HandoffState]) -> None:
         waiting = (TransferState.WANTED, TransferState.CLAIMED, TransferState.PULLING)
-        remotes = [state.params.remote for state in states if state.transfer in waiting]
+        remotes: list[RemoteRequest | None] = []
+        for state in states:
+            if state.transfer in waiting:
+                remotes.append(state.params.remote)
+            if state.early is not None and not state.ended:
+                remotes.append(self._own(state))
         alive = list(dict.fromkeys(remote for remote in remotes if remote is not None))
         if alive:
             self._server.renew(alive)
@@ -275,7 +319,7 @@ class HandoffCore:
 
     def _reach(self, claim: Claim, prompt_tokens: int, computed_tokens: int) -> int:
         """Returns how many leading tokens the request has after a pull of the claimed blocks."""
-        if claim.reach < prompt_tokens or claim.usable is None:
+        if claim.reach < prompt_tokens:
             return claim.reach
         limit = prompt_tokens
         if needs_earlier_context(self._geometry, limit):
@@ -287,16 +331,13 @@ class HandoffCore:
         known, remote = state.claim, state.params.remote
         if known is not None and known.computed_tokens <= computed_tokens and not self._is_stale(known, now):
             return known
-        self._drop(state)
+        self._claims.drop(state)
         if remote is None:
             return None
-        claim = Claim(ClaimId(self._next_claim), computed_tokens, now + self._options.claim_timeout_s)
-        first_positions = [computed_tokens // group.block_tokens for group in self._geometry.groups]
-        if not self._server.start_claim(claim.number, state.engine, remote, first_positions):
-            return None
-        self._next_claim += 1
-        self._claims[claim.number] = state
-        state.claim, state.transfer = claim, TransferState.CLAIMED
+        min_blocks = 1 if state.params.pulls_early else 0
+        claim = self._claims.start(state, remote, computed_tokens, min_blocks, now)
+        if claim is not None and state.transfer is not TransferState.CLAIMED:
+            state.transfer, state.claimed_at = TransferState.CLAIMED, now
         return claim
 
     def _is_stale(self, claim: Claim, now: float) -> bool:
@@ -311,37 +352,52 @@ class HandoffCore:
         # Record the pull first. If planning raises, workers report the empty job as failed.
         state.transfer = TransferState.PULLING
         self._pulls.append(BlockPull(state.params.remote, job))
-        claim, start = state.claim, state.offered_from
-        if claim is not None and claim.answer is not None and claim.usable is not None:
-            end = start + external_tokens
-            job.reads = plan_pull(self._geometry, claim.usable, claim.answer.lease_id, tables, start, end)
+        claim, start, end = state.claim, state.offered_from, state.offered_from + external_tokens
+        if claim is None or claim.answer is None:
+            return
+        if not state.params.pulls_early:
+            job.reads = plan_pull(self._geometry, claim.ready, claim.answer.lease_id, tables, start, end)
+        elif blocks := pull_blocks(self._geometry, tables, start, end):
+            state.pull = OpenPull(blocks, claim.answered_at)
+            job.reads, job.is_last = self._claims.next_part(state, claim)
 
-    def _drop(self, state: HandoffState) -> None:
-        claim, state.claim = state.claim, None
-        if claim is not None:
-            del self._claims[claim.number]
-            self._server.drop_claim(claim.number)
+    def _continue_pull(self, state: HandoffState, claim: Claim) -> None:
+        """Adds a job for the blocks of an answered claim to a pull that waits for more blocks."""
+        if state.pull is not None:
+            reads, is_last = self._claims.next_part(state, claim)
+            if reads or is_last:
+                self._pulls.append(BlockPull(state.params.remote, LoadJob(state.engine.request_id, reads, is_last)))
+
+    def _fail_pull(self, state: HandoffState) -> None:
+        """Ends a pull that waits for further blocks."""
+        state.pull = None
+        self._pulls.append(BlockPull(state.params.remote, LoadJob(state.engine.request_id)))
 
     def _end_transfer(self, state: HandoffState) -> None:
         """Ends the transfer: releases the lease and the peer's hold (B2.11)."""
-        self._drop(state)
-        state.transfer = TransferState.OVER
+        self._claims.drop(state)
+        state.transfer, state.pull = TransferState.OVER, None
         if state.params.remote is not None:
             self._server.release(state.params.remote)
 
     def _hold(
-        self, state: HandoffState, tables: BlockTables, confirmed_tokens: int, wall_time: float
+        self,
+        state: HandoffState,
+        tables: BlockTables,
+        confirmed_tokens: int,
+        state_tokens: int | None,
+        wall_time: float,
     ) -> FinishedRequest:
-        prefilled, options, identity = state.params.do_remote_decode, self._options, self._identity
-        held = hold_blocks(self._geometry, identity.engine_id, state.engine, tables, confirmed_tokens)
-        hold_for = options.kv_lease_duration if prefilled else options.decoder_kv_blocks_ttl
-        keys = [block.key for block in held.blocks if block.key is not None]
-        if keys:
-            direction = HandoffDirection.PREFILL_TO_DECODE if prefilled else HandoffDirection.DECODE_TO_PREFILL
-            positions = [position for group in held.positions for position in group]
-            self._server.publish(
-                PlannedPublication(state.engine.hold_name, direction, keys, positions, held.num_tokens, hold_for)
-            )
+        prefilled, identity = state.params.do_remote_decode, self._identity
+        if state.early is not None:
+            held = state.early
+            find_blocks(self._geometry, state.engine, tables, held, self._cache)
+        else:
+            geometry, request, cache = self._geometry, state.engine, self._cache
+            end = held_length(geometry, request, confirmed_tokens, state_tokens, cache, same_prompt=prefilled)
+            held = hold_blocks(geometry, identity.engine_id, request, tables, end, cache)
+            if held.keys:
+                self._publish(state, held)
         params = {
             "do_remote_prefill": prefilled,
             "do_remote_decode": not prefilled,
@@ -353,9 +409,20 @@ class HandoffCore:
             "remote_port": identity.port,
             "tp_size": identity.tp_size,
             "remote_num_tokens": held.num_tokens,
-            "remote_blocks_expiry_time": wall_time + hold_for if keys and not prefilled else None,
+            "remote_blocks_expiry_time": (
+                wall_time + self._options.decoder_kv_blocks_ttl if held.keys and not prefilled else None
+            ),
         }
         return FinishedRequest(params, held.blocks)
+
+    def _publish(self, state: HandoffState, held: HeldBlocks) -> None:
+        prefilled, options = state.params.do_remote_decode, self._options
+        direction = HandoffDirection.PREFILL_TO_DECODE if prefilled else HandoffDirection.DECODE_TO_PREFILL
+        hold_for = options.kv_lease_duration if prefilled else options.decoder_kv_blocks_ttl
+        positions = [position for group in held.positions for position in group]
+        self._server.publish(
+            PlannedPublication(state.engine.hold_name, direction, held.keys, positions, held.num_tokens, hold_for)
+        )
 
 
 def _describe(remote: RemoteRequest | None) -> str:

@@ -26,6 +26,7 @@ __all__ = [
     "HeldBlock",
     "NotClaimedReason",
     "PlannedPublication",
+    "PrefixCache",
 ]
 
 
@@ -46,7 +47,8 @@ class NotClaimedReason(IntEnum):
     """Why a request is computed without a claim; same values as `kvtier.v1.NotClaimedReason`.
 
     PEER_NOT_LISTED: no setting names the server of the hold. NOTHING_HELD: the other engine holds
-    no blocks of the request, for example because its model has state layers.
+    no blocks of the request, for example because the prompt of a model with state layers fits into
+    one block.
     """
 
     PEER_NOT_LISTED = 5
@@ -67,28 +69,38 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True)
 class HeldBlock:
-    """A block of a hold. ``item``: its index in the lease; None if the server lacks the block."""
+    """A block of a hold. ``item``: its index in the lease; None if the server lacks the block.
+
+    ``is_pending``: the server lacks the block, but the other engine may still store it.
+    """
 
     group_index: int
     position: int
     key: bytes
     item: int | None
+    is_pending: bool = False
 
 
 @dataclass(frozen=True)
 class ClaimedBlocks:
-    """A granted claim: a lease on blocks of a hold that has ``num_tokens`` tokens."""
+    """A granted claim: a lease on blocks of a hold that has ``num_tokens`` tokens.
+
+    ``lease_id``: 0 if the server has none of the blocks. ``settled_blocks``: number of the hold's
+    blocks that the server has, or will never have.
+    """
 
     lease_id: int
     num_tokens: int
     blocks: Sequence[HeldBlock]
+    settled_blocks: int = 0
 
 
 @dataclass(frozen=True)
 class PlannedPublication:
-    """A finished request whose blocks the server must hold for ``hold_for`` seconds.
+    """A request whose blocks the server must hold for ``hold_for`` seconds.
 
-    Stores of these blocks may still be in flight when the core publishes the hold.
+    Stores of these blocks may still be in flight when the core publishes the hold. If a peer pulls
+    during the prefill, the blocks are not even computed then.
     """
 
     request_id: str
@@ -148,17 +160,34 @@ class HandoffRequest(Protocol):
         """
 
 
+class PrefixCache(Protocol):
+    """The engine's own prefix cache."""
+
+    def cached_block(self, request: HandoffRequest, group: CacheGroup, position: int) -> int | None:
+        """Id of a block with the content key of this position; None if the cache lacks it.
+
+        ``position`` is below ``request.final_blocks(group)``. The engine may evict the block as
+        soon as it runs, unless the caller holds it.
+        """
+
+
 class HandoffServer(Protocol):
     """Sends the core's requests to servers. The adapter reports results by calling the core."""
 
     def start_claim(
-        self, claim: ClaimId, request: HandoffRequest, remote: RemoteRequest, first_positions: Sequence[int]
+        self,
+        claim: ClaimId,
+        request: HandoffRequest,
+        remote: RemoteRequest,
+        first_positions: Sequence[int],
+        min_blocks: int,
     ) -> bool:
         """Starts a claim: leases the blocks of each group from ``first_positions[group]`` on.
 
         Returns at once. The claim waits in the background, for a limited time, until the peer has
-        published the hold. The adapter passes the result to ``HandoffCore.claim_ended``. Returns
-        False if the peer's server cannot be reached; the engine then computes the request.
+        published the hold and has stored ``min_blocks`` of its blocks (0: all). The adapter
+        passes the result to ``HandoffCore.claim_ended``. Returns False if the peer's server cannot
+        be reached; the engine then computes the request.
         """
         ...
 

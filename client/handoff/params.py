@@ -40,6 +40,8 @@ class TransferParams:
     ``expiry_time``: when the hold expires, in seconds since 1970; None if not given.
     ``holds_nothing``: the peer lists groups without any block, so nothing can be pulled.
     ``has_no_peer``: all four keys of the peer are given, with the value None.
+    ``overlap``: both engines got the request at the same time. So a prefill engine publishes its
+    hold when the request arrives, and a decode engine pulls while the prefill engine computes.
     """
 
     do_remote_prefill: bool = False
@@ -50,6 +52,17 @@ class TransferParams:
     expiry_time: float | None = None
     holds_nothing: bool = False
     has_no_peer: bool = False
+    overlap: bool = False
+
+    @property
+    def pulls_early(self) -> bool:
+        """Whether this engine pulls blocks while the peer still computes others."""
+        return self.overlap and self.do_remote_prefill
+
+    @property
+    def holds_early(self) -> bool:
+        """Whether a peer pulls this request's blocks while this engine still computes others."""
+        return self.overlap and self.do_remote_decode
 
     @classmethod
     def parse(cls, raw: object) -> TransferParams | None:
@@ -66,6 +79,7 @@ class TransferParams:
             expiry_time=_number(raw.get("remote_blocks_expiry_time")),
             holds_nothing=bool(groups) and not any(map(len, groups)),
             has_no_peer=all(raw.get(name, "") is None for name in _PEER_KEYS),
+            overlap=bool(raw.get("remote_overlap")),
         )
 
 

@@ -288,10 +288,16 @@ class BlockRead:
 
 @dataclass
 class LoadJob:
-    """Load of one request. If ``reads`` is empty, workers report the job as failed at once."""
+    """Load of one request. If ``reads`` is empty, workers report the job as failed.
+
+    ``is_last``: False if further jobs of this load follow. Workers report a load once: when all of
+    its jobs up to the last one have ended. The load has failed if one of its jobs has failed. A job
+    that is not the last may have no reads; it does not fail.
+    """
 
     request_id: str
     reads: list[BlockRead] = field(default_factory=list)
+    is_last: bool = True
 
     @property
     def num_blocks(self) -> int:

@@ -59,6 +59,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks):
         self._reports = WorkerReports(worker_number(vllm_config))
         self._counters = TransferCounters()
         self._unsent_loads: set[str] = set()
+        self._open_loads: set[str] = set()
         self._geometry: CacheGeometry | None = None
         self._block_pool: Any = None
         self._kv_caches: dict[str, Any] = {}

@@ -35,13 +35,14 @@ Finish: TypeAlias = tuple[bool, dict[str, Any] | None]
 class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     """KVTierConnector in the scheduler's process. If it is disabled, `_scheduler` is None.
 
-    `_unsent_loads`: ids of the requests for which the engine waits for a load that was not yet sent
-    to the workers.
+    `_unsent_loads`: ids of the requests for which the engine waits for a load of which no job was
+    sent to the workers yet. `_open_loads`: ids of those for which the last job was not sent yet.
     """
 
     log: RateLimitedLog
     _scheduler: SchedulerSide | None
     _unsent_loads: set[str]
+    _open_loads: set[str]
     _block_pool: Any
     _all_parts: Parts | None
 
@@ -89,20 +90,32 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Called once per step, after the other scheduler hooks, also in empty steps.
 
-        Sends one job for each load that the engine waits for. If an exception lost the job, sends
-        an empty job, which workers report as failed. If `_build_step` failed in the step before, it
-        may return the jobs of that step now. These jobs are not sent, because the workers already
-        got empty jobs for them and reported the loads as failed.
+        Sends the first job of each load that the engine waits for, and later jobs of loads that
+        have several. If an exception lost a job, sends an empty job, which workers report as
+        failed. If `_build_step` failed in the step before, it may return the jobs of that step now.
+        These jobs are not sent, because the workers already got empty jobs for them and reported
+        the loads as failed.
         """
         step = self._build_step(scheduler_output)
         step.parts = self._all_parts
-        if step.loads or self._unsent_loads:
-            jobs = {job.request_id: job for job in step.loads}
-            step.loads = [jobs.get(request_id) or LoadJob(request_id) for request_id in sorted(self._unsent_loads)]
-            self._unsent_loads.clear()
+        if step.loads or self._unsent_loads or (step.is_lost and self._open_loads):
+            step.loads = self._jobs_to_send(step)
         return step
 
-    @never_raises(StepMetadata)
+    def _jobs_to_send(self, step: StepMetadata) -> list[LoadJob]:
+        planned: dict[str, list[LoadJob]] = {}
+        for job in step.loads:
+            planned.setdefault(job.request_id, []).append(job)
+        jobs: list[LoadJob] = []
+        for request_id in sorted(self._unsent_loads | self._open_loads):
+            is_expected = request_id in self._unsent_loads or step.is_lost
+            jobs += planned.get(request_id, [LoadJob(request_id)] if is_expected else [])
+        self._unsent_loads.clear()
+        self._open_loads |= {job.request_id for job in jobs}
+        self._open_loads -= {job.request_id for job in jobs if job.is_last}
+        return jobs
+
+    @never_raises(lambda: StepMetadata(is_lost=True))
     def _build_step(self, scheduler_output: Any) -> StepMetadata:
         return self._scheduler.build_step(scheduler_output) if self._scheduler is not None else StepMetadata()
 

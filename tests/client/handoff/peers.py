@@ -89,9 +89,21 @@ class Request:
 
 
 @dataclass
+class Cache:
+    """A prefix cache. ``blocks[group.index, position]`` is the id of the block of the request."""
+
+    blocks: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def cached_block(self, request: HandoffRequest, group: CacheGroup, position: int) -> int | None:
+        assert position < request.final_blocks(group), "the position has no content key"
+        return self.blocks.get((group.index, position))
+
+
+@dataclass
 class Server:
     reachable: bool = True
     claims: list[tuple[ClaimId, RemoteRequest, list[int]]] = field(default_factory=list)
+    waits: list[int] = field(default_factory=list)
     dropped: list[ClaimId] = field(default_factory=list)
     renewed: list[list[RemoteRequest]] = field(default_factory=list)
     released: list[RemoteRequest] = field(default_factory=list)
@@ -104,10 +116,16 @@ class Server:
         self.not_claims.append((remote, reason))
 
     def start_claim(
-        self, claim: ClaimId, request: HandoffRequest, remote: RemoteRequest, first_positions: Sequence[int]
+        self,
+        claim: ClaimId,
+        request: HandoffRequest,
+        remote: RemoteRequest,
+        first_positions: Sequence[int],
+        min_blocks: int,
     ) -> bool:
         if self.reachable:
             self.claims.append((claim, remote, list(first_positions)))
+            self.waits.append(min_blocks)
         return self.reachable
 
     def drop_claim(self, claim: ClaimId) -> None:
@@ -159,9 +177,9 @@ class Rig:
         arrives: bool = True,
         **options: Any,
     ) -> None:
-        self.server = Server()
+        self.server, self.cache = Server(), Cache()
         self.geometry = geometry
-        self.core = HandoffCore(geometry, US, HandoffOptions(**options), self.server)
+        self.core = HandoffCore(geometry, US, HandoffOptions(**options), self.server, self.cache)
         self.request = Request(params, list(range(prompt)))
         if arrives:
             self.core.arrived(self.request)

@@ -7,7 +7,7 @@ from peers import BLOCK, FULL, PEER, STATE, US, WALL, WINDOW, Rig, answered, pre
 
 from kvtier.client import HandoffDirection
 from kvtier.client.handoff import FinishedRequest, FinishReason, TransferParams
-from kvtier.client.offload import CacheGeometry, FreeBlock
+from kvtier.client.offload import CacheGeometry, CacheGroup, FreeBlock
 
 BOTH = {"bidirectional_kv_xfer": True}
 TO_DECODE = {"do_remote_decode": True}
@@ -162,18 +162,90 @@ def test_only_tokens_with_all_their_blocks_are_promised() -> None:
     assert len(rig.server.published[0].keys) == 6
 
 
-@pytest.mark.parametrize("params", [TO_DECODE, prefilled()])
-@pytest.mark.parametrize("tokens", [96, 100])
-def test_nothing_is_held_with_state_groups(params: dict[str, object], tokens: int) -> None:
-    """B2.17: the needed state is freed by then; the returned parameters list no blocks."""
-    rig = Rig(params, geometry=STATE, **BOTH)
+def _states(*positions: int) -> dict[tuple[int, int], int]:
+    """Returns a prefix cache that has the states at the ends of these blocks."""
+    return {(1, position): 200 + position for position in positions}
+
+
+@pytest.mark.parametrize(
+    ("params", "tokens", "cached", "expected"),
+    [
+        (TO_DECODE, 100, (3, 5), 96),
+        (TO_DECODE, 112, (5, 6), 96),  # the decode engine computes token 112 of the same prompt
+        (prefilled(), 112, (5, 6), 112),  # the next prompt is longer
+        (prefilled(), 120, (5, 6), 112),  # the running state has an unknown token
+        (TO_DECODE, 100, (0, 3), 64),  # a later state has left the cache
+    ],
+)
+def test_a_hold_ends_with_a_state_of_the_cache(
+    params: dict[str, object], tokens: int, cached: tuple[int, ...], expected: int
+) -> None:
+    """B2.17: P's request has dropped the state before its last token."""
+    rig = Rig(params, prompt=min(tokens, 112), geometry=STATE, **BOTH)
     rig.allocate()
+    rig.request.tokens += range(1000, 1000 + tokens - len(rig.request.tokens) + 1)
+    rig.cache.blocks = _states(*cached)
+    finished = rig.finish(tokens)
+    full, state = STATE.groups
+    last = expected // BLOCK - 1
+    assert finished.params["remote_num_tokens"] == expected
+    assert finished.params["remote_block_ids"] == [list(range(last + 1)), [last]]
+    assert finished.blocks == [
+        *(FreeBlock(n + 1, 0, rig.request.key(full, n)) for n in range(last + 1)),
+        FreeBlock(200 + last, 1, rig.request.key(state, last)),
+    ]
+    assert rig.server.published[0].num_tokens == expected
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("tokens", [99, 111, 112, 113])
+def test_a_decode_engine_holds_its_running_state(tokens: int, ahead: int) -> None:
+    """B2.17: it contains all tokens of the request, maybe one more than confirmed."""
+    rig = Rig(prefilled(), prompt=90, geometry=STATE, **BOTH)
+    rig.allocate()
+    rig.request.tokens += range(1000, 1000 + tokens - 90 + 1)
+    end, tables = tokens + ahead, rig.tables()
+    finished = rig.core.finished("r", tables, tokens, FinishReason.STOPPED, WALL, end)
+    full, state = STATE.groups
+    last = (end - 1) // BLOCK
+    assert finished.params["remote_num_tokens"] == end
+    assert finished.params["remote_block_ids"] == [list(range(last + 1)), [last]]
+    key = rig.request.hold_key("us", "server's r", state, last, end) if end % BLOCK else rig.request.key(state, last)
+    assert finished.blocks[-1] == FreeBlock(tables[1][last], 1, key)
+    assert [block.key for block in finished.blocks[:last]] == [rig.request.key(full, n) for n in range(last)]
+
+
+@pytest.mark.parametrize(("tokens", "cached"), [(100, ()), (BLOCK, (0,)), (5, ())])
+def test_nothing_is_held_without_a_state(tokens: int, cached: tuple[int, ...]) -> None:
+    """B2.17: no state is left, or a prompt of one block has none; no block is named."""
+    rig = Rig(TO_DECODE, prompt=tokens, geometry=STATE)
+    rig.allocate()
+    rig.cache.blocks = _states(*cached)
     finished = rig.finish(tokens)
     assert (rig.server.published, finished.blocks, finished.drop_saves) == ([], [], False)
     assert (finished.params["remote_num_tokens"], finished.params["remote_block_ids"]) == (0, [[], []])
     assert finished.params["remote_blocks_expiry_time"] is None
     reader = Rig(finished.params, geometry=STATE, **BOTH)
     assert (reader.match(), reader.server.claims) == (0, [])
+
+
+def test_a_window_block_that_the_request_dropped_comes_from_the_cache() -> None:
+    """B2.18: a hold that ends before the request's last token needs earlier window blocks."""
+    window = CacheGroup(2, BLOCK, 24)
+    geometry = CacheGeometry((*STATE.groups, window), step_tokens=BLOCK, hash_tokens=BLOCK)
+    for has_window in (True, False):
+        rig = Rig(TO_DECODE, prompt=112, geometry=geometry)
+        rig.allocate()
+        tables = [list(table) for table in rig.tables()]
+        tables[2][:5] = [geometry.null_block] * 5
+        rig.cache.blocks = _states(5) | ({(2, 4): 304} if has_window else {})
+        finished = rig.finish(112, tables=tables)
+        assert finished.params["remote_num_tokens"] == (96 if has_window else 0)
+        if has_window:
+            assert finished.blocks[-2:] == [
+                FreeBlock(304, 2, rig.request.key(window, 4)),
+                FreeBlock(tables[2][5], 2, rig.request.key(window, 5)),
+            ]
 
 
 def test_all_held_blocks_are_returned_for_storing() -> None:

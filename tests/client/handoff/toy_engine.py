@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from peers import BLOCK, FULL, US, Request
+from peers import BLOCK, FULL, US, Cache, Request
 
 from kvtier.client import (
     Client,
@@ -90,11 +90,19 @@ class ToyServer:
         self._quietly(self.client.report_not_claimed, hold, request_id=request.request_id, reason=reason)
 
     def start_claim(
-        self, claim: ClaimId, request: HandoffRequest, remote: RemoteRequest, first_positions: Sequence[int]
+        self,
+        claim: ClaimId,
+        request: HandoffRequest,
+        remote: RemoteRequest,
+        first_positions: Sequence[int],
+        min_blocks: int,
     ) -> bool:
         try:
             found = self.client.claim(
-                HoldName(remote.engine_id, remote.request_id), first_positions=first_positions, wait=0.1
+                HoldName(remote.engine_id, remote.request_id),
+                first_positions=first_positions,
+                wait=0.1,
+                min_blocks=min_blocks,
             )
         except KVTierError as error:
             if not isinstance(error, HoldGone):
@@ -154,7 +162,9 @@ class ToyEngine:
         self.geometry = geometry
         self.server = ToyServer(client)
         identity = US._replace(engine_id=client.engine_id)
-        self.core = HandoffCore(geometry, identity, HandoffOptions(bidirectional_kv_xfer=True, **options), self.server)
+        self.core = HandoffCore(
+            geometry, identity, HandoffOptions(bidirectional_kv_xfer=True, **options), self.server, Cache()
+        )
         self.count = 0
         self.steps = 0.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from scenario import BLOCK, RunEngine, assert_same, generate, tokens
@@ -58,18 +59,19 @@ NAMES = (
 
 
 class ExpectedAnswers:
-    """A plain engine's answers to each turn of each conversation."""
+    """A plain engine's answers to each turn of these conversations. `llm`: its settings."""
 
-    def __init__(self, run_engine: RunEngine) -> None:
-        steps = [generate("1", [tokens(100 + number, FIRST) for number in range(len(NAMES))], max_tokens=SAID)]
+    def __init__(self, run_engine: RunEngine, names: Sequence[str] = NAMES, **llm: Any) -> None:
+        self._names = list(names)
+        steps = [generate("1", [tokens(100 + number, FIRST) for number in range(len(names))], max_tokens=SAID)]
         for turn in TURNS[1:]:
-            more = [tokens(1000 * turn + number, MORE) for number in range(len(NAMES))]
+            more = [tokens(1000 * turn + number, MORE) for number in range(len(names))]
             steps.append(generate(str(turn), more, max_tokens=SAID) | {"continues": str(turn - 1)})
-        self._results = run_engine([step | {"at_once": True} for step in steps])
+        self._results = run_engine([step | {"at_once": True} for step in steps], **llm)
 
     def prompt(self, name: str, turn: int) -> list[int]:
         """Returns a turn's prompt: all previous questions and answers, and the next question."""
-        prompt: list[int] = self._results[str(turn)]["prompts"][NAMES.index(name)]
+        prompt: list[int] = self._results[str(turn)]["prompts"][self._names.index(name)]
         return prompt
 
     def answer(self, name: str, turn: int) -> list[int]:
@@ -83,7 +85,7 @@ class ExpectedAnswers:
         assert_same({"rows": [begun]}, {"name": f"{name}, turn {turn}", "rows": [answered]})
 
     def _row(self, name: str, turn: int) -> dict[str, Any]:
-        row: dict[str, Any] = self._results[str(turn)]["rows"][NAMES.index(name)]
+        row: dict[str, Any] = self._results[str(turn)]["rows"][self._names.index(name)]
         return row
 
 

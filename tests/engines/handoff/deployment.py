@@ -72,13 +72,16 @@ class Moved:
 
 
 class Deployment:
-    """One P, one D, one server, one proxy. `restart_stopped` restarts what a test ended."""
+    """One P, one D, one server, one proxy. `restart_stopped` restarts what a test ended.
 
-    def __init__(self, folder: Path, model: Path) -> None:
+    `flags`: more flags of both engines.
+    """
+
+    def __init__(self, folder: Path, model: Path, *flags: str) -> None:
         self._folder, self._settings = folder, folder / "kvtier.toml"
         self.server = ServerProcess(folder, region="96MiB", flags=["--config", str(self._settings)], long_timeout=True)
         config = connector_config(self.server.endpoint, EXTRA)
-        self.p, self.d = (EngineServer(folder, name, model, config) for name in ("P", "D"))
+        self.p, self.d = (EngineServer(folder, name, model, config, *flags) for name in ("P", "D"))
         self.proxy = ProxyProcess(folder, [self.p], [self.d])
         self._longest_hold: float | None = None
         self._unheard: set[str] = set()

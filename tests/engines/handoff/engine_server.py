@@ -53,7 +53,7 @@ class EngineServer:
     Each of its lives has an engine id of its own.
     """
 
-    def __init__(self, folder: Path, name: str, model: Path, config: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, name: str, model: Path, config: dict[str, Any], *flags: str) -> None:
         self.name, self._reserved = name, ReservedPort()
         self.port = self._reserved.number
         self._log = folder / f"{name}.log"
@@ -61,6 +61,7 @@ class EngineServer:
             *("--model", str(model), "--served-model-name", "m", "--host", "127.0.0.1", "--port", str(self.port)),
             *("--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-model-len", "4096"),
             *("--num-gpu-blocks-override", "512", "--generation-config", "vllm", "--enable-log-requests"),
+            *flags,
         ]
         self._config, self._lives = config, 0
         self._child: subprocess.Popen[bytes] | None = None

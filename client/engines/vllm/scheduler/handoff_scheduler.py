@@ -20,7 +20,7 @@ from ..background import RateLimitedLog
 from ..peers import Peers
 from ..stats import TransferCounters
 from .hold_calls import HoldCalls
-from .requests import VllmRequest
+from .requests import VllmBlockPool, VllmRequest
 
 __all__ = ["HandoffScheduler"]
 
@@ -41,12 +41,13 @@ class HandoffScheduler:
         peers: Peers,
         log: RateLimitedLog,
         counters: TransferCounters,
+        pool: VllmBlockPool,
     ) -> None:
         self._options = options
         self._peers = peers
         self._counters = counters
         self._calls = HoldCalls(peers, options.claim_timeout_s, log, counters)
-        self._core = HandoffCore(geometry, identity, options, self._calls)
+        self._core = HandoffCore(geometry, identity, options, self._calls, pool)
         # Ids of requests for which `match` has returned a hit, until `allocated`.
         self._offered: set[str] = set()
         # Number of blocks of each pull in flight, by request id.
@@ -60,9 +61,15 @@ class HandoffScheduler:
     def holds_at_end(self, kv_transfer_params: object) -> bool:
         return self._options.holds_at_end(TransferParams.parse(kv_transfer_params))
 
-    def arrived(self, request: VllmRequest) -> bool:
+    @staticmethod
+    def holds_early(kv_transfer_params: object) -> bool:
+        """Whether another engine pulls the request's blocks while this engine computes it."""
+        params = TransferParams.parse(kv_transfer_params)
+        return params is not None and params.holds_early
+
+    def arrived(self, request: VllmRequest, *, may_hold: bool = True) -> bool:
         """Registers a new request. Returns whether blocks may be pulled for the request."""
-        return self._core.arrived(request)
+        return self._core.arrived(request, may_hold=may_hold)
 
     def match(self, request_id: str, computed_tokens: int) -> int | None:
         """Returns how many tokens after `computed_tokens` can be pulled (None: not known yet)."""
@@ -88,7 +95,8 @@ class HandoffScheduler:
         self._process_answers()
         self._core.heartbeat(time.monotonic())
         jobs = [self._job(pull) for pull in self._core.take_pulls()]
-        self._pulling.update((job.request_id, job.num_blocks) for job in jobs)
+        for job in jobs:
+            self._pulling[job.request_id] = self._pulling.get(job.request_id, 0) + job.num_blocks
         return jobs
 
     def pulls_ended(self, ended: Iterable[str], failed: Iterable[str]) -> set[str]:
@@ -108,10 +116,16 @@ class HandoffScheduler:
     def finished(
         self, request: Any, block_ids: Sequence[Sequence[int]], confirmed_tokens: int, *, may_hold: bool = True
     ) -> FinishedRequest:
-        """Ends the request. Returns the parameters for the response and the blocks to store."""
+        """Ends the request. Returns the parameters for the response and the blocks to store.
+
+        An asynchronous scheduler may have begun a step more than the request needed. The recurrent
+        state then also contains the token of this step, which is the request's last token.
+        """
         self._offered.discard(request.request_id)
         reason = _REASONS.get(request.status.name, FinishReason.OTHER) if may_hold else FinishReason.OTHER
-        return self._core.finished(request.request_id, block_ids, confirmed_tokens, reason, time.time())
+        computed = request.num_computed_tokens
+        state_tokens = computed if computed <= request.num_tokens else None
+        return self._core.finished(request.request_id, block_ids, confirmed_tokens, reason, time.time(), state_tokens)
 
     def use(self, peers: Peers) -> None:
         """Makes all later calls with other clients, because the namespace has changed."""

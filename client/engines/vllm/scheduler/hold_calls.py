@@ -5,9 +5,10 @@ from __future__ import annotations
 import operator
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
+from typing import Any
 
 from .... import (
     Client,
@@ -30,7 +31,7 @@ from .requests import VllmRequest
 
 __all__ = ["HoldCalls"]
 
-_CLAIM_THREADS = 8  # a claim mostly waits for the last saves of another engine
+_CLAIM_THREADS = 32  # a claim mostly waits until another engine has stored its blocks
 _WAIT_SHARE = 0.8
 _CONNECT_WITHIN_S = 1.0
 _CIRCUIT_OPEN_S = 2.0
@@ -80,7 +81,12 @@ class HoldCalls:
     # ---- HandoffServer
 
     def start_claim(
-        self, claim: ClaimId, request: HandoffRequest, remote: RemoteRequest, first_positions: Sequence[int]
+        self,
+        claim: ClaimId,
+        request: HandoffRequest,
+        remote: RemoteRequest,
+        first_positions: Sequence[int],
+        min_blocks: int,
     ) -> bool:
         assert isinstance(request, VllmRequest)
         endpoint = self._endpoint_of(remote)
@@ -95,10 +101,14 @@ class HoldCalls:
         with self._lock:
             self._open_claims[claim] = _OpenClaim(endpoint)
         # Only the engine's own server knows this request by name.
-        name, positions, peers = request.server_name if endpoint == OWN else "", list(first_positions), self._peers
-        deadline = time.monotonic() + self._wait_s
+        wanted: dict[str, Any] = {
+            "request_id": request.server_name if endpoint == OWN else "",
+            "first_positions": list(first_positions),
+            "min_blocks": min_blocks,
+        }
+        peers, deadline = self._peers, time.monotonic() + self._wait_s
         self._claim_threads[endpoint].submit(
-            lambda: self._claim(claim, peers, endpoint, _hold_of(remote), name, positions, deadline)
+            lambda: self._claim(claim, peers, endpoint, _hold_of(remote), wanted, deadline)
         )
         return True
 
@@ -205,8 +215,7 @@ class HoldCalls:
         peers: Peers,
         endpoint: str,
         hold: HoldName,
-        request_name: str,
-        first_positions: Sequence[int],
+        wanted: Mapping[str, Any],
         deadline: float,
     ) -> None:
         lease, outcome, begun_at = None, "unavailable", time.monotonic()
@@ -217,7 +226,7 @@ class HoldCalls:
                 if endpoint != OWN:
                     client.wait_until_connected(_CONNECT_WITHIN_S)
                 wait = max(0.0, deadline - time.monotonic())
-                lease = client.claim(hold, request_id=request_name, first_positions=first_positions, wait=wait)
+                lease = client.claim(hold, wait=wait, **wanted)
                 outcome = "granted" if lease.id else "empty"
         except HoldGone as error:
             outcome = "gone"
@@ -250,9 +259,15 @@ def _claimed(lease: Lease | None) -> ClaimedBlocks | None:
     if lease is None or lease.hold is None:
         return None
     blocks = [
-        HeldBlock(int.from_bytes(key[-4:], "big"), position, key, item if status == KeyStatus.HIT else None)
+        HeldBlock(
+            int.from_bytes(key[-4:], "big"),
+            position,
+            key,
+            item if status == KeyStatus.HIT else None,
+            status == KeyStatus.HIT_PENDING,
+        )
         for item, (key, position, status) in enumerate(
             zip(lease.keys, lease.hold.positions, lease.statuses, strict=True)
         )
     ]
-    return ClaimedBlocks(lease.id, lease.hold.num_tokens, blocks)
+    return ClaimedBlocks(lease.id, lease.hold.num_tokens, blocks, lease.hold.settled_blocks)

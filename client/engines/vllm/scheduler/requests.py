@@ -11,6 +11,7 @@ from typing import Any
 
 from .....protos.wire.block_contents import BlockContent, pack_tokens
 from .... import OffloadPolicy, make_hold_key, make_key
+from ....handoff import HandoffRequest
 from ....offload import CacheGeometry, CacheGroup, FreeBlock
 from ..compat import generate_block_hash_extra_keys, get_block_hash, get_group_id, resolve_block_hashes
 from ..request_settings import RequestSettings
@@ -78,6 +79,8 @@ class VllmRequest:
     may_hold: bool = False
     # Appended to each block hash: identity of the request's LoRA adapter, see `LoraAdapters`.
     tag: bytes = b""
+    # Whether another engine pulls the request's blocks while this engine computes it.
+    holds_early: bool = False
     # Whether the request's LoRA adapter was replaced, so that its KV must not be saved or held.
     stale: bool = False
 
@@ -95,8 +98,11 @@ class VllmRequest:
 
     @property
     def request_level(self) -> bool:
-        """Whether at least one tier asks for every block, including loaded blocks (B1.1, B1.6)."""
-        return self.registration.policy is OffloadPolicy.REQUEST_LEVEL
+        """Whether a tier asks for every block, including loaded blocks (B1.1, B1.6).
+
+        Also true if another engine pulls them at once, because lazy mode would store them too late.
+        """
+        return self.holds_early or self.registration.policy is OffloadPolicy.REQUEST_LEVEL
 
     @property
     def hold_name(self) -> str:
@@ -154,7 +160,7 @@ class VllmRequest:
 
 
 class VllmBlockPool:
-    """vLLM's block pool; implements `BlockPool`. Before `bind` no block is saved."""
+    """vLLM's block pool: `BlockPool` and `PrefixCache`. Before `bind` no block is saved."""
 
     def __init__(self, geometry: CacheGeometry) -> None:
         self._geometry = geometry
@@ -174,6 +180,12 @@ class VllmBlockPool:
             while count < len(hashes) and self._pool.get_cached_block(hashes[count], [group.index]):
                 count += 1
         return count * group.block_tokens // self._geometry.step_tokens * self._geometry.step_tokens
+
+    def cached_block(self, request: HandoffRequest, group: CacheGroup, position: int) -> int | None:
+        assert isinstance(request, VllmRequest)
+        pool, block_hash = self._pool, request.hashes(group)[position]
+        cached = pool.get_cached_block(block_hash, [group.index]) if pool is not None else None
+        return int(cached[0].block_id) if cached else None
 
     def learn_tag(self, request: VllmRequest, tag: bytes | None) -> None:
         """Records the tag of the blocks of a request with a LoRA adapter, for lazy mode.

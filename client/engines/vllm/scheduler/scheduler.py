@@ -104,7 +104,7 @@ class SchedulerSide:
             self._server,
             VllmRequest.content if config.publish_token_ids else None,
         )
-        self._handoffs = HandoffScheduler(geometry, identity, config.handoff, peers, log, self._counters)
+        self._handoffs = HandoffScheduler(geometry, identity, config.handoff, peers, log, self._counters, self._pool)
         self._requests: dict[str, VllmRequest] = {}
         # Number of blocks of each load in flight, by request id.
         self._loading: dict[str, int] = {}
@@ -120,7 +120,7 @@ class SchedulerSide:
         self._process_answers()
         adapted = self._adapt(request)
         # A pull from another engine makes a lookup unnecessary.
-        pulls = self._handoffs.arrived(adapted)
+        pulls = self._handoffs.arrived(adapted, may_hold=not self._resetting)
         own_tokens = None if pulls or not adapted.may_load else self._pool.cached_tokens(adapted)
         looked_up = self._core.arrived(adapted, own_tokens, time.monotonic())
         if not looked_up and adapted.may_save:
@@ -340,6 +340,7 @@ class SchedulerSide:
             may_save=(self._may_save or handed_on) and served and not settings.skip_save,
             may_pull=reads and not settings.skip_load,
             may_hold=handed_on and settings.hold and not settings.skip_save,
+            holds_early=handed_on and self._handoffs.holds_early(request.kv_transfer_params),
             tag=tag or b"",
         )
         if adapter is not None:

@@ -38,7 +38,8 @@ class StepMetadata(KVConnectorMetadata):
     `idle`: the step computes nothing, so a worker may wait a moment for its copies. `sent_at`: wall
     clock time at which the scheduler sent the step. A worker that was stopped for a while uses it
     to recognize old saves. `parts`: the parts of all workers, if a worker cannot compute them.
-    `weights_version`: version in the namespace of the scheduler; None after a failure.
+    `weights_version`: version in the namespace of the scheduler; None after a failure. `is_lost`:
+    the scheduler failed to plan the step, so jobs of this step may be missing.
     """
 
     loads: list[LoadJob] = field(default_factory=list)
@@ -48,6 +49,7 @@ class StepMetadata(KVConnectorMetadata):
     sent_at: float = math.inf
     parts: Parts | None = None
     weights_version: str | None = None
+    is_lost: bool = False
 
 
 @dataclass
@@ -73,6 +75,15 @@ class WorkerReport(KVConnectorWorkerMetadata):
         return merged
 
 
+@dataclass
+class _OpenLoad:
+    """A load with jobs that have not ended. `has_last`: whether the last job was begun."""
+
+    running: int = 0
+    has_last: bool = False
+    has_failed: bool = False
+
+
 class WorkerReports:
     """Results that vLLM has not taken. Any thread may add; only the main thread takes.
 
@@ -82,16 +93,34 @@ class WorkerReports:
     def __init__(self, worker: int = 0) -> None:
         self._worker_bit = 1 << worker
         self._changed = threading.Condition()
+        self._open_loads: dict[str, _OpenLoad] = {}
         self._loaded: set[str] = set()
         self._failed: set[str] = set()
         self._ended_saves: dict[int, int] = {}
         self._not_stored: dict[int, set[int]] = {}
 
-    def load_ended(self, request_id: str, *, failed: bool) -> None:
-        """Records that a load ended. After a failure the blocks have undefined content."""
+    def load_begun(self, job: LoadJob) -> None:
+        """Records that a job of a load was begun. `load_ended` must follow for each job."""
         with self._changed:
+            load = self._open_loads.setdefault(job.request_id, _OpenLoad())
+            load.running += 1
+            load.has_last |= job.is_last
+
+    def load_ended(self, request_id: str, *, failed: bool) -> None:
+        """Records that a job of a load ended. After a failure the blocks have undefined content.
+
+        The load is reported when all jobs up to the last one have ended, because vLLM may reuse the
+        blocks then.
+        """
+        with self._changed:
+            load = self._open_loads[request_id]
+            load.running -= 1
+            load.has_failed |= failed
+            if load.running or not load.has_last:
+                return
+            del self._open_loads[request_id]
             self._loaded.add(request_id)
-            if failed:
+            if load.has_failed:
                 self._failed.add(request_id)
             self._changed.notify_all()
 
@@ -106,6 +135,7 @@ class WorkerReports:
 
     def refuse_loads(self, step: StepMetadata) -> None:
         for job in step.loads:
+            self.load_begun(job)
             self.load_ended(job.request_id, failed=True)
 
     def refuse_saves(self, step: StepMetadata) -> None:

@@ -156,12 +156,13 @@ class WorkerSide:
             return
         after = self._mark(sum(bool(job.reads) for job in step.loads))
         for job in step.loads:
+            self._reports.load_begun(job)
             if job.reads:
                 self._load_threads_for(job.reads[0].endpoint).submit(
                     functools.partial(self._load, job, self._peers, after, time.monotonic())
                 )
             else:
-                self._reports.load_ended(job.request_id, failed=True)
+                self._reports.load_ended(job.request_id, failed=job.is_last)
 
     def start_saves(self, step: StepMetadata) -> None:
         """Queues the step's saves behind the compute that wrote the blocks (B4.11)."""

@@ -102,7 +102,7 @@ SCHEDULER_HOOKS: dict[str, tuple[tuple[Any, ...], Any, str | None]] = {
         {CacheHitSource.EXTERNAL_UNSPECIFIED: 4},
         "_hit_sources",
     ),
-    "build_connector_meta": ((SimpleNamespace(),), StepMetadata(), "_build_step"),
+    "build_connector_meta": ((SimpleNamespace(),), StepMetadata(is_lost=True), "_build_step"),
     "update_connector_output": ((REPORT,), None, "_take_loads"),
     "get_kv_connector_stats": ((), None, "get_kv_connector_stats"),
     "take_events": ((), (), "take_events"),
@@ -204,6 +204,25 @@ def test_a_load_that_the_scheduler_lost_is_sent_to_fail(monkeypatch: pytest.Monk
     assert made.build_connector_meta(None).loads == [LoadJob("good")]
     side.steps = [StepMetadata([good], [], "ns")]
     assert made.build_connector_meta(None).loads == []
+
+
+def test_a_load_of_several_jobs_is_sent_until_its_last_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a later step fails, an empty job ends the load, and the lost jobs are not sent."""
+    made, side = _broken(monkeypatch, SCHEDULER), Scheduler()
+    made._scheduler = side
+    first, more, last = (LoadJob("r", [BlockRead(1, [n], [0], [2 + n])], is_last=n == 2) for n in range(3))
+    for ends in (True, False):
+        made.update_state_after_alloc(make_request(1, "r"), _blocks(), 4)
+        side.steps = [StepMetadata([first], [], "ns")]
+        assert made.build_connector_meta(None).loads == [first]
+        if ends:
+            side.steps = [StepMetadata([], [], "ns"), StepMetadata([more, last], [], "ns")]
+            assert made.build_connector_meta(None).loads == []
+            assert made.build_connector_meta(None).loads == [more, last]
+        else:
+            assert made.build_connector_meta(None).loads == [LoadJob("r")]
+        side.steps = [StepMetadata([more, last], [], "ns")]
+        assert made.build_connector_meta(None).loads == [], "the load has ended"
 
 
 def test_reports_of_saves_and_loads_do_not_depend_on_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
