@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum
-from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 
-import httpx
+import aiohttp
 
 from .fleet import Instance
 
 __all__ = ["Answer", "Cause", "EngineFailedError", "Engines", "engine_headers", "read_answer"]
 
 CONNECT_TIMEOUT_S = 5.0
+IDLE_S = 2.0
+"""The proxy closes an idle connection after this time in seconds.
+
+Engines close one after 5 s, and a request that is sent at this moment would fail.
+"""
 MAX_ANSWER_BYTES = 64 << 20
+_LARGE_BYTES = 1 << 20
 _HOP_BY_HOP = {
     "connection",
     "content-encoding",
@@ -99,39 +105,36 @@ class Engines:
     """HTTP client for all engines. `silence_s`: longest time without a byte from an engine."""
 
     def __init__(self, silence_s: float) -> None:
-        self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(silence_s, connect=CONNECT_TIMEOUT_S),
-            limits=httpx.Limits(max_connections=None),
-            # One connection per request. An idle connection may be closed (by the engine after
-            # 5 s, or by httpx) while the next request is sent, and that request would fail.
-            headers={"connection": "close"},
-            trust_env=False,  # no proxy from the environment between this proxy and engines
-            cookies=CookieJar(
-                DefaultCookiePolicy(allowed_domains=())
-            ),  # no cookies, because all clients share this object
-        )
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=silence_s)
+        self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
         """Closes all connections."""
-        await self._client.aclose()
+        if self._session is not None:
+            await self._session.close()
 
     @asynccontextmanager
     async def open(
         self, instance: Instance, path: str, body: Mapping[str, Any] | None, headers: Mapping[str, str]
-    ) -> AsyncIterator[httpx.Response]:
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Sends a request (GET without `body`) and yields the response when its headers arrive."""
         method, content = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
         work = 0 if body is None else 1
         instance.outstanding += work
         instance.served += work
+        # aiohttp warns of large bytes, because it would write them at once.
+        data = io.BytesIO(content) if content is not None and len(content) > _LARGE_BYTES else content
+        session = self._session = self._session or _session(self._timeout)
         try:
-            async with self._client.stream(method, instance.url + path, content=content, headers=headers) as response:
+            async with session.request(
+                method, instance.url + path, data=data, headers=headers, allow_redirects=False
+            ) as response:
                 yield response
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise EngineFailedError(Cause.CONNECT) from error
-        except httpx.TimeoutException as error:
+        except aiohttp.SocketTimeoutError as error:
             raise EngineFailedError(Cause.TIMEOUT) from error
-        except httpx.RequestError as error:
+        except aiohttp.ClientError as error:
             raise EngineFailedError(Cause.BROKEN) from error
         finally:
             instance.outstanding -= work
@@ -155,22 +158,31 @@ class Engines:
             raise EngineFailedError(Cause.TIMEOUT) from error
 
 
-async def read_answer(response: httpx.Response) -> Answer:
+def _session(timeout: aiohttp.ClientTimeout) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S),
+        timeout=timeout,
+        auto_decompress=False,
+        cookie_jar=aiohttp.DummyCookieJar(),  # all clients share this object
+    )
+
+
+async def read_answer(response: aiohttp.ClientResponse) -> Answer:
     """Reads the rest of a response. For a 5xx status raises EngineFailedError with the response."""
     body = bytearray()
-    async for chunk in response.aiter_bytes():
+    async for chunk in response.content.iter_any():
         body += chunk
         if len(body) > MAX_ANSWER_BYTES:
             raise EngineFailedError(Cause.BROKEN)
-    answer = Answer(response.status_code, _response_headers(response), bytes(body))
+    answer = Answer(response.status, _response_headers(response), bytes(body))
     if answer.status >= 500:
         raise EngineFailedError(Cause.STATUS, answer)
     return answer
 
 
-def _response_headers(response: httpx.Response) -> dict[str, str]:
+def _response_headers(response: aiohttp.ClientResponse) -> dict[str, str]:
     """Returns the headers that the client gets."""
-    headers = response.headers
+    headers = {name.lower(): value for name, value in response.headers.items()}
     dropped = _HOP_BY_HOP | _named(headers)
     return {name: value for name, value in headers.items() if name not in dropped}
 

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 
-import httpx
+import aiohttp
 
 from .agents import calls_tools, prefetch
 from .conversations import Reuse, TakeResult
@@ -165,7 +165,7 @@ class Exchange:
             async with self._service.engines.open(
                 instance, self._request.path, body, self._request.headers
             ) as response:
-                if response.status_code != 200 or "event-stream" not in response.headers.get("content-type", ""):
+                if response.status != 200 or "event-stream" not in response.headers.get("content-type", ""):
                     return await self._reply_whole(instance, await read_answer(response))
                 await self._relay(instance, response, reader, name)
         except EngineFailedError:
@@ -175,7 +175,7 @@ class Exchange:
         return Outcome.BROKEN if reader.has_failed else Outcome.OK
 
     async def _relay(
-        self, instance: Instance, response: httpx.Response, reader: StreamReader, name: str | None
+        self, instance: Instance, response: aiohttp.ClientResponse, reader: StreamReader, name: str | None
     ) -> None:
         is_kept = False
         async with aclosing(_events(response)) as parts:
@@ -193,7 +193,7 @@ class Exchange:
         if not reader.is_done:
             raise EngineFailedError(Cause.BROKEN)
 
-    async def _pass_on(self, response: httpx.Response, reader: StreamReader, chunk: bytes) -> None:
+    async def _pass_on(self, response: aiohttp.ClientResponse, reader: StreamReader, chunk: bytes) -> None:
         if not self._reply.has_begun:
             headers = {name: response.headers[name] for name in _STREAM_HEADERS if name in response.headers}
             if reader.has_failed:
@@ -201,7 +201,7 @@ class Exchange:
             self._service.metrics.first_token.labels(self._request.path).observe(
                 self._service.clock() - self._request.begun_at
             )
-            await self._reply.begin(response.status_code, {**headers, "cache-control": "no-cache"})
+            await self._reply.begin(response.status, {**headers, "cache-control": "no-cache"})
         await self._reply.more(chunk)
 
     # ---- P and D
@@ -268,11 +268,11 @@ def _choices(fields: Mapping[str, object]) -> list[dict[str, object]]:
     return [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
 
 
-async def _events(response: httpx.Response) -> AsyncGenerator[list[bytes]]:
+async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[list[bytes]]:
     """Yields the events of a stream in groups that arrived together."""
     splitter = EventSplitter()
     try:
-        async for chunk in response.aiter_bytes():
+        async for chunk in response.content.iter_any():
             yield list(splitter.feed(chunk))
         yield splitter.end()
     except EventTooLargeError as error:

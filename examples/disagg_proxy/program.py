@@ -20,7 +20,6 @@ def main() -> int:
     """Parses the command line and serves until SIGTERM or SIGINT."""
     settings = parse_arguments()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # the access log already has a line per request
     uvicorn.run(
         make_app(settings, time.monotonic),
         host=settings.host,

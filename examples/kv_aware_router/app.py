@@ -98,13 +98,13 @@ class Completions:
         instance = route.engine.instance
         about = {ENGINE_HEADER: instance.url, TOKENS_HEADER: str(route.known_tokens)}
         async with self._engines.open(instance, path, body, headers) as response:
-            if response.status_code >= 400 or not body.get("stream"):
+            if response.status >= 400 or not body.get("stream"):
                 answer = await read_answer(response)
                 await reply.whole(Answer(answer.status, {**answer.headers, **about}, answer.body))
                 return
             kept = {name: response.headers[name] for name in _STREAM_HEADERS if name in response.headers}
-            await reply.begin(response.status_code, kept | about)
-            async for chunk in response.aiter_bytes():
+            await reply.begin(response.status, kept | about)
+            async for chunk in response.content.iter_any():
                 await reply.more(chunk)
         await reply.end()
 

@@ -51,7 +51,6 @@ def main() -> int:
     """Serves until SIGTERM or SIGINT."""
     options = parse_arguments()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # the access log already has a line per request
     app = make_app(options.engine, Policy(options.policy), time.monotonic)
     uvicorn.run(app, host=options.host, port=options.port, server_header=False, timeout_graceful_shutdown=30)
     return 0

@@ -63,6 +63,7 @@ class FakeEngine:
 
     ``health``: its health status, None for no answer. ``looks``: number of health requests.
     ``bidirectional``: whether it holds blocks after a pull, as a decode engine does.
+    ``connections``: number of accepted connections.
     """
 
     def __init__(self, engine_id: str, *, bidirectional: bool = True) -> None:
@@ -70,6 +71,7 @@ class FakeEngine:
         self.bidirectional = bidirectional
         self.health: int | None = 200
         self.looks = 0
+        self.connections = 0
         self.seen: list[RecordedRequest] = []
         self.probes: list[RecordedRequest] = []
         self.script: deque[Behaviour] = deque()
@@ -86,6 +88,10 @@ class FakeEngine:
     async def start(self) -> None:
         """Starts; after ``stop`` on the same port."""
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port.number)
+
+    def close_connections(self) -> None:
+        for writer in list(self._open):
+            writer.close()
 
     async def stop(self) -> None:
         """Stops and closes all connections."""
@@ -156,6 +162,7 @@ class FakeEngine:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._open.add(writer)
+        self.connections += 1
         try:
             while (asked := await _read(reader)) is not None:
                 await self._answer_while_connected(asked, reader, writer)
@@ -246,12 +253,14 @@ def close_midway(after: int, *, cleanly: bool = False) -> Behaviour:
     return behaviour
 
 
-def stream(*events: bytes) -> Behaviour:
-    """Sends these events, one per chunk, and ends correctly."""
+def stream(*events: bytes, gate: asyncio.Event | None = None) -> Behaviour:
+    """Sends these events, one per chunk, and ends correctly. A gate is before the second event."""
 
     async def behaviour(_: FakeEngine, __: RecordedRequest, writer: asyncio.StreamWriter) -> None:
         await _begin(writer)
-        for event in (*events, b""):
+        for number, event in enumerate((*events, b"")):
+            if number == 1 and gate is not None:
+                await gate.wait()
             await _chunk(writer, event)
 
     return behaviour

@@ -21,6 +21,15 @@ async def _outcome(proxy: RunningProxy, outcome: str) -> float:
     return await proxy.metric("requests_total", outcome=outcome, route=PATH)
 
 
+async def _wait_for_outcome(proxy: RunningProxy, outcome: str) -> None:
+    """The proxy counts a request just after the end of its answer."""
+
+    async def counted() -> bool:
+        return await _outcome(proxy, outcome) == 1
+
+    await async_wait_until(counted)
+
+
 async def test_a_stream_without_an_end_is_broken(site: Site) -> None:
     """D closed the stream properly, but without its end: the client gets an error, no `[DONE]`."""
     site.decode[0].script.append(close_midway(len(ANSWER) + 1, cleanly=True))
@@ -28,9 +37,9 @@ async def test_a_stream_without_an_end_is_broken(site: Site) -> None:
         answer = await proxy.turn(stream=True)
         assert data_of(answer.text)[-1]["error"]["code"] == 502
         assert "[DONE]" not in answer.text
-        assert await _outcome(proxy, "broken") == 1
+        await _wait_for_outcome(proxy, "broken")
         await proxy.turn()
-        assert await _outcome(proxy, "ok") == 1
+        await _wait_for_outcome(proxy, "ok")
     assert site.prefill[0].seen[1].handoff == first_turn()
 
 
@@ -67,11 +76,17 @@ async def test_half_an_event_does_not_show_what_engines_tell_one_another(site: S
 
 async def test_an_error_in_the_middle_is_no_success(site: Site) -> None:
     """D reports an error in an event and closes properly: forwarded, and counted as an error."""
-    site.decode[0].script.append(stream(TEXT, ERROR, DONE))
+    gate, received = asyncio.Event(), b""
+    site.decode[0].script.append(stream(TEXT, ERROR, DONE, gate=gate))
     async with site.proxy() as proxy:
-        answer = await proxy.turn(stream=True)
-        assert answer.text.encode() == TEXT + ERROR + DONE
-        assert (await _outcome(proxy, "broken"), await _outcome(proxy, "ok")) == (1, 0)
+        body = {"model": "m", "prompt": "Tell me", "conversation_id": "c", "stream": True}
+        async with proxy.http.stream("POST", PATH, json=body) as answer:
+            async for chunk in answer.aiter_bytes():
+                received += chunk
+                gate.set()
+        assert received == TEXT + ERROR + DONE
+        await _wait_for_outcome(proxy, "broken")
+        assert await _outcome(proxy, "ok") == 0
         await proxy.turn()
     assert site.prefill[0].seen[1].handoff == first_turn()
 
