@@ -33,6 +33,19 @@ def test_rows_of_one_part(tmp_path: Path) -> None:
     assert all(name in done.stdout for name in values)
 
 
+@pytest.mark.slow
+def test_the_proxy_is_measured_beside_its_engine(tmp_path: Path) -> None:
+    """With stand-in engines. Each kind of answer has a rate, and a ratio to the direct calls."""
+    path = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "bench.proxy", "--requests", "64", "--rounds", "1", "--json", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = {row["name"]: row for row in json.loads(path.read_text())[1:]}
+    for kind in ("whole answers", "streams"):
+        direct, proxied = rows[f"stand-in engine, {kind}"], rows[f"through the proxy, {kind}"]
+        assert proxied["ratio"] == proxied["value"] / direct["value"] > 0
+
+
 def test_policies_on_a_trace(tmp_path: Path) -> None:
     """A row per policy and capacity. Unlimited space hits all known blocks; the optimum is best."""
     rng = random.Random(1)
