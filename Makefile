@@ -84,8 +84,8 @@ test-gpu: $(VENV)/.stamp  ## Run the tests that need an NVIDIA GPU (installs cud
 	@$(VENV)/$(PIP_INSTALL) cuda-bindings $(SHOW_PROGRESS)
 	PYTHONSAFEPATH=1 $(VENV)/bin/python -m pytest -m gpu tests/cuda $(ARGS)
 
-test-remote: $(REMOTE)/.stamp  ## Run the tests of shared tiers with real Redis, SeaweedFS and Mooncake servers (installs them in build/remote; 6 minutes)
-	$(REMOTE_ENV) $(REMOTE)/bin/python -m pytest -m remote tests/tiers/remote tests/server/tier_host $(ARGS)
+test-remote: $(REMOTE)/.stamp  ## Run the tests of shared tiers and of several proxies with real Redis, SeaweedFS and Mooncake servers (installs them in build/remote; 6 minutes)
+	$(REMOTE_ENV) $(REMOTE)/bin/python -m pytest -m remote tests/tiers/remote tests/server/tier_host tests/examples/disagg_proxy $(ARGS)
 
 test-router: $(VENV)/.stamp $(ROUTER)/.stamp  ## Run the tests of events with Dynamo's real indexer (installs it in build/router: 300 MB; seconds)
 	ROUTER_DIR=$(CURDIR)/$(ROUTER) $(VENV)/bin/python -m pytest -m router tests/server/events $(ARGS)

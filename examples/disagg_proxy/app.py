@@ -27,6 +27,7 @@ from .pages import Pages, no_route
 from .reply import ClientGoneError, Reply, error_answer
 from .service import Request, Service
 from .settings import Settings
+from .shared import SharedConversations
 from .turns import BadRequestError, Turn
 from .watch import Watch
 
@@ -99,7 +100,7 @@ def make_app(settings: Settings, clock: Callable[[], float]) -> Starlette:
         prefill,
         decode,
         engines,
-        conversations,
+        SharedConversations(conversations, metrics, clock, settings.state, settings.entry_ttl),
         Retentions(settings.max_entries),
         Hints(settings.hint_servers(), metrics, clock),
         metrics,
@@ -140,6 +141,7 @@ def _lifespan(service: Service, settings: Settings) -> Callable[[Starlette], Abs
         finally:
             await _end(tasks)
             await service.engines.close()
+            await service.conversations.close()
 
     return lifespan
 

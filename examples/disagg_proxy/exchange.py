@@ -14,7 +14,7 @@ from contextlib import aclosing
 import aiohttp
 
 from .agents import calls_tools, prefetch
-from .conversations import Reuse, TakeResult
+from .conversations import FoundHold, Reuse
 from .engines import Answer, Cause, EngineFailedError, read_answer
 from .events import EventSplitter, EventTooLargeError, StreamReader, without_params
 from .fleet import Fleet, Instance
@@ -54,25 +54,25 @@ class Exchange:
 
     async def run(self) -> Outcome:
         """Serves the request. If the client disconnects, the caller cancels this method."""
-        taken = self._take()
-        self._service.metrics.turns.labels(taken.reuse.value).inc()
+        found = await self._find()
+        self._service.metrics.turns.labels(found.reuse.value).inc()
         try:
-            params = None if self._turn.alone else await self._prefill(taken.hold)
+            params = None if self._turn.alone else await self._prefill(found.hold)
             return await self._decode(params)
         except _RefusedError as refused:
             await self._reply.whole(refused.answer)
             return Outcome.CLIENT_ERROR
 
-    def _take(self) -> TakeResult:
+    async def _find(self) -> FoundHold:
         conversation = self._request.conversation
         if self._turn.alone:
-            return TakeResult(Reuse.ALONE)
+            return FoundHold(Reuse.ALONE)
         if conversation is None:
-            return TakeResult(Reuse.UNNAMED)
-        taken = self._service.conversations.take(conversation, self._service.clock())
-        if taken.reuse is Reuse.EXPIRED:
+            return FoundHold(Reuse.UNNAMED)
+        found = await self._service.conversations.find(conversation, self._turn.prompt)
+        if found.reuse is Reuse.EXPIRED:
             self._service.metrics.dropped.labels("expired").inc()
-        return taken
+        return found
 
     # ---- P
 
@@ -151,7 +151,7 @@ class Exchange:
         if "kv_transfer_params" in fields:
             held = fields["kv_transfer_params"]
             self._learn(instance, held)
-            self._keep(instance, held if is_usable(held) else None)
+            await self._keep(instance, held if is_usable(held) else None)
             answer = Answer(answer.status, answer.headers, without_params(fields))
         await self._reply.whole(answer)
         return Outcome.OK
@@ -187,7 +187,7 @@ class Exchange:
                     if not reader.has_failed:
                         self._hint_after(is_calling=reader.calls_tools)
                     self._learn(instance, reader.params)
-                    self._keep(instance, reader.hold(instance.engine, name))
+                    await self._keep(instance, reader.hold(instance.engine, name))
                 if passed:
                     await self._pass_on(response, reader, passed)
         if not reader.is_done:
@@ -253,14 +253,13 @@ class Exchange:
         if engine is not None:
             instance.identified(engine, self._service.clock())
 
-    def _keep(self, instance: Instance, hold: Params | None) -> None:
+    async def _keep(self, instance: Instance, hold: Params | None) -> None:
         conversation = self._request.conversation
         if hold is None or conversation is None or self._turn.alone:
             return
         address = instance.kvtier
         kept = hold if address is None else address.replacing(hold)
-        crowded_out = self._service.conversations.put(conversation, kept, self._service.clock())
-        self._service.metrics.dropped.labels("no_room").inc(crowded_out)
+        await self._service.conversations.put(conversation, self._turn.prompt, kept)
 
 
 def _choices(fields: Mapping[str, object]) -> list[dict[str, object]]:

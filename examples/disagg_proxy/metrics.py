@@ -43,6 +43,7 @@ class Metrics:
         )
         self.fallbacks = self._counter("fallbacks", "Turns that D served without P, by cause.", "cause")
         self.dropped = self._counter("entries_evicted", "Entries removed before a turn used them, by reason.", "reason")
+        self.state_errors = self._counter("state_errors", "Failed calls of the server of --state.", "operation")
         self.hints = self._counter("hints", "Hints for kvtier servers, by action and outcome.", "action", "outcome")
         self.first_token = self._histogram("first_token_seconds", "Seconds until the first event of a stream.", "route")
         self.duration = self._histogram("duration_seconds", "Seconds until the end of the response.", "route")

@@ -30,14 +30,14 @@ class Pages:
     async def health(self, _: HttpRequest) -> Response:
         """Reports which engines are up, and removes expired entries (B2.24)."""
         service = self._service
-        evicted = service.conversations.evict(service.clock())
+        evicted = service.conversations.own.evict(service.clock())
         service.metrics.dropped.labels("expired").inc(evicted)
         is_up = any(instance.is_up for instance in service.decode.instances)
         answer = {
             "status": "ok" if is_up else "no decode engine is up",
             "prefill": [_described(instance) for instance in service.prefill.instances],
             "decode": [_described(instance) for instance in service.decode.instances],
-            "conversations": len(service.conversations),
+            "conversations": len(service.conversations.own),
             "evicted": evicted,
         }
         return JSONResponse(answer, 200 if is_up else 503)

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from .agents import Retentions
-from .conversations import Conversation, Conversations
+from .conversations import Conversation
 from .engines import Engines
 from .fleet import Fleet
 from .hints import Hints
 from .metrics import Metrics
+from .shared import SharedConversations
 from .turns import Turn
 
 __all__ = ["Request", "Service"]
@@ -26,7 +27,7 @@ class Service:
     prefill: Fleet
     decode: Fleet
     engines: Engines
-    conversations: Conversations
+    conversations: SharedConversations
     retentions: Retentions
     hints: Hints
     metrics: Metrics

@@ -39,6 +39,7 @@ class Settings:
     decode_timeout: float = 1800.0
     entry_ttl: float = 450.0
     max_entries: int = 100_000
+    state: str | None = None
     tool_time: float = 300.0
     max_requests: int = 1024
     max_body: int = 32 << 20
@@ -97,6 +98,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Settings:
     add("--entry-ttl", type=_positive, metavar="SECONDS", help="lifetime of a turn's entry in the conversation table")
     add("--max-entries", type=_count, metavar="N", help="maximum number of entries in the conversation table")
     add(
+        "--state",
+        type=_state,
+        metavar="URL",
+        help="Valkey or Redis server in which several proxies share the conversation table: valkey://host[:port][/database]",
+    )
+    add(
         "--tool-time",
         type=_positive,
         metavar="SECONDS",
@@ -127,6 +134,15 @@ def _url(text: str) -> str:
     if not is_url:
         raise argparse.ArgumentTypeError(f"{text!r} is not like http://host:port")
     return text.rstrip("/").removesuffix("/v1")
+
+
+def _state(text: str) -> str:
+    scheme = urlsplit(text).scheme
+    if scheme not in {"redis", "rediss", "valkey", "valkeys"} or "@" in text:
+        raise argparse.ArgumentTypeError("not like valkey://host:port; the password is in REDISCLI_AUTH")
+    if find_spec("redis") is None:
+        raise argparse.ArgumentTypeError("needs the package redis")
+    return text
 
 
 def _prefill(text: str) -> Engine:

@@ -77,6 +77,18 @@ class Turn:
         return replace(self, own=with_conversation(self.own, server_name))
 
     @property
+    def prompt(self) -> bytes:
+        """The prompt, in a form in which a later turn's prompt begins with that of this turn."""
+        messages, prompt = self.body.get("messages"), self.body.get("prompt")
+        if isinstance(messages, list):
+            return b"".join(json.dumps(message, sort_keys=True).encode() + b"\n" for message in messages)
+        if isinstance(prompt, list) and len(prompt) == 1:
+            prompt = prompt[0]
+        if isinstance(prompt, list):
+            return b"".join(b"%d " % token for token in prompt if isinstance(token, int))
+        return prompt.encode("utf-8", "surrogatepass") if isinstance(prompt, str) else b""
+
+    @property
     def model(self) -> str:
         """The model's name in the request. Empty if it is missing."""
         model = self.body.get("model")

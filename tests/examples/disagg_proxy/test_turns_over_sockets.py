@@ -174,17 +174,20 @@ async def test_no_conversation_no_reuse(site: Site, caplog: pytest.LogCaptureFix
     assert sum("has no conversation_id" in record.message for record in caplog.records) == 3
 
 
-async def test_an_entry_is_used_once(site: Site) -> None:
-    """B2.21 Of two concurrent turns one uses the hold, the other computes."""
+async def test_branches_of_a_turn_use_the_same_hold(site: Site) -> None:
+    """B2.21 Two concurrent turns, and a third one when they have ended."""
     p, gate = site.prefill[0], asyncio.Event()
     async with site.proxy() as proxy:
         await proxy.turn()
         site.decode[0].script.extend([hold_back(1, gate)] * 2)
-        both = [asyncio.create_task(proxy.turn(stream=True)) for _ in range(2)]
+        await async_wait_until(lambda: len(p.seen) == 1)
+        both = [asyncio.create_task(proxy.turn(stream=True, prompt=f"Tell me {place}")) for place in ("here", "there")]
         await async_wait_until(lambda: len(p.seen) == 3)
         gate.set()
         await asyncio.gather(*both)
-    assert sorted(_is_miss(asked.handoff) for asked in p.seen[1:]) == [False, True]
+        await proxy.turn(prompt="Tell me more")
+    assert not any(_is_miss(asked.handoff) for asked in p.seen[1:])
+    assert len({asked.params["remote_request_id"] for asked in p.seen[1:]}) == 1
 
 
 async def test_an_entry_ends(site: Site) -> None:

@@ -1,0 +1,100 @@
+"""Several proxies share the holds of conversations in a Redis server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from disagg_proxy.conversations import MAX_TURNS, Conversation, Conversations, FoundHold, Reuse
+from disagg_proxy.metrics import Metrics
+from disagg_proxy.shared import SharedConversations
+from disagg_proxy.transfer import first_turn
+from harness.disagg_site import Site
+from harness.ports import ReservedPort
+from harness.redis_server import RedisServer, needs_redis
+from harness.running_proxy import Clock
+
+C1 = Conversation("owner", "m", "c1")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[RedisServer]:
+    needs_redis()
+    server = RedisServer(tmp_path)
+    server.start()
+    yield server
+    server.end()
+
+
+def _shared(url: str, clock: Clock) -> SharedConversations:
+    return SharedConversations(Conversations(), Metrics((), lambda: 0), clock, url)
+
+
+@pytest.mark.remote
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_turn_continues_after_the_loss_of_a_replica(site: Site, store: RedisServer, *, is_stream: bool) -> None:
+    """P of the next turn gets the hold that the other replica has recorded."""
+    settings = replace(site.settings(), state=store.url)
+    async with site.proxy(settings) as first:
+        await first.turn(prompt="one", stream=is_stream)
+    async with site.proxy(settings) as second:
+        await second.turn(prompt="one, two", stream=is_stream)
+        assert await second.metric("turns_total", reuse="hit") == 1
+        assert await second.metric("state_errors_total", operation="find") == 0
+    assert site.prefill[0].seen[0].handoff == first_turn()
+    assert site.prefill[0].seen[1].params["remote_engine_id"] == site.decode[0].engine_id
+
+
+@pytest.mark.remote
+async def test_branches_at_two_replicas_use_the_same_hold(site: Site, store: RedisServer) -> None:
+    """At the same time, and when one of them has ended."""
+    settings = replace(site.settings(), state=store.url)
+    async with site.proxy(settings) as first, site.proxy(settings) as second:
+        await first.turn(prompt="one")
+        await asyncio.gather(first.turn(prompt="one, two"), second.turn(prompt="one, three"))
+        await second.turn(prompt="one, four")
+        await second.turn(prompt="one, two, five")
+    seen = [one.params.get("remote_request_id") for one in site.prefill[0].seen[1:]]
+    assert None not in seen
+    assert seen[0] == seen[1] == seen[2] != seen[3]
+
+
+@pytest.mark.remote
+async def test_the_server_has_the_latest_turns_of_a_conversation(store: RedisServer) -> None:
+    """It removes the conversation after the lifetime of an entry."""
+    shared = _shared(store.url, Clock())
+    for number in range(MAX_TURNS + 3):
+        await shared.put(C1, b"%d" % number, {"turn": number})
+    assert await shared.find(C1, b"5, next") == FoundHold(Reuse.HIT, {"turn": 5})
+    [key] = store.command("KEYS", "*")
+    assert store.command("HLEN", key) == MAX_TURNS
+    assert 440 < store.command("TTL", key) <= 450
+    await shared.close()
+
+
+@pytest.mark.remote
+async def test_the_own_table_is_used_while_the_server_is_down(store: RedisServer) -> None:
+    """The server is asked again a second later. What it does not know is then a miss."""
+    clock = Clock()
+    shared = _shared(store.url, clock)
+    await shared.put(C1, b"a", {"turn": 1})
+    store.kill()
+    assert await shared.find(C1, b"ab") == FoundHold(Reuse.HIT, {"turn": 1})
+    store.start()
+    assert await shared.find(C1, b"ab") == FoundHold(Reuse.HIT, {"turn": 1})
+    clock.ahead = 2.0
+    assert await shared.find(C1, b"ab") == FoundHold(Reuse.MISS)
+    await shared.close()
+
+
+async def test_a_server_that_is_absent_affects_no_request(site: Site) -> None:
+    """The proxy counts the failure, and uses its own table."""
+    with ReservedPort() as port:
+        async with site.proxy(replace(site.settings(), state=f"valkey://127.0.0.1:{port.number}")) as proxy:
+            for _ in range(2):
+                assert (await proxy.turn()).status_code == 200
+            assert await proxy.metric("turns_total", reuse="hit") == 1
+            assert await proxy.metric("state_errors_total", operation="find") >= 1
