@@ -115,6 +115,14 @@ class HandoffCore:
         """Whether the engine must run further steps to send pulls or receive their reports."""
         return bool(self._pulls) or any(state.transfer is TransferState.PULLING for state in self._requests.values())
 
+    @property
+    def awaits_peer(self) -> bool:
+        """Whether a request waits for blocks that a peer still computes."""
+        return any(
+            state.params.pulls_early and state.claim is not None and not state.claim.answered
+            for state in self._requests.values()
+        )
+
     def arrived(self, request: HandoffRequest, *, may_hold: bool = True) -> bool:
         """Registers a request; returns whether it may pull. ``heartbeat`` then renews the hold.
 

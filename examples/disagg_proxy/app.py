@@ -107,6 +107,7 @@ def make_app(settings: Settings, clock: Callable[[], float]) -> Starlette:
         clock,
         settings.prefill_timeout,
         settings.tool_time,
+        settings.overlap,
     )
     pages, completions = Pages(service), Completions(service, settings)
     routes = [

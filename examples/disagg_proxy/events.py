@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .agents import calls_tools
-from .transfer import DecodeEngine, Params, is_usable
+from .transfer import EngineIdentity, Params, is_usable
 
 __all__ = ["EventSplitter", "EventTooLargeError", "StreamReader", "without_params"]
 
@@ -79,7 +79,7 @@ class StreamReader:
         """D's report of its hold, or None. Engines newer than vLLM 0.32 may send one."""
         return self._params
 
-    def hold(self, engine: DecodeEngine | None, name: str | None) -> Params | None:
+    def hold(self, engine: EngineIdentity | None, name: str | None) -> Params | None:
         """Returns D's hold as D reported it, or else under the name that the proxy chose."""
         if not self.is_done or self.has_failed:
             return None

@@ -1,11 +1,13 @@
 """Serves one request: prefill on P, decode on D, then records D's hold.
 
-The hold is recorded only after D's complete answer. If an engine fails before the client gets the
-first byte, the proxy tries another engine.
+With the setting `overlap`, D gets the request at the same time as P. The hold is recorded only
+after D's complete answer. If an engine fails before the client gets the first byte, the proxy tries
+another engine.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping
@@ -21,12 +23,15 @@ from .fleet import Fleet, Instance
 from .metrics import Outcome
 from .reply import Reply, error_answer, error_event
 from .service import Request, Service
-from .transfer import DecodeEngine, Params, first_turn, hold_only, is_usable, next_turn
+from .transfer import EngineIdentity, Params, first_turn, hold_only, is_usable, next_turn, overlapping
 
 __all__ = ["Exchange"]
 
 TRIES = 2
 """Number of engines of a role that are tried for a request."""
+
+LATE_PREFILL_S = 1.0
+"""Time for P's answer after D's answer has ended. D has all blocks, or has computed the prompt."""
 
 _STREAM_HEADERS = ("content-type", "x-request-id")
 
@@ -57,6 +62,9 @@ class Exchange:
         found = await self._find()
         self._service.metrics.turns.labels(found.reuse.value).inc()
         try:
+            instance, identity = self._early_prefill()
+            if instance is not None and identity is not None:
+                return await self._both(instance, identity, found.hold)
             params = None if self._turn.alone else await self._prefill(found.hold)
             return await self._decode(params)
         except _RefusedError as refused:
@@ -73,6 +81,38 @@ class Exchange:
         if found.reuse is Reuse.EXPIRED:
             self._service.metrics.dropped.labels("expired").inc()
         return found
+
+    # ---- both at the same time
+
+    def _early_prefill(self) -> tuple[Instance | None, EngineIdentity | None]:
+        """Returns the P that computes while D pulls, and its identity from an earlier answer."""
+        if self._turn.alone or not self._service.overlap:
+            return None, None
+        instance = next(self._instances(self._service.prefill), None)
+        return instance, instance.engine if instance is not None else None
+
+    async def _both(self, instance: Instance, identity: EngineIdentity, hold: Params | None) -> Outcome:
+        """Sends the request to P and D. If P fails, D finds no hold, and computes the prompt."""
+        name = uuid.uuid4().hex
+        body = self._turn.prefill_body(overlapping(first_turn() if hold is None else next_turn(hold)), name)
+        self._has_prefilled = True
+        prefill = asyncio.create_task(self._prefill_early(instance, body))
+        try:
+            outcome = await self._decode(identity.early_hold(name))
+            await asyncio.wait([prefill], timeout=LATE_PREFILL_S)
+            return outcome
+        finally:
+            prefill.cancel()  # a disconnected client aborts both
+            await asyncio.gather(prefill, return_exceptions=True)
+
+    async def _prefill_early(self, instance: Instance, body: Mapping[str, object]) -> None:
+        try:
+            await self._prefill_at(instance, body)
+        except EngineFailedError as error:
+            self._note_failure(instance, error)
+            self._service.metrics.fallbacks.labels(error.cause.value).inc()
+        except _RefusedError:  # D refuses the request too, and the client gets D's answer
+            pass
 
     # ---- P
 
@@ -108,6 +148,8 @@ class Exchange:
         if answer.status >= 400:
             raise _RefusedError(answer)
         params = answer.parsed().get("kv_transfer_params")
+        if service.overlap:
+            self._learn(instance, params)
         self._served(instance)
         service.metrics.prefill.observe(service.clock() - begun_at)
         return params if isinstance(params, dict) else None
@@ -249,7 +291,7 @@ class Exchange:
         service.hints.send(hints)
 
     def _learn(self, instance: Instance, params: object) -> None:
-        engine = DecodeEngine.parse(params)
+        engine = EngineIdentity.parse(params)
         if engine is not None:
             instance.identified(engine, self._service.clock())
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from .transfer import Address, DecodeEngine
+from .transfer import Address, EngineIdentity
 
 __all__ = ["Fleet", "Instance", "Role"]
 
@@ -40,7 +40,7 @@ class Instance:
     role: Role
     kvtier: Address | None = None
     hints: str | None = None
-    engine: DecodeEngine | None = None
+    engine: EngineIdentity | None = None
     engine_seen_at: float | None = None
     is_up: bool = True
     is_suspect: bool = False
@@ -64,7 +64,7 @@ class Instance:
         """Records an answered request."""
         self.is_up, self.failures = True, 0
 
-    def identified(self, engine: DecodeEngine | None, now: float) -> None:
+    def identified(self, engine: EngineIdentity | None, now: float) -> None:
         """Records the engine's identity; None means that the engine holds no requests."""
         self.engine, self.engine_seen_at = engine, now
 

@@ -21,6 +21,7 @@ __all__ = ["Request", "Service"]
 class Service:
     """Objects that all requests share. `clock`: monotonic seconds.
 
+    `overlap`: whether D gets a request at the same time as P.
     `tool_time_s`: seconds for which servers retain a conversation's blocks while a tool runs.
     """
 
@@ -34,6 +35,7 @@ class Service:
     clock: Callable[[], float]
     prefill_timeout_s: float
     tool_time_s: float
+    overlap: bool
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ class Settings:
     max_entries: int = 100_000
     state: str | None = None
     tool_time: float = 300.0
+    overlap: bool = False
     max_requests: int = 1024
     max_body: int = 32 << 20
     check_interval: float = 5.0
@@ -108,6 +109,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Settings:
         type=_positive,
         metavar="SECONDS",
         help="time for which kvtier servers retain the blocks of a conversation while a tool runs",
+    )
+    add(
+        "--overlap",
+        action="store_true",
+        help="send a request to the decode engine at the same time; it pulls blocks while the prefill engine computes",
     )
     add("--max-requests", type=_count, metavar="N", help="maximum number of concurrent requests")
     add("--max-body", type=_count, metavar="BYTES", help="maximum size of a request's body")

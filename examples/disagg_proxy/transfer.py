@@ -8,13 +8,14 @@ from typing import Any
 
 __all__ = [
     "Address",
-    "DecodeEngine",
+    "EngineIdentity",
     "Params",
     "first_turn",
     "for_engine",
     "hold_only",
     "is_usable",
     "next_turn",
+    "overlapping",
     "own_params",
     "with_conversation",
     "with_source",
@@ -62,8 +63,8 @@ class Address:
 
 
 @dataclass(frozen=True)
-class DecodeEngine:
-    """Identity that a decode engine reported. Sufficient to refer to a hold with a known name."""
+class EngineIdentity:
+    """Identity that an engine reported. Sufficient to refer to a hold with a known name."""
 
     engine_id: str
     host: str
@@ -71,7 +72,7 @@ class DecodeEngine:
     tp_size: int | None
 
     @classmethod
-    def parse(cls, params: object) -> DecodeEngine | None:
+    def parse(cls, params: object) -> EngineIdentity | None:
         """Parses the engine's parameters. Returns None if the identity is missing."""
         if not isinstance(params, Mapping):
             return None
@@ -98,6 +99,11 @@ class DecodeEngine:
             "remote_num_tokens": num_tokens,
         }
 
+    def early_hold(self, name: str) -> Params:
+        """Returns D's parameters of a request that this P computes at the same time."""
+        hold = self.named_hold(name, 0)
+        return overlapping({**hold, "do_remote_prefill": True, "do_remote_decode": False})
+
 
 def first_turn() -> Params:
     """Returns P's parameters for a first turn: all remote fields are None (B2.24)."""
@@ -109,6 +115,11 @@ def next_turn(hold: Params) -> Params:
     return {**hold, "do_remote_decode": True, "do_remote_prefill": False}
 
 
+def overlapping(params: Params) -> Params:
+    """Returns the parameters if both engines get the request at the same time."""
+    return {**params, "remote_overlap": True}
+
+
 def hold_only() -> Params:
     """Returns D's parameters if there is nothing to pull: D computes and holds the prompt."""
     return {"do_remote_decode": False, "do_remote_prefill": True, **dict.fromkeys(_REMOTE)}
@@ -116,7 +127,7 @@ def hold_only() -> Params:
 
 def is_usable(params: object) -> bool:
     """Whether an engine's answer names blocks that another engine could pull (B2.3)."""
-    if not isinstance(params, Mapping) or DecodeEngine.parse(params) is None or not params.get("remote_request_id"):
+    if not isinstance(params, Mapping) or EngineIdentity.parse(params) is None or not params.get("remote_request_id"):
         return False
     blocks, num_tokens = params.get("remote_block_ids"), params.get("remote_num_tokens")
     named = isinstance(blocks, list) and any(isinstance(group, list) and group for group in blocks)

@@ -94,9 +94,10 @@ class Turn:
         model = self.body.get("model")
         return model if isinstance(model, str) else ""
 
-    def prefill_body(self, params: Params) -> dict[str, Any]:
+    def prefill_body(self, params: Params, hold_as: str | None = None) -> dict[str, Any]:
         """Returns P's body: one token, which is discarded (B2.23)."""
-        body = {**self.body, "stream": False, "max_tokens": 1, "kv_transfer_params": for_engine(params, self.own)}
+        given = for_engine(params, self.own, hold_as)
+        body = {**self.body, "stream": False, "max_tokens": 1, "kv_transfer_params": given}
         for name in ("max_completion_tokens", "min_tokens", "stream_options"):
             body.pop(name, None)
         return body

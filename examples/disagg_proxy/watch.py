@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 from .engines import EngineFailedError, Engines, engine_headers
 from .fleet import Instance, Role
-from .transfer import DecodeEngine, for_engine, hold_only
+from .transfer import EngineIdentity, for_engine, hold_only
 
 __all__ = ["Watch"]
 
@@ -94,7 +94,7 @@ class Watch:
         if answer.status >= 400:
             self._note_refusal(answer.status)
             return
-        engine = DecodeEngine.parse(params)
+        engine = EngineIdentity.parse(params)
         if engine is None:
             logger.warning("%s holds no requests, so the next turn of a stream cannot use its blocks", instance.url)
         instance.identified(engine, self._clock())

@@ -21,6 +21,7 @@ __all__ = [
     "Behaviour",
     "FakeEngine",
     "RecordedRequest",
+    "answer_normally",
     "close_connection",
     "close_midway",
     "fail",
@@ -208,6 +209,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 async def answer_normally(engine: FakeEngine, asked: RecordedRequest, writer: asyncio.StreamWriter) -> None:
+    """Answers as an engine without a fault."""
     if asked.body.get("stream"):
         await _begin(writer)
         for event in engine.events(asked):

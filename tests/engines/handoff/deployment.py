@@ -101,9 +101,11 @@ class Deployment:
         self.proxy.wait_ready()
 
     @contextmanager
-    def proxy_of(self, prefill: Sequence[EngineServer], decode: Sequence[EngineServer]) -> Iterator[ProxyProcess]:
+    def proxy_of(
+        self, prefill: Sequence[EngineServer], decode: Sequence[EngineServer], *flags: str
+    ) -> Iterator[ProxyProcess]:
         """Runs another proxy in front of these engines."""
-        proxy = ProxyProcess(self._folder, prefill, decode)
+        proxy = ProxyProcess(self._folder, prefill, decode, *flags)
         try:
             proxy.start()
             proxy.wait_ready()

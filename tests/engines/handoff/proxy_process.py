@@ -26,13 +26,15 @@ class ProxyProcess:
     It probes an engine that decodes once in that one's life.
     """
 
-    def __init__(self, folder: Path, prefill: Sequence[EngineServer], decode: Sequence[EngineServer]) -> None:
+    def __init__(
+        self, folder: Path, prefill: Sequence[EngineServer], decode: Sequence[EngineServer], *flags: str
+    ) -> None:
         self._reserved = ReservedPort()
         self.port = self._reserved.number
         self._prefill, self._decode = tuple(prefill), tuple(decode)
         self._log = folder / f"proxy{self.port}.log"
         self._flags = ["--port", str(self.port), "--check-interval", "0.5", "--probe-interval", "86400"]
-        self._flags += ["--entry-ttl", "7000"]
+        self._flags += ["--entry-ttl", "7000", *flags]
         self._flags += [part for engine in prefill for part in ("--prefill", engine.url)]
         self._flags += [part for engine in decode for part in ("--decode", engine.url)]
         self._child: subprocess.Popen[bytes] | None = None

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from disagg_proxy import events
 from disagg_proxy.events import EventSplitter, EventTooLargeError, StreamReader, without_params
-from disagg_proxy.transfer import DecodeEngine
+from disagg_proxy.transfer import EngineIdentity
 from hypothesis import given
 from hypothesis import strategies as st
 
-ENGINE = DecodeEngine("d0", "h", 7070, 1)
+ENGINE = EngineIdentity("d0", "h", 7070, 1)
 DONE = b"data: [DONE]\n\n"
 END = {"choices": [{"index": 0, "text": "x", "finish_reason": "length", "stop_reason": None}]}
 USAGE = {"choices": [], "usage": {"prompt_tokens": 20, "completion_tokens": 4, "total_tokens": 24}}

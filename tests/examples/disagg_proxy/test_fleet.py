@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from disagg_proxy.fleet import MAX_PAUSE_S, SLACK, Fleet, Instance, Role
-from disagg_proxy.transfer import DecodeEngine
+from disagg_proxy.transfer import EngineIdentity
 
 
 def _fleet(count: int = 3) -> Fleet:
@@ -89,7 +89,7 @@ def test_failures_in_a_row_are_answered_with_patience() -> None:
 def test_identity_is_unknown_after_a_failure() -> None:
     """After a failure the engine is probed again before its identity is used."""
     instance = _fleet(1).instances[0]
-    instance.identified(DecodeEngine("d0", "h", 1, 1), 5.0)
+    instance.identified(EngineIdentity("d0", "h", 1, 1), 5.0)
     assert instance.engine_seen_at == 5.0
     instance.failed(6.0)
     assert (instance.engine, instance.engine_seen_at) == (None, None)

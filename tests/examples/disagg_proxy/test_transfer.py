@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from disagg_proxy.transfer import Address, DecodeEngine, first_turn, hold_only, is_usable, next_turn
+from disagg_proxy.transfer import Address, EngineIdentity, first_turn, hold_only, is_usable, next_turn
 
 from kvtier.client.handoff import TransferParams
 
@@ -52,7 +52,7 @@ def test_engines_understand_it() -> None:
 
 def test_a_named_hold_reads_like_one_that_d_spoke_of() -> None:
     """It differs from a reported hold only in the blocks, which the claim returns."""
-    engine = DecodeEngine.parse(HELD)
+    engine = EngineIdentity.parse(HELD)
     named = engine.named_hold("r", 23)
     assert is_usable(named)
     assert TransferParams.parse(named) == TransferParams.parse({**HELD, "remote_blocks_expiry_time": None})
@@ -113,5 +113,5 @@ def test_what_is_worth_keeping(change: dict[str, Any], usable: bool) -> None:  #
 )
 def test_an_engine_without_an_identity(params: object) -> None:
     """Without an identity nothing is recorded."""
-    assert DecodeEngine.parse(params) is None
+    assert EngineIdentity.parse(params) is None
     assert not is_usable(params)

@@ -24,13 +24,15 @@ from .requests import VllmBlockPool, VllmRequest
 
 __all__ = ["HandoffScheduler"]
 
+_IDLE_WAIT_S = 0.005
+
 _REASONS = {"FINISHED_STOPPED": FinishReason.STOPPED, "FINISHED_LENGTH_CAPPED": FinishReason.LENGTH}
 
 
 class HandoffScheduler:
     """Pulls of blocks from other engines, and holds of finished requests for other engines.
 
-    Every method runs on the scheduler's thread and returns without waiting.
+    Every method runs on the scheduler's thread. Only `wait_for_peer` waits.
     """
 
     def __init__(
@@ -89,6 +91,15 @@ class HandoffScheduler:
         if pulls:
             self._counters.count("pull_tokens", external_tokens)
         return pulls
+
+    def wait_for_peer(self) -> None:
+        """Waits a few milliseconds if a request waits for blocks that another engine computes.
+
+        Called in idle steps only. Without the wait, the engine's busy loop would use a processor
+        for the whole prefill of the other engine. An answer of a claim ends the wait.
+        """
+        if self._core.awaits_peer:
+            self._calls.wait_for_answer(_IDLE_WAIT_S)
 
     def take_pulls(self) -> list[LoadJob]:
         """Sends heartbeats that are due. Returns this step's pulls for the workers."""

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from threading import Lock
+from threading import Condition, Lock
 from typing import Any
 
 from .... import (
@@ -58,6 +58,7 @@ class HoldCalls:
         self._log = log
         self._counters = counters
         self._lock = Lock()
+        self._answered = Condition()
         self._open_claims: dict[ClaimId, _OpenClaim] = {}
         self._answers: deque[tuple[ClaimId, ClaimedBlocks | None, float]] = deque()
         self._circuit_open_until: dict[str, float] = {}
@@ -65,6 +66,12 @@ class HoldCalls:
         self._claim_threads: dict[str, BackgroundThreads] = {}
         # One thread per endpoint, because notifications must not queue behind waiting claims.
         self._notify_threads: dict[str, BackgroundThreads] = {}
+
+    def wait_for_answer(self, seconds: float) -> None:
+        """Waits for a claim to end, unless an ended claim was not taken yet."""
+        with self._answered:
+            if not self._answers:
+                self._answered.wait(seconds)
 
     def answers(self) -> list[tuple[ClaimId, ClaimedBlocks | None, float]]:
         """Returns id, blocks (None: failed, or empty hold) and time of each newly ended claim."""
@@ -246,7 +253,10 @@ class HoldCalls:
             if claim is not None:
                 claim.lease = lease
         if claim is not None:
-            self._answers.append((number, _claimed(lease), time.monotonic()))
+            claimed = _claimed(lease)
+            with self._answered:
+                self._answers.append((number, claimed, time.monotonic()))
+                self._answered.notify_all()
         elif lease is not None:
             self._run_notification(lease.release, time.monotonic())
 

@@ -1,7 +1,7 @@
 """Scheduler half of the connector: translates between vLLM's scheduler and `OffloadCore`.
 
-All methods run on the scheduler's thread. They make no remote call, do not wait, and do not raise
-if the server fails.
+All methods run on the scheduler's thread. They make no remote call and do not raise if the server
+fails. They do not wait, except for a few milliseconds in idle steps (`HandoffScheduler`).
 """
 
 from __future__ import annotations
@@ -157,6 +157,9 @@ class SchedulerSide:
     # ---- once per step
 
     def build_step(self, scheduler_output: Any) -> StepMetadata:
+        is_idle = scheduler_output.total_num_scheduled_tokens == 0
+        if is_idle:
+            self._handoffs.wait_for_peer()
         self._process_answers()
         try:
             self._core.preempted(scheduler_output.preempted_req_ids or ())
@@ -171,7 +174,7 @@ class SchedulerSide:
             loads=plan.loads + self._handoffs.take_pulls(),
             saves=plan.saves,
             namespace_digest=self._digest,
-            idle=scheduler_output.total_num_scheduled_tokens == 0,
+            idle=is_idle,
             sent_at=time.time(),
             weights_version=self._weights_version,
         )

@@ -150,8 +150,8 @@ class ToyEngine:
         table = [next(self._blocks) for _ in range(-(-(len(prompt) + new_tokens) // BLOCK))]
         loaded = hit if hit and self._load(request, table, hit) else 0
         if hit and not loaded:
-            loaded = self.match(request)
-            assert not loaded, "one transfer per request"
+            hit = self.match(request)  # a request has one transfer, but may load stored blocks
+            loaded = hit if hit and self._load(request, table, hit) else 0
         self.scheduler.blocks_allocated(request, [table], 0)
         self._compute(request, table, loaded, new_tokens)
         params = self.end(request, table, end)
