@@ -12,6 +12,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from . import definitions
 from .hosts import HOSTS
 from .panels import build
+from .proxy import PROXY
 
 __all__ = ["FOLDER", "rendered"]
 
@@ -22,7 +23,7 @@ def rendered() -> dict[str, str]:
     """Returns the content of each JSON file by file name."""
     return {
         f"{spec.uid.removeprefix('kvtier-')}.json": json.dumps(build(spec), cls=JSONEncoder, indent=2) + "\n"
-        for spec in (*definitions.DASHBOARDS, HOSTS)
+        for spec in (*definitions.DASHBOARDS, HOSTS, PROXY)
     }
 
 

@@ -103,6 +103,8 @@ class DashboardSpec:
     """Name, label and metric of each further variable, whose values are those of the label."""
     single_server: bool = False
     """Whether it shows one server at a time."""
+    info: str = "kvtier_build_info"
+    """Metric that each program of this dashboard has."""
 
 
 def promql(expr: str) -> str:
@@ -132,9 +134,9 @@ def build(spec: DashboardSpec) -> Dashboard:
             .keep_time(keep_time=True)
         )
         .with_variable(dashboards.DatasourceVariable("datasource").label("Prometheus").type("prometheus"))
-        .with_variable(_variable("job", "Job", "kvtier_build_info", hide=True))
+        .with_variable(_variable("job", "Job", spec.info, hide=True))
         .with_variable(
-            _variable("instance", "Server", 'kvtier_build_info{job=~"$job"}', all_values=not spec.single_server)
+            _variable("instance", "Server", f'{spec.info}{{job=~"$job"}}', all_values=not spec.single_server)
         )
     )
     for name, label, metric in spec.variables:

@@ -27,9 +27,12 @@ FOLDER = Path(__file__).resolve().parents[2] / "dashboards"
 ANY = {"job": "kvtier", "instance": ".*", "tier": ".*", "tenant": ".*", "__rate_interval": "10s"}
 """Values of Grafana's variables if everything is selected and the scrape interval is one second."""
 
+PROXY = {"job": "disagg-proxy"}
+"""Values that differ for the dashboard of the proxy."""
+
 _COMPARISON = re.compile(r"\s*(?:==|!=|>=|<=|>|<)\s*(?:bool\s+)?-?[0-9][0-9.e+-]*")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
-_SELECTOR = re.compile(r"\b((?:kvtier|process)_\w+|up|ALERTS|instance\w*:kvtier\w*:\w+)(?:\{([^}]*)\})?")
+_SELECTOR = re.compile(r"\b((?:kvtier|disagg_proxy|process)_\w+|up|ALERTS|instance\w*:kvtier\w*:\w+)(?:\{([^}]*)\})?")
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ def boards() -> Iterator[tuple[str, dict[str, Any]]]:
 def panels(values: Mapping[str, str] = ANY) -> list[Expression]:
     """Returns the expressions of all panels with their variables filled in."""
     return [
-        Expression(f"{name}: {panel['title']} [{target['refId']}]", filled(target["expr"], values))
+        Expression(f"{name}: {panel['title']} [{target['refId']}]", filled(target["expr"], of_board(name, values)))
         for name, board in boards()
         for panel in board["panels"]
         for target in panel.get("targets", ())
@@ -61,8 +64,12 @@ def variables(values: Mapping[str, str] = ANY) -> list[Expression]:
             if variable["type"] == "query":
                 metric = re.fullmatch(r"label_values\((.+), (\w+)\)", variable["query"]["query"])
                 assert metric[2] == variable["name"]
-                found.append(Expression(f"{name}: ${variable['name']}", filled(metric[1], values)))
+                found.append(Expression(f"{name}: ${variable['name']}", filled(metric[1], of_board(name, values))))
     return found
+
+
+def of_board(name: str, values: Mapping[str, str]) -> Mapping[str, str]:
+    return {**values, **PROXY} if name == "proxy.json" else values
 
 
 def filled(text: str, values: Mapping[str, str]) -> str:

@@ -1,14 +1,19 @@
-"""Load for two servers: engine calls that change every metric of a healthy server."""
+"""Load for servers and a proxy: calls that change every metric of a healthy server and proxy."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import queue
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import grpc
+from harness.disagg_site import Site
+from harness.fake_engine import FakeEngine, fail
 from harness.launch import Launched, launch
 from harness.payloads import filled, key_of, namespace_of, payload
 from harness.raw import RawSession
@@ -17,7 +22,7 @@ from harness.traffic import PART, wait_connected
 from kvtier.client import Client, HandoffDirection, HoldGone, HoldName
 from kvtier.protos.v1 import cache_pb2, common_pb2
 
-__all__ = ["busy_server"]
+__all__ = ["busy_proxy", "busy_server"]
 
 CONFIG = """
 tiers = [{type = "lmdb", size = "32MiB"}, {type = "disk", size = "64MiB"},
@@ -98,3 +103,42 @@ def stale_engine(endpoint: str, stop: threading.Event) -> None:
         while not stop.wait(0.5):
             with contextlib.suppress(grpc.RpcError):
                 raw.cache.Lookup(cache_pb2.LookupRequest(session=ref, keys=[key_of(1)]), timeout=5)
+
+
+@contextlib.contextmanager
+def busy_proxy() -> Iterator[int]:
+    """Runs a proxy with stand-in engines; its servers for hints and state are absent.
+
+    Yields its port.
+    """
+    ports: queue.Queue[int] = queue.Queue()
+    stop = threading.Event()
+    thread = threading.Thread(target=lambda: asyncio.run(proxy_clients(ports, stop)))
+    thread.start()
+    try:
+        yield ports.get(timeout=60)
+    finally:
+        stop.set()
+        thread.join()
+
+
+async def proxy_clients(ports: queue.Queue[int], stop: threading.Event) -> None:
+    engines = [FakeEngine("p0"), FakeEngine("d0")]
+    for engine in engines:
+        await engine.start()
+    site = Site(engines[:1], engines[1:])
+    settings = replace(site.settings(hints="unix:/nowhere/s"), max_entries=1, state="valkey://127.0.0.1:1")
+    async with site.proxy(settings) as proxy:
+        ports.put(int(proxy.url.rpartition(":")[2]))
+        step = 0
+        while not stop.is_set():
+            for conversation, stream in (("a", False), ("a", True), (f"c{step}", False)):
+                await proxy.turn(conversation, stream=stream)
+            engines[0].script.append(fail(500))  # a retry, and a turn without a prefill engine
+            await proxy.turn("a")
+            await proxy.http.post("/hints", json={"model": "m", "conversation_id": "a", "hint": "prefetch"})
+            await asyncio.sleep(STEP_SECONDS)
+            step += 1
+    for engine in engines:
+        await engine.stop()
+        engine.close()

@@ -58,18 +58,19 @@ def program(name: str) -> Path:
 
 
 @contextlib.contextmanager
-def running(directory: Path, targets: Mapping[str, int], rules: Sequence[Path]) -> Iterator[Prometheus]:
-    """Runs Prometheus with these targets (name to port) and rules, evaluated every second."""
+def running(directory: Path, jobs: Mapping[str, Mapping[str, int]], rules: Sequence[Path]) -> Iterator[Prometheus]:
+    """Runs Prometheus with the targets of jobs (name to port) and rules, evaluated every second."""
     config = {
         "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
         "rule_files": [str(path) for path in rules],
         "scrape_configs": [
             {
-                "job_name": "kvtier",
+                "job_name": job,
                 "static_configs": [
                     {"targets": [f"127.0.0.1:{port}"], "labels": {"instance": name}} for name, port in targets.items()
                 ],
             }
+            for job, targets in jobs.items()
         ],
     }
     path = directory / "prometheus.yml"

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
+from disagg_proxy.fleet import Fleet
+from disagg_proxy.metrics import Metrics
 from expressions import (
     Expression,
     alerts,
@@ -39,6 +41,14 @@ KNOWN = {row.exposed: set(row.labels) for row in METRICS.values() if row.kind !=
     for end in HISTOGRAM_SUFFIXES
 }
 """Metrics of a server with their labels."""
+
+PROXY = {
+    f"{family.name}{end}": {*collector._labelnames} - {"instance"} | {"le", "exported_instance"}
+    for collector in Metrics((Fleet([]),), lambda: 0)._registry._collector_to_names
+    for family in collector.describe()
+    for end in {"counter": ("_total",), "histogram": HISTOGRAM_SUFFIXES}.get(family.type, ("",))
+}
+"""Metrics of the proxy with their labels. Prometheus renames its label `instance`."""
 
 OTHERS = {"up": set[str](), "ALERTS": {"alertname", "alertstate"}} | {
     f"process_{name}": set[str]()
@@ -99,7 +109,7 @@ def test_every_metric_exists_with_these_labels(expression: Expression) -> None:
         if ":" in name:
             assert name in recordings()
         else:
-            known = KNOWN.get(name, OTHERS.get(name))
+            known = (KNOWN | PROXY | OTHERS).get(name)
             assert known is not None, name
             assert labels <= known | TARGET, name
 
@@ -111,6 +121,7 @@ def test_every_metric_is_used() -> None:
     unseen = {row.exposed for row in METRICS.values()} - seen
     by_hand = {"kvtier_namespaces", "kvtier_tier_jobs", "kvtier_sessions_attached"}
     assert unseen == by_hand
+    assert {name for name in PROXY if not name.endswith(("_sum", "_count", "_created"))} <= named
 
 
 def test_table_columns_have_headings() -> None:

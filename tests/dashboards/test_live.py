@@ -23,7 +23,7 @@ from expressions import (
     without_comparisons,
 )
 from harness.polling import polls
-from load import busy_server
+from load import busy_proxy, busy_server
 from prometheus import Prometheus, program, running
 
 pytestmark = [pytest.mark.prometheus, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -35,7 +35,10 @@ TIMEOUT_SECONDS = 120.0
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """Scrapes two busy servers, with all rules and a copy of each alert that fires at once."""
+    """Scrapes two busy servers and a proxy, with all rules.
+
+    A copy of each alert fires at once.
+    """
     program("prometheus")
     directory = tmp_path_factory.mktemp("kvt")
     rules = [without_intervals(path, directory) for path in rule_files()] + [always_firing(directory)]
@@ -44,7 +47,8 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         # The class of the tier `common` is in the folder `tests`.
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(HERE.parent), os.environ.get("PYTHONPATH")))))
         ports = {name: stack.enter_context(busy_server(directory / name))[1] for name in ("one", "two")}
-        yield stack.enter_context(running(directory, ports, rules))
+        jobs = {"kvtier": ports, "disagg-proxy": {"two": stack.enter_context(busy_proxy())}}
+        yield stack.enter_context(running(directory, jobs, rules))
 
 
 def without_intervals(path: Path, directory: Path) -> Path:
