@@ -8,9 +8,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from calls import Stream, ask, chat_row, post, question, row, streamed_row
-from conversations import SAID, ExpectedAnswers
+from conversations import MORE, SAID, ExpectedAnswers
 from deployment import Deployment, Moved
 from proxy_process import ProxyProcess
+from scenario import tokens
 
 __all__ = ["ConversationClient"]
 
@@ -41,6 +42,16 @@ class ConversationClient:
         """Asks the proxy for a turn of each of these conversations, without counts."""
         with ThreadPoolExecutor(len(names)) as threads:
             list(threads.map(lambda name: self.ask_proxy(name, turn), names))
+
+    def branches(self, name: str, *seeds: int) -> None:
+        """Continues the first turn of a conversation with different questions at once.
+
+        Counts nothing, and compares no answers.
+        """
+        so_far = [*self._reference.prompt(name, 1), *self._reference.answer(name, 1)]
+        bodies = [question([*so_far, *tokens(seed, MORE)], 4, conversation_id=name) for seed in seeds]
+        with ThreadPoolExecutor(len(bodies)) as threads:
+            list(threads.map(lambda body: ask(self._deployment.proxy.port, body), bodies))
 
     def streamed(self, name: str, turn: int) -> Moved:
         """Asks the proxy for a streamed answer; returns what moved."""

@@ -32,6 +32,7 @@ NAMES = (
     "streamed",
     "chat",
     "under pressure",
+    "branches",
     "decode killed",
     "decode interrupted",
     "prefill killed",

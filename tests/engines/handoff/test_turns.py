@@ -102,6 +102,23 @@ def test_several_at_once(deployment: Deployment, talk: ConversationClient) -> No
     deployment.assert_idle(to_prefill=before + len(names))
 
 
+def test_branches_of_a_turn(deployment: Deployment, talk: ConversationClient) -> None:
+    """B2.21 Two requests that continue a turn at once find its blocks, and so does a later one.
+
+    When the hold has ended, an ordinary lookup finds all blocks that are full.
+    """
+    talk.turn("branches", 1)
+    new = prompt_tokens(2) - held_by_decode(1)
+    for seeds in ((2001, 2002), (2003,)):
+        deployment.empty()
+        count = len(seeds)
+        first_claim = count - 1  # ends the hold of the first turn
+        with deployment.watch(p=count, d=count, published=2 * count, ended=count + first_claim) as moved:
+            talk.branches("branches", *seeds)
+        assert count * new <= moved.p.computed <= count * new + BLOCK
+        assert sum(moved.p) == count * prompt_tokens(2)
+
+
 def test_what_is_held_is_not_evicted(deployment: Deployment, talk: ConversationClient) -> None:
     """B2.17 Other requests fill the server's memory between two turns; P still finds D's blocks."""
     talk.turn("under pressure", 1)
