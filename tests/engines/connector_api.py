@@ -1,8 +1,6 @@
 """Names that vLLM calls on a connector, and names that this connector takes from vLLM.
 
-Of 0.32 they are compared with the vLLM that is installed. Those of 0.33 were read from the source
-distribution on PyPI, vllm-0.33.0.tar.gz (sha256
-f4c33c2503d52bb411146afa9618a4f48bed68912f617e6803ac8d76e4c74112), as were those of 0.32.
+`make test-engines` compares those of 0.32 with vLLM, and `make test-engines-next` those of 0.33.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Everything that the adapter imports from vLLM, and the check of vLLM's version.
 
-The same code works with vLLM 0.32 and 0.33. `tests/engines/connector_api.json` lists the interfaces
+The same code works with vLLM 0.32 and 0.33. `tests/engines/connector_api.py` lists the interfaces
 of the two releases. They differ as follows:
 
 - 0.33 renamed the third item of `yield_req_data`. The adapter does not use this function. It reads
