@@ -213,3 +213,19 @@ def test_a_hybrid_model(run_engine: RunEngine, server: ServerProcess, second: di
     assert fills["base"]["external_hits"] == 0
     assert_same(fills["base"], finds["base"])
     _assert_all_found(finds["base"], BASE)
+
+
+def test_two_ranks(run_engine: RunEngine, server: ServerProcess, reference: dict[str, Any]) -> None:
+    """B3.14 A row has the bytes of all ranks; another engine with two ranks finds all rows."""
+    server.kill()
+    server.start()
+    config = _tiering(server.endpoint, lookup_timeout_s=LONG_TIMEOUT_SECONDS)
+    ranks = {"tensor_parallel_size": 2, "bind": "0|1", "prepare": LONG, "kv_transfer_config": config}
+    fills = run_engine([generate("base", BASE), RESET_ALL], **ranks)
+    wait_until_durable(server)
+    finds = run_engine([generate("base", BASE), RESET_ALL, generate("crowd", CROWD, at_once=True)], **ranks)
+    assert fills["base"]["external_hits"] == 0
+    for life in (fills, finds):
+        assert_same(reference["base"], life["base"])
+    assert_same(reference["crowd"], finds["crowd"])
+    _assert_all_found(finds["base"], BASE)
