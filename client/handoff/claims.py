@@ -99,11 +99,21 @@ class OpenPull:
     """A pull in several parts, while the peer computes.
 
     ``blocks[group index, position]``: id of the engine's block that is not filled yet, in the order
-    of positions. ``progress_at``: when a claim last granted a block.
+    of positions. ``ends``: per group the position after the last block. ``progress_at``: when a
+    claim last granted a block.
     """
 
     blocks: dict[tuple[int, int], int]
+    ends: list[int]
     progress_at: float
+
+    @property
+    def first_positions(self) -> list[int]:
+        """Per group the position of the first block that is not filled yet."""
+        first: dict[int, int] = {}
+        for group_index, position in self.blocks:
+            first.setdefault(group_index, position)
+        return [first.get(index, end) for index, end in enumerate(self.ends)]
 
     def take(self, claim: Claim) -> list[BlockRead]:
         """Returns the read of the blocks that the claim has leased, and marks them as filled."""
@@ -172,6 +182,8 @@ class Claims:
         """Claims the blocks after ``computed_tokens``. Returns None if no server is connected."""
         claim = Claim(ClaimId(self._next), computed_tokens, now + self._options.claim_timeout_s)
         first_positions = [computed_tokens // group.block_tokens for group in self._geometry.groups]
+        if state.pull is not None:
+            first_positions = state.pull.first_positions
         if not self._server.start_claim(claim.number, state.engine, remote, first_positions, min_blocks):
             return None
         self._next += 1

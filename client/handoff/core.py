@@ -366,7 +366,8 @@ class HandoffCore:
         if not state.params.pulls_early:
             job.reads = plan_pull(self._geometry, claim.ready, claim.answer.lease_id, tables, start, end)
         elif blocks := pull_blocks(self._geometry, tables, start, end):
-            state.pull = OpenPull(blocks, claim.answered_at)
+            ends = [-(-end // group.block_tokens) for group in self._geometry.groups]
+            state.pull = OpenPull(blocks, ends, claim.answered_at)
             job.reads, job.is_last = self._claims.next_part(state, claim)
 
     def _continue_pull(self, state: HandoffState, claim: Claim) -> None:

@@ -159,6 +159,9 @@ def test_blocks_are_pulled_as_they_come(geometry: CacheGeometry) -> None:
         *(computed(100, ready, geometry=geometry).settled_blocks + 1 for ready in (40, 40, 64)),
     ]
     assert rig.server.released == rig.server.dropped == []
+    firsts = [first for _, _, first in rig.server.claims]
+    assert [first[0] for first in firsts] == [0, 2, 2, 4], "no block is leased twice"
+    assert [first[1:] for first in firsts] == ([[0], [4], [4], [4]] if geometry is WINDOW else [[]] * 4)
     rig.core.pull_ended("r")
     assert rig.server.released == [PEER]
     assert rig.server.dropped == [number for number, _, _ in rig.server.claims]
@@ -195,6 +198,7 @@ def test_states_are_pulled_at_the_end_of_a_prefill() -> None:
     rig.allocate(96)
     (first,) = [pull.job for pull in rig.core.take_pulls()]
     assert (len(first.reads[0].block_ids), first.is_last) == (2, False)
+    assert rig.server.claims[-1][2] == [2, 5]
     rig.answer(computed(96, 96, geometry=STATE))
     (last,) = [pull.job for pull in rig.core.take_pulls()]
     assert last.is_last
