@@ -40,6 +40,7 @@ ENGINE = {
 }
 HICACHE = {
     "enable_hierarchical_cache": True,
+    "hicache_ratio": 2,
     "hicache_io_backend": "direct",
     "hicache_mem_layout": "page_first_direct",
     "hicache_write_policy": "write_through",

@@ -7,6 +7,8 @@ the engine starts with these replacements, and SGLang's files stay as they are:
 - `torch.cpu` gets events and streams that do nothing, because a CPU runs operations in order.
 - Host pools are not pinned, because there is no CUDA runtime.
 - Two copy kernels between device and host pools become torch copies.
+- Attention with a sliding window reads the rows of the pool for windows. SGLang's torch code reads
+  the rows with the numbers of the full pool, so an answer is wrong unless both have the same order.
 - torchvision's part in C++ does not load with a CPU build of torch, so its registration is skipped.
 """
 
@@ -163,6 +165,25 @@ def _give_copies(pools: ModuleType) -> None:
     pools.transfer_kv_per_layer_direct_pf_lf = _copy_layer  # type: ignore[attr-defined]
 
 
+def _read_windows(attention: ModuleType) -> None:
+    backend = attention.TorchNativeAttnBackend
+    for name in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode"):
+        setattr(backend, name, _reading_windows(getattr(backend, name)))
+
+
+def _reading_windows(run: Callable[..., Any]) -> Callable[..., Any]:
+    def read(
+        self: Any, query: Any, output: Any, keys: Any, values: Any, rows: Any, requests: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """`rows`: the row of each token, per request. `requests`: the requests of the batch."""
+        if self.use_sliding_window_kv_pool and kwargs.get("sliding_window_size") is not None:
+            rows = self.token_to_kv_pool.translate_loc_from_full_to_swa(rows[requests])
+            requests = range(len(requests))
+        return run(self, query, output, keys, values, rows, requests, *args, **kwargs)
+
+    return read
+
+
 _POOLS = "sglang.srt.mem_cache.pool_host"
 sys.meta_path.insert(
     0,
@@ -172,6 +193,7 @@ sys.meta_path.insert(
             f"{_POOLS}.base": _pin_nothing,
             f"{_POOLS}.mha": _give_copies,
             f"{_POOLS}.mamba": _give_copies,
+            "sglang.srt.layers.attention.torch_native_backend": _read_windows,
         }
     ),
 )
