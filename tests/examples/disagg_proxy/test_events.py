@@ -88,6 +88,38 @@ def test_events_pass_as_they_come(event: bytes) -> None:
     assert StreamReader(strip_usage=True).read(event) == event
 
 
+CHOICE = st.fixed_dictionaries(
+    {"index": st.just(0), "finish_reason": st.sampled_from([None, None, "stop", "length", "tool_calls"])},
+    optional={
+        "text": st.text(max_size=5) | st.sampled_from(['"finish_reason":null', "kv_transfer_params", '"error"']),
+        "delta": st.sampled_from([{"content": "x"}, {"tool_calls": [{"id": 1}]}, {"tool_calls": []}]),
+        "stop_reason": st.sampled_from([None, "###"]),
+    },
+)
+CHUNK = st.fixed_dictionaries(
+    {"choices": st.lists(CHOICE, max_size=2)},
+    optional={
+        "usage": st.sampled_from([None, {"total_tokens": 9}]),
+        "error": st.just({"message": "x"}),
+        "kv_transfer_params": st.sampled_from([None, HELD]),
+    },
+)
+
+
+@given(st.lists(CHUNK, max_size=5), st.booleans())
+def test_events_that_are_not_parsed_tell_nothing(chunks: list[dict[str, Any]], strip: bool) -> None:  # noqa: FBT001
+    """A reader that parses each event forwards the same and knows the same."""
+    lines = [b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n" for chunk in chunks]
+    found = []
+    for plain in (events._PLAIN, b"never"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(events, "_PLAIN", plain)
+            reader = StreamReader(strip_usage=strip)
+            passed = [reader.read(line) for line in [*lines, DONE]]
+        found.append((passed, reader.hold(ENGINE, "name"), reader.params, reader.has_failed, reader.calls_tools))
+    assert found[0] == found[1]
+
+
 def test_usage_is_forwarded_on_request() -> None:
     """The usage chunk is forwarded only if the client asked for it."""
     assert _read(END, USAGE)[1] == _event(END) + DONE
