@@ -103,6 +103,7 @@ class HandoffCore:
         self._options = options
         self._server = server
         self._cache = cache
+        self._state_tokens = max((group.block_tokens for group in geometry.groups if group.is_state), default=0)
         self._requests: dict[str, HandoffState] = {}
         self._claims = Claims(geometry, options, server)
         self._pulls: list[BlockPull] = []
@@ -133,7 +134,9 @@ class HandoffCore:
             return False
         wanted = may_pull(params, self._options) and (params.do_remote_prefill or params.has_blocks)
         wanted = wanted and not params.has_no_peer
-        if params.do_remote_prefill and params.holds_nothing and params.remote is not None:
+        # A peer cannot hold a state of a prompt of one block.
+        is_expected = params.do_remote_prefill and request.prompt_tokens > self._state_tokens
+        if is_expected and params.holds_nothing and params.remote is not None:
             self._server.not_claimed(request, params.remote, NotClaimedReason.NOTHING_HELD)
         transfer = TransferState.WANTED if wanted else TransferState.NONE
         state = self._requests[request.request_id] = HandoffState(request, params, transfer)

@@ -47,8 +47,7 @@ class NotClaimedReason(IntEnum):
     """Why a request is computed without a claim; same values as `kvtier.v1.NotClaimedReason`.
 
     PEER_NOT_LISTED: no setting names the server of the hold. NOTHING_HELD: the other engine holds
-    no blocks of the request, for example because the prompt of a model with state layers fits into
-    one block.
+    no blocks of the request, for example because it had to evict a state of the prompt.
     """
 
     PEER_NOT_LISTED = 5

@@ -225,8 +225,9 @@ def test_nothing_is_held_without_a_state(tokens: int, cached: tuple[int, ...]) -
     assert (rig.server.published, finished.blocks, finished.drop_saves) == ([], [], False)
     assert (finished.params["remote_num_tokens"], finished.params["remote_block_ids"]) == (0, [[], []])
     assert finished.params["remote_blocks_expiry_time"] is None
-    reader = Rig(finished.params, geometry=STATE, **BOTH)
+    reader = Rig(finished.params, tokens, geometry=STATE, **BOTH)
     assert (reader.match(), reader.server.claims) == (0, [])
+    assert bool(reader.server.not_claims) is (tokens > BLOCK), "a prompt of one block is no failure"
 
 
 def test_a_window_block_that_the_request_dropped_comes_from_the_cache() -> None:
