@@ -67,13 +67,13 @@ demo-fleet: $(VENV)/.stamp $(FLEET)/.stamp  ## Show that hosts share blocks thro
 demo-router: $(VLLM)/.stamp  ## Compare examples/kv_aware_router with round robin: two vLLM engines on the CPU, each with its own server (4 to 8 minutes)
 	$(VLLM)/bin/python examples/demo/router.py
 
-test: $(VENV)/.stamp  ## Run the tests that need no LLM engine, without those of test-long (4 minutes on 2 cores)
+test: $(VENV)/.stamp  ## Run the tests that need no LLM engine, without those of test-long (8 minutes on 2 cores)
 	$(VENV)/bin/python -m pytest --numprocesses 3 --dist worksteal -m 'not slow' $(ARGS)
 
-test-long: $(VENV)/.stamp  ## Run the tests that need no LLM engine and take long: many kills, curves, hangs, documentation (3 to 4 minutes on 2 cores)
+test-long: $(VENV)/.stamp  ## Run the tests that need no LLM engine and take long: many kills, curves, hangs, documentation (8 minutes on 2 cores)
 	$(VENV)/bin/python -m pytest --numprocesses 3 --dist worksteal -m slow $(ARGS)
 
-test-engines: $(VLLM)/.stamp  ## Run the tests with real engines (installs vLLM in build/vllm: 3.5 GB; about 20 minutes on 2 idle cores)
+test-engines: $(VLLM)/.stamp  ## Run the tests with real engines (installs vLLM in build/vllm: 3.5 GB; about 25 minutes on 2 idle cores)
 	$(VLLM)/bin/python -m pytest -W default -m engines tests/engines tests/client/engines/vllm_adapters $(ARGS)
 
 test-engines-next: $(VLLM_NEXT)/.stamp  ## Run test-engines with the Python code of the next vLLM over the compiled libraries of this one (also downloads 340 MB)
@@ -82,7 +82,7 @@ test-engines-next: $(VLLM_NEXT)/.stamp  ## Run test-engines with the Python code
 test-handoff: $(VLLM)/.stamp  ## Run the part of test-engines with a prefill engine, a decode engine and the proxy
 	$(VLLM)/bin/python -m pytest -W default -m engines tests/engines/handoff $(ARGS)
 
-test-sglang: $(SGLANG)/.stamp  ## Run the tests with SGLang on the CPU (installs it in build/sglang: 3 GB; TIME)
+test-sglang: $(SGLANG)/.stamp  ## Run the tests with SGLang on the CPU (installs it in build/sglang: 3 GB; 8 to 14 minutes on 2 cores)
 	$(SGLANG_ON_CPU) $(SGLANG)/bin/python -m pytest -W default -m sglang tests/sglang_engine tests/client/engines/sglang_adapter $(ARGS)
 
 # PYTHONSAFEPATH keeps the folder `cuda` of this repository from hiding NVIDIA's package of that name.
