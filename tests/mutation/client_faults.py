@@ -279,8 +279,8 @@ CLIENT_FAULTS = (
     Fault(
         "an aborted request is held",
         "client/handoff/core.py",
-        "if not state.hold_at_end or not reason.is_normal:",
-        "if not state.hold_at_end:",
+        "is_held = state.hold_at_end and reason.is_normal and not is_pulling",
+        "is_held = state.hold_at_end and not is_pulling",
     ),
     Fault(
         "the peer's hold is not released after the pull",

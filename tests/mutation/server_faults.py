@@ -75,7 +75,7 @@ SERVER_FAULTS = (
     Fault(
         "a claim does not wait for the hold",
         "server/services/handoff.py",
-        "            await self._wait_ready(session, name, self._validator.wait(request.wait))",
+        "            await self._wait_settled(session, name, request.min_blocks, self._validator.wait(request.wait))",
         "            pass",
     ),
     Fault(
