@@ -12,20 +12,23 @@ __all__ = ["ByteBudget", "CircuitBreaker"]
 FAILURES = 2
 """The breaker opens after this many failures in a row."""
 PROBE_SECONDS = 1.0
-"""Time between two probes of a node whose breaker is open."""
+"""Time from the failure that opens the breaker to the first probe. Each probe doubles it."""
+MAX_PROBE_SECONDS = 16.0
+"""Longest time between two probes of a node whose breaker is open."""
 
 
 class CircuitBreaker:
     """Circuit breaker of one node. Thread-safe.
 
-    While the breaker is open, calls fail at once. Once per `PROBE_SECONDS` one call is permitted as
-    a probe. If the probe succeeds, the breaker closes.
+    While the breaker is open, calls fail at once. From time to time one call is permitted as a
+    probe. If the probe succeeds, the breaker closes. A request may wait for a probe until the
+    call's deadline, so probes become rarer as long as they fail.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._failures = 0
+        self._failures = self._probes = 0
         self._probe_at = 0.0
         self.reason = ""
         """Text of the last failure."""
@@ -41,17 +44,21 @@ class CircuitBreaker:
                 return True
             if self._clock() < self._probe_at:
                 return False
-            self._probe_at = self._clock() + PROBE_SECONDS
+            self._probes += 1
+            self._probe_at = self._clock() + self._pause()
             return True
 
     def succeeded(self) -> None:
-        self._failures = 0
+        self._failures = self._probes = 0
 
     def failed(self, reason: str) -> None:
         with self._lock:
             self._failures += 1
             self.reason = reason
-            self._probe_at = self._clock() + PROBE_SECONDS
+            self._probe_at = self._clock() + self._pause()
+
+    def _pause(self) -> float:
+        return min(PROBE_SECONDS * 2 ** min(self._probes, 10), MAX_PROBE_SECONDS)
 
 
 class ByteBudget:

@@ -10,7 +10,7 @@ from contracts.shared_tier_in_memory import SharedTierInMemory, memory_tier
 from contracts.tier import CORRUPT, DONE, SPACE, content, empty, full, key
 from harness.memory_store import MemoryStore, StoreClient
 
-from kvtier.tiers.remote.limits import FAILURES, PROBE_SECONDS, ByteBudget, CircuitBreaker
+from kvtier.tiers.remote.limits import FAILURES, MAX_PROBE_SECONDS, PROBE_SECONDS, ByteBudget, CircuitBreaker
 from kvtier.tiers.remote.network_tier import RemoteLimits
 from kvtier.tiers.remote.remote_tier import RemoteTier
 from kvtier.tiers.remote.value_codec import name_of
@@ -61,20 +61,28 @@ def test_a_good_value_survives_the_deletion_of_a_damaged_one(monkeypatch: pytest
     assert tier.load([empty(key(1), (4,))]) == [DONE]
 
 
-def test_an_open_breaker_permits_one_probe_per_second() -> None:
-    """A successful probe closes it."""
+def test_an_open_breaker_permits_single_probes() -> None:
+    """Each probe doubles the time until the next one. A successful probe closes the breaker."""
     now = 0.0
     breaker = CircuitBreaker(lambda: now)
     for _ in range(FAILURES):
         assert breaker.permits()
         breaker.failed("lost")
+    for _ in range(8):
+        breaker.failed("calls that began before")
     assert not breaker.permits()
     now += PROBE_SECONDS
     assert breaker.permits(), "one probe"
     assert not breaker.permits(), "only one"
     breaker.failed("lost")
     now += PROBE_SECONDS
+    assert not breaker.permits(), "not yet"
+    now += PROBE_SECONDS
     assert breaker.permits(), "the next probe"
+    for _ in range(20):
+        breaker.failed("lost")
+        now += MAX_PROBE_SECONDS
+        assert breaker.permits(), "never later"
     breaker.succeeded()
     assert breaker.permits()
     assert breaker.permits()

@@ -65,7 +65,7 @@ def test_a_lease_of_a_lost_session_is_not_used(server: ServerProcess) -> None:
         server.wait_for(lambda status: status.tiers[1].blocks == 6)
         assert attached.batch_exists(KEYS) == 6
         server.restart()
-        wait_until(lambda: attached.batch_exists(KEYS) == 6)
+        wait_until(lambda: attached.batch_exists(KEYS) == 6, otherwise=server.status)
         assert attached.batch_get_v1(KEYS, ALL) == [True] * 6
 
 
